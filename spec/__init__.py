@@ -1,0 +1,1 @@
+"""The nouns that measure, calibrate and simulate share. Imports nothing else of this project."""

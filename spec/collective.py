@@ -1,0 +1,29 @@
+"""One collective operation: what is sent, by nccl-tests' definition of bytes and bus bandwidth."""
+
+from dataclasses import dataclass
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective over the parallel axis `axis` (tp, pp, dp, cp, ep, or a product as edp, dp_cp).
+
+    `bytes` is nccl-tests': the whole buffer of a rank for all-reduce, all-to-all and send/recv, the
+    gathered buffer for all-gather, the buffer before reduction for reduce-scatter.
+    """
+
+    kind: str
+    axis: str
+    bytes: float
+
+
+def busbw_factor(kind: str, ranks: int) -> float:
+    """Bytes over a rank's link per byte of buffer: bus bandwidth = bytes / time * this factor.
+
+    Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
+    if kind == "send_recv":
+        return 1.0
+    share = (ranks - 1) / ranks
+    return 2 * share if kind == "all_reduce" else share

@@ -1,0 +1,83 @@
+"""What every command of this project does alike: exit codes, --json, progress, Ctrl-C."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from spec.errors import UserError, WorkError
+from spec.files import write_json
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser whose complaints are one sentence and exit 2."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the complaint, for `run` to print."""
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option that every command has for a machine-readable result."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the result as JSON to FILE (standard output when no file is named)",
+    )
+
+
+def add_progress(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for progress where standard error is no terminal."""
+    parser.add_argument(
+        "--progress",
+        action="store_true",
+        help="show progress on standard error even where it is no terminal",
+    )
+
+
+def emit(target: str | None, value: dict[str, Any], text: str) -> None:
+    """Print `text`, or write `value` where --json asked for it (then standard output is pure)."""
+    if target == "-":
+        print(json.dumps(value, indent=1, allow_nan=False))
+        return
+    if target is not None:
+        write_json(Path(target), value)
+    print(text)
+
+
+def progress(items: Iterable[T], total: int, label: str, asked: bool) -> Iterable[T]:
+    """Wrap an iterable in a progress bar on standard error, where a person would see it."""
+    if not (asked or sys.stderr.isatty()):
+        return items
+    from tqdm import tqdm
+
+    bar: Iterable[T] = tqdm(items, total=total, desc=label, file=sys.stderr, dynamic_ncols=True)
+    return bar
+
+
+def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None) -> int:
+    """Run a command's `main` and turn its errors into sentences and exit codes."""
+    try:
+        return main(sys.argv[1:] if arguments is None else arguments) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WorkError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141

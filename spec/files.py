@@ -1,0 +1,163 @@
+"""Reading and writing files so that nothing is ever half-written and bad input is a sentence."""
+
+import csv
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from spec.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it replaces `path` on success and goes on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON; NaN and infinity are refused (they are not JSON)."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of `path`; `what` says in an error what the file should have been."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {what} was expected there") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as {what} ({error})") from None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Parse a JSON file; `what` names its role in error messages."""
+    try:
+        return json.loads(read_text(path, what), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON for {what} ({error})") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Parse a YAML file with the safe loader."""
+    try:
+        return yaml.safe_load(read_text(path, what))
+    except yaml.YAMLError as error:
+        problem = str(error).replace("\n", " ")
+        raise UserError(f"{path}: not valid YAML for {what} ({problem})") from None
+
+
+def parse(model: type[M], value: Any, where: str) -> M:
+    """Validate `value` as `model`; the first thing wrong becomes a sentence that begins `where`."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise UserError(f"{where}: {first_problem(error)}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """One sentence for the first problem pydantic found: field, value and what would be right."""
+    problem = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "the whole"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {field!r}; remove it or correct its spelling"
+    if problem["type"] == "missing":
+        return f"the key {field!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = repr(problem.get("input"))
+    if problem["type"] == "value_error":
+        return message if field == "the whole" else f"{field}: {message}"
+    return f"{field} is {given[:80]}; {message[0].lower()}{message[1:]}"
+
+
+def read_table(path: Path, row: type[M]) -> list[M]:
+    """Read a CSV of `row` records; empty cells are None. Errors name file, line and column."""
+    text = read_text(path, f"a table of {row.__name__}")
+    lines = csv.DictReader(text.splitlines(keepends=True), strict=True)
+    missing = [
+        name
+        for name, field in row.model_fields.items()
+        if field.is_required() and name not in (lines.fieldnames or ())
+    ]
+    if missing:
+        raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
+    rows = []
+    try:
+        for number, cells in enumerate(lines, start=2):
+            if None in cells or None in cells.values():
+                raise UserError(
+                    f"{path}: line {number} does not have the header's "
+                    f"{len(lines.fieldnames or ())} columns; the file may be half-written"
+                )
+            given = {key: value for key, value in cells.items() if value != ""}
+            rows.append(parse(row, given, f"{path}: line {number}"))
+    except csv.Error as error:
+        raise UserError(f"{path}: not valid CSV ({error})") from None
+    return rows
+
+
+def format_row(record: BaseModel) -> dict[str, str]:
+    """The cells of one CSV row: None becomes empty, floats keep seven significant digits."""
+    cells = {}
+    for name, value in record.model_dump(mode="json").items():
+        if value is None:
+            cells[name] = ""
+        elif isinstance(value, bool):
+            cells[name] = "true" if value else "false"
+        elif isinstance(value, float):
+            cells[name] = f"{value:.7g}"
+        else:
+            cells[name] = str(value)
+    return cells
+
+
+def write_table(path: Path, row: type[BaseModel], records: Sequence[BaseModel]) -> None:
+    """Write a whole CSV of `row` records, in the column order of the schema."""
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(row.model_fields), lineterminator="\n")
+        writer.writeheader()
+        for record in records:
+            writer.writerow(format_row(record))
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted leaf paths of a nested mapping, for diffs and provenance."""
+    for key, item in value.items():
+        path = f"{prefix}{key}"
+        if isinstance(item, Mapping):
+            yield from flatten(item, f"{path}.")
+        else:
+            yield path, item

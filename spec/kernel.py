@@ -1,0 +1,136 @@
+"""One GPU kernel's work: what it computes, at which shape, with its FLOPs and least bytes.
+
+The noun that all stages share: `measure` times kernels, `calibrate` fits them, `simulate` asks for
+their time. An elementwise "kernel" here is one operation of the training step; without fusion it
+may run as several device kernels, and it is timed as the whole.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from spec.errors import UserError
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+
+GEMM_DIRECTIONS = ("forward", "dgrad", "wgrad")
+PASSES = ("forward", "backward")
+
+# op: (names of its dimensions, directions it runs in)
+OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # y[m, n] = x[m, k] w[n, k]^T; dgrad and wgrad keep the names, so FLOPs are the same
+    "gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
+    # `groups` experts share m rows
+    "grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
+    "attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),
+    "rmsnorm": (("rows", "width"), PASSES),
+    "layernorm": (("rows", "width"), PASSES),
+    "rope": (("rows", "heads", "head_dim"), PASSES),
+    "swiglu": (("rows", "width"), PASSES),  # width of the output
+    "gelu": (("rows", "width"), PASSES),
+    "residual": (("rows", "width"), PASSES),  # bias-dropout-add
+    "embedding": (("rows", "width", "vocab"), PASSES),
+    "cross_entropy": (("rows", "vocab"), PASSES),
+    "router": (("rows", "experts", "top_k"), PASSES),
+    "permute": (("rows", "width"), PASSES),
+    "grad_accumulate": (("elements",), ("forward",)),  # fp32 main_grad += bf16 weight gradient
+    "adam": (("elements",), ("forward",)),
+    "grad_norm": (("elements",), ("forward",)),
+    "copy": (("elements",), ("forward",)),  # a contiguous device-to-device copy
+}
+
+# Elements touched per output element (rows * width), each counted once in its own dtype's size:
+# the fewest bytes an unfused-by-us implementation must move. (forward, backward)
+_TOUCHED = {
+    "rmsnorm": (2, 4),
+    "layernorm": (2, 4),
+    "rope": (2, 2),
+    "swiglu": (3, 5),
+    "gelu": (2, 3),
+    "residual": (3, 1),
+    "permute": (2, 2),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation at one shape. `dims` are in the order that `OPS` gives for `op`."""
+
+    op: str
+    direction: str
+    dims: tuple[int, ...]
+    dtype: str = "bf16"
+
+    @cached_property
+    def named(self) -> dict[str, int]:
+        """The dimensions by name."""
+        return dict(zip(OPS[self.op][0], self.dims, strict=True))
+
+    @property
+    def shape(self) -> str:
+        """The dimensions as tables write them, such as `m=4096 n=6144 k=4096`."""
+        return " ".join(f"{name}={size}" for name, size in self.named.items())
+
+    @cached_property
+    def flops(self) -> float:
+        """Matrix FLOPs; causal attention counts only the half it needs. Zero if memory-bound."""
+        d = self.named
+        if self.op in ("gemm", "grouped_gemm"):
+            return 2.0 * d["m"] * d["n"] * d["k"]
+        if self.op == "attention":
+            forward = 2.0 * d["batch"] * d["heads"] * d["seq"] ** 2 * d["head_dim"]
+            # backward recomputes the scores: five matrix products where the forward has two
+            return forward if self.direction == "forward" else 2.5 * forward
+        return 0.0
+
+    @cached_property
+    def bytes(self) -> float:
+        """Bytes that must cross device memory at least: each input and output once."""
+        d = self.named
+        size = DTYPE_BYTES[self.dtype]
+        match self.op:
+            case "gemm":
+                return float(size * (d["m"] * d["k"] + d["n"] * d["k"] + d["m"] * d["n"]))
+            case "grouped_gemm":
+                weights = d["groups"] * d["n"] * d["k"]
+                return float(size * (d["m"] * d["k"] + weights + d["m"] * d["n"]))
+            case "attention":
+                rows = d["batch"] * d["seq"] * d["head_dim"] * size
+                forward = rows * (2 * d["heads"] + 2 * d["kv_heads"])
+                return float(forward if self.direction == "forward" else 2.5 * forward)
+            case "embedding":
+                return float(d["rows"] * d["width"] * size * 2)
+            case "cross_entropy":  # bf16 logits in, fp32 softmax kept, bf16 gradient out
+                return float(d["rows"] * d["vocab"] * (size + 4))
+            case "router":
+                return float(d["rows"] * d["experts"] * 4 * 4)
+            case "grad_accumulate":
+                return float(d["elements"] * (size + 4 + 4))
+            case "adam":  # fp32 master, two moments read and written, fp32 gradient, bf16 weight
+                return float(d["elements"] * (3 * 8 + 4 + 2))
+            case "grad_norm":
+                return float(d["elements"] * 4)
+            case "copy":
+                return float(2 * d["elements"] * size)
+        touched = _TOUCHED[self.op][self.direction == "backward"]
+        return float(prod(self.dims) * size * touched)
+
+
+def parse_kernel(op: str, direction: str, shape: str, dtype: str) -> Kernel:
+    """The inverse of `Kernel.shape`; raises UserError where the words are unknown."""
+    if op not in OPS:
+        raise UserError(f"op {op!r} is unknown; known are {', '.join(OPS)}")
+    names, directions = OPS[op]
+    if direction not in directions:
+        raise UserError(f"direction of {op} is {direction!r}; it runs in {', '.join(directions)}")
+    if dtype not in DTYPE_BYTES:
+        raise UserError(f"dtype {dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}")
+    try:
+        sizes = {key: int(size) for key, size in (part.split("=") for part in shape.split())}
+    except ValueError:
+        raise UserError(
+            f"shape {shape!r} does not read as `{' '.join(f'{n}=...' for n in names)}`"
+        ) from None
+    if tuple(sizes) != names or min(sizes.values()) < 1:
+        raise UserError(f"shape of {op} is {shape!r}; it needs {', '.join(names)}, each at least 1")
+    return Kernel(op, direction, tuple(sizes.values()), dtype)

@@ -1,0 +1,190 @@
+"""A transformer model: its shape, parameters and FLOPs. Named models are YAML files of it."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from spec.errors import UserError
+from spec.files import parse, read_json, read_yaml
+
+MODELS = Path(__file__).parent / "models"
+
+
+class ModelSpec(BaseModel):
+    """A decoder-only transformer, dense or mixture-of-experts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=80)
+    layers: PositiveInt
+    hidden: PositiveInt
+    ffn_hidden: PositiveInt = Field(description="width of one MLP (of one expert, if there are)")
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab: PositiveInt
+    seq_len: PositiveInt = Field(description="tokens per sequence in training")
+    gated: bool = Field(description="SwiGLU: two input projections in the MLP, not one")
+    norm: Literal["rmsnorm", "layernorm"]
+    position: Literal["rope", "learned"]
+    linear_bias: bool = False
+    tied_embeddings: bool = False
+    experts: int = Field(default=0, ge=0, description="experts per layer; 0 for a dense model")
+    top_k: int = Field(default=0, ge=0, description="experts each token is sent to")
+    lora_rank: int = Field(default=0, ge=0, description="0: every weight is trained")
+    source: str = Field(default="", description="where the shape is published")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; "
+                "every key/value head must serve the same number of heads"
+            )
+        if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
+            raise ValueError(
+                f"experts {self.experts} with top_k {self.top_k}; "
+                "give both, top_k at most experts, or neither"
+            )
+        return self
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of the four attention projections of one layer, without biases."""
+        width = self.heads * self.head_dim
+        kv_width = self.kv_heads * self.head_dim
+        return self.hidden * (width + 2 * kv_width) + width * self.hidden
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of one MLP (one expert), without biases."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
+
+    def layer_parameters(self) -> int:
+        """All parameters of one transformer layer, biases and norms included."""
+        norm = self.hidden * (2 if self.norm == "layernorm" else 1)
+        bias = 0
+        if self.linear_bias:
+            width = (self.heads + 2 * self.kv_heads) * self.head_dim
+            bias = width + self.hidden
+            bias += (self.ffn_hidden * (2 if self.gated else 1) + self.hidden) * max(
+                self.experts, 1
+            )
+        router = self.hidden * self.experts
+        mlp = self.mlp_parameters * max(self.experts, 1)
+        return self.attention_parameters + mlp + router + bias + 2 * norm
+
+    def embedding_parameters(self) -> int:
+        """Token embedding, and learned positions where the model has them."""
+        positions = self.seq_len * self.hidden if self.position == "learned" else 0
+        return self.vocab * self.hidden + positions
+
+    def head_parameters(self) -> int:
+        """Final norm and output projection (none of its own when tied to the embedding)."""
+        norm = self.hidden * (2 if self.norm == "layernorm" else 1)
+        return norm + (0 if self.tied_embeddings else self.vocab * self.hidden)
+
+    def parameters(self) -> int:
+        """All parameters of the model."""
+        return (
+            self.layers * self.layer_parameters()
+            + self.embedding_parameters()
+            + self.head_parameters()
+        )
+
+    def forward_flops_per_token(self) -> float:
+        """Matrix FLOPs of one token's forward pass.
+
+        Two per weight that the token meets, plus 4 * seq * heads * head_dim for attention scores
+        and their application, not halved for the causal mask: the convention of PaLM's MFU
+        (arXiv 2204.02311, appendix B) and of Megatron-LM (arXiv 2104.04473, eq. 3).
+        """
+        attention = 2 * self.attention_parameters + 4 * self.seq_len * self.heads * self.head_dim
+        mlp = 2 * self.mlp_parameters * max(self.top_k, 1) + 2 * self.hidden * self.experts
+        return self.layers * (attention + mlp) + 2 * self.vocab * self.hidden
+
+    def step_flops(self, sequences: int) -> float:
+        """Model FLOPs (forward and backward, no recomputation) of a step over `sequences`.
+
+        The backward pass costs twice the forward; with LoRA the frozen weights need no weight
+        gradient, so it costs about once.
+        """
+        factor = 2 if self.lora_rank else 3
+        return factor * self.forward_flops_per_token() * self.seq_len * sequences
+
+    def resized(self, **changes: int | str) -> "ModelSpec":
+        """The same model with some fields changed, checked again."""
+        return ModelSpec.model_validate(self.model_dump() | changes)
+
+
+def model_names() -> list[str]:
+    """Names of the models that come with the project."""
+    return sorted(path.stem for path in MODELS.glob("*.yaml"))
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """A named model, the user's own YAML of the same form, or a Hugging Face config.json."""
+    named = MODELS / f"{name_or_path}.yaml"
+    if "/" not in name_or_path and named.exists():
+        return parse(ModelSpec, read_yaml(named, "a model"), str(named))
+    path = Path(name_or_path)
+    if not path.exists():
+        raise UserError(
+            f"model {name_or_path!r} is neither a file nor a named model; "
+            f"the named ones are {', '.join(model_names())}"
+        )
+    if path.suffix == ".json":
+        return _from_hugging_face(read_json(path, "a Hugging Face config.json"), path)
+    return parse(ModelSpec, read_yaml(path, "a model"), str(path))
+
+
+def _from_hugging_face(config: object, path: Path) -> ModelSpec:
+    """Map the keys of a Hugging Face `config.json` (llama, mistral, mixtral, gpt2 families)."""
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: a Hugging Face config is a JSON object, not a {type(config)}")
+    family = config.get("model_type")
+    if family not in ("llama", "mistral", "mixtral", "qwen2", "gpt2"):
+        raise UserError(
+            f"{path}: model_type is {family!r}; llama, mistral, mixtral, qwen2 and gpt2 are known"
+        )
+    try:
+        if family == "gpt2":
+            hidden, heads = config["n_embd"], config["n_head"]
+            fields = {
+                "layers": config["n_layer"],
+                "hidden": hidden,
+                "ffn_hidden": config.get("n_inner") or 4 * hidden,
+                "heads": heads,
+                "kv_heads": heads,
+                "head_dim": hidden // heads,
+                "vocab": config["vocab_size"],
+                "seq_len": config["n_positions"],
+                "gated": False,
+                "norm": "layernorm",
+                "position": "learned",
+                "linear_bias": True,
+                "tied_embeddings": True,
+            }
+        else:
+            heads = config["num_attention_heads"]
+            fields = {
+                "layers": config["num_hidden_layers"],
+                "hidden": config["hidden_size"],
+                "ffn_hidden": config["intermediate_size"],
+                "heads": heads,
+                "kv_heads": config.get("num_key_value_heads") or heads,
+                "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+                "vocab": config["vocab_size"],
+                "seq_len": min(config["max_position_embeddings"], 8192),
+                "gated": True,
+                "norm": "rmsnorm",
+                "position": "rope",
+                "tied_embeddings": config.get("tie_word_embeddings", False),
+                "experts": config.get("num_local_experts", 0),
+                "top_k": config.get("num_experts_per_tok", 0),
+            }
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: a {family} config lacks or misstates {error}") from None
+    fields |= {"name": path.parent.name or path.stem, "source": f"Hugging Face config ({family})"}
+    return parse(ModelSpec, fields, str(path))

@@ -1,0 +1,148 @@
+"""How a training step is split over GPUs; impossible or ineffective combinations are refused."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from spec.errors import UserError
+from spec.model import ModelSpec
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Parallelism(BaseModel):
+    """Megatron-Core's degrees and switches. Ranks run through tp, cp, dp (ep within), pp."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tp: PositiveInt = Field(default=1, description="tensor-parallel size")
+    pp: PositiveInt = Field(default=1, description="pipeline-parallel size")
+    vpp: PositiveInt = Field(default=1, description="model chunks per pipeline stage (interleaved)")
+    dp: PositiveInt = Field(default=1, description="data-parallel size (experts split it further)")
+    cp: PositiveInt = Field(default=1, description="context-parallel size")
+    ep: PositiveInt = Field(default=1, description="expert-parallel size, a divisor of dp * cp")
+    sequence_parallel: bool = False
+    zero: Literal[0, 1, 2, 3] = Field(
+        default=1, description="ZeRO stage; 1 is Megatron's distributed optimizer, 3 is FSDP"
+    )
+    microbatch: PositiveInt = Field(default=1, description="sequences per microbatch")
+    global_batch: PositiveInt = Field(default=1, description="sequences per step, all replicas")
+    recompute: Recompute = "none"
+    overlap: bool = Field(
+        default=False, description="hide data-parallel communication behind the backward pass"
+    )
+    layers_per_stage: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="uneven pipeline stages, first to last"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        share = self.dp * self.microbatch
+        if self.global_batch % share:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of dp * microbatch "
+                f"= {self.dp} * {self.microbatch}"
+            )
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp * cp = {self.dp * self.cp}")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel has no effect with tp 1; leave it off")
+        if self.overlap and self.dp * self.cp == 1:
+            raise ValueError("overlap has nothing to hide with dp 1; leave it off")
+        if self.zero and self.dp * self.cp == 1 and self.zero > 1:
+            raise ValueError(f"zero {self.zero} has no effect with dp 1; use 0 or 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp {self.vpp} has no effect with pp 1; use vpp 1")
+        if self.vpp > 1 and self.microbatches % self.pp:
+            raise ValueError(
+                f"the interleaved schedule needs microbatches ({self.microbatches}) "
+                f"to be a multiple of pp ({self.pp})"
+            )
+        if self.layers_per_stage is not None:
+            if len(self.layers_per_stage) != self.pp:
+                raise ValueError(
+                    f"layers_per_stage names {len(self.layers_per_stage)} stages; pp is {self.pp}"
+                )
+            if self.vpp > 1:
+                raise ValueError("layers_per_stage with vpp > 1 is not supported; use vpp 1")
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the step runs on."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that each pipeline runs in a step."""
+        return self.global_batch // (self.dp * self.microbatch)
+
+    def stage_layers(self, model: ModelSpec) -> tuple[int, ...]:
+        """Transformer layers of each pipeline stage, first to last."""
+        return self.layers_per_stage or (model.layers // self.pp,) * self.pp
+
+    def check(self, model: ModelSpec, gpus: int | None = None) -> None:
+        """Raise UserError unless `model` can be split this way (over exactly `gpus`, if given)."""
+        if gpus is not None and self.gpus != gpus:
+            raise UserError(
+                f"tp {self.tp} * pp {self.pp} * cp {self.cp} * dp {self.dp} = {self.gpus} GPUs, "
+                f"not {gpus}; the product must be the GPU count"
+            )
+        for noun, size in (
+            ("heads", model.heads),
+            ("kv_heads", model.kv_heads),
+            ("ffn_hidden", model.ffn_hidden),
+        ):
+            if size % self.tp and not (noun == "kv_heads" and self.tp % size == 0):
+                raise UserError(
+                    f"tp {self.tp} does not divide {noun} {size} of {model.name}; "
+                    f"use a divisor of {size}"
+                )
+        if self.layers_per_stage is not None:
+            total = sum(self.layers_per_stage)
+            if total != model.layers:
+                raise UserError(
+                    f"layers_per_stage adds up to {total}; {model.name} has {model.layers} layers"
+                )
+        elif model.layers % (self.pp * self.vpp):
+            raise UserError(
+                f"pp {self.pp} * vpp {self.vpp} does not divide the {model.layers} layers of "
+                f"{model.name}; use a divisor, or ask for uneven stages with --layers-per-stage"
+            )
+        parts = self.tp if self.sequence_parallel else 1
+        if (
+            model.seq_len % (2 * self.cp if self.cp > 1 else 1)
+            or (model.seq_len // self.cp) % parts
+        ):
+            raise UserError(
+                f"seq_len {model.seq_len} of {model.name} cannot be split over cp {self.cp} "
+                f"and sequence-parallel tp {parts}"
+            )
+        if self.ep > 1 and not model.experts:
+            raise UserError(f"ep {self.ep} has no effect on {model.name}, which has no experts")
+        if model.experts and model.experts % self.ep:
+            raise UserError(
+                f"ep {self.ep} does not divide the {model.experts} experts of {model.name}"
+            )
+        if model.experts and self.tp > 1 and not self.sequence_parallel:
+            raise UserError(
+                "a mixture-of-experts model with tp > 1 needs sequence parallelism in "
+                "Megatron-Core; add --sequence-parallel"
+            )
+        if model.lora_rank and self.zero >= 2:
+            raise UserError("LoRA with zero 2 or 3 is not supported; use zero 0 or 1")
+
+
+def describe(parallelism: Parallelism) -> str:
+    """A short name such as `TP8 PP16 DP64 mb1 gb1024 sp recompute=full`."""
+    p = parallelism
+    parts = [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
+    parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
+    parts += [f"CP{p.cp}"] if p.cp > 1 else []
+    parts += [f"EP{p.ep}"] if p.ep > 1 else []
+    parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]
+    parts += ["SP"] if p.sequence_parallel else []
+    parts += [f"ZeRO{p.zero}"] if p.zero != 1 else []
+    parts += [f"recompute={p.recompute}"] if p.recompute != "none" else []
+    parts += ["overlap"] if p.overlap else []
+    return " ".join(parts)

@@ -1,0 +1,246 @@
+"""The tables of a result set: columns, types, units and meaning. Every file format is written here.
+
+A result set is `results/<system>/<run>/`: `manifest.json` and the tables below, one CSV each, plus
+`telemetry.parquet`. `SCHEMA` is the version of all of them together.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+SCHEMA = "results/1"
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Role = Annotated[
+    Literal["fit", "judge"],
+    Field(description="fit: a model may be fitted on this row; judge: only compared with"),
+]
+CaseId = Annotated[
+    str, Field(min_length=1, max_length=200, description="names the case; unique in its table")
+]
+
+
+class Row(BaseModel):
+    """A row of any table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    case_id: CaseId
+    role: Role
+
+
+class Repeated(Row):
+    """A timed case: its repeats are kept as quantiles, in microseconds."""
+
+    repeats: PositiveInt = Field(description="timed repetitions behind the quantiles")
+    median_us: Positive = Field(description="median duration of one operation")
+    p10_us: Positive = Field(description="10th percentile")
+    p90_us: Positive = Field(description="90th percentile")
+    min_us: Positive = Field(description="fastest repetition")
+    mean_us: Positive = Field(description="mean")
+    std_us: NonNegative = Field(description="standard deviation of the repetitions")
+
+
+class KernelRow(Repeated):
+    """kernels.csv: one operation of a training step at one shape, alone on one device."""
+
+    op: str = Field(description="operation, one of spec.kernel.OPS")
+    direction: str = Field(description="forward, backward, dgrad or wgrad")
+    dtype: str = Field(description="bf16, fp16, fp32 or fp8: type of the operands")
+    shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
+    state: Literal["burst", "sustained"] = Field(
+        description="burst: short, at the clock found; sustained: looped until power settles"
+    )
+    implementation: str = Field(description="library and backend that ran, e.g. torch/cudnn")
+    device: NonNegativeInt = Field(description="index of the device into the manifest's list")
+    host_us: Positive | None = Field(
+        default=None, description="time the host needed to issue it, without waiting for the device"
+    )
+    clock_mhz: Positive | None = Field(default=None, description="median SM clock read during it")
+    power_w: Positive | None = Field(default=None, description="mean device power during it")
+    temperature_c: FiniteFloat | None = Field(default=None, description="device temperature")
+    throttle: str | None = Field(
+        default=None, description="throttle reasons seen, joined by +; empty where unread or none"
+    )
+
+
+class CollectiveRow(Repeated):
+    """collectives.csv: one collective at one size over one group of devices."""
+
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    backend: str = Field(description="nccl, gloo, rccl")
+    ranks: Annotated[int, Field(ge=2)] = Field(description="devices in one group")
+    nodes: PositiveInt = Field(description="nodes (NCCL hosts) that one group spans")
+    stride: PositiveInt = Field(default=1, description="distance of neighbouring ranks of a group")
+    groups: PositiveInt = Field(default=1, description="groups that ran it at the same time")
+    bytes: PositiveInt = Field(description="nccl-tests' bytes: the whole buffer of one rank")
+    dtype: str = Field(description="element type")
+    busbw_gbytes_per_s: Positive = Field(
+        description="bus bandwidth at the median, nccl-tests' definition, 1e9 bytes/s"
+    )
+    algorithm: str | None = Field(default=None, description="ring, tree, ... where NCCL says it")
+    protocol: str | None = Field(default=None, description="simple, LL, LL128, where NCCL says it")
+
+
+class InterferenceRow(Repeated):
+    """interference.csv: a kernel under a collective. `median_us` is the kernel's, slowed."""
+
+    op: str
+    direction: str
+    dtype: str
+    shape: str
+    collective: str
+    ranks: Annotated[int, Field(ge=2)]
+    bytes: PositiveInt
+    kernel_alone_us: Positive = Field(description="the kernel without the collective")
+    collective_alone_us: Positive = Field(description="the collective without the kernel")
+    collective_with_us: Positive = Field(description="the collective under the kernel")
+
+
+class TrainingRow(Row):
+    """training.csv: one configuration of real training steps; its steps are in steps.csv."""
+
+    role: Literal["judge"]
+    status: Literal["done", "failed"] = Field(description="failed: see error; no steps then")
+    error: str | None = Field(default=None, description="what ended a failed case, one line")
+    model: str = Field(description="name of the model, its shape in the columns that follow")
+    layers: PositiveInt
+    hidden: PositiveInt
+    ffn_hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab: PositiveInt
+    seq_len: PositiveInt
+    gated: bool
+    norm: Literal["rmsnorm", "layernorm"]
+    position: Literal["rope", "learned"]
+    linear_bias: bool
+    tied_embeddings: bool
+    experts: NonNegativeInt = 0
+    top_k: NonNegativeInt = 0
+    lora_rank: NonNegativeInt = 0
+    tp: PositiveInt
+    pp: PositiveInt
+    vpp: PositiveInt = 1
+    dp: PositiveInt
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    sequence_parallel: bool
+    zero: Annotated[int, Field(ge=0, le=3)]
+    microbatch: PositiveInt
+    global_batch: PositiveInt
+    recompute: Literal["none", "selective", "full"]
+    overlap: bool
+    layers_per_stage: str | None = Field(default=None, description="uneven stages, as 19,21")
+    nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
+    framework: str = Field(description="what ran the step, with the modules that replaced others")
+    steps: NonNegativeInt = Field(description="timed steps, after warm-up")
+    step_time_median_s: Positive | None = None
+    step_time_p10_s: Positive | None = None
+    step_time_p90_s: Positive | None = None
+    energy_per_step_j: Positive | None = Field(
+        default=None, description="hardware energy counter over the timed steps, all devices"
+    )
+    power_mean_w: Positive | None = Field(default=None, description="mean power of one device")
+    clock_mean_mhz: Positive | None = Field(default=None, description="mean SM clock, all devices")
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+    peak_allocated_gib: str | None = Field(
+        default=None, description="torch's peak allocated memory per rank, comma-separated, GiB"
+    )
+    peak_reserved_gib: str | None = Field(
+        default=None, description="torch's peak reserved memory per rank, comma-separated, GiB"
+    )
+    peak_device_gib: str | None = Field(
+        default=None, description="peak device memory in use per rank, comma-separated, GiB"
+    )
+
+
+class StepRow(Row):
+    """steps.csv: one timed training step. `case_id` is its configuration's in training.csv."""
+
+    role: Literal["judge"]
+    step: NonNegativeInt = Field(description="index of the step after warm-up")
+    step_time_s: Positive = Field(description="slowest rank, device-synchronised, s")
+    loss: FiniteFloat | None = Field(default=None, description="training loss, last stage's mean")
+
+
+TABLES: dict[str, type[Row]] = {
+    "kernels": KernelRow,
+    "collectives": CollectiveRow,
+    "interference": InterferenceRow,
+    "training": TrainingRow,
+    "steps": StepRow,
+}
+
+# telemetry.parquet: (column, Arrow type, unit and meaning). One row per device and sample.
+TELEMETRY: tuple[tuple[str, str, str], ...] = (
+    ("time_s", "double", "monotonic seconds since the run's telemetry began"),
+    ("device", "int16", "index of the device into the manifest's list"),
+    ("case_id", "string", "case in flight when the sample was taken; empty between cases"),
+    ("power_w", "float", "instantaneous board power"),
+    ("power_average_w", "float", "driver's one-second average board power"),
+    ("energy_j", "double", "total energy counter since the driver loaded"),
+    ("temperature_c", "float", "GPU core temperature"),
+    ("memory_temperature_c", "float", "HBM temperature"),
+    ("sm_clock_mhz", "float", "SM clock"),
+    ("memory_clock_mhz", "float", "memory clock"),
+    ("utilisation_pct", "float", "share of time with a kernel running, driver's window"),
+    ("throttle_reasons", "int64", "NVML clocks-event-reasons bit mask"),
+    ("nvlink_tx_bytes", "int64", "NVLink data sent, all links, counter"),
+    ("nvlink_rx_bytes", "int64", "NVLink data received, all links, counter"),
+    ("pcie_tx_kb_per_s", "float", "PCIe throughput sent, 20 ms window"),
+    ("pcie_rx_kb_per_s", "float", "PCIe throughput received, 20 ms window"),
+)
+
+
+class Device(BaseModel):
+    """One GPU (or the CPU) of the measured system; identifiers are hashed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    index: NonNegativeInt
+    kind: Literal["nvidia", "amd", "cpu", "fake"]
+    name: str
+    uuid_hash: str = Field(description="first 16 hex digits of SHA-256 of the device's UUID")
+    memory_gib: Positive
+    max_clock_mhz: Positive | None = None
+    power_limit_w: Positive | None = None
+    driver: str | None = None
+
+
+class Host(BaseModel):
+    """One host of the measured system; its name is hashed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name_hash: str
+    cpu: str
+    cores: PositiveInt
+    memory_gib: Positive
+    devices: list[Device]
+
+
+class Manifest(BaseModel):
+    """manifest.json: what was measured, on what, with what, when, and whether it is complete."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: Literal["results/1"] = Field(alias="schema")
+    system: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    hosts: list[Host] = Field(min_length=1)
+    interconnect: str = Field(default="", description="how the devices are linked, where readable")
+    software: dict[str, str]
+    environment: dict[str, str] = Field(description="variables that change results")
+    command: str
+    suites: list[str]
+    started: str = Field(description="ISO 8601, UTC")
+    ended: str | None = None
+    status: Literal["running", "complete", "partial"]
+    planned: NonNegativeInt = Field(description="cases in the plan")
+    finished: NonNegativeInt = Field(description="cases finished, skipped ones not counted")
+    skipped: dict[str, str] = Field(default_factory=dict, description="case: why it was skipped")
+    notes: list[str] = Field(default_factory=list)

@@ -1,0 +1,80 @@
+"""Reading result sets back, checked: schema, NaN, negative numbers, duplicates, missing halves."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from spec.errors import UserError
+from spec.files import parse, read_json, read_table
+from spec.records import SCHEMA, TABLES, Manifest, Row, StepRow
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True)
+class ResultSet:
+    """One run: its folder, manifest and a lazily read table per suite."""
+
+    path: Path
+    manifest: Manifest
+    _tables: dict[str, list[Row]] = field(default_factory=dict, repr=False)
+
+    def table(self, row: type[R]) -> list[R]:
+        """All rows of one table (empty where the run has none), with no duplicate case."""
+        name = next(key for key, value in TABLES.items() if value is row)
+        if name not in self._tables:
+            path = self.path / f"{name}.csv"
+            rows = read_table(path, row) if path.exists() else []
+            _refuse_duplicates(path, rows)
+            self._tables[name] = list(rows)
+        return self._tables[name]  # type: ignore[return-value]
+
+    def fit(self, row: type[R]) -> list[R]:
+        """The rows of a table that a model may be fitted on."""
+        return [record for record in self.table(row) if record.role == "fit"]
+
+
+def _refuse_duplicates(path: Path, rows: list[R]) -> None:
+    keys = Counter(
+        (row.case_id, row.step) if isinstance(row, StepRow) else (row.case_id,) for row in rows
+    )
+    if keys:
+        key, count = keys.most_common(1)[0]
+        if count > 1:
+            name = " step ".join(str(part) for part in key)
+            raise UserError(f"{path}: case_id {name} stands there {count} times; keep one")
+
+
+def read_result_set(path: Path) -> ResultSet:
+    """Open one `results/<system>/<run>/` folder; raises UserError where it is not one."""
+    value = read_json(path / "manifest.json", "a result set's manifest")
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise UserError(
+            f"{path / 'manifest.json'}: schema is {schema!r}; this version reads {SCHEMA!r}"
+        )
+    return ResultSet(path, parse(Manifest, value, str(path / "manifest.json")))
+
+
+def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
+    """All runs under `root` (a results folder, a system's folder, or one run), oldest first."""
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; give one that measure.run has written")
+    manifests = sorted(
+        path
+        for pattern in ("manifest.json", "*/manifest.json", "*/*/manifest.json")
+        for path in root.glob(pattern)
+    )
+    sets = [read_result_set(path.parent) for path in manifests]
+    if system is not None:
+        known = sorted({one.manifest.system for one in sets})
+        sets = [one for one in sets if one.manifest.system == system]
+        if not sets and known:
+            raise UserError(f"{root}: no system {system!r}; there are {', '.join(known)}")
+    if not sets:
+        raise UserError(
+            f"{root}: no result set in it (no */*/manifest.json); measure one with "
+            "`python -m measure.run`"
+        )
+    return sorted(sets, key=lambda one: one.manifest.started)

@@ -1,0 +1,310 @@
+"""What a training step runs, as Megatron-Core runs it: the operations of each part of the model.
+
+Both `measure` (which shapes to time) and `simulate` (what to add up) read the step from here, so
+they cannot disagree about a shape. One `Segment` is the work between two points where a pipeline
+stage can wait for another: the forward or backward pass of some layers for one microbatch.
+
+Sources: Megatron-Core 0.16's local layer spec; Shoeybi et al. 2019 (arXiv 1909.08053) for tensor
+parallelism; Korthikanti et al. 2022 (arXiv 2205.05198) for sequence parallelism and selective
+recomputation.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work that runs together: `kernels` in order, `hidden` communication beside them.
+
+    A part lasts as long as the longer of the two; `exposed` communication has nothing beside it
+    and follows. `calls` is how often the host starts an operation (for host overhead).
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...] = ()
+    exposed: tuple[Collective, ...] = ()
+    hidden: tuple[Collective, ...] = ()
+
+
+Segment = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes that recur in one microbatch on one GPU."""
+
+    tokens: int  # rows of the activations that a full-sequence operation sees
+    local_tokens: int  # rows outside the tensor-parallel region (a tp-th under sequence parallel)
+    activation_bytes: float  # tokens * hidden in bf16
+
+
+def shapes(model: ModelSpec, p: Parallelism) -> Shapes:
+    """Row counts of one microbatch on one GPU."""
+    tokens = p.microbatch * model.seq_len // p.cp
+    local = tokens // p.tp if p.sequence_parallel else tokens
+    return Shapes(tokens, local, 2.0 * tokens * model.hidden)
+
+
+def _column(name: str, m: int, n: int, k: int, p: Parallelism, nbytes: float) -> tuple[Part, Part]:
+    """Forward and backward of a column-parallel linear layer with local output width `n`."""
+    gather = Collective("all_gather", "tp", nbytes)
+    scatter = Collective("reduce_scatter", "tp", nbytes)
+    forward = Kernel("gemm", "forward", (m, n, k))
+    dgrad = Kernel("gemm", "dgrad", (m, n, k))
+    wgrad = Kernel("gemm", "wgrad", (m, n, k))
+    grad = Kernel("grad_accumulate", "forward", (n * k,))
+    if p.tp == 1:
+        return Part(name, (forward,)), Part(name, (dgrad, wgrad, grad))
+    if p.sequence_parallel:
+        # the input is gathered again beside dgrad; its gradient is scattered beside wgrad
+        return (
+            Part(name, (forward,), exposed=(gather,)),
+            Part(name, (dgrad, wgrad, grad), hidden=(gather, scatter)),
+        )
+    reduce = Collective("all_reduce", "tp", nbytes)
+    return Part(name, (forward,)), Part(name, (dgrad, wgrad, grad), hidden=(reduce,))
+
+
+def _row(name: str, m: int, n: int, k: int, p: Parallelism, nbytes: float) -> tuple[Part, Part]:
+    """Forward and backward of a row-parallel linear layer with local input width `k`."""
+    forward = Kernel("gemm", "forward", (m, n, k))
+    backward = (
+        Kernel("gemm", "dgrad", (m, n, k)),
+        Kernel("gemm", "wgrad", (m, n, k)),
+        Kernel("grad_accumulate", "forward", (n * k,)),
+    )
+    if p.tp == 1:
+        return Part(name, (forward,)), Part(name, backward)
+    if p.sequence_parallel:
+        return (
+            Part(name, (forward,), exposed=(Collective("reduce_scatter", "tp", nbytes),)),
+            Part(name, backward, exposed=(Collective("all_gather", "tp", nbytes),)),
+        )
+    return (
+        Part(name, (forward,), exposed=(Collective("all_reduce", "tp", nbytes),)),
+        Part(name, backward),
+    )
+
+
+def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
+    return (
+        Part(name, (Kernel(op, "forward", dims),)),
+        Part(name, (Kernel(op, "backward", dims),)),
+    )
+
+
+def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    heads = model.heads // p.tp
+    kv_heads = max(model.kv_heads // p.tp, 1)
+    dim = model.head_dim
+    qkv_width = (heads + 2 * kv_heads) * dim
+    parts = [_column("qkv", s.tokens, qkv_width, model.hidden, p, s.activation_bytes)]
+    if model.position == "rope":
+        parts.append(_pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
+    core = (p.microbatch, model.seq_len // p.cp, heads, kv_heads, dim)
+    if p.cp > 1:
+        # ring attention: each GPU attends to cp blocks of keys, half of them masked away
+        ring = Collective("send_recv", "cp", 2.0 * 2 * s.tokens * kv_heads * dim)
+        block = (p.microbatch, model.seq_len // p.cp, heads, kv_heads, dim)
+        forward = (Kernel("attention", "forward", block),) * p.cp
+        backward = (Kernel("attention", "backward", block),) * p.cp
+        parts.append(
+            (
+                Part("attention", forward, hidden=(ring,) * (p.cp - 1)),
+                Part("attention", backward, hidden=(ring, ring) * (p.cp - 1)),
+            )
+        )
+    else:
+        parts.append(_pair("attention", "attention", core))
+    parts.append(_row("proj", s.tokens, model.hidden, heads * dim, p, s.activation_bytes))
+    return parts
+
+
+def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    ffn = model.ffn_hidden // p.tp
+    up = ffn * (2 if model.gated else 1)
+    activation = "swiglu" if model.gated else "gelu"
+    return [
+        _column("fc1", s.tokens, up, model.hidden, p, s.activation_bytes),
+        _pair(activation, activation, (s.tokens, ffn)),
+        _row("fc2", s.tokens, model.hidden, ffn, p, s.activation_bytes),
+    ]
+
+
+def _expert_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    """Router, token exchange and experts. Tokens are routed evenly; imbalance is the simulator's.
+
+    Experts are not split by tp here (expert tensor parallelism 1 would move tp into ep; with
+    Megatron's default each expert is split over tp as a dense MLP is).
+    """
+    rows = s.local_tokens * model.top_k
+    local_experts = model.experts // p.ep
+    ffn = model.ffn_hidden // p.tp
+    up = ffn * (2 if model.gated else 1)
+    expert_rows = s.tokens * model.top_k  # after the tp gather, per GPU, evenly routed
+    exchange = (Collective("all_to_all", "ep", 2.0 * rows * model.hidden),) if p.ep > 1 else ()
+    whole = 2.0 * expert_rows * model.hidden
+    gather = (Collective("all_gather", "tp", whole),) if p.tp > 1 else ()
+    scatter = (Collective("reduce_scatter", "tp", whole),) if p.tp > 1 else ()
+    moved = Kernel("permute", "forward", (rows, model.hidden))
+    moved_back = Kernel("permute", "backward", (rows, model.hidden))
+    activation = "swiglu" if model.gated else "gelu"
+
+    def experts(direction: str) -> tuple[Kernel, ...]:
+        first = (local_experts, expert_rows, up, model.hidden)
+        second = (local_experts, expert_rows, model.hidden, ffn)
+        act = (expert_rows, ffn)
+        if direction == "forward":
+            return (
+                Kernel("grouped_gemm", "forward", first),
+                Kernel(activation, "forward", act),
+                Kernel("grouped_gemm", "forward", second),
+            )
+        weights = local_experts * model.hidden * (up + ffn)
+        return (
+            Kernel("grouped_gemm", "dgrad", second),
+            Kernel("grouped_gemm", "wgrad", second),
+            Kernel(activation, "backward", act),
+            Kernel("grouped_gemm", "dgrad", first),
+            Kernel("grouped_gemm", "wgrad", first),
+            Kernel("grad_accumulate", "forward", (weights,)),
+        )
+
+    route = (s.local_tokens, model.experts, model.top_k)
+    gate = (s.local_tokens, model.experts, model.hidden)
+    return [
+        (
+            Part("router", (Kernel("gemm", "forward", gate), Kernel("router", "forward", route))),
+            Part(
+                "router",
+                (
+                    Kernel("router", "backward", route),
+                    Kernel("gemm", "dgrad", gate),
+                    Kernel("gemm", "wgrad", gate),
+                ),
+            ),
+        ),
+        (
+            Part("dispatch", (moved,), exposed=exchange + gather),
+            Part("dispatch", (moved_back,), exposed=exchange + scatter),
+        ),
+        (Part("experts", experts("forward")), Part("experts", experts("backward"))),
+        (
+            Part("combine", (moved,), exposed=scatter + exchange),
+            Part("combine", (moved_back,), exposed=gather + exchange),
+        ),
+    ]
+
+
+def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
+    """Forward and backward segment of one transformer layer for one microbatch.
+
+    The backward segment includes what is run again under recomputation: the whole forward under
+    `full`, the attention core under `selective`.
+    """
+    s = shapes(model, p)
+    norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
+    residual = _pair("residual", "residual", (s.local_tokens, model.hidden))
+    attention = _attention(model, p, s)
+    mlp = _expert_mlp(model, p, s) if model.experts else _dense_mlp(model, p, s)
+    pairs = [norm, *attention, residual, norm, *mlp, residual]
+    forward = tuple(first for first, _ in pairs)
+    backward = tuple(second for _, second in reversed(pairs))
+    if p.recompute == "full":
+        backward = forward + backward
+    elif p.recompute == "selective":
+        again = tuple(part for part in forward if part.name == "attention")
+        backward = again + backward
+    return forward, backward
+
+
+def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
+    """Token embedding at the head of the first stage."""
+    s = shapes(model, p)
+    dims = (s.tokens, model.hidden, max(model.vocab // p.tp, 1))
+    forward, backward = _pair("embedding", "embedding", dims)
+    if p.tp > 1:
+        kind = "reduce_scatter" if p.sequence_parallel else "all_reduce"
+        reduce = (Collective(kind, "tp", s.activation_bytes),)
+        gather = (
+            (Collective("all_gather", "tp", s.activation_bytes),) if p.sequence_parallel else ()
+        )
+        forward = Part("embedding", forward.kernels, exposed=reduce)
+        backward = Part("embedding", backward.kernels, exposed=gather)
+    return (forward,), (backward,)
+
+
+def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
+    """Final norm, output projection and vocabulary-parallel cross-entropy of the last stage."""
+    s = shapes(model, p)
+    vocab = max(model.vocab // p.tp, 1)
+    norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
+    logits = _column("logits", s.tokens, vocab, model.hidden, p, s.activation_bytes)
+    loss = _pair("cross_entropy", "cross_entropy", (s.tokens, vocab))
+    if p.tp > 1:  # maximum, predicted logit and denominator of each token, fp32
+        sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
+        loss = (Part("cross_entropy", loss[0].kernels, exposed=sums), loss[1])
+    pairs = (norm, logits, loss)
+    return tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
+
+
+@lru_cache(maxsize=4096)
+def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
+    """Parameters that one GPU of pipeline stage `stage` holds: (dense, expert)."""
+    layers = p.stage_layers(model)[stage]
+    experts = model.mlp_parameters * model.experts // p.ep // p.tp if model.experts else 0
+    norms = 2 * model.hidden * (2 if model.norm == "layernorm" else 1)
+    matrices = model.layer_parameters() - norms - model.mlp_parameters * model.experts
+    dense = layers * (matrices // p.tp + norms)
+    if stage == 0:
+        dense += model.embedding_parameters() // p.tp
+    if stage == p.pp - 1:
+        own = model.vocab * model.hidden if model.tied_embeddings and p.pp > 1 else 0
+        dense += (model.head_parameters() + own) // p.tp
+    return dense, layers * experts
+
+
+def optimizer(
+    model: ModelSpec, p: Parallelism, stage: int
+) -> tuple[tuple[Kernel, ...], tuple[Collective, ...], tuple[Collective, ...]]:
+    """What a GPU of `stage` does once a step: (kernels, gradient reduction, parameter gather).
+
+    Gradients are reduced in fp32, parameters gathered in bf16 (Megatron-Core's distributed
+    optimizer). Without it (zero 0) gradients are all-reduced and every replica updates all.
+    """
+    dense, expert = stage_parameters(model, p, stage)
+    replicas = p.dp * p.cp
+    reduction: tuple[Collective, ...] = ()
+    gather: tuple[Collective, ...] = ()
+    owned = dense + expert
+    expert_replicas = replicas // p.ep
+    if p.zero:
+        owned = dense // replicas + expert // expert_replicas
+    kind = "reduce_scatter" if p.zero else "all_reduce"
+    for axis, size, elements in (
+        ("dp", replicas, dense),
+        ("edp", expert_replicas, expert),
+    ):
+        if size > 1 and elements:
+            reduction += (Collective(kind, axis, 4.0 * elements),)
+            if p.zero:
+                gather += (Collective("all_gather", axis, 2.0 * elements),)
+    if owned < 1:
+        owned = 1
+    kernels = (Kernel("grad_norm", "forward", (owned,)), Kernel("adam", "forward", (owned,)))
+    return kernels, reduction, gather
+
+
+def kernels_of(model: ModelSpec, p: Parallelism) -> set[Kernel]:
+    """Every distinct kernel that some stage of the step runs: what a measurement must cover."""
+    segments = [*layer(model, p), *embedding(model, p), *head(model, p)]
+    found = {kernel for segment in segments for part in segment for kernel in part.kernels}
+    for stage in {0, p.pp - 1}:
+        found.update(optimizer(model, p, stage)[0])
+    return found
