@@ -1,4 +1,4 @@
-"""A node and a fabric: what a cluster is built of, with cited rates. Data files live in topologies/."""
+"""A node and a fabric: what a cluster is built of, with cited rates. Data: topologies/."""
 
 from typing import Annotated, Literal
 
@@ -49,7 +49,7 @@ class Fabric(BaseModel):
     levels: PositiveInt = Field(default=2, description="switch levels of a tree")
     oversubscription: tuple[Positive, ...] = Field(
         default=(),
-        description="down- over up-bandwidth at each level from the leaves up; 1 if none",
+        description="down- over up-bandwidth at each level, leaves first; 1 if none",
     )
     dimensions: tuple[PositiveInt, ...] = Field(
         default=(), description="torus: nodes per dimension; empty: the most cubic that fits"
@@ -60,7 +60,7 @@ class Fabric(BaseModel):
 
 
 class GroupPath(BaseModel):
-    """How one parallel group lies on a cluster, and what its busiest link gives each of its GPUs."""
+    """How a parallel group lies on a cluster, and what its busiest link gives each of its GPUs."""
 
     model_config = ConfigDict(frozen=True)
 

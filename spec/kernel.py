@@ -52,6 +52,11 @@ _TOUCHED = {
 }
 
 
+def ceil_div(a: int, b: int) -> int:
+    """The quotient of positive integers, rounded up."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One operation at one shape. `dims` are in the order that `OPS` gives for `op`."""
