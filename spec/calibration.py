@@ -179,9 +179,9 @@ class CollectiveCurve(_Record):
     @cached_property
     def _logs(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         return (
-            np.log([point.bytes for point in self.points]),
-            np.log([point.time_us for point in self.points]),
-            np.array([point.sd for point in self.points]),
+            np.log(np.array([point.bytes for point in self.points], dtype=np.float64)),
+            np.log(np.array([point.time_us for point in self.points], dtype=np.float64)),
+            np.array([point.sd for point in self.points], dtype=np.float64),
         )
 
     def time_us(self, nbytes: float) -> tuple[float, float]:
@@ -294,12 +294,13 @@ class ClockFit(_Record):
         if self.power_limit_w is None or active_w <= 0:
             return self.max_mhz
         room = max(self.power_limit_w - self.idle_w, 1.0)
-        allowed = self.reference_mhz * (room / active_w) ** (1 / self.power_exponent)
+        allowed = self.reference_mhz * float((room / active_w) ** (1 / self.power_exponent))
         return min(self.max_mhz, allowed)
 
     def power_w(self, active_w: float, clock_mhz: float) -> float:
         """Board power of those kernels at a clock."""
-        return self.idle_w + active_w * (clock_mhz / self.reference_mhz) ** self.power_exponent
+        scale = float((clock_mhz / self.reference_mhz) ** self.power_exponent)
+        return self.idle_w + active_w * scale
 
 
 class HostFit(_Record):
