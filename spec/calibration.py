@@ -104,7 +104,8 @@ class KernelFit(_Record):
     )
 
     @cached_property
-    def _measured(self) -> dict[tuple[int, ...], KernelPoint]:
+    def measured(self) -> dict[tuple[int, ...], KernelPoint]:
+        """The measured shapes by their dims."""
         return {point.dims: point for point in self.points}
 
     @cached_property
@@ -133,7 +134,7 @@ class KernelFit(_Record):
 
     def time_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration at the reference clock and its sd: the measured shape, or the model."""
-        measured = self._measured.get(dims)
+        measured = self.measured.get(dims)
         if measured is not None:
             return measured.time_us, measured.sd
         return self.model_us(dims)
