@@ -179,11 +179,9 @@ class CollectiveCurve(_Record):
 
     @cached_property
     def _logs(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        return (
-            np.log(np.array([point.bytes for point in self.points], dtype=np.float64)),
-            np.log(np.array([point.time_us for point in self.points], dtype=np.float64)),
-            np.array([point.sd for point in self.points], dtype=np.float64),
-        )
+        sizes: NDArray[np.float64] = np.log(np.array([float(point.bytes) for point in self.points]))
+        times: NDArray[np.float64] = np.log(np.array([point.time_us for point in self.points]))
+        return sizes, times, np.array([point.sd for point in self.points])
 
     def time_us(self, nbytes: float) -> tuple[float, float]:
         """Log-log interpolation; constant time below the data, constant bandwidth above."""
