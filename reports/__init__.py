@@ -1,0 +1,1 @@
+"""Tables and pictures out of result files."""
