@@ -181,7 +181,7 @@ class CollectiveCurve(_Record):
     def _logs(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         sizes: NDArray[np.float64] = np.log(np.array([float(point.bytes) for point in self.points]))
         times: NDArray[np.float64] = np.log(np.array([point.time_us for point in self.points]))
-        return sizes, times, np.array([point.sd for point in self.points])
+        return sizes, times, np.array([point.sd for point in self.points], dtype=np.float64)
 
     def time_us(self, nbytes: float) -> tuple[float, float]:
         """Log-log interpolation; constant time below the data, constant bandwidth above."""
