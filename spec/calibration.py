@@ -115,7 +115,7 @@ class KernelFit(_Record):
         x /= np.array(self.length_scales)
         y = np.array([log(point.time_us / self.physics_us(point.dims)) for point in self.points])
         covariance = self._covariance(x, x) + np.eye(len(x)) * self.noise**2
-        inverse = np.linalg.inv(covariance)
+        inverse: NDArray[np.float64] = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
         return x, inverse @ y, inverse
 
     def _covariance(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -181,7 +181,8 @@ class CollectiveCurve(_Record):
     def _logs(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         sizes: NDArray[np.float64] = np.log(np.array([float(point.bytes) for point in self.points]))
         times: NDArray[np.float64] = np.log(np.array([point.time_us for point in self.points]))
-        return sizes, times, np.array([point.sd for point in self.points], dtype=np.float64)
+        spreads: NDArray[np.float64] = np.array([point.sd for point in self.points])
+        return sizes, times, spreads
 
     def time_us(self, nbytes: float) -> tuple[float, float]:
         """Log-log interpolation; constant time below the data, constant bandwidth above."""
