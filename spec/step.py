@@ -276,29 +276,50 @@ def optimizer(
     """What a GPU of `stage` does once a step: (kernels, gradient reduction, parameter gather).
 
     Gradients are reduced in fp32, parameters gathered in bf16 (Megatron-Core's distributed
-    optimizer). Without it (zero 0) gradients are all-reduced and every replica updates all.
+    optimizer). Without it (zero 0) gradients are all-reduced and every replica updates all. Under
+    zero 2 and 3 the gradients were reduced in every microbatch, see `sharded`.
     """
-    dense, expert = stage_parameters(model, p, stage)
-    replicas = p.dp * p.cp
+    owned = 0
     reduction: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
-    owned = dense + expert
-    expert_replicas = replicas // p.ep
-    if p.zero:
-        owned = dense // replicas + expert // expert_replicas
-    kind = "reduce_scatter" if p.zero else "all_reduce"
-    for axis, size, elements in (
-        ("dp", replicas, dense),
-        ("edp", expert_replicas, expert),
-    ):
-        if size > 1 and elements:
+    for axis, size, elements in _replicated(model, p, stage):
+        owned += elements // size if p.zero else elements
+        if size == 1 or not elements:
+            continue
+        if p.zero < 2:
+            kind = "reduce_scatter" if p.zero else "all_reduce"
             reduction += (Collective(kind, axis, 4.0 * elements),)
-            if p.zero:
-                gather += (Collective("all_gather", axis, 2.0 * elements),)
-    if owned < 1:
-        owned = 1
-    kernels = (Kernel("grad_norm", "forward", (owned,)), Kernel("adam", "forward", (owned,)))
+        if p.zero in (1, 2):
+            gather += (Collective("all_gather", axis, 2.0 * elements),)
+    update = (max(owned, 1),)
+    kernels = (Kernel("grad_norm", "forward", update), Kernel("adam", "forward", update))
     return kernels, reduction, gather
+
+
+def sharded(
+    model: ModelSpec, p: Parallelism, stage: int
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """What zero 2 and 3 send in every microbatch: (forward, backward) of all layers of `stage`.
+
+    Zero 3 gathers bf16 weights in both passes; both scatter fp32 gradients in the backward pass.
+    Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
+    """
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+    for axis, size, elements in _replicated(model, p, stage):
+        if size == 1 or not elements or p.zero < 2:
+            continue
+        gather = (Collective("all_gather", axis, 2.0 * elements),) if p.zero == 3 else ()
+        forward += gather
+        backward += (*gather, Collective("reduce_scatter", axis, 4.0 * elements))
+    return forward, backward
+
+
+def _replicated(model: ModelSpec, p: Parallelism, stage: int) -> tuple[tuple[str, int, int], ...]:
+    """(axis, its size, parameters of a GPU that are replicated over it): dense, then expert."""
+    dense, expert = stage_parameters(model, p, stage)
+    replicas = p.dp * p.cp
+    return ("dp", replicas, dense), ("edp", replicas // p.ep, expert)
 
 
 def kernels_of(model: ModelSpec, p: Parallelism) -> set[Kernel]:

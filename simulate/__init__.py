@@ -1,0 +1,1 @@
+"""Simulates a training step from a calibration, and emits it for Astra-Sim."""

@@ -1,0 +1,219 @@
+"""What the parts of a step cost under a calibration, for a vector of uncertainty draws at once.
+
+Each group of parameters that can be wrong together is one random factor: an operation's kernels,
+a kind of communication, the machine as a whole. A draw multiplies a duration by
+exp(sd * z), z standard normal and shared by all that the group touches, so errors that are common
+stay common when they are added up.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spec.calibration import Calibration, NetworkFit
+from spec.collective import Collective, busbw_factor
+from spec.errors import UserError
+from spec.hardware import Fabric, GroupPath, Node
+from spec.kernel import Kernel
+from spec.parallelism import Parallelism
+from spec.step import Part
+from topologies import group_path
+
+Array = NDArray[np.float64]
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+class Draws:
+    """Random factors by name. Draw 0 is the central estimate: every factor is 1 there."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        """`count` draws besides the central one; the same seed gives the same factors."""
+        self.count = count + 1
+        self._seed = seed
+        self._normals: dict[str, Array] = {}
+
+    def normal(self, name: str) -> Array:
+        """Standard normals of the group `name`; independent of the order of asking."""
+        if name not in self._normals:
+            generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+            values = generator.standard_normal(self.count)
+            values[0] = 0.0
+            self._normals[name] = values
+        return self._normals[name]
+
+    def factor(self, name: str, sd: float) -> Array:
+        """Lognormal factors with median 1."""
+        factors: Array = np.exp(sd * self.normal(name))
+        return factors
+
+
+@dataclass
+class Cost:
+    """Duration of a segment in microseconds, taken apart; each array is (draws,)."""
+
+    compute: Array
+    exposed: dict[str, Array]  # communication with nothing beside it, by axis
+    host: Array  # what the host adds where the device outruns it
+    communication: dict[str, Array]  # all communication by axis, hidden too
+    active_watt_us: float  # energy above idle of its kernels at the reference clock
+
+    @property
+    def total(self) -> Array:
+        """The segment's duration."""
+        return self.compute + self.host + sum(self.exposed.values(), np.zeros(1))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each parallel group lies on the cluster."""
+
+    paths: dict[str, GroupPath]
+
+
+def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
+    """Group paths of every axis in Megatron's rank order: tp, cp, dp (ep within), pp."""
+    replicas = p.dp * p.cp
+    groups = {
+        "tp": (p.tp, 1),
+        "cp": (p.cp, p.tp),
+        "dp": (replicas, p.tp),
+        "ep": (p.ep, p.tp),
+        "edp": (replicas // p.ep, p.tp * p.ep),
+        "pp": (p.pp, p.tp * replicas),
+    }
+    return Layout(
+        {
+            axis: group_path(node, fabric, p.gpus, size, stride)
+            for axis, (size, stride) in groups.items()
+            if size > 1
+        }
+    )
+
+
+@dataclass
+class Costs:
+    """Prices kernels and collectives of one parallel layout under one calibration."""
+
+    calibration: Calibration
+    node: Node
+    fabric: Fabric
+    parallelism: Parallelism
+    draws: Draws
+    layout: Layout = field(init=False)
+    network: NetworkFit | None = field(init=False)
+    clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
+    modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
+    _priced: dict[Kernel | Collective, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Lay the groups out and pick the network model of the fabric's protocol."""
+        self.layout = layout(self.parallelism, self.node, self.fabric)
+        self.network = network_for(self.calibration, self.fabric)
+        if self.network is None and any(path.nodes > 1 for path in self.layout.paths.values()):
+            raise UserError(
+                f"the calibration of {self.calibration.system} has no network model for "
+                f"{self.fabric.protocol}; its networks are "
+                f"{', '.join(n.protocol for n in self.calibration.networks) or 'none'}"
+            )
+
+    def with_(self, **changes: Any) -> "Costs":
+        """The same layout with other draws or another clock, nothing priced yet."""
+        return replace(self, **changes, modelled=set(), _priced={})
+
+    def kernel_us(self, kernel: Kernel) -> Array:
+        """Duration of a kernel at the step's clock."""
+        if kernel not in self._priced:
+            self._priced[kernel] = self._kernel_us(kernel)
+        return self._priced[kernel]
+
+    def collective_us(self, collective: Collective) -> Array:
+        """Duration of a collective on its group's path."""
+        if collective not in self._priced:
+            self._priced[collective] = self._collective_us(collective)
+        return self._priced[collective]
+
+    def _kernel_us(self, kernel: Kernel) -> Array:
+        fit = self.calibration.kernel(kernel)
+        time, sd = fit.time_us(kernel.dims)
+        if kernel.dims not in fit.measured:
+            self.modelled.add(kernel)
+        clock = self.clock_ratio**fit.clock_exponent
+        return time * clock * self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+
+    def _collective_us(self, collective: Collective) -> Array:
+        path = self.layout.paths[collective.axis]
+        fit = self.calibration.collective_fits.get(collective.kind)
+        if path.nodes == 1:
+            if fit is None:
+                raise UserError(
+                    f"the calibration of {self.calibration.system} has no {collective.kind}; "
+                    "measure it with `python -m measure.run --suite collectives`"
+                )
+            time, sd = fit.time_us(path.ranks, collective.bytes)
+            return time * self.draws.factor(f"collective {collective.kind}", sd)
+        network = self.network
+        assert network is not None
+        busbw = self.scale_up_busbw(collective.kind, path, collective.bytes)
+        draws = self.draws
+        time = network.time_us(collective.kind, path, collective.bytes, busbw)
+        # what the latency and the efficiency being wrong would change, to first order in each
+        latency_part = network.time_us(collective.kind, path, 1.0, busbw) / time
+        beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
+        spread = np.exp(
+            latency_part * network.latency_sd * draws.normal("network latency")
+            + (1 - latency_part) * network.efficiency_sd * draws.normal("network efficiency")
+            + beyond * network.scale_sd * draws.normal("network scale")
+        )
+        return np.asarray(time * spread)
+
+    def scale_up_busbw(self, kind: str, path: GroupPath, nbytes: float) -> float:
+        """Bus bandwidth in 1e9 bytes/s of the part of a group that lies inside a node."""
+        fit = self.calibration.collective_fits.get(kind)
+        if path.local_ranks < 2 or fit is None:
+            return self.node.scale_up_gbytes_per_s
+        time, _ = fit.time_us(path.local_ranks, max(nbytes, 2.0**26))
+        return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
+
+    def segment(self, parts: Sequence[Part]) -> Cost:
+        """Duration of a forward or backward segment."""
+        zero = np.zeros(self.draws.count)
+        compute, exposed, total = zero.copy(), dict[str, Array](), dict[str, Array]()
+        host_us, watts = 0.0, 0.0
+        for part in parts:
+            own = zero.copy()
+            for kernel in part.kernels:
+                fit = self.calibration.kernel(kernel)
+                time = self.kernel_us(kernel)
+                own += time
+                host_us += fit.host_us
+                watts += fit.active_power_w * float(time[0]) / self.clock_ratio**fit.clock_exponent
+            beside = zero.copy()
+            for collective in part.hidden:
+                time = self.collective_us(collective)
+                beside += time
+                total[collective.axis] = total.get(collective.axis, zero) + time
+            if part.hidden:
+                axis = part.hidden[0].axis
+                own *= 1 + self.calibration.interference * np.minimum(beside / own, 1.0)
+                exposed[axis] = exposed.get(axis, zero) + np.maximum(beside - own, 0.0)
+            for collective in part.exposed:
+                time = self.collective_us(collective)
+                exposed[collective.axis] = exposed.get(collective.axis, zero) + time
+                total[collective.axis] = total.get(collective.axis, zero) + time
+            compute += own
+            host_us += self.calibration.host.part_us
+        device = compute + sum(exposed.values(), zero)
+        host = host_us * self.draws.factor("host", self.calibration.host.sd)
+        return Cost(compute, exposed, np.maximum(host - device, 0.0), total, watts)
+
+
+def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:
+    """The network model that fits the fabric's protocol, measured ones first."""
+    fitting = [fit for fit in calibration.networks if fit.protocol == fabric.protocol]
+    fitting.sort(key=lambda fit: fit.source != "measured")
+    return fitting[0] if fitting else None
