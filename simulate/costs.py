@@ -21,7 +21,7 @@ from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step import Part
-from topologies import group_path
+from topologies.placement import group_path
 
 Array = NDArray[np.float64]
 
@@ -143,7 +143,7 @@ class Costs:
         if kernel.dims not in fit.measured:
             self.modelled.add(kernel)
         clock = self.clock_ratio**fit.clock_exponent
-        return time * clock * self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+        return np.asarray(time * clock * self.draws.factor(f"kernel {fit.op} {fit.direction}", sd))
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]

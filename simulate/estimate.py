@@ -1,6 +1,7 @@
 """One training step under a calibration: the timeline, what follows it, power and clock."""
 
 from dataclasses import dataclass
+from math import exp, log2
 from statistics import NormalDist
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from simulate.costs import Cost, Costs, Draws
 from simulate.schedule import ScheduleName, graph
 from simulate.timeline import Timeline, execute
-from spec.calibration import Calibration
+from spec.calibration import Calibration, Parameter
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -65,6 +66,7 @@ class StepEstimate:
     modelled_share: float  # share of compute time whose kernels were not measured
     stage_busy_s: Array  # (stages,), central
     costs: Costs
+    assumptions: tuple[Parameter, ...]  # of the step itself, beside the calibration's
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,19 @@ class _Chunk:
     exposed: dict[str, Array]
     host: Array
     watt_us: float
+
+
+def _assumed(name: str, value: float, sd: float, detail: str) -> Parameter:
+    """An assumed factor with its 90 % interval; `sd` is of its logarithm."""
+    return Parameter(
+        name=name,
+        value=value,
+        unit="factor",
+        low=value * exp(-1.645 * sd),
+        high=value * exp(1.645 * sd),
+        source="assumed",
+        detail=detail,
+    )
 
 
 def expected_maximum(count: int) -> float:
@@ -194,7 +209,7 @@ class StepSimulator:
         end = reduced.max(axis=0)
         finish = end + norm + updated.max(axis=0)
         ideal = finish * self._common_factor()
-        straggler = self._straggler(duration, finish)
+        straggler = self._straggler(finish)
         step_us = ideal + straggler
 
         busiest = int(timeline.busy[:, 0].argmax())
@@ -226,7 +241,7 @@ class StepSimulator:
         )
         if fit.power_limit_w is not None:
             power = min(power, fit.power_limit_w)
-        modelled = self._modelled_share(costs, segments)
+        modelled = self._modelled_share(costs)
         return StepEstimate(
             step_time_s=step_us / 1e6,
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
@@ -239,6 +254,37 @@ class StepSimulator:
             modelled_share=modelled,
             stage_busy_s=timeline.busy[:, 0] / 1e6,
             costs=costs,
+            assumptions=self._assumptions(),
+        )
+
+    def layer_us(self) -> float:
+        """Central time of one layer's forward and backward pass at the step's clock."""
+        clock = self._clock_mhz()
+        costs = self.costs.with_(clock_ratio=self.calibration.clock.reference_mhz / clock)
+        return sum(float(cost.total[0]) for cost in self._segments(costs)["layer"])
+
+    def _doublings(self) -> float:
+        """Doublings of the GPU count beyond the measured one."""
+        return max(log2(self.p.gpus / self.measured_gpus), 0.0)
+
+    def _assumptions(self) -> tuple[Parameter, ...]:
+        scale = SCALE_SD_PER_DOUBLING * self._doublings()
+        return (
+            _assumed(
+                "step.scale_error",
+                1.0,
+                scale,
+                f"{self._doublings():.1f} doublings beyond the measured {self.measured_gpus} GPUs, "
+                "1 % each: vTrain (arXiv 2312.12391) reports 8.4 % on one node, 14.7 % on 512 GPUs",
+            ),
+            _assumed(
+                "step.worst_gpu_deviation",
+                WORST_DEVIATION,
+                WORST_DEVIATION_SD,
+                "how many standard deviations the slowest of many GPUs lies from the mean, at "
+                "most; four GPUs cannot identify a tail",
+            ),
+            _assumed("step.power_error", 1.0, POWER_SD, "mean power, until validated"),
         )
 
     def _transfer_us(self) -> Array:
@@ -293,14 +339,13 @@ class StepSimulator:
     def _common_factor(self) -> Array:
         """Errors that hold for the whole step: composition, this visit's speed, scale."""
         draws, calibration = self.costs.draws, self.calibration
-        doublings = max(float(np.log2(self.p.gpus / self.measured_gpus)), 0.0)
         return (
             draws.factor("composition", calibration.composition_sd)
             * draws.factor("visit", calibration.clock.visit_sd)
-            * draws.factor("scale", SCALE_SD_PER_DOUBLING * doublings)
+            * draws.factor("scale", SCALE_SD_PER_DOUBLING * self._doublings())
         )
 
-    def _straggler(self, duration: Array, finish: Array) -> Array:
+    def _straggler(self, finish: Array) -> Array:
         """Extra time because all wait for the slowest GPU.
 
         A balanced pipeline takes (m - 1) * slowest stage + the sum of its stages, so a share
@@ -315,7 +360,7 @@ class StepSimulator:
         deviation = steady * everywhere + (1 - steady) * group
         return np.asarray(finish * self.calibration.clock.device_spread_sd * deviation)
 
-    def _modelled_share(self, costs: Costs, segments: dict[str, tuple[Cost, Cost]]) -> float:
+    def _modelled_share(self, costs: Costs) -> float:
         modelled, total = 0.0, 0.0
         for part in (part for segment in layer(self.model, self.p) for part in segment):
             for kernel in part.kernels:

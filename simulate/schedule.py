@@ -4,6 +4,7 @@ Sources: GPipe (arXiv 1811.06965); 1F1B and its interleaved form as in Megatron-
 (arXiv 2104.04473, section 2.2) and Megatron-Core's `pipeline_parallel/schedules.py`.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -115,7 +116,7 @@ def graph(stages: int, microbatches: int, chunks: int = 1, name: ScheduleName = 
     return Graph(
         stages=stages,
         chunks=chunks,
-        levels=tuple(slice(a + 1, b + 1) for a, b in zip(edges, edges[1:], strict=False)),
+        levels=tuple(slice(a + 1, b + 1) for a, b in itertools.pairwise(edges)),
         kind=np.concatenate([[0], kind[new]]),
         before=np.concatenate([[0], before[new]]),
         sender=np.concatenate([[0], sender[new]]),

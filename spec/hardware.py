@@ -1,8 +1,15 @@
 """A node and a fabric: what a cluster is built of, with cited rates. Data: topologies/."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -31,6 +38,14 @@ class Node(BaseModel):
         default=None, description="system in results/ whose calibration this node can use as it is"
     )
     source: str = Field(description="where the figures are published")
+    assumed: tuple[str, ...] = Field(
+        default=(), description="fields that no source publishes: assumptions of ours, or yours"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _known_fields(self, self.assumed)
+        return self
 
 
 class Fabric(BaseModel):
@@ -46,7 +61,10 @@ class Fabric(BaseModel):
     )
     latency_us: Positive = Field(description="one switch hop, cable included")
     radix: PositiveInt | None = Field(default=None, description="ports of one switch")
-    levels: PositiveInt = Field(default=2, description="switch levels of a tree")
+    levels: PositiveInt = Field(
+        default=2,
+        description="switch levels of a tree; a torus without `dimensions` has as many dimensions",
+    )
     oversubscription: tuple[Positive, ...] = Field(
         default=(),
         description="down- over up-bandwidth at each level, leaves first; 1 if none",
@@ -54,9 +72,40 @@ class Fabric(BaseModel):
     dimensions: tuple[PositiveInt, ...] = Field(
         default=(), description="torus: nodes per dimension; empty: the most cubic that fits"
     )
-    group_nodes: PositiveInt | None = Field(default=None, description="dragonfly+: nodes per group")
+    group_nodes: PositiveInt | None = Field(
+        default=None, description="dragonfly+: nodes per group; ocs: nodes per pod"
+    )
+    ports_per_node: PositiveInt | None = Field(
+        default=None, description="ports of a node on this fabric; all its NICs if not given"
+    )
     protocol: Literal["infiniband", "roce", "ethernet", "tcp"] = "infiniband"
     source: str
+    assumed: tuple[str, ...] = Field(
+        default=(), description="fields that no source publishes: assumptions of ours, or yours"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _known_fields(self, self.assumed)
+        if self.kind in ("fat-tree", "rail-optimised", "dragonfly+", "ocs") and self.radix is None:
+            raise ValueError(f"a {self.kind} fabric needs `radix`, the ports of one switch")
+        if self.kind in ("dragonfly+", "ocs") and self.group_nodes is None:
+            raise ValueError(f"a {self.kind} fabric needs `group_nodes`, the nodes of one group")
+        if self.dimensions and self.kind != "torus":
+            raise ValueError(f"`dimensions` has no effect on a {self.kind} fabric; remove it")
+        if self.group_nodes is not None and self.kind not in ("dragonfly+", "ocs"):
+            raise ValueError(f"`group_nodes` has no effect on a {self.kind} fabric; remove it")
+        if self.oversubscription and self.kind in ("torus", "single-switch"):
+            raise ValueError(f"`oversubscription` has no effect on a {self.kind} fabric; remove it")
+        if min(self.oversubscription, default=1.0) < 1:
+            raise ValueError("oversubscription is down- over up-bandwidth, so at least 1")
+        return self
+
+
+def _known_fields(record: BaseModel, names: tuple[str, ...]) -> None:
+    unknown = [name for name in names if name not in type(record).model_fields]
+    if unknown:
+        raise ValueError(f"`assumed` names {unknown[0]!r}, which is not a field")
 
 
 class GroupPath(BaseModel):

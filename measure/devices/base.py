@@ -1,0 +1,127 @@
+"""What a device can tell about itself. One subclass per vendor; None for what it cannot tell."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Literal
+
+from spec.records import Device as DeviceRecord
+
+Kind = Literal["nvidia", "amd", "cpu", "fake"]
+
+# NVML's clocks-event-reason bits (nvml.h, nvmlClocksEventReason*); other vendors map onto them.
+IDLE = 0x1
+THROTTLE_BITS = {
+    0x2: "application_clocks",
+    0x4: "power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "thermal",
+    0x40: "hw_thermal",
+    0x80: "power_brake",
+    0x100: "display_clocks",
+}
+
+
+def throttle_names(mask: int) -> str | None:
+    """The reasons in a bit mask joined by +, idleness left out; None when there is none."""
+    names = [name for bit, name in THROTTLE_BITS.items() if mask & bit]
+    return "+".join(names) or None
+
+
+def hashed(identifier: str) -> str:
+    """First 16 hex digits of SHA-256: tells devices apart without naming them."""
+    return hashlib.sha256(identifier.encode()).hexdigest()[:16]
+
+
+class Device(ABC):
+    """One GPU, or one CPU core's share of a host. Every getter may answer None: not available.
+
+    Getters are safe to call from several threads, and raise nothing for a lacking sensor.
+    """
+
+    kind: Kind
+    index: int
+
+    @abstractmethod
+    def name(self) -> str:
+        """Marketing name."""
+
+    @abstractmethod
+    def uuid(self) -> str:
+        """Unique identifier; only its hash may be written down."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory of the device, bytes."""
+
+    def driver(self) -> str | None:
+        """Driver version."""
+        return None
+
+    def max_clock_mhz(self) -> float | None:
+        """Highest SM (compute) clock, MHz."""
+        return None
+
+    def power_limit_w(self) -> float | None:
+        """Enforced board power limit, W."""
+        return None
+
+    def power_w(self) -> float | None:
+        """Instantaneous board power, W."""
+        return None
+
+    def power_average_w(self) -> float | None:
+        """Board power averaged by the driver over its own window, W."""
+        return None
+
+    def energy_j(self) -> float | None:
+        """Hardware energy counter, J since the driver loaded. Slow to read (about 4 ms)."""
+        return None
+
+    def temperature_c(self) -> float | None:
+        """Core temperature, degrees Celsius."""
+        return None
+
+    def memory_temperature_c(self) -> float | None:
+        """Memory (HBM) temperature, degrees Celsius."""
+        return None
+
+    def sm_clock_mhz(self) -> float | None:
+        """Compute clock now, MHz."""
+        return None
+
+    def memory_clock_mhz(self) -> float | None:
+        """Memory clock now, MHz."""
+        return None
+
+    def utilisation_pct(self) -> float | None:
+        """Share of the driver's last window in which something ran, percent."""
+        return None
+
+    def throttle_reasons(self) -> int | None:
+        """Bit mask of why clocks are below the maximum, NVML's bits."""
+        return None
+
+    def nvlink_bytes(self) -> tuple[int, int] | None:
+        """Data sent and received over all scale-up links, byte counters (64 bit)."""
+        return None
+
+    def pcie_kb_per_s(self) -> tuple[float, float] | None:
+        """PCIe throughput sent and received, kB/s over a 20 ms window. Blocks for the windows."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most devices hold nothing
+        """Release the vendor library."""
+
+    def describe(self, index: int | None = None) -> DeviceRecord:
+        """The manifest's record of this device, its identifier hashed."""
+        return DeviceRecord(
+            index=self.index if index is None else index,
+            kind=self.kind,
+            name=self.name(),
+            uuid_hash=hashed(self.uuid()),
+            memory_gib=self.memory_bytes() / 2**30,
+            max_clock_mhz=self.max_clock_mhz(),
+            power_limit_w=self.power_limit_w(),
+            driver=self.driver(),
+        )

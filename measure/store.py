@@ -1,0 +1,176 @@
+"""Writes one result set: manifest, appended rows, and what is needed to continue after a kill.
+
+Every finished case is on disk (flushed, fsynced) before the next begins. A row's presence is what
+marks its case as done; nothing else has to agree with it.
+"""
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from spec.errors import UserError
+from spec.files import format_row, write_json
+from spec.records import SCHEMA, TABLES, Host, Manifest, Row, StepRow, TrainingRow
+from spec.results import read_result_set
+
+
+def now() -> str:
+    """Now as ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds_since(started: str) -> float:
+    """Wall-clock seconds since an ISO time."""
+    return datetime.now(UTC).timestamp() - datetime.fromisoformat(started).timestamp()
+
+
+class Store:
+    """The result set in `folder`, open for appending. One process writes it."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._done: dict[str, set[str]] = {name: set() for name in TABLES}
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        *,
+        system: str,
+        run: str,
+        hosts: Sequence[Host],
+        interconnect: str,
+        software: dict[str, str],
+        environment: dict[str, str],
+        command: str,
+        suites: Sequence[str],
+    ) -> "Store":
+        """Begin a new result set; refuses a folder that already holds one."""
+        folder = root / system / run
+        if (folder / "manifest.json").exists():
+            raise UserError(f"{folder}: a result set is there already; continue it with --resume")
+        manifest = Manifest(
+            schema=SCHEMA,  # the field's alias
+            system=system,
+            run=run,
+            hosts=list(hosts),
+            interconnect=interconnect,
+            software=software,
+            environment=environment,
+            command=command,
+            suites=list(suites),
+            started=now(),
+            status="running",
+            planned=0,
+            finished=0,
+        )
+        store = cls(folder, manifest)
+        store.save()
+        return store
+
+    @classmethod
+    def reopen(cls, folder: Path) -> "Store":
+        """Continue a result set: half-written last lines and steps of unfinished cases go."""
+        result = read_result_set(folder)
+        store = cls(folder, result.manifest)
+        for name, row in TABLES.items():
+            path = folder / f"{name}.csv"
+            if path.exists():
+                drop_half_line(path)
+            if path.exists():
+                store._done[name] = {record.case_id for record in result.table(row)}
+        finished = store._done["training"]
+        if store._done["steps"] - finished:
+            keep = [one for one in result.table(StepRow) if one.case_id in finished]
+            store._rewrite("steps", keep)
+            store._done["steps"] = {one.case_id for one in keep}
+        store.manifest.status = "running"
+        return store
+
+    def _rewrite(self, name: str, rows: Sequence[Row]) -> None:
+        from spec.files import write_table
+
+        write_table(self.folder / f"{name}.csv", TABLES[name], rows)
+
+    def retry_failed_training(self) -> None:
+        """Forget training cases that failed, so that a resumed run tries them again."""
+        rows = read_result_set(self.folder).table(TrainingRow)
+        good = [row for row in rows if row.status == "done"]
+        if len(good) != len(rows):
+            self._rewrite("training", good)
+            self._done["training"] = {row.case_id for row in good}
+
+    def done(self, table: str) -> set[str]:
+        """Case ids that stand in a table."""
+        return self._done[table]
+
+    def append(self, table: str, rows: Iterable[Row]) -> None:
+        """Append rows to a table; on return they are on disk."""
+        records = list(rows)
+        if not records:
+            return
+        path = self.folder / f"{table}.csv"
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(TABLES[table].model_fields), lineterminator="\n")
+        if not path.exists() or path.stat().st_size == 0:
+            writer.writeheader()
+        for record in records:
+            writer.writerow(format_row(record))
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
+        self._done[table].update(record.case_id for record in records)
+
+    def skip(self, case_id: str, reason: str) -> None:
+        """Note why a case was not measured; one line, shortened."""
+        self.manifest.skipped[case_id] = " ".join(reason.split())[:300]
+
+    def note(self, sentence: str) -> None:
+        """Add a note to the manifest, once."""
+        if sentence not in self.manifest.notes:
+            self.manifest.notes.append(sentence)
+
+    def finished(self) -> int:
+        """Cases measured so far, over all suites."""
+        return sum(len(ids) for name, ids in self._done.items() if name != "steps")
+
+    def save(self, status: str | None = None) -> None:
+        """Write the manifest, whole or not at all."""
+        if status is not None:
+            self.manifest = self.manifest.model_copy(update={"status": status})
+            if status != "running":
+                self.manifest.ended = now()
+        self.manifest.finished = self.finished()
+        value = self.manifest.model_dump(mode="json", by_alias=True)
+        write_json(self.folder / "manifest.json", value)
+
+
+def drop_half_line(path: Path) -> None:
+    """Cut a file after its last newline: what a kill in mid-write left is not a row."""
+    with path.open("rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
+            file.flush()
+            os.fsync(file.fileno())
+    if path.stat().st_size == 0:
+        path.unlink()
+
+
+def find_run(root: Path, run: str) -> Path:
+    """The folder of a run, named by path, by `system/run` or by run id under `root`."""
+    named = Path(run)
+    for folder in (named, root / run):
+        if (folder / "manifest.json").exists():
+            return folder
+    found = sorted(path.parent for path in root.glob(f"*/{named.name}/manifest.json"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"run {run!r} exists in several systems; name one as SYSTEM/RUN")
+    raise UserError(f"no run {run!r} under {root}; `ls {root}/*` shows the run ids")

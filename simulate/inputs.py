@@ -1,0 +1,178 @@
+"""The inputs of a simulation and their defaults: calibration, node, fabric, model, batch."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec.calibration import Calibration, read_calibration
+from spec.errors import UserError
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec, load_model, model_names
+from topologies import fabric_names, load_fabric, load_node, node_names
+
+RESULTS = "results"
+DEFAULT_MODEL = "llama3-70b"
+DEFAULT_FABRIC = "ndr400-rail"
+CPU_MODEL, CPU_FABRIC, CPU_NODE = "tiny", "loopback", "cpu-host"
+LARGEST = 2**20  # GPUs; beyond that a typing error is likelier than a plan
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything but the parallelism."""
+
+    model: ModelSpec
+    node: Node
+    fabric: Fabric
+    calibration: Calibration
+    calibration_path: Path
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Options that every simulation shares."""
+    group = parser.add_argument_group("inputs")
+    group.add_argument(
+        "--model", metavar="NAME|FILE", help=f"one of {', '.join(model_names())}, or a file"
+    )
+    group.add_argument("--seq-len", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument("--system", metavar="NAME", help="measured system under --results")
+    group.add_argument("--calibration", metavar="FILE", help="a calibration file instead")
+    group.add_argument("--results", default=RESULTS, metavar="DIR", help="default: %(default)s")
+    group.add_argument(
+        "--node", metavar="NAME|FILE", help=f"one of {', '.join(node_names())}, or a file"
+    )
+    group.add_argument(
+        "--fabric", metavar="NAME|FILE", help=f"one of {', '.join(fabric_names())}, or a file"
+    )
+
+
+def read_inputs(arguments: argparse.Namespace) -> Inputs:
+    """Load what the options name; what they leave out gets its default."""
+    path = find_calibration(arguments)
+    calibration = read_calibration(path)
+    on_cpu = calibration.kind == "cpu"
+    model = load_model(arguments.model or (CPU_MODEL if on_cpu else DEFAULT_MODEL))
+    if arguments.seq_len is not None:
+        if arguments.seq_len < 1:
+            raise UserError(f"--seq-len is {arguments.seq_len}; it must be at least 1")
+        model = model.resized(seq_len=arguments.seq_len)
+    return Inputs(
+        model=model,
+        node=load_node(arguments.node) if arguments.node else default_node(calibration),
+        fabric=load_fabric(arguments.fabric or (CPU_FABRIC if on_cpu else DEFAULT_FABRIC)),
+        calibration=calibration,
+        calibration_path=path,
+    )
+
+
+def find_calibration(arguments: argparse.Namespace) -> Path:
+    """The calibration file that the options mean; by default that of the largest GPU system."""
+    if arguments.calibration:
+        return Path(arguments.calibration)
+    root = Path(arguments.results)
+    if arguments.system:
+        path = root / str(arguments.system) / "calibration.json"
+        if not path.is_file():
+            known = sorted(found.parent.name for found in root.glob("*/calibration.json"))
+            raise UserError(
+                f"{path}: no such calibration; "
+                + (f"calibrated systems are {', '.join(known)}" if known else _HOW)
+            )
+        return path
+    found = sorted(root.glob("*/calibration.json"))
+    if not found:
+        raise UserError(f"{root}: no system in it is calibrated; {_HOW}")
+
+    def rank(path: Path) -> tuple[bool, bool, str]:
+        kind = read_calibration(path).kind
+        return kind in ("cpu", "fake"), "emulated" in path.parent.name, path.parent.name
+
+    return min(found, key=rank)
+
+
+_HOW = "run `python -m calibrate.fit results/` first"
+
+
+def default_node(calibration: Calibration) -> Node:
+    """The largest named node that the calibration's system stands for."""
+    if calibration.kind == "cpu":
+        return load_node(CPU_NODE)
+    fitting = [
+        node
+        for node in map(load_node, node_names())
+        if node.calibration == calibration.system or node.gpu in calibration.device
+    ]
+    if not fitting:
+        raise UserError(
+            f"no named node has the GPU of system {calibration.system} ({calibration.device}); "
+            "name one with --node"
+        )
+    return max(fitting, key=lambda node: node.gpus)
+
+
+def check_gpus(gpus: int) -> None:
+    """Refuse GPU counts that make no sense."""
+    if not 1 <= gpus <= LARGEST:
+        raise UserError(f"--gpus is {gpus}; it must be between 1 and {LARGEST}")
+
+
+PARALLELISM_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("tp", int, "tensor-parallel size"),
+    ("pp", int, "pipeline-parallel size"),
+    ("vpp", int, "model chunks per pipeline stage (interleaved schedule)"),
+    ("dp", int, "data-parallel size"),
+    ("cp", int, "context-parallel size"),
+    ("ep", int, "expert-parallel size"),
+    ("microbatch", int, "sequences per microbatch"),
+    ("global-batch", int, "sequences per step (default: a quarter of the GPUs, at least 128)"),
+    ("zero", int, "ZeRO stage 0-3; 1 is Megatron's distributed optimizer, 3 is FSDP"),
+)
+
+
+def add_parallelism(parser: argparse.ArgumentParser) -> None:
+    """The degrees and switches of `Parallelism`; what is left unset is searched for."""
+    group = parser.add_argument_group("parallelism (what is not given is searched for)")
+    for name, kind, text in PARALLELISM_OPTIONS:
+        group.add_argument(f"--{name}", type=kind, metavar="N", help=text)
+    group.add_argument("--recompute", choices=("none", "selective", "full"))
+    for name, text in (
+        ("sequence-parallel", "split activations outside tensor-parallel regions too"),
+        ("overlap", "hide data-parallel communication behind the backward pass"),
+    ):
+        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
+    group.add_argument(
+        "--layers-per-stage", metavar="N,N,...", help="uneven pipeline stages, first to last"
+    )
+
+
+def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `Parallelism` that the user has set (global_batch apart)."""
+    names = [name.replace("-", "_") for name, _, _ in PARALLELISM_OPTIONS]
+    names = [name for name in names if name != "global_batch"]
+    names += ["recompute", "sequence_parallel", "overlap"]
+    fixed = {name: getattr(arguments, name) for name in names}
+    for name, value in fixed.items():
+        low = 0 if name == "zero" else 1
+        if isinstance(value, int) and not isinstance(value, bool) and value < low:
+            raise UserError(f"--{name} is {value}; it must be at least {low}")
+    if fixed["zero"] is not None and fixed["zero"] > 3:
+        raise UserError(f"--zero is {fixed['zero']}; it must be 0, 1, 2 or 3")
+    if arguments.layers_per_stage is not None:
+        try:
+            stages = tuple(int(part) for part in arguments.layers_per_stage.split(","))
+        except ValueError:
+            stages = ()
+        if not stages or min(stages) < 1:
+            raise UserError(
+                f"--layers-per-stage is {arguments.layers_per_stage!r}; "
+                "give whole numbers such as 19,21"
+            )
+        fixed["layers_per_stage"] = stages
+    return {name: value for name, value in fixed.items() if value is not None}
+
+
+def default_batch(gpus: int) -> int:
+    """Sequences per step: a quarter of the GPUs (8,192 GPUs and 8,192 tokens: the 16 million
+    tokens that Llama 3 trained with, arXiv 2407.21783), at least the paper's 128."""
+    return max(128, gpus // 4)

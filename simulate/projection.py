@@ -1,0 +1,255 @@
+"""A projection: one request simulated, with intervals, provenance and warnings, as its JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.estimate import StepEstimate, StepSimulator
+from simulate.memory import Memory, memory
+from spec.calibration import Calibration, Parameter, Source
+from spec.files import sha256
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism, describe
+
+SCHEMA = "projection/1"
+LEVEL = 0.9
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to project."""
+
+    model: ModelSpec
+    parallelism: Parallelism
+    node: Node
+    fabric: Fabric
+    calibration: Calibration
+    calibration_path: Path
+    draws: int = 200
+    seed: int = 0
+    chosen: str = "given"  # how the parallelism came about, a sentence
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A simulated request; `as_json` is its documented form."""
+
+    request: Request
+    estimate: StepEstimate
+    memory: Memory
+
+    def as_json(self) -> dict[str, Any]:
+        """The `projection/1` object."""
+        r, e = self.request, self.estimate
+        p = r.parallelism
+        step = e.step_time_s
+        tokens = p.global_batch * r.model.seq_len
+        flops = r.model.step_flops(p.global_batch)
+        peak = r.node.peak_bf16_tflops * 1e12 * p.gpus
+        energy = step * e.power_w * p.gpus
+        return {
+            "schema": SCHEMA,
+            "inputs": {
+                "model": r.model.model_dump(),
+                "parallelism": p.model_dump() | {"name": describe(p), "chosen": r.chosen},
+                "gpus": p.gpus,
+                "node": r.node.model_dump(),
+                "fabric": r.fabric.model_dump(),
+                "calibration": {
+                    "path": r.calibration_path.as_posix(),
+                    "sha256": sha256(r.calibration_path),
+                    "system": r.calibration.system,
+                    "device": r.calibration.device,
+                },
+                "engine": "timeline",
+                "draws": r.draws,
+                "seed": r.seed,
+            },
+            "step_time_s": interval(step),
+            "tokens_per_s": interval(tokens / step),
+            "tokens_per_s_per_gpu": interval(tokens / step / p.gpus),
+            "mfu": interval(flops / step / peak),
+            "breakdown_s": e.breakdown_s,
+            "communication_s": {
+                kind: {
+                    "total": one.total_s,
+                    "exposed": one.exposed_s,
+                    "bytes": one.bytes,
+                    "calls": one.calls,
+                }
+                for kind, one in e.traffic.items()
+            },
+            "power_w_per_gpu": interval(e.power_w),
+            "energy_j_per_step": interval(energy),
+            "tokens_per_j": interval(tokens / energy),
+            "clock_mhz": interval(e.clock_mhz),
+            "throttled_share": e.throttled_share,
+            "memory_gib": {
+                "peak": self.memory.peak_gib,
+                "capacity": self.memory.capacity_gib,
+                "by_stage": list(self.memory.by_stage_gib),
+            },
+            "fabric": self._fabric(),
+            "provenance": [one.model_dump() for one in provenance(self)],
+            "warnings": warnings(self),
+        }
+
+    def _fabric(self) -> list[dict[str, Any]]:
+        from topologies.tiers import AxisTraffic, tier_utilisation
+
+        e = self.estimate
+        loads = [
+            AxisTraffic(kind, one.bytes, e.costs.layout.paths[kind])
+            for kind, one in e.traffic.items()
+            if kind in e.costs.layout.paths
+        ]
+        return [
+            {"tier": one.tier, "utilisation": one.utilisation, "saturated": one.saturated}
+            for one in tier_utilisation(loads, self.request.node, float(e.step_time_s[0]))
+        ]
+
+
+def interval(values: NDArray[np.float64]) -> dict[str, float]:
+    """Central value (draw 0) and the 90 % interval of the other draws."""
+    median = float(values[0])
+    if len(values) == 1:
+        return {"median": median, "low": median, "high": median, "level": LEVEL}
+    low, high = np.quantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {
+        "median": median,
+        "low": min(float(low), median),
+        "high": max(float(high), median),
+        "level": LEVEL,
+    }
+
+
+def project(request: Request) -> Projection:
+    """Simulate a request; raises UserError where it cannot run or does not make sense."""
+    r = request
+    simulator = StepSimulator(
+        r.model, r.parallelism, r.node, r.fabric, r.calibration, draws=r.draws, seed=r.seed
+    )
+    used = memory(r.model, r.parallelism, r.node.memory_gib)
+    return Projection(r, simulator.run(), used)
+
+
+def provenance(projection: Projection) -> list[Parameter]:
+    """Every parameter that the numbers rest on, with its source."""
+    r = projection.request
+    listed = list(r.calibration.parameters)
+
+    def add(name: str, value: float, unit: str, source: Source, detail: str) -> None:
+        listed.append(
+            Parameter(
+                name=name,
+                value=value,
+                unit=unit,
+                low=value,
+                high=value,
+                source=source,
+                detail=detail,
+            )
+        )
+
+    node, fabric = r.node, r.fabric
+    for name, value, unit in (
+        ("node.gpus", node.gpus, "GPUs"),
+        ("node.memory_gib", node.memory_gib, "GiB"),
+        ("node.peak_bf16_tflops", node.peak_bf16_tflops, "TFLOP/s"),
+        ("node.scale_up_gbytes_per_s", node.scale_up_gbytes_per_s, "GB/s"),
+        ("node.power_limit_w", node.power_limit_w, "W"),
+    ):
+        add(name, value, unit, "published", node.source)
+    add("fabric.nic_gbits_per_s", fabric.nic_gbits_per_s, "Gbit/s", "published", fabric.source)
+    add("fabric.latency_us", fabric.latency_us, "us", "published", fabric.source)
+    listed += projection.estimate.assumptions
+    return listed
+
+
+def warnings(projection: Projection) -> list[str]:
+    """What a reader must know before trusting the numbers, one sentence each."""
+    r, e, used = projection.request, projection.estimate, projection.memory
+    said = []
+    if not used.fits:
+        said.append(
+            f"Does not fit: a GPU of the fullest stage needs {used.peak_gib:.1f} GiB of "
+            f"{used.capacity_gib:.1f} GiB, {used.peak_gib - used.capacity_gib:.1f} GiB too many."
+        )
+    if e.modelled_share > 0:
+        said.append(
+            f"{e.modelled_share:.0%} of a layer's compute time is in shapes that were not "
+            "measured; it comes from the kernel models between the measured ones."
+        )
+    for axis, path in e.costs.layout.paths.items():
+        if path.nodes > 1:
+            continue
+        fit = r.calibration.collective_fits.get("all_reduce")
+        if fit and path.ranks > max(curve.ranks for curve in fit.curves):
+            said.append(
+                f"{axis.upper()} collectives on {path.ranks} GPUs of a node are carried over by "
+                f"structure from at most {max(curve.ranks for curve in fit.curves)} measured GPUs."
+            )
+    network = e.costs.network
+    nodes = max((path.nodes for path in e.costs.layout.paths.values()), default=1)
+    if network is not None and nodes > network.max_nodes:
+        said.append(
+            f"Groups span up to {nodes} nodes; the {network.protocol} model ({network.source}) "
+            f"was fitted on at most {network.max_nodes}."
+        )
+    if r.node.gpu not in r.calibration.device and r.calibration.device not in r.node.gpu:
+        said.append(
+            f"The node's GPU is {r.node.gpu}, the calibration was measured on "
+            f"{r.calibration.device}: the times are the calibration's, unscaled."
+        )
+    said.append(
+        "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see straggler."
+    )
+    return said
+
+
+def summary(value: Mapping[str, Any]) -> str:
+    """The terminal summary of a projection's JSON."""
+    inputs = value["inputs"]
+    p = inputs["parallelism"]
+
+    def show(name: str, scale: float = 1.0, digits: int = 3) -> str:
+        one = value[name]
+        return (
+            f"{one['median'] * scale:.{digits}g}  "
+            f"[{one['low'] * scale:.{digits}g}, {one['high'] * scale:.{digits}g}]"
+        )
+
+    breakdown = value["breakdown_s"]
+    step = value["step_time_s"]["median"]
+    parts = ", ".join(
+        f"{name} {share / step:.1%}"
+        for name, share in sorted(breakdown.items(), key=lambda item: -item[1])
+        if share / step >= 0.0005
+    )
+    sources: dict[str, int] = {}
+    for one in value["provenance"]:
+        sources[one["source"]] = sources.get(one["source"], 0) + 1
+    lines = [
+        f"{inputs['model']['name']} on {inputs['gpus']} GPUs: {inputs['node']['name']} nodes, "
+        f"{inputs['fabric']['name']} fabric, calibrated on {inputs['calibration']['system']}",
+        f"parallelism       {p['name']} ({p['chosen']})",
+        f"step time         {show('step_time_s')} s",
+        f"throughput        {show('tokens_per_s', 1e-6)} million tokens/s, "
+        f"{show('tokens_per_s_per_gpu', 1, 4)} per GPU",
+        f"MFU               {show('mfu', 100)} %",
+        f"breakdown         {parts}",
+        f"power per GPU     {show('power_w_per_gpu')} W at {value['clock_mhz']['median']:.0f} MHz",
+        f"energy per step   {show('energy_j_per_step', 1e-6)} MJ, {show('tokens_per_j')} tokens/J",
+        f"memory            {value['memory_gib']['peak']:.1f} GiB of "
+        f"{value['memory_gib']['capacity']:.1f} GiB",
+        "sources           "
+        + ", ".join(f"{count} parameters {source}" for source, count in sorted(sources.items()))
+        + f"; intervals hold {LEVEL:.0%}, all results simulated",
+    ]
+    lines += [f"note              {sentence}" for sentence in value["warnings"]]
+    return "\n".join(lines)

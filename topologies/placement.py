@@ -1,0 +1,259 @@
+"""Where a parallel group lies on a cluster and what its busiest link gives each of its ranks.
+
+Ranks fill nodes consecutively; in Megatron's order (tp, cp, dp, pp) the ranks of a group of one
+axis are `stride` apart, the product of the faster axes. All groups of the axis send at once. Two
+patterns of node-level traffic, in units of one node's full port bandwidth:
+
+- ring (also send-recv): every rank sends to its counterpart `stride` further on, the last to the
+  first. A hierarchical all-reduce, all-gather or reduce-scatter sends this between nodes.
+- all-to-all: every rank sends evenly to all others of its group.
+
+Everything is in closed form; `tests/test_topologies.py` routes the same flows over a graph and
+compares. Routing in switched fabrics spreads evenly over equal paths (adaptive routing's ideal).
+"""
+
+from math import ceil, gcd
+from typing import Literal
+
+from spec.errors import UserError
+from spec.hardware import Fabric, GroupPath, Node
+from topologies.layout import (
+    Tier,
+    node_count,
+    node_gbytes_per_s,
+    ports,
+    tiers,
+    torus_dimensions,
+    torus_link,
+)
+
+Pattern = Literal["ring", "all-to-all", "send-recv"]
+
+
+def pattern_of(kind: str) -> Pattern:
+    """Traffic pattern of a collective kind as `spec.collective` names them."""
+    return {"all_to_all": "all-to-all", "send_recv": "send-recv"}.get(kind, "ring")  # type: ignore[return-value]
+
+
+def group_path(
+    node: Node,
+    fabric: Fabric | None,
+    gpus: int,
+    size: int,
+    stride: int,
+    pattern: Pattern = "ring",
+    axes: int = 1,
+) -> GroupPath:
+    """The path of groups of `size` ranks, `stride` apart, on `gpus` GPUs in nodes of `node`.
+
+    `gbytes_per_s` of the result is what each rank can send to other nodes while all ranks do (or,
+    for a group inside one node, the node's scale-up rate). A flat ring over the group therefore has
+    a bus bandwidth of `local_ranks * gbytes_per_s`, and a hierarchical one moves bytes/local_ranks
+    per rank at `gbytes_per_s`. `latency_us` counts switch hops of the longest neighbour pair only;
+    what NIC and software add belongs to the collective's own latency.
+
+    `axes` is how many of the job's axes leave the node: circuits of an optical fabric are set once
+    per job and split evenly over them. Other fabrics ignore it.
+
+    Raises UserError when the group does not fit `gpus`, or leaves its node without a fabric.
+    """
+    if gpus < size * stride:
+        raise UserError(
+            f"groups of {size} ranks at distance {stride} need {size * stride} GPUs; "
+            f"there are {gpus}"
+        )
+    span = _nodes_of_group(node.gpus, gpus, size, stride)
+    if span == 1:
+        return GroupPath(
+            ranks=size,
+            local_ranks=size,
+            nodes=1,
+            concurrent=max(min(node.gpus, gpus) // size, 1),
+            gbytes_per_s=node.scale_up_gbytes_per_s,
+            latency_us=0.0,
+            tier="scale-up",
+        )
+    if fabric is None:
+        raise UserError(
+            f"groups of {size} ranks at distance {stride} leave their node of {node.gpus} GPUs; "
+            "a fabric is needed"
+        )
+    nodes = node_count(node, gpus)
+    step = max(ceil(stride / node.gpus), 1)
+    if fabric.kind == "torus":
+        tier, load, hops = _torus_load(node, fabric, nodes, span, step, pattern)
+    else:
+        tier, load, hops = _switched_load(node, fabric, nodes, span, step, pattern, axes)
+    local = -(-size // span)
+    return GroupPath(
+        ranks=size,
+        local_ranks=local,
+        nodes=span,
+        concurrent=max(node.gpus // local, 1),
+        gbytes_per_s=node_gbytes_per_s(node, fabric) / node.gpus / max(load, 1.0),
+        latency_us=hops * fabric.latency_us,
+        tier=tier,
+    )
+
+
+def _nodes_of_group(per_node: int, gpus: int, size: int, stride: int) -> int:
+    """Nodes that the worst-placed group touches."""
+    if gpus <= per_node or size == 1:
+        return 1
+    if stride >= per_node:
+        return size
+    # Groups begin at multiples of size * stride, plus an offset below stride: the first rank that
+    # lies nearest to the end of its node decides.
+    begin = gcd(per_node, size * stride)
+    first = min(per_node, per_node - begin + stride) - 1
+    return (first + (size - 1) * stride) // per_node + 1
+
+
+def _switched_load(
+    node: Node, fabric: Fabric, nodes: int, span: int, step: int, pattern: Pattern, axes: int
+) -> tuple[str, float, int]:
+    """Busiest tier of a switched fabric, its load over its capacity, and hops of the longest pair.
+
+    `span` nodes per group, `step` nodes apart. Ties go to the tier nearest to the node.
+    """
+    found = tiers(node, fabric, nodes)
+    rate = found[0].gbytes_per_s
+    name, load, hops = "nic", 1.0, 1
+    for tier in found[1:]:
+        fraction = _leaving(tier.nodes, span, step, pattern)
+        if not fraction:
+            continue
+        tier_load = fraction * rate / tier.gbytes_per_s
+        hops = tier.hops
+        if tier.name in ("global", "optical"):
+            partners = _partner_blocks(tier, span, step, pattern)
+            if tier.name == "global":
+                tier_load *= detour(tier.blocks, partners)
+                hops = tier.hops if partners >= tier.blocks - 1 else 7
+            else:
+                uplinks = tier.nodes * ports(node, fabric) * tier.gbytes_per_s / rate
+                tier_load *= circuit_loss(uplinks / axes, partners) * axes
+        if tier_load > load:
+            name, load = tier.name, tier_load
+    return name, load, hops
+
+
+def _leaving(block: int, span: int, step: int, pattern: Pattern) -> float:
+    """Largest share of the traffic of a block of consecutive nodes that leaves the block.
+
+    Exact where groups and blocks are aligned (either divides the other); an upper bound otherwise.
+    """
+    width = span * step  # nodes that one bundle of interleaved groups covers
+    aligned = block % width == 0 or (width % block == 0 and (block % step == 0 or step >= block))
+    if width <= block and aligned:
+        return 0.0
+    if pattern == "all-to-all":
+        inside = max(min(block // step, span), 1) if aligned else 1
+        return (span - inside) / (span - 1)
+    return min(step if aligned else 2 * step, block) / block
+
+
+def _partner_blocks(tier: Tier, span: int, step: int, pattern: Pattern) -> int:
+    """Other blocks that one block sends to."""
+    if pattern != "all-to-all":
+        return 1
+    return max(min(ceil(span * step / max(tier.nodes, step)) - 1, tier.blocks - 1), 1)
+
+
+def detour(groups: int, partners: int) -> float:
+    """Load of dragonfly global links over that of evenly spread traffic, best adaptive routing.
+
+    A group's global links lead evenly to all g - 1 other groups. Traffic for k partners takes the k
+    direct links, and the rest of it two global hops through a third group; the split that loads all
+    links equally gives 2 (g - 1) / (g - 1 + k): 1 for all-to-all over all groups, nearly 2 when
+    every group sends to one other (Kim et al., ISCA 2008, on Valiant and adaptive routing).
+    """
+    return 2 * (groups - 1) / (groups - 1 + partners)
+
+
+def circuit_loss(uplinks: float, partners: int) -> float:
+    """Load of optical circuits over that of freely divisible ones.
+
+    A pod's uplinks are split evenly over its partners, in whole circuits. With fewer uplinks than
+    partners some traffic takes two circuits, through a third pod: twice the load.
+    """
+    if uplinks < partners:
+        return 2.0
+    return uplinks / (partners * (uplinks // partners))
+
+
+def _torus_load(
+    node: Node, fabric: Fabric, nodes: int, span: int, step: int, pattern: Pattern
+) -> tuple[str, float, int]:
+    """Busiest link of a torus: its load over its capacity, and hops of the longest pair.
+
+    Nodes are numbered with the first dimension fastest; messages take the shortest way, dimension
+    by dimension; a ring sends half of its traffic each way round, for the links are there.
+    A group's nodes occupy `counts[i]` positions, `gap` apart, of dimension i.
+    """
+    sizes = torus_dimensions(fabric, nodes)
+    if not sizes:
+        return "nic", 1.0, 0
+    flows, hops = _torus_flows(sizes, span, step, pattern)
+    rate = node_gbytes_per_s(node, fabric)
+    load = flows * rate / torus_link(node, fabric, nodes)
+    return ("torus", load, hops) if load > 1 else ("nic", 1.0, hops)
+
+
+def _torus_flows(
+    sizes: tuple[int, ...], span: int, step: int, pattern: Pattern
+) -> tuple[float, int]:
+    """Node flows over the busiest link direction, and hops of the longest neighbour pair."""
+    axis, gap = 0, step
+    while axis < len(sizes) - 1 and gap % sizes[axis] == 0:
+        gap //= sizes[axis]
+        axis += 1
+    counts = []  # (positions, distance between them, whether they close the dimension's ring)
+    left = span
+    for size in sizes[axis:]:
+        if left == 1:
+            break
+        room = size // gap
+        if size % gap or (left > room and left % room) or (left < room and room % left):
+            return _unaligned_flows(sizes, step, pattern, span)
+        here = min(left, room)
+        counts.append((size, here, gap, here == room))
+        left //= here
+        gap = 1
+    if left > 1:
+        return _unaligned_flows(sizes, step, pattern, span)
+    if pattern == "all-to-all":
+        return _torus_all_to_all(counts, span)
+    size, here, gap, closed = counts[0]
+    if len(counts) == 1 and not closed:
+        return float(gap), gap * (here - 1)  # the last sends back along the line
+    # the ring closes, here or through the next dimension: half of every flow each way
+    carry = sum(1 for _ in counts[1:])
+    return gap / 2, min(gap, size - gap) + carry
+
+
+def _torus_all_to_all(counts: list[tuple[int, int, int, bool]], span: int) -> tuple[float, int]:
+    """Dally and Towles, section 3.2: the middle of a line, or any link of a ring, is busiest."""
+    flows, hops = 0.0, 0
+    for _, here, gap, closed in counts:
+        others = span / here / (span - 1)  # flows per pair of positions in this dimension
+        if closed:
+            flows = max(flows, others * gap * (here * here // 4) / 2)
+            hops += gap * (here // 2)
+        else:
+            flows = max(flows, others * gap * (here // 2) * -(-here // 2))
+            hops += gap * (here - 1)
+    return flows, hops
+
+
+def _unaligned_flows(
+    sizes: tuple[int, ...], step: int, pattern: Pattern, span: int
+) -> tuple[float, int]:
+    """An upper bound where the group does not fill whole rows: the longest way of every message."""
+    if pattern == "all-to-all":
+        return max(size / 2 for size in sizes), sum(size // 2 for size in sizes)
+    ways, rest = [], step
+    for size in sizes:
+        digit, rest = rest % size, rest // size
+        ways.append(min(digit + 1, size - digit, max(size // 2, 1)))
+    return float(max(ways)), sum(ways)
