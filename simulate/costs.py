@@ -52,14 +52,24 @@ class Draws:
         return factors
 
 
-@dataclass
+@dataclass(frozen=True)
+class PartCost:
+    """A part's kernels (slowed by what runs beside them) and communication, us, (draws,) each."""
+
+    kernels: Array
+    hidden: list[Array]
+    exposed: list[Array]
+    host_us: float  # time the host needs to issue it
+    active_watt_us: float
+
+
+@dataclass(frozen=True)
 class Cost:
     """Duration of a segment in microseconds, taken apart; each array is (draws,)."""
 
     compute: Array
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array  # what the host adds where the device outruns it
-    communication: dict[str, Array]  # all communication by axis, hidden too
     active_watt_us: float  # energy above idle of its kernels at the reference clock
 
     @property
@@ -179,37 +189,42 @@ class Costs:
         time, _ = fit.time_us(path.local_ranks, max(nbytes, 2.0**26))
         return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
 
+    def part(self, part: Part) -> "PartCost":
+        """Duration of a part's kernels and of the communication beside and behind them."""
+        zero = np.zeros(self.draws.count)
+        own, host_us, watt_us = zero, self.calibration.host.part_us, 0.0
+        for kernel in part.kernels:
+            fit = self.calibration.kernel(kernel)
+            time = self.kernel_us(kernel)
+            own = own + time
+            host_us += fit.host_us
+            watt_us += fit.active_power_w * float(time[0]) / self.clock_ratio**fit.clock_exponent
+        hidden = [self.collective_us(one) for one in part.hidden]
+        if hidden:
+            beside = np.minimum(sum(hidden, zero) / own, 1.0)
+            own = own * (1 + self.calibration.interference * beside)
+        exposed = [self.collective_us(one) for one in part.exposed]
+        return PartCost(own, hidden, exposed, host_us, watt_us)
+
     def segment(self, parts: Sequence[Part]) -> Cost:
         """Duration of a forward or backward segment."""
         zero = np.zeros(self.draws.count)
-        compute, exposed, total = zero.copy(), dict[str, Array](), dict[str, Array]()
-        host_us, watts = 0.0, 0.0
+        compute, exposed = zero, dict[str, Array]()
+        host_us, watt_us = 0.0, 0.0
         for part in parts:
-            own = zero.copy()
-            for kernel in part.kernels:
-                fit = self.calibration.kernel(kernel)
-                time = self.kernel_us(kernel)
-                own += time
-                host_us += fit.host_us
-                watts += fit.active_power_w * float(time[0]) / self.clock_ratio**fit.clock_exponent
-            beside = zero.copy()
-            for collective in part.hidden:
-                time = self.collective_us(collective)
-                beside += time
-                total[collective.axis] = total.get(collective.axis, zero) + time
-            if part.hidden:
+            cost = self.part(part)
+            compute = compute + cost.kernels
+            host_us += cost.host_us
+            watt_us += cost.active_watt_us
+            if cost.hidden:
                 axis = part.hidden[0].axis
-                own *= 1 + self.calibration.interference * np.minimum(beside / own, 1.0)
-                exposed[axis] = exposed.get(axis, zero) + np.maximum(beside - own, 0.0)
-            for collective in part.exposed:
-                time = self.collective_us(collective)
+                left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)
+                exposed[axis] = exposed.get(axis, zero) + left
+            for collective, time in zip(part.exposed, cost.exposed, strict=True):
                 exposed[collective.axis] = exposed.get(collective.axis, zero) + time
-                total[collective.axis] = total.get(collective.axis, zero) + time
-            compute += own
-            host_us += self.calibration.host.part_us
         device = compute + sum(exposed.values(), zero)
         host = host_us * self.draws.factor("host", self.calibration.host.sd)
-        return Cost(compute, exposed, np.maximum(host - device, 0.0), total, watts)
+        return Cost(compute, exposed, np.maximum(host - device, 0.0), watt_us)
 
 
 def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:

@@ -1,0 +1,171 @@
+"""A priced step written down as a `Program`: the graph that Astra-Sim gets.
+
+`stage`: one task per pass, with its tensor-, expert- and context-parallel communication folded in.
+`layer`: each part of a layer and each collective is a task. Either way the durations are those our
+timeline uses, so the two engines differ only in how they execute the graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from simulate.costs import Array
+from simulate.pricing import PassCost, PricedStep
+from simulate.program import Kind, Program, StageProgram, Task
+from simulate.schedule import Pass, ScheduleName, order
+from spec.collective import Collective
+from spec.errors import UserError
+
+Granularity = Literal["stage", "layer"]
+
+FOLDED = {
+    "stage": "tensor-, context- and expert-parallel communication and host time are part of each "
+    "pass's compute time; of gradient reduction only what is not hidden behind compute is emitted",
+    "layer": "neighbouring kernels are one compute task; of gradient reduction only what is not "
+    "hidden behind compute is emitted",
+}
+
+
+def program(
+    priced: PricedStep, granularity: Granularity = "stage", schedule: ScheduleName = "1f1b"
+) -> Program:
+    """The step's graph with central durations.
+
+    Its end is the step's `ideal_step_time_s`, stragglers not included, but for what the engine
+    adds of its own, such as one communication at a time per rank.
+    Raises UserError for context with expert parallelism, whose groups are no product of axes.
+    """
+    p = priced.parallelism
+    if p.cp > 1 and p.ep > 1:
+        raise UserError(
+            f"cp {p.cp} with ep {p.ep} cannot be written for Astra-Sim: expert groups that span "
+            "context-parallel ranks are no dimension of the network; use --engine timeline"
+        )
+    sizes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "dp": p.dp // p.ep, "pp": p.pp}
+    axes = {axis: size for axis, size in sizes.items() if size > 1}
+    builders = (_Stage(priced, stage, tuple(axes)) for stage in range(p.pp))
+    return Program(axes, tuple(one.build(granularity, schedule) for one in builders))
+
+
+class _Stage:
+    """Writes the tasks of one pipeline stage in issue order."""
+
+    def __init__(self, priced: PricedStep, stage: int, axes: tuple[str, ...]) -> None:
+        self.priced, self.stage, self.axes = priced, stage, axes
+        self.tasks: list[Task] = []
+        self.last: tuple[int, ...] = ()  # what the next task waits for
+        self._pending: tuple[str, float] | None = None  # compute not yet written: name, us
+
+    def build(self, granularity: Granularity, schedule: ScheduleName) -> StageProgram:
+        """All tasks: the pipeline's passes, then reduction, norm, update and gather."""
+        p = self.priced.parallelism
+        for one in order(self.stage, p.pp, p.microbatches, p.vpp, schedule):
+            self._pass(one, granularity)
+        self._update()
+        return StageProgram(tuple(self.tasks))
+
+    def _pass(self, one: Pass, granularity: Granularity) -> None:
+        p, transfer = self.priced.parallelism, self.priced.transfer
+        name = f"{'backward' if one.backward else 'forward'} {one.microbatch}.{one.chunk}"
+        cost = self.priced.passes[self.stage, one.chunk, one.backward]
+        at = one.chunk * p.pp + self.stage  # position among all model chunks
+        sender, receiver = (at + 1, at - 1) if one.backward else (at - 1, at + 1)
+        inside = range(p.pp * p.vpp)
+        if transfer is not None and sender in inside:
+            self.last = (*self.last, self._message("recv", name, one, sender, at))
+        if granularity == "stage":
+            self._compute(name, float(cost.total[0]))
+        else:
+            self._layers(name, cost, one.backward)
+        self._flush()
+        if transfer is not None and receiver in inside:
+            self._message("send", name, one, receiver, receiver)
+
+    def _message(self, kind: Kind, name: str, one: Pass, peer: int, to: int) -> int:
+        """A send or recv of the pass; `to` is the position of the chunk that receives it."""
+        p, transfer = self.priced.parallelism, self.priced.transfer
+        assert transfer is not None
+        tag = (one.microbatch * p.pp * p.vpp + to) * 2 + one.backward + 1
+        deps = self.last if kind == "send" else ()
+        fields = {"peer": peer % p.pp, "tag": tag, "bytes": round(transfer.bytes)}
+        return self._add(f"{kind} {name}", kind, deps, **fields, time_ns=self._transfer_ns)
+
+    @property
+    def _transfer_ns(self) -> float:
+        return float(self.priced.transfer_us[0]) * 1e3
+
+    def _layers(self, name: str, cost: PassCost, backward: bool) -> None:
+        """A pass at layer granularity; a chunk has whole layers, embedding and head once."""
+        costs = self.priced.costs
+        for count, segment in cost.segments:
+            priced = self.priced.segments[segment][backward]
+            for _ in range(round(count)):
+                for part in priced.parts:
+                    of_part = costs.part(part)
+                    label = f"{name} {part.name}"
+                    kernels_us = float(of_part.kernels[0])
+                    if part.hidden:
+                        self._beside(label, kernels_us, part.hidden, of_part.hidden)
+                    else:
+                        self._compute(label, kernels_us)
+                    for one, time in zip(part.exposed, of_part.exposed, strict=True):
+                        self._collective(label, one, time)
+                self._compute(f"{name} host", float(priced.cost.host[0]))
+        for one, time in cost.sharded:
+            self._collective(f"{name} shard", one, time)
+
+    def _update(self) -> None:
+        update = self.priced.updates[self.stage]
+        for one, time in update.reduction:
+            self._collective("reduce gradients", one, time)
+        norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
+        host_us = float(self.priced.norm_us[0]) - sum(float(time[0]) for time in norm_us)
+        for one, time in zip(self.priced.norm, norm_us, strict=True):
+            self._collective("gradient norm", one, time)
+        self._compute("update", host_us + float(update.kernels_us[0]))
+        for one, time in update.gather:
+            self._collective("gather parameters", one, time)
+        self._flush()
+
+    def _compute(self, name: str, time_us: float) -> None:
+        """Compute that follows; neighbouring pieces become one task."""
+        first, before = self._pending or (name, 0.0)
+        self._pending = (first, before + time_us)
+
+    def _flush(self) -> None:
+        """Write down the compute collected so far."""
+        if self._pending is not None and self._pending[1] > 0:
+            name, time_us = self._pending
+            self.last = (self._add(name, "compute", self.last, duration_ns=time_us * 1e3),)
+        self._pending = None
+
+    def _collective(self, name: str, one: Collective, time: Array) -> None:
+        """A collective that follows."""
+        self._flush()
+        self.last = (self._send_all(name, one, time, self.last),)
+
+    def _beside(
+        self, name: str, kernels_us: float, hidden: Sequence[Collective], times: Sequence[Array]
+    ) -> None:
+        """Compute with collectives beside it, one after another; what follows waits for all."""
+        self._flush()
+        chain = self.last
+        compute = self._add(name, "compute", chain, duration_ns=kernels_us * 1e3)
+        for one, time in zip(hidden, times, strict=True):
+            chain = (self._send_all(name, one, time, chain),)
+        self.last = (compute, *chain)
+
+    def _send_all(self, name: str, one: Collective, time: Array, deps: tuple[int, ...]) -> int:
+        spanned = {"dp": ("cp", "ep", "dp"), "edp": ("dp",)}.get(one.axis, (one.axis,))
+        return self._add(
+            f"{name} {one.kind}",
+            one.kind,  # type: ignore[arg-type]
+            deps,
+            axes=tuple(axis for axis in spanned if axis in self.axes),
+            bytes=max(round(one.bytes), 1),
+            time_ns=float(time[0]) * 1e3,
+        )
+
+    def _add(self, name: str, kind: Kind, deps: tuple[int, ...], **fields: Any) -> int:
+        number = len(self.tasks)
+        self.tasks.append(Task(number, name, kind, deps=deps, **fields))
+        return number
