@@ -4,9 +4,12 @@ A result set is `results/<system>/<run>/`: `manifest.json` and the tables below,
 `telemetry.parquet`. `SCHEMA` is the version of all of them together.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
 
 SCHEMA = "results/1"
 
@@ -98,12 +101,10 @@ class InterferenceRow(Repeated):
     collective_with_us: Positive = Field(description="the collective under the kernel")
 
 
-class TrainingRow(Row):
-    """training.csv: one configuration of real training steps; its steps are in steps.csv."""
+class TrainingConfig(Row):
+    """A configuration of training steps: the columns of a plan, and the first of training.csv."""
 
-    role: Literal["judge"]
-    status: Literal["done", "failed"] = Field(description="failed: see error; no steps then")
-    error: str | None = Field(default=None, description="what ended a failed case, one line")
+    role: Literal["judge"] = "judge"
     model: str = Field(description="name of the model, its shape in the columns that follow")
     layers: PositiveInt
     hidden: PositiveInt
@@ -135,6 +136,33 @@ class TrainingRow(Row):
     overlap: bool
     layers_per_stage: str | None = Field(default=None, description="uneven stages, as 19,21")
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
+
+    def model_spec(self) -> ModelSpec:
+        """The model, as the simulator and Megatron-Core build it."""
+        own = self.model_dump(include=set(ModelSpec.model_fields))
+        return ModelSpec(name=self.model, **own)
+
+    def parallelism(self) -> Parallelism:
+        """How it is split over the GPUs."""
+        fields = self.model_dump(include=set(Parallelism.model_fields) - {"layers_per_stage"})
+        if self.layers_per_stage:
+            fields["layers_per_stage"] = tuple(map(int, self.layers_per_stage.split(",")))
+        return Parallelism(**fields)
+
+    @classmethod
+    def of(cls, case_id: str, model: ModelSpec, p: Parallelism, nodes: int = 1) -> Self:
+        """The row of a configuration."""
+        own = model.model_dump(exclude={"name", "source"}) | p.model_dump()
+        if p.layers_per_stage is not None:
+            own["layers_per_stage"] = ",".join(map(str, p.layers_per_stage))
+        return cls.model_validate(own | {"case_id": case_id, "model": model.name, "nodes": nodes})
+
+
+class TrainingRow(TrainingConfig):
+    """training.csv: one configuration of real training steps; its steps are in steps.csv."""
+
+    status: Literal["done", "failed"] = Field(description="failed: see error; no steps then")
+    error: str | None = Field(default=None, description="what ended a failed case, one line")
     framework: str = Field(description="what ran the step, with the modules that replaced others")
     steps: NonNegativeInt = Field(description="timed steps, after warm-up")
     step_time_median_s: Positive | None = None
