@@ -91,6 +91,14 @@ def find_calibration(arguments: argparse.Namespace) -> Path:
     return min(found, key=rank)
 
 
+def calibration_of(arguments: argparse.Namespace, system: Path) -> Path:
+    """The calibration for the result sets of one system's folder."""
+    path = Path(arguments.calibration or system / "calibration.json")
+    if not path.is_file():
+        raise UserError(f"{path}: no such calibration; {_HOW}")
+    return path
+
+
 _HOW = "run `python -m calibrate.fit results/` first"
 
 

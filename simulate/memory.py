@@ -90,7 +90,8 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
 class Memory:
     """Peak memory over the stages, in GiB."""
 
-    by_stage_gib: tuple[float, ...]
+    allocated_by_stage_gib: tuple[float, ...]  # what the framework's allocator hands out
+    by_stage_gib: tuple[float, ...]  # what the device loses to the process
     peak_gib: float
     capacity_gib: float
 
@@ -106,13 +107,7 @@ FRAGMENTATION = 1.05
 
 
 def memory(model: ModelSpec, p: Parallelism, capacity_gib: float) -> Memory:
-    """Memory of every stage; only distinct stages are computed."""
-    seen: dict[tuple[int, bool, int], float] = {}
-    by_stage = []
-    layers = p.stage_layers(model)
-    for stage in range(p.pp):
-        key = (layers[stage], stage == p.pp - 1, stage)
-        if key not in seen:
-            seen[key] = stage_memory(model, p, stage).allocated / GIB
-        by_stage.append(seen[key] * FRAGMENTATION + CONTEXT_GIB)
-    return Memory(tuple(by_stage), max(by_stage), capacity_gib)
+    """Memory of every stage."""
+    allocated = tuple(stage_memory(model, p, stage).allocated / GIB for stage in range(p.pp))
+    by_stage = tuple(gib * FRAGMENTATION + CONTEXT_GIB for gib in allocated)
+    return Memory(allocated, by_stage, max(by_stage), capacity_gib)

@@ -103,8 +103,11 @@ def first_problem(error: ValidationError) -> str:
     return f"{field} is {given[:80]}; {message[0].lower()}{message[1:]}"
 
 
-def read_table(path: Path, row: type[M]) -> list[M]:
-    """Read a CSV of `row` records; empty cells are None. Errors name file, line and column."""
+def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> list[M]:
+    """Read a CSV of `row` records; empty cells are None. Errors name file, line and column.
+
+    A column that `row` does not have is an error unless `others_ignored`.
+    """
     text = read_text(path, f"a table of {row.__name__}")
     lines = csv.DictReader(text.splitlines(keepends=True), strict=True)
     missing = [
@@ -123,6 +126,8 @@ def read_table(path: Path, row: type[M]) -> list[M]:
                     f"{len(lines.fieldnames or ())} columns; the file may be half-written"
                 )
             given = {key: value for key, value in cells.items() if value != ""}
+            if others_ignored:
+                given = {key: given[key] for key in given.keys() & row.model_fields.keys()}
             rows.append(parse(row, given, f"{path}: line {number}"))
     except csv.Error as error:
         raise UserError(f"{path}: not valid CSV ({error})") from None

@@ -180,7 +180,9 @@ def _read_ids(data: bytes, wire: int, value: int, end: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_attribute(data: bytes, at: int, end: int) -> tuple[str, int | str | tuple[bool, ...], int]:
+def _read_attribute(
+    data: bytes, at: int, end: int
+) -> tuple[str, int | str | tuple[bool, ...], int]:
     """(name, value, offset of a fixed32 value or -1); lists other than of booleans read as 0."""
     name, result, offset = "", 0, -1
     for number, wire, value, stop in _fields(data, at, end):

@@ -148,7 +148,7 @@ class _Reader:
         return body, self.checked(peers, path)
 
     def checked(self, peers: Peers, path: Path) -> Peers:
-        if peers.size and not (0 <= peers.min() and peers.max() < self.npus):
+        if peers.size and not (peers.min() >= 0 and peers.max() < self.npus):
             bad = peers[(peers < 0) | (peers >= self.npus)][0]
             raise UserError(f"{path}: peer {bad} is no rank; the network has {self.npus}.")
         return peers

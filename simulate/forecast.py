@@ -1,0 +1,142 @@
+"""Forecasts: predictions written down before a measurement, and judged after it.
+
+A sealed forecast names the calibration it came from by hash and the time it was made. It is written
+once: an existing file is never replaced.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from simulate.validation import Case, Prediction, predict
+from spec.calibration import Calibration
+from spec.errors import UserError
+from spec.files import parse, read_json, read_table, sha256, write_json
+from spec.hardware import Fabric, Node
+from spec.records import TrainingConfig, TrainingRow
+from spec.results import ResultSet
+
+SCHEMA = "forecast/1"
+
+
+class Forecasted(BaseModel):
+    """One configuration and what was predicted for it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config: TrainingConfig
+    step_time_s: dict[str, float]
+    energy_j: dict[str, float]
+    allocated_gib: float
+    breakdown_s: dict[str, float]
+    modelled_share: float
+
+
+class Forecast(BaseModel):
+    """SEALED.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal["forecast/1"] = Field(alias="schema")
+    created: str = Field(description="ISO 8601, UTC")
+    plan: dict[str, str] = Field(description="path and sha256")
+    calibration: dict[str, str] = Field(description="path, sha256, system")
+    node: str
+    cases: tuple[Forecasted, ...] = Field(min_length=1)
+
+
+def read_plan(path: Path) -> list[TrainingConfig]:
+    """A plan: a CSV with the configuration columns of training.csv; others are ignored."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such plan; give a CSV with training.csv's columns")
+    rows = read_table(path, TrainingConfig, others_ignored=True)
+    if not rows:
+        raise UserError(f"{path}: the plan has no rows")
+    return rows
+
+
+def seal(
+    plan_path: Path,
+    out: Path,
+    calibration: Calibration,
+    calibration_path: Path,
+    node: Node,
+    fabric: Fabric,
+    draws: int,
+) -> Forecast:
+    """Predict every configuration of a plan and write it down."""
+    if out.exists():
+        raise UserError(f"{out}: exists already; a forecast is written once, give another name")
+    cases = []
+    for config in read_plan(plan_path):
+        fields = config.model_dump(include=set(TrainingConfig.model_fields))
+        predicted = predict(config, calibration, node, fabric, draws)
+        cases.append({"config": fields} | asdict(predicted))
+    forecast = {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "plan": {"path": plan_path.as_posix(), "sha256": sha256(plan_path)},
+        "calibration": {
+            "path": calibration_path.as_posix(),
+            "sha256": sha256(calibration_path),
+            "system": calibration.system,
+        },
+        "node": node.name,
+        "cases": cases,
+    }
+    checked = parse(Forecast, forecast, "the forecast")
+    write_json(out, forecast)
+    return checked
+
+
+def read_forecast(path: Path) -> Forecast:
+    """Read a sealed forecast; raises UserError where it is not one."""
+    value = read_json(path, "a sealed forecast")
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"{path}: schema is {schema!r}; this version reads {SCHEMA!r}")
+    return parse(Forecast, value, str(path))
+
+
+def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, Any]]:
+    """Measured rows of the forecast's configurations, and what could not be judged.
+
+    Only runs that started after the forecast was made count.
+    """
+
+    def key(row: TrainingConfig) -> tuple[Any, ...]:
+        names = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
+        return tuple(getattr(row, name) for name in names)
+
+    made = {key(one.config): one for one in forecast.cases}
+    cases, seen, early = [], set(), 0
+    for found in sets:
+        for row in found.table(TrainingRow):
+            one = made.get(key(row))
+            if one is None or row.status != "done":
+                continue
+            if found.manifest.started <= forecast.created:
+                early += 1
+                continue
+            seen.add(key(row))
+            predicted = Prediction(
+                one.step_time_s,
+                one.energy_j,
+                one.allocated_gib,
+                one.breakdown_s,
+                one.modelled_share,
+            )
+            unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
+            cases.append(Case(unique, predicted))
+    notes = {
+        "created": forecast.created,
+        "calibration": forecast.calibration,
+        "forecast_cases": len(forecast.cases),
+        "never_measured": [one.config.case_id for k, one in made.items() if k not in seen],
+        "measured_before_the_forecast": early,
+    }
+    return cases, notes

@@ -1,0 +1,156 @@
+"""`python -m simulate.validate`: measured training steps against their simulation."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from simulate.forecast import match, read_forecast, seal
+from simulate.inputs import CPU_FABRIC, DEFAULT_FABRIC, RESULTS, calibration_of, default_node
+from simulate.validation import Case, predict, table, validation
+from spec.calibration import Calibration, read_calibration
+from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.errors import UserError
+from spec.files import write_text
+from spec.records import TrainingRow
+from spec.results import ResultSet, find_result_sets
+from topologies import load_fabric
+
+EXAMPLES = """examples:
+  python -m simulate.validate results/ --report validation.html
+  python -m simulate.validate predict plan.csv --out sealed.json
+  python -m simulate.validate compare sealed.json results/
+"""
+
+
+def add_common(options: argparse.ArgumentParser) -> None:
+    """Options of every form of the command."""
+    options.add_argument("--system", metavar="NAME", help="only this measured system")
+    options.add_argument("--calibration", metavar="FILE", help="this calibration, not the system's")
+    options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    options.add_argument("--report", metavar="FILE.html", help="write an HTML report")
+    add_json(options)
+    add_progress(options)
+
+
+def parser(form: str) -> Parser:
+    """The options of one form of the command: `validate`, `predict` or `compare`."""
+    name = "python -m simulate.validate" + ("" if form == "validate" else f" {form}")
+    options = Parser(prog=name, description=__doc__, epilog=EXAMPLES)
+    if form == "predict":
+        options.add_argument("plan", metavar="PLAN.csv", help="columns as in training.csv")
+        options.add_argument("--out", required=True, metavar="SEALED.json")
+        options.add_argument(
+            "--results", default=RESULTS, metavar="DIR", help="default: %(default)s"
+        )
+    elif form == "compare":
+        options.add_argument("sealed", metavar="SEALED.json")
+    if form != "predict":
+        options.add_argument("results", nargs="?", default=RESULTS, help="default: %(default)s")
+    add_common(options)
+    return options
+
+
+def fabric_of(calibration: Calibration) -> str:
+    """Fabric between hosts: one-host runs do not use it, emulated ones run over the loopback."""
+    return CPU_FABRIC if calibration.kind == "cpu" else DEFAULT_FABRIC
+
+
+def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, str]]:
+    """Every measured configuration of the result sets, simulated; and the calibrations used."""
+    cases, used = [], {}
+    todo = []
+    for found in sets:
+        rows = [row for row in found.table(TrainingRow) if row.status == "done"]
+        todo += [(found, row) for row in rows]
+    for found, row in progress(todo, len(todo), "simulating", arguments.progress):
+        path = calibration_of(arguments, found.path.parent)
+        calibration = read_calibration(path)
+        used[path.as_posix()] = calibration.system
+        fabric = load_fabric(CPU_FABRIC if row.nodes > 1 else fabric_of(calibration))
+        predicted = predict(row, calibration, default_node(calibration), fabric, arguments.draws)
+        unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
+        cases.append(Case(unique, predicted))
+    return cases, used
+
+
+def finish(arguments: Any, value: dict[str, Any], title: str) -> int:
+    """Write report and JSON, print the table."""
+    text = f"{title}\n{table(value)}"
+    if arguments.report:
+        from reports.validation import render
+
+        write_text(Path(arguments.report), render(value))
+        text += f"\nwritten {arguments.report}"
+    emit(arguments.json, value, text)
+    return 0
+
+
+def main_validate(words: Sequence[str]) -> int:
+    """Every measured step against its simulation."""
+    arguments = parser("validate").parse_args(words)
+    sets = find_result_sets(Path(arguments.results), arguments.system)
+    cases, used = simulate_all(arguments, sets)
+    if not cases:
+        raise UserError(
+            f"{arguments.results}: no finished training step in it; measure some with "
+            "`python -m measure.run --suite training`"
+        )
+    value = validation(cases) | {"calibrations": used}
+    return finish(arguments, value, f"{len(cases)} measured configurations, none ever fitted on")
+
+
+def main_predict(words: Sequence[str]) -> int:
+    """Write predictions down before measuring."""
+    arguments = parser("predict").parse_args(words)
+    from simulate.inputs import find_calibration
+
+    path = find_calibration(arguments)
+    calibration = read_calibration(path)
+    forecast = seal(
+        Path(arguments.plan),
+        Path(arguments.out),
+        calibration,
+        path,
+        default_node(calibration),
+        load_fabric(fabric_of(calibration)),
+        arguments.draws,
+    )
+    lines = [
+        f"{one.config.case_id}: {one.step_time_s['median']:.4g} s "
+        f"[{one.step_time_s['low']:.4g}, {one.step_time_s['high']:.4g}]"
+        for one in forecast.cases
+    ]
+    value = forecast.model_dump(mode="json", by_alias=True)
+    emit(arguments.json, value, "\n".join([*lines, f"sealed in {arguments.out}"]))
+    return 0
+
+
+def main_compare(words: Sequence[str]) -> int:
+    """Judge predictions by what was measured after them."""
+    arguments = parser("compare").parse_args(words)
+    forecast = read_forecast(Path(arguments.sealed))
+    sets = find_result_sets(Path(arguments.results), arguments.system)
+    cases, notes = match(forecast, sets)
+    if not cases:
+        raise UserError(
+            f"{arguments.results}: none of the {len(forecast.cases)} configurations of "
+            f"{arguments.sealed} was measured after {forecast.created}"
+        )
+    value = validation(cases) | {"forecast": notes}
+    missing = len(notes["never_measured"])
+    title = f"{len(cases)} measured after the forecast of {forecast.created}; {missing} never"
+    return finish(arguments, value, title)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the form of the command that the first word names."""
+    forms = {"predict": main_predict, "compare": main_compare}
+    if words and words[0] in forms:
+        return forms[words[0]](words[1:])
+    return main_validate(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,305 @@
+"""Measured training steps beside their simulation, with baselines on the same rows.
+
+The calibration has never seen a training step, so every one of them is held out. Two baselines
+stand beside each error, both from *other* rows only: constant model-FLOP/s per GPU, from the row
+of the same model with the fewest GPUs; and the row with the nearest configuration. Either is scaled
+with the model FLOPs per GPU.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.estimate import StepSimulator
+from simulate.memory import memory
+from simulate.projection import LEVEL, interval
+from spec.calibration import Calibration
+from spec.hardware import Fabric, Node
+from spec.records import TrainingConfig, TrainingRow
+
+SCHEMA = "validation/1"
+Interval = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of one configuration; intervals at 90 %."""
+
+    step_time_s: Interval
+    energy_j: Interval
+    allocated_gib: float  # torch's peak, of the fullest rank
+    breakdown_s: dict[str, float]
+    modelled_share: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured row and its prediction."""
+
+    row: TrainingRow
+    predicted: Prediction
+
+
+def predict(
+    config: TrainingConfig,
+    calibration: Calibration,
+    node: Node,
+    fabric: Fabric,
+    draws: int = 200,
+    seed: int = 0,
+) -> Prediction:
+    """Simulate one configuration on the node it was (or will be) measured on."""
+    model, p = config.model_spec(), config.parallelism()
+    p.check(model)
+    node = node.model_copy(update={"gpus": max(p.gpus // config.nodes, 1)})
+    simulator = StepSimulator(
+        model, p, node, fabric, calibration, draws=draws, seed=seed, measured_gpus=p.gpus
+    )
+    estimate = simulator.run()
+    return Prediction(
+        step_time_s=interval(estimate.step_time_s),
+        energy_j=interval(estimate.step_time_s * estimate.power_w * p.gpus),
+        allocated_gib=max(memory(model, p, node.memory_gib).allocated_by_stage_gib),
+        breakdown_s=estimate.breakdown_s,
+        modelled_share=estimate.modelled_share,
+    )
+
+
+def kind_of(config: TrainingConfig) -> str:
+    """Which parallelism a configuration uses, such as `TP+PP`; `1 GPU` for none."""
+    degrees = {"TP": config.tp, "PP": config.pp, "DP": config.dp, "CP": config.cp, "EP": config.ep}
+    used = [name for name, size in degrees.items() if size > 1]
+    return "+".join(used) or "1 GPU"
+
+
+def flops_per_gpu(config: TrainingConfig) -> float:
+    """Model FLOPs of a step, per GPU."""
+    return config.model_spec().step_flops(config.global_batch) / config.parallelism().gpus
+
+
+def measured_s(row: TrainingRow) -> float:
+    """The median step that was measured."""
+    assert row.step_time_median_s is not None
+    return row.step_time_median_s
+
+
+def constant_rate(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow | None:
+    """The row whose model-FLOP/s per GPU the first baseline carries over."""
+    return min(
+        others,
+        key=lambda other: (other.model != row.model, other.parallelism().gpus, other.case_id),
+        default=None,
+    )
+
+
+_SHAPE = tuple(
+    [
+        "hidden",
+        "ffn_hidden",
+        "layers",
+        "seq_len",
+        "tp",
+        "pp",
+        "vpp",
+        "dp",
+        "cp",
+        "ep",
+        "microbatch",
+        "global_batch",
+    ]
+)
+
+
+def nearest(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow | None:
+    """The row with the nearest configuration, by log2 distance of shapes and degrees."""
+
+    def distance(other: TrainingRow) -> tuple[float, str]:
+        apart = sum(abs(log2(getattr(row, name) / getattr(other, name))) for name in _SHAPE)
+        apart += 2 * (row.recompute != other.recompute) + 4 * (
+            bool(row.experts) != bool(other.experts)
+        )
+        return apart, other.case_id
+
+    return min(others, key=distance, default=None)
+
+
+def validation(cases: Sequence[Case]) -> dict[str, Any]:
+    """The `validation/1` object of some cases."""
+    rows = [case.row for case in cases]
+    entries = []
+    for case in cases:
+        others = [row for row in rows if row.case_id != case.row.case_id]
+        entries.append(_entry(case, others))
+    kinds = sorted({entry["kind"] for entry in entries})
+    groups = {kind: [e for e in entries if e["kind"] == kind] for kind in kinds}
+    return {
+        "schema": SCHEMA,
+        "level": LEVEL,
+        "cases": entries,
+        "summary": {"all": summarise(entries)} | {k: summarise(v) for k, v in groups.items()},
+    }
+
+
+def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
+    row, predicted = case.row, case.predicted
+    real = measured_s(row)
+    time = {key: predicted.step_time_s[key] for key in ("median", "low", "high")}
+    entry: dict[str, Any] = {
+        "id": row.case_id,
+        "kind": kind_of(row),
+        "model": row.model,
+        "gpus": row.parallelism().gpus,
+        "real_s": real,
+        "predicted_s": time,
+        "error": time["median"] / real - 1,
+        "inside_interval": time["low"] <= real <= time["high"],
+        "breakdown_s": predicted.breakdown_s,
+        "modelled_share": predicted.modelled_share,
+    }
+    pick: Callable[[TrainingConfig, Iterable[TrainingRow]], TrainingRow | None]
+    for name, pick in (("baseline", constant_rate), ("neighbour", nearest)):
+        other = pick(row, others)
+        if other is not None:
+            scaled = measured_s(other) * flops_per_gpu(row) / flops_per_gpu(other)
+            entry |= {f"{name}_s": scaled, f"{name}_from": other.case_id}
+    if row.energy_per_step_j is not None:
+        entry |= {
+            "real_energy_j": row.energy_per_step_j,
+            "predicted_energy_j": {
+                key: predicted.energy_j[key] for key in ("median", "low", "high")
+            },
+        }
+    if row.peak_allocated_gib:
+        entry |= {
+            "real_memory_gib": max(float(part) for part in row.peak_allocated_gib.split(",")),
+            "predicted_memory_gib": predicted.allocated_gib,
+        }
+    return entry
+
+
+def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors, coverage and baselines of some cases; figures without data are None."""
+    real = np.array([entry["real_s"] for entry in entries])
+    median, low, high = (
+        np.array([entry["predicted_s"][key] for entry in entries])
+        for key in ("median", "low", "high")
+    )
+    errors = np.abs(median / real - 1)
+    inside = int(((low <= real) & (real <= high)).sum())
+    return {
+        "n": len(entries),
+        "mape": _mean(errors),
+        "median_ape": float(np.median(errors)) if len(errors) else None,
+        "max_ape": float(errors.max()) if len(errors) else None,
+        "bias": _mean(median / real - 1),
+        "baseline_mape": _mape(entries, "baseline_s", "real_s"),
+        "neighbour_mape": _mape(entries, "neighbour_s", "real_s"),
+        "coverage_90": coverage(inside, len(entries)),
+        "median_half_width": float(np.median((high - low) / 2 / median)) if len(errors) else None,
+        "winkler": _mean(winkler(real, low, high) / real),
+        "baseline_winkler": _baseline_winkler(entries),
+        "energy_mape": _mape(entries, "predicted_energy_j", "real_energy_j"),
+        "memory_mape": _mape(entries, "predicted_memory_gib", "real_memory_gib"),
+    }
+
+
+def coverage(inside: int, count: int) -> dict[str, float] | None:
+    """Share of intervals that held the truth, with its 95 % Clopper-Pearson interval."""
+    if not count:
+        return None
+    from scipy.stats import binomtest
+
+    bounds = binomtest(inside, count).proportion_ci(0.95, method="exact")
+    return {"value": inside / count, "low": float(bounds.low), "high": float(bounds.high)}
+
+
+def winkler(
+    real: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Interval score: width, and 2 / alpha of what falls outside (Gneiting & Raftery 2007)."""
+    penalty = 2 / (1 - LEVEL)
+    outside = np.maximum(low - real, 0) + np.maximum(real - high, 0)
+    score: NDArray[np.float64] = high - low + penalty * outside
+    return score
+
+
+def _baseline_winkler(entries: Sequence[dict[str, Any]]) -> float | None:
+    """Score of the constant-rate baseline with an interval from its own spread on these rows."""
+    rows = [entry for entry in entries if "baseline_s" in entry]
+    if len(rows) < 3:
+        return None
+    real = np.array([entry["real_s"] for entry in rows])
+    guess = np.array([entry["baseline_s"] for entry in rows])
+    sd = float(np.std(np.log(real / guess), ddof=1))
+    return _mean(winkler(real, guess * np.exp(-1.645 * sd), guess * np.exp(1.645 * sd)) / real)
+
+
+def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | None:
+    errors = [
+        abs(_median(entry[guess]) / entry[truth] - 1)
+        for entry in entries
+        if guess in entry and truth in entry
+    ]
+    return _mean(np.array(errors))
+
+
+def _median(value: Any) -> float:
+    return float(value["median"]) if isinstance(value, dict) else float(value)
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def table(value: dict[str, Any]) -> str:
+    """The terminal summary: one line per kind and the worst cases."""
+
+    def percent(number: float | None) -> str:
+        return "-" if number is None else f"{number:.1%}"
+
+    header = (
+        "kind",
+        "cases",
+        "MAPE",
+        "worst",
+        "constant rate",
+        "neighbour",
+        "inside 90 %",
+        "half-width",
+        "energy",
+        "memory",
+    )
+    lines: list[tuple[str, ...]] = [header]
+    for kind, one in value["summary"].items():
+        held = one["coverage_90"]
+        lines.append(
+            (
+                kind,
+                str(one["n"]),
+                percent(one["mape"]),
+                percent(one["max_ape"]),
+                percent(one["baseline_mape"]),
+                percent(one["neighbour_mape"]),
+                f"{held['value']:.0%} [{held['low']:.0%}, {held['high']:.0%}]" if held else "-",
+                percent(one["median_half_width"]),
+                percent(one["energy_mape"]),
+                percent(one["memory_mape"]),
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
+    ]
+    worst = sorted(value["cases"], key=lambda entry: -abs(entry["error"]))[:5]
+    text.append("worst cases (predicted / measured - 1):")
+    text += [
+        f"  {entry['id']}: {entry['error']:+.1%}, measured {entry['real_s']:.4g} s, simulated "
+        f"{entry['predicted_s']['median']:.4g} s "
+        f"[{entry['predicted_s']['low']:.4g}, {entry['predicted_s']['high']:.4g}]"
+        for entry in worst
+    ]
+    return "\n".join(line.rstrip() for line in text)
