@@ -122,3 +122,7 @@ class GroupPath(BaseModel):
     )
     latency_us: Annotated[float, Field(ge=0)] = Field(description="switch hops of the longest pair")
     tier: str = Field(description="the tier that the busiest link belongs to")
+    shares: tuple[tuple[str, float], ...] = Field(
+        default=(),
+        description="what each tier crossed would give a rank by itself, the ports first",
+    )

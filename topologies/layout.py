@@ -71,9 +71,19 @@ def down_ports(fabric: Fabric, level: int) -> int:
 
 
 def leaf_nodes(node: Node, fabric: Fabric) -> int:
-    """Nodes under one leaf. On rails a leaf holds one port of each node, else all of them."""
+    """Nodes under one leaf. On rails a leaf holds one port of each node, else all of them.
+
+    1 also where a node has more ports than a leaf: see `leaves_per_node`.
+    """
     down = down_ports(fabric, 1)
     return down if fabric.kind == "rail-optimised" else max(down // ports(node, fabric), 1)
+
+
+def leaves_per_node(node: Node, fabric: Fabric) -> int:
+    """Leaves that the ports of one node fill, where one leaf is too small for them; else 1."""
+    if fabric.kind == "rail-optimised":
+        return 1
+    return ceil(ports(node, fabric) / down_ports(fabric, 1))
 
 
 def tree_blocks(node: Node, fabric: Fabric, nodes: int) -> list[int]:
@@ -82,14 +92,18 @@ def tree_blocks(node: Node, fabric: Fabric, nodes: int) -> list[int]:
     A tree with too few levels for `nodes` gets more; `notes` says so.
     """
     assert fabric.radix is not None
-    blocks = [leaf_nodes(node, fabric)]
-    if fabric.levels == 1:
-        blocks = [blocks[0] * fabric.radix // down_ports(fabric, 1)]
-        if nodes <= blocks[0]:
-            return blocks
-        blocks = [leaf_nodes(node, fabric)]
-    while len(blocks) < fabric.levels - 1 or blocks[-1] * fabric.radix < nodes:
-        blocks.append(blocks[-1] * down_ports(fabric, len(blocks) + 1))
+    leaf, leaves = leaf_nodes(node, fabric), leaves_per_node(node, fabric)
+    if fabric.levels == 1 and leaves == 1:
+        # the only switch has no uplinks, so all its ports lead down
+        only = fabric.radix
+        if fabric.kind != "rail-optimised":
+            only //= ports(node, fabric)
+        if nodes <= only:
+            return [only]
+    blocks, switches = [leaf], 1  # leaves under a block
+    while len(blocks) < fabric.levels - 1 or switches * fabric.radix // leaves * leaf < nodes:
+        switches *= down_ports(fabric, len(blocks) + 1)
+        blocks.append(max(switches // leaves, 1) * leaf)
     return blocks
 
 
@@ -117,7 +131,7 @@ def tiers(node: Node, fabric: Fabric, nodes: int) -> tuple[Tier, ...]:
         return tuple(found)
     over = 1.0
     if fabric.kind in ("dragonfly+", "ocs"):
-        blocks, names = _group_blocks(node, fabric), ["leaf-spine"]
+        blocks, names = _group_blocks(node, fabric, nodes), ["leaf-spine"]
         names.append("global" if fabric.kind == "dragonfly+" else "optical")
     else:
         blocks = tree_blocks(node, fabric, nodes)
@@ -135,17 +149,26 @@ def tree_tier(level: int) -> str:
     return TREE_TIERS[level - 1] if level <= len(TREE_TIERS) else f"level-{level}"
 
 
-def _group_blocks(node: Node, fabric: Fabric) -> list[int]:
-    """Nodes of a leaf and of a group. A group's leaves and spines must fit their switches."""
+def _group_blocks(node: Node, fabric: Fabric, nodes: int) -> list[int]:
+    """Nodes of a leaf and of a group; UserError where its switches have too few ports."""
     assert fabric.group_nodes is not None
     leaf = leaf_nodes(node, fabric)
-    leaves = ceil(fabric.group_nodes / leaf)
-    if leaves > down_ports(fabric, 2):
+    leaves = ceil(fabric.group_nodes / leaf) * leaves_per_node(node, fabric)
+    reach = down_ports(fabric, 2)
+    if leaves > reach:
         raise UserError(
             f"{fabric.name}: a group of {fabric.group_nodes} nodes of {node.name} needs {leaves} "
-            f"leaves, more than the {down_ports(fabric, 2)} that a spine can reach; "
-            f"use group_nodes {leaf * down_ports(fabric, 2)} or fewer"
+            f"leaves, more than the {reach} that a spine can reach; use group_nodes "
+            f"{max(reach // leaves_per_node(node, fabric), 1) * leaf} or fewer"
         )
+    if fabric.kind == "dragonfly+":
+        over = oversubscription(fabric, 1) * oversubscription(fabric, 2)
+        links = int(fabric.group_nodes * ports(node, fabric) / over)
+        if ceil(nodes / fabric.group_nodes) > links + 1:
+            raise UserError(
+                f"{fabric.name}: {links} global links of a group reach {links + 1} groups of "
+                f"{fabric.group_nodes} nodes; {nodes} nodes need more, use a larger group_nodes"
+            )
     return [leaf, fabric.group_nodes]
 
 
@@ -198,8 +221,9 @@ def notes(node: Node, fabric: Fabric, nodes: int) -> list[str]:
     """Sentences on what was assumed to make `fabric` hold `nodes` nodes; usually none."""
     if fabric.kind not in ("fat-tree", "rail-optimised"):
         return []
-    levels = len(tree_blocks(node, fabric, nodes)) + 1
-    if levels <= max(fabric.levels, 2):
+    blocks = tree_blocks(node, fabric, nodes)
+    levels = len(blocks) + (blocks[-1] < nodes)
+    if levels <= fabric.levels:
         return []
     return [
         f"{fabric.name} has {fabric.levels} switch levels, too few for {nodes:,} nodes of "

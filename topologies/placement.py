@@ -30,9 +30,16 @@ from topologies.layout import (
 Pattern = Literal["ring", "all-to-all", "send-recv"]
 
 
+# what an axis sends (spec.step): tokens between experts all-to-all, keys and values round a
+# context-parallel ring, activations from stage to stage; all others, hierarchical rings
+AXIS_PATTERN: dict[str, Pattern] = {"ep": "all-to-all", "pp": "send-recv", "cp": "send-recv"}
+
+
 def pattern_of(kind: str) -> Pattern:
     """Traffic pattern of a collective kind as `spec.collective` names them."""
-    return {"all_to_all": "all-to-all", "send_recv": "send-recv"}.get(kind, "ring")  # type: ignore[return-value]
+    if kind == "all_to_all":
+        return "all-to-all"
+    return "send-recv" if kind == "send_recv" else "ring"
 
 
 def group_path(
@@ -81,18 +88,21 @@ def group_path(
     nodes = node_count(node, gpus)
     step = max(ceil(stride / node.gpus), 1)
     if fabric.kind == "torus":
-        tier, load, hops = _torus_load(node, fabric, nodes, span, step, pattern)
+        loads, hops = _torus_loads(node, fabric, nodes, span, step, pattern)
     else:
-        tier, load, hops = _switched_load(node, fabric, nodes, span, step, pattern, axes)
+        loads, hops = _switched_loads(node, fabric, nodes, span, step, pattern, axes)
+    tier = max(loads, key=loads.__getitem__)  # of equally loaded ones, the nearest to the node
+    rate = node_gbytes_per_s(node, fabric) / node.gpus
     local = -(-size // span)
     return GroupPath(
         ranks=size,
         local_ranks=local,
         nodes=span,
         concurrent=max(node.gpus // local, 1),
-        gbytes_per_s=node_gbytes_per_s(node, fabric) / node.gpus / max(load, 1.0),
+        gbytes_per_s=rate / loads[tier],
         latency_us=hops * fabric.latency_us,
         tier=tier,
+        shares=tuple((name, rate / load) for name, load in loads.items()),
     )
 
 
@@ -109,33 +119,32 @@ def _nodes_of_group(per_node: int, gpus: int, size: int, stride: int) -> int:
     return (first + (size - 1) * stride) // per_node + 1
 
 
-def _switched_load(
+def _switched_loads(
     node: Node, fabric: Fabric, nodes: int, span: int, step: int, pattern: Pattern, axes: int
-) -> tuple[str, float, int]:
-    """Busiest tier of a switched fabric, its load over its capacity, and hops of the longest pair.
+) -> tuple[dict[str, float], int]:
+    """Load over capacity of each tier that the groups cross, ports first; hops of the longest pair.
 
-    `span` nodes per group, `step` nodes apart. Ties go to the tier nearest to the node.
+    `span` nodes per group, `step` nodes apart, every node sending at the full rate of its ports.
     """
     found = tiers(node, fabric, nodes)
     rate = found[0].gbytes_per_s
-    name, load, hops = "nic", 1.0, 1
+    loads, hops = {"nic": 1.0}, 1
     for tier in found[1:]:
         fraction = _leaving(tier.nodes, span, step, pattern)
         if not fraction:
             continue
-        tier_load = fraction * rate / tier.gbytes_per_s
+        load = fraction * rate / tier.gbytes_per_s
         hops = tier.hops
         if tier.name in ("global", "optical"):
             partners = _partner_blocks(tier, span, step, pattern)
             if tier.name == "global":
-                tier_load *= detour(tier.blocks, partners)
+                load *= detour(tier.blocks, partners)
                 hops = tier.hops if partners >= tier.blocks - 1 else 7
             else:
                 uplinks = tier.nodes * ports(node, fabric) * tier.gbytes_per_s / rate
-                tier_load *= circuit_loss(uplinks / axes, partners) * axes
-        if tier_load > load:
-            name, load = tier.name, tier_load
-    return name, load, hops
+                load *= circuit_loss(uplinks / axes, partners) * axes
+        loads[tier.name] = load
+    return loads, hops
 
 
 def _leaving(block: int, span: int, step: int, pattern: Pattern) -> float:
@@ -182,22 +191,20 @@ def circuit_loss(uplinks: float, partners: int) -> float:
     return uplinks / (partners * (uplinks // partners))
 
 
-def _torus_load(
+def _torus_loads(
     node: Node, fabric: Fabric, nodes: int, span: int, step: int, pattern: Pattern
-) -> tuple[str, float, int]:
-    """Busiest link of a torus: its load over its capacity, and hops of the longest pair.
+) -> tuple[dict[str, float], int]:
+    """As `_switched_loads`, for the busiest link of a torus.
 
     Nodes are numbered with the first dimension fastest; messages take the shortest way, dimension
     by dimension; a ring sends half of its traffic each way round, for the links are there.
-    A group's nodes occupy `counts[i]` positions, `gap` apart, of dimension i.
     """
     sizes = torus_dimensions(fabric, nodes)
     if not sizes:
-        return "nic", 1.0, 0
+        return {"nic": 1.0}, 0
     flows, hops = _torus_flows(sizes, span, step, pattern)
     rate = node_gbytes_per_s(node, fabric)
-    load = flows * rate / torus_link(node, fabric, nodes)
-    return ("torus", load, hops) if load > 1 else ("nic", 1.0, hops)
+    return {"nic": 1.0, "torus": flows * rate / torus_link(node, fabric, nodes)}, hops
 
 
 def _torus_flows(
@@ -249,11 +256,24 @@ def _torus_all_to_all(counts: list[tuple[int, int, int, bool]], span: int) -> tu
 def _unaligned_flows(
     sizes: tuple[int, ...], step: int, pattern: Pattern, span: int
 ) -> tuple[float, int]:
-    """An upper bound where the group does not fill whole rows: the longest way of every message."""
+    """An upper bound where the group does not fill whole rows.
+
+    A shift of all nodes by the same number puts at most its way in a dimension on a link there;
+    beyond the first dimension some nodes carry and go one further.
+    """
     if pattern == "all-to-all":
-        return max(size / 2 for size in sizes), sum(size // 2 for size in sizes)
-    ways, rest = [], step
-    for size in sizes:
-        digit, rest = rest % size, rest // size
-        ways.append(min(digit + 1, size - digit, max(size // 2, 1)))
-    return float(max(ways)), sum(ways)
+        shifts = [(distance * step, 2 / (span - 1)) for distance in range(1, span)]
+    else:
+        shifts = [(step, 1.0), ((span - 1) * step, 1.0)]  # onwards, and from the last to the first
+    flows, hops = [0.0] * len(sizes), 0
+    for shift, share in shifts:
+        rest, total, below = shift, 0, 0
+        for axis, size in enumerate(sizes):
+            digit, rest = rest % size, rest // size
+            way = min(digit, size - digit)
+            carried = min(digit + 1, size - digit - 1) if below else 0
+            flows[axis] += share * (way + carried) / 2  # half of it each way round
+            total += max(way, carried)
+            below += digit
+        hops = max(hops, total)
+    return max(flows), hops
