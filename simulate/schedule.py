@@ -147,7 +147,7 @@ def _levels(before: list[int], senders: list[int]) -> NDArray[np.intp]:
                 other for other in (before[row], senders[row]) if other >= 0 and level[other] < 0
             ]
             if missing:
-                if len(stack) > len(before):
+                if len(stack) > 2 * len(before) + 2:  # a path has each pass once, and a sibling
                     raise RuntimeError("the schedule waits for itself")
                 stack += missing
                 continue

@@ -96,21 +96,9 @@ def constant_rate(row: TrainingConfig, others: Iterable[TrainingRow]) -> Trainin
     )
 
 
-_SHAPE = tuple(
-    [
-        "hidden",
-        "ffn_hidden",
-        "layers",
-        "seq_len",
-        "tp",
-        "pp",
-        "vpp",
-        "dp",
-        "cp",
-        "ep",
-        "microbatch",
-        "global_batch",
-    ]
+_SHAPE = (
+    *("hidden", "ffn_hidden", "layers", "seq_len", "microbatch", "global_batch"),
+    *("tp", "pp", "vpp", "dp", "cp", "ep"),
 )
 
 

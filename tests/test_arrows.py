@@ -1,0 +1,44 @@
+"""Which stage may import which: the walls of the architecture."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ALLOWED = {
+    "spec": {"spec"},
+    "measure": {"measure", "spec"},
+    "calibrate": {"calibrate", "spec", "reports"},
+    "topologies": {"topologies", "spec"},
+    "simulate": {"simulate", "spec", "topologies", "reports"},
+    "reports": {"reports", "spec", "topologies"},
+}
+# what only measuring needs must not be needed by anything else
+HEAVY = {"torch", "megatron", "zeus", "pynvml", "amdsmi", "psutil"}
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports, lazily or not."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("stage", sorted(ALLOWED))
+def test_import_arrows(stage: str) -> None:
+    for path in sorted((ROOT / stage).rglob("*.py")):
+        found = imports(path)
+        assert found & set(ALLOWED) <= ALLOWED[stage], path
+        if stage != "measure":
+            assert not found & HEAVY, path
+
+
+def test_code_that_a_stranger_could_run_is_never_loaded() -> None:
+    for stage in ALLOWED:
+        for path in sorted((ROOT / stage).rglob("*.py")):
+            assert not imports(path) & {"pickle", "joblib", "marshal", "shelve"}, path

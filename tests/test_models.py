@@ -1,0 +1,136 @@
+"""Models: published parameter counts, files of the user's own, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from spec.errors import UserError
+from spec.model import ModelSpec, load_model, model_names
+from spec.parallelism import Parallelism
+
+# printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783 and the model cards
+# (Llama 3), 2401.04088 and the model cards (Mixtral)
+PUBLISHED = {
+    "gpt3-175b": 174.6e9,
+    "llama3-8b": 8.03e9,
+    "llama3-70b": 70.55e9,
+    "mixtral-8x7b": 46.7e9,
+    "mixtral-8x22b": 140.6e9,
+}
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_parameter_counts(name: str, published: float) -> None:
+    assert load_model(name).parameters() == pytest.approx(published, rel=0.005)
+
+
+def test_flops_of_a_gpt_match_megatrons_formula() -> None:
+    """arXiv 2104.04473, equation 3, without its factor 4/3 for recomputation."""
+    model = load_model("gpt3-175b")
+    b, s, layers, h, v = 1, model.seq_len, model.layers, model.hidden, model.vocab
+    forward_and_backward = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert model.step_flops(1) == pytest.approx(forward_and_backward, rel=1e-9)
+
+
+def test_every_named_model_loads() -> None:
+    for name in model_names():
+        assert load_model(name).name == name
+
+
+def write(path: Path, **changes: object) -> Path:
+    value = load_model("llama3-8b").model_dump() | changes
+    path.write_text(json.dumps(value))  # JSON is YAML
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hiden": 1}, "unknown key 'hiden'"),
+        ({"hidden": -4096}, "hidden is -4096"),
+        ({"hidden": "many"}, "hidden is 'many'"),
+        ({"kv_heads": 5}, "not a multiple of kv_heads 5"),
+        ({"experts": 8}, "experts 8 with top_k 0"),
+    ],
+)
+def test_bad_model_file(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    path = write(tmp_path / "model.yaml", **changes)
+    with pytest.raises(UserError, match="model.yaml") as caught:
+        load_model(str(path))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_model_that_is_nowhere() -> None:
+    with pytest.raises(UserError, match="the named ones are .*llama3-70b"):
+        load_model("llama9")
+
+
+def test_yaml_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("!!python/object/apply:os.system ['true']")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_model(str(path))
+
+
+def test_hugging_face_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    path.write_text(json.dumps(config))
+    assert load_model(str(path)).parameters() == load_model("llama3-8b").parameters()
+    del config["hidden_size"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="hidden_size"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tp": 3}, "tp 3 does not divide heads 32"),
+        ({"pp": 5}, "does not divide the 32 layers"),
+        ({"ep": 2, "dp": 2, "global_batch": 2}, "has no experts"),
+        ({"pp": 2, "layers_per_stage": (20, 13)}, "adds up to 33"),
+    ],
+)
+def test_model_that_cannot_be_split_so(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Parallelism.model_validate(fields).check(load_model("llama3-8b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sequence_parallel": True}, "no effect with tp 1"),
+        ({"overlap": True}, "nothing to hide with dp 1"),
+        ({"vpp": 2}, "no effect with pp 1"),
+        ({"dp": 4, "global_batch": 6}, "not a multiple of dp"),
+        ({"pp": 2, "layers_per_stage": (20,)}, "names 1 stages"),
+    ],
+)
+def test_options_without_effect_are_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Parallelism.model_validate(fields)
+
+
+def test_uneven_stages_when_asked() -> None:
+    p = Parallelism(pp=3, layers_per_stage=(10, 12, 10))
+    p.check(load_model("llama3-8b"))
+    assert p.stage_layers(load_model("llama3-8b")) == (10, 12, 10)
+
+
+def test_resized_model_is_checked_again() -> None:
+    with pytest.raises(ValidationError):
+        load_model("llama3-8b").resized(layers=0)
+    assert isinstance(load_model("tiny"), ModelSpec)

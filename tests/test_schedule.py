@@ -1,0 +1,57 @@
+"""Pipeline schedules: textbook bubbles, and an order that Megatron-Core would run."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulate.schedule import graph, order
+from simulate.timeline import execute
+
+
+def run(stages: int, microbatches: int, chunks: int, name: str = "1f1b") -> float:
+    """Length of a pipeline whose forward takes 1 per stage and backward 2, without transfers."""
+    duration = np.array([[1.0], [2.0]] * (stages * chunks)) / chunks
+    pipeline = graph(stages, microbatches, chunks, name)  # type: ignore[arg-type]
+    return float(execute(pipeline, duration, np.zeros(1)).end.max())
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (4, 4), (4, 16), (8, 32)])
+def test_bubble_of_1f1b_and_gpipe(stages: int, microbatches: int) -> None:
+    """(p - 1) forward and backward passes are lost (arXiv 2104.04473, section 2.2)."""
+    expected = 3.0 * (microbatches + stages - 1)
+    assert run(stages, microbatches, 1) == pytest.approx(expected, rel=1e-12)
+    assert run(stages, microbatches, 1, "gpipe") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_bubble_of_interleaving(stages: int, microbatches: int, chunks: int) -> None:
+    """Interleaving divides the bubble by the number of chunks (same source)."""
+    expected = 3.0 * (microbatches + (stages - 1) / chunks)
+    assert run(stages, microbatches, chunks) == pytest.approx(expected, rel=1e-12)
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["1f1b", "gpipe"])
+)
+def test_every_pass_runs_once(stages: int, rounds: int, chunks: int, name: str) -> None:
+    chunks = chunks if stages > 1 and name == "1f1b" else 1
+    microbatches = rounds * stages
+    for stage in range(stages):
+        passes = order(stage, stages, microbatches, chunks, name)  # type: ignore[arg-type]
+        assert len(passes) == len(set(passes)) == 2 * microbatches * chunks
+
+
+@given(st.integers(2, 5), st.integers(1, 6), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))
+def test_slower_pass_or_transfer_never_helps(
+    stages: int, microbatches: int, numbers: list[float]
+) -> None:
+    pipeline = graph(stages, microbatches)
+    rng = np.random.default_rng(int(numbers[0] * 1e6))
+    duration = rng.uniform(0.1, 2.0, (stages * 2, 1))
+    base = execute(pipeline, duration, np.array([numbers[1]])).end.max()
+    slower = duration.copy()
+    slower[int(numbers[2]) % len(slower)] *= 1 + numbers[3]
+    assert execute(pipeline, slower, np.array([numbers[1]])).end.max() >= base
+    assert execute(pipeline, duration, np.array([numbers[1] * 2])).end.max() >= base
