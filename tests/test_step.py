@@ -1,0 +1,199 @@
+"""Properties of a simulated step, under a made-up calibration."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tests.made_up import calibration_json
+
+from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
+from simulate.projection import Request, project
+from spec.calibration import Calibration
+from spec.errors import UserError
+from spec.files import write_json
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.step import embedding, head, layer, optimizer
+from topologies import load_fabric, load_node
+
+CALIBRATION = Calibration.model_validate(calibration_json())
+NODE, FABRIC = load_node("hgx-h200"), load_fabric("ndr400-rail")
+MODEL = load_model("llama3-8b").resized(layers=8, seq_len=2048)
+MOE = load_model("mixtral-8x7b").resized(layers=8, seq_len=2048)
+
+
+def simulate(p: Parallelism, calibration: Calibration = CALIBRATION, **options: Any) -> StepEstimate:
+    model = options.pop("model", MODEL)
+    node, fabric = options.pop("node", NODE), options.pop("fabric", FABRIC)
+    return StepSimulator(model, p, node, fabric, calibration, **{"draws": 0} | options).run()
+
+
+@st.composite
+def parallelisms(draw: st.DrawFn) -> Parallelism:
+    """Valid parallelisms of up to 512 GPUs for the models above."""
+    tp = draw(st.sampled_from([1, 2, 4, 8]))
+    pp = draw(st.sampled_from([1, 2, 4]))
+    dp = draw(st.sampled_from([1, 2, 16]))
+    microbatch = draw(st.sampled_from([1, 2]))
+    rounds = draw(st.sampled_from([1, 2, 4]))
+    fields = {
+        "tp": tp,
+        "pp": pp,
+        "vpp": draw(st.sampled_from([1, 2])) if pp > 1 else 1,
+        "dp": dp,
+        "microbatch": microbatch,
+        "global_batch": dp * microbatch * pp * rounds,
+        "sequence_parallel": draw(st.booleans()) if tp > 1 else False,
+        "zero": draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 1,
+        "overlap": draw(st.booleans()) if dp > 1 else False,
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+    }
+    try:
+        return Parallelism.model_validate(fields)
+    except ValidationError:  # pragma: no cover - the strategy should not make these
+        raise AssertionError(fields) from None
+
+
+many = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@many
+@given(parallelisms())
+def test_breakdown_sums_to_the_step(p: Parallelism) -> None:
+    estimate = simulate(p)
+    assert tuple(estimate.breakdown_s) == BREAKDOWN
+    assert sum(estimate.breakdown_s.values()) == pytest.approx(estimate.step_time_s[0], rel=1e-9)
+    assert min(estimate.breakdown_s.values()) >= -1e-9 * estimate.step_time_s[0]
+
+
+@many
+@given(parallelisms(), st.sampled_from(["scale-up", "ports", "latency", "compute", "clock"]))
+def test_faster_hardware_never_slows_a_step(p: Parallelism, what: str) -> None:
+    value = calibration_json()
+    node, fabric, clock = NODE, FABRIC, None
+    if what == "scale-up":
+        for one in value["collectives"]:
+            for curve in one["curves"]:
+                for point in curve["points"]:
+                    point["time_us"] = 12 + (point["time_us"] - 12) / 2
+    elif what == "ports":
+        fabric = FABRIC.model_copy(update={"nic_gbits_per_s": 2 * FABRIC.nic_gbits_per_s})
+    elif what == "latency":
+        fabric = FABRIC.model_copy(update={"latency_us": FABRIC.latency_us / 2})
+    elif what == "compute":
+        for one in value["kernels"]:
+            one["tflops"] = one["tflops"] and 2 * one["tflops"]
+    base_clock = 1500.0 if what == "clock" else None
+    if what == "clock":
+        clock = 1900.0
+    faster = simulate(
+        p, Calibration.model_validate(value), node=node, fabric=fabric, clock_mhz=clock or 1500.0
+    )
+    base = simulate(p, clock_mhz=base_clock or 1500.0)
+    assert faster.step_time_s[0] <= base.step_time_s[0] * (1 + 1e-12)
+
+
+def test_step_of_one_gpu_is_the_sum_of_its_kernels() -> None:
+    p = Parallelism(global_batch=4, zero=0)
+    value = calibration_json(host={"part_us": 0.0, "step_us": 0.0, "sd": 0.0})
+    calibration = Calibration.model_validate(value)
+    kernels = [
+        (count * 4, kernel)
+        for count, pair in (
+            (MODEL.layers, layer(MODEL, p)),
+            (1, embedding(MODEL, p)),
+            (1, head(MODEL, p)),
+        )
+        for segment in pair
+        for part in segment
+        for kernel in part.kernels
+    ]
+    kernels += [(1, kernel) for kernel in optimizer(MODEL, p, 0)[0]]
+    total_us = sum(n * calibration.kernel(k).time_us(k.dims)[0] for n, k in kernels)
+    estimate = simulate(p, calibration, clock_mhz=1980.0)
+    assert estimate.step_time_s[0] * 1e6 == pytest.approx(total_us, rel=1e-9)
+
+
+def test_scaling_the_clock_of_units_scales_the_result() -> None:
+    """All durations three times as long make a step three times as long."""
+    value = calibration_json()
+    for one in value["kernels"]:
+        one["launch_us"] *= 3
+        one["tflops"] = one["tflops"] and one["tflops"] / 3
+        one["gbytes_per_s"] /= 3
+        one["host_us"] *= 3
+        for point in one["points"]:
+            point["time_us"] *= 3
+    for one in value["collectives"]:
+        for curve in one["curves"]:
+            for point in curve["points"]:
+                point["time_us"] *= 3
+    value["host"] = {key: 3 * x if key != "sd" else x for key, x in value["host"].items()}
+    p = Parallelism(tp=2, pp=2, dp=2, global_batch=8, sequence_parallel=True)
+    slow = simulate(p, Calibration.model_validate(value), clock_mhz=1980.0)
+    assert slow.step_time_s[0] == pytest.approx(3 * simulate(p, clock_mhz=1980.0).step_time_s[0])
+
+
+def test_communicated_bytes_match_megatrons_formulas() -> None:
+    """arXiv 2205.05198: with sequence parallelism 4 gathers and 4 scatters of 2sbh a layer, and
+    under no recomputation one more gather in each of the two column-parallel backward passes."""
+    p = Parallelism(tp=2, dp=2, global_batch=4, sequence_parallel=True)
+    traffic = simulate(p).traffic
+    buffer = 2.0 * MODEL.seq_len * MODEL.hidden
+    layers = MODEL.layers * p.microbatches
+    per_layer = 8 + 2  # as above
+    ends = 2 + 3  # embedding: scatter, gather; head: gather, and gather and scatter behind
+    sums = 3 * 4.0 * MODEL.seq_len * p.microbatches  # of the cross-entropy
+    expected = (per_layer * layers + ends * p.microbatches) * buffer + sums
+    assert traffic["tp"].bytes == pytest.approx(expected)
+    parameters = MODEL.parameters() / 2
+    assert traffic["dp"].bytes == pytest.approx((4 + 2) * parameters, rel=1e-3)
+    assert traffic["dp"].calls == 2
+
+
+def test_draws_are_central_first_and_spread_around_it() -> None:
+    p = Parallelism(tp=4, dp=4, global_batch=16, sequence_parallel=True, overlap=True)
+    estimate = simulate(p, draws=400)
+    point = simulate(p)
+    assert estimate.step_time_s[0] == pytest.approx(point.step_time_s[0], rel=1e-12)
+    below = float((estimate.step_time_s[1:] < estimate.step_time_s[0]).mean())
+    assert 0.3 < below < 0.7
+    assert np.array_equal(estimate.step_time_s, simulate(p, draws=400).step_time_s)
+
+
+def test_intervals_widen_with_scale() -> None:
+    def width(dp: int) -> float:
+        p = Parallelism(tp=8, dp=dp, global_batch=2 * dp, sequence_parallel=True)
+        times = simulate(p, draws=300).step_time_s[1:]
+        return float(np.std(np.log(times)))
+
+    assert width(1024) > 1.2 * width(1)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_experts(ep: int) -> None:
+    p = Parallelism(tp=2, dp=8, ep=ep, global_batch=16, sequence_parallel=True)
+    estimate = simulate(p, model=MOE)
+    assert ("ep" in estimate.traffic) == (ep > 1)
+    assert sum(estimate.breakdown_s.values()) == pytest.approx(estimate.step_time_s[0])
+
+
+def test_largest_projection_answers(tmp_path: Path) -> None:
+    model = load_model("gpt3-175b")
+    p = Parallelism(
+        tp=8, pp=16, dp=1024, global_batch=16384, sequence_parallel=True, overlap=True
+    )
+    path = tmp_path / "calibration.json"
+    write_json(path, calibration_json())
+    request = Request(model, p, NODE, FABRIC, CALIBRATION, path, draws=20)
+    assert project(request).estimate.step_time_s[0] > 0
+
+
+def test_network_that_was_not_calibrated_is_a_sentence() -> None:
+    fabric = FABRIC.model_copy(update={"protocol": "ethernet"})
+    with pytest.raises(UserError, match="no network model for ethernet"):
+        simulate(Parallelism(dp=16, global_batch=16), fabric=fabric)
