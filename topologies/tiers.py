@@ -1,0 +1,117 @@
+"""How much of each tier a training step uses, which tier saturates, and from which message on.
+
+A tier's utilisation is the bytes that its busiest link carries in a step over what the link could
+carry in the step's time. It is a mean: a link that is idle for half of the step and full for the
+other half has 0.5. Where the time is known that an axis communicates for, the utilisation during
+that time says whether the link or something else (latency, small messages) sets the pace.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spec.collective import busbw_factor
+from spec.hardware import GroupPath, Node
+from topologies.placement import AXIS_PATTERN
+
+# A link that carries four fifths of its rate is the limit: fixed costs take a fifth of the time at
+# most, so a message that is twice as large takes at least 1.8 times as long.
+SATURATED = 0.8
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What one rank sends over one axis in a step."""
+
+    axis: str
+    bytes: float  # buffers times nccl-tests' bus-bandwidth factor: see `sent_bytes`
+    path: GroupPath
+    time_s: float | None = None  # for how long of the step the axis communicates, hidden or not
+
+    @property
+    def outside(self) -> float:
+        """Bytes that leave the node, per rank. Between nodes a ring passes each byte once a node.
+
+        In an all-to-all every rank outside of the node gets its share directly.
+        """
+        path = self.path
+        if path.nodes == 1:
+            return 0.0
+        if AXIS_PATTERN.get(self.axis) == "all-to-all":
+            return self.bytes * (path.ranks - path.local_ranks) / (path.ranks - 1)
+        return self.bytes / path.local_ranks
+
+    @property
+    def inside(self) -> float:
+        """Bytes over the scale-up links of the node, per rank."""
+        path = self.path
+        if path.nodes == 1:
+            return self.bytes
+        if AXIS_PATTERN.get(self.axis) == "all-to-all":
+            return self.bytes * (path.local_ranks - 1) / (path.ranks - 1)
+        return self.bytes * (path.local_ranks - 1) / path.local_ranks
+
+
+@dataclass(frozen=True)
+class TierLoad:
+    """Use of one tier in a step."""
+
+    tier: str
+    utilisation: float  # of its busiest link, mean over the step; above 1: more than it can carry
+    while_sending: float | None  # the highest of an axis during its own communication
+    by_axis: dict[str, float] = field(default_factory=dict)  # parts of `utilisation`
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the tier's rate is what its traffic waits for."""
+        return max(self.utilisation, self.while_sending or 0.0) >= SATURATED
+
+
+def sent_bytes(kind: str, ranks: int, nbytes: float) -> float:
+    """Bytes that a rank sends in a collective of `nbytes` (buffer sizes as nccl-tests has them)."""
+    return nbytes * busbw_factor(kind, ranks)
+
+
+def tier_utilisation(
+    loads: Sequence[AxisTraffic], node: Node, step_time_s: float
+) -> list[TierLoad]:
+    """Use of each tier that some axis crosses, from the scale-up links outwards."""
+    order: dict[str, None] = {"scale-up": None}
+    used: dict[str, dict[str, float]] = {"scale-up": {}}
+    sending: dict[str, list[float]] = {"scale-up": []}
+    deepest_first = sorted(loads, key=lambda load: -len(load.path.shares))
+    for load in deepest_first:
+        limits = [("scale-up", node.scale_up_gbytes_per_s, load.inside)]
+        limits += [(name, rate, load.outside) for name, rate in load.path.shares]
+        for name, gbytes_per_s, nbytes in limits:
+            order.setdefault(name)
+            seconds = nbytes / (gbytes_per_s * 1e9)
+            if not seconds:
+                continue
+            parts = used.setdefault(name, {})
+            parts[load.axis] = parts.get(load.axis, 0.0) + seconds / step_time_s
+            if load.time_s:
+                sending.setdefault(name, []).append(seconds / load.time_s)
+    return [
+        TierLoad(
+            tier=name,
+            utilisation=sum(used.get(name, {}).values()),
+            while_sending=max(sending.get(name, []), default=None),
+            by_axis=used.get(name, {}),
+        )
+        for name in order
+    ]
+
+
+def saturating_bytes(
+    kind: str, path: GroupPath, fixed_us: float, share: float = SATURATED
+) -> float:
+    """Buffer size in bytes from which a collective keeps its busiest link at `share` of its rate.
+
+    `fixed_us` is the time of an empty collective on the path: launch, latencies, hops. With
+    time = fixed + bytes / rate, the link is used at `share` where bytes / rate = fixed * share /
+    (1 - share); share 0.5 is Hockney's half-performance length (Parallel Computing 20, 1994).
+    """
+    one = AxisTraffic({"all_to_all": "ep", "send_recv": "pp"}.get(kind, "dp"), 1.0, path)
+    per_byte = (one.outside if path.nodes > 1 else one.inside) / (path.gbytes_per_s * 1e3)
+    per_byte *= busbw_factor(kind, path.ranks)
+    return fixed_us * share / (1 - share) / per_byte
