@@ -37,6 +37,11 @@ class Draws:
         self._seed = seed
         self._normals: dict[str, Array] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """The groups asked for so far."""
+        return sorted(self._normals)
+
     def normal(self, name: str) -> Array:
         """Standard normals of the group `name`; independent of the order of asking."""
         if name not in self._normals:
@@ -50,6 +55,25 @@ class Draws:
         """Lognormal factors with median 1."""
         factors: Array = np.exp(sd * self.normal(name))
         return factors
+
+
+class OneAtATime(Draws):
+    """Draws for a sensitivity: each named factor at either end of its 90 % interval, alone.
+
+    Draw 1 + 2 i has factor i at its lower end, draw 2 + 2 i at its upper end.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names` as `Draws.names` lists them after a simulation."""
+        super().__init__(2 * len(names))
+        for index, name in enumerate(names):
+            values = np.zeros(self.count)
+            values[1 + 2 * index : 3 + 2 * index] = -1.645, 1.645
+            self._normals[name] = values
+
+    def normal(self, name: str) -> Array:
+        """The factor's own two draws; zero for a factor that was not named."""
+        return self._normals.get(name, np.zeros(self.count))
 
 
 @dataclass(frozen=True)

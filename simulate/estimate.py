@@ -13,7 +13,7 @@ from simulate.pricing import PassCost, PricedStep, layer_us, price
 from simulate.schedule import ScheduleName, graph
 from simulate.timeline import execute
 from spec.calibration import Calibration, Parameter
-from spec.collective import Collective
+from spec.collective import Collective, busbw_factor
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -50,7 +50,8 @@ class Traffic:
 
     total_s: float
     exposed_s: float
-    bytes: float
+    bytes: float  # buffers, nccl-tests' definition
+    sent_bytes: float  # over the GPU's links: buffers times the bus-bandwidth factor
     calls: int
 
 
@@ -102,7 +103,7 @@ class StepSimulator:
         fabric: Fabric,
         calibration: Calibration,
         *,
-        draws: int = 200,
+        draws: int | Draws = 200,
         seed: int = 0,
         schedule: ScheduleName = "1f1b",
         measured_gpus: int = 4,
@@ -113,7 +114,8 @@ class StepSimulator:
         self.model, self.p, self.calibration = model, parallelism, calibration
         self.schedule, self.measured_gpus = schedule, measured_gpus
         self._fixed_clock_mhz = clock_mhz
-        self._costs = Costs(calibration, node, fabric, parallelism, Draws(draws, seed))
+        drawn = draws if isinstance(draws, Draws) else Draws(draws, seed)
+        self._costs = Costs(calibration, node, fabric, parallelism, drawn)
 
     @cached_property
     def priced(self) -> PricedStep:
@@ -276,9 +278,14 @@ class StepSimulator:
                 total_s=sum(float(priced.costs.collective_us(one)[0]) * n for one, n in mine) / 1e6,
                 exposed_s=breakdown[f"{kind}_exposed"] / 1e6,
                 bytes=sum(one.bytes * n for one, n in mine),
+                sent_bytes=sum(self._sent_bytes(one) * n for one, n in mine),
                 calls=round(sum(n for _, n in mine)),
             )
         return result
+
+    def _sent_bytes(self, one: Collective) -> float:
+        ranks = self.priced.costs.layout.paths[one.axis].ranks
+        return one.bytes * busbw_factor(one.kind, ranks)
 
 
 def kind_of(axis: str) -> str:

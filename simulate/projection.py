@@ -1,6 +1,6 @@
 """A projection: one request simulated, with intervals, provenance and warnings, as its JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.memory import Memory, memory
 from spec.calibration import Calibration, Parameter, Source
@@ -95,6 +96,7 @@ class Projection:
                 "by_stage": list(self.memory.by_stage_gib),
             },
             "fabric": self._fabric(),
+            "sensitivity": sensitivity(r, e.costs.draws.names),
             "provenance": [one.model_dump() for one in provenance(self)],
             "warnings": warnings(self),
         }
@@ -104,7 +106,7 @@ class Projection:
 
         e = self.estimate
         loads = [
-            AxisTraffic(kind, one.bytes, e.costs.layout.paths[kind])
+            AxisTraffic(kind, one.sent_bytes, e.costs.layout.paths[kind], one.total_s)
             for kind, one in e.traffic.items()
             if kind in e.costs.layout.paths
         ]
@@ -112,6 +114,21 @@ class Projection:
             {"tier": one.tier, "utilisation": one.utilisation, "saturated": one.saturated}
             for one in tier_utilisation(loads, self.request.node, float(e.step_time_s[0]))
         ]
+
+
+def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[dict[str, Any]]:
+    """Step time with one uncertain factor at either end of its interval, the largest effects."""
+    r = request
+    simulator = StepSimulator(
+        r.model, r.parallelism, r.node, r.fabric, r.calibration, draws=OneAtATime(names)
+    )
+    times = simulator.run().step_time_s
+    rows: list[dict[str, Any]] = [
+        {"factor": name, "low_s": float(times[1 + 2 * i]), "high_s": float(times[2 + 2 * i])}
+        for i, name in enumerate(names)
+    ]
+    rows.sort(key=lambda row: -abs(row["high_s"] - row["low_s"]))
+    return rows[:most]
 
 
 def interval(values: NDArray[np.float64]) -> dict[str, float]:
