@@ -1,10 +1,10 @@
 """What a calibration rests on: the rows of one system, and the list of where each number came from.
 
-Only rows of role `fit` of the microbenchmark tables ever leave this file. The tables of training
-steps are not read at all.
+Only the microbenchmark tables are read, never those of training steps. Models are fitted on rows
+of role `fit`; rows of role `judge` are only compared with.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -14,13 +14,7 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
-from spec.records import (
-    CollectiveRow,
-    Device,
-    InterferenceRow,
-    KernelRow,
-    Row,
-)
+from spec.records import CollectiveRow, Device, InterferenceRow, KernelRow, Row
 from spec.results import ResultSet
 
 R = TypeVar("R", bound=Row)
@@ -30,55 +24,56 @@ FITTED: dict[type[Row], str] = {
     CollectiveRow: "collectives.csv",
     InterferenceRow: "interference.csv",
 }
+TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The runs of one system, oldest first; paths are told relative to `root`."""
+    """The runs of one system, oldest first."""
 
-    root: Path
     system: str
     runs: Sequence[ResultSet]
 
-    def rows(self, row: type[R]) -> list[tuple[str, R]]:
-        """(run, row) of every row of a table that may be fitted on."""
-        return [(one.manifest.run, record) for one in self.runs for record in one.fit(row)]
+    def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
+        """(run, row) of every row of a table; those of role `judge` only to be compared with."""
+        return [
+            (one.manifest.run, record)
+            for one in self.runs
+            for record in one.table(row)
+            if record.role == role
+        ]
 
     def where(self, row: type[Row], rows: int) -> str:
         """The files of a table that has rows, and how many rows of them were used."""
         used = [one for one in self.runs if one.fit(row)]
-        names = ", ".join(self.relative(one.path / FITTED[row]) for one in used)
+        names = ", ".join(relative(one.path / FITTED[row]) for one in used)
         return f"{names} ({rows} row{'s' if rows != 1 else ''})"
 
-    def relative(self, path: Path) -> str:
-        """A path as provenance tells it."""
-        return path.relative_to(self.root).as_posix()
-
-    def inputs(self) -> tuple[InputFile, ...]:
-        """Every file that is fitted on, with its digest."""
-        found = []
+    def inputs(self) -> Iterator[InputFile]:
+        """Every file of the runs that is fitted on, with its digest."""
         for one in self.runs:
-            manifest = one.path / "manifest.json"
-            found.append(InputFile(path=self.relative(manifest), sha256=sha256(manifest), rows=0))
+            yield input_file(one.path / "manifest.json", 0)
             for row, name in FITTED.items():
-                path = one.path / name
-                if path.exists():
-                    count = len(one.fit(row))
-                    found.append(
-                        InputFile(path=self.relative(path), sha256=sha256(path), rows=count)
-                    )
-            telemetry = one.path / "telemetry.parquet"
-            if telemetry.exists():
-                found.append(
-                    InputFile(path=self.relative(telemetry), sha256=sha256(telemetry), rows=0)
-                )
-        return tuple(found)
+                if (one.path / name).exists():
+                    yield input_file(one.path / name, len(one.fit(row)))
+            if (one.path / TELEMETRY_FILE).exists():
+                yield input_file(one.path / TELEMETRY_FILE, 0)
 
     def devices(self) -> list[Device]:
         """The devices of the newest run."""
         return [device for host in self.runs[-1].manifest.hosts for device in host.devices]
+
+
+def relative(path: Path) -> str:
+    """A path as provenance tells it: system, run and file, wherever the folder lies."""
+    return "/".join(path.resolve().parts[-3:])
+
+
+def input_file(path: Path, rows: int) -> InputFile:
+    """The entry of a file that is fitted on."""
+    return InputFile(path=relative(path), sha256=sha256(path), rows=rows)
 
 
 @dataclass

@@ -195,8 +195,9 @@ class CollectiveCurve(_Record):
 class CollectiveFit(_Record):
     """Duration of one collective inside a node (the scale-up domain).
 
-    Measured group sizes are interpolated. Another size is carried over by structure: the latency
-    part goes with the number of steps, the rest with nccl-tests' bus-bandwidth factor.
+    Measured group sizes are interpolated. Another size is carried over by structure from the
+    nearest: the latency part goes with the number of steps (as fitted where several group sizes
+    were measured, else half of it is launch), the rest with nccl-tests' bus-bandwidth factor.
     """
 
     collective: str
@@ -204,6 +205,8 @@ class CollectiveFit(_Record):
     structure_sd: NonNegative = Field(
         description="added per doubling of the group size beyond the measured ones"
     )
+    launch_us: NonNegative | None = Field(default=None, description="latency without its steps")
+    step_us: NonNegative | None = Field(default=None, description="latency of one ring step")
 
     def time_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
         """Duration and sd for a group of `ranks`."""
@@ -212,12 +215,19 @@ class CollectiveFit(_Record):
         if curve.ranks == ranks or self.collective == "send_recv":
             return time, sd
         latency = min(curve.points[0].time_us, time)
-        steps = ring_steps(self.collective, ranks) / ring_steps(self.collective, curve.ranks)
         factor = busbw_factor(self.collective, ranks) / busbw_factor(self.collective, curve.ranks)
+        grown = latency * self._latency(ranks) / self._latency(curve.ranks)
         beyond = abs(log2(ranks / curve.ranks))
-        # launch and synchronisation do not grow with the group; half of the latency is theirs
-        grown = latency * (1 + steps) / 2 if ranks > curve.ranks else latency * steps**0.5
         return grown + (time - latency) * factor, (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
+
+    def _latency(self, ranks: int) -> float:
+        """Latency of a group up to a factor common to all groups."""
+        steps = float(ring_steps(self.collective, ranks))
+        if self.launch_us is None or self.step_us is None:
+            # launch and synchronisation do not grow with the group; taken as half of the
+            # smallest measured group's latency
+            return ring_steps(self.collective, self.curves[0].ranks) + steps
+        return self.launch_us + self.step_us * steps
 
 
 def ring_steps(collective: str, ranks: int) -> int:
@@ -230,18 +240,39 @@ def ring_steps(collective: str, ranks: int) -> int:
 class NetworkFit(_Record):
     """Duration of a collective that leaves the node.
 
-    time = launch_us + steps * (latency_us + hops) + bytes * bus-bandwidth factor / bus bandwidth,
-    with bus bandwidth = efficiency * (port share of a rank * ranks per node), at most the scale-up
-    domain's, and steps the fewer of a ring's and, for all-reduce, a tree's.
+    a = serial steps, b = bytes * bus-bandwidth factor / bus bandwidth, in microseconds:
+
+    ring (all-gather, reduce-scatter)   launch + a + b
+    tree (all-reduce), all-to-all       launch + a + b + 2 * pipelining * sqrt(a * b)
+
+    A message sent along a chain in pieces of the best size takes (sqrt(a) + sqrt(b))^2: Sanders,
+    Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+    Computing 35 (2009). `pipelining` is 1 for that, 0 where pieces cost nothing, more where they
+    are not of the best size. All-reduce
+    takes the faster of tree and ring, as NCCL chooses.
+
+    Steps: a ring has nodes - 1 of them between nodes (`latency_us`) and one inside a node for each
+    further rank (`local_step_us`), an all-reduce twice that; a double binary tree 2 log2(nodes) + 1
+    between nodes. Bus bandwidth = efficiency * port rate of the group's ranks in a node, at most
+    the scale-up domain's. Between two nodes a tree sends each byte once over the ports where a ring
+    sends it 2 (ranks - 1) / ranks times.
     """
 
     protocol: str = Field(description="kind of network that it holds for")
     launch_us: NonNegative
     latency_us: Positive = Field(description="one step between nodes, software included")
     latency_sd: NonNegative
+    local_step_us: NonNegative = Field(
+        default=0.0, description="one step of a ring inside a node while it spans several"
+    )
+    pipelining: NonNegative = Field(default=0.0, description="cost of pieces, 1 at their best size")
     efficiency: Positive = Field(description="achieved share of the ports' rate, large messages")
     efficiency_sd: NonNegative
     all_to_all_efficiency: Positive
+    node_gbytes_per_s: Positive | None = Field(
+        default=None,
+        description="measured rate of a whole node, 1e9 bytes/s; replaces the fabric's where set",
+    )
     scale_sd: NonNegative = Field(
         description="added per doubling of the number of nodes beyond those fitted on"
     )
@@ -253,23 +284,30 @@ class NetworkFit(_Record):
         self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float
     ) -> float:
         """Duration for a group laid out as `path`; `scale_up_busbw` in 1e9 bytes/s."""
-        share = self.all_to_all_efficiency if collective == "all_to_all" else self.efficiency
-        busbw = min(share * path.gbytes_per_s * path.local_ranks, scale_up_busbw)
+        rate = path.gbytes_per_s
+        if self.node_gbytes_per_s is not None:
+            rate = self.node_gbytes_per_s / (path.local_ranks * path.concurrent)
+        step = self.latency_us + path.latency_us
+        if collective == "send_recv":
+            return self.launch_us + step + nbytes / (self.efficiency * rate * 1e3)
+        moved = nbytes * busbw_factor(collective, path.ranks)
         if collective == "all_to_all":
             # what stays inside the node does not use the ports
             outside = (path.ranks - path.local_ranks) / max(path.ranks - 1, 1)
-            moved = nbytes * busbw_factor(collective, path.ranks) * outside
-            busbw = share * path.gbytes_per_s
-            steps: float = path.nodes - 1
-        else:
-            moved = nbytes * busbw_factor(collective, path.ranks)
-            steps = ring_steps(collective, path.nodes)
-            if collective == "all_reduce":
-                steps = min(steps, 2 * log2(path.nodes) + 1)
-        if collective == "send_recv":
-            busbw = share * path.gbytes_per_s
-        latency = self.latency_us + path.latency_us
-        return self.launch_us + steps * latency + moved / (busbw * 1e3)
+            b = moved * outside / (self.all_to_all_efficiency * rate * 1e3)
+            return self._pipelined(step * (log2(path.nodes) + 1), b)
+        ports = self.efficiency * rate * path.local_ranks
+        hops = (path.nodes - 1) * step + (path.ranks - path.nodes) * self.local_step_us
+        twice = 2 if collective == "all_reduce" else 1
+        ring = self.launch_us + twice * hops + moved / (min(ports, scale_up_busbw) * 1e3)
+        if collective != "all_reduce":
+            return ring
+        once = busbw_factor(collective, path.ranks) if path.nodes == 2 else 1.0
+        b = moved / (min(ports * once, scale_up_busbw) * 1e3)
+        return min(ring, self._pipelined(step * (2 * log2(path.nodes) + 1), b))
+
+    def _pipelined(self, a: float, b: float) -> float:
+        return self.launch_us + a + b + 2 * self.pipelining * (a * b) ** 0.5
 
 
 class ClockFit(_Record):

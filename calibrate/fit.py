@@ -1,0 +1,172 @@
+"""Fit a system's calibration from its measurements: `python -m calibrate.fit results/`.
+
+    python -m calibrate.fit results/
+        every system found; writes results/<system>/calibration.json
+    python -m calibrate.fit results/ --system h200 --report calibration.html
+        one system, with a report of fit against data
+    python -m calibrate.fit results/h200 --out /tmp/trial.json --json
+
+Reads kernels, collectives, interference and telemetry of every run of a system, complete or
+interrupted; never its training steps. The same input gives the same bytes.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from calibrate.clocks import clock_state, fit_clock, judge_power
+from calibrate.collectives import fit_collectives, judge_collectives
+from calibrate.evidence import Evidence, Ledger, input_file
+from calibrate.host import composition_sd, fit_host, fit_interference
+from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
+from calibrate.network import PUBLISHED, fit_networks
+from calibrate.telemetry import read_telemetry
+from spec.calibration import SCHEMA, Calibration
+from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.errors import UserError
+from spec.files import write_text
+from spec.records import KernelRow
+from spec.results import find_result_sets
+
+
+def fit(evidence: Evidence, show_progress: bool = False) -> Calibration:
+    """Fit everything a calibration holds; raises UserError where there is nothing to fit."""
+    if not evidence.rows(KernelRow):
+        raise UserError(
+            f"system {evidence.system}: no kernel row of role fit in its runs; measure them with "
+            "`python -m measure.run --suite kernels`"
+        )
+    ledger = Ledger()
+    telemetry = read_telemetry(evidence)
+    state = clock_state(evidence, telemetry, ledger)
+    keys = kernel_keys(evidence)
+    label = f"kernels of {evidence.system}"
+    kernels = fit_kernels(
+        evidence, state, ledger, progress(keys, len(keys), label, show_progress)
+    )
+    collectives = fit_collectives(evidence, ledger)
+    networks = fit_networks(evidence, ledger)
+    host = fit_host(evidence, ledger)
+    clock = fit_clock(evidence, state, telemetry, ledger)
+    interference = fit_interference(evidence, ledger)
+    composition = composition_sd(ledger)
+    judge_kernels(evidence, state, kernels, ledger)
+    judge_collectives(evidence, collectives, ledger)
+    judge_power(evidence, clock, kernels, ledger)
+    newest = evidence.runs[-1].manifest
+    device = evidence.devices()[0]
+    return Calibration.model_validate(
+        {
+            "schema": SCHEMA,
+            "system": evidence.system,
+            "device": device.name,
+            "kind": device.kind,
+            "created": newest.ended or newest.started,
+            "inputs": (*evidence.inputs(), input_file(PUBLISHED, 0)),
+            "kernels": kernels,
+            "collectives": collectives,
+            "networks": networks,
+            "host": host,
+            "clock": clock,
+            "interference": interference,
+            "composition_sd": composition,
+            "parameters": tuple(ledger.parameters),
+            "held_out": tuple(ledger.held_out),
+        }
+    )
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write calibration.json, whole or not at all."""
+    value = calibration.model_dump(mode="json", by_alias=True)
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def systems(results: Path, system: str | None = None) -> list[Evidence]:
+    """The systems under `results`, each with its runs."""
+    sets = find_result_sets(results, system)
+    names = sorted({one.manifest.system for one in sets})
+    return [
+        Evidence(name, [one for one in sets if one.manifest.system == name]) for name in names
+    ]
+
+
+def summary(calibration: Calibration, out: Path) -> str:
+    """What the command prints: held-out errors beside their baselines, and what is assumed."""
+    lines = [
+        f"{calibration.system} ({calibration.device}): {len(calibration.kernels)} kernel models, "
+        f"{len(calibration.collectives)} collectives, {len(calibration.networks)} networks",
+        "",
+        f"{'held out':<28}{'rows':>6}{'median':>9}{'p90':>8}{'baseline':>10}{'inside 90 %':>13}"
+        "  split",
+    ]
+    lines += [
+        f"{one.model:<28}{one.rows:>6}{one.median_error:>9.1%}{one.p90_error:>8.1%}"
+        f"{one.baseline_median_error:>10.1%}{one.inside_90:>13.0%}  {one.split}"
+        for one in calibration.held_out
+    ]
+    by_source = {
+        source: [one.name for one in calibration.parameters if one.source == source]
+        for source in ("measured", "published", "assumed")
+    }
+    lines += ["", f"parameters: {', '.join(f'{len(n)} {s}' for s, n in by_source.items())}"]
+    if by_source["assumed"]:
+        lines.append(f"assumed: {', '.join(by_source['assumed'])}")
+    lines.append(f"written: {out}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    parser = Parser(
+        prog="python -m calibrate.fit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, help="results folder, a system's folder, or one run")
+    parser.add_argument("--system", metavar="NAME", help="fit only this system (default: all)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: results/<system>/calibration.json"
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write an HTML report")
+    add_json(parser)
+    add_progress(parser)
+    options = parser.parse_args(arguments)
+    found = systems(options.results, options.system)
+    if len(found) > 1 and (options.out or options.report):
+        names = ", ".join(one.system for one in found)
+        raise UserError(
+            f"{options.results} holds the systems {names}; name one with --system to use --out "
+            "or --report"
+        )
+    fitted = [(one, fit(one, options.progress)) for one in found]
+    values: list[dict[str, Any]] = []
+    texts = []
+    for evidence, calibration in fitted:
+        out = options.out or evidence.runs[-1].path.parent / "calibration.json"
+        write_calibration(out, calibration)
+        values.append(result(calibration, out))
+        texts.append(summary(calibration, out))
+        if options.report:
+            from calibrate.report import write_report
+
+            write_report(options.report, calibration)
+            texts.append(f"report: {options.report}")
+    emit(options.json, {"schema": "fit/1", "systems": values}, "\n\n".join(texts))
+    return 0
+
+
+def result(calibration: Calibration, out: Path) -> dict[str, Any]:
+    """The --json entry of a system."""
+    return {
+        "system": calibration.system,
+        "calibration": str(out),
+        "held_out": [one.model_dump(mode="json") for one in calibration.held_out],
+        "parameters": [one.model_dump(mode="json") for one in calibration.parameters],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main))

@@ -1,0 +1,85 @@
+"""Host overhead from launch-bound kernels, the slowdown of kernels beside collectives, composition.
+
+None of it comes from a training step: what no microbenchmark shows is assumed, and says so.
+"""
+
+from math import log
+
+import numpy as np
+
+from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
+from spec.calibration import HostFit
+from spec.records import InterferenceRow, KernelRow
+
+# A row is launch-bound when the host needs a good part of what the kernel takes.
+LAUNCH_BOUND = 0.5
+# Python, module calls and autograd around a part of a layer, in host times of one operation.
+# Assumed: a part runs about as many bookkeeping calls as kernels.
+PART_CALLS = 1.0
+# The optimizer's loop over parameters and the scalars read back, once a step, likewise.
+STEP_CALLS = 60.0
+HOST_SD = 0.3
+DEFAULT_HOST_US = 10.0
+# A kernel beside a collective where none was measured: communication kernels occupy some
+# multiprocessors (16-32 of 132 under NCCL's defaults) and share memory bandwidth.
+INTERFERENCE = (0.12, 0.03, 0.3)
+# What adding up kernels leaves out of a step (gaps, allocator, caches), until validated.
+COMPOSITION_SD = 0.05
+
+
+def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
+    """Issue times of launch-bound kernels, and what is assumed to go with them."""
+    rows = [row for _, row in evidence.rows(KernelRow) if row.host_us is not None]
+    bound = [row for row in rows if (row.host_us or 0.0) > LAUNCH_BOUND * row.median_us] or rows
+    times = [row.host_us for row in bound if row.host_us is not None]
+    if times:
+        issue = float(np.median(times))
+        sd = max(robust_sd(log(time) for time in times), HOST_SD)
+        ledger.note(
+            "host.issue_us", issue, "us", log_interval(issue, sd), "measured",
+            f"{evidence.where(KernelRow, len(times))}: launch-bound rows",
+        )
+    else:
+        issue, sd = DEFAULT_HOST_US, 0.5
+        ledger.note(
+            "host.issue_us", issue, "us", log_interval(issue, sd), "assumed",
+            "no kernel row carries a host time",
+        )
+    part, step = PART_CALLS * issue, STEP_CALLS * issue
+    ledger.note(
+        "host.part_us", part, "us", log_interval(part, 0.5), "assumed",
+        f"{PART_CALLS:g} issue times per part of a layer: Python and autograd around its kernels",
+    )
+    ledger.note(
+        "host.step_us", step, "us", log_interval(step, 0.7), "assumed",
+        f"{STEP_CALLS:g} issue times per step: optimizer bookkeeping and scalars",
+    )
+    return HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
+
+
+def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
+    """Share by which a kernel lasts longer while a collective runs beside it."""
+    rows = [row for _, row in evidence.rows(InterferenceRow)]
+    if not rows:
+        value, low, high = INTERFERENCE
+        return ledger.note(
+            "interference", value, "share", (low, high), "assumed",
+            "no interference rows: NCCL occupies some multiprocessors and memory bandwidth",
+        )
+    shares = [max(row.median_us / row.kernel_alone_us - 1, 0.0) for row in rows]
+    value = float(np.median(shares))
+    low, high = np.quantile(shares, [0.05, 0.95])
+    return rounded(
+        ledger.note(
+            "interference", value, "share", (float(low), float(high)), "measured",
+            evidence.where(InterferenceRow, len(rows)),
+        )
+    )
+
+
+def composition_sd(ledger: Ledger) -> float:
+    """What adding up kernels leaves out of a whole step."""
+    return ledger.note(
+        "composition_sd", COMPOSITION_SD, "log", (0.02, 0.1), "assumed",
+        "gaps, allocator and caches of a whole step; training steps are never fitted on",
+    )

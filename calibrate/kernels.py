@@ -1,0 +1,378 @@
+"""Kernel models: measured shapes, physics fitted robustly, and a learned correction between them.
+
+For each (operation, direction, type): times are brought to the reference clock, ceilings and launch
+time are fitted, a Gaussian process takes what is left, and its spread is scaled until left-out
+families of shapes lie inside their 90 % interval as often as they should.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.clocks import ClockState, is_compute
+from calibrate.correction import Correction, conformal_scale, fit_correction, folds
+from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, robust_sd, rounded
+from calibrate.physics import Physics, fit_physics, multiprocessors
+from spec.calibration import KernelFit, KernelPoint
+from spec.kernel import OPS, Kernel, parse_kernel
+from spec.records import KernelRow
+
+Array = NDArray[np.float64]
+Key = tuple[str, str, str]
+
+LEAST_SD = 0.003  # of a measured shape: clocks and events are not read more exactly
+# families left out at once; their physics is fitted anew, length scales are kept
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All timings of one shape, at the reference clock."""
+
+    kernel: Kernel
+    time_us: float
+    sd: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one kernel model is fitted on."""
+
+    key: Key
+    shapes: tuple[Shape, ...]
+    host_us: tuple[float, ...]
+    active_w: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """Prefix of its parameters' names."""
+        return f"kernel.{self.key[0]}.{self.key[1]}.{self.key[2]}"
+
+
+def kernel_of(row: KernelRow) -> Kernel:
+    """The kernel that a row timed."""
+    return parse_kernel(row.op, row.direction, row.shape, row.dtype)
+
+
+def fit_kernels(
+    evidence: Evidence, clock: ClockState, ledger: Ledger, keys: Iterable[Key]
+) -> tuple[KernelFit, ...]:
+    """A model of every operation in `keys` (what a progress bar iterates over)."""
+    groups = _groups(evidence, clock)
+    rate = _memory_rate(groups.values())
+    processors = multiprocessors(
+        [
+            [(one.kernel, one.time_us) for one in group.shapes]
+            for group in groups.values()
+            if group.key[0] == "gemm"
+        ],
+        rate,
+    )
+    return tuple(_fit(groups[key], rate, processors, clock, evidence, ledger) for key in keys)
+
+
+def kernel_keys(evidence: Evidence) -> list[Key]:
+    """The operations that have rows to fit on."""
+    return sorted({(row.op, row.direction, row.dtype) for _, row in evidence.rows(KernelRow)})
+
+
+def _groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
+    by_shape: dict[Key, dict[Kernel, list[KernelRow]]] = defaultdict(lambda: defaultdict(list))
+    for _, row in evidence.rows(KernelRow):
+        kernel = kernel_of(row)
+        by_shape[row.op, row.direction, row.dtype][kernel].append(row)
+    groups = {}
+    for key, shapes in by_shape.items():
+        rows = [row for timings in shapes.values() for row in timings]
+        groups[key] = Group(
+            key,
+            tuple(
+                _shape(kernel, timings, clock)
+                for kernel, timings in sorted(shapes.items(), key=lambda item: item[0].dims)
+            ),
+            tuple(row.host_us for row in rows if row.host_us is not None),
+            tuple(clock.active_w(row) for row in rows if clock.shows_power(row)),
+        )
+    return groups
+
+
+def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shape:
+    """The median of a shape's rows and its sd: spread of the repeats, and of one row to another."""
+    times = [log(clock.at_reference(row)) for row in rows]
+    spread = float(np.median([log(row.p90_us / row.p10_us) / 2.563 for row in rows]))
+    repeats = sum(row.repeats for row in rows)
+    # a median's sd is 1.25 times a mean's
+    own = 1.25 * max(spread, 0.0) / repeats**0.5
+    between = clock.repeat_sd / len(rows) ** 0.5
+    if len(rows) > 2:
+        between = max(between, robust_sd(times) / len(rows) ** 0.5)
+    sd = float(np.sqrt(own**2 + between**2 + LEAST_SD**2))
+    return Shape(kernel, exp(float(np.median(times))), sd, len(rows))
+
+
+def _memory_rate(groups: Iterable[Group]) -> float:
+    """Best memory bandwidth that any operation reached, 1e9 bytes/s."""
+    return max(one.kernel.bytes / one.time_us / 1e3 for group in groups for one in group.shapes)
+
+
+def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
+    return np.array([log(one.time_us / physics.time_us(one.kernel)) for one in shapes])
+
+
+def _inputs(shapes: Sequence[Shape]) -> Array:
+    return np.log(np.array([one.kernel.dims for one in shapes], dtype=float))
+
+
+def _fit(
+    group: Group,
+    rate: float,
+    processors: int,
+    clock: ClockState,
+    evidence: Evidence,
+    ledger: Ledger,
+) -> KernelFit:
+    op, direction, dtype = group.key
+    shapes = group.shapes
+    timings = [(one.kernel, one.time_us) for one in shapes]
+    physics, sds = fit_physics(timings, rate, processors)
+    correction = fit_correction(_inputs(shapes), _residuals(physics, shapes))
+    judged, scale = _leave_out(group, rate, processors, correction)
+    correction = replace(
+        correction, amplitude=correction.amplitude * scale, noise=correction.noise * scale
+    )
+    used = sum(one.rows for one in shapes)
+    detail = f"{evidence.where(KernelRow, used)}: {op} {direction} {dtype}, {len(shapes)} shapes"
+    ledger.score(
+        f"kernel.{op}.{direction}",
+        f"families of shapes (all but {_token_dims(op)}) left out in {FOLDS} folds",
+        judged,
+        "roofline with one efficiency",
+    )
+    host_us = float(np.median(group.host_us)) if group.host_us else clock.default_host_us
+    active_w = float(np.median(group.active_w)) if group.active_w else clock.default_active_w(op)
+    _note(group, physics, sds, correction, ledger, detail)
+    _note_power(group, active_w, host_us, ledger, detail, clock)
+    return KernelFit(
+        op=op,
+        direction=direction,
+        dtype=dtype,
+        launch_us=rounded(physics.launch_us),
+        tflops=rounded(physics.tflops) if physics.tflops else None,
+        gbytes_per_s=rounded(physics.gbytes_per_s),
+        multiprocessors=physics.multiprocessors,
+        clock_exponent=rounded(clock.exponent(op)),
+        length_scales=tuple(rounded(value) for value in correction.length_scales),
+        amplitude=rounded(correction.amplitude),
+        noise=rounded(correction.noise),
+        points=tuple(
+            KernelPoint(
+                dims=one.kernel.dims, time_us=rounded(one.time_us), sd=rounded(one.sd, 3)
+            )
+            for one in shapes
+        ),
+        host_us=rounded(host_us),
+        active_power_w=rounded(active_w),
+    )
+
+
+TOKEN_DIMS = ("m", "rows", "batch", "seq", "elements")
+
+
+def _token_dims(op: str) -> str:
+    return ", ".join(name for name in OPS[op][0] if name in TOKEN_DIMS)
+
+
+def family(kernel: Kernel) -> tuple[int, ...]:
+    """The dimensions that a model and its tensor parallelism set; the decade for flat buffers."""
+    if tuple(kernel.named) == ("elements",):
+        return (int(np.log10(kernel.dims[0])),)
+    return tuple(size for name, size in kernel.named.items() if name not in TOKEN_DIMS)
+
+
+def _leave_out(
+    group: Group, rate: float, processors: int, correction: Correction
+) -> tuple[list[Judged], float]:
+    """Predictions of families of shapes from the others, and the factor that their spread needs.
+
+    Each fold is judged with the factor that the other folds ask for.
+    """
+    shapes = group.shapes
+    split = folds([family(one.kernel) for one in shapes], FOLDS)
+    if len(split) < 2:
+        return [], conformal_scale([])
+    outcomes: list[list[tuple[Shape, float, float, float]]] = []
+    for left_out in split:
+        kept = [one for index, one in enumerate(shapes) if index not in left_out]
+        judged = [shapes[index] for index in sorted(left_out)]
+        physics, _ = fit_physics(
+            [(one.kernel, one.time_us) for one in kept], rate, processors
+        )
+        mean, sd = correction.predict(_inputs(kept), _residuals(physics, kept), _inputs(judged))
+        dumb = roofline(kept)
+        outcomes.append(
+            [
+                (one, physics.time_us(one.kernel) * exp(add), spread, dumb(one.kernel))
+                for one, add, spread in zip(judged, mean, sd, strict=True)
+            ]
+        )
+    scores = [
+        [abs(log(time / one.time_us)) / sd for one, time, sd, _ in fold] for fold in outcomes
+    ]
+    result = []
+    for index, fold in enumerate(outcomes):
+        scale = conformal_scale([z for other, part in enumerate(scores) if other != index for z in part])
+        result += [Judged(time, sd * scale, one.time_us, dumb) for one, time, sd, dumb in fold]
+    return result, conformal_scale([z for part in scores for z in part])
+
+
+class roofline:  # noqa: N801  (used as a function)
+    """The baseline: each kernel at the median rate of the known ones, FLOPs or bytes."""
+
+    def __init__(self, known: Sequence[Shape]) -> None:
+        """Take the median rate of `known`."""
+        self._work = [_work(one.kernel) for one in known]
+        rates = [work / one.time_us for work, one in zip(self._work, known, strict=True)]
+        self._rate = float(np.median(rates))
+
+    def __call__(self, kernel: Kernel) -> float:
+        """Microseconds."""
+        return _work(kernel) / self._rate
+
+
+def _work(kernel: Kernel) -> float:
+    return kernel.flops or kernel.bytes
+
+
+def _note(
+    group: Group,
+    physics: Physics,
+    sds: Mapping[str, float],
+    correction: Correction,
+    ledger: Ledger,
+    detail: str,
+) -> None:
+    entries = [
+        ("launch_us", physics.launch_us, "us"),
+        ("gbytes_per_s", physics.gbytes_per_s, "GB/s"),
+    ]
+    if physics.tflops:
+        entries.append(("tflops", physics.tflops, "TFLOP/s"))
+    for name, value, unit in entries:
+        ledger.note(
+            f"{group.name}.{name}",
+            value,
+            unit,
+            log_interval(value, sds[name]),
+            "measured",
+            detail,
+        )
+    spread = correction.noise
+    ledger.note(
+        f"{group.name}.model_sd",
+        spread,
+        "log",
+        (spread, float(np.hypot(correction.amplitude, spread))),
+        "measured",
+        f"spread beside measured shapes, and far from them; {detail}",
+    )
+
+
+def _note_power(
+    group: Group,
+    active_w: float,
+    host_us: float,
+    ledger: Ledger,
+    detail: str,
+    clock: ClockState,
+) -> None:
+    if group.active_w:
+        sd = robust_sd([log(max(one, 1e-3)) for one in group.active_w])
+        interval = log_interval(active_w, sd)
+        ledger.note(
+            f"{group.name}.active_power_w",
+            active_w,
+            "W",
+            interval,
+            "measured",
+            f"sustained rows with power, {len(group.active_w)}; {detail}",
+        )
+    elif active_w > 0:
+        ledger.note(
+            f"{group.name}.active_power_w",
+            active_w,
+            "W",
+            log_interval(active_w, 0.3),
+            "assumed",
+            clock.default_power_reason(group.key[0]),
+        )
+    if group.host_us:
+        sd = robust_sd([log(one) for one in group.host_us])
+        ledger.note(
+            f"{group.name}.host_us",
+            host_us,
+            "us",
+            log_interval(host_us, sd),
+            "measured",
+            f"median of {len(group.host_us)} host times; {detail}",
+        )
+    else:
+        ledger.note(
+            f"{group.name}.host_us",
+            host_us,
+            "us",
+            log_interval(host_us, 0.5),
+            "assumed",
+            "no row of it carries a host time: the median of the other operations'",
+        )
+
+
+def judge_kernels(
+    evidence: Evidence, clock: ClockState, fits: Sequence[KernelFit], ledger: Ledger
+) -> None:
+    """Errors on rows of role `judge`, beside the roofline of the rows fitted on."""
+    by_key = {(fit.op, fit.direction, fit.dtype): fit for fit in fits}
+    seen: dict[Key, list[KernelRow]] = defaultdict(list)
+    for _, row in evidence.rows(KernelRow, "judge"):
+        seen[row.op, row.direction, row.dtype].append(row)
+    for key, rows in sorted(seen.items()):
+        fit = by_key.get(key)
+        if fit is None:
+            continue
+        dumb = roofline(
+            [
+                Shape(Kernel(*key[:2], point.dims, key[2]), point.time_us, point.sd, 1)
+                for point in fit.points
+            ]
+        )
+        judged = []
+        for row in rows:
+            kernel = kernel_of(row)
+            time, sd = fit.time_us(kernel.dims)
+            slower = clock.factor(row)
+            sd = float(np.hypot(sd, clock.repeat_sd))
+            judged.append(
+                Judged(time * slower, max(sd, LEAST_SD), row.median_us, dumb(kernel) * slower)
+            )
+        ledger.score(
+            f"kernel.{key[0]}.{key[1]}", "rows of role judge", judged, "roofline with one efficiency"
+        )
+
+
+def all_residuals(fit: KernelFit) -> list[float]:
+    """log(measured / physics) of a model's points."""
+    return [log(point.time_us / fit.physics_us(point.dims)) for point in fit.points]
+
+
+def interval_factor(sd: float) -> float:
+    """Half-width of a 90 % interval as a factor."""
+    return exp(Z90 * sd)
+
+
+def is_compute_bound(op: str) -> bool:
+    """Whether an operation has FLOPs that count."""
+    return is_compute(op)

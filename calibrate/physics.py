@@ -1,0 +1,116 @@
+"""Physics of a kernel: launch time, compute and memory ceilings, fitted robustly to few points."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from spec.calibration import wave_quantisation
+from spec.kernel import Kernel
+
+Array = NDArray[np.float64]
+Timings = Sequence[tuple[Kernel, float]]
+
+# Multiprocessors whose wave quantisation is tried, the best taken: none; A100 (NVIDIA A100 white
+# paper); H100 and H200 SXM (H100 white paper); B200 (Blackwell architecture brief); MI250 die and
+# MI300X (AMD CDNA 2 and CDNA 3 white papers).
+CANDIDATES = (1, 104, 108, 132, 148, 304)
+# share by which quantisation must lower the residuals before it is believed
+BELIEVED = 0.9
+# log residuals beyond this count linearly
+SOFT = 0.1
+# sd (logarithmic) of the priors: where the data says nothing, ceilings stay near what was seen
+PRIOR_SD: Mapping[str, float] = {"launch_us": 1.0, "gbytes_per_s": 1.0, "tflops": 0.5}
+PRIOR_WEIGHT = 0.05
+
+
+@dataclass(frozen=True)
+class Physics:
+    """Formula of `spec.calibration.KernelFit.physics_us`."""
+
+    launch_us: float
+    gbytes_per_s: float
+    tflops: float | None
+    multiprocessors: int = 1
+
+    def time_us(self, kernel: Kernel) -> float:
+        """Duration by physics alone."""
+        compute = 0.0
+        if self.tflops:
+            compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
+            compute /= self.tflops * 1e6
+        return self.launch_us + max(compute, kernel.bytes / (self.gbytes_per_s * 1e3))
+
+
+def fit_physics(
+    timings: Timings, memory_rate: float, processors: int
+) -> tuple[Physics, dict[str, float]]:
+    """Ceilings and launch time, and the sd of each one's logarithm.
+
+    `memory_rate` is the best memory bandwidth seen on the system: the prior of operations whose
+    own rows are bound by compute.
+    """
+    times = np.array([time for _, time in timings])
+    moved = np.array([kernel.bytes for kernel, _ in timings])
+    quantised = np.array(
+        [kernel.flops * wave_quantisation(kernel, processors) for kernel, _ in timings]
+    )
+    compute = bool(quantised.max() > 0)
+    own_rate = float((moved / times).max()) / 1e3
+    prior = {
+        "launch_us": max(float(times.min()) / 2, 0.1),
+        "gbytes_per_s": max(memory_rate, own_rate) if compute else own_rate,
+    }
+    if compute:
+        prior["tflops"] = float(np.quantile(quantised / times, 0.95)) / 1e6
+    names = list(prior)
+    centre = np.log(np.array([prior[name] for name in names]))
+    width = np.array([PRIOR_SD[name] for name in names])
+
+    def log_time(x: Array) -> Array:
+        values = np.exp(x)
+        body = moved / (values[1] * 1e3)
+        if compute:
+            body = np.maximum(body, quantised / (values[2] * 1e6))
+        return np.asarray(np.log(values[0] + body))
+
+    observed = np.log(times)
+
+    def residuals(x: Array) -> Array:
+        prior_part = PRIOR_WEIGHT * (x - centre) / width
+        return np.concatenate([log_time(x) - observed, prior_part])
+
+    found = least_squares(residuals, centre, loss="soft_l1", f_scale=SOFT)
+    error = float(np.sqrt(np.mean((log_time(found.x) - observed) ** 2)))
+    information = found.jac.T @ found.jac / max(error, 0.01) ** 2 + np.diag(1 / width**2)
+    sds = np.sqrt(np.diag(np.linalg.inv(information)))
+    values = dict(zip(names, np.exp(found.x), strict=True))
+    physics = Physics(
+        float(values["launch_us"]),
+        float(values["gbytes_per_s"]),
+        float(values["tflops"]) if compute else None,
+        processors,
+    )
+    return physics, dict(zip(names, (float(sd) for sd in sds), strict=True))
+
+
+def multiprocessors(groups: Sequence[Timings], memory_rate: float) -> int:
+    """The number of multiprocessors whose wave quantisation explains the GEMMs best; 1 if none."""
+    groups = [group for group in groups if len(group) >= 6]
+    if not groups:
+        return 1
+
+    def cost(count: int) -> float:
+        total = 0.0
+        for group in groups:
+            physics, _ = fit_physics(group, memory_rate, count)
+            errors = [abs(log(time / physics.time_us(kernel))) for kernel, time in group]
+            total += float(np.mean(errors)) * len(errors)
+        return total
+
+    costs = {count: cost(count) for count in CANDIDATES}
+    best = min(CANDIDATES, key=lambda count: costs[count])
+    return best if costs[best] < BELIEVED * costs[1] else 1

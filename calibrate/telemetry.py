@@ -1,0 +1,89 @@
+"""Power out of telemetry.parquet: idle, communicating, waiting. Samples of other cases are unread.
+
+Only samples between cases and those of collectives that may be fitted on are looked at.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.evidence import TELEMETRY_FILE, Evidence, relative
+from spec.errors import UserError
+from spec.records import CollectiveRow
+
+LARGE_BYTES = 64 * 2**20  # bandwidth-bound everywhere
+SMALL_BYTES = 64 * 2**10  # latency-bound: ranks mostly wait for each other
+LEAST_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """Board power in watts, by what the device was doing; empty where there is no telemetry."""
+
+    idle: tuple[float, ...]
+    large: tuple[float, ...]
+    small: tuple[float, ...]
+    detail: str
+
+    def idle_w(self) -> float | None:
+        """Between cases a device also builds and frees: the low end is idle."""
+        return _or_none(self.idle, 0.05)
+
+    def communication_w(self) -> float | None:
+        """Median during large collectives."""
+        return _or_none(self.large, 0.5)
+
+    def waiting_w(self) -> float | None:
+        """Median during small collectives."""
+        return _or_none(self.small, 0.5)
+
+
+def _or_none(values: tuple[float, ...], quantile: float) -> float | None:
+    if len(values) < LEAST_SAMPLES:
+        return None
+    return float(np.quantile(np.array(values), quantile))
+
+
+def read_telemetry(evidence: Evidence) -> Telemetry:
+    """The samples of all runs of a system."""
+    idle: list[float] = []
+    large: list[float] = []
+    small: list[float] = []
+    files = []
+    for one in evidence.runs:
+        path = one.path / TELEMETRY_FILE
+        if not path.exists():
+            continue
+        files.append(relative(path))
+        rows = [row for row in one.fit(CollectiveRow) if row.nodes == 1]
+        sizes = {row.case_id: row.bytes for row in rows}
+        cases, power = _columns(path)
+        idle += list(power[cases == ""])
+        for case in np.unique(cases):
+            size = sizes.get(str(case))
+            if size is not None and size >= LARGE_BYTES:
+                large += list(power[cases == case])
+            elif size is not None and size <= SMALL_BYTES:
+                small += list(power[cases == case])
+    return Telemetry(tuple(idle), tuple(large), tuple(small), ", ".join(files))
+
+
+def _columns(path: Path) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
+    import pyarrow.parquet as parquet
+    from pyarrow.lib import ArrowException
+
+    try:
+        table = parquet.read_table(path, columns=["case_id", "power_w"])
+    except (ArrowException, OSError, ValueError, KeyError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{path}: not readable as telemetry ({first})") from None
+    if table.column_names != ["case_id", "power_w"]:
+        raise UserError(f"{path}: the columns case_id and power_w are missing")
+    cases = np.array([str(case or "") for case in table["case_id"].to_pylist()], dtype=np.str_)
+    power = np.array(
+        [float("nan") if value is None else value for value in table["power_w"].to_pylist()]
+    )
+    good = np.isfinite(power) & (power > 0)
+    return cases[good], power[good]
