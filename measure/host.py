@@ -75,11 +75,16 @@ def software() -> dict[str, str]:
         found["torch"] = torch.__version__
         if torch.version.cuda:
             found["cuda"] = torch.version.cuda
-            found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-            found["cudnn"] = str(torch.backends.cudnn.version())
+            found["nccl"] = ".".join(map(str, _call(torch.cuda.nccl.version)))
+            found["cudnn"] = str(_call(torch.backends.cudnn.version))
         if torch.version.hip:
             found["hip"] = torch.version.hip
     return found
+
+
+def _call(function: Any) -> Any:
+    """A function that its library does not annotate."""
+    return function()
 
 
 def describe_host(devices: Sequence[Device], offset: int = 0) -> Host:
@@ -104,10 +109,10 @@ def interconnect(devices: Sequence[Device]) -> str:
 
 
 def system_name(hosts: Sequence[Host]) -> str:
-    """Default name of a system: `4x-h200`, `8x4x-h200` for eight hosts, `cpu-2core`."""
+    """Default name of a system: `4x-h200`, `8x4x-h200` for eight hosts, `cpu-2-core`."""
     first = hosts[0].devices[0]
     if first.kind == "cpu":
-        name = f"cpu-{len(hosts[0].devices)}core"
+        name = f"cpu-{len(hosts[0].devices)}-core"
         return name if len(hosts) == 1 else f"{len(hosts)}x-{name}"
     words = re.sub(r"[^a-z0-9]+", " ", first.name.lower()).split()
     dull = {"nvidia", "amd", "instinct", "tesla", "geforce", "graphics", "accelerator"}

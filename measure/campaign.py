@@ -1,0 +1,167 @@
+"""One run in progress: hands cases to workers, stores what comes back, stays within its time."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from measure.devices import Device
+from measure.plan import CollectiveCase, InterferenceCase, KernelCase
+from measure.store import Store
+from measure.telemetry import Sampler
+from measure.window import Window
+from measure.workers import Pool
+from spec.errors import UserError, WorkError
+from spec.records import KernelRow
+
+START_S = {"nvidia": 15.0, "amd": 15.0}  # workers' start; a CPU's is shorter
+
+
+def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> float:
+    """Wall-clock estimate of a suite: kernels are shared by the devices."""
+    total = float(sum(case.seconds for case in cases))
+    if suite == "kernels":
+        total /= devices
+    return total + (START_S.get(kind, 5.0) if cases and suite != "training" else 0.0)
+
+
+@dataclass
+class Campaign:
+    """One run in progress."""
+
+    kind: str
+    devices: Sequence[Device]
+    store: Store
+    sampler: Sampler
+    show: Callable[[str, int], None]
+    deadline: float | None = None  # monotonic seconds
+    out_of_time: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def admit(self, seconds: float, until: float | None) -> bool:
+        """Whether a case of `seconds` still fits before `until`."""
+        if until is None or time.monotonic() + seconds <= until:
+            return True
+        self.out_of_time += 1
+        return False
+
+    def fail(self, case_id: str, reason: str) -> None:
+        """Record a failed case; a resumed run tries it again."""
+        self.failed[case_id] = reason
+        self.store.skip(case_id, f"failed: {reason}")
+        self.store.save()
+
+    def kernels(self, pool: Pool, cases: Sequence[KernelCase], until: float | None) -> None:
+        """Share the cases among the devices."""
+
+        def begin(rank: int, case: KernelCase) -> None:
+            self.sampler.tag(case.case_id, rank)
+
+        def finish(rank: int, case: KernelCase, reply: dict[str, Any]) -> None:
+            self.sampler.tag("", rank)
+            if "row" in reply:
+                self.store.append("kernels", [KernelRow.model_validate(reply["row"])])
+            elif "skip" in reply:
+                self.store.skip(case.case_id, reply["skip"])
+            else:
+                self.fail(case.case_id, reply["error"])
+            self.show(case.case_id, 1)
+
+        pool.each(
+            cases,
+            begin,
+            finish,
+            pinned=lambda case: case.device,
+            admit=lambda case: self.admit(case.seconds, until),
+        )
+
+    def collectives(self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None) -> None:
+        """One after the other, all devices at once."""
+        from measure.collectives import row
+
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                replies = pool.together(case)
+                if isinstance(replies, str):
+                    self.fail(case.case_id, replies)
+                else:
+                    self.store.append(
+                        "collectives", [row(case.message(), case.role, self.kind, replies)]
+                    )
+            self.show(case.case_id, 1)
+
+    def interference(
+        self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None
+    ) -> None:
+        """One after the other, all devices at once."""
+        from measure.interference import row
+
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                replies = pool.together(case)
+                try:
+                    if isinstance(replies, str):
+                        raise WorkError(replies)
+                    self.store.append("interference", [row(case.message(), replies)])
+                except WorkError as error:
+                    self.fail(case.case_id, str(error))
+            self.show(case.case_id, 1)
+
+    def training(self, cases: Sequence[Any], until: float | None) -> None:
+        """Each in fresh processes of its own, which measure.training starts."""
+        from measure.training import run_case
+
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                try:
+                    row, steps = run_case(
+                        case, window=lambda: Window(self.devices), device_kind=self.kind
+                    )
+                    # steps first: their configuration's row is what marks the case as done
+                    self.store.append("steps", steps)
+                    self.store.append("training", [row])
+                    if row.status == "failed":
+                        self.failed[case.case_id] = row.error or "failed"
+                except UserError as error:
+                    self.store.skip(case.case_id, str(error))
+                except Exception as error:  # whatever a case does, the run goes on
+                    self.fail(case.case_id, f"{type(error).__name__}: {error}")
+            self.show(case.case_id, 1)
+
+    @contextlib.contextmanager
+    def _tagged(self, case_id: str) -> Iterator[None]:
+        self.sampler.tag(case_id)
+        try:
+            yield
+        finally:
+            self.sampler.tag("")
+
+
+def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> None:
+    """Run all suites; with a deadline, each gets its share of the time that is left."""
+    pool = Pool(campaign.kind, world)
+    try:
+        for position, (suite, todo) in enumerate(cases.items()):
+            if not todo:
+                continue
+            until = campaign.deadline
+            if until is not None:
+                rest = list(cases.items())[position:]
+                need = {name: estimate_s(name, more, campaign.kind, world) for name, more in rest}
+                left = max(until - time.monotonic(), 0.0)
+                until = time.monotonic() + left * need[suite] / max(sum(need.values()), 1e-9)
+            if suite == "training":
+                pool.close()  # free the devices' memory
+                campaign.training(todo, until)
+            else:
+                getattr(campaign, suite)(pool, todo, until)
+            campaign.store.save()
+    finally:
+        pool.close()

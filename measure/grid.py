@@ -1,0 +1,161 @@
+"""Shapes beyond a model's own, so that a model of kernel time can be fitted between them."""
+
+from dataclasses import dataclass
+
+from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What is measured when nothing is asked for."""
+
+    models: tuple[str, ...]
+    tp: tuple[int, ...]
+    seq_len: tuple[int, ...]  # empty: each model's own
+    more_microbatches: tuple[int, ...]  # at the first two of tp and the first length
+
+
+GPU = Defaults(("llama3-8b", "llama3-70b"), (1, 2, 4, 8), (4096, 8192), (2, 4))
+CPU = Defaults(("tiny",), (1, 2), (), (2, 4))
+
+# (m, n, k): squares, launch-bound, and the hidden sizes of cut-down models
+_GPU_GEMM = (
+    (128, 128, 128),
+    (256, 256, 256),
+    (512, 512, 512),
+    (1024, 1024, 1024),
+    (2048, 2048, 2048),
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (128, 4096, 4096),
+    (512, 4096, 4096),
+    (1024, 8192, 1024),
+    (1024, 1024, 8192),
+    (2048, 6144, 2048),
+    (2048, 2048, 5504),
+    (4096, 3072, 1024),
+    (4096, 1024, 4096),
+    (4096, 12288, 4096),
+    (4096, 4096, 16384),
+    (16384, 4096, 4096),
+    (16384, 2048, 8192),
+    (1000, 3000, 5000),
+)
+_CPU_GEMM = (
+    (16, 16, 16),
+    (64, 64, 64),
+    (128, 256, 128),
+    (256, 256, 256),
+    (256, 768, 256),
+    (512, 512, 512),
+    (128, 512, 1024),
+    (256, 1024, 256),
+)
+_CPU_GEMM_MORE = ((512, 1536, 512), (1024, 1024, 1024), (2048, 512, 512), (512, 4096, 256))
+
+# (batch, seq, heads, kv_heads, head_dim)
+_GPU_ATTENTION = (
+    (1, 512, 4, 4, 64),
+    (1, 1024, 8, 8, 128),
+    (1, 2048, 16, 16, 128),
+    (1, 2048, 32, 8, 128),
+    (4, 2048, 16, 4, 128),
+    (8, 1024, 16, 16, 64),
+    (1, 4096, 12, 12, 128),
+    (1, 16384, 8, 1, 128),
+)
+_CPU_ATTENTION = ((1, 64, 2, 2, 16), (1, 128, 4, 2, 32), (2, 128, 4, 4, 32), (1, 256, 8, 4, 32))
+_CPU_ATTENTION_MORE = ((1, 512, 8, 8, 64), (2, 256, 8, 2, 64))
+
+_GPU_ROWS = ((16, 256), (512, 1024), (2048, 2048), (4096, 4096), (8192, 1024), (8192, 8192))
+_CPU_ROWS = ((8, 64), (128, 128), (256, 256), (256, 1024))
+_WIDE = ("rmsnorm", "layernorm", "swiglu", "gelu", "residual")
+
+
+def kernels(gpu: bool, quick: bool) -> list[Kernel]:
+    """The grid of one kind of hardware."""
+    gemm = _GPU_GEMM if gpu else _CPU_GEMM + (() if quick else _CPU_GEMM_MORE)
+    attention = _GPU_ATTENTION if gpu else _CPU_ATTENTION + (() if quick else _CPU_ATTENTION_MORE)
+    rows: tuple[tuple[int, int], ...] = _GPU_ROWS if gpu else _CPU_ROWS
+    if quick and gpu:
+        gemm, attention, rows = gemm[:10], attention[:4], rows[:3]
+    found = [Kernel("gemm", way, dims) for dims in gemm for way in GEMM_DIRECTIONS]
+    found += [Kernel("attention", way, dims) for dims in attention for way in PASSES]
+    found += [Kernel(op, way, dims) for op in _WIDE for dims in rows for way in PASSES]
+    head = (16, 128) if gpu else (4, 32)
+    for count, _ in rows:
+        found += [Kernel("rope", way, (count, *head)) for way in PASSES]
+    exponents = range(14, 31, 4) if gpu else range(10, 23, 4)
+    for op in ("grad_accumulate", "adam", "grad_norm", "copy"):
+        found += [Kernel(op, "forward", (2**exponent,)) for exponent in exponents]
+    words = ((128, 128, 512), (256, 256, 2048))
+    for count, width, vocab in ((512, 1024, 32000), (4096, 2048, 32000)) if gpu else words:
+        found += [Kernel("embedding", way, (count, width, vocab)) for way in PASSES]
+        found += [Kernel("cross_entropy", way, (count, vocab)) for way in PASSES]
+    if not quick:
+        found += _experts(gpu)
+    return found
+
+
+def _experts(gpu: bool) -> list[Kernel]:
+    """Router, permutation and grouped products at a few sizes."""
+    found = []
+    shapes = ((1024, 1024, 2048), (4096, 4096, 4096)) if gpu else ((128, 128, 256),)
+    for count, width, ffn in shapes:
+        found += [Kernel("router", way, (count, 8, 2)) for way in PASSES]
+        found += [Kernel("permute", way, (2 * count, width)) for way in PASSES]
+        for groups in (2, 8):
+            dims = (groups, 2 * count, ffn, width)
+            found += [Kernel("grouped_gemm", way, dims) for way in GEMM_DIRECTIONS]
+    return found
+
+
+def reference(gpu: bool) -> Kernel:
+    """The kernel that compares devices, sustained on each."""
+    return Kernel("gemm", "forward", (8192, 8192, 8192) if gpu else (256, 256, 256))
+
+
+def sustained(gpu: bool, quick: bool) -> list[Kernel]:
+    """Kernels also measured under sustained load: the heavy ones of a step, and memory-bound."""
+    if not gpu:
+        return [Kernel("gemm", "forward", (512, 512, 512)), Kernel("copy", "forward", (2**22,))]
+    found = [
+        Kernel("gemm", way, dims)
+        for dims in ((4096, 28672, 4096), (8192, 14336, 8192), (4096, 4096, 4096))
+        for way in GEMM_DIRECTIONS
+    ]
+    found += [
+        Kernel("gemm", "forward", dims)
+        for dims in (
+            (4096, 6144, 4096),
+            (4096, 4096, 14336),
+            (4096, 7168, 4096),
+            (8192, 7168, 8192),
+            (2048, 2048, 2048),
+            (1024, 1024, 1024),
+        )
+    ]
+    found += [
+        Kernel("attention", way, dims)
+        for dims in ((1, 4096, 32, 8, 128), (1, 8192, 32, 8, 128), (1, 8192, 8, 1, 128))
+        for way in PASSES
+    ]
+    found += [Kernel("rmsnorm", way, (8192, 8192)) for way in PASSES]
+    found += [Kernel("swiglu", "forward", (4096, 14336)), Kernel("copy", "forward", (2**30,))]
+    found += [Kernel("adam", "forward", (2**28,))]
+    return found[::3] if quick else found
+
+
+def interference(gpu: bool) -> list[Kernel]:
+    """Compute that runs beside communication in a step."""
+    if not gpu:
+        return [
+            Kernel("gemm", "forward", (256, 256, 256)),
+            Kernel("attention", "forward", (1, 256, 8, 4, 32)),
+        ]
+    return [
+        Kernel("gemm", "forward", (4096, 14336, 4096)),
+        Kernel("gemm", "wgrad", (4096, 4096, 4096)),
+        Kernel("attention", "forward", (1, 4096, 32, 8, 128)),
+        Kernel("attention", "backward", (1, 4096, 32, 8, 128)),
+    ]

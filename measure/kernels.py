@@ -1,0 +1,49 @@
+"""The kernel suite: one operation at one shape, in one state, on one device."""
+
+from typing import Any
+
+from measure.operations import Maker, footprint
+from measure.timing import Timer, quantiles
+from spec.errors import WorkError
+from spec.kernel import Kernel
+from spec.records import KernelRow
+
+SUSTAINED_S = {"cpu": 0.4, "cuda": 2.2}
+
+
+class Skip(WorkError):
+    """The case does not fit this machine; the reason is the message."""
+
+
+def measure(case: dict[str, Any], timer: Timer, device: int) -> KernelRow:
+    """Time one case; raises Skip where it needs more memory than there is to spend."""
+    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
+    need = footprint(kernel)
+    if need > timer.limit_bytes:
+        raise Skip(
+            f"needs about {need / 2**30:.0f} GiB; {timer.limit_bytes / 2**30:.0f} GiB are allowed"
+        )
+    call, implementation = Maker(timer.device).build(kernel)
+    if case["state"] == "sustained":
+        timing = timer.sustained(call, SUSTAINED_S[timer.device.type])
+    else:
+        timing = timer.burst(call, kernel.bytes)
+    state = timing.state
+    del call
+    return KernelRow(
+        case_id=case["case_id"],
+        role=case["role"],
+        op=kernel.op,
+        direction=kernel.direction,
+        dtype=kernel.dtype,
+        shape=kernel.shape,
+        state=case["state"],
+        implementation=implementation,
+        device=device,
+        host_us=timing.host_us,
+        clock_mhz=state.clock_median_mhz or None,
+        power_w=state.power_mean_w or None,
+        temperature_c=state.temperature_max_c,
+        throttle=state.throttle,
+        **quantiles(timing.times_us),
+    )

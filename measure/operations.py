@@ -1,0 +1,334 @@
+"""What each operation of `spec.kernel.OPS` runs: the PyTorch calls of Megatron-Core's local path.
+
+Without Transformer Engine or Apex, Megatron-Core 0.16 runs plain PyTorch here; each function below
+builds one call at one shape, on normally distributed data, and says in `implementation` what ran.
+Sources, all in megatron/core: tensor_parallel/layers.py (products), fusions/fused_bias_dropout.py,
+transformer/mlp.py (gated activation), models/common/embeddings/rope_utils.py,
+tensor_parallel/cross_entropy.py, optimizer/ and utils.py (Adam, gradient norm).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from spec.errors import WorkError
+from spec.kernel import Kernel
+
+Call = Callable[[], Any]
+Tensor = torch.Tensor
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# cuDNN's first: on Hopper about twice as fast as PyTorch's own flash kernels
+_ATTENTION_BACKENDS = (
+    "CUDNN_ATTENTION",
+    "FLASH_ATTENTION",
+    "EFFICIENT_ATTENTION",
+    "MATH",
+)
+_SHORT = {
+    "CUDNN_ATTENTION": "cudnn",
+    "FLASH_ATTENTION": "flash",
+    "EFFICIENT_ATTENTION": "efficient",
+}
+PARAMETER = 2**26  # elements of one parameter tensor that an optimizer step is split into
+
+# memory an instance takes, as a multiple of `Kernel.bytes`: inputs, outputs, and what is kept
+_FOOTPRINT = {"cross_entropy": 4.0, "embedding": 2.0, "router": 4.0, "adam": 1.0}
+
+
+def footprint(kernel: Kernel) -> float:
+    """Bytes of memory that timing this kernel may take, roughly."""
+    size = _FOOTPRINT.get(kernel.op, 3.0) * kernel.bytes
+    if kernel.op == "embedding":
+        size += 4.0 * kernel.named["width"] * kernel.named["vocab"] * 2
+    if kernel.op == "attention" and kernel.dtype == "fp32":
+        named = kernel.named
+        size += 8.0 * named["batch"] * named["heads"] * named["seq"] ** 2
+    return size
+
+
+class Maker:
+    """Builds calls on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.library = "rocm" if torch.version.hip else device.type
+        torch.manual_seed(1234)
+
+    def build(self, kernel: Kernel) -> tuple[Call, str]:
+        """The call that runs `kernel` once, and what it runs on, such as `torch/cublas`."""
+        if kernel.dtype not in DTYPES:
+            raise WorkError(f"{kernel.dtype} kernels are not measured by this version")
+        maker = getattr(self, f"_{kernel.op}", None)
+        if maker is None:
+            raise WorkError(f"no implementation of {kernel.op} is known here")
+        result: Call | tuple[Call, str] = maker(kernel, DTYPES[kernel.dtype])
+        return result if isinstance(result, tuple) else (result, "torch/eager")
+
+    def _normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        value = torch.randn(shape, dtype=dtype, device=self.device)
+        return value.mul_(scale) if scale != 1.0 else value
+
+    def _indices(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, device=self.device)
+
+    def _differentiable(
+        self, kernel: Kernel, function: Callable[..., Tensor], *inputs: Tensor
+    ) -> Call:
+        """Forward as it is; backward through autograd over a graph that is kept."""
+        wanted = [one.requires_grad_() for one in inputs if one.is_floating_point()]
+        if kernel.direction == "forward":
+            return lambda: function(*inputs)
+        out = function(*inputs)
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+
+    def _product_name(self) -> str:
+        names = {"cuda": "torch/cublas", "rocm": "torch/hipblas", "cpu": "torch/cpu"}
+        return names.get(self.library, f"torch/{self.library}")
+
+    def _gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        d = kernel.named
+        name = self._product_name()
+        w = self._normal(d["n"], d["k"], dtype=dtype, scale=0.02)
+        if kernel.direction == "dgrad":
+            g = self._normal(d["m"], d["n"], dtype=dtype)
+            return lambda: g.matmul(w), name
+        x = self._normal(d["m"], d["k"], dtype=dtype)
+        if kernel.direction == "wgrad":
+            del w
+            g = self._normal(d["m"], d["n"], dtype=dtype)
+            return lambda: g.t().matmul(x), name
+        return lambda: torch.matmul(x, w.t()), name
+
+    def _grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """One product per expert, as Megatron-Core's SequentialMLP, on equal shares of the rows."""
+        d = kernel.named
+        groups = d["groups"]
+        shares = [d["m"] // groups + (i < d["m"] % groups) for i in range(groups)]
+        shares = [share for share in shares if share]
+        calls = []
+        for m in shares:
+            share = Kernel("gemm", kernel.direction, (m, d["n"], d["k"]), kernel.dtype)
+            calls.append(self._gemm(share, dtype)[0])
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run, f"{self._product_name()}/sequential"
+
+    def _attention(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """Causal attention over tensors laid out [seq, batch, heads, head_dim], as Megatron's."""
+        from torch.nn.attention import sdpa_kernel
+
+        d = kernel.named
+        shape = (d["seq"], d["batch"], d["heads"], d["head_dim"])
+        kv_shape = (d["seq"], d["batch"], d["kv_heads"], d["head_dim"])
+        q = self._normal(*shape, dtype=dtype).requires_grad_()
+        k = self._normal(*kv_shape, dtype=dtype).requires_grad_()
+        v = self._normal(*kv_shape, dtype=dtype).requires_grad_()
+        grouped = d["heads"] != d["kv_heads"]
+
+        def forward(backend: Any) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q.permute(1, 2, 0, 3),
+                    k.permute(1, 2, 0, 3),
+                    v.permute(1, 2, 0, 3),
+                    is_causal=True,
+                    enable_gqa=grouped,
+                )
+
+        backend, name, out = self._attention_backend(forward, kernel)
+        if kernel.direction == "forward":
+            del out
+            return (lambda: forward(backend)), name
+        gradient = torch.randn_like(out)
+        return (lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)), name
+
+    def _attention_backend(
+        self, forward: Callable[[Any], Tensor], kernel: Kernel
+    ) -> tuple[Any, str, Tensor]:
+        """The first backend that runs this shape both ways, its name, and its output."""
+        from torch.nn.attention import SDPBackend
+
+        problem = "no backend"
+        for name in _ATTENTION_BACKENDS:
+            backend = getattr(SDPBackend, name, None)
+            if backend is None or (self.device.type == "cpu" and name == "CUDNN_ATTENTION"):
+                continue
+            try:
+                out = forward(backend)
+                torch.autograd.backward(out, torch.randn_like(out), retain_graph=True)
+            except RuntimeError as error:  # this backend does not take this shape or dtype
+                problem = str(error).splitlines()[0]
+                continue
+            return backend, f"torch/sdpa-{_SHORT.get(name, name.lower())}", out
+        raise WorkError(f"no attention backend takes {kernel.shape}: {problem}")
+
+    def _rmsnorm(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        rows, width = kernel.dims
+        x = self._normal(rows, width, dtype=dtype)
+        w = torch.ones(width, dtype=dtype, device=self.device)
+        return self._differentiable(kernel, lambda a, b: F.rms_norm(a, (width,), b, 1e-5), x, w)
+
+    def _layernorm(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        rows, width = kernel.dims
+        x = self._normal(rows, width, dtype=dtype)
+        w = torch.ones(width, dtype=dtype, device=self.device)
+        b = torch.zeros(width, dtype=dtype, device=self.device)
+        return self._differentiable(
+            kernel, lambda x_, w_, b_: F.layer_norm(x_, (width,), w_, b_, 1e-5), x, w, b
+        )
+
+    def _rope(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Queries and keys in one call each; a fifth of the heads stand for the keys."""
+        rows, heads, dim = kernel.dims
+        keys = max(heads // 5, 1)
+        freqs = torch.randn(rows, 1, 1, dim, device=self.device)
+        q = self._normal(rows, 1, max(heads - keys, 1), dim, dtype=dtype)
+        k = self._normal(rows, 1, keys, dim, dtype=dtype)
+
+        def rotate(t: Tensor) -> Tensor:
+            cos, sin = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
+            first, second = torch.chunk(t, 2, dim=-1)
+            return (t * cos) + (torch.cat((-second, first), dim=-1) * sin)
+
+        if kernel.direction == "forward":
+            return lambda: (rotate(q), rotate(k))
+        q.requires_grad_()
+        k.requires_grad_()
+        out = (rotate(q), rotate(k))
+        gradient = tuple(torch.randn_like(one) for one in out)
+        return lambda: torch.autograd.grad(out, (q, k), gradient, retain_graph=True)
+
+    def _swiglu(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        rows, width = kernel.dims
+        x = self._normal(rows, 2 * width, dtype=dtype)
+
+        def gated(y: Tensor) -> Tensor:
+            gate, linear = torch.chunk(y, 2, dim=-1)
+            return F.silu(gate) * (linear + 0.0)  # Megatron adds glu_linear_offset, 0 by default
+
+        return self._differentiable(kernel, gated, x)
+
+    def _gelu(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        rows, width = kernel.dims
+        return self._differentiable(kernel, F.gelu, self._normal(rows, width, dtype=dtype))
+
+    def _residual(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Forward: dropout of probability 0 runs nothing, then the sum. Backward: the gradients
+        of both branches meet in one sum."""
+        a = self._normal(*kernel.dims, dtype=dtype)
+        b = self._normal(*kernel.dims, dtype=dtype)
+        if kernel.direction == "backward":
+            return lambda: a + b
+        return lambda: b + F.dropout(a, p=0.0, training=True)
+
+    def _embedding(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        rows, width, vocab = kernel.dims
+        tokens = self._indices(vocab, rows)
+        table = self._normal(vocab, width, dtype=dtype, scale=0.02)
+        return self._differentiable(kernel, lambda w: F.embedding(tokens, w), table)
+
+    def _cross_entropy(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """VocabParallelCrossEntropy's steps, its three all-reduces left out."""
+        rows, vocab = kernel.dims
+        logits = self._normal(rows, vocab, dtype=dtype)
+        target = self._indices(vocab, rows)
+        every = torch.arange(rows, device=self.device)
+        if kernel.direction == "backward":
+            softmax = torch.softmax(logits.float(), dim=-1)
+            del logits
+            scale = torch.full((rows,), 1.0, device=self.device)
+
+            def backward() -> Tensor:
+                softmax[torch.arange(rows, device=self.device), target] -= 1.0
+                softmax.mul_(scale.unsqueeze(dim=-1))
+                return softmax.to(dtype)
+
+            return backward
+
+        def forward() -> Tensor:
+            x = logits.float()
+            x -= torch.max(x, dim=-1)[0].unsqueeze(dim=-1)
+            mask = (target < 0) | (target >= vocab)
+            masked = target.clone()
+            masked[mask] = 0
+            predicted = x[every, masked].clone()
+            predicted[mask] = 0.0
+            torch.exp(x, out=x)
+            total = x.sum(dim=-1)
+            loss = torch.log(total) - predicted
+            x.div_(total.unsqueeze(dim=-1))
+            return loss
+
+        return forward
+
+    def _router(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Softmax in fp32, top-k, and the map of tokens to experts."""
+        rows, experts, top_k = kernel.dims
+        logits = self._normal(rows, experts, dtype=dtype)
+
+        def route(x: Tensor) -> Tensor:
+            scores = torch.softmax(x, dim=-1, dtype=torch.float32)
+            best, index = torch.topk(scores, k=top_k, dim=1)
+            probabilities = torch.zeros_like(scores).scatter(1, index, best)
+            torch.zeros_like(scores).int().scatter(1, index, 1).bool()
+            return probabilities
+
+        return self._differentiable(kernel, route, logits)
+
+    def _permute(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Rows gathered into expert order; backward scatters them back."""
+        rows, width = kernel.dims
+        x = self._normal(rows, width, dtype=dtype)
+        order = torch.randperm(rows, device=self.device)
+        return self._differentiable(kernel, lambda t: t.index_select(0, order), x)
+
+    def _grad_accumulate(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        (elements,) = kernel.dims
+        main = self._normal(elements, dtype=torch.float32)
+        gradient = self._normal(elements, dtype=dtype)
+        return lambda: main.add_(gradient)
+
+    def _pieces(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        whole, rest = divmod(elements, PARAMETER)
+        sizes = [PARAMETER] * whole + ([rest] if rest else [])
+        return [self._normal(size, dtype=dtype, scale=0.02) for size in sizes]
+
+    def _adam(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """AdamW over fp32 shards, then the copy into the model's weights."""
+        (elements,) = kernel.dims
+        masters = self._pieces(elements, torch.float32)
+        weights = [torch.empty_like(one, dtype=dtype) for one in masters]
+        for one in masters:
+            one.grad = torch.randn_like(one)
+        fused = self.device.type == "cuda"
+        optimizer = torch.optim.AdamW(masters, lr=1e-6, fused=fused or None)
+
+        def step() -> None:
+            optimizer.step()
+            for master, weight in zip(masters, weights, strict=True):
+                weight.copy_(master)
+
+        return step, "torch/adamw-fused" if fused else "torch/adamw"
+
+    def _grad_norm(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """A norm per tensor, combined; the host reads the result, as clipping needs it."""
+        del dtype
+        pieces = self._pieces(kernel.dims[0], torch.float32)
+
+        def norm() -> float:
+            return float(torch.norm(torch.tensor([torch.norm(one) for one in pieces])))
+
+        return norm
+
+    def _copy(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        (elements,) = kernel.dims
+        source = self._normal(elements, dtype=dtype)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)

@@ -1,0 +1,315 @@
+"""What to measure, as data: the cases of the kernel, collective and interference suites.
+
+Cases are plain values that travel to workers as JSON. A case's id depends only on what it measures,
+so a resumed or repeated run gives the same work the same id, and the same role.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from measure import grid
+from spec.collective import COLLECTIVES
+from spec.errors import UserError
+from spec.files import parse, read_yaml
+from spec.kernel import Kernel, parse_kernel
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism
+from spec.step import kernels_of
+
+SUITES = ("kernels", "collectives", "interference", "training", "telemetry")
+JUDGE_SHARE = 0.2
+State = Literal["burst", "sustained"]
+
+
+def role_of(key: str) -> Literal["fit", "judge"]:
+    """A stable split: the same case has the same role in every run, on every system."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return "judge" if int.from_bytes(digest[:4]) < JUDGE_SHARE * 2**32 else "fit"
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One kernel in one state; on a given device where `device` is set, else on any."""
+
+    kernel: Kernel
+    state: State = "burst"
+    device: int | None = None
+    seconds: float = 0.5  # estimate, set-up included
+
+    @property
+    def case_id(self) -> str:
+        """Such as `gemm-forward-4096x6144x4096-bf16-burst`."""
+        k = self.kernel
+        dims = "x".join(str(size) for size in k.dims)
+        where = "" if self.device is None else f"-device{self.device}"
+        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-{self.state}{where}"
+
+    @property
+    def role(self) -> Literal["fit", "judge"]:
+        """Shared by both states of a kernel; the device comparison is always fitted on."""
+        if self.device is not None:
+            return "fit"
+        k = self.kernel
+        return role_of(f"kernel {k.op} {k.direction} {k.shape} {k.dtype}")
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        k = self.kernel
+        return {
+            "suite": "kernels",
+            "case_id": self.case_id,
+            "role": self.role,
+            "op": k.op,
+            "direction": k.direction,
+            "dims": list(k.dims),
+            "dtype": k.dtype,
+            "state": self.state,
+        }
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """One collective at one size, by `groups` groups of `ranks` ranks each, `stride` apart."""
+
+    collective: str
+    ranks: int
+    bytes: int
+    stride: int = 1
+    groups: int = 1
+    nodes: int = 1
+    seconds: float = 0.2
+
+    @property
+    def case_id(self) -> str:
+        """Such as `all_reduce-2r-stride2-2groups-1048576`."""
+        return (
+            f"{self.collective}-{self.ranks}r-stride{self.stride}-{self.groups}groups-{self.bytes}"
+        )
+
+    @property
+    def role(self) -> Literal["fit", "judge"]:
+        """By collective, span and size."""
+        return role_of(f"collective {self.case_id}")
+
+    def members(self) -> list[list[int]]:
+        """Ranks of each group: blocks of ranks * stride, one group per offset within a block."""
+        found = []
+        for number in range(self.groups):
+            block, offset = divmod(number, self.stride)
+            first = block * self.ranks * self.stride + offset
+            found.append([first + place * self.stride for place in range(self.ranks)])
+        return found
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        more = {"suite": "collectives", "case_id": self.case_id, "members": self.members()}
+        return asdict(self) | more
+
+
+@dataclass(frozen=True)
+class InterferenceCase:
+    """A kernel under a collective of all ranks."""
+
+    kernel: Kernel
+    collective: str
+    ranks: int
+    bytes: int
+    seconds: float = 1.0
+
+    @property
+    def case_id(self) -> str:
+        """Such as `gemm-forward-4096x4096x4096-bf16-under-all_reduce-4r-67108864`."""
+        k = self.kernel
+        dims = "x".join(str(size) for size in k.dims)
+        under = f"{self.collective}-{self.ranks}r-{self.bytes}"
+        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-under-{under}"
+
+    @property
+    def role(self) -> Literal["fit", "judge"]:
+        """By kernel and collective."""
+        return role_of(f"interference {self.case_id}")
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        k = self.kernel
+        return {
+            "suite": "interference",
+            "case_id": self.case_id,
+            "role": self.role,
+            "op": k.op,
+            "direction": k.direction,
+            "dims": list(k.dims),
+            "dtype": k.dtype,
+            "collective": self.collective,
+            "ranks": self.ranks,
+            "bytes": self.bytes,
+        }
+
+
+class _KernelWish(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    op: str
+    direction: str = "forward"
+    shape: str
+    dtype: str = "bf16"
+    state: State = "burst"
+
+
+class _CollectiveWish(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    ranks: int = Field(ge=2)
+    bytes: PositiveInt
+    stride: PositiveInt = 1
+    groups: PositiveInt = 1
+
+
+class PlanFile(BaseModel):
+    """A user's own plan: what is given replaces the default of that kind."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[str] = Field(default_factory=list, description="names or files")
+    tp: list[PositiveInt] = Field(default_factory=list)
+    seq_len: list[PositiveInt] = Field(default_factory=list)
+    microbatch: list[PositiveInt] = Field(default_factory=list)
+    kernels: list[_KernelWish] = Field(default_factory=list)
+    collectives: list[_CollectiveWish] = Field(default_factory=list)
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read a YAML (or JSON) plan; raises UserError where a key or value is wrong."""
+    return parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
+
+
+def model_kernels(
+    models: Iterable[ModelSpec],
+    tp: Sequence[int],
+    seq_len: Sequence[int],
+    microbatch: Sequence[int],
+) -> list[Kernel]:
+    """Kernels of every step over these degrees; combinations that a model refuses are left out."""
+    found: dict[Kernel, None] = {}
+    for model in models:
+        for seq in seq_len or [model.seq_len]:
+            for degree in tp:
+                for size in microbatch:
+                    split = Parallelism(
+                        tp=degree,
+                        sequence_parallel=degree > 1,
+                        microbatch=size,
+                        global_batch=size,
+                    )
+                    resized = model.resized(seq_len=seq)
+                    try:
+                        split.check(resized)
+                    except UserError:
+                        continue
+                    found.update(dict.fromkeys(sorted(kernels_of(resized, split), key=_order)))
+    return list(found)
+
+
+def _order(kernel: Kernel) -> tuple[str, str, tuple[int, ...]]:
+    return kernel.op, kernel.direction, kernel.dims
+
+
+def kernel_cases(
+    device_kind: str, devices: int, quick: bool, models: Sequence[str], plan: PlanFile
+) -> list[KernelCase]:
+    """The kernel suite: model shapes, a grid to fit on, and the sustained state of some."""
+    if plan.kernels:
+        return [
+            KernelCase(parse_kernel(k.op, k.direction, k.shape, k.dtype), k.state, seconds=1.0)
+            for k in plan.kernels
+        ]
+    gpu = device_kind in ("nvidia", "amd")
+    defaults = grid.GPU if gpu else grid.CPU
+    named = [load_model(one) for one in models or plan.models or defaults.models]
+    degrees, lengths, sizes = (
+        plan.tp or defaults.tp,
+        plan.seq_len or (() if models or plan.models or not gpu else defaults.seq_len),
+        plan.microbatch or [1],
+    )
+    wanted = dict.fromkeys(model_kernels(named, degrees, lengths, sizes))
+    if not plan.tp and not plan.microbatch:
+        more = model_kernels(named, degrees[:2], lengths[:1], defaults.more_microbatches)
+        wanted.update(dict.fromkeys(more))
+    wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
+    if gpu and not (models or plan.models):
+        experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
+        keep = ("grouped_gemm", "router", "permute")
+        wanted.update(dict.fromkeys(one for one in experts if one.op in keep))
+    burst = [KernelCase(one, seconds=_seconds(one, gpu)) for one in wanted]
+    sustained = [
+        KernelCase(one, "sustained", seconds=3.0 if gpu else 0.6)
+        for one in grid.sustained(gpu, quick)
+    ]
+    spread = [
+        KernelCase(grid.reference(gpu), "sustained", device, 3.0 if gpu else 0.6)
+        for device in range(devices)
+    ]
+    return [*spread, *burst, *sustained]
+
+
+def _seconds(kernel: Kernel, gpu: bool) -> float:
+    """Set-up and about 30 timings, at half of what such hardware usually reaches."""
+    flops, gbytes = (4e14, 2e12) if gpu else (2e10, 4e9)
+    return (0.25 if gpu else 0.1) + 40 * max(kernel.flops / flops, kernel.bytes / gbytes)
+
+
+def collective_cases(
+    device_kind: str, world: int, quick: bool, plan: PlanFile
+) -> list[CollectiveCase]:
+    """The collective suite over every power-of-two group that `world` ranks allow."""
+    if plan.collectives:
+        return [CollectiveCase(**wish.model_dump()) for wish in plan.collectives]
+    gpu = device_kind in ("nvidia", "amd")
+    top = 30 if gpu else (24 if quick else 26)
+    step = 2 if quick else 1
+    cases = []
+    for ranks, stride, groups in spans(world):
+        whole = stride == 1 and groups == 1
+        for exponent in range(10, top + 1, step if whole else 2):
+            for kind in COLLECTIVES:
+                seconds = (0.1 if gpu else 0.03) + 30 * 2**exponent / (2e11 if gpu else 1e9)
+                cases.append(
+                    CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
+                )
+    return cases
+
+
+def spans(world: int) -> list[tuple[int, int, int]]:
+    """(ranks, stride, groups at once) to measure on `world` ranks of one node."""
+    found = []
+    ranks = 2
+    while ranks <= world:
+        found.append((ranks, 1, 1))
+        if world // ranks > 1:
+            found.append((ranks, 1, world // ranks))
+            found.append((ranks, world // ranks, 1))
+            found.append((ranks, world // ranks, world // ranks))
+        ranks *= 2
+    if world > 2 and world & (world - 1):
+        found.append((world, 1, 1))
+    return found
+
+
+def interference_cases(device_kind: str, world: int, quick: bool) -> list[InterferenceCase]:
+    """GEMM and attention under all-reduce and all-gather of all ranks."""
+    if world < 2:
+        return []
+    gpu = device_kind in ("nvidia", "amd")
+    sizes = (2**24, 2**26, 2**28) if gpu else (2**18, 2**22)
+    return [
+        InterferenceCase(kernel, kind, world, size, 1.0 if gpu else 0.5)
+        for kernel in grid.interference(gpu)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")[: 2 if quick else 3]
+        for size in (sizes[-1:] if quick else sizes)
+    ]

@@ -1,0 +1,283 @@
+"""`python -m measure.run`: measures this machine's devices and writes results/<system>/<run>/."""
+
+import argparse
+import importlib.util
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from measure import host
+from measure.campaign import Campaign, estimate_s, measure_all
+from measure.devices import Device, find_kind, open_devices
+from measure.plan import (
+    SUITES,
+    PlanFile,
+    collective_cases,
+    interference_cases,
+    kernel_cases,
+    read_plan,
+)
+from measure.store import Store, find_run
+from measure.telemetry import Sampler
+from spec.command import Parser, add_json, add_progress, emit, run
+from spec.errors import UserError
+from spec.files import parse, read_json, write_json
+
+EXAMPLES = """\
+examples:
+  python -m measure.run                                    all suites, on what this machine has
+  python -m measure.run --quick                            a short look, two minutes on two cores
+  python -m measure.run --suite kernels --model llama3-8b  one suite, one model's shapes
+  python -m measure.run --list                             what would run, and how long
+  python -m measure.run --resume 20260101-120000           continue a run that was cut short
+"""
+PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the cases of a run; kept beside an unfinished one, for --resume."""
+
+    suites: tuple[str, ...]
+    models: tuple[str, ...]
+    quick: bool
+    plan: PlanFile
+
+
+def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
+    """The cases of each suite asked for, in the order in which suites run."""
+    cases: dict[str, list[Any]] = {}
+    for suite in options.suites:
+        if suite == "kernels":
+            cases[suite] = list(
+                kernel_cases(kind, devices, options.quick, options.models, options.plan)
+            )
+        elif suite == "collectives":
+            cases[suite] = list(collective_cases(kind, devices, options.quick, options.plan))
+        elif suite == "interference":
+            cases[suite] = list(interference_cases(kind, devices, options.quick))
+        elif suite == "training" and importlib.util.find_spec("measure.training"):
+            from measure import training
+
+            cases[suite] = list(training.cases(devices, kind, options.quick))
+    return cases
+
+
+def open_store(
+    asked: argparse.Namespace, options: Options, devices: Sequence[Device], words: Sequence[str]
+) -> Store:
+    """A fresh result set, with the plan beside it."""
+    described = host.describe_host(devices)
+    store = Store.create(
+        Path(asked.out),
+        system=asked.system or host.system_name([described]),
+        run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        hosts=[described],
+        interconnect=host.interconnect(devices),
+        software=host.software(),
+        environment=host.environment(),
+        command=host.command_line(words),
+        suites=options.suites,
+    )
+    plan = {
+        "suites": options.suites,
+        "models": options.models,
+        "quick": options.quick,
+        "plan": options.plan.model_dump(),
+    }
+    write_json(store.folder / PLAN, plan)
+    return store
+
+
+def reopen_store(asked: argparse.Namespace, devices: Sequence[Device]) -> tuple[Store, Options]:
+    """The result set that --resume names, and what it was to measure."""
+    folder = find_run(Path(asked.out), asked.resume)
+    store = Store.reopen(folder)
+    if not (folder / PLAN).exists():
+        raise UserError(f"{folder}: this run is complete; there is nothing to resume")
+    here = [device.describe(0).uuid_hash for device in devices]
+    before = [one.uuid_hash for one in store.manifest.hosts[0].devices]
+    if len(here) != len(before):
+        raise UserError(
+            f"{folder}: measured {len(before)} devices; {len(here)} are here, so it cannot continue"
+        )
+    if here != before:
+        store.note("resumed on other devices than it began on; devices of rows may be either")
+    value = read_json(folder / PLAN, "what a run still has to do")
+    try:
+        options = Options(
+            tuple(value["suites"]),
+            tuple(value["models"]),
+            bool(value["quick"]),
+            parse(PlanFile, value["plan"], str(folder / PLAN)),
+        )
+    except (KeyError, TypeError):
+        raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
+    store.retry_failed_training()
+    store.manifest.skipped = {
+        case: reason
+        for case, reason in store.manifest.skipped.items()
+        if not reason.startswith("failed: ")
+    }
+    store.note(f"resumed {datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
+    return store, options
+
+
+def progress_bar(total: int, asked: bool) -> Callable[[str, int], None]:
+    """A function that shows a finished case, where a person would see it."""
+    if not (asked or sys.stderr.isatty()):
+        return lambda _case, _count: None
+    from tqdm import tqdm
+
+    bar = tqdm(total=total, unit="case", file=sys.stderr, dynamic_ncols=True)
+
+    def show(case: str, count: int) -> None:
+        bar.set_postfix_str(case[:50], refresh=False)
+        bar.update(count)
+
+    return show
+
+
+def arguments_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        prog="python -m measure.run",
+        description="Measure this machine's GPUs (or its CPU): kernels, collectives, their "
+        "interference and training steps, with telemetry.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument(
+        "--suite", metavar="NAMES", help=f"comma-separated; all by default: {','.join(SUITES)}"
+    )
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME|FILE", help="model whose shapes count"
+    )
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="your own plan, YAML")
+    parser.add_argument("--out", default="results", metavar="FOLDER", help="default: results/")
+    parser.add_argument("--system", metavar="NAME", help="name of this system, e.g. 4x-h200")
+    parser.add_argument("--quick", action="store_true", help="a short look at everything")
+    parser.add_argument("--resume", metavar="RUN", help="continue a run; its own plan counts")
+    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
+    parser.add_argument(
+        "--budget", type=float, metavar="MINUTES", help="stop in time; each suite gets a share"
+    )
+    parser.add_argument("--kind", help=argparse.SUPPRESS)  # fake:N, for tests
+    add_json(parser)
+    add_progress(parser)
+    return parser
+
+
+def parse_suites(words: str | None) -> tuple[str, ...]:
+    """The suites named, in the order in which they run."""
+    if words is None:
+        return SUITES
+    named = [word.strip() for word in words.split(",") if word.strip()]
+    unknown = [word for word in named if word not in SUITES]
+    if unknown or not named:
+        raise UserError(f"suite {(unknown or [''])[0]!r} is unknown; known are {', '.join(SUITES)}")
+    return tuple(suite for suite in SUITES if suite in named)
+
+
+def main(words: Sequence[str]) -> int:
+    """The command."""
+    asked = arguments_parser().parse_args(words)
+    if asked.budget is not None and not asked.budget > 0:
+        raise UserError(f"--budget is {asked.budget}; it must be a positive number of minutes")
+    host.apply_defaults()
+    kind = (asked.kind or find_kind()).partition(":")[0]
+    devices = open_devices(asked.kind or kind)
+    plan = read_plan(asked.plan) if asked.plan else PlanFile()
+    options = Options(parse_suites(asked.suite), tuple(asked.model), asked.quick, plan)
+    began = time.monotonic()
+    store: Store | None = None
+    if asked.resume:
+        store, options = reopen_store(asked, devices)
+    cases = planned(options, kind, len(devices))
+    if asked.list:
+        return list_cases(asked.json, cases, kind, len(devices))
+    store = store or open_store(asked, options, devices, words)
+    manifest = store.manifest
+    manifest.planned = sum(len(some) for some in cases.values())
+    store.save()
+    left = {
+        suite: [
+            case
+            for case in some
+            if case.case_id not in store.done(suite) and case.case_id not in manifest.skipped
+        ]
+        for suite, some in cases.items()
+    }
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    epoch = datetime.fromisoformat(manifest.started).timestamp()
+    sampler = Sampler(store.folder, asked.kind or kind, epoch=epoch)
+    show = progress_bar(sum(len(some) for some in left.values()), asked.progress)
+    deadline = began + 60 * asked.budget if asked.budget else None
+    campaign = Campaign(asked.kind or kind, devices, store, sampler, show, deadline)
+    status = "partial"
+    try:
+        measure_all(campaign, left, len(devices))
+        status = "partial" if campaign.out_of_time else "complete"
+    finally:
+        sampler.stop()
+        if status == "complete" and not campaign.failed:
+            (store.folder / PLAN).unlink(missing_ok=True)
+        store.save(status)
+    return report(asked.json, campaign, time.monotonic() - began)
+
+
+def list_cases(target: str | None, cases: dict[str, list[Any]], kind: str, devices: int) -> int:
+    """What would run, with estimated seconds."""
+    suites: dict[str, Any] = {}
+    lines = []
+    for suite, some in cases.items():
+        seconds = estimate_s(suite, some, kind, devices)
+        suites[suite] = {
+            "seconds": round(seconds, 1),
+            "cases": [{"case_id": one.case_id, "seconds": round(one.seconds, 2)} for one in some],
+        }
+        lines += [f"{one.seconds:8.2f} s  {suite:12s} {one.case_id}" for one in some]
+        lines.append(f"{seconds:8.0f} s  {suite:12s} {len(some)} cases on {devices} devices")
+    value = {"schema": "measure-list/1", "devices": devices, "suites": suites}
+    emit(target, value, "\n".join(lines))
+    return 0
+
+
+def report(target: str | None, campaign: Campaign, seconds: float) -> int:
+    """Say what was measured; 1 where nothing was."""
+    manifest = campaign.store.manifest
+    value = {
+        "schema": "measure/1",
+        "path": str(campaign.store.folder),
+        "system": manifest.system,
+        "run": manifest.run,
+        "status": manifest.status,
+        "planned": manifest.planned,
+        "finished": manifest.finished,
+        "skipped": manifest.skipped,
+        "failed": campaign.failed,
+        "out_of_time": campaign.out_of_time,
+        "seconds": round(seconds, 1),
+    }
+    lines = [
+        f"{manifest.finished} of {manifest.planned} cases measured in {seconds:.0f} s; "
+        f"status {manifest.status}: {campaign.store.folder}"
+    ]
+    quiet = len(manifest.skipped) - len(campaign.failed)
+    if quiet > 0:
+        lines.append(f"{quiet} skipped, with reasons in manifest.json")
+    lines += [f"failed: {case}: {reason}" for case, reason in list(campaign.failed.items())[:10]]
+    if campaign.out_of_time:
+        lines.append(
+            f"{campaign.out_of_time} did not fit the budget; continue with --resume {manifest.run}"
+        )
+    emit(target, value, "\n".join(lines))
+    return 0 if manifest.finished else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,247 @@
+"""Times a call on a device: what differs between a CPU and a GPU is all here.
+
+GPU: events around each repeat. The device first sleeps while the host queues the repeats, so that
+intervals are the device's time, not the host's; before each repeat a buffer of twice the L2 is
+written, so that a kernel's operands come from memory. `host_us` is measured apart, on an idle
+queue. CPU: a monotonic clock around each repeat, caches as the previous repeat left them; short
+calls are timed several at once.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from measure.devices import Device
+from measure.window import Readings, WindowResult
+
+_cuda: Any = torch.cuda  # only partly annotated
+
+Call = Callable[[], Any]
+MIN_REPEATS = 20
+MAX_REPEATS = 100
+BURST_S = 0.06  # aim of all repeats of a burst together
+SETTLE_S = 0.8  # sustained: load before the timed part, for the power cap to act
+CPU_SHORT_S = 5e-5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeats of one call, microseconds, and the device's state meanwhile."""
+
+    times_us: list[float]
+    host_us: float | None
+    state: WindowResult
+
+
+def quantiles(times_us: Sequence[float]) -> dict[str, Any]:
+    """The columns of `spec.records.Repeated` from repeats in microseconds."""
+    ordered = sorted(times_us)
+    cuts = statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else []
+    return {
+        "repeats": len(ordered),
+        "median_us": statistics.median(ordered),
+        "p10_us": cuts[0] if cuts else ordered[0],
+        "p90_us": cuts[-1] if cuts else ordered[0],
+        "min_us": ordered[0],
+        "mean_us": statistics.fmean(ordered),
+        "std_us": statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
+    }
+
+
+class CpuTimer:
+    """Times calls on the CPU of this process."""
+
+    backend = "gloo"
+    limit_bytes = 2 * 2**30  # a case needing more is skipped
+
+    def __init__(self, monitor: Device) -> None:
+        self.device = torch.device("cpu")
+        self._monitor = monitor
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def release(self) -> None:
+        """Nothing is cached."""
+
+    def once_s(self, call: Call) -> float:
+        """Seconds of one call, warmed up."""
+        call()
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    def burst(self, call: Call, nbytes: float) -> Timing:
+        """At least 20 repeats in a row."""
+        del nbytes
+        readings = Readings([self._monitor])
+        readings.take()
+        once = self.once_s(call)
+        inner = max(1, min(1000, round(CPU_SHORT_S / max(once, 1e-7))))
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(BURST_S / (once * inner))))
+        began = time.perf_counter()
+        times = self._repeat(call, repeats, inner)
+        readings.take()
+        return Timing(times, None, readings.result(time.perf_counter() - began))
+
+    def sustained(self, call: Call, seconds: float) -> Timing:
+        """Looped for `seconds`, the last part timed."""
+        readings = Readings([self._monitor])
+        began = time.perf_counter()
+        times: list[float] = []
+        while time.perf_counter() - began < seconds or len(times) < MIN_REPEATS:
+            times += self._repeat(call, MIN_REPEATS, 1)
+            readings.take()
+        return Timing(
+            times[-max(len(times) // 2, MIN_REPEATS) :],
+            None,
+            readings.result(time.perf_counter() - began),
+        )
+
+    def _repeat(self, call: Call, repeats: int, inner: int) -> list[float]:
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            for _ in range(inner):
+                call()
+            times.append((time.perf_counter() - begin) / inner * 1e6)
+        return times
+
+
+class GpuTimer:
+    """Times calls on one CUDA (or ROCm) device."""
+
+    backend = "nccl"
+    limit_bytes = 40 * 2**30
+
+    def __init__(self, index: int, monitor: Device) -> None:
+        _cuda.set_device(index)
+        self.device = torch.device("cuda", index)
+        self._monitor = monitor
+        properties = _cuda.get_device_properties(index)
+        l2 = int(getattr(properties, "L2_cache_size", 0) or 64 * 2**20)
+        self._flush = torch.empty(2 * l2, dtype=torch.int8, device=self.device)
+        self._l2 = l2
+        # cycles of torch.cuda._sleep per microsecond; it counts the SM clock
+        self._cycles = float(monitor.max_clock_mhz() or 2000.0)
+        free, _ = _cuda.mem_get_info(index)
+        self.limit_bytes = min(self.limit_bytes, int(free * 0.8))
+
+    def synchronize(self) -> None:
+        """Wait for the device; raises what it failed with."""
+        _cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Return cached memory to the driver."""
+        _cuda.empty_cache()
+
+    def hold(self, microseconds: float) -> None:
+        """Keep the device busy while the host queues work behind (at most 50 ms)."""
+        sleep = getattr(_cuda, "_sleep", None)
+        if sleep is not None:
+            sleep(int(min(microseconds, 50_000.0) * self._cycles))
+
+    def once_s(self, call: Call) -> float:
+        """Seconds of one call, warmed up."""
+        for _ in range(2):
+            call()
+        begin, end = self.event(), self.event()
+        begin.record()
+        call()
+        end.record()
+        self.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def event(self) -> Any:
+        """A timing event."""
+        return _cuda.Event(enable_timing=True)
+
+    def stream(self) -> Any:
+        """A second stream."""
+        return _cuda.Stream(device=self.device)
+
+    def on(self, stream: Any) -> Any:
+        """A context in which calls and events go to `stream`."""
+        return _cuda.stream(stream)
+
+    def host_us(self, call: Call, repeats: int) -> float:
+        """Median time that the host spends in a call when the queue is empty, us."""
+        times = []
+        for _ in range(repeats):
+            self.synchronize()
+            begin = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin) * 1e6)
+        self.synchronize()
+        return statistics.median(times)
+
+    def burst(self, call: Call, nbytes: float) -> Timing:
+        """At least 20 repeats in a row, the L2 written over before each."""
+        once = self.once_s(call)
+        host = self.host_us(call, 5 if once > 5e-3 else 11)
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(BURST_S / max(once, 1e-6))))
+        flush = nbytes < 8 * self._l2
+        pairs = [(self.event(), self.event()) for _ in range(repeats)]
+        readings = Readings([self._monitor])
+        began = time.perf_counter()
+        self.hold(repeats * (host + 20.0))
+        for begin, end in pairs:
+            if flush:
+                self._flush.zero_()
+            begin.record()
+            call()
+            end.record()
+        self._wait(pairs[-1][1], readings)
+        times = [float(begin.elapsed_time(end)) * 1e3 for begin, end in pairs]
+        return Timing(times, host, readings.result(time.perf_counter() - began))
+
+    def _wait(self, last: Any, readings: Readings) -> None:
+        """Read the monitor while the device works."""
+        readings.take()
+        while not last.query():
+            time.sleep(1e-3)
+            readings.take()
+        self.synchronize()
+
+    def sustained(self, call: Call, seconds: float) -> Timing:
+        """Looped for `seconds`, timed in batches after the power cap had time to act."""
+        once = self.once_s(call)
+        host = self.host_us(call, 5)
+        inner = max(1, min(500, int(0.02 / max(once, host * 1e-6, 1e-6))))
+        readings = Readings([self._monitor])
+        times: list[float] = []
+        began = time.perf_counter()
+        last = self.event()
+        last.record()
+        waiting: list[Any] = [last]
+        while True:
+            now = time.perf_counter() - began
+            if now >= seconds and len(times) >= MIN_REPEATS:
+                break
+            for _ in range(inner):
+                call()
+            after = self.event()
+            after.record()
+            waiting.append(after)
+            if len(waiting) < 3:  # one batch runs while the host queues the next
+                continue
+            waiting[1].synchronize()
+            if now >= SETTLE_S:
+                times.append(float(waiting[0].elapsed_time(waiting[1])) * 1e3 / inner)
+                readings.take()
+            waiting.pop(0)
+        self.synchronize()
+        measured = max(time.perf_counter() - began - SETTLE_S, 1e-3)
+        return Timing(times, host, readings.result(measured))
+
+
+Timer = CpuTimer | GpuTimer
+
+
+def open_timer(kind: str, index: int, monitor: Device) -> Timer:
+    """The timer of one device of a kind."""
+    return GpuTimer(index, monitor) if kind in ("nvidia", "amd") else CpuTimer(monitor)
