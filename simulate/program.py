@@ -6,6 +6,7 @@ timeline executes it, and `simulate.astra` emits it for Astra-Sim.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 Kind = Literal[
@@ -15,6 +16,7 @@ Kind = Literal[
 COLLECTIVES: frozenset[str] = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 )
+AXES = ("tp", "cp", "ep", "dp", "pp")
 PIPELINE_AXIS = "pp"
 
 
@@ -61,3 +63,47 @@ class Program:
 
     axes: Mapping[str, int]
     stages: tuple[StageProgram, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs."""
+        return prod(self.axes.values())
+
+    def check(self) -> None:
+        """Raise ValueError for a program that does not keep what its parts promise."""
+        names = tuple(self.axes)
+        if names != tuple(axis for axis in AXES if axis in self.axes):
+            raise ValueError(f"axes are {names}; allowed are {AXES}, in that order")
+        if any(size < 1 for size in self.axes.values()):
+            raise ValueError(f"axes have sizes {dict(self.axes)}; each must be 1 or more")
+        if len(self.stages) != self.axes.get(PIPELINE_AXIS, 1):
+            raise ValueError(f"{len(self.stages)} stages for {dict(self.axes)}")
+        for index, stage in enumerate(self.stages):
+            seen: set[int] = set()
+            last = -1
+            for task in stage.tasks:
+                where = f"stage {index}, task {task.id} ({task.name})"
+                if task.id <= last:
+                    raise ValueError(f"{where}: ids must ascend")
+                last = task.id
+                if not seen.issuperset(task.deps):
+                    raise ValueError(f"{where}: waits for a task that is not before it")
+                seen.add(task.id)
+                self._check_task(task, index, where)
+
+    def _check_task(self, task: Task, stage: int, where: str) -> None:
+        if task.kind == "compute":
+            if not 0 <= task.duration_ns < 1e18:
+                raise ValueError(f"{where}: takes {task.duration_ns} ns")
+            return
+        if task.bytes < 1:
+            raise ValueError(f"{where}: moves {task.bytes} bytes; at least 1 is needed")
+        if task.time_ns is not None and not 0 <= task.time_ns < 1e18:
+            raise ValueError(f"{where}: takes {task.time_ns} ns")
+        if task.kind in COLLECTIVES:
+            if not task.axes or any(self.axes.get(axis, 1) < 2 for axis in task.axes):
+                raise ValueError(
+                    f"{where}: spans {task.axes}; name one or more axes, each of size 2 or more"
+                )
+        elif not 0 <= task.peer < len(self.stages) or task.peer == stage:
+            raise ValueError(f"{where}: peer {task.peer} is no other stage")

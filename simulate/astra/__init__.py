@@ -3,14 +3,26 @@
 Astra-Sim itself is not here: users build it as its documentation says and point us at the binary.
 The rules in these modules were read off astra-sim 518bd51 (chakra f37c2bb,
 astra-network-analytical 599a047) and are tested against recorded runs of its binary.
+
+    program = Program(axes, stages)                      # simulate.program; ids ascend, deps before
+    manifest = emit(program, Path("astra"), whole=False) # or whole=True: a trace for every rank
+    binary = find_binary(flag)                           # None: say `absent()`
+    result = run(Path("astra"), binary, timeout_s=600, progress=lambda done, ranks: ...)
+    result.cycles[rank], result.step_ns                  # ns; WorkError where it did not end well
+
+What `emit` wants of a Program beyond what its docstrings say:
+- every communication has `time_ns`, or its axes have a `Link` (`links={"dp": Link(45, 3000)}`);
+- every send has one recv in its peer stage, with the same tag and bytes (and the reverse);
+- compute runs in id order and so do collectives (edges are added); sends only wait for `deps`;
+- a recv has no cost: give it no deps, and make what uses its data depend on it;
+- only all_reduce may span "pp"; tasks joined over it share their name.
 """
 
 from simulate.astra.configs import Dimension, Files, Network, System
-from simulate.astra.emit import Link, emit
+from simulate.astra.emit import emit
+from simulate.astra.linear import Link
 from simulate.astra.log import AstraLog
-from simulate.astra.manifest import Manifest
-from simulate.astra.run import AstraResult, Binary, find_binary, identify, run
-from simulate.astra.timing import Timing, simulate
+from simulate.astra.run import AstraResult, Binary, absent, find_binary, identify, run
 from simulate.astra.traces import Trace, read_trace
 
 __all__ = [
@@ -20,15 +32,13 @@ __all__ = [
     "Dimension",
     "Files",
     "Link",
-    "Manifest",
     "Network",
     "System",
-    "Timing",
     "Trace",
+    "absent",
     "emit",
     "find_binary",
     "identify",
     "read_trace",
     "run",
-    "simulate",
 ]

@@ -9,7 +9,7 @@ fixed32 in the node's last four bytes, so that one encoded stage serves all its 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spec.errors import UserError
 
@@ -49,6 +49,10 @@ class Node:
     peer: int = -1  # rank: destination of a send, source of a recv
     group: str = ""  # communicator group; "" and "0" are all ranks
     dims: tuple[bool, ...] | None = None  # involved dimensions; None means four times true
+
+    def without_peer(self) -> "Node":
+        """The node with no peer: what ranks of one stage have in common."""
+        return replace(self, peer=-1) if self.peer >= 0 else self
 
 
 def varint(value: int) -> bytes:
@@ -108,7 +112,8 @@ def encode_node(node: Node) -> bytes:
     if node.type in (SEND, RECV):
         parts.append(_integer("comm_tag", node.tag))
         # the node's own side is left out: Astra-Sim takes it to be the rank that reads the file
-        value = varint(_FIXED32_VALUE << 3 | 5) + node.peer.to_bytes(4, "little")
+        # no peer yet: 0, for the writer to fill in
+        value = varint(_FIXED32_VALUE << 3 | 5) + max(node.peer, 0).to_bytes(4, "little")
         parts.append(_attribute("comm_dst" if node.type == SEND else "comm_src", value))
     body = b"".join(parts)
     return varint(len(body)) + body

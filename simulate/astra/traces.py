@@ -134,7 +134,7 @@ class _Reader:
         pairs = sorted(decode_named(raw, str(path)), key=lambda pair: pair[0].id)
         talking = [(node, offset) for node, offset in pairs if node.type in (SEND, RECV)]
         peers = np.array([node.peer for node, _ in talking], dtype=np.int64)
-        plain = tuple(_without_peer(node) for node, _ in pairs)
+        plain = tuple(node.without_peer() for node, _ in pairs)
         if plain not in self.known:
             self.known[plain] = len(self.bodies)
             self.bodies.append(make_body(plain, str(path)))
@@ -152,20 +152,6 @@ class _Reader:
             bad = peers[(peers < 0) | (peers >= self.npus)][0]
             raise UserError(f"{path}: peer {bad} is no rank; the network has {self.npus}.")
         return peers
-
-
-def _without_peer(node: Node) -> Node:
-    if node.peer < 0:
-        return node
-    return Node(
-        node.id,
-        node.name,
-        node.type,
-        node.ctrl_deps,
-        node.data_deps,
-        comm_size=node.comm_size,
-        tag=node.tag,
-    )
 
 
 def read_trace(directory: Path) -> Trace:
@@ -197,7 +183,7 @@ def make_trace(
     body_of, peers = [], []
     for rank, nodes in enumerate(programs):
         ordered = sorted(nodes, key=lambda node: node.id)
-        plain = tuple(_without_peer(node) for node in ordered)
+        plain = tuple(node.without_peer() for node in ordered)
         if plain not in known:
             known[plain] = len(bodies)
             bodies.append(make_body(plain, f"rank {rank}"))

@@ -1,0 +1,389 @@
+"""Writes a Program as the files that Astra-Sim runs: whole, or one replica of each kind."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.astra.chakra import (
+    COLL,
+    COMM_TYPES,
+    COMP,
+    RECV,
+    SEND,
+    Node,
+    encode_header,
+    encode_node,
+)
+from simulate.astra.check import check
+from simulate.astra.configs import (
+    COLLECTIVE_KEYS,
+    OPTIMIZATIONS,
+    Dimension,
+    Files,
+    Network,
+    System,
+    write_configs,
+)
+from simulate.astra.expand import expand
+from simulate.astra.linear import Link, Operation, Sized, Sizer, algorithm, count, fit, link_ns
+from simulate.astra.linear import operation as operation_of
+from simulate.astra.traces import Trace, make_body
+from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
+from spec.errors import UserError
+
+SCHEMA = "astra-emission/1"
+ALGORITHMS = ("auto", "ring", "direct", "halvingDoubling")
+_WRITERS = 4  # threads; writing a file releases the interpreter
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What `emit` writes, before it is written: every rank of stage s runs `nodes[s]`.
+
+    Rank r is r % replicas of stage r // replicas; peers of `nodes` are stages.
+    """
+
+    network: Network
+    system: System
+    axes: tuple[str, ...]  # of the network's dimensions
+    nodes: tuple[tuple[Node, ...], ...]
+    operations: dict[Operation, tuple[int, Sized]]  # calls on one rank per stage, summed
+
+    @property
+    def replicas(self) -> int:
+        """Ranks per pipeline stage."""
+        return self.network.npus // len(self.nodes)
+
+    def trace(self) -> Trace:
+        """The workload as the reader would give it back from disk."""
+        bodies, peers = [], []
+        for stage, nodes in enumerate(self.nodes):
+            bodies.append(make_body([node.without_peer() for node in nodes], f"stage {stage}"))
+            peers.append(
+                np.array([n.peer for n in nodes if n.type in (SEND, RECV)], dtype=np.int64)
+            )
+        ranks = np.arange(self.network.npus)
+        return Trace(
+            self.network,
+            self.system,
+            tuple(bodies),
+            ranks // self.replicas,
+            [
+                peers[stage] * self.replicas + inner
+                for stage in range(len(self.nodes))
+                for inner in range(self.replicas)
+            ],
+        )
+
+
+def build(
+    program: Program,
+    *,
+    whole: bool,
+    links: Mapping[str, Link] | None = None,
+    collectives: str = "auto",
+    optimization: str = "baseline",
+) -> Workload:
+    """Everything of an emission but the writing; arguments as for `emit`."""
+    if collectives not in ALGORITHMS:
+        raise UserError(f"collectives is {collectives!r}; known are {', '.join(ALGORITHMS)}.")
+    if optimization not in OPTIMIZATIONS:
+        raise UserError(f"optimization is {optimization!r}; known are {OPTIMIZATIONS}.")
+    stages = expand(program)
+    order = tuple(axis for axis, size in program.axes.items() if size > 1)
+    calls = count(stages, order)
+    delay = System({}).endpoint_delay_ns
+    times = _times(calls, program.axes, dict(links or {}), collectives, delay)
+    sizes = {axis: program.axes[axis] for axis in order}
+    if not whole:
+        used = {axis for one in calls for axis in one.axes} | {PIPELINE_AXIS}
+        sizes = {a: n if a == PIPELINE_AXIS else 2 for a, n in sizes.items() if a in used}
+    if not sizes:
+        sizes = {"dp": 2}  # Astra-Sim wants a dimension, and a dimension wants two
+    timed = {one: (calls[one], ns) for one, ns in times.items()}
+    dims = []
+    for axis, npus in sizes.items():
+        link = (links or {}).get(axis)
+        if whole and link and all(o.time_ns is None for o in timed if axis in o.axes):
+            gibps = link.bandwidth_gbps * 1e9 / 2**30
+            dims.append(Dimension("FullyConnected", npus, gibps, link.latency_ns))
+        else:
+            dims.append(fit(axis, npus, timed, collectives, delay))
+    network = Network(tuple(dims))
+    names = {
+        kind: tuple(algorithm(kind, npus, collectives) for npus in sizes.values())
+        for kind in COLLECTIVE_KEYS
+    }
+    system = System(names, optimization)
+    sizer = Sizer(network, system, tuple(sizes))
+    sized = {one: (calls[one], sizer.size(one, ns)) for one, ns in times.items()}
+    nodes = tuple(
+        tuple(_node(task, order, sizer, sized) for task in tasks) or (_idle(),) for tasks in stages
+    )
+    return Workload(network, system, tuple(sizes), nodes, sized)
+
+
+def _times(
+    calls: Counter[Operation],
+    axes: Mapping[str, int],
+    links: Mapping[str, Link],
+    collectives: str,
+    delay: int,
+) -> dict[Operation, float]:
+    """ns of every operation: its own, or that of the links at the true group size."""
+    result = {}
+    for one in calls:
+        if one.time_ns is not None:
+            result[one] = one.time_ns
+            continue
+        missing = [axis for axis in one.axes if axis not in links]
+        if missing:
+            raise UserError(
+                f"{one.kind} of {one.bytes} bytes over {'+'.join(one.axes)} has no time; give one, "
+                f"or a link for the axis {missing[0]}."
+            )
+        result[one] = sum(
+            link_ns(one, links[a], algorithm(one.kind, axes[a], collectives), axes[a], delay)
+            for a in one.axes
+        )
+    return result
+
+
+def _idle() -> Node:
+    return Node(1, "idle", COMP, num_ops=1500, tensor_size=1)
+
+
+def _node(
+    task: Task, order: tuple[str, ...], sizer: Sizer, sized: Mapping[Operation, tuple[int, Sized]]
+) -> Node:
+    """The Chakra node of a task, with a stage as its peer.
+
+    Compute: with peak-perf 1 TFLOP/s, num_ops / 1000 nanoseconds; 500 more keep the floor of a
+    double from losing one. Astra-Sim aborts on a node that takes no time, so 1 ns is the least.
+    """
+    if task.kind == "compute":
+        ns = max(round(task.duration_ns), 1)
+        return Node(
+            task.id, task.name, COMP, data_deps=task.deps, num_ops=ns * 1000 + 500, tensor_size=1
+        )
+    one = operation_of(task, order)
+    size = sized[one][1].comm_size
+    if task.kind in COLLECTIVES:
+        return Node(
+            task.id,
+            task.name,
+            COLL,
+            data_deps=task.deps,
+            comm_type=COMM_TYPES[task.kind],
+            comm_size=size,
+            dims=sizer.flags(one),
+        )
+    return Node(
+        task.id,
+        task.name,
+        SEND if task.kind == "send" else RECV,
+        data_deps=task.deps,
+        comm_size=size,
+        tag=task.tag,
+        peer=task.peer,
+    )
+
+
+def emit(
+    program: Program,
+    directory: Path,
+    *,
+    whole: bool,
+    links: Mapping[str, Link] | None = None,
+    collectives: str = "auto",
+    optimization: str = "baseline",
+    manifest_extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write `program` for Astra-Sim into `directory`, whole or not at all; returns the manifest.
+
+    whole: every rank; else each axis but the pipeline's is folded to two replicas, whose
+    collectives take as long as those of the true group.
+    links: per axis, for communication without a time. collectives: Astra-Sim's algorithm, "auto"
+    for the cheapest to simulate. optimization: of all-reduces over several dimensions.
+    An earlier emission in `directory` is replaced; anything else there raises UserError, and so
+    does a program that could not run to its end.
+    """
+    work = build(
+        program, whole=whole, links=links, collectives=collectives, optimization=optimization
+    )
+    check(work.trace())
+    directory = directory.absolute()
+    _replaceable(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        manifest = _manifest(program, work, whole, manifest_extra or {})
+        files = Files(temporary)
+        files.prefix.parent.mkdir()
+        write_configs(files, work.network, work.system)
+        manifest["bytes"] = _write_traces(work, files)
+        text = json.dumps(manifest, indent=1, allow_nan=False)
+        files.manifest.write_text(text + "\n", encoding="utf-8")
+        temporary.chmod(0o755)
+        if directory.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+            directory.rename(retired / "old")
+            temporary.rename(directory)
+            shutil.rmtree(retired)
+        else:
+            temporary.rename(directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _replaceable(directory: Path) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise UserError(f"{directory}: is a file; an emission needs a directory.")
+    if not any(directory.iterdir()):
+        return
+    try:
+        manifest = json.loads(Files(directory).manifest.read_text(encoding="utf-8"))
+        ours = isinstance(manifest, dict) and manifest.get("schema") == SCHEMA
+    except (OSError, ValueError, RecursionError):
+        ours = False
+    if not ours:
+        raise UserError(
+            f"{directory}: holds files that are no emission of ours; name a new directory."
+        )
+
+
+def _write_traces(work: Workload, files: Files) -> int:
+    """Write every rank's trace; ranks without peers share their stage's file. Returns bytes."""
+    total = 0
+    for stage, nodes in enumerate(work.nodes):
+        data, positions = _template(nodes)
+        first = stage * work.replicas
+        total += len(data) * (work.replicas if len(positions) else 1)
+        if not len(positions):
+            files.trace(first).write_bytes(data.tobytes())
+            for rank in range(first + 1, first + work.replicas):
+                files.trace(rank).symlink_to(files.trace(first).name)
+            continue
+        peers = np.array([n.peer for n in nodes if n.type in (SEND, RECV)]) * work.replicas
+        parts = np.array_split(np.arange(work.replicas), _WRITERS)
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            for done in [
+                pool.submit(_write_part, files, first, part, data.copy(), positions, peers)
+                for part in parts
+            ]:
+                done.result()
+    return total
+
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+
+def _template(nodes: tuple[Node, ...]) -> tuple[Bytes, Ints]:
+    """A stage's file with all peers 0, and the offsets of those peers' four bytes."""
+    parts = [encode_header()]
+    at = len(parts[0])
+    positions = []
+    for node in nodes:
+        encoded = encode_node(node.without_peer() if node.peer >= 0 else node)
+        parts.append(encoded)
+        at += len(encoded)
+        if node.type in (SEND, RECV):
+            positions.append(at - 4)
+    data = np.frombuffer(b"".join(parts), dtype=np.uint8)
+    return data, np.array(positions, dtype=np.int64)[:, None] + np.arange(4)
+
+
+def _write_part(
+    files: Files, first: int, part: Ints, data: Bytes, positions: Ints, peers: Ints
+) -> None:
+    flat = positions.ravel()
+    for inner in part.tolist():
+        data[flat] = (peers + inner).astype("<u4").view(np.uint8)
+        handle = os.open(files.trace(first + inner), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.write(handle, data.data)
+        finally:
+            os.close(handle)
+
+
+def _manifest(
+    program: Program, work: Workload, whole: bool, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    residuals = [abs(s.astra_ns / s.time_ns - 1) for _, s in work.operations.values() if s.time_ns]
+    return {
+        "schema": SCHEMA,
+        "whole": whole,
+        "gpus": program.ranks,
+        "npus": work.network.npus,
+        "axes": dict(program.axes),
+        "folded": _folded(program, work, whole),
+        "dimensions": [
+            {
+                "axis": axis,
+                "npus": dim.npus,
+                "bandwidth_gibps": dim.bandwidth_gibps,
+                "latency_ns": dim.latency_ns,
+            }
+            for axis, dim in zip(work.axes, work.network.dims, strict=True)
+        ],
+        "operations": [
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "calls": calls,  # of one rank per stage, over all stages
+                "bytes": one.bytes,
+                "comm_size": sized.comm_size,
+                "time_ns": sized.time_ns,
+                "line_ns": sized.unscaled_ns,
+                "astra_ns": sized.astra_ns,
+            }
+            for one, (calls, sized) in work.operations.items()
+        ],
+        "largest_residual": max(residuals, default=0.0),
+        "nodes": sum(map(len, work.nodes)) * work.replicas,
+        "nodes_per_rank": [len(nodes) for nodes in work.nodes],
+        "command": [
+            "AstraSim_Analytical_Congestion_Unaware",
+            *Files(Path()).arguments(),
+        ],
+        **extra,
+    }
+
+
+def _folded(program: Program, work: Workload, whole: bool) -> list[str]:
+    """Sentences on what the files leave out or change."""
+    result = []
+    if any(PIPELINE_AXIS in task.axes for stage in program.stages for task in stage.tasks):
+        result.append(
+            "All-reduces over the pipeline are sends and receives: as collectives they would hold "
+            "a rank's only communication slot while other stages still need its sends."
+        )
+    if not whole:
+        left = dict(zip(work.axes, (dim.npus for dim in work.network.dims), strict=True))
+        parts = [f"{a} {n} to {left.get(a, 1)}" for a, n in program.axes.items()]
+        result.append(
+            f"Replicas that do the same are left out ({', '.join(parts)}); each dimension's line "
+            "gives collectives the time of the true group."
+        )
+    scaled = sum(sized.astra_ns != sized.unscaled_ns for _, sized in work.operations.values())
+    if scaled:
+        result.append(
+            f"{scaled} of {len(work.operations)} operations have a comm_size other than their true "
+            "bytes, because their dimension's line belongs to another size or kind."
+        )
+    return result

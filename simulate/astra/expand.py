@@ -1,0 +1,164 @@
+"""A stage's tasks in the form that Astra-Sim can run without ever waiting in a circle.
+
+What could go wrong there: a rank has one slot for collectives and sends, and a collective holds it
+until every rank of its group has come. So
+- a collective that joins pipeline stages becomes sends and receives (a receive needs no slot):
+  what is left of collectives joins ranks of one stage only, which all do the same;
+- collectives of a stage run in issue order, each after the one before, so that equal ranks cannot
+  disagree about which collective is which (Astra-Sim numbers them as they start);
+- compute runs in issue order too, as on a GPU's stream;
+- every message has a tag of its own, so that a receive gets the send it was written for.
+A send ends without its receiver's help, hence whatever has its dependencies met does run.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
+from spec.errors import UserError
+
+
+def expand(program: Program) -> list[list[Task]]:
+    """The tasks of every stage: compute, collectives inside a stage, sends and receives.
+
+    Ids are 1, 2, ... in issue order; the tag of a send and of its receive are unique in the pair
+    of stages. Raises UserError where a send has no receive or the stages wait for each other.
+    """
+    program.check()
+    joined = _joined(program)
+    parts = [
+        _Stage(index, stage.tasks).expanded(joined) for index, stage in enumerate(program.stages)
+    ]
+    return _paired([_in_order(tasks) for tasks in parts])
+
+
+def _joined(program: Program) -> dict[tuple[str, int], list[int]]:
+    """The stages that each collective over the pipeline axis joins, by name and occurrence."""
+    joined: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, stage in enumerate(program.stages):
+        count: dict[str, int] = defaultdict(int)
+        for task in stage.tasks:
+            if PIPELINE_AXIS in task.axes:
+                joined[task.name, count[task.name]].append(index)
+                count[task.name] += 1
+    return joined
+
+
+class _Stage:
+    """Rewrites one stage; ids change as one task becomes several."""
+
+    def __init__(self, index: int, tasks: Sequence[Task]) -> None:
+        self.index, self.tasks = index, tasks
+        self.out: list[Task] = []
+        self.ends: dict[int, tuple[int, ...]] = {}  # old id -> new ids to wait for
+        self.count: dict[str, int] = defaultdict(int)
+
+    def add(self, task: Task, deps: tuple[int, ...]) -> int:
+        """Append `task` under the next id."""
+        self.out.append(replace(task, id=len(self.out) + 1, deps=deps))
+        return len(self.out)
+
+    def expanded(self, joined: dict[tuple[str, int], list[int]]) -> list[Task]:
+        for task in self.tasks:
+            deps = tuple(sorted({new for old in task.deps for new in self.ends[old]}))
+            if PIPELINE_AXIS not in task.axes:
+                self.ends[task.id] = (self.add(task, deps),)
+                continue
+            occurrence = self.count[task.name]
+            self.count[task.name] += 1
+            stages = joined[task.name, occurrence]
+            number = list(joined).index((task.name, occurrence))
+            self.ends[task.id] = self.join(task, deps, stages, number)
+        return self.out
+
+    def join(
+        self, task: Task, deps: tuple[int, ...], stages: list[int], number: int
+    ) -> tuple[int, ...]:
+        """An all-reduce over the pipeline: inside the stage first, then up and down the stages.
+
+        Two stages send to each other; more pass a sum to the first stage and the result back, in
+        2 (n - 1) messages that share the collective's time. Returns the ids that end it.
+        """
+        if task.kind != "all_reduce":
+            raise UserError(f"{task.name}: only an all_reduce may span the pipeline axis.")
+        inside = tuple(axis for axis in task.axes if axis != PIPELINE_AXIS)
+        time = task.time_ns
+        if inside:
+            time = None if time is None else time / 2
+            deps = (self.add(replace(task, axes=inside, time_ns=time), deps),)
+        if len(stages) == 1:
+            return deps or (self.add(Task(0, task.name, "compute", 1.0), deps),)
+        place = stages.index(self.index)
+        hops = 1 if len(stages) == 2 else 2 * (len(stages) - 1)
+        share = None if time is None else time / hops
+        # negative tags are no one else's
+        message = Task(0, task.name, "send", bytes=task.bytes, tag=-1 - number, time_ns=share)
+
+        def send(peer: int, after: tuple[int, ...]) -> int:
+            return self.add(replace(message, peer=peer), after)
+
+        def recv(peer: int) -> int:
+            return self.add(replace(message, kind="recv", peer=peer), ())
+
+        if len(stages) == 2:
+            other = stages[1 - place]
+            return send(other, deps), recv(other)
+        ends = deps
+        if place < len(stages) - 1:
+            ends = (*ends, recv(stages[place + 1]))
+        if place > 0:
+            sent = send(stages[place - 1], ends)
+            ends = (sent, recv(stages[place - 1]))
+        if place < len(stages) - 1:
+            ends = (*ends, send(stages[place + 1], ends))
+        return ends
+
+
+def _in_order(tasks: list[Task]) -> list[Task]:
+    """Chain compute to compute and collective to collective."""
+    last: dict[str, int] = {}
+    result = []
+    for task in tasks:
+        stream = "collective" if task.kind in COLLECTIVES else task.kind
+        if stream in ("compute", "collective"):
+            before = last.get(stream)
+            if before is not None and before not in task.deps:
+                task = replace(task, deps=(*task.deps, before))
+            last[stream] = task.id
+        result.append(task)
+    return result
+
+
+def _paired(stages: list[list[Task]]) -> list[list[Task]]:
+    """Give each message its own tag; a receive takes the oldest send of its peer, tag and size."""
+    sends: dict[tuple[int, int, int, int], list[tuple[int, float | None]]] = defaultdict(list)
+    tags: dict[tuple[int, int], int] = defaultdict(int)
+    result = [list(tasks) for tasks in stages]
+    for source, tasks in enumerate(result):
+        for place, task in enumerate(tasks):
+            if task.kind == "send":
+                pair = (source, task.peer)
+                sends[(*pair, task.tag, task.bytes)].append((tags[pair], task.time_ns))
+                tasks[place] = replace(task, tag=tags[pair])
+                tags[pair] += 1
+    taken: dict[tuple[int, int, int, int], int] = defaultdict(int)
+    for target, tasks in enumerate(result):
+        for place, task in enumerate(tasks):
+            if task.kind == "recv":
+                key = (task.peer, target, task.tag, task.bytes)
+                if taken[key] == len(sends[key]):
+                    raise UserError(
+                        f"stage {target} receives {task.name} from stage {task.peer}, which does "
+                        "not send it; the workload would never end."
+                    )
+                tag, time = sends[key][taken[key]]
+                taken[key] += 1
+                tasks[place] = replace(task, tag=tag, time_ns=time)
+    lost = [key for key, found in sends.items() if len(found) > taken[key]]
+    if lost:
+        raise UserError(
+            f"stage {lost[0][0]} sends to stage {lost[0][1]} what that never receives; every send "
+            "needs a receive of the same tag and size."
+        )
+    return result

@@ -1,0 +1,199 @@
+"""A network whose messages take as long as the calibrated model says: two numbers per dimension.
+
+Astra-Sim's dimension is a line, bandwidth and latency. A step sends few sizes, so the line goes
+through them: for the kind of operation that spends most of the step on the dimension. What the
+line misses by more than `TOLERANCE` is scaled: another comm_size, whose time is right. The true
+bytes, and what is left of the error, are in the manifest.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+from scipy.optimize import nnls
+
+from simulate.astra.configs import Dimension, Network, System
+from simulate.astra.rules import collective_ns, comm_size, message_ns
+from simulate.program import COLLECTIVES, PIPELINE_AXIS, Task
+
+TOLERANCE = 1e-3  # relative; above it an operation's comm_size is scaled
+_BYTES_PER_NS_TO_GIBPS = 1e9 / 2**30
+# With one size a line has a free parameter: this share of the time is latency, at most so much.
+_LATENCY_SHARE, _LATENCY_NS = 0.1, 1000.0
+_MOST_GIBPS = 1e6  # a dimension whose time is all latency
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A dimension's own line, for tasks without a time: GB/s (1e9 bytes) and ns per message."""
+
+    bandwidth_gbps: float
+    latency_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Communications of a step that Astra-Sim times alike; `bytes` as in `Task`."""
+
+    kind: str  # a collective, or "send"
+    axes: tuple[str, ...]
+    bytes: int
+    time_ns: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What an operation became."""
+
+    comm_size: int
+    time_ns: float  # asked for
+    astra_ns: int  # what Astra-Sim takes when all its ranks start together
+    unscaled_ns: int  # what it would take with the true bytes
+
+
+def operation(task: Task, order: tuple[str, ...]) -> Operation:
+    """The operation of a communication task; axes in the network's order."""
+    if task.kind in COLLECTIVES:
+        axes = tuple(axis for axis in order if axis in task.axes)
+        return Operation(task.kind, axes, task.bytes, task.time_ns)
+    return Operation("send", (PIPELINE_AXIS,), task.bytes, task.time_ns)
+
+
+def count(stages: Iterable[Iterable[Task]], order: tuple[str, ...]) -> Counter[Operation]:
+    """How often each operation occurs, counting one rank per stage."""
+    return Counter(
+        operation(task, order)
+        for tasks in stages
+        for task in tasks
+        if task.kind not in ("compute", "recv")
+    )
+
+
+def algorithm(kind: str, npus: int, asked: str) -> str:
+    """Astra-Sim's algorithm for a collective on a dimension.
+
+    "auto": halvingDoubling where it exists, since it costs fewest messages, else ring; direct for
+    all_to_all, whose ring takes npus / 2 times as many.
+    """
+    power_of_two = npus & (npus - 1) == 0
+    if asked == "direct" or (asked in ("auto", "halvingDoubling") and kind == "all_to_all"):
+        return "direct"
+    return "halvingDoubling" if asked != "ring" and power_of_two else "ring"
+
+
+def _terms(kind: str, name: str, n: int, delay: int) -> tuple[float, float, float]:
+    """(latencies, bytes / bandwidth, endpoint ns) of a collective of nccl-tests' bytes on n ranks.
+
+    The closed forms of `rules`, with the reduction left out.
+    """
+    if kind == "send":
+        return 1, 1, 0
+    twice = 2 if kind == "all_reduce" else 1
+    if kind == "all_to_all":
+        if name == "direct":
+            return 1, 1 / n, 2 * delay
+        rounds = n * (n - 1) / 2
+        return rounds, rounds / n, (rounds + 1) * delay
+    if name == "direct":
+        return twice, twice / n, (twice + 1) * delay
+    rounds = twice * (n - 1 if name == "ring" else log2(n))
+    return rounds, twice * (n - 1) / n, (rounds + 1) * delay
+
+
+def link_ns(one: Operation, link: Link, name: str, npus: int, delay: int) -> float:
+    """Time of an operation without one of its own, on a dimension with this line."""
+    latencies, share, fixed = _terms(one.kind, name, npus, delay)
+    return latencies * link.latency_ns + share * one.bytes / link.bandwidth_gbps + fixed
+
+
+def fit(
+    axis: str, npus: int, timed: Mapping[Operation, tuple[int, float]], asked: str, delay: int
+) -> Dimension:
+    """The line of one axis from the operations that use it: operation -> (calls, ns).
+
+    Operations over this axis alone come first; those over several share their time evenly.
+    """
+    mine = {one: pair for one, pair in timed.items() if one.axes == (axis,)} or {
+        one: (calls, ns / len(one.axes)) for one, (calls, ns) in timed.items() if axis in one.axes
+    }
+    if not mine:
+        return Dimension("FullyConnected", npus, 100.0, 0.0)
+    spent: Counter[str] = Counter()
+    for one, (calls, ns) in mine.items():
+        spent[one.kind] += int(calls * ns) + 1
+    kind = spent.most_common(1)[0][0]
+    rows, weights = [], []
+    for one, (calls, ns) in mine.items():
+        if one.kind != kind:
+            continue
+        latencies, share, fixed = _terms(kind, algorithm(kind, npus, asked), npus, delay)
+        left = max(ns - fixed, 1e-3 * ns, 1e-3)
+        rows.append((latencies / left, share * one.bytes / left))
+        weights.append(calls * ns)
+    table = np.array(rows)
+    scale = 1.0 / table.max(axis=0)  # brings the columns to one size
+    root = np.sqrt(np.array(weights) / max(sum(weights), 1e-9) + 1e-6)
+    if len({one.bytes for one in mine if one.kind == kind}) > 1:
+        solution, _ = nnls(table * scale * root[:, None], root)
+        latency = float(solution[0] * scale[0])
+    else:
+        latency = min(_LATENCY_SHARE / rows[0][0], _LATENCY_NS)
+    for one, (_, ns) in mine.items():
+        latencies, _, fixed = _terms(one.kind, algorithm(one.kind, npus, asked), npus, delay)
+        latency = min(latency, max(0.9 * ns - fixed, 0.0) / latencies)
+    rest = 1.0 - table[:, 0] * latency
+    per_byte = float(np.sum(root**2 * rest * table[:, 1]) / np.sum(root**2 * table[:, 1] ** 2))
+    per_byte = max(per_byte, _BYTES_PER_NS_TO_GIBPS / _MOST_GIBPS)
+    return Dimension("FullyConnected", npus, _BYTES_PER_NS_TO_GIBPS / per_byte, latency)
+
+
+class Sizer:
+    """Chooses the comm_size of every operation on one network."""
+
+    def __init__(self, network: Network, system: System, axes: tuple[str, ...]) -> None:
+        """axes: the name of each dimension."""
+        self.network, self.system, self.axes = network, system, axes
+
+    def flags(self, one: Operation) -> tuple[bool, ...]:
+        """The dimensions that an operation spans."""
+        return tuple(axis in one.axes for axis in self.axes)
+
+    def ranks(self, one: Operation) -> int:
+        """Ranks of the operation's group, in this network."""
+        dims = zip(self.axes, self.network.dims, strict=True)
+        return int(np.prod([dim.npus for axis, dim in dims if axis in one.axes]))
+
+    def ns(self, one: Operation, size: int) -> int:
+        """Astra-Sim's time of the operation with this comm_size."""
+        if one.kind == "send":
+            dim = self.network.dims[self.axes.index(PIPELINE_AXIS)]
+            return message_ns(dim, 1, size)
+        return collective_ns(self.network, self.system, one.kind, size, self.flags(one))
+
+    def least(self, one: Operation) -> int:
+        """The smallest comm_size of which no message is empty."""
+        if one.kind in ("send", "all_gather"):
+            return 1
+        return 2 * self.network.npus
+
+    def size(self, one: Operation, time_ns: float) -> Sized:
+        """The true bytes if their time is right within `TOLERANCE`, else the size whose time is."""
+        least = self.least(one)
+        true = one.bytes if one.kind == "send" else comm_size(one.kind, one.bytes, self.ranks(one))
+        true = max(true, least)
+        unscaled = self.ns(one, true)
+        if abs(unscaled - time_ns) <= TOLERANCE * time_ns:
+            return Sized(true, time_ns, unscaled, unscaled)
+        low, high = least, max(2 * least, 2)
+        while self.ns(one, high) < time_ns and high < 1 << 60:
+            low, high = high, high * 2
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self.ns(one, middle) < time_ns:
+                low = middle
+            else:
+                high = middle
+        best = min((low, high), key=lambda size: abs(self.ns(one, size) - time_ns))
+        return Sized(best, time_ns, self.ns(one, best), unscaled)
