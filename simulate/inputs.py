@@ -119,10 +119,10 @@ def default_node(calibration: Calibration) -> Node:
     return max(fitting, key=lambda node: node.gpus)
 
 
-def check_gpus(gpus: int) -> None:
+def check_gpus(gpus: int, option: str = "--gpus") -> None:
     """Refuse GPU counts that make no sense."""
     if not 1 <= gpus <= LARGEST:
-        raise UserError(f"--gpus is {gpus}; it must be between 1 and {LARGEST}")
+        raise UserError(f"{option} is {gpus}; it must be between 1 and {LARGEST}")
 
 
 PARALLELISM_OPTIONS: tuple[tuple[str, type, str], ...] = (
@@ -178,6 +178,16 @@ def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
             )
         fixed["layers_per_stage"] = stages
     return {name: value for name, value in fixed.items() if value is not None}
+
+
+def read_batch(arguments: argparse.Namespace, gpus: int) -> int:
+    """Sequences per step: what the user gave, or the default."""
+    batch: int | None = arguments.global_batch
+    if batch is None:
+        return default_batch(gpus)
+    if batch < 1:
+        raise UserError(f"--global-batch is {batch}; it must be at least 1")
+    return batch
 
 
 def default_batch(gpus: int) -> int:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from simulate.inputs import (
     add_inputs,
     add_parallelism,
     check_gpus,
-    default_batch,
     fixed_parallelism,
+    read_batch,
     read_inputs,
 )
+from simulate.plans import search
 from simulate.projection import Projection, Request, project, summary
-from simulate.search import search
-from spec.command import Parser, add_json, add_progress, emit, run
+from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import first_problem, write_json
 from spec.parallelism import Parallelism
@@ -64,32 +65,30 @@ def parser() -> Parser:
 
 def choose(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> tuple[Parallelism, str]:
     """The parallelism that the user gave, or the fastest that fits; and a sentence on which."""
-    if {"tp", "pp", "dp"} <= fixed.keys() or {
-        "tp",
-        "pp",
-        "microbatch",
-        "recompute",
-    } <= fixed.keys():
-        return given(inputs, gpus, batch, fixed), "given"
+    degrees = {name: fixed[name] for name in ("tp", "pp", "cp", "dp") if name in fixed}
+    if gpus % prod(degrees.values()):
+        given_names = " * ".join(f"{name} {size}" for name, size in degrees.items())
+        raise UserError(
+            f"{given_names} = {prod(degrees.values())} does not divide --gpus {gpus}; "
+            "the product of the degrees must be the GPU count"
+        )
+    if {"tp", "pp"} <= fixed.keys():
+        given(inputs, gpus, batch, fixed)
     found = search(inputs.model, gpus, batch, inputs.node, inputs.fabric, inputs.calibration, fixed)
-    words = "searched: fastest that fits memory"
+    if found.considered == 1:
+        return found.best[0].parallelism, "given"
+    words = f"searched: the fastest of {found.fitting} that fit memory"
     if fixed:
         words += f", with {', '.join(sorted(fixed))} given"
-    return found[0].parallelism, words
+    return found.best[0].parallelism, words
 
 
 def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Parallelism:
-    """A parallelism whose degrees the user named; only what has one sensible value is added."""
+    """The simplest parallelism with the degrees that the user named, checked."""
     fields = dict(fixed)
-    product = fields["tp"] * fields["pp"] * fields.get("cp", 1)
-    if "dp" not in fields:
-        if gpus % product:
-            raise UserError(
-                f"tp * pp * cp = {product} does not divide --gpus {gpus}; "
-                "the rest of the GPUs must make whole replicas"
-            )
-        fields["dp"] = gpus // product
+    fields.setdefault("dp", gpus // (fields["tp"] * fields["pp"] * fields.get("cp", 1)))
     fields.setdefault("sequence_parallel", fields["tp"] > 1)
+    fields.setdefault("overlap", fields["dp"] * fields.get("cp", 1) > 1)
     try:
         parallelism = Parallelism(global_batch=batch, **fields)
     except ValidationError as error:
@@ -100,8 +99,7 @@ def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Paral
 
 def project_at(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any]) -> Projection:
     """Project one GPU count."""
-    check_gpus(gpus)
-    batch = arguments.global_batch or default_batch(gpus)
+    batch = read_batch(arguments, gpus)
     parallelism, chosen = choose(inputs, gpus, batch, fixed)
     return project(
         Request(
@@ -119,13 +117,27 @@ def project_at(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any])
 
 
 def scaling_counts(text: str | None) -> list[int]:
-    """The GPU counts of --scaling."""
-    if not text:
+    """The GPU counts of --scaling, ascending."""
+    if text is None:
         return []
     try:
-        return [int(part) for part in text.split(",")]
+        counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise UserError(f"--scaling is {text!r}; give GPU counts such as 8,64,512") from None
+    for count in counts:
+        check_gpus(count, "--scaling")
+    return counts
+
+
+def scaling_point(value: dict[str, Any]) -> dict[str, Any]:
+    """What a scaling curve keeps of a projection."""
+    keep = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "breakdown_s")
+    inputs = value["inputs"]
+    return {
+        "gpus": inputs["gpus"],
+        "parallelism": inputs["parallelism"]["name"],
+        "global_batch": inputs["parallelism"]["global_batch"],
+    } | {name: value[name] for name in keep}
 
 
 def main(words: Sequence[str]) -> int:
@@ -133,14 +145,20 @@ def main(words: Sequence[str]) -> int:
     arguments = parser().parse_args(words)
     if not 0 < arguments.draws <= 100_000:
         raise UserError(f"--draws is {arguments.draws}; it must be between 1 and 100000")
-    check_gpus(arguments.gpus)
+    check_gpus(arguments.gpus, "--gpus")
+    counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)
     inputs = read_inputs(arguments)
     projection = project_at(inputs, arguments.gpus, arguments, fixed)
     value = projection.as_json()
+    others = progress(counts, len(counts), "scaling", arguments.progress)
+    value["scaling"] = [
+        scaling_point(project_at(inputs, count, arguments, fixed).as_json()) for count in others
+    ]
     out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
     write_json(out / "projection.json", value)
-    emit(arguments.json, value, summary(value) + f"\nwritten           {out}/")
+    text = summary(value) + f"\nwritten           {out}/projection.json"
+    emit(arguments.json, value, text)
     return 0
 
 

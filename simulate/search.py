@@ -1,166 +1,164 @@
-"""Finds parallelisms: all that fit memory, ranked; what `project` does with degrees left unset."""
+"""`python -m simulate.search`: which parallelisms fit, how fast they are, and why the best is."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-from simulate.estimate import StepSimulator
-from simulate.memory import memory
-from spec.calibration import Calibration
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.inputs import (
+    add_inputs,
+    add_parallelism,
+    check_gpus,
+    fixed_parallelism,
+    read_batch,
+    read_inputs,
+)
+from simulate.plans import search
+from simulate.projection import Projection, Request, interval, project
+from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
-from spec.hardware import Fabric, Node
-from spec.model import ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import describe
 
-FIELDS = tuple(Parallelism.model_fields)
-RECOMPUTE = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A parallelism that fits memory, with the central estimate of its step time."""
-
-    parallelism: Parallelism
-    step_time_s: float
-    peak_gib: float
+EXAMPLES = """examples:
+  python -m simulate.search --gpus 512 --model llama3-70b --global-batch 1024
+  python -m simulate.search --gpus 64 --tp 8 --top 5 --objective tokens-per-joule
+"""
+OBJECTIVES = ("throughput", "tokens-per-joule")
 
 
-def divisors(number: int, limit: int) -> list[int]:
-    """Divisors of `number` up to `limit`, ascending."""
-    return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
+def parser() -> Parser:
+    """The command's options."""
+    options = Parser(prog="python -m simulate.search", description=__doc__, epilog=EXAMPLES)
+    options.add_argument("--gpus", type=int, default=512, metavar="N", help="default: %(default)s")
+    add_inputs(options)
+    add_parallelism(options)
+    options.add_argument("--top", type=int, default=10, metavar="K", help="plans to list")
+    options.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0])
+    options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    add_json(options)
+    add_progress(options)
+    return options
 
 
-def candidates(
-    model: ModelSpec, gpus: int, global_batch: int, node: Node, fixed: dict[str, Any]
-) -> Iterator[Parallelism]:
-    """Valid parallelisms of exactly `gpus` GPUs; `fixed` holds what the user has set."""
-
-    def options(name: str, values: list[Any]) -> list[Any]:
-        return [fixed[name]] if fixed.get(name) is not None else values
-
-    uneven = fixed.get("layers_per_stage")
-    for tp in options("tp", divisors(gpus, node.gpus)):
-        for pp in options("pp", [len(uneven)] if uneven else divisors(model.layers, gpus)):
-            for cp in options("cp", [1]):
-                if gpus % (tp * pp * cp):
-                    continue
-                dp = gpus // (tp * pp * cp)
-                if fixed.get("dp") not in (None, dp):
-                    continue
-                eps = divisors(model.experts, dp * cp) if model.experts else [1]
-                for ep in options("ep", eps):
-                    for microbatch in options("microbatch", [1, 2, 4, 8]):
-                        chunks = divisors(model.layers // pp, 8) if pp > 1 and not uneven else [1]
-                        for vpp in options("vpp", chunks):
-                            yield from _switched(
-                                model,
-                                gpus,
-                                global_batch,
-                                fixed,
-                                tp,
-                                pp,
-                                cp,
-                                dp,
-                                ep,
-                                microbatch,
-                                vpp,
-                            )
+def plan(one: Projection, best: Projection) -> dict[str, Any]:
+    """A plan's line: its figures, and whether it can be told from the best."""
+    value = one.as_json()
+    keep = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j", "breakdown_s")
+    slower = interval(one.estimate.step_time_s / best.estimate.step_time_s)
+    return {
+        "name": describe(one.request.parallelism),
+        "parallelism": one.request.parallelism.model_dump(),
+        "memory_gib": value["memory_gib"]["peak"],
+        "times_best": slower,
+        "tie": one is not best and slower["low"] <= 1,
+    } | {key: value[key] for key in keep}
 
 
-def _switched(
-    model: ModelSpec,
-    gpus: int,
-    global_batch: int,
-    fixed: dict[str, Any],
-    tp: int,
-    pp: int,
-    cp: int,
-    dp: int,
-    ep: int,
-    microbatch: int,
-    vpp: int,
-) -> Iterator[Parallelism]:
-    switches = {
-        "sequence_parallel": tp > 1,
-        "zero": 1,
-        "overlap": dp * cp > 1,
-        "layers_per_stage": None,
-    }
-    switches |= {key: fixed[key] for key in switches if fixed.get(key) is not None}
-    levels = [fixed["recompute"]] if fixed.get("recompute") else ["none", "full"]
-    for recompute in levels:
-        try:
-            p = Parallelism(
-                tp=tp,
-                pp=pp,
-                vpp=vpp,
-                dp=dp,
-                cp=cp,
-                ep=ep,
-                microbatch=microbatch,
-                global_batch=global_batch,
-                recompute=recompute,
-                **switches,
-            )
-            p.check(model, gpus)
-        except (ValueError, UserError):
-            continue
-        yield p
-
-
-def rough_step_us(layer_us: float, p: Parallelism, model: ModelSpec) -> float:
-    """Step time by the closed form of a balanced pipeline, for pruning only."""
-    stage = layer_us * model.layers / p.pp
-    return stage * (p.microbatches + (p.pp - 1) / p.vpp)
-
-
-def search(
-    model: ModelSpec,
-    gpus: int,
-    global_batch: int,
-    node: Node,
-    fabric: Fabric,
-    calibration: Calibration,
-    fixed: dict[str, Any] | None = None,
-    keep: int = 12,
-) -> list[Candidate]:
-    """The fastest parallelisms that fit memory, fastest first.
-
-    All that fit are ranked by the closed form; the best `keep` of them are then simulated.
-    Raises UserError where none fits, saying by how much the smallest misses.
-    """
-    fitting: list[tuple[float, Parallelism, float]] = []
-    layers: dict[tuple[Any, ...], float] = {}
-    tightest: tuple[float, Parallelism] | None = None
-    for p in candidates(model, gpus, global_batch, node, fixed or {}):
-        used = memory(model, p, node.memory_gib)
-        if tightest is None or used.peak_gib < tightest[0]:
-            tightest = (used.peak_gib, p)
-        if not used.fits:
-            continue
-        key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel)
-        if key not in layers:
-            one = StepSimulator(model, p, node, fabric, calibration, draws=0)
-            layers[key] = one.layer_us()
-        fitting.append((rough_step_us(layers[key], p, model), p, used.peak_gib))
-    if tightest is None:
-        raise UserError(
-            f"no parallelism of {gpus} GPUs splits {model.name} with global batch {global_batch} "
-            "and the degrees given; leave more of them to the search or change the batch"
-        )
-    if not fitting:
-        raise UserError(
-            f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
-            f"needs {tightest[0]:.0f} GiB (tp {tightest[1].tp}, pp {tightest[1].pp}, "
-            f"recompute {tightest[1].recompute}); use more GPUs or a smaller model"
-        )
-    fitting.sort(key=lambda item: item[0])
-    found = [
-        Candidate(
-            p,
-            float(StepSimulator(model, p, node, fabric, calibration, draws=0).run().step_time_s[0]),
-            peak,
-        )
-        for _, p, peak in fitting[:keep]
+def attribution(best: Projection, runner_up: Projection) -> list[dict[str, Any]]:
+    """Where the runner-up's extra time goes: differences of the breakdowns, which sum exactly."""
+    first, second = best.estimate, runner_up.estimate
+    total = float(second.step_time_s[0] - first.step_time_s[0])
+    rows = [
+        {
+            "part": name,
+            "seconds": second.breakdown_s[name] - first.breakdown_s[name],
+            "share_of_step": (second.breakdown_s[name] - first.breakdown_s[name])
+            / float(first.step_time_s[0]),
+        }
+        for name in first.breakdown_s
     ]
-    return sorted(found, key=lambda one: one.step_time_s)
+    rows.append({"part": "total", "seconds": total, "share_of_step": total / first.step_time_s[0]})
+    return rows
+
+
+def table(value: dict[str, Any]) -> str:
+    """The terminal summary."""
+    lines = [
+        f"{value['model']} on {value['gpus']} GPUs, global batch {value['global_batch']}: "
+        f"{value['fitting']} parallelisms fit; the best {len(value['plans'])} by "
+        f"{value['objective']}, simulated, 90 % intervals",
+        "",
+    ]
+    for rank, one in enumerate(value["plans"], start=1):
+        time, mfu = one["step_time_s"], one["mfu"]["median"]
+        lines.append(
+            f"{rank:3}  {one['name']:52} {time['median']:.4g} s [{time['low']:.4g}, "
+            f"{time['high']:.4g}]  MFU {mfu:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  "
+            f"{one['memory_gib']:.0f} GiB" + ("  tie with the best" if one["tie"] else "")
+        )
+    if value["why"]:
+        parts = [row for row in value["why"] if abs(row["share_of_step"]) >= 5e-4]
+        lines += ["", "what the second takes longer than the first:"]
+        lines += [
+            f"     {row['part']:14} {row['seconds']:+.4g} s ({row['share_of_step']:+.1%})"
+            for row in parts
+        ]
+    return "\n".join(lines)
+
+
+def order(projections: Sequence[Projection], objective: str) -> list[Projection]:
+    """Best first."""
+
+    def badness(one: Projection) -> float:
+        step: NDArray[np.float64] = one.estimate.step_time_s
+        power = one.estimate.power_w if objective == "tokens-per-joule" else np.ones(1)
+        return float(step[0] * power[0])
+
+    return sorted(projections, key=badness)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command."""
+    arguments = parser().parse_args(words)
+    check_gpus(arguments.gpus)
+    if arguments.top < 1:
+        raise UserError(f"--top is {arguments.top}; it must be at least 1")
+    fixed, inputs = fixed_parallelism(arguments), read_inputs(arguments)
+    batch = read_batch(arguments, arguments.gpus)
+    found = search(
+        inputs.model,
+        arguments.gpus,
+        batch,
+        inputs.node,
+        inputs.fabric,
+        inputs.calibration,
+        fixed,
+        keep=max(2 * arguments.top, 12),
+    )
+    requests = [
+        Request(
+            inputs.model,
+            one.parallelism,
+            inputs.node,
+            inputs.fabric,
+            inputs.calibration,
+            inputs.calibration_path,
+            arguments.draws,
+            chosen="searched",
+        )
+        for one in found.best
+    ]
+    bar = progress(requests, len(requests), "simulating", arguments.progress)
+    best = order([project(request) for request in bar], arguments.objective)[: arguments.top]
+    value = {
+        "schema": "search/1",
+        "model": inputs.model.name,
+        "gpus": arguments.gpus,
+        "global_batch": batch,
+        "objective": arguments.objective,
+        "node": inputs.node.name,
+        "fabric": inputs.fabric.name,
+        "calibration": inputs.calibration_path.as_posix(),
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "plans": [plan(one, best[0]) for one in best],
+        "why": attribution(best[0], best[1]) if len(best) > 1 else [],
+    }
+    emit(arguments.json, value, table(value))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

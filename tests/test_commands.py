@@ -1,0 +1,196 @@
+"""The commands that others build on: options, JSON, exit codes, and what bad input gets."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulate import project, search, validate
+from spec.command import run
+from spec.files import write_json
+from tests.made_up import calibration_json
+
+MODULES = {"project": project, "search": search, "validate": validate}
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    path = tmp_path / "results" / "4x-h200" / "calibration.json"
+    write_json(path, calibration_json())
+    return path
+
+
+@pytest.fixture
+def command(tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Run a command in a folder of its own; returns (exit code, standard output, error)."""
+    monkeypatch.chdir(tmp_path)
+    assert calibration.exists()
+
+    def call(name: str, *words: str) -> tuple[int, str, str]:
+        code = run(MODULES[name].main, words)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+FROZEN = {
+    "project": (
+        "--gpus --model --system --calibration --node --fabric --tp --pp --vpp --dp --cp --ep "
+        "--microbatch --global-batch --seq-len --recompute --zero --sequence-parallel "
+        "--no-sequence-parallel --overlap --no-overlap --layers-per-stage --engine --emit "
+        "--granularity --out --scaling --report --json --progress"
+    ),
+    "search": "--gpus --model --global-batch --top --json --progress",
+    "validate": "--report --json --progress --system",
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_options_stay(name: str) -> None:
+    parser = validate.parser("validate") if name == "validate" else MODULES[name].parser()
+    for option in FROZEN[name].split():
+        assert option in parser.format_help()
+    assert "examples:" in parser.format_help()
+
+
+def test_projection_json(command: Any, tmp_path: Path) -> None:
+    code, out, err = command("project", "--gpus", "8192", "--engine", "timeline", "--json")
+    assert (code, err) == (0, "")
+    value = json.loads(out)
+    assert value["schema"] == "projection/1"
+    for name in ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "power_w_per_gpu"):
+        one = value[name]
+        assert one["level"] == 0.9
+        assert one["low"] <= one["median"] <= one["high"]
+    step = value["step_time_s"]["median"]
+    assert sum(value["breakdown_s"].values()) == pytest.approx(step)
+    assert 0 < value["mfu"]["median"] < 1
+    assert {"total", "exposed", "bytes", "calls"} <= value["communication_s"]["dp"].keys()
+    assert value["memory_gib"]["peak"] <= value["memory_gib"]["capacity"]
+    assert {one["source"] for one in value["provenance"]} <= {"measured", "published", "assumed"}
+    assert {"tier", "utilisation", "saturated"} <= value["fabric"][0].keys()
+    p = value["inputs"]["parallelism"]
+    assert p["tp"] * p["pp"] * p["dp"] * p["cp"] == value["inputs"]["gpus"] == 8192
+    written = json.loads((tmp_path / "projections/llama3-70b-8192/projection.json").read_text())
+    assert written == value
+
+
+def test_same_seed_same_numbers(command: Any) -> None:
+    words = (
+        "--gpus",
+        "64",
+        "--tp",
+        "8",
+        "--pp",
+        "2",
+        "--dp",
+        "4",
+        "--engine",
+        "timeline",
+        "--json",
+    )
+    first, second = command("project", *words)[1], command("project", *words)[1]
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--gpus", "0"), "--gpus is 0; it must be between 1 and"),
+        (("--gpus", "many"), "invalid int value: 'many'"),
+        (("--gpus", "12", "--tp", "8", "--pp", "1"), "does not divide --gpus 12"),
+        (("--gpus", "64", "--tp", "3", "--pp", "1", "--dp", "1"), "3"),
+        (("--fabric", "wet-string"), "fabric 'wet-string' is neither a file nor a named fabric"),
+        (("--node", "abacus"), "node 'abacus' is neither a file nor a named node"),
+        (("--model", "llama9"), "model 'llama9' is neither a file nor a named model"),
+        (("--calibration", "none.json"), "none.json: no such file"),
+        (("--system", "cray"), "calibrated systems are 4x-h200"),
+        (("--layers-per-stage", "a,b"), "--layers-per-stage is 'a,b'"),
+        (("--scaling", "8,x"), "--scaling is '8,x'"),
+        (("--zero", "7"), "--zero is 7"),
+        (("--draws", "0"), "--draws is 0"),
+        (("--seq-len", "-1"), "--seq-len is -1"),
+        (("--global-batch", "-5"), "--global-batch is -5"),
+        (("--gpus", "1"), "does not fit 1 GPUs"),
+    ],
+)
+def test_wrong_requests_get_a_sentence(
+    command: Any, tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    code, out, err = command("project", *words)
+    assert code == 2, err
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert out == ""
+    assert not (tmp_path / "projections").exists()
+
+
+def test_nothing_calibrated(command: Any, calibration: Path) -> None:
+    calibration.unlink()
+    code, _, err = command("project")
+    assert code == 2
+    assert "run `python -m calibrate.fit results/` first" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "schema is None"),
+        ('{"schema": "calibration/9"}', "schema is 'calibration/9'"),
+        ('{"schema": "calibration/1"}', "the key 'system' is missing"),
+        ('{"schema": "calibration/1", "system": NaN}', "NaN is not a number"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_broken_calibrations(command: Any, calibration: Path, text: str, sentence: str) -> None:
+    calibration.write_text(text)
+    code, _, err = command("project")
+    assert code == 2
+    assert sentence in err
+    assert "calibration.json" in err
+
+
+def test_validate_without_results(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, _, err = command("validate", "empty")
+    assert code == 2
+    assert "no result set in it" in err
+    code, _, err = command("validate", "nowhere")
+    assert code == 2
+    assert "no such folder" in err
+
+
+def test_search_lists_plans(command: Any) -> None:
+    words = (
+        "--gpus",
+        "64",
+        "--model",
+        "llama3-8b",
+        "--global-batch",
+        "256",
+        "--top",
+        "3",
+        "--json",
+    )
+    code, out, err = command("search", *words)
+    assert (code, err) == (0, "")
+    value = json.loads(out)
+    times = [plan["step_time_s"]["median"] for plan in value["plans"]]
+    assert len(times) == 3
+    assert times == sorted(times)
+
+
+def test_commands_answer_as_processes() -> None:
+    """`python -m` works from the root, and help names examples."""
+    root = Path(__file__).parent.parent
+    for module in ("simulate.project", "simulate.search", "simulate.validate"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--help"], cwd=root, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "examples:" in done.stdout
