@@ -9,16 +9,33 @@ from collections.abc import Sequence
 from math import exp, log, log2
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, rounded
-from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, ring_steps
+from spec.calibration import (
+    CollectiveCurve,
+    CollectiveFit,
+    CollectivePoint,
+    CollectiveStructure,
+    ring_steps,
+)
 from spec.collective import busbw_factor
 from spec.records import CollectiveRow
+
+Array = NDArray[np.float64]
 
 # sd of a carried-over time per doubling of the group, where one group size was measured
 STRUCTURE_SD = 0.15
 LEAST_SD = 0.01
-LEAST_STRUCTURE_SD = 0.03
+LEAST_STRUCTURE_SD = 0.02
+STRUCTURE_NOISE = 0.05  # how well a formula of five numbers describes a sweep
+UNKNOWN_BEND = 0.1  # between sizes, where fewer than three were measured
+# Priors, (median, sd of the logarithm). A step is about a tenth of the launch: NCCL's
+# src/graph/tuning.cc has 6.6 us and 0.6 us for rings of protocol LL over NVLink.
+STEP_SD = 0.8
+COPY_SHARE = (0.1, 1.0)
+PIPELINING = (0.3, 1.0)
 
 
 def inside_node(evidence: Evidence, role: str = "fit") -> list[CollectiveRow]:
@@ -48,40 +65,100 @@ def _fit(
     evidence: Evidence,
     ledger: Ledger,
 ) -> CollectiveFit:
-    curves = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
-    launch, step = latency_structure(name, curves)
+    bare = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
+    structure, sds = fit_structure(name, bare)
+    bends = _bends(name, structure, bare)
+    # a size between two measured ones is half as far from them as a left-out one
+    bend = _spread(bends) / 2 if bends else UNKNOWN_BEND
+    curves = tuple(_widened(curve, bend) for curve in bare)
     count = sum(len(same) for sizes in by_ranks.values() for same in sizes.values())
     detail = f"{evidence.where(CollectiveRow, count)}: {name}"
-    fit = CollectiveFit(
-        collective=name,
-        curves=curves,
-        structure_sd=0.0,
-        launch_us=rounded(launch) if step is not None else None,
-        step_us=rounded(step) if step is not None else None,
-    )
-    structure_sd, structure_rows = _structure(fit)
     for curve in curves:
         _note_curve(name, curve, ledger, f"{detail}, {curve.ranks} ranks")
-    _judge_sizes(fit, ledger)
+    _note_structure(name, structure, sds, len(curves), ledger, detail)
+    fit = CollectiveFit(
+        collective=name, curves=curves, structure_sd=0.0, structure=rounded_structure(structure)
+    )
+    _judge_sizes(fit, bare, ledger)
     _judge_groups(fit, ledger)
-    key = f"collective.{name}.structure_sd"
-    unit = "log per doubling of ranks"
+    return fit.model_copy(
+        update={"structure_sd": rounded(_structure_sd(name, bare, ledger, detail))}
+    )
+
+
+def _structure_sd(
+    name: str, curves: Sequence[CollectiveCurve], ledger: Ledger, detail: str
+) -> float:
+    """Spread per doubling with which the largest group follows from the smaller ones."""
     if name == "send_recv":
-        structure_sd = 0.0  # always between two
-    elif structure_rows:
-        structure_sd = max(structure_sd, LEAST_STRUCTURE_SD)
-        ledger.note(
-            key, structure_sd, unit, (structure_sd / 2, structure_sd * 2), "measured",
-            f"{detail}: each group size from the next smaller, {structure_rows} sizes",
-        )
-    else:
-        structure_sd = STRUCTURE_SD
-        ledger.note(
-            key, structure_sd, unit, (0.05, 0.3), "assumed",
+        return 0.0  # always between two
+    key, unit = f"collective.{name}.structure_sd", "log per doubling of ranks"
+    if len(curves) < 2:
+        return ledger.note(
+            key, STRUCTURE_SD, unit, (0.05, 0.3), "assumed",
             "one group size measured: growth with the group is a prior (ring steps and bus "
             "bandwidth)",
         )
-    return fit.model_copy(update={"structure_sd": rounded(structure_sd)})
+    errors = [
+        abs(log(row.predicted / row.measured)) / log2(curves[-1].ranks / curves[-2].ranks)
+        for row in _largest_from_smaller(name, curves)
+    ]
+    value = max(float(np.quantile(errors, 0.9)) / Z90, LEAST_STRUCTURE_SD)
+    return ledger.note(
+        key, value, unit, (value / 2, value * 2), "measured",
+        f"{detail}: {curves[-1].ranks} ranks from the smaller groups, {len(errors)} sizes",
+    )
+
+
+def fit_structure(
+    name: str, curves: Sequence[CollectiveCurve]
+) -> tuple[CollectiveStructure, dict[str, float]]:
+    """Maximum a posteriori structure, and the sd of each parameter's logarithm."""
+    known = [(curve.ranks, point) for curve in curves for point in curve.points]
+    steps = np.array([float(ring_steps(name, one)) for one, _ in known])
+    factors = np.array([busbw_factor(name, one) for one, _ in known])
+    sizes = np.array([float(point.bytes) for _, point in known])
+    times = np.array([point.time_us for _, point in known])
+    noise = np.hypot(np.array([point.sd for _, point in known]), STRUCTURE_NOISE)
+    latency = float(times.min())
+    centre = {
+        "launch_us": 0.85 * latency,
+        "step_us": 0.085 * latency,
+        "busbw_gbytes_per_s": float((sizes * factors / times).max()) / 1e3,
+        "copy_share": COPY_SHARE[0],
+        "pipelining": PIPELINING[0],
+    }
+    widths = np.array([0.5, STEP_SD, 0.5, COPY_SHARE[1], PIPELINING[1]])
+    start = np.log(np.array(list(centre.values())))
+
+    def residuals(x: Array) -> Array:
+        launch, step, busbw, copy, pipelining = np.exp(x)
+        a = launch + steps * step
+        b = sizes * (factors + copy) / (busbw * 1e3)
+        model = a + b + 2 * pipelining * np.sqrt(a * b)
+        return np.concatenate([_soft(np.log(model / times) / noise), (x - start) / widths])
+
+    found = least_squares(residuals, start, x_scale=widths)
+    sds = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
+    values = dict(zip(centre, (float(one) for one in np.exp(found.x)), strict=True))
+    return (
+        CollectiveStructure.model_validate(values),
+        dict(zip(centre, (float(one) for one in sds), strict=True)),
+    )
+
+
+def _soft(errors: Array) -> Array:
+    """Errors beyond two standard deviations count linearly: single timings have outliers."""
+    size = np.abs(errors)
+    linear = np.sqrt(np.maximum(4 * size - 4, 0.0))
+    return np.asarray(np.where(size > 2, np.sign(errors) * linear, errors))
+
+
+def rounded_structure(structure: CollectiveStructure) -> CollectiveStructure:
+    """With as many digits as mean something."""
+    return CollectiveStructure.model_validate(
+        {name: rounded(value) for name, value in structure.model_dump().items()}
+    )
 
 
 def _curve(ranks: int, sizes: dict[int, list[CollectiveRow]]) -> CollectiveCurve:
@@ -90,9 +167,6 @@ def _curve(ranks: int, sizes: dict[int, list[CollectiveRow]]) -> CollectiveCurve
         size: exp(float(np.median([log(row.median_us) for row in sizes[size]])))
         for size in ordered
     }
-    # how far off a size is when its neighbours alone are interpolated; half the gap, a quarter
-    bends = _left_out(ordered, [times[size] for size in ordered])
-    bend = float(np.quantile(np.abs(bends), 0.9)) / Z90 / 4 if bends else 0.05
     points = []
     for size in ordered:
         rows = sizes[size]
@@ -103,47 +177,43 @@ def _curve(ranks: int, sizes: dict[int, list[CollectiveRow]]) -> CollectiveCurve
         if len(rows) > 1:
             between = float(np.std([log(row.median_us) for row in rows], ddof=1))
             between /= len(rows) ** 0.5
-        sd = float(np.sqrt(own**2 + between**2 + bend**2 + LEAST_SD**2))
+        sd = float(np.sqrt(own**2 + between**2 + LEAST_SD**2))
         points.append(CollectivePoint(bytes=size, time_us=rounded(times[size]), sd=rounded(sd, 3)))
     return CollectiveCurve(ranks=ranks, points=tuple(points))
 
 
-def _left_out(sizes: Sequence[int], times: Sequence[float]) -> list[float]:
+def _widened(curve: CollectiveCurve, bend: float) -> CollectiveCurve:
+    """The curve with the spread of what lies between its sizes added."""
+    points = (
+        point.model_copy(update={"sd": rounded(float(np.hypot(point.sd, bend)), 3)})
+        for point in curve.points
+    )
+    return CollectiveCurve(ranks=curve.ranks, points=tuple(points))
+
+
+def _bends(
+    name: str, structure: CollectiveStructure, curves: Sequence[CollectiveCurve]
+) -> list[float]:
     """log(interpolated / measured) of every inner size, from its two neighbours."""
-    x, y = np.log(np.array(sizes, dtype=float)), np.log(np.array(times))
-    return [
-        float(np.interp(x[i], [x[i - 1], x[i + 1]], [y[i - 1], y[i + 1]]) - y[i])
-        for i in range(1, len(x) - 1)
-    ]
-
-
-def latency_structure(
-    name: str, curves: Sequence[CollectiveCurve]
-) -> tuple[float, float | None]:
-    """Launch and step time from the smallest messages of several group sizes; step None if one.
-
-    latency(ranks) = launch + ring steps * step, least squares, both at least zero.
-    """
-    if len(curves) < 2 or name == "send_recv":
-        return 0.0, None
-    steps = np.array([float(ring_steps(name, curve.ranks)) for curve in curves])
-    latency = np.array([curve.points[0].time_us for curve in curves])
-    slope, launch = np.polyfit(steps, latency, 1)
-    slope = float(np.clip(slope, 0.0, latency.min() / steps.min()))
-    return max(float(np.mean(latency - slope * steps)), 0.0), slope
-
-
-def _structure(fit: CollectiveFit) -> tuple[float, int]:
-    """sd per doubling with which a group size follows from the smaller ones, and rows behind it."""
-    errors = []
-    for known, other in zip(fit.curves, fit.curves[1:], strict=False):
-        alone = fit.model_copy(update={"curves": (known,)})
-        doublings = log2(other.ranks / known.ranks)
-        errors += [
-            abs(log(alone.time_us(other.ranks, point.bytes)[0] / point.time_us)) / doublings
-            for point in other.points
+    found = []
+    for curve in curves:
+        x = np.log(np.array([float(point.bytes) for point in curve.points]))
+        y = np.array(
+            [
+                log(point.time_us / structure.time_us(name, curve.ranks, point.bytes))
+                for point in curve.points
+            ]
+        )
+        found += [
+            float(np.interp(x[i], [x[i - 1], x[i + 1]], [y[i - 1], y[i + 1]]) - y[i])
+            for i in range(1, len(x) - 1)
         ]
-    return (float(np.quantile(errors, 0.9)) / Z90 if errors else 0.0), len(errors)
+    return found
+
+
+def _spread(errors: Sequence[float]) -> float:
+    """sd of which 90 % of the errors lie inside the 90 % interval."""
+    return float(np.quantile(np.abs(errors), 0.9)) / Z90
 
 
 def _note_curve(name: str, curve: CollectiveCurve, ledger: Ledger, detail: str) -> None:
@@ -161,6 +231,24 @@ def _note_curve(name: str, curve: CollectiveCurve, ledger: Ledger, detail: str) 
     )
 
 
+def _note_structure(
+    name: str,
+    structure: CollectiveStructure,
+    sds: dict[str, float],
+    groups: int,
+    ledger: Ledger,
+    detail: str,
+) -> None:
+    units = {"launch_us": "us", "step_us": "us", "busbw_gbytes_per_s": "GB/s"}
+    for field, value in structure.model_dump().items():
+        prior = groups < 2 and field in ("step_us", "copy_share")
+        ledger.note(
+            f"collective.{name}.{field}", value, units.get(field, "share"),
+            log_interval(value, sds[field]), "assumed" if prior else "measured",
+            f"one group size measured, so a prior holds it; {detail}" if prior else detail,
+        )
+
+
 def constant_busbw(fit: CollectiveFit, ranks: int, nbytes: float) -> float:
     """The baseline: the largest message's bus bandwidth at every size, us."""
     curve = min(fit.curves, key=lambda one: abs(log2(one.ranks / ranks)))
@@ -169,29 +257,36 @@ def constant_busbw(fit: CollectiveFit, ranks: int, nbytes: float) -> float:
     return nbytes * busbw_factor(fit.collective, ranks) / rate
 
 
-def _judge_sizes(fit: CollectiveFit, ledger: Ledger) -> None:
-    """Whole decades of sizes left out, one at a time."""
+def _judge_sizes(
+    fit: CollectiveFit, bare: Sequence[CollectiveCurve], ledger: Ledger
+) -> None:
+    """Whole decades of sizes left out of every curve, one decade at a time."""
+    decades = sorted({_decade(point) for curve in bare for point in curve.points})
     judged = []
-    for curve in fit.curves:
-        decades = sorted({int(np.log10(point.bytes)) for point in curve.points})
-        for decade in decades[1:-1]:  # the ends would be extrapolated
-            kept = [point for point in curve.points if int(np.log10(point.bytes)) != decade]
-            if len(kept) < 2:
-                continue
-            rest = CollectiveCurve(ranks=curve.ranks, points=tuple(kept))
-            gap = [point for point in curve.points if int(np.log10(point.bytes)) == decade]
-            bends = _left_out([p.bytes for p in kept], [p.time_us for p in kept])
-            bend = float(np.quantile(np.abs(bends), 0.9)) / Z90 if bends else 0.1
-            for point in gap:
-                time, sd = rest.time_us(point.bytes)
-                judged.append(
-                    Judged(
-                        time,
-                        float(np.hypot(sd, bend)),
-                        point.time_us,
-                        constant_busbw(fit, curve.ranks, point.bytes),
-                    )
-                )
+    for decade in decades[1:-1]:  # the ends would be extrapolated
+        kept = [
+            CollectiveCurve(
+                ranks=curve.ranks,
+                points=tuple(point for point in curve.points if _decade(point) != decade),
+            )
+            for curve in bare
+            if any(_decade(point) != decade for point in curve.points)
+        ]
+        structure, _ = fit_structure(fit.collective, kept)
+        # the gap is about twice as wide as one left-out size's
+        bends = _bends(fit.collective, structure, kept)
+        bend = 2 * _spread(bends) if bends else UNKNOWN_BEND
+        rest = CollectiveFit(
+            collective=fit.collective,
+            curves=tuple(_widened(curve, bend) for curve in kept),
+            structure_sd=STRUCTURE_SD,
+            structure=structure,
+        )
+        for curve in bare:
+            for point in (one for one in curve.points if _decade(one) == decade):
+                time, sd = rest.time_us(curve.ranks, point.bytes)
+                dumb = constant_busbw(fit, curve.ranks, point.bytes)
+                judged.append(Judged(time, sd, point.time_us, dumb))
     ledger.score(
         f"collective.{fit.collective}",
         "whole decades of sizes left out, one at a time",
@@ -200,32 +295,36 @@ def _judge_sizes(fit: CollectiveFit, ledger: Ledger) -> None:
     )
 
 
+def _decade(point: CollectivePoint) -> int:
+    return int(np.log10(point.bytes))
+
+
+def _largest_from_smaller(name: str, curves: Sequence[CollectiveCurve]) -> list[Judged]:
+    """The largest group's sizes from the smaller groups, beside constant bus bandwidth per size."""
+    structure, _ = fit_structure(name, curves[:-1])
+    known = CollectiveFit(
+        collective=name, curves=tuple(curves[:-1]), structure_sd=STRUCTURE_SD, structure=structure
+    )
+    largest, nearest = curves[-1], curves[-2]
+    grown = busbw_factor(name, largest.ranks) / busbw_factor(name, nearest.ranks)
+    judged = []
+    for point in largest.points:
+        time, sd = known.time_us(largest.ranks, point.bytes)
+        same, _ = nearest.time_us(point.bytes)
+        judged.append(Judged(time, sd, point.time_us, same * grown))
+    return judged
+
+
 def _judge_groups(fit: CollectiveFit, ledger: Ledger) -> None:
-    """The smallest group alone carried to the others, with what is assumed of one group size."""
+    """The largest group from the smaller ones, with what is assumed where one size is known."""
     if len(fit.curves) < 2 or fit.collective == "send_recv":
         return
-    known = fit.model_copy(
-        update={
-            "curves": fit.curves[:1],
-            "structure_sd": STRUCTURE_SD,
-            "launch_us": None,
-            "step_us": None,
-        }
-    )
-    smallest = fit.curves[0]
-    judged = []
-    for curve in fit.curves[1:]:
-        for point in curve.points:
-            time, sd = known.time_us(curve.ranks, point.bytes)
-            same, _ = smallest.time_us(point.bytes)
-            grown = busbw_factor(fit.collective, curve.ranks)
-            grown /= busbw_factor(fit.collective, smallest.ranks)
-            judged.append(Judged(time, sd, point.time_us, same * grown))
+    smaller = ", ".join(str(curve.ranks) for curve in fit.curves[:-1])
     ledger.score(
         f"collective.{fit.collective}",
-        f"groups larger than {smallest.ranks}, from {smallest.ranks} ranks alone",
-        judged,
-        "bus bandwidth of the same size on the smallest group",
+        f"groups of {fit.curves[-1].ranks} from groups of {smaller}",
+        _largest_from_smaller(fit.collective, fit.curves),
+        "bus bandwidth of the same size on the next smaller group",
     )
 
 

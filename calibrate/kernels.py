@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from calibrate.clocks import ClockState, is_compute
 from calibrate.correction import Correction, conformal_scale, fit_correction, folds
 from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, robust_sd, rounded
-from calibrate.physics import Physics, fit_physics, multiprocessors
+from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel, parse_kernel
 from spec.records import KernelRow
@@ -49,6 +49,11 @@ class Group:
     active_w: tuple[float, ...]
 
     @property
+    def timings(self) -> list[tuple[Kernel, float]]:
+        """Kernels and their times."""
+        return [(one.kernel, one.time_us) for one in self.shapes]
+
+    @property
     def name(self) -> str:
         """Prefix of its parameters' names."""
         return f"kernel.{self.key[0]}.{self.key[1]}.{self.key[2]}"
@@ -64,16 +69,11 @@ def fit_kernels(
 ) -> tuple[KernelFit, ...]:
     """A model of every operation in `keys` (what a progress bar iterates over)."""
     groups = _groups(evidence, clock)
-    rate = _memory_rate(groups.values())
-    processors = multiprocessors(
-        [
-            [(one.kernel, one.time_us) for one in group.shapes]
-            for group in groups.values()
-            if group.key[0] == "gemm"
-        ],
-        rate,
-    )
-    return tuple(_fit(groups[key], rate, processors, clock, evidence, ledger) for key in keys)
+    timings = {key: group.timings for key, group in groups.items()}
+    system = system_of(list(timings.values()))
+    gemms = [one for key, one in timings.items() if key[0] == "gemm"]
+    system = replace(system, multiprocessors=multiprocessors(gemms, system))
+    return tuple(_fit(groups[key], system, clock, evidence, ledger) for key in keys)
 
 
 def kernel_keys(evidence: Evidence) -> list[Key]:
@@ -115,11 +115,6 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shap
     return Shape(kernel, exp(float(np.median(times))), sd, len(rows))
 
 
-def _memory_rate(groups: Iterable[Group]) -> float:
-    """Best memory bandwidth that any operation reached, 1e9 bytes/s."""
-    return max(one.kernel.bytes / one.time_us / 1e3 for group in groups for one in group.shapes)
-
-
 def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
     return np.array([log(one.time_us / physics.time_us(one.kernel)) for one in shapes])
 
@@ -130,18 +125,16 @@ def _inputs(shapes: Sequence[Shape]) -> Array:
 
 def _fit(
     group: Group,
-    rate: float,
-    processors: int,
+    system: System,
     clock: ClockState,
     evidence: Evidence,
     ledger: Ledger,
 ) -> KernelFit:
     op, direction, dtype = group.key
     shapes = group.shapes
-    timings = [(one.kernel, one.time_us) for one in shapes]
-    physics, sds = fit_physics(timings, rate, processors)
+    physics, sds = fit_physics(group.timings, system)
     correction = fit_correction(_inputs(shapes), _residuals(physics, shapes))
-    judged, scale = _leave_out(group, rate, processors, correction)
+    judged, scale = _leave_out(group, system, correction)
     correction = replace(
         correction, amplitude=correction.amplitude * scale, noise=correction.noise * scale
     )
@@ -195,7 +188,7 @@ def family(kernel: Kernel) -> tuple[int, ...]:
 
 
 def _leave_out(
-    group: Group, rate: float, processors: int, correction: Correction
+    group: Group, system: System, correction: Correction
 ) -> tuple[list[Judged], float]:
     """Predictions of families of shapes from the others, and the factor that their spread needs.
 
@@ -209,9 +202,7 @@ def _leave_out(
     for left_out in split:
         kept = [one for index, one in enumerate(shapes) if index not in left_out]
         judged = [shapes[index] for index in sorted(left_out)]
-        physics, _ = fit_physics(
-            [(one.kernel, one.time_us) for one in kept], rate, processors
-        )
+        physics, _ = fit_physics([(one.kernel, one.time_us) for one in kept], system)
         mean, sd = correction.predict(_inputs(kept), _residuals(physics, kept), _inputs(judged))
         dumb = roofline(kept)
         outcomes.append(

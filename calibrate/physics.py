@@ -1,7 +1,7 @@
 """Physics of a kernel: launch time, compute and memory ceilings, fitted robustly to few points."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
@@ -45,24 +45,40 @@ class Physics:
         return self.launch_us + max(compute, kernel.bytes / (self.gbytes_per_s * 1e3))
 
 
-def fit_physics(
-    timings: Timings, memory_rate: float, processors: int
-) -> tuple[Physics, dict[str, float]]:
+@dataclass(frozen=True)
+class System:
+    """What all kernels of a system together say: priors where one operation's rows are silent."""
+
+    launch_us: float  # the shortest time of any kernel
+    gbytes_per_s: float  # the best memory bandwidth of any kernel
+    multiprocessors: int = 1
+
+
+def system_of(groups: Sequence[Timings]) -> System:
+    """Read the priors off all timings; `groups` are the timings of each operation."""
+    every = [one for group in groups for one in group]
+    return System(
+        min(time for _, time in every),
+        max(kernel.bytes / time for kernel, time in every) / 1e3,
+    )
+
+
+def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, float]]:
     """Ceilings and launch time, and the sd of each one's logarithm.
 
-    `memory_rate` is the best memory bandwidth seen on the system: the prior of operations whose
-    own rows are bound by compute.
+    Operations whose own rows are all large say nothing of their launch, compute-bound ones nothing
+    of memory: there the system's values are the prior.
     """
     times = np.array([time for _, time in timings])
     moved = np.array([kernel.bytes for kernel, _ in timings])
     quantised = np.array(
-        [kernel.flops * wave_quantisation(kernel, processors) for kernel, _ in timings]
+        [kernel.flops * wave_quantisation(kernel, system.multiprocessors) for kernel, _ in timings]
     )
     compute = bool(quantised.max() > 0)
     own_rate = float((moved / times).max()) / 1e3
     prior = {
-        "launch_us": max(float(times.min()) / 2, 0.1),
-        "gbytes_per_s": max(memory_rate, own_rate) if compute else own_rate,
+        "launch_us": min(system.launch_us, 0.9 * float(times.min())),
+        "gbytes_per_s": max(system.gbytes_per_s, own_rate) if compute else own_rate,
     }
     if compute:
         prior["tflops"] = float(np.quantile(quantised / times, 0.95)) / 1e6
@@ -92,12 +108,12 @@ def fit_physics(
         float(values["launch_us"]),
         float(values["gbytes_per_s"]),
         float(values["tflops"]) if compute else None,
-        processors,
+        system.multiprocessors,
     )
     return physics, dict(zip(names, (float(sd) for sd in sds), strict=True))
 
 
-def multiprocessors(groups: Sequence[Timings], memory_rate: float) -> int:
+def multiprocessors(groups: Sequence[Timings], system: System) -> int:
     """The number of multiprocessors whose wave quantisation explains the GEMMs best; 1 if none."""
     groups = [group for group in groups if len(group) >= 6]
     if not groups:
@@ -106,7 +122,7 @@ def multiprocessors(groups: Sequence[Timings], memory_rate: float) -> int:
     def cost(count: int) -> float:
         total = 0.0
         for group in groups:
-            physics, _ = fit_physics(group, memory_rate, count)
+            physics, _ = fit_physics(group, replace(system, multiprocessors=count))
             errors = [abs(log(time / physics.time_us(kernel))) for kernel, time in group]
             total += float(np.mean(errors)) * len(errors)
         return total

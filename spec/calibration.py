@@ -191,13 +191,42 @@ class CollectiveCurve(_Record):
         time = float(np.interp(at, sizes, times)) + max(at - float(sizes[-1]), 0.0)
         return exp(time), float(np.interp(at, sizes, spreads))
 
+    def interpolate(self, nbytes: float, values: NDArray[np.float64]) -> float:
+        """A quantity given at each point, linear over the logarithm of sizes, constant beyond."""
+        return float(np.interp(log(max(nbytes, 1.0)), self._logs[0], values))
+
+
+class CollectiveStructure(_Record):
+    """How a collective's time inside a node grows with bytes and ranks.
+
+    a = launch_us + ring steps * step_us
+    b = bytes / busbw * (nccl-tests' bus-bandwidth factor + copy_share)
+    time = a + b + 2 * pipelining * sqrt(a * b), see NetworkFit for the last term.
+    """
+
+    launch_us: NonNegative
+    step_us: NonNegative = Field(description="one step of a ring")
+    busbw_gbytes_per_s: Positive = Field(description="of the links, large messages")
+    copy_share: NonNegative = Field(
+        description="what each byte costs whatever the group, in parts of its time on the links"
+    )
+    pipelining: NonNegative
+
+    def time_us(self, collective: str, ranks: int, nbytes: float) -> float:
+        """Duration by structure alone."""
+        a = self.launch_us + ring_steps(collective, ranks) * self.step_us
+        b = nbytes * (busbw_factor(collective, ranks) + self.copy_share)
+        b /= self.busbw_gbytes_per_s * 1e3
+        return a + b + 2 * self.pipelining * (a * b) ** 0.5
+
 
 class CollectiveFit(_Record):
     """Duration of one collective inside a node (the scale-up domain).
 
-    Measured group sizes are interpolated. Another size is carried over by structure from the
-    nearest: the latency part goes with the number of steps (as fitted where several group sizes
-    were measured, else half of it is launch), the rest with nccl-tests' bus-bandwidth factor.
+    With a `structure`, log(measured / structure) of the nearest measured group is interpolated over
+    sizes and held constant beyond them, and the structure carries it to other sizes and groups.
+    Without one, measured times are interpolated, and another group's latency part goes with ring
+    steps, the rest with nccl-tests' bus-bandwidth factor.
     """
 
     collective: str
@@ -205,29 +234,41 @@ class CollectiveFit(_Record):
     structure_sd: NonNegative = Field(
         description="added per doubling of the group size beyond the measured ones"
     )
-    launch_us: NonNegative | None = Field(default=None, description="latency without its steps")
-    step_us: NonNegative | None = Field(default=None, description="latency of one ring step")
+    structure: CollectiveStructure | None = None
+
+    @cached_property
+    def _residuals(self) -> dict[int, NDArray[np.float64]]:
+        """log(measured / structure) of each measured group's points."""
+        assert self.structure is not None
+        return {
+            curve.ranks: np.array(
+                [log(p.time_us / self._structure_us(curve.ranks, p.bytes)) for p in curve.points]
+            )
+            for curve in self.curves
+        }
+
+    def _structure_us(self, ranks: int, nbytes: float) -> float:
+        assert self.structure is not None
+        return self.structure.time_us(self.collective, ranks, nbytes)
 
     def time_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
         """Duration and sd for a group of `ranks`."""
         curve = min(self.curves, key=lambda one: abs(log2(one.ranks / ranks)))
         time, sd = curve.time_us(nbytes)
-        if curve.ranks == ranks or self.collective == "send_recv":
+        same = curve.ranks == ranks or self.collective == "send_recv"
+        beyond = 0.0 if same else abs(log2(ranks / curve.ranks))
+        sd = (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
+        if self.structure is not None:
+            residual = curve.interpolate(nbytes, self._residuals[curve.ranks])
+            return self._structure_us(ranks, nbytes) * exp(residual), sd
+        if same:
             return time, sd
         latency = min(curve.points[0].time_us, time)
+        steps = ring_steps(self.collective, ranks) / ring_steps(self.collective, curve.ranks)
         factor = busbw_factor(self.collective, ranks) / busbw_factor(self.collective, curve.ranks)
-        grown = latency * self._latency(ranks) / self._latency(curve.ranks)
-        beyond = abs(log2(ranks / curve.ranks))
-        return grown + (time - latency) * factor, (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
-
-    def _latency(self, ranks: int) -> float:
-        """Latency of a group up to a factor common to all groups."""
-        steps = float(ring_steps(self.collective, ranks))
-        if self.launch_us is None or self.step_us is None:
-            # launch and synchronisation do not grow with the group; taken as half of the
-            # smallest measured group's latency
-            return ring_steps(self.collective, self.curves[0].ranks) + steps
-        return self.launch_us + self.step_us * steps
+        # launch and synchronisation do not grow with the group; half of the latency is theirs
+        grown = latency * (1 + steps) / 2 if ranks > curve.ranks else latency * steps**0.5
+        return grown + (time - latency) * factor, sd
 
 
 def ring_steps(collective: str, ranks: int) -> int:
