@@ -43,16 +43,12 @@ class Ranks:
         if self.world < 2:
             raise WorkError("a collective needs at least two devices")
         self.used = True
-        options: dict[str, Any] = {}
-        if isinstance(self.timer, GpuTimer):
-            options["device_id"] = self.timer.device
         dist.init_process_group(
             self.timer.backend,
             init_method=f"tcp://127.0.0.1:{self._port}",
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=TIMEOUT_S),
-            **options,
         )
 
     def group(self, members: Sequence[Sequence[int]]) -> tuple[Any, list[int]]:

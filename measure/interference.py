@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from measure.collectives import Ranks, prepare, time_collective
 from measure.operations import Maker
 from measure.timing import CpuTimer, GpuTimer, Timer, quantiles
@@ -35,13 +38,11 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     kernel_alone = statistics.median(timer.burst(compute, 1e12).times_us)  # no flush
     ranks.barrier()
     collective_alone = statistics.median(time_collective(collective, 10, timer, group))
-    # every rank must start the same number of collectives: decided from the plan's numbers alone
-    count = 12 if isinstance(timer, GpuTimer) else 10
+    count = _agree(TOGETHER_S * 1e6 / collective_alone, timer, group)
     ranks.barrier()
     if isinstance(timer, GpuTimer):
-        kernels, collectives = _two_streams(
-            timer, compute, collective, kernel_alone, collective_alone, count
-        )
+        repeats = int(1.3 * count * collective_alone / kernel_alone)
+        kernels, collectives = _two_streams(timer, compute, collective, repeats, count)
     else:
         kernels, collectives = _thread(timer, compute, collective, count)
     ranks.barrier()
@@ -54,36 +55,38 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def _agree(wish: float, timer: Timer, group: Any) -> int:
+    """The same count of collectives on every rank: the smallest wish, between 10 and 200."""
+    wishes = torch.tensor([float(max(10, min(200, int(wish))))], device=timer.device)
+    dist.all_reduce(wishes, op=dist.ReduceOp.MIN, group=group)
+    return int(wishes.item())
+
+
 def _two_streams(
-    timer: GpuTimer,
-    compute: Call,
-    collective: Call,
-    kernel_us: float,
-    collective_us: float,
-    count: int,
+    timer: GpuTimer, compute: Call, collective: Call, repeats: int, count: int
 ) -> tuple[list[float], list[float]]:
     """Durations of kernels and collectives that ran wholly while both streams were busy, us."""
-    side = timer.stream()
-    base = timer.event()
-    repeats = max(20, min(2000, int(2.0 * count * collective_us / kernel_us)))
-    timer.hold(1000.0 + 30.0 * (repeats + count))
+    repeats = max(20, min(3000, repeats))
+    side, base = timer.stream(), timer.event()
+    timer.hold(1000.0 + 40.0 * (repeats + count))
     base.record()
     side.wait_event(base)
-    other = []
-    with timer.on(side):
-        for _ in range(count):
-            pair = (timer.event(), timer.event())
-            pair[0].record()
-            collective()
-            pair[1].record()
-            other.append(pair)
-    mine = []
-    for _ in range(repeats):
+    mine: list[tuple[Any, Any]] = []
+    other: list[tuple[Any, Any]] = []
+
+    def queue(call: Call, pairs: list[tuple[Any, Any]]) -> None:
         pair = (timer.event(), timer.event())
         pair[0].record()
-        compute()
+        call()
         pair[1].record()
-        mine.append(pair)
+        pairs.append(pair)
+
+    # queued in turns, so that neither waits for the host to be done with the other
+    for turn in range(count):
+        with timer.on(side):
+            queue(collective, other)
+        while len(mine) < repeats * (turn + 1) // count:
+            queue(compute, mine)
     timer.synchronize()
 
     def spans(pairs: list[tuple[Any, Any]]) -> list[tuple[float, float]]:

@@ -35,7 +35,7 @@ _SHORT = {
 PARAMETER = 2**26  # elements of one parameter tensor that an optimizer step is split into
 
 # memory an instance takes, as a multiple of `Kernel.bytes`: inputs, outputs, and what is kept
-_FOOTPRINT = {"cross_entropy": 4.0, "embedding": 2.0, "router": 4.0, "adam": 1.0}
+_FOOTPRINT = {"cross_entropy": 2.2, "embedding": 2.0, "router": 4.0, "adam": 1.0}
 
 
 def footprint(kernel: Kernel) -> float:

@@ -231,18 +231,18 @@ def kernel_cases(
         ]
     gpu = device_kind in ("nvidia", "amd")
     defaults = grid.GPU if gpu else grid.CPU
-    named = [load_model(one) for one in models or plan.models or defaults.models]
-    degrees, lengths, sizes = (
-        plan.tp or defaults.tp,
-        plan.seq_len or (() if models or plan.models or not gpu else defaults.seq_len),
-        plan.microbatch or [1],
-    )
+    asked = models or plan.models
+    named = [load_model(one) for one in asked or defaults.models]
+    degrees, sizes = plan.tp or defaults.tp, plan.microbatch or (1,)
+    lengths = plan.seq_len or (() if asked else defaults.seq_len)
+    if quick and gpu and not asked:
+        named, lengths = named[:1], lengths[:1]
     wanted = dict.fromkeys(model_kernels(named, degrees, lengths, sizes))
-    if not plan.tp and not plan.microbatch:
+    if not plan.tp and not plan.microbatch and not (quick and gpu):
         more = model_kernels(named, degrees[:2], lengths[:1], defaults.more_microbatches)
         wanted.update(dict.fromkeys(more))
     wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
-    if gpu and not (models or plan.models):
+    if gpu and not quick and not asked:
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
         keep = ("grouped_gemm", "router", "permute")
         wanted.update(dict.fromkeys(one for one in experts if one.op in keep))

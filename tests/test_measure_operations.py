@@ -1,0 +1,88 @@
+"""Every operation of a step has an implementation, and it computes what its name says."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from measure.interference import overlapping  # noqa: E402
+from measure.operations import Maker, footprint  # noqa: E402
+from measure.timing import CpuTimer, quantiles  # noqa: E402
+from spec.errors import WorkError  # noqa: E402
+from spec.kernel import OPS, Kernel  # noqa: E402
+
+SMALL = {"groups": 2, "batch": 1, "experts": 4, "top_k": 2, "kv_heads": 2, "heads": 4}
+
+
+@pytest.mark.parametrize("op", list(OPS))
+def test_every_operation_runs_in_every_direction(op: str) -> None:
+    names, directions = OPS[op]
+    dims = tuple(SMALL.get(name, 16) for name in names)
+    for direction in directions:
+        call, implementation = Maker(torch.device("cpu")).build(Kernel(op, direction, dims))
+        call()
+        call()  # a backward pass can be repeated
+        assert implementation.startswith("torch/")
+
+
+def test_products_have_the_shapes_of_their_direction() -> None:
+    maker = Maker(torch.device("cpu"))
+    shapes = {
+        way: tuple(maker.build(Kernel("gemm", way, (3, 5, 7)))[0]().shape)
+        for way in ("forward", "dgrad", "wgrad")
+    }
+    assert shapes == {"forward": (3, 5), "dgrad": (3, 7), "wgrad": (5, 7)}
+
+
+def test_attention_is_causal_and_grouped() -> None:
+    call, name = Maker(torch.device("cpu")).build(
+        Kernel("attention", "forward", (1, 8, 4, 2, 16), "fp32")
+    )
+    out = call()
+    assert tuple(out.shape) == (1, 4, 8, 16)
+    assert name.startswith("torch/sdpa-")
+    # the first query sees the first key only: heads that share a key-value head agree there
+    assert torch.allclose(out[0, 0, 0], out[0, 1, 0])
+    assert not torch.allclose(out[0, 1, 0], out[0, 2, 0])
+
+
+def test_the_loss_is_the_cross_entropy() -> None:
+    torch.manual_seed(1234)
+    logits = torch.randn(6, 11)
+    target = torch.randint(11, (6,))
+    call, _ = Maker(torch.device("cpu")).build(Kernel("cross_entropy", "forward", (6, 11), "fp32"))
+    expected = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    assert torch.allclose(call(), expected, atol=1e-5)
+
+
+def test_fp8_is_refused_in_words() -> None:
+    with pytest.raises(WorkError, match="fp8 kernels are not measured"):
+        Maker(torch.device("cpu")).build(Kernel("gemm", "forward", (8, 8, 8), "fp8"))
+
+
+def test_a_burst_keeps_its_repeats() -> None:
+    from measure.devices.fake import FakeDevice
+
+    timing = CpuTimer(FakeDevice(0)).burst(lambda: None, 0)
+    assert len(timing.times_us) >= 20
+    assert timing.state.clock_median_mhz == pytest.approx(1880, abs=100)
+
+
+def test_quantiles_of_known_numbers() -> None:
+    found = quantiles([float(value) for value in range(1, 102)])
+    assert found["repeats"] == 101
+    assert found["median_us"] == 51
+    assert found["p10_us"] == pytest.approx(11)
+    assert found["p90_us"] == pytest.approx(91)
+    assert found["min_us"] == 1
+    assert quantiles([5.0])["std_us"] == 0
+
+
+def test_only_overlapping_spans_count() -> None:
+    kernels = [(0.0, 2.0), (2.0, 4.0), (4.0, 6.0), (9.0, 11.0)]
+    collectives = [(1.0, 5.0), (5.0, 8.0), (8.0, 12.0)]
+    assert overlapping(kernels, collectives) == ([2.0, 2.0, 2.0], [4.0, 3.0])
+
+
+def test_what_cannot_fit_a_device_is_known_before_it_is_tried() -> None:
+    assert footprint(Kernel("adam", "forward", (8_030_261_248,))) > 40 * 2**30
+    assert footprint(Kernel("gemm", "forward", (8192, 128256, 8192))) < 40 * 2**30

@@ -1,0 +1,111 @@
+"""Plans are data: stable ids and roles, every model shape covered, nothing impossible asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from measure.plan import (
+    CollectiveCase,
+    KernelCase,
+    PlanFile,
+    collective_cases,
+    interference_cases,
+    kernel_cases,
+    read_plan,
+    role_of,
+    spans,
+)
+from spec.errors import UserError
+from spec.kernel import Kernel
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.step import kernels_of
+
+
+def test_ids_are_unique_and_roles_split_about_one_in_five() -> None:
+    cases = [
+        *kernel_cases("nvidia", 4, False, (), PlanFile()),
+        *collective_cases("nvidia", 4, False, PlanFile()),
+        *interference_cases("nvidia", 4, False),
+    ]
+    assert len({case.case_id for case in cases}) == len(cases)
+    judged = sum(case.role == "judge" for case in cases) / len(cases)
+    assert 0.15 < judged < 0.25
+
+
+def test_roles_never_change() -> None:
+    # committed results were split by this hash
+    assert role_of("kernel gemm forward m=1 n=1 k=1 bf16") == "fit"
+    assert [role_of(str(number)) for number in range(12)].count("judge") == 2
+
+
+def test_both_states_of_a_kernel_share_a_role() -> None:
+    for size in range(64, 640, 64):
+        kernel = Kernel("gemm", "forward", (size, size, size))
+        assert KernelCase(kernel).role == KernelCase(kernel, "sustained").role
+        assert KernelCase(kernel, "sustained", device=3).role == "fit"
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("seq_len", [4096, 8192])
+def test_every_kernel_of_the_default_models_is_measured(name: str, tp: int, seq_len: int) -> None:
+    measured = {case.kernel for case in kernel_cases("nvidia", 4, False, (), PlanFile())}
+    split = Parallelism(tp=tp, sequence_parallel=tp > 1)
+    assert kernels_of(load_model(name).resized(seq_len=seq_len), split) <= measured
+
+
+def test_a_users_model_is_measured_at_its_own_length() -> None:
+    cases = kernel_cases("nvidia", 1, True, ("tiny",), PlanFile(tp=[2]))
+    split = Parallelism(tp=2, sequence_parallel=True)
+    assert kernels_of(load_model("tiny"), split) <= {case.kernel for case in cases}
+    assert not any(case.kernel.op == "gemm" and case.kernel.dims[1] == 128256 for case in cases)
+
+
+def test_spans_cover_pairs_strides_and_several_groups_at_once() -> None:
+    assert spans(1) == []
+    assert spans(2) == [(2, 1, 1)]
+    assert spans(4) == [(2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2), (4, 1, 1)]
+    assert (3, 1, 1) in spans(3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "groups", "members"),
+    [
+        (2, 1, 2, [[0, 1], [2, 3]]),
+        (2, 2, 2, [[0, 2], [1, 3]]),
+        (2, 2, 1, [[0, 2]]),
+        (4, 1, 1, [[0, 1, 2, 3]]),
+        (2, 2, 4, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ],
+)
+def test_members_of_groups(ranks: int, stride: int, groups: int, members: list[list[int]]) -> None:
+    assert CollectiveCase("all_reduce", ranks, 1024, stride, groups).members() == members
+
+
+def test_a_plan_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "kernels:\n- {op: gemm, shape: m=8 n=8 k=8, state: sustained}\n"
+        "collectives:\n- {collective: all_reduce, ranks: 2, bytes: 4096}\n"
+    )
+    plan = read_plan(path)
+    (kernel,) = kernel_cases("cpu", 2, False, (), plan)
+    assert kernel.case_id == "gemm-forward-8x8x8-bf16-sustained"
+    (collective,) = collective_cases("cpu", 2, False, plan)
+    assert collective.case_id == "all_reduce-2r-stride1-1groups-4096"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kernel: []\n", "unknown key 'kernel'"),
+        ("collectives:\n- {collective: gossip, ranks: 2, bytes: 1}\n", "gossip"),
+        ("kernels: [\n", "not valid YAML"),
+    ],
+)
+def test_a_wrong_plan_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_plan(path)

@@ -1,0 +1,95 @@
+"""The command end to end on fake devices: real workers, real gloo, a case that fails, a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("pyarrow")
+
+from measure.run import main
+from spec.command import run
+from spec.records import CollectiveRow, KernelRow
+from spec.results import find_result_sets
+
+PLAN = """\
+kernels:
+- {op: gemm, shape: m=16 n=16 k=16}
+- {op: rmsnorm, direction: backward, shape: rows=8 width=16}
+- {op: gemm, shape: m=16 n=16 k=16, dtype: fp8}
+- {op: adam, shape: elements=80000000000}
+collectives:
+- {collective: all_reduce, ranks: 2, bytes: 4096}
+"""
+
+
+def test_measures_fails_skips_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    out = tmp_path / "results"
+    words = ["--kind", "fake:2", "--suite", "kernels,collectives", "--out", str(out), "--json"]
+    assert run(main, [*words, "--plan", str(plan)]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["status"], first["planned"], first["finished"]) == ("complete", 5, 3)
+    assert "fp8" in first["failed"]["gemm-forward-16x16x16-fp8-burst"]
+    assert "GiB" in first["skipped"]["adam-forward-80000000000-bf16-burst"]
+
+    (found,) = find_result_sets(out)
+    assert found.manifest.system == "2x-fake"
+    (collective,) = found.table(CollectiveRow)
+    assert collective.bytes == 4096
+    assert collective.busbw_gbytes_per_s == pytest.approx(
+        4096 / collective.median_us * 1e-3, rel=1e-5
+    )
+    kernels = found.table(KernelRow)
+    assert {row.device for row in kernels} <= {0, 1}
+    assert all(row.clock_mhz for row in kernels)
+    assert (found.path / "telemetry.parquet").exists()
+
+    # as a kill in mid-write would leave it: one row cut, one whole
+    table = found.path / "kernels.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(lines[:2]) + lines[2][:20])
+    assert run(main, [*words, "--resume", first["run"]]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert second["finished"] == 3
+    (again,) = find_result_sets(out)
+    assert again.table(KernelRow)[0] == kernels[0]
+    assert {row.case_id for row in again.table(KernelRow)} == {row.case_id for row in kernels}
+
+
+def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results"
+    words = ["--kind", "fake:2", "--list", "--quick", "--out", str(out), "--json"]
+    assert run(main, [*words, "--suite", "kernels,collectives"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["suites"]["kernels"]["cases"]
+    assert value["suites"]["collectives"]["seconds"] > 0
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--suite", "kernel"], "suite 'kernel' is unknown"),
+        (["--budget", "-1"], "must be a positive number"),
+        (["--resume", "nothing"], "no run 'nothing'"),
+        (["--model", "gpt-9"], "neither a file nor a named model"),
+        (["--plan", "missing.yaml"], "no such file"),
+        (["--kind", "tpu"], "device kind 'tpu' is unknown"),
+        (["--modle", "x"], "see python -m measure.run --help"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
+) -> None:
+    if "--kind" not in words:
+        words = ["--kind", "fake:2", *words]
+    assert run(main, [*words, "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
