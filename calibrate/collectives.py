@@ -54,9 +54,7 @@ def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, 
     )
     for row in inside_node(evidence):
         rows[row.collective][row.ranks][row.bytes].append(row)
-    return tuple(
-        _fit(name, by_ranks, evidence, ledger) for name, by_ranks in sorted(rows.items())
-    )
+    return tuple(_fit(name, by_ranks, evidence, ledger) for name, by_ranks in sorted(rows.items()))
 
 
 def _fit(
@@ -95,7 +93,11 @@ def _structure_sd(
     key, unit = f"collective.{name}.structure_sd", "log per doubling of ranks"
     if len(curves) < 2:
         return ledger.note(
-            key, STRUCTURE_SD, unit, (0.05, 0.3), "assumed",
+            key,
+            STRUCTURE_SD,
+            unit,
+            (0.05, 0.3),
+            "assumed",
             "one group size measured: growth with the group is a prior (ring steps and bus "
             "bandwidth)",
         )
@@ -105,7 +107,11 @@ def _structure_sd(
     ]
     value = max(float(np.quantile(errors, 0.9)) / Z90, LEAST_STRUCTURE_SD)
     return ledger.note(
-        key, value, unit, (value / 2, value * 2), "measured",
+        key,
+        value,
+        unit,
+        (value / 2, value * 2),
+        "measured",
         f"{detail}: {curves[-1].ranks} ranks from the smaller groups, {len(errors)} sizes",
     )
 
@@ -164,8 +170,7 @@ def rounded_structure(structure: CollectiveStructure) -> CollectiveStructure:
 def _curve(ranks: int, sizes: dict[int, list[CollectiveRow]]) -> CollectiveCurve:
     ordered = sorted(sizes)
     times = {
-        size: exp(float(np.median([log(row.median_us) for row in sizes[size]])))
-        for size in ordered
+        size: exp(float(np.median([log(row.median_us) for row in sizes[size]]))) for size in ordered
     }
     points = []
     for size in ordered:
@@ -219,14 +224,20 @@ def _spread(errors: Sequence[float]) -> float:
 def _note_curve(name: str, curve: CollectiveCurve, ledger: Ledger, detail: str) -> None:
     first, last = curve.points[0], curve.points[-1]
     ledger.note(
-        f"collective.{name}.{curve.ranks}.latency_us", first.time_us, "us",
-        log_interval(first.time_us, first.sd), "measured",
+        f"collective.{name}.{curve.ranks}.latency_us",
+        first.time_us,
+        "us",
+        log_interval(first.time_us, first.sd),
+        "measured",
         f"smallest message, {first.bytes} bytes; {detail}",
     )
     busbw = last.bytes * busbw_factor(name, curve.ranks) / last.time_us / 1e3
     ledger.note(
-        f"collective.{name}.{curve.ranks}.busbw", busbw, "GB/s",
-        log_interval(busbw, last.sd), "measured",
+        f"collective.{name}.{curve.ranks}.busbw",
+        busbw,
+        "GB/s",
+        log_interval(busbw, last.sd),
+        "measured",
         f"largest message, {last.bytes} bytes; {detail}",
     )
 
@@ -243,8 +254,11 @@ def _note_structure(
     for field, value in structure.model_dump().items():
         prior = groups < 2 and field in ("step_us", "copy_share")
         ledger.note(
-            f"collective.{name}.{field}", value, units.get(field, "share"),
-            log_interval(value, sds[field]), "assumed" if prior else "measured",
+            f"collective.{name}.{field}",
+            value,
+            units.get(field, "share"),
+            log_interval(value, sds[field]),
+            "assumed" if prior else "measured",
             f"one group size measured, so a prior holds it; {detail}" if prior else detail,
         )
 
@@ -257,9 +271,7 @@ def constant_busbw(fit: CollectiveFit, ranks: int, nbytes: float) -> float:
     return nbytes * busbw_factor(fit.collective, ranks) / rate
 
 
-def _judge_sizes(
-    fit: CollectiveFit, bare: Sequence[CollectiveCurve], ledger: Ledger
-) -> None:
+def _judge_sizes(fit: CollectiveFit, bare: Sequence[CollectiveCurve], ledger: Ledger) -> None:
     """Whole decades of sizes left out of every curve, one decade at a time."""
     decades = sorted({_decade(point) for curve in bare for point in curve.points})
     judged = []
@@ -328,9 +340,7 @@ def _judge_groups(fit: CollectiveFit, ledger: Ledger) -> None:
     )
 
 
-def judge_collectives(
-    evidence: Evidence, fits: Sequence[CollectiveFit], ledger: Ledger
-) -> None:
+def judge_collectives(evidence: Evidence, fits: Sequence[CollectiveFit], ledger: Ledger) -> None:
     """Errors on rows of role `judge`."""
     by_name = {fit.collective: fit for fit in fits}
     judged: dict[str, list[Judged]] = defaultdict(list)
@@ -342,6 +352,4 @@ def judge_collectives(
                 Judged(time, sd, row.median_us, constant_busbw(fit, row.ranks, row.bytes))
             )
     for name, rows in sorted(judged.items()):
-        ledger.score(
-            f"collective.{name}", "rows of role judge", rows, "constant bus bandwidth"
-        )
+        ledger.score(f"collective.{name}", "rows of role judge", rows, "constant bus bandwidth")

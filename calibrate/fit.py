@@ -43,9 +43,7 @@ def fit(evidence: Evidence, show_progress: bool = False) -> Calibration:
     state = clock_state(evidence, telemetry, ledger)
     keys = kernel_keys(evidence)
     label = f"kernels of {evidence.system}"
-    kernels = fit_kernels(
-        evidence, state, ledger, progress(keys, len(keys), label, show_progress)
-    )
+    kernels = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
     collectives = fit_collectives(evidence, ledger)
     networks = fit_networks(evidence, ledger)
     host = fit_host(evidence, ledger)
@@ -88,9 +86,7 @@ def systems(results: Path, system: str | None = None) -> list[Evidence]:
     """The systems under `results`, each with its runs."""
     sets = find_result_sets(results, system)
     names = sorted({one.manifest.system for one in sets})
-    return [
-        Evidence(name, [one for one in sets if one.manifest.system == name]) for name in names
-    ]
+    return [Evidence(name, [one for one in sets if one.manifest.system == name]) for name in names]
 
 
 def summary(calibration: Calibration, out: Path) -> str:

@@ -36,22 +36,38 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
         issue = float(np.median(times))
         sd = max(robust_sd(log(time) for time in times), HOST_SD)
         ledger.note(
-            "host.issue_us", issue, "us", log_interval(issue, sd), "measured",
+            "host.issue_us",
+            issue,
+            "us",
+            log_interval(issue, sd),
+            "measured",
             f"{evidence.where(KernelRow, len(times))}: launch-bound rows",
         )
     else:
         issue, sd = DEFAULT_HOST_US, 0.5
         ledger.note(
-            "host.issue_us", issue, "us", log_interval(issue, sd), "assumed",
+            "host.issue_us",
+            issue,
+            "us",
+            log_interval(issue, sd),
+            "assumed",
             "no kernel row carries a host time",
         )
     part, step = PART_CALLS * issue, STEP_CALLS * issue
     ledger.note(
-        "host.part_us", part, "us", log_interval(part, 0.5), "assumed",
+        "host.part_us",
+        part,
+        "us",
+        log_interval(part, 0.5),
+        "assumed",
         f"{PART_CALLS:g} issue times per part of a layer: Python and autograd around its kernels",
     )
     ledger.note(
-        "host.step_us", step, "us", log_interval(step, 0.7), "assumed",
+        "host.step_us",
+        step,
+        "us",
+        log_interval(step, 0.7),
+        "assumed",
         f"{STEP_CALLS:g} issue times per step: optimizer bookkeeping and scalars",
     )
     return HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
@@ -63,7 +79,11 @@ def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
     if not rows:
         value, low, high = INTERFERENCE
         return ledger.note(
-            "interference", value, "share", (low, high), "assumed",
+            "interference",
+            value,
+            "share",
+            (low, high),
+            "assumed",
             "no interference rows: NCCL occupies some multiprocessors and memory bandwidth",
         )
     shares = [max(row.median_us / row.kernel_alone_us - 1, 0.0) for row in rows]
@@ -71,7 +91,11 @@ def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
     low, high = np.quantile(shares, [0.05, 0.95])
     return rounded(
         ledger.note(
-            "interference", value, "share", (float(low), float(high)), "measured",
+            "interference",
+            value,
+            "share",
+            (float(low), float(high)),
+            "measured",
             evidence.where(InterferenceRow, len(rows)),
         )
     )
@@ -80,6 +104,10 @@ def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
 def composition_sd(ledger: Ledger) -> float:
     """What adding up kernels leaves out of a whole step."""
     return ledger.note(
-        "composition_sd", COMPOSITION_SD, "log", (0.02, 0.1), "assumed",
+        "composition_sd",
+        COMPOSITION_SD,
+        "log",
+        (0.02, 0.1),
+        "assumed",
         "gaps, allocator and caches of a whole step; training steps are never fitted on",
     )

@@ -13,10 +13,10 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.clocks import ClockState, is_compute
 from calibrate.correction import Correction, conformal_scale, fit_correction, folds
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, robust_sd, rounded
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd, rounded
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
+from calibrate.state import ClockState
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel, parse_kernel
 from spec.records import KernelRow
@@ -27,6 +27,7 @@ Key = tuple[str, str, str]
 LEAST_SD = 0.003  # of a measured shape: clocks and events are not read more exactly
 # families left out at once; their physics is fitted anew, length scales are kept
 FOLDS = 5
+BASELINE = "roofline with one efficiency"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
 
 
 def _inputs(shapes: Sequence[Shape]) -> Array:
-    return np.log(np.array([one.kernel.dims for one in shapes], dtype=float))
+    return np.asarray(np.log(np.array([one.kernel.dims for one in shapes], dtype=float)))
 
 
 def _fit(
@@ -144,7 +145,7 @@ def _fit(
         f"kernel.{op}.{direction}",
         f"families of shapes (all but {_token_dims(op)}) left out in {FOLDS} folds",
         judged,
-        "roofline with one efficiency",
+        BASELINE,
     )
     host_us = float(np.median(group.host_us)) if group.host_us else clock.default_host_us
     active_w = float(np.median(group.active_w)) if group.active_w else clock.default_active_w(op)
@@ -163,9 +164,7 @@ def _fit(
         amplitude=rounded(correction.amplitude),
         noise=rounded(correction.noise),
         points=tuple(
-            KernelPoint(
-                dims=one.kernel.dims, time_us=rounded(one.time_us), sd=rounded(one.sd, 3)
-            )
+            KernelPoint(dims=one.kernel.dims, time_us=rounded(one.time_us), sd=rounded(one.sd, 3))
             for one in shapes
         ),
         host_us=rounded(host_us),
@@ -187,9 +186,7 @@ def family(kernel: Kernel) -> tuple[int, ...]:
     return tuple(size for name, size in kernel.named.items() if name not in TOKEN_DIMS)
 
 
-def _leave_out(
-    group: Group, system: System, correction: Correction
-) -> tuple[list[Judged], float]:
+def _leave_out(group: Group, system: System, correction: Correction) -> tuple[list[Judged], float]:
     """Predictions of families of shapes from the others, and the factor that their spread needs.
 
     Each fold is judged with the factor that the other folds ask for.
@@ -204,24 +201,23 @@ def _leave_out(
         judged = [shapes[index] for index in sorted(left_out)]
         physics, _ = fit_physics([(one.kernel, one.time_us) for one in kept], system)
         mean, sd = correction.predict(_inputs(kept), _residuals(physics, kept), _inputs(judged))
-        dumb = roofline(kept)
+        dumb = Roofline(kept)
         outcomes.append(
             [
                 (one, physics.time_us(one.kernel) * exp(add), spread, dumb(one.kernel))
                 for one, add, spread in zip(judged, mean, sd, strict=True)
             ]
         )
-    scores = [
-        [abs(log(time / one.time_us)) / sd for one, time, sd, _ in fold] for fold in outcomes
-    ]
+    scores = [[abs(log(time / one.time_us)) / sd for one, time, sd, _ in fold] for fold in outcomes]
     result = []
     for index, fold in enumerate(outcomes):
-        scale = conformal_scale([z for other, part in enumerate(scores) if other != index for z in part])
+        others = [z for other, part in enumerate(scores) if other != index for z in part]
+        scale = conformal_scale(others)
         result += [Judged(time, sd * scale, one.time_us, dumb) for one, time, sd, dumb in fold]
     return result, conformal_scale([z for part in scores for z in part])
 
 
-class roofline:  # noqa: N801  (used as a function)
+class Roofline:
     """The baseline: each kernel at the median rate of the known ones, FLOPs or bytes."""
 
     def __init__(self, known: Sequence[Shape]) -> None:
@@ -334,7 +330,7 @@ def judge_kernels(
         fit = by_key.get(key)
         if fit is None:
             continue
-        dumb = roofline(
+        dumb = Roofline(
             [
                 Shape(Kernel(*key[:2], point.dims, key[2]), point.time_us, point.sd, 1)
                 for point in fit.points
@@ -349,21 +345,4 @@ def judge_kernels(
             judged.append(
                 Judged(time * slower, max(sd, LEAST_SD), row.median_us, dumb(kernel) * slower)
             )
-        ledger.score(
-            f"kernel.{key[0]}.{key[1]}", "rows of role judge", judged, "roofline with one efficiency"
-        )
-
-
-def all_residuals(fit: KernelFit) -> list[float]:
-    """log(measured / physics) of a model's points."""
-    return [log(point.time_us / fit.physics_us(point.dims)) for point in fit.points]
-
-
-def interval_factor(sd: float) -> float:
-    """Half-width of a 90 % interval as a factor."""
-    return exp(Z90 * sd)
-
-
-def is_compute_bound(op: str) -> bool:
-    """Whether an operation has FLOPs that count."""
-    return is_compute(op)
+        ledger.score(f"kernel.{key[0]}.{key[1]}", "rows of role judge", judged, BASELINE)

@@ -4,7 +4,7 @@ The published sweeps are `calibrate/published/network.csv`, one line of an nccl-
 its citation. What they cannot tell apart is held by a prior, stated here with its source.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log, log2
 from pathlib import Path
@@ -107,8 +107,7 @@ def fit_network(
 ) -> tuple[NetworkFit, dict[str, float]]:
     """Maximum a posteriori fit, robust to outliers; also gives each parameter's sd (logarithmic).
 
-    Residuals are of log(time); a sweep's rows err together, so they count for `INDEPENDENT` of
-    them at most.
+    Residuals are of log(time).
     """
     names = list(priors)
     centre = np.array([log(priors[name][0]) for name in names])
@@ -161,9 +160,7 @@ def fit_network(
         efficiency_sd=rounded(max(efficiency_sd, 0.03)),
         scale_sd=SCALE_SD,
     )
-    fit = fit.model_copy(
-        update={name: rounded(float(getattr(fit, name))) for name in names}
-    )
+    fit = fit.model_copy(update={name: rounded(float(getattr(fit, name))) for name in names})
     return fit, spread
 
 
@@ -188,12 +185,17 @@ def sample_sd(fit: NetworkFit, sample: Sample, fitted_nodes: int) -> float:
 
 def _spreads(fit: NetworkFit, samples: Sequence[Sample]) -> tuple[float, float]:
     """Spread of latency-bound and of bandwidth-bound times around the fit, 90th percentile."""
-    small, large = [], []
+    small: list[float] = []
+    large: list[float] = []
     for one in samples:
         time = predict(fit, one)
         start = fit.time_us(one.collective, one.path, 1.0, one.scale_up_busbw) / time
         (small if start > 0.5 else large).append(abs(log(time / one.time_us)))
-    return tuple(float(np.quantile(part, 0.9)) / Z90 if part else 0.0 for part in (small, large))  # type: ignore[return-value]
+
+    def spread(errors: list[float]) -> float:
+        return float(np.quantile(errors, 0.9)) / Z90 if errors else 0.0
+
+    return spread(small), spread(large)
 
 
 def published_samples(protocol: str) -> list[Sample]:
@@ -249,16 +251,14 @@ def judge_scaling(ledger: Ledger, protocol: str, samples: Sequence[Sample]) -> N
 def measured_samples(evidence: Evidence) -> list[Sample]:
     """This system's rows that leave a node (emulated nodes included), one group at a time."""
     return [
-        Sample(
-            row.collective, path_of(row.ranks, row.nodes, 1.0), row.bytes, row.median_us, 1e6
-        )
+        Sample(row.collective, path_of(row.ranks, row.nodes, 1.0), row.bytes, row.median_us, 1e6)
         for _, row in evidence.rows(CollectiveRow)
         if row.nodes > 1 and row.groups == 1 and row.ranks >= row.nodes
     ]
 
 
 def fit_networks(evidence: Evidence, ledger: Ledger) -> tuple[NetworkFit, ...]:
-    """A model per protocol: measured where this system left its nodes, published or assumed else."""
+    """A model per protocol: measured where this system left its nodes, else published, assumed."""
     found: list[NetworkFit] = []
     for protocol in ("infiniband", "ethernet"):
         samples = published_samples(protocol)
@@ -324,8 +324,3 @@ def _note_one(
 ) -> None:
     name = f"network.{fit.protocol}.{name}"
     ledger.note(name, value, unit, log_interval(value, sd), fit.source, fit.detail)
-
-
-def protocols(fits: Iterable[NetworkFit]) -> dict[str, NetworkFit]:
-    """The models by protocol."""
-    return {fit.protocol: fit for fit in fits}

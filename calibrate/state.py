@@ -1,0 +1,68 @@
+"""The state a row was measured in: brings its time and power to the reference clock."""
+
+from dataclasses import dataclass, field
+
+from spec.records import KernelRow
+
+COMPUTE = ("gemm", "grouped_gemm", "attention")
+
+# Dynamic power goes as clock times voltage squared; near the top voltage rises about with the
+# clock, below it stays: between 1 and 3. Kandiah et al., "AccelWattch", MICRO 2021.
+POWER_EXPONENT = (2.4, 1.8, 3.0)
+# shares of the room between idle and power limit, where no row shows power
+COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
+
+
+def is_compute(op: str) -> bool:
+    """Whether an operation is bound by arithmetic where it is large."""
+    return op in COMPUTE
+
+
+@dataclass
+class ClockState:
+    """Reference clock, exponents and idle power: what other fits need to read a row."""
+
+    reference_mhz: float
+    limit_w: float | None
+    idle_w: float
+    exponents: dict[bool, float] = field(default_factory=dict)  # by is_compute
+    power_exponent: float = POWER_EXPONENT[0]
+    repeat_sd: float = 0.01  # of one row of a shape to another, clock taken out
+    default_host_us: float = 10.0
+
+    def exponent(self, op: str) -> float:
+        """Duration goes as (reference clock / clock) to this power."""
+        return self.exponents[is_compute(op)]
+
+    def factor(self, row: KernelRow) -> float:
+        """How much longer a row took than it would at the reference clock."""
+        if row.clock_mhz is None:
+            return 1.0
+        return float((self.reference_mhz / row.clock_mhz) ** self.exponent(row.op))
+
+    def at_reference(self, row: KernelRow) -> float:
+        """A row's duration at the reference clock, us."""
+        return row.median_us / self.factor(row)
+
+    def shows_power(self, row: KernelRow) -> bool:
+        """Whether a row's power is that of its kernel: a burst is shorter than the sensor."""
+        return row.state == "sustained" and row.power_w is not None and row.power_w > self.idle_w
+
+    def active_w(self, row: KernelRow) -> float:
+        """Power above idle that a row's kernel would draw at the reference clock."""
+        assert row.power_w is not None
+        clock = row.clock_mhz or self.reference_mhz
+        scale = float((self.reference_mhz / clock) ** self.power_exponent)
+        return (row.power_w - self.idle_w) * scale
+
+    def default_active_w(self, op: str) -> float:
+        """Power above idle of an operation that no sustained row shows."""
+        if self.limit_w is None:
+            return 0.0
+        share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
+        return share * max(self.limit_w - self.idle_w, 0.0)
+
+    def default_power_reason(self, op: str) -> str:
+        """Why that value."""
+        share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
+        return f"{share:.0%} of the room under the power limit: no sustained row shows its power"

@@ -1,0 +1,106 @@
+"""How fast one device is beside another, and one visit to the machine beside another."""
+
+from collections import defaultdict
+from math import log
+from statistics import median
+
+import numpy as np
+from scipy.stats import chi2
+
+from calibrate.evidence import Evidence, Ledger
+from calibrate.state import ClockState, is_compute
+from spec.records import KernelRow
+
+# Sustained clocks of four H200s of one host lay between 1485 and 1950 MHz under load; their
+# persistent differences are taken as 2 %. Two visits differed by up to 6 %.
+DEVICE_SPREAD = (0.02, 0.01, 0.04)
+VISIT_SD = (0.03, 0.01, 0.06)
+
+
+def device_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
+    """Persistent differences in sustained speed from one device to another.
+
+    Every shape that ran sustained on several devices gives each its deviation from their mean (of
+    the clock; of the time where no clock was read); a device's median over shapes is what persists.
+    """
+    by_shape: dict[tuple[str, str, str, str, str], dict[int, float]] = defaultdict(dict)
+    for run, row in evidence.rows(KernelRow):
+        if row.state == "sustained" and is_compute(row.op):
+            speed = log(row.clock_mhz) if row.clock_mhz else -log(row.median_us)
+            by_shape[run, row.op, row.direction, row.dtype, row.shape][row.device] = speed
+    deviations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (run, *_), speeds in by_shape.items():
+        if len(speeds) > 1:
+            centre = sum(speeds.values()) / len(speeds)
+            for device, speed in speeds.items():
+                deviations[run, device].append(speed - centre)
+    persistent = [median(values) for values in deviations.values()]
+    name, unit = "clock.device_spread_sd", "log"
+    if len(persistent) < 2:
+        value, low, high = DEVICE_SPREAD if state.limit_w else (0.0, 0.0, 0.02)
+        return ledger.note(
+            name,
+            value,
+            unit,
+            (low, high),
+            "assumed",
+            "no compute-bound shape was sustained on two devices; four H200s of one host, see "
+            "docs/calibration.md"
+            if state.limit_w
+            else "one device",
+        )
+    free = len(persistent) - len({run for run, _ in deviations})
+    value = float(np.sqrt(np.sum(np.square(persistent)) / max(free, 1)))
+    low, high = (value * float(np.sqrt(free / chi2.ppf(p, free))) for p in (0.95, 0.05))
+    rows = sum(len(values) for values in deviations.values())
+    return ledger.note(
+        name,
+        value,
+        unit,
+        (low, high),
+        "measured",
+        f"{evidence.where(KernelRow, rows)}: sustained compute-bound shapes on "
+        f"{len(persistent)} devices",
+    )
+
+
+def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
+    """How much the whole machine's speed differs from one run to another."""
+    by_shape: dict[tuple[str, str, str, str], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for run, row in evidence.rows(KernelRow):
+        by_shape[row.op, row.direction, row.dtype, row.shape][run].append(
+            log(state.at_reference(row))
+        )
+    offsets: dict[str, list[float]] = defaultdict(list)
+    for runs in by_shape.values():
+        if len(runs) > 1:
+            means = {run: median(values) for run, values in runs.items()}
+            centre = sum(means.values()) / len(means)
+            for run, value in means.items():
+                offsets[run].append(value - centre)
+    if len(offsets) < 2:
+        value, low, high = VISIT_SD
+        return ledger.note(
+            "clock.visit_sd",
+            value,
+            "log",
+            (low, high),
+            "assumed",
+            "one visit measured; two visits to four H200s differed by up to 6 %, see "
+            "docs/calibration.md",
+        )
+    persistent = [median(values) for values in offsets.values()]
+    free = len(persistent) - 1
+    value = float(np.sqrt(np.sum(np.square(persistent)) / free))
+    low, high = (value * float(np.sqrt(free / chi2.ppf(p, free))) for p in (0.95, 0.05))
+    return ledger.note(
+        "clock.visit_sd",
+        value,
+        "log",
+        (low, high),
+        "measured",
+        f"{evidence.where(KernelRow, sum(map(len, offsets.values())))}: same shapes in "
+        f"{len(offsets)} runs",
+    )

@@ -1,0 +1,201 @@
+"""A collective's fitted duration, inside a node and between nodes."""
+
+from functools import cached_property
+from math import exp, log, log2, sqrt
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
+
+from spec.collective import busbw_factor
+from spec.fitted import NonNegative, Positive, Record, Source
+from spec.hardware import GroupPath
+
+
+class CollectivePoint(Record):
+    """A measured size."""
+
+    bytes: PositiveInt
+    time_us: Positive
+    sd: NonNegative
+
+
+class CollectiveCurve(Record):
+    """The measured sizes of one group size, ascending."""
+
+    ranks: Annotated[int, Field(ge=2)]
+    points: tuple[CollectivePoint, ...] = Field(min_length=1)
+
+    @cached_property
+    def _logs(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        sizes: NDArray[np.float64] = np.log(np.array([float(point.bytes) for point in self.points]))
+        times: NDArray[np.float64] = np.log(np.array([point.time_us for point in self.points]))
+        spreads: NDArray[np.float64] = np.array([point.sd for point in self.points])
+        return sizes, times, spreads
+
+    def time_us(self, nbytes: float) -> tuple[float, float]:
+        """Log-log interpolation; constant time below the data, constant bandwidth above."""
+        sizes, times, spreads = self._logs
+        at = log(max(nbytes, 1.0))
+        time = float(np.interp(at, sizes, times)) + max(at - float(sizes[-1]), 0.0)
+        return exp(time), float(np.interp(at, sizes, spreads))
+
+    def interpolate(self, nbytes: float, values: NDArray[np.float64]) -> float:
+        """A quantity given at each point, linear over the logarithm of sizes, constant beyond."""
+        return float(np.interp(log(max(nbytes, 1.0)), self._logs[0], values))
+
+
+class CollectiveStructure(Record):
+    """How a collective's time inside a node grows with bytes and ranks.
+
+    a = launch_us + ring steps * step_us
+    b = bytes / busbw * (nccl-tests' bus-bandwidth factor + copy_share)
+    time = a + b + 2 * pipelining * sqrt(a * b), see NetworkFit for the last term.
+    """
+
+    launch_us: NonNegative
+    step_us: NonNegative = Field(description="one step of a ring")
+    busbw_gbytes_per_s: Positive = Field(description="of the links, large messages")
+    copy_share: NonNegative = Field(
+        description="what each byte costs whatever the group, in parts of its time on the links"
+    )
+    pipelining: NonNegative
+
+    def time_us(self, collective: str, ranks: int, nbytes: float) -> float:
+        """Duration by structure alone."""
+        a = self.launch_us + ring_steps(collective, ranks) * self.step_us
+        b = nbytes * (busbw_factor(collective, ranks) + self.copy_share)
+        b /= self.busbw_gbytes_per_s * 1e3
+        return a + b + 2 * self.pipelining * sqrt(a * b)
+
+
+class CollectiveFit(Record):
+    """Duration of one collective inside a node (the scale-up domain).
+
+    With a `structure`, log(measured / structure) of the nearest measured group is interpolated over
+    sizes and held constant beyond them, and the structure carries it to other sizes and groups.
+    Without one, measured times are interpolated, and another group's latency part goes with ring
+    steps, the rest with nccl-tests' bus-bandwidth factor.
+    """
+
+    collective: str
+    curves: tuple[CollectiveCurve, ...] = Field(min_length=1)
+    structure_sd: NonNegative = Field(
+        description="added per doubling of the group size beyond the measured ones"
+    )
+    structure: CollectiveStructure | None = None
+
+    @cached_property
+    def _residuals(self) -> dict[int, NDArray[np.float64]]:
+        """log(measured / structure) of each measured group's points."""
+        assert self.structure is not None
+        return {
+            curve.ranks: np.array(
+                [log(p.time_us / self._structure_us(curve.ranks, p.bytes)) for p in curve.points]
+            )
+            for curve in self.curves
+        }
+
+    def _structure_us(self, ranks: int, nbytes: float) -> float:
+        assert self.structure is not None
+        return self.structure.time_us(self.collective, ranks, nbytes)
+
+    def time_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
+        """Duration and sd for a group of `ranks`."""
+        curve = min(self.curves, key=lambda one: abs(log2(one.ranks / ranks)))
+        time, sd = curve.time_us(nbytes)
+        same = curve.ranks == ranks or self.collective == "send_recv"
+        beyond = 0.0 if same else abs(log2(ranks / curve.ranks))
+        sd = (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
+        if self.structure is not None:
+            residual = curve.interpolate(nbytes, self._residuals[curve.ranks])
+            return self._structure_us(ranks, nbytes) * exp(residual), sd
+        if same:
+            return time, sd
+        latency = min(curve.points[0].time_us, time)
+        steps = ring_steps(self.collective, ranks) / ring_steps(self.collective, curve.ranks)
+        factor = busbw_factor(self.collective, ranks) / busbw_factor(self.collective, curve.ranks)
+        # launch and synchronisation do not grow with the group; half of the latency is theirs
+        grown = latency * (1 + steps) / 2 if ranks > curve.ranks else latency * steps**0.5
+        return grown + (time - latency) * factor, sd
+
+
+def ring_steps(collective: str, ranks: int) -> int:
+    """Messages that one rank sends in sequence in a ring algorithm."""
+    if collective == "send_recv":
+        return 1
+    return 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
+
+
+class NetworkFit(Record):
+    """Duration of a collective that leaves the node.
+
+    a = serial steps, b = bytes * bus-bandwidth factor / bus bandwidth, in microseconds:
+
+    ring (all-gather, reduce-scatter)   launch + a + b
+    tree (all-reduce), all-to-all       launch + a + b + 2 * pipelining * sqrt(a * b)
+
+    A message sent along a chain in pieces of the best size takes (sqrt(a) + sqrt(b))^2: Sanders,
+    Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+    Computing 35 (2009). `pipelining` is 1 for that, 0 where pieces cost nothing, more where they
+    are not of the best size. All-reduce
+    takes the faster of tree and ring, as NCCL chooses.
+
+    Steps: a ring has nodes - 1 of them between nodes (`latency_us`) and one inside a node for each
+    further rank (`local_step_us`), an all-reduce twice that; a double binary tree 2 log2(nodes) + 1
+    between nodes. Bus bandwidth = efficiency * port rate of the group's ranks in a node, at most
+    the scale-up domain's. Between two nodes a tree sends each byte once over the ports where a ring
+    sends it 2 (ranks - 1) / ranks times.
+    """
+
+    protocol: str = Field(description="kind of network that it holds for")
+    launch_us: NonNegative
+    latency_us: Positive = Field(description="one step between nodes, software included")
+    latency_sd: NonNegative
+    local_step_us: NonNegative = Field(
+        default=0.0, description="one step of a ring inside a node while it spans several"
+    )
+    pipelining: NonNegative = Field(default=0.0, description="cost of pieces, 1 at their best size")
+    efficiency: Positive = Field(description="achieved share of the ports' rate, large messages")
+    efficiency_sd: NonNegative
+    all_to_all_efficiency: Positive
+    node_gbytes_per_s: Positive | None = Field(
+        default=None,
+        description="measured rate of a whole node, 1e9 bytes/s; replaces the fabric's where set",
+    )
+    scale_sd: NonNegative = Field(
+        description="added per doubling of the number of nodes beyond those fitted on"
+    )
+    max_nodes: PositiveInt = Field(description="largest number of nodes fitted on")
+    source: Source
+    detail: str
+
+    def time_us(
+        self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float
+    ) -> float:
+        """Duration for a group laid out as `path`; `scale_up_busbw` in 1e9 bytes/s."""
+        rate = path.gbytes_per_s
+        if self.node_gbytes_per_s is not None:
+            rate = self.node_gbytes_per_s / (path.local_ranks * path.concurrent)
+        step = self.latency_us + path.latency_us
+        if collective == "send_recv":
+            return self.launch_us + step + nbytes / (self.efficiency * rate * 1e3)
+        moved = nbytes * busbw_factor(collective, path.ranks)
+        if collective == "all_to_all":
+            # what stays inside the node does not use the ports
+            outside = (path.ranks - path.local_ranks) / max(path.ranks - 1, 1)
+            b = moved * outside / (self.all_to_all_efficiency * rate * 1e3)
+            return self._pipelined(step * (log2(path.nodes) + 1), b)
+        ports = self.efficiency * rate * path.local_ranks
+        hops = (path.nodes - 1) * step + (path.ranks - path.nodes) * self.local_step_us
+        twice = 2 if collective == "all_reduce" else 1
+        ring = self.launch_us + twice * hops + moved / (min(ports, scale_up_busbw) * 1e3)
+        if collective != "all_reduce":
+            return ring
+        once = busbw_factor(collective, path.ranks) if path.nodes == 2 else 1.0
+        b = moved / (min(ports * once, scale_up_busbw) * 1e3)
+        return min(ring, self._pipelined(step * (2 * log2(path.nodes) + 1), b))
+
+    def _pipelined(self, a: float, b: float) -> float:
+        return self.launch_us + a + b + 2 * self.pipelining * sqrt(a * b)

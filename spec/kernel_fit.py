@@ -1,0 +1,106 @@
+"""A kernel's fitted duration: measured shapes, physics, and a learned correction between them."""
+
+from functools import cached_property
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
+
+from spec.fitted import NonNegative, Positive, Record
+from spec.kernel import Kernel, ceil_div
+
+
+class KernelPoint(Record):
+    """A measured shape, its duration brought to the reference clock."""
+
+    dims: tuple[PositiveInt, ...]
+    time_us: Positive
+    sd: NonNegative
+
+
+class KernelFit(Record):
+    """Duration of one operation: measured shapes, and physics with a correction between them.
+
+    Physics: launch_us + max(FLOPs * wave quantisation / tflops, bytes / gbytes_per_s). The
+    correction is a Gaussian process on log(measured / physics) over the logarithms of the
+    dimensions; far from the data it fades to zero and its spread grows to `amplitude`.
+    """
+
+    op: str
+    direction: str
+    dtype: str
+    launch_us: NonNegative
+    tflops: Positive | None = Field(default=None, description="ceiling; None if memory-bound")
+    gbytes_per_s: Positive
+    multiprocessors: PositiveInt = 1
+    clock_exponent: NonNegative = Field(
+        description="duration goes as (reference clock / clock) to this power"
+    )
+    length_scales: tuple[Positive, ...]
+    amplitude: Positive
+    noise: Positive
+    points: tuple[KernelPoint, ...] = Field(min_length=1)
+    host_us: NonNegative = Field(description="time the host needs to issue it")
+    active_power_w: NonNegative = Field(
+        default=0, description="board power above idle while it runs at the reference clock"
+    )
+
+    @cached_property
+    def measured(self) -> dict[tuple[int, ...], KernelPoint]:
+        """The measured shapes by their dims."""
+        return {point.dims: point for point in self.points}
+
+    @cached_property
+    def _process(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Points, weights and inverse covariance of the correction."""
+        x = np.log(np.array([point.dims for point in self.points], dtype=float))
+        x /= np.array(self.length_scales)
+        y = np.array([log(point.time_us / self.physics_us(point.dims)) for point in self.points])
+        covariance = self._covariance(x, x) + np.eye(len(x)) * self.noise**2
+        inverse: NDArray[np.float64] = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
+        return x, inverse @ y, inverse
+
+    def _covariance(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+        squared = ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=2)
+        value: NDArray[np.float64] = self.amplitude**2 * np.exp(-0.5 * squared)
+        return value
+
+    def physics_us(self, dims: tuple[int, ...]) -> float:
+        """Duration by physics alone."""
+        kernel = Kernel(self.op, self.direction, dims, self.dtype)
+        compute = 0.0
+        if self.tflops:
+            compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
+            compute /= self.tflops * 1e6
+        return self.launch_us + max(compute, kernel.bytes / (self.gbytes_per_s * 1e3))
+
+    def time_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
+        """Duration at the reference clock and its sd: the measured shape, or the model."""
+        measured = self.measured.get(dims)
+        if measured is not None:
+            return measured.time_us, measured.sd
+        return self.model_us(dims)
+
+    def model_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
+        """Duration by physics and correction, as if the shape were not measured, and its sd."""
+        x, weights, inverse = self._process
+        at = np.log(np.array([dims], dtype=float)) / np.array(self.length_scales)
+        k = self._covariance(at, x)[0]
+        variance = self.amplitude**2 - float(k @ inverse @ k) + self.noise**2
+        return self.physics_us(dims) * exp(float(k @ weights)), max(variance, 0.0) ** 0.5
+
+
+def wave_quantisation(kernel: Kernel, multiprocessors: int) -> float:
+    """Whole waves of 128 x 256 output tiles over the fraction that a GEMM needs; 1 for others.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile and wave
+    quantisation. 128 x 256 is cuBLAS's large bf16 tile on Hopper.
+    """
+    if kernel.op != "gemm" or multiprocessors == 1:
+        return 1.0
+    m, n, k = kernel.dims
+    rows, columns = {"forward": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[kernel.direction]
+    tiles = ceil_div(rows, 128) * ceil_div(columns, 256)
+    useful = rows * columns / (128 * 256)
+    return ceil_div(tiles, multiprocessors) * multiprocessors / useful
