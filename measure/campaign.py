@@ -72,7 +72,7 @@ class Campaign:
             cases,
             begin,
             finish,
-            pinned=lambda case: case.device,
+            pinned=lambda case: case.prefer if case.device is None else case.device,
             admit=lambda case: self.admit(case.seconds, until),
         )
 

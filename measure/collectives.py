@@ -132,8 +132,9 @@ def measure(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     call, exact = prepare(
         case["collective"], case["bytes"], group, members, ranks.rank, ranks.timer
     )
-    repeats = repeats_of(case["bytes"], isinstance(ranks.timer, GpuTimer))
-    times = time_collective(call, repeats, ranks.timer, group)
+    gpu = isinstance(ranks.timer, GpuTimer)
+    repeats = repeats_of(case["bytes"], gpu)
+    times = time_collective(call, repeats, ranks.timer, group, warm_up_of(case["bytes"], gpu))
     ranks.barrier()
     return {"times_us": times, "bytes": exact}
 
@@ -145,9 +146,18 @@ def repeats_of(nbytes: int, gpu: bool) -> int:
     return 20 if nbytes > 2**16 else 40
 
 
-def time_collective(call: Callable[[], Any], repeats: int, timer: Timer, group: Any) -> list[float]:
+def warm_up_of(nbytes: int, gpu: bool) -> int:
+    """Untimed repeats; on GPUs of large sizes about 0.2 s, so that telemetry sees their power."""
+    if not gpu or nbytes < 2**26:
+        return WARM_UP
+    return max(WARM_UP, min(300, int(0.2 * 1.5e11 / nbytes)))
+
+
+def time_collective(
+    call: Callable[[], Any], repeats: int, timer: Timer, group: Any, warm_up: int = WARM_UP
+) -> list[float]:
     """Durations of a collective on this rank, us."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         call()
     timer.synchronize()
     if not isinstance(timer, GpuTimer):

@@ -39,6 +39,7 @@ class KernelCase:
     kernel: Kernel
     state: State = "burst"
     device: int | None = None
+    prefer: int | None = None  # where to run it, without that being part of what it is
     seconds: float = 0.5  # estimate, set-up included
 
     @property
@@ -246,22 +247,29 @@ def kernel_cases(
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
         keep = ("grouped_gemm", "router", "permute")
         wanted.update(dict.fromkeys(one for one in experts if one.op in keep))
-    burst = [KernelCase(one, seconds=_seconds(one, gpu)) for one in wanted]
-    sustained = [
-        KernelCase(one, "sustained", seconds=3.0 if gpu else 0.6)
-        for one in grid.sustained(gpu, quick)
-    ]
-    spread = [
-        KernelCase(grid.reference(gpu), "sustained", device, 3.0 if gpu else 0.6)
-        for device in range(devices)
-    ]
-    return [*spread, *burst, *sustained]
+    loaded = grid.sustained(gpu, quick)
+    wanted.update(dict.fromkeys(loaded))
+    # both states of a kernel on one device: their ratio is the clock's doing, not the device's
+    place = {kernel: number % devices for number, kernel in enumerate(loaded)}
+    long = 3.0 if gpu else 0.6
+    cases = []
+    for device in range(devices):
+        for state in ("burst", "sustained"):
+            cases.append(KernelCase(grid.reference(gpu), state, device, seconds=long))
+    for kernel in wanted:
+        where = place.get(kernel)
+        cases.append(KernelCase(kernel, prefer=where, seconds=_seconds(kernel, gpu)))
+        if kernel in place:
+            cases.append(KernelCase(kernel, "sustained", prefer=where, seconds=long))
+    return cases
 
 
 def _seconds(kernel: Kernel, gpu: bool) -> float:
     """Set-up and about 30 timings, at half of what such hardware usually reaches."""
-    flops, gbytes = (4e14, 2e12) if gpu else (2e10, 4e9)
-    return (0.25 if gpu else 0.1) + 40 * max(kernel.flops / flops, kernel.bytes / gbytes)
+    flops, gbytes = (4e14, 2e12) if gpu else (1e11, 4e9)
+    if kernel.bytes > 1e12:
+        return 0.1  # refused at once: no device holds it
+    return (0.25 if gpu else 0.05) + 30 * max(kernel.flops / flops, kernel.bytes / gbytes)
 
 
 def collective_cases(

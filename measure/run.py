@@ -271,6 +271,8 @@ def report(target: str | None, campaign: Campaign, seconds: float) -> int:
     if quiet > 0:
         lines.append(f"{quiet} skipped, with reasons in manifest.json")
     lines += [f"failed: {case}: {reason}" for case, reason in list(campaign.failed.items())[:10]]
+    if len(campaign.failed) > 10:
+        lines.append(f"failed: {len(campaign.failed) - 10} more, in manifest.json")
     if campaign.out_of_time:
         lines.append(
             f"{campaign.out_of_time} did not fit the budget; continue with --resume {manifest.run}"
