@@ -23,6 +23,7 @@ from simulate.astra.emit import emit
 from simulate.astra.linear import Link
 from simulate.astra.log import AstraLog
 from simulate.astra.run import AstraResult, Binary, absent, find_binary, identify, run
+from simulate.astra.timing import Timing, simulate
 from simulate.astra.traces import Trace, read_trace
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Link",
     "Network",
     "System",
+    "Timing",
     "Trace",
     "absent",
     "emit",
@@ -41,4 +43,5 @@ __all__ = [
     "identify",
     "read_trace",
     "run",
+    "simulate",
 ]
