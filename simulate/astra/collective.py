@@ -94,14 +94,16 @@ class Running:
     def exchange(self, size: int, to: int, source: int, action: Callable[[], None]) -> None:
         """Send to the rank at offset `to` and wait for one from offset `source`.
 
-        A message's key is its receiver's view: its class, where the sender is, tag and size.
+        A message's key is its receiver's view: its class, where the sender is, tag and size. Pairs
+        that exchange see each other at one distance, whichever side they are on.
         """
         line, npus = self.line, self.npus
-        to, source = to % npus, source % npus
+        view, seen = (abs(to), abs(to)) if to == source else (-to % npus, source % npus)
+        to %= npus
         time = self.engine.message_ns(line.ranks[0], line.ranks[to], size)
         where = ("c", line.dim, self.tag, size)
-        self.engine.send((*where, line.classes[to], (npus - to) % npus), time)
-        self.engine.receive((*where, line.classes[0], source), action)
+        self.engine.send((*where, line.classes[to], view), time)
+        self.engine.receive((*where, line.classes[0], seen), action)
 
     # ring and halving-doubling --------------------------------------------------------------
 
