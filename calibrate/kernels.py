@@ -336,13 +336,16 @@ def judge_kernels(
                 for point in fit.points
             ]
         )
-        judged = []
+        known: list[Judged] = []
+        new: list[Judged] = []
         for row in rows:
             kernel = kernel_of(row)
             time, sd = fit.time_us(kernel.dims)
             slower = clock.factor(row)
-            sd = float(np.hypot(sd, clock.repeat_sd))
-            judged.append(
-                Judged(time * slower, max(sd, LEAST_SD), row.median_us, dumb(kernel) * slower)
+            sd = max(float(np.hypot(sd, clock.repeat_sd)), LEAST_SD)
+            where = known if kernel.dims in fit.measured else new
+            where.append(Judged(time * slower, sd, row.median_us, dumb(kernel) * slower))
+        for shapes, judged in (("new shapes", new), ("shapes that were also fitted on", known)):
+            ledger.score(
+                f"kernel.{key[0]}.{key[1]}", f"rows of role judge, {shapes}", judged, BASELINE
             )
-        ledger.score(f"kernel.{key[0]}.{key[1]}", "rows of role judge", judged, BASELINE)

@@ -1,0 +1,278 @@
+"""The whole fit on a made-up system: known parameters come back, and provenance is real."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate.fit import fit, main, systems
+from spec.calibration import Calibration, Parameter, read_calibration
+from spec.command import run
+from spec.files import read_table, write_json, write_table
+from spec.records import CollectiveRow, InterferenceRow, KernelRow, Row
+from tests.synthetic import Truth, write_result_set
+
+TRUTH = Truth()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """results/ with one run of the made-up system, a fifth of its rows to judge, calibrated."""
+    results = tmp_path_factory.mktemp("synthetic") / "results"
+    folder = write_result_set(results)
+    for name, row in (("kernels", KernelRow), ("collectives", CollectiveRow)):
+        rewrite(folder / f"{name}.csv", row, _judge_some)
+    assert run(main, [str(results), "--json", str(results / "fit.json")]) == 0
+    return results
+
+
+@pytest.fixture
+def results(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "results"))
+
+
+@pytest.fixture(scope="module")
+def calibration(original: Path) -> Calibration:
+    return read_calibration(calibration_path(original))
+
+
+def calibration_path(results: Path) -> Path:
+    return results / "synthetic" / "calibration.json"
+
+
+def run_folder(results: Path) -> Path:
+    return results / "synthetic" / "run-1"
+
+
+def rewrite(path: Path, row: type[Row], change: Callable[[int, Any], Any]) -> None:
+    rows = read_table(path, row)
+    write_table(path, row, [change(index, one) for index, one in enumerate(rows)])
+
+
+def _judge_some(index: int, row: Any) -> Any:
+    return row.model_copy(update={"role": "judge"}) if index % 5 == 2 else row
+
+
+def slower(role: str, **only: str) -> Callable[[int, Any], Any]:
+    """Makes rows of a role 1.3 times as slow."""
+
+    def change(_: int, row: Any) -> Any:
+        if row.role != role or any(getattr(row, key) != value for key, value in only.items()):
+            return row
+        names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
+        return row.model_copy(update={name: 1.3 * getattr(row, name) for name in names})
+
+    return change
+
+
+def by_name(calibration: Calibration) -> dict[str, Parameter]:
+    return {one.name: one for one in calibration.parameters}
+
+
+def changed(a: Calibration, b: Calibration) -> tuple[set[str], set[str]]:
+    """Names of parameters that differ, and paths of input files that do."""
+    one, other = by_name(a), by_name(b)
+    assert one.keys() == other.keys()
+    files = {entry.path: entry for entry in a.inputs}
+    return (
+        {name for name in one if one[name] != other[name]},
+        {entry.path for entry in b.inputs if files[entry.path] != entry},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "tolerance"),
+    [
+        ("kernel.gemm.forward.bf16.tflops", 800.0, 0.08),
+        ("kernel.gemm.wgrad.bf16.tflops", 730.0, 0.08),
+        ("kernel.attention.backward.bf16.tflops", 480.0, 0.1),
+        ("kernel.copy.forward.bf16.gbytes_per_s", 3400.0, 0.1),
+        ("kernel.rope.forward.bf16.gbytes_per_s", 1200.0, 0.1),
+        ("kernel.copy.forward.bf16.launch_us", TRUTH.launch_us, 0.15),
+        ("host.issue_us", TRUTH.host_us, 0.05),
+        ("clock.compute_exponent", 1.0, 0.03),
+        ("interference", TRUTH.interference, 0.2),
+        ("collective.all_reduce.busbw_gbytes_per_s", 360.0, 0.15),
+    ],
+)
+def test_known_parameters_come_back(
+    calibration: Calibration, name: str, truth: float, tolerance: float
+) -> None:
+    found = by_name(calibration)[name]
+    assert found.source == "measured"
+    assert found.value == pytest.approx(truth, rel=tolerance)
+    assert found.low <= found.value <= found.high
+
+
+def test_wave_quantisation_is_recognised(calibration: Calibration) -> None:
+    fits = [fit for fit in calibration.kernels if fit.op == "gemm"]
+    assert {fit.multiprocessors for fit in fits} == {TRUTH.multiprocessors}
+
+
+def test_power_cap_and_clock(calibration: Calibration) -> None:
+    gemm = calibration.kernel_fits["gemm", "forward", "bf16"]
+    assert calibration.clock.clock_mhz(gemm.active_power_w) == pytest.approx(
+        TRUTH.clock_mhz("gemm"), rel=0.03
+    )
+    errors = {one.model: one for one in calibration.held_out}
+    assert errors["power"].median_error < 0.03 < errors["power"].baseline_median_error
+    assert errors["clock"].median_error < 0.03
+
+
+def test_models_beat_their_baselines_on_rows_to_judge(calibration: Calibration) -> None:
+    judged = [one for one in calibration.held_out if one.split.startswith("rows of role judge")]
+    large = [one for one in judged if one.rows >= 6]
+    assert len(large) >= 4
+    for one in large:
+        assert one.median_error < 0.04, one
+        assert one.median_error < one.baseline_median_error, one
+    inside = sum(one.inside_90 * one.rows for one in judged) / sum(one.rows for one in judged)
+    assert 0.8 <= inside <= 1.0
+
+
+def test_every_parameter_names_its_source(calibration: Calibration) -> None:
+    for one in calibration.parameters:
+        assert one.low <= one.value <= one.high, one
+        if one.source == "measured":
+            assert "synthetic/run-1/" in one.detail, one
+        if one.source == "published":
+            assert "network.csv" in one.detail, one
+            assert "github.com" in one.detail, one
+    names = [one.name for one in calibration.parameters]
+    assert len(names) == len(set(names))
+
+
+def test_the_same_input_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
+    out = tmp_path / "again.json"
+    assert run(main, [str(original), "--out", str(out)]) == 0
+    assert out.read_bytes() == calibration_path(original).read_bytes()
+
+
+def test_training_steps_are_never_read(original: Path, results: Path) -> None:
+    (run_folder(results) / "training.csv").write_text("this,is,no\ntraining table\x00\n")
+    (run_folder(results) / "steps.csv").write_bytes(b"\xff\xfe nonsense")
+    assert run(main, [str(results)]) == 0
+    assert calibration_path(results).read_bytes() == calibration_path(original).read_bytes()
+
+
+def test_one_file_changes_exactly_its_parameter(calibration: Calibration, results: Path) -> None:
+    rewrite(run_folder(results) / "interference.csv", InterferenceRow, slower("fit"))
+    parameters, files = changed(calibration, fit(systems(results)[0]))
+    assert parameters == {"interference"}
+    assert files == {"synthetic/run-1/interference.csv"}
+
+
+def test_one_operation_changes_exactly_its_parameters(
+    calibration: Calibration, results: Path
+) -> None:
+    change = slower("fit", op="swiglu", direction="backward")
+    rewrite(run_folder(results) / "kernels.csv", KernelRow, change)
+    parameters, files = changed(calibration, fit(systems(results)[0]))
+    assert {"kernel.swiglu.backward.bf16.gbytes_per_s"} <= parameters
+    assert {name.rsplit(".", 1)[0] for name in parameters} == {"kernel.swiglu.backward.bf16"}
+    assert files == {"synthetic/run-1/kernels.csv"}
+
+
+def test_rows_to_judge_change_no_parameter(calibration: Calibration, results: Path) -> None:
+    rewrite(run_folder(results) / "kernels.csv", KernelRow, slower("judge"))
+    other = fit(systems(results)[0])
+    assert changed(calibration, other)[0] == set()
+    assert other.kernels == calibration.kernels
+    assert other.held_out != calibration.held_out
+
+
+def test_json_says_what_was_written(original: Path) -> None:
+    value = json.loads((original / "fit.json").read_text())
+    assert value["schema"] == "fit/1"
+    assert [one["system"] for one in value["systems"]] == ["synthetic"]
+    assert value["systems"][0]["held_out"]
+
+
+def test_an_interrupted_run_counts(results: Path) -> None:
+    path = run_folder(results) / "manifest.json"
+    value = json.loads(path.read_text())
+    write_json(path, value | {"status": "running", "ended": None})
+    assert run(main, [str(results)]) == 0
+    assert read_calibration(calibration_path(results)).created == value["started"]
+
+
+def break_nan(folder: Path) -> None:
+    path = folder / "kernels.csv"
+    lines = path.read_text().splitlines()
+    column = lines[0].split(",").index("median_us")
+    cells = lines[3].split(",")
+    cells[column] = "nan"
+    path.write_text("\n".join([*lines[:3], ",".join(cells), *lines[4:]]) + "\n")
+
+
+def break_negative(folder: Path) -> None:
+    path = folder / "collectives.csv"
+    path.write_text(path.read_text().replace(",fit,", ",fit,-", 1))
+
+
+def break_duplicate(folder: Path) -> None:
+    path = folder / "kernels.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, lines[-1]]) + "\n")
+
+
+def break_half(folder: Path) -> None:
+    path = folder / "kernels.csv"
+    path.write_text(path.read_text()[:-30])
+
+
+def break_schema(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace("results/1", "results/99"))
+
+
+def break_rows(folder: Path) -> None:
+    (folder / "kernels.csv").unlink()
+
+
+def break_telemetry(folder: Path) -> None:
+    (folder / "telemetry.parquet").write_text("not parquet")
+
+
+def break_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (break_nan, "median_us"),
+        (break_negative, "line"),
+        (break_duplicate, "2 times"),
+        (break_half, "columns"),
+        (break_schema, "results/99"),
+        (break_rows, "measure.run"),
+        (break_telemetry, "telemetry"),
+        (break_folder, "no result set"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    results: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    word: str,
+) -> None:
+    before = calibration_path(results).read_bytes()
+    spoil(run_folder(results))
+    assert run(main, [str(results)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert word in said
+    assert len(said.strip().splitlines()) == 1
+    assert calibration_path(results).read_bytes() == before
+
+
+def test_unknown_folder_and_system(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(main, [str(results / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert run(main, [str(results), "--system", "other"]) == 2
+    assert "there are synthetic" in capsys.readouterr().err
