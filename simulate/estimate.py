@@ -68,7 +68,7 @@ class StepEstimate:
     throttled_share: float
     modelled_share: float  # share of compute time whose kernels were not measured
     stage_busy_s: Array  # (stages,), central
-    costs: Costs
+    priced: PricedStep
     assumptions: tuple[Parameter, ...]  # of the step itself, beside the calibration's
 
 
@@ -177,7 +177,7 @@ class StepSimulator:
             throttled_share=float(priced.clock_mhz < 0.995 * fit.max_mhz),
             modelled_share=self._modelled_share(),
             stage_busy_s=timeline.busy[:, 0] / 1e6,
-            costs=priced.costs,
+            priced=priced,
             assumptions=self._assumptions(),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from simulate.engines import through_astra_sim
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -19,7 +20,7 @@ from simulate.inputs import (
 )
 from simulate.plans import search
 from simulate.projection import Projection, Request, project, summary
-from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_json, add_progress, counter, emit, progress, run
 from spec.errors import UserError
 from spec.files import first_problem, write_json
 from spec.parallelism import Parallelism
@@ -156,8 +157,19 @@ def main(words: Sequence[str]) -> int:
         scaling_point(project_at(inputs, count, arguments, fixed).as_json()) for count in others
     ]
     out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
+    value["astra_sim"] = through_astra_sim(
+        projection,
+        out / "astra-sim",
+        engine=arguments.engine,
+        granularity=arguments.granularity,
+        binary=arguments.astra_sim,
+        whole=Path(arguments.emit) if arguments.emit else None,
+        progress=counter("Astra-Sim", arguments.progress),
+    )
     write_json(out / "projection.json", value)
-    text = summary(value) + f"\nwritten           {out}/projection.json"
+    text = summary(value) + f"\nwritten           {out}/"
+    if arguments.emit:
+        text += f", every rank in {arguments.emit}/"
     emit(arguments.json, value, text)
     return 0
 

@@ -96,7 +96,7 @@ class Projection:
                 "by_stage": list(self.memory.by_stage_gib),
             },
             "fabric": self._fabric(),
-            "sensitivity": sensitivity(r, e.costs.draws.names),
+            "sensitivity": sensitivity(r, e.priced.costs.draws.names),
             "provenance": [one.model_dump() for one in provenance(self)],
             "warnings": warnings(self),
         }
@@ -106,9 +106,9 @@ class Projection:
 
         e = self.estimate
         loads = [
-            AxisTraffic(kind, one.sent_bytes, e.costs.layout.paths[kind], one.total_s)
+            AxisTraffic(kind, one.sent_bytes, e.priced.costs.layout.paths[kind], one.total_s)
             for kind, one in e.traffic.items()
-            if kind in e.costs.layout.paths
+            if kind in e.priced.costs.layout.paths
         ]
         return [
             {"tier": one.tier, "utilisation": one.utilisation, "saturated": one.saturated}
@@ -202,7 +202,7 @@ def warnings(projection: Projection) -> list[str]:
             f"{e.modelled_share:.0%} of a layer's compute time is in shapes that were not "
             "measured; it comes from the kernel models between the measured ones."
         )
-    for axis, path in e.costs.layout.paths.items():
+    for axis, path in e.priced.costs.layout.paths.items():
         if path.nodes > 1:
             continue
         fit = r.calibration.collective_fits.get("all_reduce")
@@ -211,8 +211,8 @@ def warnings(projection: Projection) -> list[str]:
                 f"{axis.upper()} collectives on {path.ranks} GPUs of a node are carried over by "
                 f"structure from at most {max(curve.ranks for curve in fit.curves)} measured GPUs."
             )
-    network = e.costs.network
-    nodes = max((path.nodes for path in e.costs.layout.paths.values()), default=1)
+    network = e.priced.costs.network
+    nodes = max((path.nodes for path in e.priced.costs.layout.paths.values()), default=1)
     if network is not None and nodes > network.max_nodes:
         said.append(
             f"Groups span up to {nodes} nodes; the {network.protocol} model ({network.source}) "
@@ -268,5 +268,13 @@ def summary(value: Mapping[str, Any]) -> str:
         + ", ".join(f"{count} parameters {source}" for source, count in sorted(sources.items()))
         + f"; intervals hold {LEVEL:.0%}, all results simulated",
     ]
+    astra = value.get("astra_sim")
+    if astra and astra["ran"]:
+        lines.append(
+            f"Astra-Sim         {astra['step_time_s']:.4g} s ({astra['difference']:+.3%} against "
+            f"our timeline; {astra['ranks']} ranks in {astra['wall_s']:.1f} s, {astra['version']})"
+        )
+    elif astra:
+        lines.append(f"Astra-Sim         {astra['note']}")
     lines += [f"note              {sentence}" for sentence in value["warnings"]]
     return "\n".join(lines)

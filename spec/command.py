@@ -65,6 +65,23 @@ def progress(items: Iterable[T], total: int, label: str, asked: bool) -> Iterabl
     return bar
 
 
+def counter(label: str, asked: bool) -> Callable[[int, int], None] | None:
+    """A callback (done, total) that draws a progress bar, where a person would see it."""
+    if not (asked or sys.stderr.isatty()):
+        return None
+    from tqdm import tqdm
+
+    bar = tqdm(desc=label, file=sys.stderr, dynamic_ncols=True)
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return show
+
+
 def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None) -> int:
     """Run a command's `main` and turn its errors into sentences and exit codes."""
     try:

@@ -79,6 +79,42 @@ def test_projection_json(command: Any, tmp_path: Path) -> None:
     assert written == value
 
 
+def test_astra_sim_absent_is_said(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ASTRA_SIM", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("--gpus", "64", "--tp", "8", "--pp", "2")
+    code, out, _ = command("project", *words, "--json")
+    assert code == 0
+    value = json.loads(out)["astra_sim"]
+    assert not value["ran"]
+    assert "Astra-Sim was not found" in value["note"]
+    assert (tmp_path / value["directory"] / "manifest.json").exists()
+    code, _, err = command("project", *words, "--engine", "astra-sim")
+    assert code == 2
+    assert "Astra-Sim was not found" in err
+
+
+@pytest.mark.parametrize("granularity", ["stage", "layer"])
+def test_emitted_files_give_our_timelines_answer(
+    command: Any, tmp_path: Path, granularity: str
+) -> None:
+    """Under Astra-Sim's own timing rules, read back from disk, whole and symmetric."""
+    from simulate.astra import read_trace
+    from simulate.astra import simulate as cycles
+
+    words = "--gpus 16 --model llama3-8b --tp 4 --pp 2 --vpp 1 --global-batch 16".split()
+    code, out, err = command(
+        "project", *words, "--granularity", granularity, "--emit", "whole", "--json"
+    )
+    assert code == 0, err
+    value = json.loads(out)["astra_sim"]
+    for directory in (value["directory"], "whole"):
+        timing = cycles(read_trace(tmp_path / directory))
+        assert timing.step_ns == pytest.approx(value["timeline_s"] * 1e9, rel=0.005)
+
+
 def test_same_seed_same_numbers(command: Any) -> None:
     words = (
         "--gpus",

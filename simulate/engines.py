@@ -1,0 +1,86 @@
+"""A projection through Astra-Sim: its configs written, and run where the binary is found."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from simulate.astra import emit, find_binary, run
+from simulate.astra.run import AstraResult, Binary, absent
+from simulate.projection import Projection
+from simulate.workload import FOLDED, Granularity, program
+from spec.errors import UserError
+
+Engine = Literal["auto", "timeline", "astra-sim"]
+SYMMETRIC = (
+    "Replicas that do the same are left out: each parallel axis but the pipeline's is folded to "
+    "two, with the collectives' times those of the true groups."
+)
+
+
+def through_astra_sim(
+    projection: Projection,
+    directory: Path,
+    *,
+    engine: Engine,
+    granularity: Granularity,
+    binary: str | None,
+    whole: Path | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Write the symmetric configs to `directory` (and all ranks to `whole`); run the former.
+
+    Returns the projection's `astra_sim` object. Raises UserError where `engine` demands a binary
+    that is not there, WorkError where Astra-Sim does not end well.
+    """
+    found = None if engine == "timeline" else find_binary(binary)
+    if engine == "astra-sim" and found is None:
+        raise UserError(absent())
+    estimate = projection.estimate
+    graph = program(estimate.priced, granularity)
+    extra = {
+        "model": projection.request.model.name,
+        "parallelism": projection.request.parallelism.model_dump(),
+        "granularity": granularity,
+        "left_out": FOLDED[granularity],
+        "timeline_ns": estimate.ideal_step_time_s * 1e9,
+    }
+    manifest = emit(graph, directory, whole=False, manifest_extra=extra)
+    if whole is not None:
+        emit(graph, whole, whole=True, manifest_extra=extra)
+    value: dict[str, Any] = {
+        "directory": directory.as_posix(),
+        "granularity": granularity,
+        "command": manifest["command"],
+        "folded": f"{SYMMETRIC} At `{granularity}` granularity {FOLDED[granularity]}.",
+        "timeline_s": estimate.ideal_step_time_s,
+    }
+    if found is None:
+        reason = "not asked for (--engine timeline)" if engine == "timeline" else absent()
+        return value | {"ran": False, "note": reason}
+    result = run(directory, found, progress=progress)
+    return value | _result(projection, found, result)
+
+
+def _result(projection: Projection, found: Binary, result: AstraResult) -> dict[str, Any]:
+    """What Astra-Sim printed, beside our timeline's answer for the same graph."""
+    estimate = projection.estimate
+    cycles = max(result.cycles)
+    seconds = cycles / 1e9  # one cycle is one nanosecond
+    difference = seconds - estimate.ideal_step_time_s
+    breakdown = dict(estimate.breakdown_s)
+    breakdown["pp_exposed" if projection.request.parallelism.pp > 1 else "dp_exposed"] += difference
+    return {
+        "ran": True,
+        "version": found.version,
+        "warning": found.warning,
+        "ranks": len(result.cycles),
+        "cycles": cycles,
+        "wall_s": result.wall_s,
+        "ideal_step_time_s": seconds,
+        "step_time_s": seconds + estimate.breakdown_s["straggler"],
+        "breakdown_s": breakdown,
+        "difference": difference / estimate.ideal_step_time_s,
+        "note": "Both engines execute the same graph with the same durations, stragglers apart. "
+        "Astra-Sim lets a rank do one communication at a time, so sends wait for each other where "
+        "our timeline lets them pass, and floors each message to whole nanoseconds.",
+    }
