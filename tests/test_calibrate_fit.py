@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from calibrate.fit import fit, main, systems
+from calibrate.network import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
 from spec.files import read_table, write_json, write_table
@@ -276,3 +277,58 @@ def test_unknown_folder_and_system(results: Path, capsys: pytest.CaptureFixture[
     assert "no such folder" in capsys.readouterr().err
     assert run(main, [str(results), "--system", "other"]) == 2
     assert "there are synthetic" in capsys.readouterr().err
+
+
+def test_a_few_rows_of_a_cpu_are_enough(results: Path) -> None:
+    """One or two shapes per operation, no clock, no power, one group size."""
+    folder = run_folder(results)
+    bare = {"clock_mhz": None, "power_w": None, "temperature_c": None, "throttle": None}
+    kept: dict[tuple[str, str], list[KernelRow]] = {}
+    for row in read_table(folder / "kernels.csv", KernelRow):
+        same = kept.setdefault((row.op, row.direction), [])
+        if row.state == "burst" and row.role == "fit" and len(same) < 2:
+            same.append(row.model_copy(update=bare))
+    write_table(folder / "kernels.csv", KernelRow, [row for rows in kept.values() for row in rows])
+    collectives = read_table(folder / "collectives.csv", CollectiveRow)
+    few = [row for row in collectives if row.ranks == 2 and row.bytes in (2**10, 2**20)]
+    write_table(folder / "collectives.csv", CollectiveRow, few)
+    (folder / "interference.csv").unlink()
+    path = folder / "manifest.json"
+    value = json.loads(path.read_text())
+    for device in value["hosts"][0]["devices"]:
+        device |= {"kind": "cpu", "max_clock_mhz": None, "power_limit_w": None}
+    write_json(path, value)
+    assert run(main, [str(results)]) == 0
+    found = read_calibration(calibration_path(results))
+    assert found.kind == "cpu"
+    assert found.clock.power_limit_w is None
+    parameters = by_name(found)
+    for name in ("clock.compute_exponent", "interference", "clock.device_spread_sd"):
+        assert parameters[name].source == "assumed"
+    gemm = found.kernel_fits["gemm", "forward", "bf16"]
+    _, near = gemm.time_us(gemm.points[0].dims)
+    time, far = gemm.time_us((7, 7, 7))
+    assert time > 0
+    assert far > 5 * near
+
+
+def test_collectives_across_nodes_become_the_measured_network(results: Path) -> None:
+    path = run_folder(results) / "collectives.csv"
+    rows = read_table(path, CollectiveRow)
+    across = []
+    for row in rows:
+        if row.ranks == 4 and row.role == "fit":
+            outer = 100.0 + row.bytes * 1.5 / 8.6e3  # 8.6 GB/s of bus bandwidth
+            times = dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), outer)
+            changes = {"case_id": f"nodes-{row.case_id}", "nodes": 2, "std_us": 0.0, **times}
+            across.append(row.model_copy(update=changes))
+    write_table(path, CollectiveRow, rows + across)
+    found = fit(systems(results)[0])
+    tcp = next(one for one in found.networks if one.protocol == "tcp")
+    assert tcp.source == "measured"
+    assert by_name(found)["network.tcp.efficiency"].source == "measured"
+    time = tcp.time_us("all_reduce", path_of(4, 2, 123.0), 2**30, 300.0)
+    assert time == pytest.approx(2**30 * 1.5 / 8.6e3, rel=0.3)
+    assert found.collectives[0].curves[-1].ranks == 4
+    inside = {one.name for one in found.parameters if one.name.startswith("collective.all_reduce")}
+    assert "collective.all_reduce.4.latency_us" in inside
