@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.memory import Memory, memory
-from spec.calibration import Calibration, Parameter, Source
+from spec.calibration import Calibration, Parameter
 from spec.files import sha256
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -160,30 +160,32 @@ def provenance(projection: Projection) -> list[Parameter]:
     r = projection.request
     listed = list(r.calibration.parameters)
 
-    def add(name: str, value: float, unit: str, source: Source, detail: str) -> None:
+    def add(record: Node | Fabric, prefix: str, field: str, unit: str) -> None:
+        value = getattr(record, field)
+        assumed = field in record.assumed
         listed.append(
             Parameter(
-                name=name,
+                name=f"{prefix}.{field}",
                 value=value,
                 unit=unit,
                 low=value,
                 high=value,
-                source=source,
-                detail=detail,
+                source="assumed" if assumed else "published",
+                detail=f"{record.name}: {record.source}",
             )
         )
 
-    node, fabric = r.node, r.fabric
-    for name, value, unit in (
-        ("node.gpus", node.gpus, "GPUs"),
-        ("node.memory_gib", node.memory_gib, "GiB"),
-        ("node.peak_bf16_tflops", node.peak_bf16_tflops, "TFLOP/s"),
-        ("node.scale_up_gbytes_per_s", node.scale_up_gbytes_per_s, "GB/s"),
-        ("node.power_limit_w", node.power_limit_w, "W"),
+    for field, unit in (
+        ("gpus", "GPUs"),
+        ("memory_gib", "GiB"),
+        ("peak_bf16_tflops", "TFLOP/s"),
+        ("scale_up_gbytes_per_s", "GB/s"),
+        ("power_limit_w", "W"),
+        ("nics", "ports"),
     ):
-        add(name, value, unit, "published", node.source)
-    add("fabric.nic_gbits_per_s", fabric.nic_gbits_per_s, "Gbit/s", "published", fabric.source)
-    add("fabric.latency_us", fabric.latency_us, "us", "published", fabric.source)
+        add(r.node, "node", field, unit)
+    for field, unit in (("nic_gbits_per_s", "Gbit/s"), ("latency_us", "us")):
+        add(r.fabric, "fabric", field, unit)
     listed += projection.estimate.assumptions
     return listed
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from simulate import project, search, validate
 from spec.command import run
 from spec.files import write_json
 from tests.made_up import calibration_json
 
+ROOT = Path(__file__).parent.parent
 MODULES = {"project": project, "search": search, "validate": validate}
 
 
@@ -104,15 +106,38 @@ def test_emitted_files_give_our_timelines_answer(
     from simulate.astra import read_trace
     from simulate.astra import simulate as cycles
 
-    words = "--gpus 16 --model llama3-8b --tp 4 --pp 2 --vpp 1 --global-batch 16".split()
-    code, out, err = command(
-        "project", *words, "--granularity", granularity, "--emit", "whole", "--json"
-    )
+    words = ["--gpus=16", "--model=llama3-8b", "--tp=4", "--pp=2", "--vpp=1", "--global-batch=16"]
+    words += [f"--granularity={granularity}", "--emit=whole"]
+    code, out, err = command("project", *words, "--json")
     assert code == 0, err
     value = json.loads(out)["astra_sim"]
     for directory in (value["directory"], "whole"):
         timing = cycles(read_trace(tmp_path / directory))
         assert timing.step_ns == pytest.approx(value["timeline_s"] * 1e9, rel=0.005)
+
+
+def test_provenance_follows_the_input_files(command: Any, tmp_path: Path) -> None:
+    """One changed figure in a user's own node or fabric file: that entry changes, no other."""
+    words = ("--gpus", "64", "--tp", "8", "--pp", "2", "--engine", "timeline", "--json")
+
+    def entries(*more: str) -> dict[str, Any]:
+        value = json.loads(command("project", *words, *more)[1])
+        return {one["name"]: one for one in value["provenance"]}
+
+    before = entries()
+    for option, name, kind, field in (
+        ("--node", "hgx-h200", "nodes", "scale_up_gbytes_per_s"),
+        ("--fabric", "ndr400-rail", "fabrics", "nic_gbits_per_s"),
+    ):
+        given = yaml.safe_load((ROOT / f"topologies/{kind}/{name}.yaml").read_text())
+        own = tmp_path / "own.yaml"
+        own.write_text(yaml.safe_dump(given | {field: given[field] * 2}))
+        after = entries(option, str(own))
+        changed = [key for key in before if before[key] != after[key]]
+        assert changed == [f"{kind[:-1]}.{field}"]
+        assert after[changed[0]]["value"] == 2 * given[field]
+        own.write_text(yaml.safe_dump(given | {"assumed": [*given.get("assumed", []), field]}))
+        assert entries(option, str(own))[changed[0]]["source"] == "assumed"
 
 
 def test_same_seed_same_numbers(command: Any) -> None:
