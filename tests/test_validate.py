@@ -1,0 +1,201 @@
+"""Validation and forecasts, on made-up training steps whose errors are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simulate import validate
+from simulate.validation import coverage, predict, summarise, winkler
+from spec.command import run
+from spec.files import write_json, write_table
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.records import StepRow, TrainingConfig, TrainingRow
+from tests.made_up import write_calibration
+from tests.synthetic import Truth, manifest
+from topologies import load_fabric, load_node
+
+MODEL = load_model("llama3-8b").resized(layers=4, seq_len=2048)
+SPLITS = (
+    {},
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": 4, "sequence_parallel": True},
+    {"pp": 2, "global_batch": 8},
+    {"dp": 2, "global_batch": 8, "overlap": True},
+    {"tp": 2, "dp": 2, "sequence_parallel": True, "global_batch": 8},
+)
+ERROR = 0.04  # every made-up measurement is this much slower than its simulation
+
+
+def configs() -> list[TrainingConfig]:
+    return [
+        TrainingConfig.of(f"case-{i}", MODEL, Parallelism.model_validate(fields))
+        for i, fields in enumerate(SPLITS)
+    ]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A system whose training steps all took 4 % longer than simulated."""
+    monkeypatch.chdir(tmp_path)
+    system = tmp_path / "results" / "4x-h200"
+    calibration = write_calibration(system / "calibration.json")
+    node, fabric = load_node("hgx-h200"), load_fabric("ndr400-rail")
+    rows = []
+    for config in configs():
+        predicted = predict(config, calibration, node, fabric, draws=20)
+        step = predicted.step_time_s["median"] * (1 + ERROR)
+        fields = config.model_dump() | {
+            "status": "done",
+            "framework": "made up",
+            "steps": 10,
+            "step_time_median_s": step,
+            "energy_per_step_j": predicted.energy_j["median"] * 1.1,
+            "peak_allocated_gib": f"{predicted.allocated_gib},1.0",
+        }
+        rows.append(TrainingRow.model_validate(fields))
+    folder = system / "run-1"
+    write_table(folder / "training.csv", TrainingRow, rows)
+    steps = [
+        StepRow(case_id=row.case_id, role="judge", step=0, step_time_s=row.step_time_median_s or 1)
+        for row in rows
+    ]
+    write_table(folder / "steps.csv", StepRow, steps)
+    about = manifest("4x-h200", "run-1", 4, Truth(), "2030-01-01T00:00:00Z")
+    write_json(folder / "manifest.json", about.model_dump(mode="json", by_alias=True))
+    return tmp_path / "results"
+
+
+def call(capsys: Any, *words: str) -> tuple[int, str, str]:
+    code = run(validate.main, words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_errors_and_baselines(results: Path, capsys: Any) -> None:
+    code, out, err = call(capsys, str(results), "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    assert value["schema"] == "validation/1"
+    every = value["summary"]["all"]
+    assert every["n"] == len(SPLITS)
+    assert every["mape"] == pytest.approx(1 - 1 / (1 + ERROR), rel=1e-3)
+    assert every["bias"] == pytest.approx(1 / (1 + ERROR) - 1, rel=1e-3)
+    # power and time enter energy together
+    assert every["energy_mape"] == pytest.approx(1 - 1 / 1.1, rel=1e-3)
+    assert every["memory_mape"] == pytest.approx(0, abs=1e-3)
+    assert every["baseline_mape"] > every["mape"]
+    assert set(value["summary"]) == {"all", "1 GPU", "TP", "PP", "DP", "TP+DP"}
+    for case in value["cases"]:
+        assert case["baseline_from"] != case["id"]
+        inside = case["predicted_s"]["low"] <= case["real_s"] <= case["predicted_s"]["high"]
+        assert case["inside_interval"] == inside
+
+
+def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:
+    code, out, _ = call(capsys, str(results))
+    assert code == 0
+    for words in ("MAPE", "constant rate", "neighbour", "inside 90 %", "worst cases", "case-"):
+        assert words in out
+
+
+def test_training_steps_that_failed_are_left_out(results: Path, capsys: Any) -> None:
+    path = results / "4x-h200" / "run-1" / "training.csv"
+    path.write_text(path.read_text().replace(",done,", ",failed,"))
+    code, _, err = call(capsys, str(results))
+    assert code == 2
+    assert "no finished training step" in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("case-1,judge", "case-1,fit", "role is 'fit'"),
+        ("case-1,judge", "case-0,judge", "case_id case-0 stands there 2 times"),
+        (",done,", ",perhaps,", "status is 'perhaps'"),
+        ("seq_len", "seq_length", "seq_len"),
+    ],
+)
+def test_bad_rows_get_a_sentence(
+    results: Path, capsys: Any, old: str, new: str, words: str
+) -> None:
+    path = results / "4x-h200" / "run-1" / "training.csv"
+    path.write_text(path.read_text().replace(old, new))
+    code, out, err = call(capsys, str(results))
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert "training.csv" in err
+    assert err.count("\n") == 1
+
+
+def test_half_written_table(results: Path, capsys: Any) -> None:
+    path = results / "4x-h200" / "run-1" / "training.csv"
+    path.write_text(path.read_text()[:-40])
+    code, _, err = call(capsys, str(results))
+    assert code == 2
+    assert "half-written" in err
+
+
+def test_result_set_of_another_version(results: Path, capsys: Any) -> None:
+    path = results / "4x-h200" / "run-1" / "manifest.json"
+    path.write_text(path.read_text().replace("results/1", "results/7"))
+    code, _, err = call(capsys, str(results))
+    assert code == 2
+    assert "schema is 'results/7'; this version reads 'results/1'" in err
+
+
+def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsys: Any) -> None:
+    write_table(tmp_path / "plan.csv", TrainingConfig, configs())
+    sealed = tmp_path / "sealed.json"
+    words = ("predict", "plan.csv", "--out", "sealed.json")
+    code, _, err = call(capsys, *words)
+    assert code == 0, err
+    before = sealed.read_bytes()
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert "a forecast is written once" in err
+    assert sealed.read_bytes() == before
+
+    code, out, err = call(capsys, "compare", "sealed.json", str(results), "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    assert value["summary"]["all"]["n"] == len(SPLITS)
+    assert value["forecast"]["never_measured"] == []
+    assert len(value["forecast"]["calibration"]["sha256"]) == 64
+
+    # what was measured before the forecast was made does not count
+    path = results / "4x-h200" / "run-1" / "manifest.json"
+    path.write_text(path.read_text().replace("2030-01-01", "2020-01-01"))
+    code, _, err = call(capsys, "compare", "sealed.json", str(results))
+    assert code == 2
+    assert "was measured after" in err
+
+
+def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "plan.csv").write_text("case_id,model\n")
+    code, _, err = call(capsys, "predict", "plan.csv", "--out", "sealed.json")
+    assert code == 2
+    assert "plan.csv: the column 'layers' is missing" in err
+    assert not (tmp_path / "sealed.json").exists()
+
+
+def test_coverage_is_clopper_pearson() -> None:
+    """18 of 20: the exact 95 % interval, as printed in tables of the binomial distribution."""
+    held = coverage(18, 20)
+    assert held is not None
+    assert held["low"] == pytest.approx(0.683, abs=1e-3)
+    assert held["high"] == pytest.approx(0.988, abs=1e-3)
+
+
+def test_winkler_score() -> None:
+    one = np.array([1.0])
+    assert winkler(one, 0.9 * one, 1.1 * one)[0] == pytest.approx(0.2)
+    assert winkler(one, 1.1 * one, 1.3 * one)[0] == pytest.approx(0.2 + 20 * 0.1)
+
+
+def test_summary_of_nothing() -> None:
+    assert summarise([])["mape"] is None
