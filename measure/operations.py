@@ -134,13 +134,15 @@ class Maker:
 
         def forward(backend: Any) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(
+                out = F.scaled_dot_product_attention(
                     q.permute(1, 2, 0, 3),
                     k.permute(1, 2, 0, 3),
                     v.permute(1, 2, 0, 3),
                     is_causal=True,
                     enable_gqa=grouped,
                 )
+            # what follows in Megatron is laid out [seq, batch, heads * head_dim]
+            return out.permute(2, 0, 1, 3).reshape(d["seq"], d["batch"], -1)
 
         backend, name, out = self._attention_backend(forward, kernel)
         if kernel.direction == "forward":
