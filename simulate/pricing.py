@@ -212,17 +212,29 @@ def _update(
 ) -> UpdateCost:
     kernels, reduction, gather = optimizer(model, p, stage)
     zero = np.zeros(costs.draws.count)
-    times = [costs.collective_us(one) for one in reduction]
-    if p.overlap and times:
-        # buckets start as layers of the last backward pass finish; the last bucket has only itself
-        whole = sum(times, zero)
-        backward = passes[stage, 0, True].total
-        buckets = max(p.stage_layers(model)[stage] // p.vpp, 1)
-        left = np.maximum(whole - backward * (1 - 1 / buckets), whole / buckets)
-        times = [time * left / whole for time in times]
+    # bucketed by layer: reduction beside the last backward pass, gather beside the next forward
+    buckets = max(p.stage_layers(model)[stage] // p.vpp, 1)
     return UpdateCost(
-        reduction=tuple(zip(reduction, times, strict=True)),
+        reduction=_beside(reduction, costs, p.overlap, passes[stage, 0, True], buckets),
         kernels=kernels,
         kernels_us=sum((costs.kernel_us(kernel) for kernel in kernels), zero),
-        gather=tuple((one, costs.collective_us(one)) for one in gather),
+        gather=_beside(gather, costs, p.overlap and p.zero == 1, passes[stage, 0, False], buckets),
     )
+
+
+def _beside(
+    sent: tuple[Collective, ...], costs: Costs, overlap: bool, one_pass: PassCost, buckets: int
+) -> tuple[tuple[Collective, Array], ...]:
+    """What a step waits for of `sent`, beside a pass of the pipeline's first or last microbatch.
+
+    Buckets start as layers finish (or are needed); one bucket has nothing beside it. The pass is
+    slowed by what runs beside it.
+    """
+    times = [costs.collective_us(one) for one in sent]
+    if overlap and times:
+        whole = sum(times, np.zeros(costs.draws.count))
+        room = one_pass.total * (1 - 1 / buckets)
+        left = np.maximum(whole - room, whole / buckets)
+        slowed = costs.calibration.interference * np.minimum(whole - left, one_pass.compute)
+        times = [time * (left + slowed) / whole for time in times]
+    return tuple(zip(sent, times, strict=True))
