@@ -4,16 +4,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.astra.chakra import SEND
+from simulate.astra.timing import Timing, simulate
 from simulate.astra.traces import Trace
 from spec.errors import UserError
 
 Rows = NDArray[np.int64]
 
 
-def check(trace: Trace) -> None:
-    """Raise UserError unless every send of `trace` has its receive of the same tag and size.
+def check(trace: Trace) -> Timing:
+    """Raise UserError unless `trace` runs to its end; returns when each node then runs.
 
-    Dependencies without circles are checked where bodies are made (`traces.make_body`).
+    Three things are shown: that no node waits, through its dependencies, for itself (where bodies
+    are made, `traces.make_body`); that every send has its receive, of the same tag and size; and
+    that under Astra-Sim's rules, one communication of a rank at a time among them, all ranks
+    finish.
     """
     sent, received = _messages(trace, True), _messages(trace, False)
     if sent.shape != received.shape or not np.array_equal(sent, received):
@@ -25,6 +29,7 @@ def check(trace: Trace) -> None:
                 f"{size} bytes: one sends or receives what the other does not; Astra-Sim hangs."
             )
         raise UserError("some message is sent more often than it is received; Astra-Sim hangs.")
+    return simulate(trace)
 
 
 def _messages(trace: Trace, sends: bool) -> Rows:

@@ -138,16 +138,19 @@ class Files:
         return self.prefix.with_name(f"{self.prefix.name}.{rank}.et")
 
     def arguments(self) -> list[str]:
-        """The command line that makes Astra-Sim read these files."""
-        out = [
-            f"--workload-configuration={self.prefix}",
-            f"--system-configuration={self.system}",
-            f"--network-configuration={self.network}",
-            f"--remote-memory-configuration={self.memory}",
-        ]
+        """The command line that makes Astra-Sim read these files, run inside the directory."""
+        parts = {
+            "workload": self.prefix,
+            "system": self.system,
+            "network": self.network,
+            "remote-memory": self.memory,
+        }
         if self.groups is not None:
-            out.append(f"--comm-group-configuration={self.groups}")
-        return out
+            parts["comm-group"] = self.groups
+        return [
+            f"--{name}-configuration={path.relative_to(self.directory).as_posix()}"
+            for name, path in parts.items()
+        ]
 
 
 def write_configs(

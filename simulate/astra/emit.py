@@ -221,13 +221,13 @@ def emit(
     work = build(
         program, whole=whole, links=links, collectives=collectives, optimization=optimization
     )
-    check(work.trace())
+    expected = check(work.trace()).step_ns
     directory = directory.absolute()
     _replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        manifest = _manifest(program, work, whole, manifest_extra or {})
+        manifest = _manifest(program, work, whole, expected, manifest_extra or {})
         files = Files(temporary)
         files.prefix.parent.mkdir()
         write_configs(files, work.network, work.system)
@@ -322,7 +322,7 @@ def _write_part(
 
 
 def _manifest(
-    program: Program, work: Workload, whole: bool, extra: Mapping[str, Any]
+    program: Program, work: Workload, whole: bool, expected: int, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     residuals = [abs(s.astra_ns / s.time_ns - 1) for _, s in work.operations.values() if s.time_ns]
     return {
@@ -354,6 +354,7 @@ def _manifest(
             }
             for one, (calls, sized) in work.operations.items()
         ],
+        "expected_ns": expected,  # when the last rank finishes, by Astra-Sim's rules
         "largest_residual": max(residuals, default=0.0),
         "nodes": sum(map(len, work.nodes)) * work.replicas,
         "nodes_per_rank": [len(nodes) for nodes in work.nodes],

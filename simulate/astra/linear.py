@@ -146,7 +146,9 @@ def fit(
     rest = 1.0 - table[:, 0] * latency
     per_byte = float(np.sum(root**2 * rest * table[:, 1]) / np.sum(root**2 * table[:, 1] ** 2))
     per_byte = max(per_byte, _BYTES_PER_NS_TO_GIBPS / _MOST_GIBPS)
-    return Dimension("FullyConnected", npus, _BYTES_PER_NS_TO_GIBPS / per_byte, latency)
+    bandwidth = _BYTES_PER_NS_TO_GIBPS / per_byte
+    # six digits are the same on every machine, whatever the last bits of the fit
+    return Dimension("FullyConnected", npus, float(f"{bandwidth:.6g}"), float(f"{latency:.6g}"))
 
 
 class Sizer:

@@ -149,12 +149,9 @@ def run(
     raise_file_limit(npus)
     log, tail = AstraLog(), [""]
     with tempfile.TemporaryDirectory(prefix="astra-sim-") as scratch:
-        arguments = Files(Path()).arguments()
-        if files.groups is not None:
-            arguments.append("--comm-group-configuration=groups.json")
         started = time.monotonic()
         process = subprocess.Popen(
-            [str(binary.path), *arguments, f"--logging-folder={scratch}"],
+            [str(binary.path), *files.arguments(), f"--logging-folder={scratch}"],
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
