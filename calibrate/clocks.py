@@ -20,7 +20,7 @@ from calibrate.evidence import (
     robust_sd,
     rounded,
 )
-from calibrate.state import POWER_EXPONENT, ClockState, is_compute
+from calibrate.state import POWER_EXPONENT, ClockState, is_compute, kernel_of
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
@@ -30,6 +30,8 @@ from spec.records import KernelRow
 # (logarithmic) the clocks of a pair must be.
 LEAST_PAIRS = 3
 APART = 0.02
+# Shapes that no cache helps: compute-bound ones by duration, others by several times any L2.
+LARGE_US, LARGE_BYTES = 100.0, 256 * 2**20
 # shares of the room between idle and power limit, where no telemetry shows them
 COMMUNICATION_SHARE, WAITING_SHARE = 0.35, 0.25
 IDLE_SHARE = 0.1
@@ -74,10 +76,17 @@ def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str
 
 
 def _pairs(rows: Sequence[KernelRow]) -> list[tuple[KernelRow, KernelRow]]:
-    """Burst and sustained rows of one shape on one device, with clocks."""
+    """Burst and sustained rows of one large shape on one device, with clocks.
+
+    Before a burst the cache is flushed, in a sustained loop it is warm: only shapes so large that
+    this makes no difference tell what the clock does.
+    """
     found: dict[tuple[str, str, str, str, int], dict[str, KernelRow]] = defaultdict(dict)
     for row in rows:
-        if row.clock_mhz is not None:
+        large = kernel_of(row).bytes >= LARGE_BYTES
+        if is_compute(row.op):
+            large = row.median_us >= LARGE_US
+        if row.clock_mhz is not None and large:
             key = (row.op, row.direction, row.dtype, row.shape, row.device)
             found[key].setdefault(row.state, row)
     return [(states["burst"], states["sustained"]) for states in found.values() if len(states) == 2]
@@ -101,7 +110,7 @@ def _fit_exponents(
             interval = (max(value - Z90 * sd, 0.0), value + Z90 * sd)
             detail = (
                 f"{evidence.where(KernelRow, 2 * int(apart.sum()))}: "
-                f"{int(apart.sum())} pairs of burst and sustained rows of {kind}-bound operations"
+                f"{int(apart.sum())} pairs of burst and sustained rows, large {kind}-bound shapes"
             )
             ledger.note(f"clock.{kind}_exponent", value, "1", interval, "measured", detail)
         else:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from calibrate.correction import Correction, conformal_scale, fit_correction, folds
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd, rounded
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
-from calibrate.state import ClockState
+from calibrate.state import ClockState, kernel_of
 from spec.calibration import KernelFit, KernelPoint
-from spec.kernel import OPS, Kernel, parse_kernel
+from spec.kernel import OPS, Kernel
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]
@@ -60,11 +60,6 @@ class Group:
         return f"kernel.{self.key[0]}.{self.key[1]}.{self.key[2]}"
 
 
-def kernel_of(row: KernelRow) -> Kernel:
-    """The kernel that a row timed."""
-    return parse_kernel(row.op, row.direction, row.shape, row.dtype)
-
-
 def fit_kernels(
     evidence: Evidence, clock: ClockState, ledger: Ledger, keys: Iterable[Key]
 ) -> tuple[KernelFit, ...]:
@@ -103,7 +98,12 @@ def _groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
 
 
 def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shape:
-    """The median of a shape's rows and its sd: spread of the repeats, and of one row to another."""
+    """The median of a shape's rows and its sd: spread of the repeats, and of one row to another.
+
+    Bursts count where there are any, so that all shapes are known in the same state: a burst finds
+    its operands in memory, a sustained loop in the cache where they fit.
+    """
+    rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]
     spread = float(np.median([log(row.p90_us / row.p10_us) / 2.563 for row in rows]))
     repeats = sum(row.repeats for row in rows)

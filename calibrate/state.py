@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from spec.kernel import Kernel, parse_kernel
 from spec.records import KernelRow
 
 COMPUTE = ("gemm", "grouped_gemm", "attention")
@@ -16,6 +17,11 @@ COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
 def is_compute(op: str) -> bool:
     """Whether an operation is bound by arithmetic where it is large."""
     return op in COMPUTE
+
+
+def kernel_of(row: KernelRow) -> Kernel:
+    """The kernel that a row timed."""
+    return parse_kernel(row.op, row.direction, row.shape, row.dtype)
 
 
 @dataclass
