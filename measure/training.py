@@ -1,0 +1,277 @@
+"""The training suite: real Megatron-Core steps of one configuration, in processes of its own.
+
+One process per device, forked from a server that has imported everything but touched no device, so
+that a case starts in seconds and ends with nothing left behind. What happens in a process is
+`measure.training_rank`'s; this file starts them, times them out and writes the rows.
+"""
+
+import importlib.util
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from measure.training_plan import TrainingCase, case_id_of, case_of, cases
+from measure.window import Window, WindowResult
+from measure.workers import free_port
+from spec.errors import UserError, WorkError
+from spec.records import StepRow, TrainingRow
+
+__all__ = ["TrainingCase", "case_id_of", "case_of", "cases", "run_case"]
+
+START_S = 240.0  # imports on a cold disk, communicators, first kernels, warm-up of small steps
+LINGER_S = 2.0  # after one rank's error, for the others to say theirs
+WINDOW_S = 4.0  # timed at least so long on GPUs: energy counters move ten times a second
+MOST_STEPS = 40
+ENVIRONMENT = {
+    # Megatron-Core relies on it to start communication before the product it hides behind
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    # counting devices must not open the driver in the process that others are forked from
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+MakeWindow = Callable[[], AbstractContextManager[Window]]
+Report = dict[str, Any]
+_method = "forkserver"
+
+
+class _Failed(WorkError):
+    """The case failed; the message says in which rank and why."""
+
+
+class _Ranks:
+    """The processes of one case."""
+
+    def __init__(self, case: TrainingCase, device_kind: str, folder: str) -> None:
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._logs = [Path(folder) / f"rank-{rank}.log" for rank in range(case.gpus)]
+        context: Any = multiprocessing.get_context(_method)
+        if _method == "forkserver":
+            context.set_forkserver_preload(["measure.training_rank"])
+        message = {
+            "device_kind": device_kind,
+            "gpus": case.gpus,
+            "warmup": case.warmup,
+            "model": case.model.model_dump(),
+            "parallelism": case.parallelism.model_dump(),
+            "environment": ENVIRONMENT,
+        }
+        port = free_port()
+        try:
+            for rank in range(case.gpus):
+                mine, theirs = context.Pipe()
+                self._pipes.append(mine)
+                process = context.Process(
+                    target=_enter,
+                    args=(message, rank, port, theirs, str(self._logs[rank])),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Report) -> None:
+        """Tell every rank."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(message)
+
+    def gather(self, seconds: float) -> list[Report]:
+        """One report of each rank; raises _Failed on an error, a death, or too long a wait."""
+        deadline = time.monotonic() + seconds
+        reports: dict[int, Report] = {}
+        errors: list[str] = []
+        while len(reports) < len(self._pipes):
+            waiting = {pipe: n for n, pipe in enumerate(self._pipes) if n not in reports}
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                reports[rank] = self._receive(rank)
+                if "error" in reports[rank]:
+                    errors.append(reports[rank]["error"])
+                    deadline = min(deadline, time.monotonic() + LINGER_S)
+        if errors:
+            # the others' errors are often only that the first one left
+            own = [one for one in errors if not _is_echo(one)]
+            raise _Failed((own or errors)[0])
+        if len(reports) < len(self._pipes):
+            late = [str(n) for n in range(len(self._pipes)) if n not in reports]
+            raise _Failed(f"rank {', '.join(late)} said nothing for {seconds:.0f} s and was ended")
+        return [reports[rank] for rank in sorted(reports)]
+
+    def _receive(self, rank: int) -> Report:
+        try:
+            report: Report = self._pipes[rank].recv()
+            return report
+        except (EOFError, OSError):
+            self._processes[rank].join(timeout=5)
+            words = _last_line(self._logs[rank])
+            code = self._processes[rank].exitcode
+            return {"error": f"rank {rank} died with exit status {code}: {words}"}
+
+    def close(self) -> None:
+        """End every process that still runs."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=0.1)
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(timeout=10)
+
+
+def _enter(case: Report, rank: int, port: int, pipe: Connection, log: str) -> None:
+    """Entry of a rank's process; only there is torch imported."""
+    from measure.training_rank import main
+
+    main(case, rank, port, pipe, log)
+
+
+def _is_echo(words: str) -> bool:
+    lowered = words.lower()
+    return any(word in lowered for word in ("connection", "peer", "remote process", "died with"))
+
+
+def _last_line(path: Path) -> str:
+    with suppress(OSError):
+        lines = [one.strip() for one in path.read_text(errors="replace").splitlines()]
+        words = [one for one in lines if one]
+        if words:
+            return words[-1][:200]
+    return "it left no message"
+
+
+def run_case(
+    case: TrainingCase, *, window: MakeWindow, device_kind: str
+) -> tuple[TrainingRow, list[StepRow]]:
+    """Measure one case. `window()` is entered around the timed steps of all ranks.
+
+    A case that dies or hangs gives a row with status `failed` and its error. Raises UserError
+    where the case cannot run here at all, with the reason.
+    """
+    global _method
+    if importlib.util.find_spec("torch") is None or not _has_megatron():
+        raise UserError(
+            "training steps need torch and megatron-core; pip install '.[measure]' brings both"
+        )
+    from measure.megatron import refuse
+
+    refuse(case.model, case.parallelism)
+    for _ in range(2):
+        try:
+            reports, state = _measure(case, window, device_kind.partition(":")[0])
+            return _row(case, reports, state), _steps(case, reports)
+        except _Failed as error:
+            if _method == "forkserver" and "forked subprocess" in str(error):
+                _method = "spawn"  # some import had opened the driver: start from nothing instead
+                continue
+            return _failed(case, str(error)), []
+    return _failed(case, "its processes could not open a device"), []
+
+
+def _has_megatron() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _measure(
+    case: TrainingCase, window: MakeWindow, kind: str
+) -> tuple[list[Report], WindowResult | None]:
+    """Start, warm up, time, stop."""
+    gpu = kind in ("nvidia", "amd")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _Ranks(case, kind, folder)
+        try:
+            ready = ranks.gather(START_S + 5 * case.seconds)
+            slowest = max(one["ready"] for one in ready)
+            steps = case.steps
+            if gpu:
+                steps = max(steps, min(MOST_STEPS, int(WINDOW_S / slowest) + 1))
+            with window() as watched:
+                ranks.send({"go": steps})
+                reports = ranks.gather(60.0 + 4 * steps * slowest)
+            ranks.send({"bye": True})
+            return reports, watched.result
+        finally:
+            ranks.close()
+
+
+def _slowest(reports: Sequence[Report]) -> list[float]:
+    return [max(step) for step in zip(*(one["times"] for one in reports), strict=True)]
+
+
+def _losses(reports: Sequence[Report], key: str = "losses") -> list[float | None]:
+    """Mean over the ranks that computed a loss, step by step."""
+    found: list[float | None] = []
+    for step in zip(*(one[key] for one in reports), strict=True):
+        known = [one for one in step if one is not None]
+        found.append(statistics.fmean(known) if known else None)
+    return found
+
+
+def _steps(case: TrainingCase, reports: Sequence[Report]) -> list[StepRow]:
+    pairs = zip(_slowest(reports), _losses(reports), strict=True)
+    return [
+        StepRow(case_id=case.case_id, role="judge", step=n, step_time_s=seconds, loss=loss)
+        for n, (seconds, loss) in enumerate(pairs)
+    ]
+
+
+def _joined(reports: Sequence[Report], key: str) -> str | None:
+    values = [one["memory"][key] for one in reports]
+    return None if None in values else ",".join(f"{value:.3f}" for value in values)
+
+
+def _row(case: TrainingCase, reports: Sequence[Report], state: WindowResult | None) -> TrainingRow:
+    times = _slowest(reports)
+    cuts = statistics.quantiles(times, n=10, method="inclusive")
+    used = slice(0, case.gpus)  # rank r runs on device r; others may be idle
+    energies = list(state.energy_per_device_j[used]) if state else []
+    powers = [one for one in state.power_per_device_w[used] if one] if state else []
+    known = [one for one in energies if one is not None]
+    energy = sum(known) / len(times) if known and len(known) == len(energies) else None
+    return TrainingRow(
+        **case.config.model_dump(),
+        status="done",
+        framework=reports[0]["framework"],
+        steps=len(times),
+        step_time_median_s=statistics.median(times),
+        step_time_p10_s=cuts[0],
+        step_time_p90_s=cuts[-1],
+        energy_per_step_j=energy or None,
+        power_mean_w=(statistics.fmean(powers) if powers else None) or None,
+        clock_mean_mhz=(state.clock_mean_mhz if state else None) or None,
+        temperature_max_c=state.temperature_max_c if state else None,
+        throttle=state.throttle if state else None,
+        peak_allocated_gib=_joined(reports, "allocated"),
+        peak_reserved_gib=_joined(reports, "reserved"),
+        peak_device_gib=_joined(reports, "device"),
+    )
+
+
+def _failed(case: TrainingCase, error: str) -> TrainingRow:
+    return TrainingRow(
+        **case.config.model_dump(),
+        status="failed",
+        error=" ".join(error.split())[:300],
+        framework="megatron-core",
+        steps=0,
+    )

@@ -1,0 +1,167 @@
+"""Which training steps to measure, as data: configurations in order of what they teach."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism
+from spec.records import TrainingConfig
+
+GPU_STEPS, CPU_STEPS = 10, 8
+QUICK_STEPS = 5
+WARM_UP = 2
+# for the estimate of a case's duration only: start of its processes, achieved FLOP/s of a device,
+# bytes per parameter that the optimizer moves and their rate
+_GPU = (16.0, 3.5e14, 80.0, 3e12)
+_CPU = (4.0, 2e10, 120.0, 4e9)
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One configuration; `seconds` estimates all of it, start of the processes included."""
+
+    model: ModelSpec
+    parallelism: Parallelism
+    steps: int
+    warmup: int
+    seconds: float
+    case_id: str
+
+    @property
+    def gpus(self) -> int:
+        """Devices it runs on."""
+        return self.parallelism.gpus
+
+    @property
+    def config(self) -> TrainingConfig:
+        """Its columns in tables and plans."""
+        return TrainingConfig.of(self.case_id, self.model, self.parallelism)
+
+
+def case_id_of(model: ModelSpec, p: Parallelism) -> str:
+    """Such as `llama3-8b-L8-s4096-TP2-PP1-DP2-mb1-gb8-SP-z1-overlap`; says all that differs."""
+    parts = [model.name, f"L{model.layers}", f"s{model.seq_len}"]
+    parts += [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
+    parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
+    parts += [f"EP{p.ep}"] if p.ep > 1 else []
+    parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]
+    parts += ["SP"] if p.sequence_parallel else []
+    parts += [f"z{p.zero}"]
+    parts += [p.recompute] if p.recompute != "none" else []
+    parts += ["overlap"] if p.overlap else []
+    if p.layers_per_stage is not None:
+        parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
+    return "-".join(parts)
+
+
+def case_of(
+    model: ModelSpec, p: Parallelism, device_kind: str, quick: bool = False
+) -> TrainingCase:
+    """A case with its estimate; raises UserError where the model cannot be split this way."""
+    p.check(model)
+    gpu = device_kind in ("nvidia", "amd")
+    start, rate, touched, moved = _GPU if gpu else _CPU
+    steps = QUICK_STEPS if quick and not gpu else GPU_STEPS if gpu else CPU_STEPS
+    flops = model.step_flops(p.global_batch) * (4 / 3 if p.recompute == "full" else 1.0)
+    bubble = 1 + (p.pp - 1) / (p.vpp * p.microbatches)
+    step = flops / (rate * p.gpus) * bubble
+    step += model.parameters() / (p.tp * p.pp) * touched / moved
+    seconds = start + step * (WARM_UP + 2) + max(step * steps, 4.0 if gpu else 0.0)
+    return TrainingCase(model, p, steps, WARM_UP, round(seconds, 1), case_id_of(model, p))
+
+
+# (model, layers, seq_len, parallelism): the first twelve of four devices are the essential ones
+_Wish = tuple[str, int, int, dict[str, Any]]
+_GPU_PLAN: tuple[_Wish, ...] = (
+    # four devices, one axis at a time, then two
+    ("llama3-8b", 8, 4096, {"tp": 4, "sequence_parallel": True, "global_batch": 8}),
+    ("llama3-8b", 8, 4096, {"dp": 4, "global_batch": 8, "overlap": True}),
+    ("llama3-8b", 8, 4096, {"pp": 4, "global_batch": 8}),
+    ("llama3-8b", 8, 4096, {"global_batch": 2}),
+    ("llama3-8b", 8, 4096, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
+    (
+        "llama3-8b",
+        8,
+        4096,
+        {
+            "tp": 2,
+            "dp": 2,
+            "sequence_parallel": True,
+            "global_batch": 8,
+            "microbatch": 2,
+            "overlap": True,
+        },
+    ),
+    ("llama3-8b", 8, 4096, {"pp": 2, "dp": 2, "global_batch": 8}),
+    ("llama3-8b", 8, 4096, {"pp": 2, "vpp": 2, "dp": 2, "global_batch": 8}),
+    ("llama3-8b", 8, 4096, {"dp": 4, "global_batch": 8, "zero": 0}),
+    ("llama3-70b", 4, 4096, {"tp": 4, "sequence_parallel": True, "global_batch": 4}),
+    (
+        "llama3-8b",
+        16,
+        4096,
+        {
+            "tp": 2,
+            "dp": 2,
+            "sequence_parallel": True,
+            "microbatch": 2,
+            "global_batch": 8,
+            "recompute": "full",
+        },
+    ),
+    (
+        "llama3-8b",
+        16,
+        8192,
+        {"tp": 4, "sequence_parallel": True, "global_batch": 4, "recompute": "selective"},
+    ),
+    # more of each
+    ("llama3-8b", 8, 4096, {"dp": 4, "global_batch": 8}),
+    ("llama3-70b", 8, 4096, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
+    ("llama3-8b", 8, 4096, {"tp": 4, "microbatch": 4, "global_batch": 8}),
+    ("gpt3-30b", 4, 2048, {"tp": 2, "dp": 2, "sequence_parallel": True, "global_batch": 16}),
+    ("mixtral-8x7b", 2, 4096, {"dp": 4, "ep": 4, "global_batch": 8}),
+    ("llama3-8b", 16, 4096, {"pp": 4, "vpp": 2, "global_batch": 16}),
+    (
+        "llama3-8b",
+        8,
+        8192,
+        {"tp": 2, "dp": 2, "sequence_parallel": True, "global_batch": 4, "overlap": True},
+    ),
+    ("llama3-8b", 8, 4096, {"tp": 2, "sequence_parallel": True, "global_batch": 4}),
+    ("llama3-8b", 8, 4096, {"dp": 2, "global_batch": 4, "overlap": True}),
+    ("llama3-8b", 8, 4096, {"pp": 2, "global_batch": 8}),
+    ("llama3-8b", 4, 4096, {"microbatch": 4, "global_batch": 4}),
+    ("llama3-70b", 4, 4096, {"pp": 4, "microbatch": 2, "global_batch": 16}),
+)
+_CPU_PLAN: tuple[_Wish, ...] = (
+    ("tiny", 4, 128, {"global_batch": 4}),
+    ("tiny", 4, 128, {"tp": 2, "sequence_parallel": True, "global_batch": 4}),
+    ("tiny", 4, 128, {"pp": 2, "global_batch": 4}),
+    ("tiny", 4, 128, {"dp": 2, "global_batch": 4}),
+    # the full plan goes on
+    ("tiny", 4, 128, {"tp": 2, "global_batch": 4}),
+    ("tiny", 4, 128, {"pp": 2, "vpp": 2, "global_batch": 8}),
+    ("tiny", 4, 128, {"pp": 2, "global_batch": 16}),
+    ("tiny", 4, 128, {"dp": 2, "global_batch": 8, "overlap": True}),
+    ("tiny", 4, 128, {"dp": 2, "global_batch": 8, "zero": 0}),
+    ("tiny", 4, 128, {"microbatch": 4, "global_batch": 8}),
+    ("tiny", 4, 128, {"global_batch": 4, "recompute": "full"}),
+    ("tiny", 4, 128, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
+    ("tiny", 4, 128, {"dp": 4, "global_batch": 8}),
+)
+QUICK_CASES = 4
+# Megatron-Core pads vocabularies to a multiple of 128 per tensor-parallel rank
+_PADDED = {"gpt3-30b": {"vocab": 50432, "tied_embeddings": 1}}
+
+
+def cases(world: int, device_kind: str, quick: bool) -> list[TrainingCase]:
+    """The plan for up to `world` devices, most instructive first; quick: the first four."""
+    gpu = device_kind in ("nvidia", "amd")
+    found = []
+    for name, layers, seq_len, split in _GPU_PLAN if gpu else _CPU_PLAN:
+        model = load_model(name).resized(layers=layers, seq_len=seq_len, **_PADDED.get(name, {}))
+        parallelism = Parallelism(**split)
+        if parallelism.gpus <= world:
+            found.append(case_of(model, parallelism, device_kind, quick))
+    return found[:QUICK_CASES] if quick else found

@@ -1,0 +1,181 @@
+"""One rank of a training case: a fresh process that builds the model, warms up and times steps.
+
+The parent drives it through a pipe: it says `ready` after the warm-up, waits for `go`, and answers
+with its times, losses and memory. When the pipe closes, the parent is gone, and the rank ends
+itself, even from the middle of a collective that will never end.
+"""
+
+import gc
+import os
+import queue
+import sys
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+STABLE = 0.05  # warm-up ends when two steps in a row differ by less
+MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
+COLLECTIVE_TIMEOUT_S = 120
+
+_cuda: Any = torch.cuda  # only partly annotated
+
+
+def listen(pipe: Connection) -> "queue.Queue[Any]":
+    """Messages of the parent; the process ends at once when the parent is gone."""
+    messages: queue.Queue[Any] = queue.Queue()
+
+    def read() -> None:
+        while True:
+            try:
+                messages.put(pipe.recv())
+            except (EOFError, OSError):
+                os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    return messages
+
+
+class Ranks:
+    """This rank's device and its process group."""
+
+    def __init__(self, case: dict[str, Any], rank: int, port: int) -> None:
+        self.gpu = case["device_kind"] in ("nvidia", "amd")
+        options: dict[str, Any] = {}
+        if self.gpu:
+            _cuda.set_device(rank)
+            self.device = torch.device("cuda", rank)
+            options["timeout"] = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        else:
+            from measure import megatron_cpu
+
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+            torch.set_num_threads(1)
+            megatron_cpu.install()
+            self.device = torch.device("cpu")
+        dist.init_process_group(
+            "nccl" if self.gpu else "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=case["gpus"],
+            **options,
+        )
+
+    def barrier(self) -> None:
+        """Wait for all ranks, and for this one's device."""
+        if self.gpu:
+            dist.barrier(device_ids=[self.device.index])
+            _cuda.synchronize()
+        else:
+            dist.barrier()
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of all ranks' times, the same on every rank."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
+    def timed(self, trainer: Any, number: int) -> tuple[float, list[Any]]:
+        """One step: seconds from a common start to this device's end, and its losses."""
+        batches = trainer.batches(number)
+        self.barrier()
+        begin = time.perf_counter()
+        losses = trainer.step(batches)
+        if self.gpu:
+            _cuda.synchronize()
+        return time.perf_counter() - begin, losses
+
+    def memory(self) -> dict[str, float | None]:
+        """Peak memory since warm-up began, GiB; on a CPU only the process's resident peak."""
+        if not self.gpu:
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
+            return {"allocated": None, "reserved": None, "device": peak / 2**30}
+        free, total = _cuda.mem_get_info()
+        return {
+            "allocated": _cuda.max_memory_allocated() / 2**30,
+            "reserved": _cuda.max_memory_reserved() / 2**30,
+            "device": (total - free) / 2**30,
+        }
+
+
+def run(
+    case: dict[str, Any], rank: int, port: int, pipe: Connection, messages: "queue.Queue[Any]"
+) -> None:
+    """Build, warm up, wait for the parent, time the steps and report."""
+    from measure.megatron import build
+
+    model = ModelSpec.model_validate(case["model"])
+    parallelism = Parallelism.model_validate(case["parallelism"])
+    ranks = Ranks(case, rank, port)
+    trainer = build(model, parallelism, ranks.device, seeded=not ranks.gpu)
+    if ranks.gpu:
+        _cuda.reset_peak_memory_stats()
+    before, number, warm_losses = 0.0, 0, []
+    while True:
+        seconds, losses = ranks.timed(trainer, number)
+        warm_losses.append(_mean(losses))
+        seconds = ranks.slowest(seconds)
+        number += 1
+        stable = abs(seconds / before - 1) < STABLE if before else False
+        if number >= case["warmup"] and (stable or number >= case["warmup"] + MORE_WARM_UP):
+            break
+        before = seconds
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection in one rank would delay all of them
+    pipe.send({"ready": seconds})
+    steps = messages.get()["go"]
+    times, kept = [], []
+    for index in range(steps):
+        took, losses = ranks.timed(trainer, number + index)
+        times.append(took)
+        kept.append(losses)
+    ranks.barrier()
+    pipe.send(
+        {
+            "times": times,
+            "losses": [_mean(losses) for losses in kept],
+            "warm_losses": warm_losses,
+            "memory": ranks.memory(),
+            "framework": trainer.framework,
+            "parameters": trainer.parameters(),
+        }
+    )
+    messages.get()  # the parent has every rank's report, so none is needed any more
+    dist.destroy_process_group()
+
+
+def _mean(losses: list[Any]) -> float | None:
+    return sum(float(one) for one in losses) / len(losses) if losses else None
+
+
+def main(case: dict[str, Any], rank: int, port: int, pipe: Connection, log: str) -> None:
+    """Entry of the process. What libraries print goes to `log`."""
+    with Path(log).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for name, value in case["environment"].items():
+        os.environ.setdefault(name, value)
+    messages = listen(pipe)
+    try:
+        run(case, rank, port, pipe, messages)
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        words = " ".join(str(error).split()) or type(error).__name__
+        pipe.send({"error": f"rank {rank}: {type(error).__name__}: {words}"[:300]})
+    sys.stdout.flush()
+    os._exit(0)  # an interpreter's shutdown can wait for threads of a broken communicator
