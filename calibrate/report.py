@@ -1,0 +1,276 @@
+"""The calibration report: fit against data for every model, held-out errors, every parameter."""
+
+from collections.abc import Sequence
+from math import exp
+from pathlib import Path
+
+import numpy as np
+
+from calibrate.evidence import Z90
+from calibrate.network import PUBLISHED, NetworkRow, path_of
+from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
+from spec.calibration import (
+    Calibration,
+    CollectiveFit,
+    HeldOut,
+    KernelFit,
+    NetworkFit,
+    Parameter,
+)
+from spec.collective import busbw_factor
+from spec.files import read_table, write_text
+from spec.kernel import Kernel
+
+# Rows of numbers under a figure at most: what is left out stands in the calibration file.
+MOST_NUMBERS = 400
+
+
+def write_report(path: Path, calibration: Calibration) -> None:
+    """Write the report, whole or not at all."""
+    write_text(path, render(calibration))
+
+
+def render(calibration: Calibration) -> str:
+    """The report as one HTML document."""
+    c = calibration
+    counts = {
+        source: sum(one.source == source for one in c.parameters)
+        for source in ("measured", "published", "assumed")
+    }
+    sections = [
+        Section("Held-out errors", _held_out(c.held_out)),
+        Section("Kernels", _kernels(c)),
+        Section("Collectives inside a node", _collectives(c)),
+        Section("Networks between nodes", _networks(c)),
+        Section("Clock and power", _clock(c)),
+        Section("Parameters", [_parameters(c.parameters)]),
+        Section("Input files", [_inputs(c)]),
+    ]
+    return page(
+        f"Calibration of {c.system}",
+        sections,
+        subtitle=f"{c.device}; measured up to {c.created}. Fitted on rows of role fit of the "
+        "microbenchmarks; no training step was read.",
+        facts=[(f"{source} parameters", str(count)) for source, count in counts.items()],
+    )
+
+
+def _held_out(rows: Sequence[HeldOut]) -> list[Text | Table | Figure]:
+    return [
+        Text(
+            "Errors on rows that the model had not seen, beside a baseline on the same rows. An "
+            "error is |predicted / measured - 1|. Intervals should contain 90 % of the rows."
+        ),
+        Table(
+            ("model", "held out", "rows", "median", "p90", "baseline", "its median", "inside 90 %"),
+            [
+                (
+                    one.model,
+                    one.split,
+                    one.rows,
+                    f"{one.median_error:.1%}",
+                    f"{one.p90_error:.1%}",
+                    one.baseline,
+                    f"{one.baseline_median_error:.1%}",
+                    f"{one.inside_90:.0%}",
+                )
+                for one in rows
+            ],
+        ),
+    ]
+
+
+def _kernels(c: Calibration) -> list[Text | Table | Figure]:
+    blocks: list[Text | Table | Figure] = [
+        Text(
+            "Left: measured times at the reference clock against the physics (launch time, compute "
+            "and memory ceilings). Right: measured over model, physics alone and with the learned "
+            "correction; the band is the 90 % interval beside measured shapes. A measured shape is "
+            "looked up, so a projection uses the model only for other shapes."
+        )
+    ]
+    return blocks + [_kernel(fit) for fit in c.kernels]
+
+
+def _kernel(fit: KernelFit) -> Figure:
+    name = f"{fit.op} {fit.direction} {fit.dtype}"
+    measured = np.array([point.time_us for point in fit.points])
+    physics = np.array([fit.physics_us(point.dims) for point in fit.points])
+    model = np.array([fit.model_us(point.dims)[0] for point in fit.points])
+    figure, (left, right) = new_figure(7.5, 2.9, columns=2)
+    left.loglog(physics, measured, "o", markersize=3)
+    ends = [min(physics.min(), measured.min()), max(physics.max(), measured.max())]
+    left.loglog(ends, ends, "--", linewidth=1)
+    left.set_xlabel("physics, us")
+    left.set_ylabel("measured, us")
+    right.semilogx(measured, measured / physics, "o", markersize=3, label="physics")
+    right.semilogx(measured, measured / model, "x", markersize=4, label="with correction")
+    right.axhspan(exp(-Z90 * fit.noise), exp(Z90 * fit.noise), alpha=0.15)
+    right.set_xlabel("measured, us")
+    right.set_ylabel("measured / model")
+    right.legend()
+    ceiling = f", {fit.tflops:,.0f} TFLOP/s" if fit.tflops else ""
+    caption = (
+        f"{name}: {len(fit.points)} shapes; launch {fit.launch_us:.3g} us{ceiling}, "
+        f"{fit.gbytes_per_s:,.0f} GB/s"
+    )
+    rows = [
+        (
+            Kernel(fit.op, fit.direction, point.dims, fit.dtype).shape,
+            point.time_us,
+            float(by_physics),
+            float(by_model),
+            point.sd,
+        )
+        for point, by_physics, by_model in zip(fit.points, physics, model, strict=True)
+    ]
+    columns = ("shape", "measured us", "physics us", "model us", "sd")
+    return Figure(svg(figure, name), caption, _numbers(columns, rows))
+
+
+def _numbers(columns: Sequence[str], rows: Sequence[tuple[str | float, ...]]) -> Table:
+    if len(rows) <= MOST_NUMBERS:
+        return Table(columns, rows)
+    caption = f"every {-(-len(rows) // MOST_NUMBERS)}th of {len(rows)}; all are in the calibration"
+    return Table(columns, rows[:: -(-len(rows) // MOST_NUMBERS)], caption)
+
+
+def _collectives(c: Calibration) -> list[Text | Table | Figure]:
+    if not c.collectives:
+        return [Text("None was measured.", "warning")]
+    blocks: list[Text | Table | Figure] = [
+        Text(
+            "Bus bandwidth as nccl-tests defines it. Points are measured, solid lines interpolate "
+            "them; dashed lines are groups that were not measured, carried over by structure."
+        )
+    ]
+    return blocks + [_collective(fit) for fit in c.collectives]
+
+
+def _collective(fit: CollectiveFit) -> Figure:
+    figure, (axes,) = new_figure(6.0, 3.0)
+    rows = []
+    largest = fit.curves[-1].ranks
+    others = [2 * largest] if fit.collective != "send_recv" else []
+    sizes = np.array([float(point.bytes) for point in fit.curves[-1].points])
+    grid = np.geomspace(sizes[0], sizes[-1], 60)
+    for ranks in [curve.ranks for curve in fit.curves] + others:
+        rate = busbw_factor(fit.collective, ranks) / 1e3
+        line = [size * rate / fit.time_us(ranks, float(size))[0] for size in grid]
+        dashed = ranks in others
+        (drawn,) = axes.loglog(grid, line, "--" if dashed else "-", label=f"{ranks} ranks")
+        for curve in fit.curves:
+            if curve.ranks != ranks:
+                continue
+            points = [(point.bytes, point.bytes * rate / point.time_us) for point in curve.points]
+            axes.loglog(*zip(*points, strict=True), "o", markersize=3, color=drawn.get_color())
+            rows += [
+                (ranks, point.bytes, point.time_us, busbw, point.sd)
+                for point, (_, busbw) in zip(curve.points, points, strict=True)
+            ]
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("bus bandwidth, GB/s")
+    axes.legend()
+    columns = ("ranks", "bytes", "measured us", "bus bandwidth GB/s", "sd")
+    return Figure(svg(figure, fit.collective), fit.collective, _numbers(columns, rows))
+
+
+def _networks(c: Calibration) -> list[Text | Table | Figure]:
+    blocks: list[Text | Table | Figure] = [
+        Text(
+            "Between nodes. Points are the published sweeps that the model was fitted on, lines "
+            "the model on the same systems. Where this system measured collectives across nodes "
+            "itself, those rows replace the published ones."
+        )
+    ]
+    published = read_table(PUBLISHED, NetworkRow)
+    for fit in c.networks:
+        mine = [row for row in published if row.protocol == fit.protocol]
+        if fit.source == "published" and mine:
+            blocks.append(_network(fit, mine))
+        else:
+            blocks.append(Text(f"{fit.protocol}: {fit.source}. {fit.detail}", "note"))
+    return blocks
+
+
+def _network(fit: NetworkFit, rows: Sequence[NetworkRow]) -> Figure:
+    kinds = sorted({row.collective for row in rows})
+    figure, panels = new_figure(2.8 * len(kinds) + 1.5, 3.0, columns=len(kinds))
+    for axes, kind in zip(panels, kinds, strict=True):
+        for gpus in sorted({row.gpus for row in rows if row.collective == kind}):
+            same = [row for row in rows if row.collective == kind and row.gpus == gpus]
+            rate = busbw_factor(kind, gpus) / 1e3
+            path = path_of(gpus, same[0].nodes, same[0].port_gbits_per_s / 8)
+            cap = same[0].scale_up_busbw_gbytes_per_s
+            sizes = np.geomspace(min(row.bytes for row in same), max(row.bytes for row in same), 50)
+            line = [one * rate / fit.time_us(kind, path, float(one), cap) for one in sizes]
+            (drawn,) = axes.loglog(sizes, line, label=f"{gpus} GPUs")
+            axes.loglog(
+                [row.bytes for row in same],
+                [row.bytes * rate / row.time_us for row in same],
+                "o",
+                markersize=2.5,
+                color=drawn.get_color(),
+            )
+        axes.set_title(kind, fontsize=9)
+        axes.set_xlabel("bytes")
+        axes.legend()
+    panels[0].set_ylabel("bus bandwidth, GB/s")
+    numbers = [
+        (row.system, row.collective, row.gpus, row.bytes, row.time_us, row.source, row.locator)
+        for row in rows
+    ]
+    columns = ("system", "collective", "GPUs", "bytes", "time us", "source", "where")
+    caption = f"{fit.protocol}, fitted on {len(rows)} published rows"
+    return Figure(svg(figure, f"network {fit.protocol}"), caption, _numbers(columns, numbers))
+
+
+def _clock(c: Calibration) -> list[Text | Table | Figure]:
+    clock = c.clock
+    if clock.power_limit_w is None:
+        return [Text("No power limit could be read: the clock is taken as constant.", "note")]
+    text = Text(
+        f"Power at the clock f is {clock.idle_w:.0f} W + active power * (f / "
+        f"{clock.reference_mhz:.0f} MHz) ^ {clock.power_exponent:.2f}; the clock is the highest "
+        f"that stays under {clock.power_limit_w:.0f} W."
+    )
+    drawing = sorted(c.kernels, key=lambda fit: -fit.active_power_w)
+    rows = [
+        (
+            f"{fit.op} {fit.direction}",
+            fit.active_power_w,
+            clock.clock_mhz(fit.active_power_w),
+            _capped_power(c, fit.active_power_w),
+        )
+        for fit in drawing
+    ]
+    columns = ("kernel", "active power W at reference clock", "sustained MHz", "sustained W")
+    return [text, Table(columns, rows)]
+
+
+def _capped_power(c: Calibration, active_w: float) -> float:
+    return c.clock.power_w(active_w, c.clock.clock_mhz(active_w))
+
+
+def _parameters(parameters: Sequence[Parameter]) -> Table:
+    order: dict[str, int] = {"assumed": 0, "published": 1, "measured": 2}
+    return Table(
+        ("parameter", "value", "90 % interval", "unit", "source", "from"),
+        [
+            (
+                one.name,
+                one.value,
+                f"{one.low:.4g} to {one.high:.4g}",
+                one.unit,
+                Badge(one.source),
+                one.detail,
+            )
+            for one in sorted(parameters, key=lambda one: order[one.source])
+        ],
+        "assumed first, then published, then measured",
+    )
+
+
+def _inputs(c: Calibration) -> Table:
+    rows = [(one.path, one.rows, one.sha256) for one in c.inputs]
+    return Table(("file", "rows of role fit", "sha256"), rows)
