@@ -3,14 +3,17 @@
 GPU: events around each repeat. The device first sleeps while the host queues the repeats, so that
 intervals are the device's time, not the host's; before each repeat a buffer of twice the L2 is
 written, so that a kernel's operands come from memory. `host_us` is measured apart, on an idle
-queue. CPU: a monotonic clock around each repeat, caches as the previous repeat left them; short
-calls are timed several at once.
+queue. The SM clock is taken from spins of a known number of cycles among the repeats: under the
+power cap it moves within milliseconds, faster than the driver's reading follows.
+
+CPU: a monotonic clock around each repeat, caches as the previous repeat left them; short calls are
+timed several at once.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ MAX_REPEATS = 100
 BURST_S = 0.06  # aim of all repeats of a burst together
 SETTLE_S = 0.8  # sustained: load before the timed part, for the power cap to act
 CPU_SHORT_S = 5e-5
+PROBES = 12  # of the SM clock among the repeats of a burst
+PROBE_CYCLES = 60_000  # of the shorter of a probe's two spins; 30 us at 2 GHz
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ class GpuTimer:
         self._flush = torch.empty(2 * l2, dtype=torch.int8, device=self.device)
         self._l2 = l2
         # cycles of torch.cuda._sleep per microsecond; it counts the SM clock
+        self._spins = hasattr(_cuda, "_sleep")
         self._cycles = float(monitor.max_clock_mhz() or 2000.0)
         free, _ = _cuda.mem_get_info(index)
         self.limit_bytes = min(self.limit_bytes, int(free * 0.8))
@@ -141,9 +147,8 @@ class GpuTimer:
 
     def hold(self, microseconds: float) -> None:
         """Keep the device busy while the host queues work behind (at most 50 ms)."""
-        sleep = getattr(_cuda, "_sleep", None)
-        if sleep is not None:
-            sleep(int(min(microseconds, 50_000.0) * self._cycles))
+        if self._spins:
+            _cuda._sleep(int(min(microseconds, 50_000.0) * self._cycles))
 
     def once_s(self, call: Call) -> float:
         """Seconds of one call, warmed up."""
@@ -179,6 +184,26 @@ class GpuTimer:
         self.synchronize()
         return statistics.median(times)
 
+    def probe(self) -> tuple[Any, Any, Any]:
+        """Queue two spins of known cycles; `probed_mhz` tells the clock from their events."""
+        events = (self.event(), self.event(), self.event())
+        events[0].record()
+        _cuda._sleep(PROBE_CYCLES)
+        events[1].record()
+        _cuda._sleep(3 * PROBE_CYCLES)
+        events[2].record()
+        return events
+
+    @staticmethod
+    def probed_mhz(probes: Sequence[tuple[Any, Any, Any]]) -> float | None:
+        """Median SM clock of finished probes; what starting a spin costs cancels out."""
+        clocks = []
+        for first, second, third in probes:
+            longer_us = (second.elapsed_time(third) - first.elapsed_time(second)) * 1e3
+            if longer_us > 0:
+                clocks.append(2 * PROBE_CYCLES / longer_us)
+        return statistics.median(clocks) if clocks else None
+
     def burst(self, call: Call, nbytes: float) -> Timing:
         """At least 20 repeats in a row, the L2 written over before each."""
         once = self.once_s(call)
@@ -188,8 +213,11 @@ class GpuTimer:
         pairs = [(self.event(), self.event()) for _ in range(repeats)]
         readings = Readings([self._monitor])
         began = time.perf_counter()
-        self.hold(repeats * (host + 20.0))
-        for begin, end in pairs:
+        self.hold(repeats * (host + 20.0) + PROBES * 40.0)
+        probes = []
+        for index, (begin, end) in enumerate(pairs):
+            if self._spins and index * PROBES // repeats != (index - 1) * PROBES // repeats:
+                probes.append(self.probe())
             if flush:
                 self._flush.zero_()
             begin.record()
@@ -197,7 +225,15 @@ class GpuTimer:
             end.record()
         self._wait(pairs[-1][1], readings)
         times = [float(begin.elapsed_time(end)) * 1e3 for begin, end in pairs]
-        return Timing(times, host, readings.result(time.perf_counter() - began))
+        state = readings.result(time.perf_counter() - began)
+        return Timing(times, host, self._with_clock(state, probes))
+
+    def _with_clock(
+        self, state: WindowResult, probes: Sequence[tuple[Any, Any, Any]]
+    ) -> WindowResult:
+        """The state with the probed clock where there is one."""
+        clock = self.probed_mhz(probes)
+        return state if clock is None else replace(state, clock_median_mhz=clock)
 
     def _wait(self, last: Any, readings: Readings) -> None:
         """Read the monitor while the device works."""
@@ -215,28 +251,30 @@ class GpuTimer:
         readings = Readings([self._monitor])
         times: list[float] = []
         began = time.perf_counter()
-        last = self.event()
-        last.record()
-        waiting: list[Any] = [last]
+        probes: list[tuple[Any, Any, Any]] = []
+        waiting: list[tuple[Any, Any]] = []  # first and last event of each batch
         while True:
             now = time.perf_counter() - began
             if now >= seconds and len(times) >= MIN_REPEATS:
                 break
+            begin, end = self.event(), self.event()
+            begin.record()
             for _ in range(inner):
                 call()
-            after = self.event()
-            after.record()
-            waiting.append(after)
-            if len(waiting) < 3:  # one batch runs while the host queues the next
+            end.record()
+            waiting.append((begin, end))
+            if self._spins and now >= SETTLE_S:
+                probes.append(self.probe())
+            if len(waiting) < 2:  # one batch runs while the host queues the next
                 continue
-            waiting[1].synchronize()
+            begin, end = waiting.pop(0)
+            end.synchronize()
             if now >= SETTLE_S:
-                times.append(float(waiting[0].elapsed_time(waiting[1])) * 1e3 / inner)
+                times.append(float(begin.elapsed_time(end)) * 1e3 / inner)
                 readings.take()
-            waiting.pop(0)
         self.synchronize()
         measured = max(time.perf_counter() - began - SETTLE_S, 1e-3)
-        return Timing(times, host, readings.result(measured))
+        return Timing(times, host, self._with_clock(readings.result(measured), probes))
 
 
 Timer = CpuTimer | GpuTimer

@@ -14,6 +14,7 @@ from measure.devices.fake import FakeDevice  # noqa: E402
 from measure.interference import _two_streams  # noqa: E402
 
 CALL_S = 1e-3
+SM_HZ, LAUNCH_S = 1.5e9, 4e-6  # of the stand-in's spins
 
 
 class FakeCuda:
@@ -55,6 +56,7 @@ class FakeCuda:
 
     def _sleep(self, cycles: int) -> None:
         self.slept += cycles
+        self.now += LAUNCH_S + cycles / SM_HZ
 
 
 @pytest.fixture
@@ -77,6 +79,7 @@ def test_a_burst_times_the_call_alone(gpu: tuple[timing.GpuTimer, FakeCuda]) -> 
     assert found.times_us == pytest.approx([1e3] * 60)
     assert found.host_us == pytest.approx(1e3)
     assert cuda.slept > 0
+    assert found.state.clock_median_mhz == pytest.approx(1500)
     assert found.state.power_mean_w is not None
 
 
@@ -87,6 +90,7 @@ def test_sustained_load_leaves_out_the_settling(gpu: tuple[timing.GpuTimer, Fake
     assert 50 <= len(found.times_us) <= 62
     assert found.times_us == pytest.approx([1e3] * len(found.times_us))
     assert found.state.samples == len(found.times_us)
+    assert found.state.clock_median_mhz == pytest.approx(1500)
     assert cuda.now == pytest.approx(2.0, abs=0.1)
 
 
