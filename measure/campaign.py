@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from measure import checks
 from measure.devices import Device
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store
@@ -133,6 +134,19 @@ class Campaign:
                     self.store.skip(case.case_id, str(error))
                 except Exception as error:  # whatever a case does, the run goes on
                     self.fail(case.case_id, f"{type(error).__name__}: {error}")
+            self.show(case.case_id, 1)
+
+    def telemetry(self, pool: Pool, cases: Sequence[checks.LoadCase], until: float | None) -> None:
+        """The sampler's cost and truth, into a file of their own."""
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                try:
+                    checks.measure(case, self.devices, pool, self.sampler, self.store.folder)
+                    self.store.mark("telemetry", [case.case_id])
+                except WorkError as error:
+                    self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)
 
     @contextlib.contextmanager

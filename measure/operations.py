@@ -196,8 +196,10 @@ class Maker:
 
         def rotate(t: Tensor) -> Tensor:
             cos, sin = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
+            t, rest = t[..., :dim], t[..., dim:]
             first, second = torch.chunk(t, 2, dim=-1)
-            return (t * cos) + (torch.cat((-second, first), dim=-1) * sin)
+            t = (t * cos) + (torch.cat((-second, first), dim=-1) * sin)
+            return torch.cat((t, rest), dim=-1)  # copies, though nothing is left to join
 
         if kernel.direction == "forward":
             return lambda: (rotate(q), rotate(k))

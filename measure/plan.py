@@ -222,9 +222,17 @@ def _order(kernel: Kernel) -> tuple[str, str, tuple[int, ...]]:
 
 
 def kernel_cases(
-    device_kind: str, devices: int, quick: bool, models: Sequence[str], plan: PlanFile
+    device_kind: str,
+    devices: int,
+    quick: bool,
+    models: Sequence[str],
+    plan: PlanFile,
+    steps: Iterable[tuple[ModelSpec, Parallelism]] = (),
 ) -> list[KernelCase]:
-    """The kernel suite: model shapes, a grid to fit on, and the sustained state of some."""
+    """The kernel suite: model shapes, a grid to fit on, and the sustained state of some.
+
+    `steps` are the training configurations of the same machine: their kernels are covered too.
+    """
     if plan.kernels:
         return [
             KernelCase(parse_kernel(k.op, k.direction, k.shape, k.dtype), k.state, seconds=1.0)
@@ -242,6 +250,8 @@ def kernel_cases(
     if not plan.tp and not plan.microbatch and not (quick and gpu):
         more = model_kernels(named, degrees[:2], lengths[:1], defaults.more_microbatches)
         wanted.update(dict.fromkeys(more))
+    for model, split in () if asked else steps:
+        wanted.update(dict.fromkeys(sorted(kernels_of(model, split), key=_order)))
     wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
     if gpu and not quick and not asked:
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))

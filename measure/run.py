@@ -1,7 +1,6 @@
 """`python -m measure.run`: measures this machine's devices and writes results/<system>/<run>/."""
 
 import argparse
-import importlib.util
 import signal
 import sys
 import time
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import host
+from measure import checks, host
 from measure.campaign import Campaign, estimate_s, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.plan import (
@@ -24,6 +23,7 @@ from measure.plan import (
 )
 from measure.store import Store, find_run
 from measure.telemetry import Sampler
+from measure.training_plan import cases as training_cases
 from spec.command import Parser, add_json, add_progress, emit, run
 from spec.errors import UserError
 from spec.files import parse, read_json, write_json
@@ -52,19 +52,21 @@ class Options:
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
     """The cases of each suite asked for, in the order in which suites run."""
     cases: dict[str, list[Any]] = {}
+    steps = training_cases(devices, kind, options.quick)
     for suite in options.suites:
         if suite == "kernels":
+            shapes = [(case.model, case.parallelism) for case in steps]
             cases[suite] = list(
-                kernel_cases(kind, devices, options.quick, options.models, options.plan)
+                kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
             )
         elif suite == "collectives":
             cases[suite] = list(collective_cases(kind, devices, options.quick, options.plan))
         elif suite == "interference":
             cases[suite] = list(interference_cases(kind, devices, options.quick))
-        elif suite == "training" and importlib.util.find_spec("measure.training"):
-            from measure import training
-
-            cases[suite] = list(training.cases(devices, kind, options.quick))
+        elif suite == "training":
+            cases[suite] = steps
+        elif suite == "telemetry":
+            cases[suite] = list(checks.cases(options.quick))
     return cases
 
 
@@ -201,6 +203,7 @@ def main(words: Sequence[str]) -> int:
     if asked.list:
         return list_cases(asked.json, cases, kind, len(devices))
     store = store or open_store(asked, options, devices, words)
+    store.mark("telemetry", checks.done(store.folder))
     manifest = store.manifest
     manifest.planned = sum(len(some) for some in cases.values())
     store.save()

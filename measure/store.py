@@ -105,8 +105,12 @@ class Store:
             self._done["training"] = {row.case_id for row in good}
 
     def done(self, table: str) -> set[str]:
-        """Case ids that stand in a table."""
-        return self._done[table]
+        """Case ids that stand in a table, or were marked."""
+        return self._done.setdefault(table, set())
+
+    def mark(self, table: str, case_ids: Iterable[str]) -> None:
+        """Count cases as done whose results stand in a file of their own."""
+        self.done(table).update(case_ids)
 
     def append(self, table: str, rows: Iterable[Row]) -> None:
         """Append rows to a table; on return they are on disk."""

@@ -259,6 +259,11 @@ class Sampler:
             self._process.stdin.write(f"{'*' if device is None else device}\t{case_id}\n")
             self._process.stdin.flush()
 
+    def pause(self, paused: bool) -> None:
+        """Stop the sampler's process for a while, or let it go on: to see what it costs."""
+        with contextlib.suppress(OSError):
+            self._process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
     def alive(self) -> bool:
         """Whether the sampler still runs."""
         return self._process.poll() is None

@@ -158,6 +158,13 @@ class Pool:
             self._events.put(event)
         return replies
 
+    def start(self) -> None:
+        """Have workers that can all meet."""
+        if self._mixed:
+            self.close()
+        if not self._workers:
+            self._start(range(self.world))
+
     def each(
         self,
         cases: Sequence[C],
@@ -208,10 +215,7 @@ class Pool:
 
     def together(self, case: Dispatched) -> list[Message] | str:
         """Run a case that needs all devices: the replies by rank, or what went wrong."""
-        if self._mixed:
-            self.close()
-        if not self._workers:
-            self._start(range(self.world))
+        self.start()
         for worker in self._workers:
             worker.send(case.message())
         replies = self._gather(self._workers, COLLECTIVE_TIMEOUT_S + 20.0 * case.seconds)
@@ -280,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
         os.sched_setaffinity(0, {core})
     import torch
 
-    from measure import collectives, interference, kernels
+    from measure import checks, collectives, interference, kernels
     from measure.timing import open_timer
 
     if core is not None:
@@ -295,6 +299,8 @@ def main(arguments: Sequence[str]) -> int:
                 reply({"row": row.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
+            elif case["suite"] == "load":
+                reply(checks.load(case, timer))
             else:
                 reply(interference.measure(case, timer, group))
         except kernels.Skip as error:

@@ -1,0 +1,195 @@
+"""The telemetry suite: what the sampler costs, and whether what it reads is true.
+
+Three checks, into `telemetry_checks.json` of the run: how long each query takes; the energy counter
+against the integral of power over the same window; and the time of the same work with the sampler
+running and stopped, in turns. A host without power sensors answers the second with null.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure.devices import Device
+from measure.telemetry import Sampler
+from measure.window import Window
+from measure.workers import Pool
+from spec.errors import WorkError
+from spec.files import read_json, write_json
+
+FILE = "telemetry_checks.json"
+SCHEMA = "telemetry-checks/1"
+QUERIES = (
+    "power_w",
+    "power_average_w",
+    "energy_j",
+    "temperature_c",
+    "memory_temperature_c",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "utilisation_pct",
+    "throttle_reasons",
+    "nvlink_bytes",
+    "pcie_kb_per_s",
+)
+LATENCY_S = 0.2  # spent on each query
+ENERGY_S = 6.0  # the counter moves ten times a second: its error is then below 3 %
+PAIRS = 10
+BLOCK_S = 0.6
+
+
+@dataclass(frozen=True)
+class LoadCase:
+    """Work for all devices, `block_s` long; a telemetry check runs it once or more."""
+
+    case_id: str
+    block_s: float
+    seconds: float
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        return {"suite": "load", "case_id": self.case_id, "seconds": self.block_s}
+
+
+def cases(quick: bool) -> list[LoadCase]:
+    """The three checks."""
+    energy = ENERGY_S / (3 if quick else 1)
+    pairs = PAIRS // (2 if quick else 1)
+    return [
+        LoadCase("telemetry-latency", 0.0, LATENCY_S * len(QUERIES)),
+        LoadCase("telemetry-energy", energy, energy + 1.0),
+        LoadCase("telemetry-overhead", BLOCK_S, 2 * pairs * (BLOCK_S + 0.1)),
+    ]
+
+
+def done(folder: Path) -> set[str]:
+    """Checks that a run already holds."""
+    path = folder / FILE
+    value = read_json(path, "a run's telemetry checks") if path.exists() else {}
+    return set(value) - {"schema"} if isinstance(value, dict) else set()
+
+
+def measure(
+    case: LoadCase, devices: Sequence[Device], pool: Pool, sampler: Sampler, folder: Path
+) -> None:
+    """Run one check and add its result to the run's file."""
+    if case.case_id == "telemetry-latency":
+        found: Any = latencies(devices[0])
+    elif case.case_id == "telemetry-energy":
+        found = energy(case, devices, pool)
+    else:
+        pairs = round(case.seconds / (2 * (BLOCK_S + 0.1)))
+        found = overhead(lambda: _block(case, pool), sampler, pairs)
+    path = folder / FILE
+    before = read_json(path, "a run's telemetry checks") if path.exists() else {"schema": SCHEMA}
+    write_json(path, before | {case.case_id: found})
+
+
+def latencies(device: Device, seconds: float = LATENCY_S) -> dict[str, Any]:
+    """Median and 90th percentile of each query, us; null for what the device cannot tell."""
+    found: dict[str, Any] = {}
+    for name in QUERIES:
+        query = getattr(device, name)
+        if query() is None and query() is None:  # some need a first reading to compare with
+            found[name] = None
+            continue
+        times: list[float] = []
+        end = time.monotonic() + seconds
+        while len(times) < 3 or (time.monotonic() < end and len(times) < 200):
+            begin = time.perf_counter()
+            query()
+            times.append((time.perf_counter() - begin) * 1e6)
+        times.sort()
+        found[name] = {
+            "median_us": round(statistics.median(times), 2),
+            "p90_us": round(times[int(0.9 * (len(times) - 1))], 2),
+            "calls": len(times),
+        }
+    return found
+
+
+def energy(case: LoadCase, devices: Sequence[Device], pool: Pool) -> list[dict[str, Any]]:
+    """Per device: the energy counter's difference and the integral of power, J."""
+    pool.start()
+    with Window(devices) as window:
+        _block(case, pool)
+    result = window.result
+    assert result is not None
+    found = []
+    for index, (counter, power) in enumerate(
+        zip(result.energy_per_device_j, result.power_per_device_w, strict=True)
+    ):
+        integral = None if power is None else power * result.seconds
+        ratio = integral / counter if integral and counter else None
+        found.append(
+            {
+                "device": index,
+                "seconds": round(result.seconds, 3),
+                "counter_j": counter,
+                "integrated_j": integral,
+                "integrated_over_counter": ratio,
+            }
+        )
+    return found
+
+
+def overhead(block: Callable[[], float], sampler: Sampler, pairs: int) -> dict[str, Any]:
+    """Share by which work lasts longer while the sampler runs, with a 95 % interval.
+
+    Blocks alternate on, off, off, on, ...: a drift of the clocks hits both alike.
+    """
+    block()  # warm
+    shares = []
+    for pair in range(pairs):
+        times: dict[bool, float] = {}
+        for running in (True, False) if pair % 2 == 0 else (False, True):
+            sampler.pause(not running)
+            try:
+                times[running] = block()
+            finally:
+                sampler.pause(False)
+        shares.append(times[True] / times[False] - 1)
+    return interval(shares) | {"unit": "share of time", "pairs": pairs}
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and its 95 % interval by Student's t."""
+    from scipy import stats
+
+    mean = statistics.fmean(values)
+    half = 0.0
+    if len(values) > 1:
+        quantile = float(stats.t.ppf(0.975, len(values) - 1))
+        half = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def _block(case: LoadCase, pool: Pool) -> float:
+    """Median time of one piece of work, mean over the devices, us."""
+    replies = pool.together(case)
+    if isinstance(replies, str):
+        raise WorkError(replies)
+    return statistics.fmean(statistics.median(reply["times_us"]) for reply in replies)
+
+
+def load(message: dict[str, Any], timer: Any) -> dict[str, Any]:
+    """In a worker: matrix products and launch-bound sums, each piece timed to its end."""
+    import torch
+
+    gpu = timer.device.type == "cuda"
+    size, count = (4096, 8) if gpu else (256, 20)
+    a = torch.randn(size, size, dtype=torch.bfloat16, device=timer.device)
+    small = torch.randn(64, dtype=torch.bfloat16, device=timer.device)
+    times: list[float] = []
+    end = time.monotonic() + message["seconds"]
+    while len(times) < 5 or time.monotonic() < end:
+        begin = time.perf_counter()
+        for _ in range(count):
+            torch.matmul(a, a)
+            for _ in range(20):
+                torch.add(small, small)
+        timer.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return {"times_us": times}
