@@ -26,7 +26,7 @@ from spec.errors import WorkError
 
 Message = dict[str, Any]
 START_S = 180.0  # imports on a cold disk, and the device's first context
-COLLECTIVE_TIMEOUT_S = 60.0
+PATIENCE_S = 60.0  # beyond many times a case's estimate, before its worker is ended
 
 
 class Dispatched(Protocol):
@@ -58,11 +58,11 @@ class Worker:
     """The parent's end of one worker process."""
 
     def __init__(
-        self, kind: str, rank: int, world: int, port: int, events: "queue.Queue[Any]"
+        self, program: str, kind: str, rank: int, world: int, port: int, events: "queue.Queue[Any]"
     ) -> None:
         self.rank = rank
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as the worker does
-        command = [sys.executable, "-m", "measure.workers", "--kind", kind]
+        command = [sys.executable, "-m", program, "--kind", kind]
         command += ["--rank", str(rank), "--world", str(world), "--port", str(port)]
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -115,16 +115,19 @@ class Worker:
 class Pool:
     """The workers of this host's devices, restarted as needed."""
 
-    def __init__(self, kind: str, world: int) -> None:
+    def __init__(self, kind: str, world: int, program: str = "measure.workers") -> None:
         self.kind = kind
         self.world = world
+        self._program = program
         self._workers: list[Worker] = []
         self._events: queue.Queue[Any] = queue.Queue()
         self._mixed = False  # some were restarted alone, so they cannot all meet
 
     def _start(self, ranks: Iterable[int]) -> None:
         port = free_port()
-        fresh = [Worker(self.kind, rank, self.world, port, self._events) for rank in ranks]
+        fresh = [
+            Worker(self._program, self.kind, rank, self.world, port, self._events) for rank in ranks
+        ]
         kept = [one for one in self._workers if one.rank not in {new.rank for new in fresh}]
         self._workers = sorted([*kept, *fresh], key=lambda one: one.rank)
         for worker, reply in self._gather(fresh, START_S):
@@ -186,7 +189,7 @@ class Pool:
                     if not admit(case):
                         continue
                     begin(worker.rank, case)
-                    busy[worker] = (case, time.monotonic() + 60.0 + 20.0 * case.seconds)
+                    busy[worker] = (case, time.monotonic() + PATIENCE_S + 20.0 * case.seconds)
                     worker.send(case.message())
                     return
 
@@ -198,13 +201,12 @@ class Pool:
                 worker, reply = self._events.get(timeout=max(patience, 0.0))
             except queue.Empty:
                 worker = min(busy, key=lambda one: busy[one][1])
-                reply = {"error": "took far longer than estimated and was ended"}
-                worker.kill()
+                reply = {"error": "took far longer than estimated and was ended", "leaving": True}
             if worker not in busy:
                 continue
             case, _ = busy.pop(worker)
             rank = worker.rank
-            dead = reply is None or not worker_alive(worker)
+            dead = reply is None or bool(reply.get("leaving"))
             finish(rank, case, reply or {"error": f"worker died: {worker.last_words()}"})
             if dead:
                 worker.kill()
@@ -218,7 +220,7 @@ class Pool:
         self.start()
         for worker in self._workers:
             worker.send(case.message())
-        replies = self._gather(self._workers, COLLECTIVE_TIMEOUT_S + 20.0 * case.seconds)
+        replies = self._gather(self._workers, PATIENCE_S + 20.0 * case.seconds)
         errors = [reply["error"] for _, reply in replies if reply and "error" in reply]
         dead = [worker for worker, reply in replies if reply is None]
         if dead:
@@ -226,7 +228,8 @@ class Pool:
             self.close()  # a communicator with a dead rank is of no use to the others
             return str(words)
         if errors:
-            if len(errors) < len(replies):  # some ranks are ahead of others now
+            leaving = any(reply and reply.get("leaving") for _, reply in replies)
+            if leaving or len(errors) < len(replies):  # some ranks are ahead of others now
                 self.close()
             return str(errors[0])
         ordered = sorted(replies, key=lambda pair: pair[0].rank)
@@ -239,11 +242,6 @@ class Pool:
         self._workers = []
         self._events = queue.Queue()
         self._mixed = False
-
-
-def worker_alive(worker: Worker) -> bool:
-    """Whether a worker's process still runs."""
-    return worker._process.poll() is None
 
 
 def _messages() -> Iterator[Message]:
@@ -307,9 +305,10 @@ def main(arguments: Sequence[str]) -> int:
             reply({"skip": str(error)})
         except Exception as error:  # whatever a case does, the run goes on
             words = " ".join(str(error).split()) or type(error).__name__
-            reply({"error": f"{type(error).__name__}: {words}"[:300]})
-            if _fatal(error):
-                return 1
+            leaving = _fatal(error)
+            reply({"error": f"{type(error).__name__}: {words}"[:300], "leaving": leaving})
+            if leaving:
+                os._exit(1)  # tearing down a broken context can hang
         with contextlib.suppress(Exception):
             timer.release()
     return 0

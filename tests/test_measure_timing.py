@@ -48,6 +48,9 @@ class FakeCuda:
 
     def empty_cache(self) -> None: ...
 
+    def memory_allocated(self, device: Any) -> int:
+        return 0
+
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return 10 * 2**30, 20 * 2**30
 

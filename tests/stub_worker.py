@@ -1,0 +1,20 @@
+"""A worker without torch, for tests of the pool: a case's op says how it behaves."""
+
+import json
+import os
+import sys
+import time
+
+rank = sys.argv[sys.argv.index("--rank") + 1]
+print(json.dumps({"ready": rank}), flush=True)
+for line in sys.stdin:
+    case = json.loads(line)
+    if case["op"] == "die":
+        print("segmentation fault, so to say", file=sys.stderr, flush=True)
+        os._exit(3)
+    if case["op"] == "hang":
+        time.sleep(60)
+    if case["op"] == "fail" or case["op"] == f"fail-{rank}":
+        print(json.dumps({"error": "as asked"}), flush=True)
+    else:
+        print(json.dumps({"rank": rank, "process": os.getpid()}), flush=True)
