@@ -18,7 +18,7 @@ from typing import Any
 
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
-from calibrate.evidence import Evidence, Ledger, input_file
+from calibrate.evidence import FITTED, Evidence, Ledger, input_file
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.network import PUBLISHED, fit_networks
@@ -33,6 +33,8 @@ from spec.results import find_result_sets
 
 def fit(evidence: Evidence, show_progress: bool = False) -> Calibration:
     """Fit everything a calibration holds; raises UserError where there is nothing to fit."""
+    for table in FITTED:  # all of it is checked before anything is fitted
+        evidence.rows(table)
     if not evidence.rows(KernelRow):
         raise UserError(
             f"system {evidence.system}: no kernel row of role fit in its runs; measure them with "

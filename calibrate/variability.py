@@ -5,7 +5,7 @@ from math import log
 from statistics import median
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.special import chdtri
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState, is_compute
@@ -15,6 +15,12 @@ from spec.records import KernelRow
 # persistent differences are taken as 2 %. Two visits differed by up to 6 %.
 DEVICE_SPREAD = (0.02, 0.01, 0.04)
 VISIT_SD = (0.03, 0.01, 0.06)
+
+
+def spread_interval(sd: float, free: int) -> tuple[float, float]:
+    """90 % interval of a standard deviation with `free` degrees of freedom (chi-squared)."""
+    low, high = (sd * float(np.sqrt(free / chdtri(free, p))) for p in (0.05, 0.95))
+    return low, high
 
 
 def device_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
@@ -51,7 +57,7 @@ def device_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> floa
         )
     free = len(persistent) - len({run for run, _ in deviations})
     value = float(np.sqrt(np.sum(np.square(persistent)) / max(free, 1)))
-    low, high = (value * float(np.sqrt(free / chi2.ppf(p, free))) for p in (0.95, 0.05))
+    low, high = spread_interval(value, free)
     rows = sum(len(values) for values in deviations.values())
     return ledger.note(
         name,
@@ -94,7 +100,7 @@ def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
     persistent = [median(values) for values in offsets.values()]
     free = len(persistent) - 1
     value = float(np.sqrt(np.sum(np.square(persistent)) / free))
-    low, high = (value * float(np.sqrt(free / chi2.ppf(p, free))) for p in (0.95, 0.05))
+    low, high = spread_interval(value, free)
     return ledger.note(
         "clock.visit_sd",
         value,
