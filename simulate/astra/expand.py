@@ -77,8 +77,9 @@ class _Stage:
     ) -> tuple[int, ...]:
         """An all-reduce over the pipeline: inside the stage first, then up and down the stages.
 
-        Two stages send to each other; more pass a sum to the first stage and the result back, in
-        2 (n - 1) messages that share the collective's time. Returns the ids that end it.
+        Two stages send to each other; more pass a sum to the last stage and the result back, in
+        2 (n - 1) messages that share the collective's time, so that the first stage, which a
+        pipeline drains last, has it that long after it came. Returns the ids that end it.
         """
         if task.kind != "all_reduce":
             raise UserError(f"{task.name}: only an all_reduce may span the pipeline axis.")
@@ -105,13 +106,13 @@ class _Stage:
             other = stages[1 - place]
             return send(other, deps), recv(other)
         ends = deps
-        if place < len(stages) - 1:
-            ends = (*ends, recv(stages[place + 1]))
         if place > 0:
-            sent = send(stages[place - 1], ends)
-            ends = (sent, recv(stages[place - 1]))
+            ends = (*ends, recv(stages[place - 1]))
         if place < len(stages) - 1:
-            ends = (*ends, send(stages[place + 1], ends))
+            sent = send(stages[place + 1], ends)
+            ends = (sent, recv(stages[place + 1]))
+        if place > 0:
+            ends = (*ends, send(stages[place - 1], ends))
         return ends
 
 

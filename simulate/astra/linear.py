@@ -140,9 +140,10 @@ def fit(
         latency = float(solution[0] * scale[0])
     else:
         latency = min(_LATENCY_SHARE / rows[0][0], _LATENCY_NS)
-    for one, (_, ns) in mine.items():
-        latencies, _, fixed = _terms(one.kind, algorithm(one.kind, npus, asked), npus, delay)
-        latency = min(latency, max(0.9 * ns - fixed, 0.0) / latencies)
+    for one, (_, ns) in timed.items():
+        if axis in one.axes:
+            latencies, _, fixed = _terms(one.kind, algorithm(one.kind, npus, asked), npus, delay)
+            latency = min(latency, max(0.9 * ns / len(one.axes) - fixed, 0.0) / latencies)
     rest = 1.0 - table[:, 0] * latency
     per_byte = float(np.sum(root**2 * rest * table[:, 1]) / np.sum(root**2 * table[:, 1] ** 2))
     per_byte = max(per_byte, _BYTES_PER_NS_TO_GIBPS / _MOST_GIBPS)
