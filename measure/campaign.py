@@ -1,6 +1,7 @@
 """One run in progress: hands cases to workers, stores what comes back, stays within its time."""
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -158,6 +159,19 @@ class Campaign:
             self.sampler.tag("")
 
 
+def by_worth(cases: Sequence[Any]) -> list[Any]:
+    """What to measure first when time is short: cheap cases, drawn so that no kind is left out.
+
+    The draw is a hash of the id: two runs with the same budget begin with the same cases.
+    """
+
+    def draw(case: Any) -> float:
+        digest = hashlib.sha256(case.case_id.encode()).digest()
+        return float(case.seconds) * int.from_bytes(digest[:4]) / 2**32
+
+    return sorted(cases, key=draw)
+
+
 def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> None:
     """Run all suites; with a deadline, each gets its share of the time that is left."""
     pool = Pool(campaign.kind, world)
@@ -171,6 +185,8 @@ def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> 
                 need = {name: estimate_s(name, more, campaign.kind, world) for name, more in rest}
                 left = max(until - time.monotonic(), 0.0)
                 until = time.monotonic() + left * need[suite] / max(sum(need.values()), 1e-9)
+            if until is not None and suite in ("kernels", "collectives"):
+                todo = by_worth(todo)
             if suite == "training":
                 pool.close()  # free the devices' memory
                 campaign.training(todo, until)

@@ -87,6 +87,15 @@ def _call(function: Any) -> Any:
     return function()
 
 
+def sees_gpu() -> bool:
+    """Whether torch sees a GPU, whatever the vendor's library says."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 def describe_host(devices: Sequence[Device], offset: int = 0) -> Host:
     """This host with its devices, numbered from `offset` in the manifest's list."""
     return Host(

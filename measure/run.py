@@ -27,6 +27,8 @@ from measure.training_plan import cases as training_cases
 from spec.command import Parser, add_json, add_progress, emit, run
 from spec.errors import UserError
 from spec.files import parse, read_json, write_json
+from spec.records import KernelRow
+from spec.results import read_result_set
 
 EXAMPLES = """\
 examples:
@@ -86,6 +88,12 @@ def open_store(
         command=host.command_line(words),
         suites=options.suites,
     )
+    if devices[0].kind == "cpu" and host.sees_gpu():
+        store.note(
+            "torch sees a GPU but its driver library does not answer, so the CPU was measured; "
+            "install nvidia-ml-py (or amdsmi)"
+        )
+        print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
     plan = {
         "suites": options.suites,
         "models": options.models,
@@ -250,9 +258,22 @@ def list_cases(target: str | None, cases: dict[str, list[Any]], kind: str, devic
     return 0
 
 
+def slow_devices(store: Store) -> dict[int, float]:
+    """By device: how much longer the reference product takes there under load than on the best."""
+    rows = read_result_set(store.folder).table(KernelRow)
+    times = {
+        row.device: row.median_us
+        for row in rows
+        if row.state == "sustained" and row.case_id.endswith(f"-device{row.device}")
+    }
+    best = min(times.values(), default=0.0)
+    return {device: round(took / best - 1, 4) for device, took in sorted(times.items())}
+
+
 def report(target: str | None, campaign: Campaign, seconds: float) -> int:
     """Say what was measured; 1 where nothing was."""
     manifest = campaign.store.manifest
+    slower = slow_devices(campaign.store)
     value = {
         "schema": "measure/1",
         "path": str(campaign.store.folder),
@@ -264,6 +285,7 @@ def report(target: str | None, campaign: Campaign, seconds: float) -> int:
         "skipped": manifest.skipped,
         "failed": campaign.failed,
         "out_of_time": campaign.out_of_time,
+        "slower_than_fastest": slower,
         "seconds": round(seconds, 1),
     }
     lines = [
@@ -273,6 +295,12 @@ def report(target: str | None, campaign: Campaign, seconds: float) -> int:
     quiet = len(manifest.skipped) - len(campaign.failed)
     if quiet > 0:
         lines.append(f"{quiet} skipped, with reasons in manifest.json")
+    worst = max(slower, key=lambda device: slower[device], default=None)
+    if worst is not None and slower[worst] > 0.01:
+        lines.append(
+            f"device {worst} is {slower[worst]:.1%} slower under load than the fastest of "
+            f"{len(slower)}"
+        )
     lines += [f"failed: {case}: {reason}" for case, reason in list(campaign.failed.items())[:10]]
     if len(campaign.failed) > 10:
         lines.append(f"failed: {len(campaign.failed) - 10} more, in manifest.json")

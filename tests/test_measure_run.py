@@ -93,3 +93,13 @@ def test_a_wrong_request_is_one_sentence(
     assert complaint in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+def test_a_budget_stops_in_time_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--kind", "fake:2", "--suite", "kernels", "--out", str(tmp_path), "--json"]
+    assert run(main, [*words, "--budget", "0.0001"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == "partial"
+    assert found["out_of_time"] == found["planned"] > 0

@@ -1,5 +1,6 @@
 """NVIDIA GPUs through NVML (nvidia-ml-py). Reads only: no setting is ever changed."""
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,7 +19,9 @@ def _nvml() -> Any:
 
 
 def available() -> bool:
-    """Whether NVML answers and sees at least one GPU."""
+    """Whether NVML answers and sees at least one GPU, and the user has not hidden them all."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
     try:
         nvml = _nvml()
         return int(nvml.nvmlDeviceGetCount()) > 0
