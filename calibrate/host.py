@@ -11,13 +11,13 @@ from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounde
 from spec.calibration import HostFit
 from spec.records import InterferenceRow, KernelRow
 
-# A row is launch-bound when the host needs a good part of what the kernel takes.
-LAUNCH_BOUND = 0.5
-# Python, module calls and autograd around a part of a layer, in host times of one operation.
-# Assumed: a part runs about as many bookkeeping calls as kernels.
-PART_CALLS = 1.0
+# Operations that are one call of a library: what issuing one costs is the same for all of them.
+SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
+# Python and module calls around a part of a layer, in issue times of one operation. Assumed: each
+# kernel's own issue time, autograd included, is measured with it.
+PART_CALLS = 2.0
 # The optimizer's loop over parameters and the scalars read back, once a step, likewise.
-STEP_CALLS = 60.0
+STEP_CALLS = 200.0
 HOST_SD = 0.3
 DEFAULT_HOST_US = 10.0
 # A kernel beside a collective where none was measured: communication kernels occupy some
@@ -28,10 +28,9 @@ COMPOSITION_SD = 0.05
 
 
 def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
-    """Issue times of launch-bound kernels, and what is assumed to go with them."""
-    rows = [row for _, row in evidence.rows(KernelRow) if row.host_us is not None]
-    bound = [row for row in rows if (row.host_us or 0.0) > LAUNCH_BOUND * row.median_us] or rows
-    times = [row.host_us for row in bound if row.host_us is not None]
+    """Issue times of single operations, and what is assumed to go with them."""
+    rows = [row for _, row in evidence.rows(KernelRow) if row.op in SINGLE_CALLS]
+    times = [row.host_us for row in rows if row.host_us is not None]
     if times:
         issue = float(np.median(times))
         sd = max(robust_sd(log(time) for time in times), HOST_SD)
@@ -41,7 +40,7 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
             "us",
             log_interval(issue, sd),
             "measured",
-            f"{evidence.where(KernelRow, len(times))}: launch-bound rows",
+            f"{evidence.where(KernelRow, len(times))}: operations of one call",
         )
     else:
         issue, sd = DEFAULT_HOST_US, 0.5

@@ -142,7 +142,16 @@ def sustained(gpu: bool, quick: bool) -> list[Kernel]:
     ]
     found += [Kernel("rmsnorm", way, (8192, 8192)) for way in PASSES]
     found += [Kernel("swiglu", "forward", (4096, 14336)), Kernel("copy", "forward", (2**30,))]
-    found += [Kernel("adam", "forward", (2**28,))]
+    found += [
+        Kernel("adam", "forward", (2**28,)),
+        Kernel("grad_norm", "forward", (2**30,)),
+        Kernel("grad_accumulate", "forward", (2**28,)),
+        Kernel("embedding", "backward", (4096, 4096, 128256)),
+        Kernel("residual", "forward", (8192, 8192)),
+        Kernel("swiglu", "backward", (4096, 14336)),
+    ]
+    found += [Kernel("rope", way, (4096, 40, 128)) for way in PASSES]
+    found += [Kernel("cross_entropy", way, (4096, 128256)) for way in PASSES]
     return found[::3] if quick else found
 
 

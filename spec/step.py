@@ -278,12 +278,19 @@ def optimizer(
     Gradients are reduced in fp32, parameters gathered in bf16 (Megatron-Core's distributed
     optimizer). Without it (zero 0) gradients are all-reduced and every replica updates all. Under
     zero 2 and 3 the gradients were reduced in every microbatch, see `sharded`.
+
+    What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
+    parameter), scaling them by the number of replicas (8 B), and clipping, which Megatron-Core
+    without Apex does as `gradient.copy_(gradient * scale)` (16 B). Clipping is taken to happen, as
+    it does early in training.
     """
-    owned = 0
+    owned = held = scaled = 0
     reduction: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
     for axis, size, elements in _replicated(model, p, stage):
         owned += elements // size if p.zero else elements
+        held += elements
+        scaled += elements if size > 1 else 0
         if size == 1 or not elements:
             continue
         if p.zero < 2:
@@ -292,8 +299,18 @@ def optimizer(
         if p.zero in (1, 2):
             gather += (Collective("all_gather", axis, 2.0 * elements),)
     update = (max(owned, 1),)
-    kernels = (Kernel("grad_norm", "forward", update), Kernel("adam", "forward", update))
+    kernels = (
+        _copy(4 * held + 8 * scaled),
+        Kernel("grad_norm", "forward", update),
+        _copy(16 * owned),
+        Kernel("adam", "forward", update),
+    )
     return kernels, reduction, gather
+
+
+def _copy(nbytes: int) -> Kernel:
+    """A copy that moves `nbytes`, read and written bytes counted together."""
+    return Kernel("copy", "forward", (max(nbytes // 4, 1),))
 
 
 def sharded(
