@@ -13,10 +13,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spec.errors import UserError, WorkError
+from measure.training_plan import refuse
+from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -32,37 +50,8 @@ _SHORT = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATT
 Tensor = torch.Tensor
 
 
-def refuse(model: ModelSpec, p: Parallelism) -> None:
-    """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
-    p.check(model)
-    if p.zero > 1:
-        raise UserError(
-            f"zero {p.zero} steps are not measured: Megatron-Core's DistributedDataParallel has "
-            "stage 0 (zero 0) and the distributed optimizer (zero 1)"
-        )
-    if p.cp > 1:
-        raise UserError(
-            f"cp {p.cp} steps are not measured: Megatron-Core's attention without Transformer "
-            "Engine does not split a sequence; use cp 1"
-        )
-    if model.lora_rank:
-        raise UserError("LoRA steps are not measured: Megatron-Core has no adapters")
-    if model.vocab % p.tp:
-        raise UserError(
-            f"tp {p.tp} does not divide vocab {model.vocab} of {model.name}; Megatron-Core needs "
-            f"a padded vocabulary, such as {-(-model.vocab // (128 * p.tp)) * 128 * p.tp}"
-        )
-    if model.kv_heads % p.tp:
-        raise UserError(
-            f"tp {p.tp} with {model.kv_heads} kv_heads is not measured: key/value heads would be "
-            "repeated, which the attention used here does not do"
-        )
-
-
 def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
     """The fastest backend of torch's attention that runs this shape both ways, and its name."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     problem = "none is known"
     for name in _BACKENDS:
         backend = getattr(SDPBackend, name, None)
@@ -103,8 +92,6 @@ class Attention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
     ) -> Tensor:
         """Attention of one layer; shapes as in `_attend`. The mask is always causal."""
-        from torch.nn.attention import sdpa_kernel
-
         del attention_mask
         with sdpa_kernel(self._backend):
             return _attend(query, key, value)
@@ -113,7 +100,7 @@ class Attention(torch.nn.Module):
 def _norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
     """Torch's norm with every parameter marked, so that sequence parallelism sums its gradient."""
     kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = kind(hidden_size, eps=eps)
+    norm = kind(hidden_size, eps=eps, device=torch.cuda.current_device())
     for parameter in norm.parameters():
         marked: Any = parameter
         marked.sequence_parallel = config.sequence_parallel
@@ -129,8 +116,6 @@ class _Norm:
 
 def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     """Megatron-Core's TransformerConfig of a model split this way."""
-    from megatron.core.transformer import TransformerConfig
-
     more: dict[str, Any] = {}
     if model.experts:
         more |= {
@@ -186,14 +171,8 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
 
 def _chunk(model: ModelSpec, config: Any, backend: Any, number: int | None) -> Any:
     """One GPTModel: all of this rank's layers, or those of its virtual stage `number`."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
-
+    if model.experts:
+        _mend_experts()
     layer = get_gpt_layer_local_spec(
         num_experts=model.experts or None,
         moe_grouped_gemm=False,
@@ -219,6 +198,23 @@ def _chunk(model: ModelSpec, config: Any, backend: Any, number: int | None) -> A
         rotary_base=ROTARY_BASE,
         vp_stage=number,
     )
+
+
+def _mend_experts() -> None:
+    """Two gaps of Megatron-Core 0.16's mixture of experts, which Transformer Engine would fill.
+
+    The router asks for a name that only Transformer Engine's import defines, and the token
+    exchange hands arrays to a collective that, in newer torch, takes lists.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    original = token_dispatcher.all_to_all
+
+    def all_to_all(group: Any, tensor: Tensor, *splits: Any) -> Any:
+        lists = (None if one is None else [int(size) for size in one] for one in splits)
+        return original(group, tensor, *lists)
+
+    token_dispatcher.all_to_all = all_to_all
 
 
 def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -293,14 +289,6 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     same however it is split; else Megatron-Core's own initialisation, which does depend on it.
     """
     refuse(model, p)
-    import megatron.core
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.module import Float16Module
-
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
@@ -360,8 +348,6 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
 
 def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple[Any, str]:
     """Megatron-Core's optimizer around torch's AdamW, fused on GPUs; and the latter's name."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     config = OptimizerConfig(
         optimizer="adam",
         lr=LEARNING_RATE,

@@ -6,6 +6,7 @@ patch below answers one of these; no computation, schedule or collective is repl
 as long as the process, so only the processes of one training case ever install them.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,20 @@ def _type(function: Callable[..., Any]) -> Callable[..., Any]:
     return name
 
 
+class _Stream:
+    """A stream that everything has always happened on already."""
+
+    def record_event(self) -> "_Stream":
+        """Something to wait for, which has happened."""
+        return self
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is ever pending."""
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+
 def install() -> None:
     """Answer Megatron-Core's CUDA calls on the CPU, in this process, from now on."""
     cpu = torch.device("cpu")
@@ -57,6 +72,9 @@ def install() -> None:
     cuda.synchronize = lambda *_: None
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    stream = _Stream()  # a mixture of experts copies its token counts on a second one
+    cuda.Stream = cuda.current_stream = lambda *_, **__: stream
+    cuda.stream = contextlib.nullcontext
 
     from megatron.core.tensor_parallel import random
 

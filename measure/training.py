@@ -7,6 +7,7 @@ that a case starts in seconds and ends with nothing left behind. What happens in
 
 import importlib.util
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from measure.training_plan import TrainingCase, case_id_of, case_of, cases
+from measure.training_plan import TrainingCase, case_id_of, case_of, cases, refuse
 from measure.window import Window, WindowResult
 from measure.workers import free_port
 from spec.errors import UserError, WorkError
@@ -34,8 +35,6 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
-    # counting devices must not open the driver in the process that others are forked from
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 MakeWindow = Callable[[], AbstractContextManager[Window]]
@@ -54,6 +53,8 @@ class _Ranks:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._logs = [Path(folder) / f"rank-{rank}.log" for rank in range(case.gpus)]
+        # counting devices must not open the driver in the process that ranks are forked from
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         context: Any = multiprocessing.get_context(_method)
         if _method == "forkserver":
             context.set_forkserver_preload(["measure.training_rank"])
@@ -123,12 +124,16 @@ class _Ranks:
             code = self._processes[rank].exitcode
             return {"error": f"rank {rank} died with exit status {code}: {words}"}
 
+    def join(self, seconds: float) -> None:
+        """Wait for processes that were told to end."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(timeout=max(deadline - time.monotonic(), 0.0))
+
     def close(self) -> None:
         """End every process that still runs."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(timeout=0.1)
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -170,8 +175,6 @@ def run_case(
         raise UserError(
             "training steps need torch and megatron-core; pip install '.[measure]' brings both"
         )
-    from measure.megatron import refuse
-
     refuse(case.model, case.parallelism)
     for _ in range(2):
         try:
@@ -209,6 +212,7 @@ def _measure(
                 ranks.send({"go": steps})
                 reports = ranks.gather(60.0 + 4 * steps * slowest)
             ranks.send({"bye": True})
+            ranks.join(10.0)
             return reports, watched.result
         finally:
             ranks.close()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from spec.errors import UserError
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
@@ -54,11 +55,38 @@ def case_id_of(model: ModelSpec, p: Parallelism) -> str:
     return "-".join(parts)
 
 
+def refuse(model: ModelSpec, p: Parallelism) -> None:
+    """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
+    p.check(model)
+    if p.zero > 1:
+        raise UserError(
+            f"zero {p.zero} steps are not measured: Megatron-Core's DistributedDataParallel has "
+            "stage 0 (zero 0) and the distributed optimizer (zero 1)"
+        )
+    if p.cp > 1:
+        raise UserError(
+            f"cp {p.cp} steps are not measured: Megatron-Core's attention without Transformer "
+            "Engine does not split a sequence; use cp 1"
+        )
+    if model.lora_rank:
+        raise UserError("LoRA steps are not measured: Megatron-Core has no adapters")
+    if model.vocab % p.tp:
+        raise UserError(
+            f"tp {p.tp} does not divide vocab {model.vocab} of {model.name}; Megatron-Core needs "
+            f"a padded vocabulary, such as {-(-model.vocab // (128 * p.tp)) * 128 * p.tp}"
+        )
+    if model.kv_heads % p.tp:
+        raise UserError(
+            f"tp {p.tp} with {model.kv_heads} kv_heads is not measured: key/value heads would be "
+            "repeated, which the attention used here does not do"
+        )
+
+
 def case_of(
     model: ModelSpec, p: Parallelism, device_kind: str, quick: bool = False
 ) -> TrainingCase:
-    """A case with its estimate; raises UserError where the model cannot be split this way."""
-    p.check(model)
+    """A case with its estimate; raises UserError where these steps cannot be measured."""
+    refuse(model, p)
     gpu = device_kind in ("nvidia", "amd")
     start, rate, touched, moved = _GPU if gpu else _CPU
     steps = QUICK_STEPS if quick and not gpu else GPU_STEPS if gpu else CPU_STEPS
@@ -120,7 +148,7 @@ _GPU_PLAN: tuple[_Wish, ...] = (
     ("llama3-70b", 8, 4096, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
     ("llama3-8b", 8, 4096, {"tp": 4, "microbatch": 4, "global_batch": 8}),
     ("gpt3-30b", 4, 2048, {"tp": 2, "dp": 2, "sequence_parallel": True, "global_batch": 16}),
-    ("mixtral-8x7b", 2, 4096, {"dp": 4, "ep": 4, "global_batch": 8}),
+    ("mixtral-8x7b", 4, 4096, {"dp": 4, "ep": 4, "global_batch": 8}),
     ("llama3-8b", 16, 4096, {"pp": 4, "vpp": 2, "global_batch": 16}),
     (
         "llama3-8b",
@@ -152,7 +180,7 @@ _CPU_PLAN: tuple[_Wish, ...] = (
 )
 QUICK_CASES = 4
 # Megatron-Core pads vocabularies to a multiple of 128 per tensor-parallel rank
-_PADDED = {"gpt3-30b": {"vocab": 50432, "tied_embeddings": 1}}
+_PADDED = {"gpt3-30b": {"vocab": 50432}}
 
 
 def cases(world: int, device_kind: str, quick: bool) -> list[TrainingCase]:

@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,8 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from measure import megatron_cpu
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+
+with warnings.catch_warnings():  # about Transformer Engine and Apex, once per import
+    warnings.simplefilter("ignore")
+    from measure.megatron import build
 
 STABLE = 0.05  # warm-up ends when two steps in a row differ by less
 MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
@@ -55,8 +61,6 @@ class Ranks:
             self.device = torch.device("cuda", rank)
             options["timeout"] = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         else:
-            from measure import megatron_cpu
-
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
             torch.set_num_threads(1)
@@ -113,8 +117,6 @@ def run(
     case: dict[str, Any], rank: int, port: int, pipe: Connection, messages: "queue.Queue[Any]"
 ) -> None:
     """Build, warm up, wait for the parent, time the steps and report."""
-    from measure.megatron import build
-
     model = ModelSpec.model_validate(case["model"])
     parallelism = Parallelism.model_validate(case["parallelism"])
     ranks = Ranks(case, rank, port)
@@ -153,7 +155,6 @@ def run(
         }
     )
     messages.get()  # the parent has every rank's report, so none is needed any more
-    dist.destroy_process_group()
 
 
 def _mean(losses: list[Any]) -> float | None:
