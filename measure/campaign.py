@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from measure import checks
@@ -124,7 +125,9 @@ class Campaign:
             with self._tagged(case.case_id):
                 try:
                     row, steps = run_case(
-                        case, window=lambda: Window(self.devices), device_kind=self.kind
+                        case,
+                        window=partial(Window, self.devices[: case.gpus]),
+                        device_kind=self.kind,
                     )
                     # steps first: their configuration's row is what marks the case as done
                     self.store.append("steps", steps)

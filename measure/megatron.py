@@ -358,15 +358,13 @@ def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple
         clip_grad=CLIP_GRADIENT,
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    kind = "AdamW"
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            kind = "torch AdamW"
-            if device.type == "cuda":  # before the first step, which makes its state accordingly
-                kind = "torch fused AdamW"
-                for group in inner.param_groups:
-                    group["fused"], group["foreach"] = True, False
+        kind = f"{type(inner).__module__.partition('.')[0]} {type(inner).__name__}"
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and device.type == "cuda":
+            kind = "torch fused AdamW"
+            for group in inner.param_groups:  # before the first step, which makes its state so
+                group["fused"], group["foreach"] = True, False
     return optimizer, kind
 
 

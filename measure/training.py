@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
+_DRIVER_OPEN = ("forked subprocess", "initialization error", "driver initialization")
+
 MakeWindow = Callable[[], AbstractContextManager[Window]]
 Report = dict[str, Any]
 _method = "forkserver"
@@ -181,7 +183,8 @@ def run_case(
             reports, state = _measure(case, window, device_kind.partition(":")[0])
             return _row(case, reports, state), _steps(case, reports)
         except _Failed as error:
-            if _method == "forkserver" and "forked subprocess" in str(error):
+            opened = any(words in str(error).lower() for words in _DRIVER_OPEN)
+            if _method == "forkserver" and opened:
                 _method = "spawn"  # some import had opened the driver: start from nothing instead
                 continue
             return _failed(case, str(error)), []
