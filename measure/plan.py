@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from measure import grid
 from spec.collective import COLLECTIVES
 from spec.errors import UserError
-from spec.files import parse, read_yaml
+from spec.files import parse, read_table, read_yaml
 from spec.kernel import Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
+from spec.records import TrainingConfig
 from spec.step import kernels_of
 
 SUITES = ("kernels", "collectives", "interference", "training", "telemetry")
@@ -181,12 +182,23 @@ class PlanFile(BaseModel):
     tp: list[PositiveInt] = Field(default_factory=list)
     seq_len: list[PositiveInt] = Field(default_factory=list)
     microbatch: list[PositiveInt] = Field(default_factory=list)
+    training: list[TrainingConfig] = Field(
+        default_factory=list, description="training steps, as rows of a plan"
+    )
     kernels: list[_KernelWish] = Field(default_factory=list)
     collectives: list[_CollectiveWish] = Field(default_factory=list)
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read a YAML (or JSON) plan; raises UserError where a key or value is wrong."""
+    """Read a plan; raises UserError where a key or value is wrong.
+
+    YAML (or JSON) has the keys of `PlanFile`; CSV has training steps, a row each.
+    """
+    if path.suffix == ".csv":
+        rows = read_table(path, TrainingConfig, others_ignored=True)
+        if not rows:
+            raise UserError(f"{path}: the plan has no rows")
+        return PlanFile(training=rows)
     return parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
 
 

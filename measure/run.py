@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from measure.plan import (
 )
 from measure.store import Store, find_run
 from measure.telemetry import Sampler
+from measure.training_plan import case_of_config
 from measure.training_plan import cases as training_cases
 from spec.command import Parser, add_json, add_progress, emit, run
 from spec.errors import UserError
-from spec.files import parse, read_json, write_json
-from spec.records import KernelRow
+from spec.files import parse, read_json, write_json, write_table
+from spec.records import KernelRow, TrainingConfig
 from spec.results import read_result_set
 
 EXAMPLES = """\
@@ -54,7 +55,10 @@ class Options:
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
     """The cases of each suite asked for, in the order in which suites run."""
     cases: dict[str, list[Any]] = {}
+    asked = options.plan.training
     steps = training_cases(devices, kind, options.quick)
+    if asked:
+        steps = [case_of_config(config, kind, options.quick) for config in asked]
     for suite in options.suites:
         if suite == "kernels":
             shapes = [(case.model, case.parallelism) for case in steps]
@@ -167,7 +171,15 @@ def arguments_parser() -> Parser:
     parser.add_argument(
         "--model", action="append", default=[], metavar="NAME|FILE", help="model whose shapes count"
     )
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="your own plan, YAML")
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="your own plan, YAML; or CSV of training steps"
+    )
+    parser.add_argument(
+        "--write-plan",
+        type=Path,
+        metavar="FILE.csv",
+        help="write the training steps that would run as a plan, and stop",
+    )
     parser.add_argument("--out", default="results", metavar="FOLDER", help="default: results/")
     parser.add_argument("--system", metavar="NAME", help="name of this system, e.g. 4x-h200")
     parser.add_argument("--quick", action="store_true", help="a short look at everything")
@@ -208,6 +220,8 @@ def main(words: Sequence[str]) -> int:
     if asked.resume:
         store, options = reopen_store(asked, devices)
     cases = planned(options, kind, len(devices))
+    if asked.write_plan:
+        return write_plan(asked.write_plan, options, kind, len(devices))
     if asked.list:
         return list_cases(asked.json, cases, kind, len(devices))
     store = store or open_store(asked, options, devices, words)
@@ -239,6 +253,16 @@ def main(words: Sequence[str]) -> int:
             (store.folder / PLAN).unlink(missing_ok=True)
         store.save(status)
     return report(asked.json, campaign, time.monotonic() - began)
+
+
+def write_plan(path: Path, options: Options, kind: str, devices: int) -> int:
+    """The training steps of a plan as CSV, for `simulate.validate predict` and `--plan`."""
+    cases = planned(replace(options, suites=("training",)), kind, devices)["training"]
+    if not cases:
+        raise UserError(f"{path}: no training step fits {devices} devices; nothing is written")
+    write_table(path, TrainingConfig, [case.config for case in cases])
+    print(f"{len(cases)} training steps written to {path}")
+    return 0
 
 
 def list_cases(target: str | None, cases: dict[str, list[Any]], kind: str, devices: int) -> int:

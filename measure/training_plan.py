@@ -1,6 +1,6 @@
 """Which training steps to measure, as data: configurations in order of what they teach."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec.errors import UserError
@@ -96,6 +96,12 @@ def case_of(
     step += model.parameters() / (p.tp * p.pp) * touched / moved
     seconds = start + step * (WARM_UP + 2) + max(step * steps, 4.0 if gpu else 0.0)
     return TrainingCase(model, p, steps, WARM_UP, round(seconds, 1), case_id_of(model, p))
+
+
+def case_of_config(config: TrainingConfig, device_kind: str, quick: bool = False) -> TrainingCase:
+    """The case of a plan's row, which keeps the row's own id."""
+    case = case_of(config.model_spec(), config.parallelism(), device_kind, quick)
+    return replace(case, case_id=config.case_id)
 
 
 # (model, layers, seq_len, parallelism): the first twelve of four devices are the essential ones
