@@ -1,0 +1,162 @@
+"""Result sets survive kills at any moment; telemetry parts merge; windows add up."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from measure import checks
+from measure.campaign import by_worth
+from measure.checks import LoadCase
+from measure.devices import Device
+from measure.devices.fake import FakeDevice
+from measure.store import Store, find_run
+from measure.window import Window
+from spec.errors import UserError
+from spec.records import CollectiveRow, Host, Manifest
+from spec.results import read_result_set
+
+ROW = CollectiveRow(
+    case_id="a",
+    role="fit",
+    repeats=1,
+    median_us=1.0,
+    p10_us=1.0,
+    p90_us=1.0,
+    min_us=1.0,
+    mean_us=1.0,
+    std_us=0.0,
+    collective="all_reduce",
+    backend="gloo",
+    ranks=2,
+    nodes=1,
+    bytes=1024,
+    dtype="fp32",
+    busbw_gbytes_per_s=1.0,
+)
+
+
+def new_store(root: Path) -> Store:
+    host = Host(name_hash="0", cpu="x", cores=1, memory_gib=1.0, devices=[FakeDevice(0).describe()])
+    return Store.create(
+        root,
+        system="fake",
+        run="r1",
+        hosts=[host],
+        interconnect="",
+        software={},
+        environment={},
+        command="python -m measure.run",
+        suites=["collectives"],
+    )
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 6))
+def test_a_half_written_row_is_dropped(tmp_path: Path, cut: int) -> None:
+    store = new_store(tmp_path)
+    store.append("collectives", [ROW])
+    table = store.folder / "collectives.csv"
+    whole = table.read_text()
+    store.append("collectives", [ROW.model_copy(update={"case_id": "b"})])
+    table.write_text(whole + table.read_text()[len(whole) :][:cut])
+    again = Store.reopen(store.folder)
+    assert again.done("collectives") == {"a"}
+    assert table.read_text() == whole
+
+
+def test_a_half_written_header_is_dropped(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    (store.folder / "collectives.csv").write_text("case_id,ro")
+    again = Store.reopen(store.folder)
+    again.append("collectives", [ROW])
+    assert [row.case_id for row in read_result_set(again.folder).table(CollectiveRow)] == ["a"]
+
+
+def test_the_manifest_is_whole_at_any_time(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.append("collectives", [ROW])
+    store.skip("x", "needs\nmore")
+    store.save("complete")
+    value = json.loads((store.folder / "manifest.json").read_text())
+    manifest = Manifest.model_validate(value)
+    assert (manifest.status, manifest.finished) == ("complete", 1)
+    assert manifest.skipped == {"x": "needs more"}
+    assert manifest.ended is not None
+
+
+def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    for name in ("r1", "fake/r1", str(store.folder)):
+        assert find_run(tmp_path, name) == store.folder
+    with pytest.raises(UserError, match="no run 'r2'"):
+        find_run(tmp_path, "r2")
+    with pytest.raises(UserError, match="continue it with --resume"):
+        new_store(tmp_path)
+
+
+def test_telemetry_parts_become_one_file_and_keep_their_tags(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from measure.telemetry import PARTS, Recorder, listen, merge, read_fast, read_slow
+
+    ticks = iter(range(1000))
+    devices = [FakeDevice(0), FakeDevice(1)]
+    recorder = Recorder(devices, tmp_path, clock=lambda: float(next(ticks)))
+    recorder.sample(read_fast)
+    finish = threading.Event()
+    listen(recorder, ["1\tcase-a\n", "*\tcase-b\n", "0\t\n"], finish)
+    assert finish.is_set()
+    recorder.sample(read_slow)
+    recorder.flush()
+    recorder.sample(read_fast)
+    recorder.flush()
+    (tmp_path / PARTS / "zz.parquet").write_text("cut off by a full disk")
+    assert merge(tmp_path) == 6
+    table = parquet.read_table(tmp_path / "telemetry.parquet")
+    assert table["case_id"].to_pylist() == ["", "", "", "case-b", "", "case-b"]
+    assert table["time_s"].to_pylist() == [0, 1, 2, 3, 4, 5]
+    # each loop leaves the other's columns empty, never zero
+    assert [value is None for value in table["energy_j"].to_pylist()] == [1, 1, 0, 0, 1, 1]
+    # what a resumed run adds goes behind
+    recorder.sample(read_fast)
+    recorder.flush()
+    assert merge(tmp_path) == 8
+
+
+def test_a_window_reads_energy_at_both_ends() -> None:
+    devices: list[Device] = [FakeDevice(0), FakeDevice(1)]
+    with Window(devices) as window:
+        pass
+    assert window.result is not None
+    assert window.result.energy_j == pytest.approx(2 * 7.25)
+    assert window.result.temperature_max_c == 51
+    assert window.result.samples >= 1
+
+
+def test_overhead_of_known_shares() -> None:
+    class Paused:
+        paused = False
+
+        def pause(self, value: bool) -> None:
+            self.paused = value
+
+    sampler = Paused()
+    found = checks.overhead(lambda: 100.0 if sampler.paused else 101.0, sampler, 4)  # type: ignore[arg-type]
+    assert found["mean"] == pytest.approx(0.01)
+    assert found["low"] == pytest.approx(found["high"])
+    assert not sampler.paused
+    spread = checks.interval([0.0, 0.02])
+    assert spread["high"] - spread["mean"] == pytest.approx(12.706 * 0.01, rel=1e-3)
+
+
+def test_latencies_tell_missing_from_fast() -> None:
+    found = checks.latencies(FakeDevice(0), seconds=0.0)
+    assert found["memory_temperature_c"] is None
+    assert found["power_w"]["calls"] == 3
+
+
+def test_a_short_budget_begins_with_cheap_cases() -> None:
+    cases = [LoadCase(str(number), 0.0, 0.1 if number % 2 else 10.0) for number in range(100)]
+    first = by_worth(cases)[:40]
+    assert first == by_worth(cases[::-1])[:40]
+    assert sum(case.seconds < 1 for case in first) > 35
