@@ -188,6 +188,9 @@ def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> 
                 need = {name: estimate_s(name, more, campaign.kind, world) for name, more in rest}
                 left = max(until - time.monotonic(), 0.0)
                 until = time.monotonic() + left * need[suite] / max(sum(need.values()), 1e-9)
+            if until is not None and until - time.monotonic() < min(one.seconds for one in todo):
+                campaign.out_of_time += len(todo)  # not even workers are started for it
+                continue
             if until is not None and suite in ("kernels", "collectives"):
                 todo = by_worth(todo)
             if suite == "training":

@@ -275,14 +275,14 @@ def kernel_cases(
     place = {kernel: number % devices for number, kernel in enumerate(loaded)}
     long = 3.0 if gpu else 0.6
     cases = []
-    for device in range(devices):
-        for state in ("burst", "sustained"):
-            cases.append(KernelCase(grid.reference(gpu), state, device, seconds=long))
     for kernel in wanted:
         where = place.get(kernel)
         cases.append(KernelCase(kernel, prefer=where, seconds=_seconds(kernel, gpu)))
         if kernel in place:
             cases.append(KernelCase(kernel, "sustained", prefer=where, seconds=long))
+    for device in range(devices):  # last, when all devices are warm
+        for state in ("burst", "sustained"):
+            cases.append(KernelCase(grid.reference(gpu), state, device, seconds=long))
     return cases
 
 
