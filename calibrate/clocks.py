@@ -20,18 +20,13 @@ from calibrate.evidence import (
     robust_sd,
     rounded,
 )
-from calibrate.state import POWER_EXPONENT, ClockState, is_compute, kernel_of
+from calibrate.exponents import LEAST_PAIRS, fit_exponents
+from calibrate.state import POWER_EXPONENT, ClockState
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
 from spec.records import KernelRow
 
-# Fewest pairs of rows of one shape at different clocks to fit an exponent from, and how far apart
-# (logarithmic) the clocks of a pair must be.
-LEAST_PAIRS = 3
-APART = 0.02
-# Shapes that no cache helps: compute-bound ones by duration, others by several times any L2.
-LARGE_US, LARGE_BYTES = 100.0, 256 * 2**20
 # shares of the room between idle and power limit, where no telemetry shows them
 COMMUNICATION_SHARE, WAITING_SHARE = 0.35, 0.25
 IDLE_SHARE = 0.1
@@ -58,7 +53,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         where = f"{manifest}: power limit of the device"
         ledger.note("clock.power_limit_w", limit, "W", (limit, limit), "measured", where)
     ledger.note("clock.idle_w", idle, "W", log_interval(idle, 0.1), source, idle_detail)
-    _fit_exponents(evidence, state, rows, ledger)
+    fit_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, rows, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
@@ -73,61 +68,6 @@ def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str
     if limit is None:
         return 0.0, "assumed", "no power could be read"
     return IDLE_SHARE * limit, "assumed", f"{IDLE_SHARE:.0%} of the power limit: no telemetry"
-
-
-def _pairs(rows: Sequence[KernelRow]) -> list[tuple[KernelRow, KernelRow]]:
-    """Burst and sustained rows of one large shape on one device, with clocks.
-
-    Before a burst the cache is flushed, in a sustained loop it is warm: only shapes so large that
-    this makes no difference tell what the clock does.
-    """
-    found: dict[tuple[str, str, str, str, int], dict[str, KernelRow]] = defaultdict(dict)
-    for row in rows:
-        large = kernel_of(row).bytes >= LARGE_BYTES
-        if is_compute(row.op):
-            large = row.median_us >= LARGE_US
-        if row.clock_mhz is not None and large:
-            key = (row.op, row.direction, row.dtype, row.shape, row.device)
-            found[key].setdefault(row.state, row)
-    return [(states["burst"], states["sustained"]) for states in found.values() if len(states) == 2]
-
-
-def _fit_exponents(
-    evidence: Evidence, state: ClockState, rows: Sequence[KernelRow], ledger: Ledger
-) -> None:
-    pairs = _pairs(rows)
-    left: list[float] = []
-    for compute in (True, False):
-        kind = "compute" if compute else "memory"
-        mine = [pair for pair in pairs if is_compute(pair[0].op) == compute]
-        steps = np.array([log(a.clock_mhz / b.clock_mhz) for a, b in mine])  # type: ignore[operator]
-        slower = np.array([log(b.median_us / a.median_us) for a, b in mine])
-        apart = np.abs(steps) > APART
-        if apart.sum() >= LEAST_PAIRS:
-            ratios = slower[apart] / steps[apart]
-            value = float(np.clip(np.median(ratios), 0.0, 1.5))
-            sd = 1.25 * robust_sd(ratios) / float(apart.sum()) ** 0.5
-            interval = (max(value - Z90 * sd, 0.0), value + Z90 * sd)
-            detail = (
-                f"{evidence.where(KernelRow, 2 * int(apart.sum()))}: "
-                f"{int(apart.sum())} pairs of burst and sustained rows, large {kind}-bound shapes"
-            )
-            ledger.note(f"clock.{kind}_exponent", value, "1", interval, "measured", detail)
-        else:
-            value, interval = (1.0, (0.8, 1.0)) if compute else (0.0, (0.0, 0.3))
-            reason = (
-                "arithmetic is clocked by the SM clock"
-                if compute
-                else "memory has a clock of its own"
-            )
-            few = f"fewer than {LEAST_PAIRS} pairs of rows at clocks {APART:.0%} apart"
-            ledger.note(
-                f"clock.{kind}_exponent", value, "1", interval, "assumed", f"{reason}; {few}"
-            )
-        state.exponents[compute] = value
-        left += list(slower - value * steps)
-    if len(left) >= 5:
-        state.repeat_sd = max(robust_sd(left) / 2**0.5, 0.003)
 
 
 def _fit_power_exponent(

@@ -24,6 +24,7 @@ FREE_LENGTH = 10.0  # of a dimension that does not vary in the data
 AMPLITUDES = (0.05, 1.0)
 NOISES = (0.003, 0.3)
 LENGTHS = (0.3, 20.0)
+STARTS = (0.05, 0.01)  # noise to start the search from: the likelihood has several maxima
 MOST_POINTS = 160  # to learn from: the cost grows with the cube
 # scale of the spread where too few left-out points say anything
 FEW_POINTS_SCALE = 1.5
@@ -38,9 +39,12 @@ class Correction:
     amplitude: float
     noise: float
 
-    def predict(self, x: Array, y: Array, at: Array) -> tuple[Array, Array]:
-        """Mean and sd at `at`, (points,), given residuals `y` at `x`; rows are log dimensions."""
-        covariance = self._covariance(x, x) + np.eye(len(x)) * self.noise**2
+    def predict(
+        self, x: Array, y: Array, at: Array, sd: Array | float = 0.0
+    ) -> tuple[Array, Array]:
+        """Mean and sd at `at`, (points, n), given residuals `y`, of `sd` each, at features `x`."""
+        own = np.maximum(self.noise, np.broadcast_to(sd, len(x))) ** 2
+        covariance = self._covariance(x, x) + np.diag(own)
         cross = self._covariance(at, x)
         solved = np.linalg.solve(covariance, cross.T)
         mean = solved.T @ y
@@ -68,13 +72,18 @@ def fit_correction(x: Array, y: Array) -> Correction:
     if len(y) > MOST_POINTS:
         chosen = np.linspace(0, len(y) - 1, MOST_POINTS).round().astype(int)
         x, y = x[chosen], y[chosen]
-    kernel = ConstantKernel(spread**2, (AMPLITUDES[0] ** 2, AMPLITUDES[1] ** 2)) * RBF(
-        np.full(int(varies.sum()), DEFAULT_LENGTH), LENGTHS
-    ) + WhiteKernel(DEFAULT_NOISE**2, (NOISES[0] ** 2, NOISES[1] ** 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a value at its bound is an answer
-        found = GaussianProcessRegressor(kernel, alpha=1e-10).fit(x[:, varies], y).kernel_
-    product, white = found.k1, found.k2
+    best = None
+    for noise in STARTS:
+        kernel = ConstantKernel(spread**2, (AMPLITUDES[0] ** 2, AMPLITUDES[1] ** 2)) * RBF(
+            np.full(int(varies.sum()), DEFAULT_LENGTH), LENGTHS
+        ) + WhiteKernel(noise**2, (NOISES[0] ** 2, NOISES[1] ** 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a bound is an answer too
+            found = GaussianProcessRegressor(kernel, alpha=1e-10).fit(x[:, varies], y)
+        if best is None or found.log_marginal_likelihood_value_ > best[0]:
+            best = (found.log_marginal_likelihood_value_, found.kernel_)
+    assert best is not None
+    product, white = best[1].k1, best[1].k2
     lengths[varies] = np.atleast_1d(product.k2.length_scale)
     return Correction(
         tuple(float(one) for one in lengths),

@@ -19,6 +19,7 @@ from calibrate.physics import Physics, System, fit_physics, multiprocessors, sys
 from calibrate.state import ClockState, kernel_of
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel
+from spec.kernel_fit import features
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]
@@ -27,6 +28,8 @@ Key = tuple[str, str, str]
 LEAST_SD = 0.003  # of a measured shape: clocks and events are not read more exactly
 # families left out at once; their physics is fitted anew, length scales are kept
 FOLDS = 5
+# Repeats follow each other in one state of the device: however many, they count for this many.
+INDEPENDENT = 10
 BASELINE = "roofline with one efficiency"
 
 
@@ -105,15 +108,20 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shap
     """
     rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]
-    spread = float(np.median([log(row.p90_us / row.p10_us) / 2.563 for row in rows]))
-    repeats = sum(row.repeats for row in rows)
+    spread = float(np.median([_spread(row) for row in rows]))
+    repeats = min(sum(row.repeats for row in rows), INDEPENDENT)
     # a median's sd is 1.25 times a mean's
-    own = 1.25 * max(spread, 0.0) / repeats**0.5
-    between = clock.repeat_sd / len(rows) ** 0.5
+    own = 1.25 * spread / repeats**0.5
+    between = clock.repeat_sd(kernel.op) / len(rows) ** 0.5
     if len(rows) > 2:
         between = max(between, robust_sd(times) / len(rows) ** 0.5)
     sd = float(np.sqrt(own**2 + between**2 + LEAST_SD**2))
     return Shape(kernel, exp(float(np.median(times))), sd, len(rows))
+
+
+def _spread(row: KernelRow) -> float:
+    """sd of a row's repeats (logarithm), from its wider side: throttling strikes one side."""
+    return max(log(row.p90_us / row.median_us), log(row.median_us / row.p10_us), 0.0) / 1.2816
 
 
 def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
@@ -121,7 +129,11 @@ def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
 
 
 def _inputs(shapes: Sequence[Shape]) -> Array:
-    return np.asarray(np.log(np.array([one.kernel.dims for one in shapes], dtype=float)))
+    return features(shapes[0].kernel.op, [one.kernel.dims for one in shapes])
+
+
+def _sds(shapes: Sequence[Shape]) -> Array:
+    return np.array([one.sd for one in shapes])
 
 
 def _fit(
@@ -200,7 +212,9 @@ def _leave_out(group: Group, system: System, correction: Correction) -> tuple[li
         kept = [one for index, one in enumerate(shapes) if index not in left_out]
         judged = [shapes[index] for index in sorted(left_out)]
         physics, _ = fit_physics([(one.kernel, one.time_us) for one in kept], system)
-        mean, sd = correction.predict(_inputs(kept), _residuals(physics, kept), _inputs(judged))
+        mean, sd = correction.predict(
+            _inputs(kept), _residuals(physics, kept), _inputs(judged), _sds(kept)
+        )
         dumb = Roofline(kept)
         outcomes.append(
             [
@@ -342,7 +356,7 @@ def judge_kernels(
             kernel = kernel_of(row)
             time, sd = fit.time_us(kernel.dims)
             slower = clock.factor(row)
-            sd = max(float(np.hypot(sd, clock.repeat_sd)), LEAST_SD)
+            sd = max(float(np.hypot(sd, clock.repeat_sd(row.op))), LEAST_SD)
             where = known if kernel.dims in fit.measured else new
             where.append(Judged(time * slower, sd, row.median_us, dumb(kernel) * slower))
         for shapes, judged in (("new shapes", new), ("shapes that were also fitted on", known)):

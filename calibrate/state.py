@@ -1,10 +1,14 @@
 """The state a row was measured in: brings its time and power to the reference clock."""
 
 from dataclasses import dataclass, field
+from math import exp, log
 
 from spec.kernel import Kernel, parse_kernel
 from spec.records import KernelRow
 
+# Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
+# latter are also too long for a cache to matter. Assumed.
+SHORT_US, LARGE_US = 30.0, 100.0
 COMPUTE = ("gemm", "grouped_gemm", "attention")
 
 # Dynamic power goes as clock times voltage squared; near the top voltage rises about with the
@@ -12,6 +16,10 @@ COMPUTE = ("gemm", "grouped_gemm", "attention")
 POWER_EXPONENT = (2.4, 1.8, 3.0)
 # shares of the room between idle and power limit, where no row shows power
 COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
+
+
+# of a second timing of the same shape, where pairs do not tell; assumed
+REPEAT_SD = 0.01
 
 
 def is_compute(op: str) -> bool:
@@ -32,8 +40,10 @@ class ClockState:
     limit_w: float | None
     idle_w: float
     exponents: dict[bool, float] = field(default_factory=dict)  # by is_compute
+    burst_exponents: dict[bool, float] = field(default_factory=dict)  # of clocks read in bursts
+    burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
-    repeat_sd: float = 0.01  # of one row of a shape to another, clock taken out
+    repeat_sds: dict[bool, float] = field(default_factory=dict)  # one row of a shape to another
     default_host_us: float = 10.0
 
     def exponent(self, op: str) -> float:
@@ -41,10 +51,25 @@ class ClockState:
         return self.exponents[is_compute(op)]
 
     def factor(self, row: KernelRow) -> float:
-        """How much longer a row took than it would at the reference clock."""
+        """How much longer a row took than it would at the reference clock.
+
+        A burst's clock is trusted in part, and large kernels are brought to what they last when
+        sustained; between SHORT_US and LARGE_US this sets in with the logarithm of the duration.
+        """
         if row.clock_mhz is None:
             return 1.0
-        return float((self.reference_mhz / row.clock_mhz) ** self.exponent(row.op))
+        slower = self.reference_mhz / row.clock_mhz
+        if row.state == "sustained":
+            return float(slower ** self.exponent(row.op))
+        compute = is_compute(row.op)
+        exponent = self.burst_exponents.get(compute, self.exponent(row.op))
+        share = log(row.median_us / SHORT_US) / log(LARGE_US / SHORT_US)
+        offset = self.burst_offsets.get(compute, 0.0) * min(max(share, 0.0), 1.0)
+        return float(slower**exponent) * exp(offset)
+
+    def repeat_sd(self, op: str) -> float:
+        """Spread from one row of a shape to another, clock taken out."""
+        return self.repeat_sds.get(is_compute(op), REPEAT_SD)
 
     def at_reference(self, row: KernelRow) -> float:
         """A row's duration at the reference clock, us."""

@@ -1,5 +1,6 @@
 """A kernel's fitted duration: measured shapes, physics, and a learned correction between them."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log
 
@@ -23,8 +24,8 @@ class KernelFit(Record):
     """Duration of one operation: measured shapes, and physics with a correction between them.
 
     Physics: launch_us + max(FLOPs * wave quantisation / tflops, bytes / gbytes_per_s). The
-    correction is a Gaussian process on log(measured / physics) over the logarithms of the
-    dimensions; far from the data it fades to zero and its spread grows to `amplitude`.
+    correction is a Gaussian process on log(measured / physics) over `features`; far from the data
+    it fades to zero and its spread grows to `amplitude`.
     """
 
     op: str
@@ -54,10 +55,11 @@ class KernelFit(Record):
     @cached_property
     def _process(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Points, weights and inverse covariance of the correction."""
-        x = np.log(np.array([point.dims for point in self.points], dtype=float))
+        x = features(self.op, [point.dims for point in self.points])
         x /= np.array(self.length_scales)
         y = np.array([log(point.time_us / self.physics_us(point.dims)) for point in self.points])
-        covariance = self._covariance(x, x) + np.eye(len(x)) * self.noise**2
+        own = np.array([max(self.noise, point.sd) ** 2 for point in self.points])
+        covariance = self._covariance(x, x) + np.diag(own)
         inverse: NDArray[np.float64] = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
         return x, inverse @ y, inverse
 
@@ -85,10 +87,29 @@ class KernelFit(Record):
     def model_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration by physics and correction, as if the shape were not measured, and its sd."""
         x, weights, inverse = self._process
-        at = np.log(np.array([dims], dtype=float)) / np.array(self.length_scales)
+        at = features(self.op, [dims]) / np.array(self.length_scales)
         k = self._covariance(at, x)[0]
         variance = self.amplitude**2 - float(k @ inverse @ k) + self.noise**2
         return self.physics_us(dims) * exp(float(k @ weights)), max(variance, 0.0) ** 0.5
+
+
+def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
+    """What the correction depends on: logarithms of as many numbers as a shape has, (shapes, n).
+
+    Elementwise operations: the number of elements and every dimension but the first. Attention:
+    batch * heads, which it treats alike, sequence, queries per key head, head size. Others: their
+    dimensions.
+    """
+    logs: NDArray[np.float64] = np.log(np.array(shapes, dtype=float))
+    if op == "attention":
+        batch, seq, heads, kv_heads, head_dim = logs.T
+        return np.column_stack([batch + heads, seq, batch, heads - kv_heads, head_dim])
+    if op == "grouped_gemm":
+        groups, m, n, k = logs.T
+        return np.column_stack([groups, m - groups, n, k])
+    if op != "gemm":
+        logs[:, 0] = logs.sum(axis=1)
+    return logs
 
 
 def wave_quantisation(kernel: Kernel, multiprocessors: int) -> float:

@@ -22,6 +22,7 @@ from calibrate.physics import Physics, fit_physics, multiprocessors, system_of
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
 from spec.files import read_table
 from spec.kernel import Kernel
+from spec.kernel_fit import features
 
 # All-reduce time in us on 2, 3, 4 and 8 A100s of one node by bytes: VIA-Research/vTrain
 # (f8dda84), trace/a100/AR_GPU*_1M_1024M_LUT, every seventh size.
@@ -199,7 +200,7 @@ def test_correction_and_calibration_evaluate_the_same_formula() -> None:
     physics = Physics(3.0, 3000.0, None)
     kernels = [Kernel("rmsnorm", "forward", dims) for dims in shapes]
     times = [physics.time_us(one) * exp(0.1 * sin(log(one.dims[0]))) for one in kernels]
-    x = np.log(np.array(shapes, dtype=float))
+    x = features("rmsnorm", shapes)
     y = np.array([log(t / physics.time_us(one)) for t, one in zip(times, kernels, strict=True)])
     correction = fit_correction(x, y)
     fit = KernelFit.model_validate(
@@ -221,7 +222,7 @@ def test_correction_and_calibration_evaluate_the_same_formula() -> None:
         }
     )
     at = (1000, 3000)
-    mean, sd = correction.predict(x, y, np.log(np.array([at], dtype=float)))
+    mean, sd = correction.predict(x, y, features("rmsnorm", [at]), 0.01)
     time, spread = fit.model_us(at)
     assert time == pytest.approx(fit.physics_us(at) * exp(mean[0]))
     assert spread == pytest.approx(sd[0])

@@ -1,0 +1,143 @@
+"""What the clock does to times, and how far a clock read during a burst can be trusted."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from math import log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
+from calibrate.state import LARGE_US, ClockState, is_compute, kernel_of
+from spec.records import KernelRow
+
+Array = NDArray[np.float64]
+Pair = tuple[KernelRow, KernelRow]
+
+# Fewest pairs of rows of one shape at different clocks to fit an exponent from, and how far apart
+# (logarithmic) the clocks of a pair must be.
+LEAST_PAIRS = 3
+APART = 0.02
+# memory-bound shapes that no cache helps: several times any L2
+LARGE_BYTES = 256 * 2**20
+# fewest large products whose scatter says how far a burst's clock can be trusted
+LEAST_BURSTS = 20
+
+
+def fit_exponents(
+    evidence: Evidence, state: ClockState, rows: Sequence[KernelRow], ledger: Ledger
+) -> None:
+    """Exponents of compute-bound and memory-bound kernels, into `state`.
+
+    Each pair of rows of one shape at two clocks gives an exponent; their median, weighted by how
+    far the clocks lie apart. Sustained rows are the anchor: a sustained clock is steady, while a
+    burst passes through the onset of the power cap, and the clock read in it says only in part
+    what it ran at.
+    """
+    for compute in (True, False):
+        kind = "compute" if compute else "memory"
+        own = [row for row in rows if row.clock_mhz and is_compute(row.op) == compute]
+        bursts, devices = _pairs([row for row in own if _large(row)])
+        value, used = _exponent(bursts + devices)
+        if value is not None:
+            steps, slower = _steps(used)
+            sd = 1.25 * robust_sd(slower / steps) / len(used) ** 0.5
+            ledger.note(
+                f"clock.{kind}_exponent",
+                value,
+                "1",
+                (max(value - Z90 * sd, 0.0), value + Z90 * sd),
+                "measured",
+                f"{evidence.where(KernelRow, 2 * len(used))}: {len(used)} pairs of rows of large "
+                f"{kind}-bound shapes, burst and sustained or on two devices",
+            )
+        else:
+            value = _assume(kind, ledger)
+        state.exponents[compute] = value
+        trusted = _trust(own, value)
+        state.burst_exponents[compute] = trusted
+        offsets = [_offset(pair, value, trusted, state.reference_mhz) for pair in bursts]
+        if len(offsets) >= LEAST_PAIRS:
+            state.burst_offsets[compute] = float(np.median(offsets))
+            state.repeat_sds[compute] = max(robust_sd(offsets) / 2**0.5, 0.003)
+
+
+def _assume(kind: str, ledger: Ledger) -> float:
+    compute = kind == "compute"
+    value, interval = (1.0, (0.8, 1.0)) if compute else (0.0, (0.0, 0.3))
+    reason = "arithmetic is clocked by the SM clock" if compute else "memory has its own clock"
+    few = f"fewer than {LEAST_PAIRS} pairs of rows at clocks {APART:.0%} apart"
+    name = f"clock.{kind}_exponent"
+    return ledger.note(name, value, "1", interval, "assumed", f"{reason}; {few}")
+
+
+def _large(row: KernelRow) -> bool:
+    """Before a burst the cache is flushed, in a sustained loop it is warm: here no matter."""
+    return row.median_us >= LARGE_US if is_compute(row.op) else kernel_of(row).bytes >= LARGE_BYTES
+
+
+def _pairs(rows: Sequence[KernelRow]) -> tuple[list[Pair], list[Pair]]:
+    """(burst, sustained) rows of a shape on one device; sustained rows of a shape on two."""
+    shapes: dict[tuple[str, str, str, str], dict[tuple[str, int], KernelRow]] = defaultdict(dict)
+    for row in rows:
+        shape = (row.op, row.direction, row.dtype, row.shape)
+        shapes[shape].setdefault((row.state, row.device), row)
+    bursts, devices = [], []
+    for found in shapes.values():
+        sustained = [row for (state, _), row in sorted(found.items()) if state == "sustained"]
+        devices += list(combinations(sustained, 2))
+        bursts += [
+            (found["burst", row.device], row) for row in sustained if ("burst", row.device) in found
+        ]
+    return bursts, devices
+
+
+def _steps(pairs: Sequence[Pair]) -> tuple[Array, Array]:
+    """log of the ratio of clocks and of times, of each pair."""
+    clocks = [log((a.clock_mhz or 1.0) / (b.clock_mhz or 1.0)) for a, b in pairs]
+    return np.array(clocks), np.array([log(b.median_us / a.median_us) for a, b in pairs])
+
+
+def _exponent(pairs: Sequence[Pair]) -> tuple[float | None, list[Pair]]:
+    """Weighted median of the exponents of the pairs whose clocks lie apart; None if too few."""
+    steps, _ = _steps(pairs)
+    used = [pair for pair, step in zip(pairs, steps, strict=True) if abs(step) > APART]
+    if len(used) < LEAST_PAIRS:
+        return None, []
+    steps, slower = _steps(used)
+    order = np.argsort(slower / steps)
+    weights = np.cumsum(np.abs(steps[order]))
+    middle = order[int(np.searchsorted(weights, weights[-1] / 2))]
+    return float(np.clip(slower[middle] / steps[middle], 0.0, 1.5)), used
+
+
+def _trust(rows: Sequence[KernelRow], exponent: float) -> float:
+    """The exponent, up to the true one, with which clocks read in bursts explain most.
+
+    Large matrix products run at nearly the same rate, so the one whose correction leaves their
+    rates least scattered is taken.
+    """
+    rates: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.op == "gemm" and row.state == "burst" and _large(row):
+            clock = log(row.clock_mhz or 1.0)
+            rates[row.direction].append((clock, log(kernel_of(row).flops / row.median_us)))
+    groups = [np.array(one) for one in rates.values() if len(one) >= LEAST_BURSTS]
+    if not groups or max(float(one[:, 0].std()) for one in groups) < APART:
+        return exponent
+
+    def scatter(trusted: float) -> float:
+        left = [one[:, 1] - trusted * one[:, 0] for one in groups]
+        return robust_sd(value for one in left for value in one - np.median(one))
+
+    tried = np.linspace(0.0, exponent, 21)
+    return float(min(tried, key=scatter))
+
+
+def _offset(pair: Pair, exponent: float, trusted: float, reference_mhz: float) -> float:
+    """How much longer a burst took than its clock says, for both rows to agree (logarithm)."""
+    burst, sustained = pair
+    at_burst = trusted * log(reference_mhz / (burst.clock_mhz or reference_mhz))
+    at_sustained = exponent * log(reference_mhz / (sustained.clock_mhz or reference_mhz))
+    return log(burst.median_us / sustained.median_us) - at_burst + at_sustained
