@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.astra.breakdown import breakdown
 from simulate.astra.chakra import (
     COLL,
     COMM_TYPES,
@@ -37,6 +38,7 @@ from simulate.astra.configs import (
 from simulate.astra.expand import expand
 from simulate.astra.linear import Link, Operation, Sized, Sizer, algorithm, count, fit, link_ns
 from simulate.astra.linear import operation as operation_of
+from simulate.astra.timing import Timing
 from simulate.astra.traces import Trace, make_body
 from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from spec.errors import UserError
@@ -221,13 +223,13 @@ def emit(
     work = build(
         program, whole=whole, links=links, collectives=collectives, optimization=optimization
     )
-    expected = check(work.trace()).step_ns
+    timing = check(work.trace())
     directory = directory.absolute()
     _replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        manifest = _manifest(program, work, whole, expected, manifest_extra or {})
+        manifest = _manifest(program, work, whole, timing, manifest_extra or {})
         files = Files(temporary)
         files.prefix.parent.mkdir()
         write_configs(files, work.network, work.system)
@@ -322,7 +324,7 @@ def _write_part(
 
 
 def _manifest(
-    program: Program, work: Workload, whole: bool, expected: int, extra: Mapping[str, Any]
+    program: Program, work: Workload, whole: bool, timing: Timing, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     residuals = [abs(s.astra_ns / s.time_ns - 1) for _, s in work.operations.values() if s.time_ns]
     return {
@@ -354,7 +356,8 @@ def _manifest(
             }
             for one, (calls, sized) in work.operations.items()
         ],
-        "expected_ns": expected,  # when the last rank finishes, by Astra-Sim's rules
+        "expected_ns": timing.step_ns,  # when the last rank finishes, by Astra-Sim's rules
+        "breakdown_s": breakdown(timing, work.axes),  # of that, on the busiest rank
         "largest_residual": max(residuals, default=0.0),
         "nodes": sum(map(len, work.nodes)) * work.replicas,
         "nodes_per_rank": [len(nodes) for nodes in work.nodes],
