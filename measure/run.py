@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,19 +142,26 @@ def reopen_store(asked: argparse.Namespace, devices: Sequence[Device]) -> tuple[
     return store, options
 
 
-def progress_bar(total: int, asked: bool) -> Callable[[str, int], None]:
-    """A function that shows a finished case, where a person would see it."""
-    if not (asked or sys.stderr.isatty()):
-        return lambda _case, _count: None
-    from tqdm import tqdm
+class Progress:
+    """A bar of finished cases on standard error, where a person would see it."""
 
-    bar = tqdm(total=total, unit="case", file=sys.stderr, dynamic_ncols=True)
+    def __init__(self, total: int, asked: bool) -> None:
+        self._bar: Any = None
+        if asked or sys.stderr.isatty():
+            from tqdm import tqdm
 
-    def show(case: str, count: int) -> None:
-        bar.set_postfix_str(case[:50], refresh=False)
-        bar.update(count)
+            self._bar = tqdm(total=total, unit="case", file=sys.stderr, dynamic_ncols=True)
 
-    return show
+    def show(self, case_id: str, count: int) -> None:
+        """Count finished cases; the bar names the last."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(case_id[:50], refresh=False)
+            self._bar.update(count)
+
+    def close(self) -> None:
+        """Leave the bar as it is and end its line."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def arguments_parser() -> Parser:
@@ -240,14 +247,15 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     epoch = datetime.fromisoformat(manifest.started).timestamp()
     sampler = Sampler(store.folder, asked.kind or kind, epoch=epoch)
-    show = progress_bar(sum(len(some) for some in left.values()), asked.progress)
+    bar = Progress(sum(len(some) for some in left.values()), asked.progress)
     deadline = began + 60 * asked.budget if asked.budget else None
-    campaign = Campaign(asked.kind or kind, devices, store, sampler, show, deadline)
+    campaign = Campaign(asked.kind or kind, devices, store, sampler, bar.show, deadline)
     status = "partial"
     try:
         measure_all(campaign, left, len(devices))
         status = "partial" if campaign.out_of_time else "complete"
     finally:
+        bar.close()
         sampler.stop()
         if status == "complete" and not campaign.failed:
             (store.folder / PLAN).unlink(missing_ok=True)
