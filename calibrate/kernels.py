@@ -204,7 +204,10 @@ def _leave_out(group: Group, system: System, correction: Correction) -> tuple[li
     Each fold is judged with the factor that the other folds ask for.
     """
     shapes = group.shapes
-    split = folds([family(one.kernel) for one in shapes], FOLDS)
+    families = [family(one.kernel) for one in shapes]
+    if len(set(families)) < 2:  # one model's shapes: each stands alone
+        families = [one.kernel.dims for one in shapes]
+    split = folds(families, FOLDS)
     if len(split) < 2:
         return [], conformal_scale([])
     outcomes: list[list[tuple[Shape, float, float, float]]] = []

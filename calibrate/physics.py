@@ -10,6 +10,7 @@ from scipy.optimize import least_squares
 
 from spec.calibration import wave_quantisation
 from spec.kernel import Kernel
+from spec.kernel_fit import launches
 
 Array = NDArray[np.float64]
 Timings = Sequence[tuple[Kernel, float]]
@@ -25,6 +26,9 @@ SOFT = 0.1
 # sd (logarithmic) of the priors: where the data says nothing, ceilings stay near what was seen
 PRIOR_SD: Mapping[str, float] = {"launch_us": 1.0, "gbytes_per_s": 1.0, "tflops": 0.5}
 PRIOR_WEIGHT = 0.05
+# of the best bandwidth seen on the system, that an elementwise operation reaches where its own rows
+# are too small to say: unfused ones pass over their operands several times
+MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Physics:
         if self.tflops:
             compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
             compute /= self.tflops * 1e6
-        return self.launch_us + max(compute, kernel.bytes / (self.gbytes_per_s * 1e3))
+        memory = kernel.bytes / (self.gbytes_per_s * 1e3)
+        return self.launch_us * launches(kernel) + max(compute, memory)
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,21 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
     """
     times = np.array([time for _, time in timings])
     moved = np.array([kernel.bytes for kernel, _ in timings])
+    serial = np.array([launches(kernel) for kernel, _ in timings])
     quantised = np.array(
         [kernel.flops * wave_quantisation(kernel, system.multiprocessors) for kernel, _ in timings]
     )
     compute = bool(quantised.max() > 0)
-    own_rate = float((moved / times).max()) / 1e3
-    prior = {
-        "launch_us": min(system.launch_us, 0.9 * float(times.min())),
-        "gbytes_per_s": max(system.gbytes_per_s, own_rate) if compute else own_rate,
-    }
+    launch = min(system.launch_us, 0.9 * float((times / serial).min()))
+    prior = {"launch_us": launch, "gbytes_per_s": system.gbytes_per_s}
+    if not compute:
+        # what the rows beyond their launch time reached, and what the system's best suggests
+        moving = times > 3 * launch
+        own = (moved[moving] / (times[moving] - launch)).max() / 1e3 if moving.any() else np.inf
+        usual = MEMORY_SHARE * system.gbytes_per_s
+        prior["gbytes_per_s"] = float(own if own > usual else np.sqrt(own * usual))
+        if not moving.any():
+            prior["gbytes_per_s"] = usual
     if compute:
         prior["tflops"] = float(np.quantile(quantised / times, 0.95)) / 1e6
     names = list(prior)
@@ -91,7 +102,7 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
         body = moved / (values[1] * 1e3)
         if compute:
             body = np.maximum(body, quantised / (values[2] * 1e6))
-        return np.asarray(np.log(values[0] + body))
+        return np.asarray(np.log(values[0] * serial + body))
 
     observed = np.log(times)
 

@@ -23,9 +23,9 @@ class KernelPoint(Record):
 class KernelFit(Record):
     """Duration of one operation: measured shapes, and physics with a correction between them.
 
-    Physics: launch_us + max(FLOPs * wave quantisation / tflops, bytes / gbytes_per_s). The
-    correction is a Gaussian process on log(measured / physics) over `features`; far from the data
-    it fades to zero and its spread grows to `amplitude`.
+    Physics: launch_us * launches + max(FLOPs * wave quantisation / tflops, bytes /
+    gbytes_per_s). The correction is a Gaussian process on log(measured / physics) over `features`;
+    far from the data it fades to zero and its spread grows to `amplitude`.
     """
 
     op: str
@@ -75,7 +75,8 @@ class KernelFit(Record):
         if self.tflops:
             compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
             compute /= self.tflops * 1e6
-        return self.launch_us + max(compute, kernel.bytes / (self.gbytes_per_s * 1e3))
+        memory = kernel.bytes / (self.gbytes_per_s * 1e3)
+        return self.launch_us * launches(kernel) + max(compute, memory)
 
     def time_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration at the reference clock and its sd: the measured shape, or the model."""
@@ -91,6 +92,11 @@ class KernelFit(Record):
         k = self._covariance(at, x)[0]
         variance = self.amplitude**2 - float(k @ inverse @ k) + self.noise**2
         return self.physics_us(dims) * exp(float(k @ weights)), max(variance, 0.0) ** 0.5
+
+
+def launches(kernel: Kernel) -> int:
+    """Device kernels that one after another make it up: a product per expert where not fused."""
+    return kernel.named["groups"] if kernel.op == "grouped_gemm" else 1
 
 
 def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
