@@ -87,6 +87,15 @@ def _call(function: Any) -> Any:
     return function()
 
 
+def launched_rank() -> int:
+    """This process's rank under torchrun or srun; 0 where neither started it."""
+    for name, total in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        word = os.environ.get(name, "")
+        if word.isdigit() and total in os.environ:
+            return int(word)
+    return 0
+
+
 def sees_gpu() -> bool:
     """Whether torch sees a GPU, whatever the vendor's library says."""
     try:

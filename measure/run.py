@@ -217,6 +217,10 @@ def main(words: Sequence[str]) -> int:
     asked = arguments_parser().parse_args(words)
     if asked.budget is not None and not asked.budget > 0:
         raise UserError(f"--budget is {asked.budget}; it must be a positive number of minutes")
+    if host.launched_rank() > 0:
+        # a run starts its own workers, so what a launcher started beside the first is not needed
+        print(f"rank {host.launched_rank()}: the first rank measures; ending", file=sys.stderr)
+        return 0
     host.apply_defaults()
     kind = (asked.kind or find_kind()).partition(":")[0]
     devices = open_devices(asked.kind or kind)

@@ -103,3 +103,20 @@ def test_a_budget_stops_in_time_and_says_so(
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == "partial"
     assert found["out_of_time"] == found["planned"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "total"), [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
+)
+def test_only_the_first_rank_of_a_launcher_measures(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    total: str,
+) -> None:
+    monkeypatch.setenv(name, "3")
+    monkeypatch.setenv(total, "4")
+    assert run(main, ["--kind", "fake:2", "--out", str(tmp_path / "results")]) == 0
+    assert "rank 3: the first rank measures" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
