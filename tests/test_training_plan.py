@@ -1,0 +1,63 @@
+"""The plan of training steps and what it refuses; needs neither torch nor Megatron-Core."""
+
+import pytest
+
+from measure.training_plan import cases, refuse
+from spec.errors import UserError
+from spec.model import load_model
+from spec.parallelism import Parallelism
+
+TINY = load_model("tiny")
+
+
+@pytest.mark.parametrize("kind", ["nvidia", "cpu"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_plan_fits_its_machine(kind: str, world: int) -> None:
+    plan = cases(world, kind, quick=False)
+    assert plan
+    assert len({case.case_id for case in plan}) == len(plan)
+    assert all(case.gpus <= world for case in plan)
+    for case in plan:  # a row alone says what ran
+        assert case.config.parallelism() == case.parallelism
+        rebuilt = case.config.model_spec()
+        assert rebuilt.parameters() == case.model.parameters()
+        assert rebuilt.seq_len == case.model.seq_len
+
+
+def test_quick_is_one_case_of_each_kind() -> None:
+    quick = cases(2, "cpu", quick=True)
+    found = [(one.parallelism.tp, one.parallelism.pp, one.parallelism.dp) for one in quick]
+    assert found == [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
+    assert sum(case.seconds for case in quick) < 60
+
+
+def test_the_first_twelve_of_four_gpus_cover_the_axes() -> None:
+    first = cases(4, "nvidia", quick=False)[:12]
+    splits = [case.parallelism for case in first]
+    assert {p.tp for p in splits} == {p.pp for p in splits} == {p.dp for p in splits} == {1, 2, 4}
+    assert {p.microbatch for p in splits} >= {1, 2}
+    assert {p.recompute for p in splits} == {"none", "selective", "full"}
+    assert {p.zero for p in splits} == {0, 1}
+    assert {p.overlap for p in splits} == {True, False}
+    assert {p.vpp for p in splits} == {1, 2}
+    assert {case.model.seq_len for case in first} == {4096, 8192}
+    assert {case.model.name for case in first} == {"llama3-8b", "llama3-70b"}
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "reason"),
+    [
+        (TINY, {"dp": 2, "zero": 2, "global_batch": 2}, "zero 2 steps are not measured"),
+        (TINY, {"dp": 2, "zero": 3, "global_batch": 2}, "zero 3 steps are not measured"),
+        (TINY, {"cp": 2}, "does not split a sequence"),
+        (TINY.resized(lora_rank=4), {}, "no adapters"),
+        (TINY.resized(vocab=511), {"tp": 2}, "padded vocabulary, such as 512"),
+        (TINY, {"tp": 4}, "would be repeated"),
+        (TINY, {"pp": 3, "global_batch": 3}, "does not divide the 4 layers"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(
+    model: object, split: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        refuse(model, Parallelism(**split))

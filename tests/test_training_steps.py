@@ -1,0 +1,146 @@
+"""Real Megatron-Core steps on the CPU: however a model is split, it learns the same."""
+
+import multiprocessing
+import os
+import signal
+from contextlib import nullcontext
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from measure import training
+from measure.training_plan import TrainingCase, case_of
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism
+from spec.step import stage_parameters
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+SMALL = load_model("tiny").resized(layers=2, seq_len=32, hidden=64, head_dim=16, ffn_hidden=96)
+GPT = SMALL.resized(
+    name="small-gpt", gated=False, norm="layernorm", position="learned",
+    linear_bias=True, tied_embeddings=True, kv_heads=4,
+)  # fmt: skip
+EXPERTS = SMALL.resized(name="small-moe", experts=4, top_k=2)
+
+
+def case(model: ModelSpec = SMALL, **split: Any) -> TrainingCase:
+    return case_of(model, Parallelism(**split), "cpu", quick=True)
+
+
+@lru_cache
+def measured(one: TrainingCase) -> list[dict[str, Any]]:
+    """Reports of all ranks."""
+    watched = nullcontext(SimpleNamespace(result=None))
+    return training._measure(one, lambda: watched, "cpu")[0]
+
+
+def losses(one: TrainingCase, steps: int = 6) -> list[float]:
+    """Losses of the first steps, those of the warm-up included."""
+    reports = measured(one)
+    both = training._losses(reports, "warm_losses") + training._losses(reports)
+    return [value for value in both[:steps] if value is not None]
+
+
+WHOLE = case(global_batch=4)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
+        {"pp": 2},
+        {"pp": 2, "zero": 0},
+        {"dp": 2},
+        {"dp": 2, "overlap": True, "recompute": "full"},
+        {"microbatch": 2},
+    ],
+    ids=str,
+)
+def test_every_split_learns_the_same(split: dict[str, Any]) -> None:
+    # bf16 sums in another order: losses near log(512) = 6.24 agree to a few parts in 1e4
+    assert losses(case(global_batch=4, **split)) == pytest.approx(losses(WHOLE), abs=3e-3)
+
+
+def test_interleaved_and_uneven_stages_learn_the_same() -> None:
+    deep = SMALL.resized(layers=4)
+    whole = losses(case(deep, global_batch=4))
+    assert losses(case(deep, pp=2, vpp=2, global_batch=4)) == pytest.approx(whole, abs=3e-3)
+    uneven = case(deep, pp=2, layers_per_stage=(1, 3), global_batch=4)
+    assert losses(uneven) == pytest.approx(whole, abs=3e-3)
+
+
+def test_tied_embeddings_and_biases_learn_the_same_over_stages() -> None:
+    whole = losses(case(GPT, global_batch=2))
+    assert losses(case(GPT, pp=2, global_batch=2)) == pytest.approx(whole, abs=3e-3)
+    split = case(GPT, tp=2, sequence_parallel=True, global_batch=2)
+    assert losses(split) == pytest.approx(whole, abs=3e-3)
+
+
+@pytest.mark.parametrize("model", [SMALL, GPT], ids=lambda model: model.name)
+def test_the_model_built_has_the_parameters_counted(model: ModelSpec) -> None:
+    one = case(model, global_batch=2 if model is GPT else 4)
+    assert measured(one)[0]["parameters"] == model.parameters()
+
+
+def test_stages_hold_the_parameters_counted() -> None:
+    one = case(global_batch=4, pp=2)
+    for stage, report in enumerate(measured(one)):
+        assert report["parameters"] == sum(stage_parameters(SMALL, one.parallelism, stage))
+
+
+def test_experts_are_shared_out() -> None:
+    one = case(EXPERTS, dp=2, ep=2, global_batch=2)
+    for report in measured(one):
+        assert report["parameters"] == sum(stage_parameters(EXPERTS, one.parallelism, 0))
+    assert all(value == pytest.approx(6.24, abs=0.2) for value in losses(one))
+
+
+def row_of(one: TrainingCase, window: Any = None) -> Any:
+    watched = nullcontext(SimpleNamespace(result=None))
+    return training.run_case(one, window=window or (lambda: watched), device_kind="cpu")
+
+
+def test_a_case_makes_a_row_and_its_steps() -> None:
+    row, steps = row_of(WHOLE)
+    assert row.status == "done"
+    assert row.steps == len(steps) == 5
+    assert row.step_time_p10_s <= row.step_time_median_s <= row.step_time_p90_s
+    assert "megatron-core" in row.framework
+    assert "torch attention" in row.framework
+    assert [step.step for step in steps] == [0, 1, 2, 3, 4]
+    assert row.parallelism() == WHOLE.parallelism
+
+
+def test_an_error_in_a_rank_becomes_the_rows() -> None:
+    odd = case(SMALL.resized(head_dim=15), global_batch=1)  # no rotation of half a dimension
+    row, steps = row_of(odd)
+    assert row.status == "failed"
+    assert row.error.startswith("rank 0: ")
+    assert steps == []
+    assert row.step_time_median_s is None
+
+
+def test_a_killed_rank_ends_its_case_and_leaves_nothing() -> None:
+    class Kill:
+        """Kills one rank as the timed steps begin."""
+
+        result = None
+
+        def __enter__(self) -> "Kill":
+            ranks = [one for one in multiprocessing.active_children() if one.pid]
+            os.kill(max(one.pid or 0 for one in ranks), signal.SIGKILL)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    row, steps = row_of(case(global_batch=4, tp=2), window=Kill)
+    assert row.status == "failed"
+    assert steps == []
+    assert "rank" in row.error
+    assert multiprocessing.active_children() == []
