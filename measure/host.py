@@ -28,7 +28,7 @@ _RECORDED = re.compile(
 )
 # addresses, secrets and paths say who ran it, not how fast it is
 _PRIVATE = re.compile(
-    r"(ADDR|HOST(?!ID)|TOKEN|KEY|SECRET|PATH|FILE|DIR|HOME|VISIBLE_DEVICES_LIST|UUID)"
+    r"(ADDR|COMM_ID|HOST(?!ID)|TOKEN|KEY|SECRET|PATH|FILE|DIR|HOME|VISIBLE_DEVICES_LIST|UUID)"
 )
 _PACKAGES = (
     "torch",
