@@ -21,7 +21,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
-from calibrate.state import POWER_EXPONENT, ClockState
+from calibrate.state import POWER_EXPONENT, ClockState, is_compute
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
@@ -55,6 +55,10 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     ledger.note("clock.idle_w", idle, "W", log_interval(idle, 0.1), source, idle_detail)
     fit_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, rows, ledger)
+    for compute in (True, False):
+        shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
+        if shown:
+            state.kind_power_w[compute] = float(median(state.active_w(row) for row in shown))
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
         state.default_host_us = float(median(hosts))

@@ -111,9 +111,20 @@ def summary(calibration: Calibration, out: Path) -> str:
     }
     lines += ["", f"parameters: {', '.join(f'{len(n)} {s}' for s, n in by_source.items())}"]
     if by_source["assumed"]:
-        lines.append(f"assumed: {', '.join(by_source['assumed'])}")
+        lines.append(f"assumed: {', '.join(grouped(by_source['assumed']))}")
     lines.append(f"written: {out}")
     return "\n".join(lines)
+
+
+def grouped(names: Sequence[str]) -> list[str]:
+    """Names with those of many kernels or networks told once."""
+    told: dict[str, int] = {}
+    for name in names:
+        parts = name.split(".")
+        several = parts[0] in ("kernel", "network", "collective")
+        short = f"{parts[0]}.*.{parts[-1]}" if several else name
+        told[short] = told.get(short, 0) + 1
+    return [name if count == 1 else f"{name} ({count})" for name, count in told.items()]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -44,6 +44,7 @@ class ClockState:
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
     repeat_sds: dict[bool, float] = field(default_factory=dict)  # one row of a shape to another
+    kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
     default_host_us: float = 10.0
 
     def exponent(self, op: str) -> float:
@@ -88,6 +89,8 @@ class ClockState:
 
     def default_active_w(self, op: str) -> float:
         """Power above idle of an operation that no sustained row shows."""
+        if is_compute(op) in self.kind_power_w:
+            return self.kind_power_w[is_compute(op)]
         if self.limit_w is None:
             return 0.0
         share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
@@ -95,5 +98,9 @@ class ClockState:
 
     def default_power_reason(self, op: str) -> str:
         """Why that value."""
+        none = "no sustained row shows its power"
+        if is_compute(op) in self.kind_power_w:
+            kind = "compute" if is_compute(op) else "memory"
+            return f"{none}: the median of the {kind}-bound kernels that ran sustained"
         share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
-        return f"{share:.0%} of the room under the power limit: no sustained row shows its power"
+        return f"{none}: {share:.0%} of the room under the power limit"
