@@ -2,7 +2,7 @@
 
 Three checks, into `telemetry_checks.json` of the run: how long each query takes; the energy counter
 against the integral of power over the same window; and the time of the same work with the sampler
-running and stopped, in turns. A host without power sensors answers the second with null.
+reading and paused, in turns. A host without power sensors answers the second with null.
 """
 
 import statistics

@@ -6,7 +6,7 @@ own with the time they were read. Rows go to part files every few seconds, so me
 and a kill loses seconds; the parts are merged into `telemetry.parquet` at the end, or on resume.
 
 The parent speaks through the sampler's standard input: `DEVICE<tab>CASE` per line (`*` for all
-devices), end of file for "finish". A killed parent closes the pipe, so the sampler also ends then.
+devices; `!` with `pause` or `go`), end of file for "finish". A killed parent closes the pipe, so the sampler also ends then.
 """
 
 import argparse
@@ -96,6 +96,7 @@ class Recorder:
         self._rows: list[Sample] = []
         self._cases = [""] * len(devices)
         self._part = 0
+        self.paused = False
 
     def tag(self, device: int | None, case_id: str) -> None:
         """From now on samples of a device (or all) belong to `case_id`; empty for none."""
@@ -105,7 +106,9 @@ class Recorder:
                     self._cases[number] = case_id
 
     def sample(self, read: Callable[[Device], Sample]) -> None:
-        """Read all devices once; a row without any value is not kept."""
+        """Read all devices once, unless paused; a row without any value is not kept."""
+        if self.paused:
+            return
         for number, device in enumerate(self._devices):
             case = self._cases[number]
             at = self._clock() - self._zero
@@ -228,6 +231,9 @@ def listen(recorder: Recorder, lines: Any, finish: threading.Event) -> None:
     try:
         for line in lines:
             device, _, case_id = line.rstrip("\n").partition("\t")
+            if device == "!":
+                recorder.paused = case_id == "pause"
+                continue
             recorder.tag(None if device == "*" else int(device), case_id)
     finally:
         finish.set()
@@ -254,15 +260,17 @@ class Sampler:
 
     def tag(self, case_id: str, device: int | None = None) -> None:
         """Tag what a device (or all) does from now on; empty ends the case."""
+        self._say("*" if device is None else str(device), case_id)
+
+    def _say(self, device: str, word: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # a dead sampler must not end the run
-            self._process.stdin.write(f"{'*' if device is None else device}\t{case_id}\n")
+            self._process.stdin.write(f"{device}\t{word}\n")
             self._process.stdin.flush()
 
     def pause(self, paused: bool) -> None:
-        """Stop the sampler's process for a while, or let it go on: to see what it costs."""
-        with contextlib.suppress(OSError):
-            self._process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+        """Have the sampler read nothing for a while, or go on: to see what it costs."""
+        self._say("!", "pause" if paused else "go")
 
     def alive(self) -> bool:
         """Whether the sampler still runs."""

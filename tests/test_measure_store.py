@@ -108,6 +108,9 @@ def test_telemetry_parts_become_one_file_and_keep_their_tags(tmp_path: Path) -> 
     assert finish.is_set()
     recorder.sample(read_slow)
     recorder.flush()
+    listen(recorder, ["!\tpause\n"], finish)
+    recorder.sample(read_fast)  # not read
+    listen(recorder, ["!\tgo\n"], finish)
     recorder.sample(read_fast)
     recorder.flush()
     (tmp_path / PARTS / "zz.parquet").write_text("cut off by a full disk")
