@@ -6,7 +6,8 @@ own with the time they were read. Rows go to part files every few seconds, so me
 and a kill loses seconds; the parts are merged into `telemetry.parquet` at the end, or on resume.
 
 The parent speaks through the sampler's standard input: `DEVICE<tab>CASE` per line (`*` for all
-devices; `!` with `pause` or `go`), end of file for "finish". A killed parent closes the pipe, so the sampler also ends then.
+devices; `!` with `pause` or `go`), end of file for "finish". A killed parent closes the pipe, so
+the sampler also ends then.
 """
 
 import argparse
