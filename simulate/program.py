@@ -10,11 +10,18 @@ from math import prod
 from typing import Literal
 
 Kind = Literal[
-    "compute", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv"
+    "compute",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",  # a shift around the ranks of an axis: each sends to the next
+    "send",
+    "recv",
 ]
 
 COLLECTIVES: frozenset[str] = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
 )
 AXES = ("tp", "cp", "ep", "dp", "pp")
 PIPELINE_AXIS = "pp"
@@ -25,11 +32,11 @@ class Task:
     """One operation of a stage.
 
     `bytes` is nccl-tests' size: the whole buffer for all_gather and reduce_scatter, the buffer of
-    one rank for all_reduce and all_to_all, the message for send and recv. `time_ns` is what the
-    calibrated model says a communication takes once every rank of it is there; None leaves it to
-    the network's own line. `axes` are the axes that a collective spans: the ranks that differ
-    only in those. A collective over the pipeline axis joins the stages that have a task of the
-    same name (its n-th occurrence with their n-th).
+    one rank for all_reduce, all_to_all and send_recv, the message for send and recv. `time_ns` is
+    what the calibrated model says a communication takes once every rank of it is there; None
+    leaves it to the network's own line. `axes` are the axes that a collective spans: the ranks
+    that differ only in those. A collective over the pipeline axis joins the stages that have a
+    task of the same name (its n-th occurrence with their n-th).
     """
 
     id: int  # unique within the stage, ascending in issue order

@@ -68,6 +68,8 @@ def pipeline(
             source = stage + 1 if backward else stage - 1
             target = stage - 1 if backward else stage + 1
             after = [ends[False, m]] if backward else []
+            if (tp or ep) and ends:  # a pass begins when the last one's collectives are through
+                after.append(next(reversed(ends.values())))
             if 0 <= source < stages:
                 after.append(b.add(f"recv.{letter}{m}", "recv", bytes=activation, peer=source,
                                    tag=2 * m + backward))  # fmt: skip

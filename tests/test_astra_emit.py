@@ -43,8 +43,10 @@ def test_symmetric_agrees_with_whole(axes: dict[str, int], overlap: bool, tmp_pa
     whole, symmetric = (expected(tmp_path / str(kind)) for kind in (True, False))
     assert [manifest["expected_ns"] for manifest in manifests] == [whole, symmetric]
     assert symmetric == pytest.approx(whole, rel=0.002)
-    assert manifests[0]["npus"] == program.ranks
-    assert manifests[1]["npus"] <= 2 ** (len(axes) - ("pp" in axes)) * axes.get("pp", 1)
+    assert manifests[0]["npus"] - manifests[0]["helpers"] == program.ranks
+    replicas = 2 ** (len(axes) - ("pp" in axes))
+    symmetric_ranks = manifests[1]["npus"] - manifests[1]["helpers"]
+    assert symmetric_ranks <= replicas * axes.get("pp", 1)
 
 
 def test_every_operation_takes_its_time(tmp_path: Path) -> None:
@@ -78,7 +80,8 @@ def test_true_bytes_stay_where_the_line_is_right(tmp_path: Path) -> None:
 
 
 def test_neighbouring_stages_differ_in_the_pipeline_alone(tmp_path: Path) -> None:
-    emit(pipeline({"tp": 2, "dp": 3, "pp": 4}, 4, **FULL), tmp_path / "o", whole=True)
+    program = pipeline({"tp": 2, "dp": 3, "pp": 4}, 4, dp=FULL["dp"], norm_ns=60e3)
+    emit(program, tmp_path / "o", whole=True)
     trace = read_trace(tmp_path / "o")
     for rank, peers in enumerate(trace.peers):
         assert set(np.abs(peers - rank).tolist()) <= {6}
@@ -144,6 +147,50 @@ def test_compute_and_collectives_keep_their_order(tmp_path: Path) -> None:
     stages = (StageProgram(tuple(one.tasks)), StageProgram(tuple(other.tasks)))
     emit(Program({"pp": 2}, stages), tmp_path / "o", whole=True)
     assert simulate(read_trace(tmp_path / "o")).cycles.tolist() == [28_000, 22_000]
+
+
+LAYERED: dict[str, Any] = {"layers": 3, "tp": (1 << 25, 120e3), "ep": (1 << 23, 90e3)}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4, "dp": 2, "pp": 4}, {"tp": 2, "ep": 4, "pp": 2}])
+@pytest.mark.parametrize("whole", [False, True])
+def test_stage_agrees_with_layer(axes: dict[str, int], whole: bool, tmp_path: Path) -> None:
+    """Passes with their collectives folded into the compute time, or every one of them a node."""
+    rest: dict[str, Any] = {"dp": (1 << 28, 4e6), "norm_ns": 60e3, "transfer_ns": 400e3}
+    layer = pipeline(axes, 8, forward_ns=900e3, **LAYERED, **rest)
+    inside = 3 * sum(LAYERED[kind][1] for kind in ("tp", "ep") if kind in axes)
+    folded = []
+    for stage in pipeline(axes, 8, forward_ns=900e3, **rest).stages:
+        tasks = [
+            replace(task, duration_ns=task.duration_ns + inside)
+            if task.kind == "compute" and task.name[0] in "fb"
+            else task
+            for task in stage.tasks
+        ]
+        folded.append(StageProgram(tuple(tasks)))
+    found = []
+    for program in (layer, Program(axes, tuple(folded))):
+        manifest = emit(program, tmp_path / "o", whole=whole)
+        found.append(expected(tmp_path / "o"))
+        assert (manifest["helpers"] > 0) == (program is layer)
+        assert manifest["npus"] == manifest["helpers"] * 2 or program is not layer
+    assert found[0] == pytest.approx(found[1], rel=0.002)
+    # without helpers, transfers and collectives wait for each other
+    emit(layer, tmp_path / "o", whole=whole, helpers=False)
+    assert expected(tmp_path / "o") > found[0]
+
+
+def test_shifts_around_an_axis(tmp_path: Path) -> None:
+    """Ring attention's exchanges take their time."""
+    b = Builder()
+    last: list[int] = []
+    for _ in range(3):
+        last = [b.add("shift", "send_recv", last, axes=("cp",), bytes=1 << 20, time_ns=44e3)]
+    program = Program({"cp": 4}, (StageProgram(tuple(b.tasks)),))
+    for whole in (True, False):
+        manifest = emit(program, tmp_path / "o", whole=whole)
+        assert expected(tmp_path / "o") == pytest.approx(3 * 44e3, rel=TOLERANCE)
+        assert "Shifts around an axis are all-gathers that take as long." in manifest["folded"]
 
 
 def test_one_gpu_is_two_replicas(tmp_path: Path) -> None:

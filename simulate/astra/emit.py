@@ -35,7 +35,7 @@ from simulate.astra.configs import (
     System,
     write_configs,
 )
-from simulate.astra.expand import expand
+from simulate.astra.expand import HELPER_AXIS, expand, talks_inside, with_helpers
 from simulate.astra.linear import Link, Operation, Sized, Sizer, algorithm, count, fit, link_ns
 from simulate.astra.linear import operation as operation_of
 from simulate.astra.timing import Timing
@@ -45,6 +45,7 @@ from spec.errors import UserError
 
 SCHEMA = "astra-emission/1"
 ALGORITHMS = ("auto", "ring", "direct", "halvingDoubling")
+HELPER_GIBPS = 1e6  # a message to a helper takes its latency, 1 ns
 _WRITERS = 4  # threads; writing a file releases the interpreter
 
 
@@ -52,7 +53,8 @@ _WRITERS = 4  # threads; writing a file releases the interpreter
 class Workload:
     """What `emit` writes, before it is written: every rank of stage s runs `nodes[s]`.
 
-    Rank r is r % replicas of stage r // replicas; peers of `nodes` are stages.
+    Rank r is r % replicas of stage r // replicas; peers of `nodes` are stages. With helpers, the
+    second half of the stages are those of the first.
     """
 
     network: Network
@@ -60,6 +62,7 @@ class Workload:
     axes: tuple[str, ...]  # of the network's dimensions
     nodes: tuple[tuple[Node, ...], ...]
     operations: dict[Operation, tuple[int, Sized]]  # calls on one rank per stage, summed
+    helpers: bool = False
 
     @property
     def replicas(self) -> int:
@@ -95,6 +98,7 @@ def build(
     links: Mapping[str, Link] | None = None,
     collectives: str = "auto",
     optimization: str = "baseline",
+    helpers: bool = True,
 ) -> Workload:
     """Everything of an emission but the writing; arguments as for `emit`."""
     if collectives not in ALGORITHMS:
@@ -102,6 +106,9 @@ def build(
     if optimization not in OPTIMIZATIONS:
         raise UserError(f"optimization is {optimization!r}; known are {OPTIMIZATIONS}.")
     stages = expand(program)
+    helpers = helpers and talks_inside(stages)
+    if helpers:
+        stages = with_helpers(stages)
     order = tuple(axis for axis, size in program.axes.items() if size > 1)
     calls = count(stages, order)
     delay = System({}).endpoint_delay_ns
@@ -121,6 +128,9 @@ def build(
             dims.append(Dimension("FullyConnected", npus, gibps, link.latency_ns))
         else:
             dims.append(fit(axis, npus, timed, collectives, delay))
+    if helpers:
+        sizes[HELPER_AXIS] = 2
+        dims.append(Dimension("FullyConnected", 2, HELPER_GIBPS, 1.0))
     network = Network(tuple(dims))
     names = {
         kind: tuple(algorithm(kind, npus, collectives) for npus in sizes.values())
@@ -132,7 +142,7 @@ def build(
     nodes = tuple(
         tuple(_node(task, order, sizer, sized) for task in tasks) or (_idle(),) for tasks in stages
     )
-    return Workload(network, system, tuple(sizes), nodes, sized)
+    return Workload(network, system, tuple(sizes), nodes, sized, helpers)
 
 
 def _times(
@@ -209,6 +219,7 @@ def emit(
     links: Mapping[str, Link] | None = None,
     collectives: str = "auto",
     optimization: str = "baseline",
+    helpers: bool = True,
     manifest_extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write `program` for Astra-Sim into `directory`, whole or not at all; returns the manifest.
@@ -216,12 +227,19 @@ def emit(
     whole: every rank; else each axis but the pipeline's is folded to two replicas, whose
     collectives take as long as those of the true group.
     links: per axis, for communication without a time. collectives: Astra-Sim's algorithm, "auto"
-    for the cheapest to simulate. optimization: of all-reduces over several dimensions.
+    for the cheapest to simulate. optimization: of all-reduces over several dimensions. helpers:
+    where passes have collectives of their own, give each rank a helper rank for its sends between
+    stages (`expand.with_helpers`); without, these wait for the collectives and the reverse.
     An earlier emission in `directory` is replaced; anything else there raises UserError, and so
     does a program that could not run to its end.
     """
     work = build(
-        program, whole=whole, links=links, collectives=collectives, optimization=optimization
+        program,
+        whole=whole,
+        links=links,
+        collectives=collectives,
+        optimization=optimization,
+        helpers=helpers,
     )
     timing = check(work.trace())
     directory = directory.absolute()
@@ -332,6 +350,7 @@ def _manifest(
         "whole": whole,
         "gpus": program.ranks,
         "npus": work.network.npus,
+        "helpers": work.network.npus // 2 if work.helpers else 0,  # the last so many ranks
         "axes": dict(program.axes),
         "folded": _folded(program, work, whole),
         "dimensions": [
@@ -377,6 +396,13 @@ def _folded(program: Program, work: Workload, whole: bool) -> list[str]:
             "All-reduces over the pipeline are sends and receives: as collectives they would hold "
             "a rank's only communication slot while other stages still need its sends."
         )
+    if work.helpers:
+        result.append(
+            "Each rank hands its messages to other stages to a helper rank: on a GPU they pass "
+            "beside the collectives of the next pass, a rank of Astra-Sim does one at a time."
+        )
+    if any(task.kind == "send_recv" for stage in program.stages for task in stage.tasks):
+        result.append("Shifts around an axis are all-gathers that take as long.")
     if not whole:
         left = dict(zip(work.axes, (dim.npus for dim in work.network.dims), strict=True))
         parts = [f"{a} {n} to {left.get(a, 1)}" for a, n in program.axes.items()]

@@ -9,14 +9,21 @@ until every rank of its group has come. So
 - compute runs in issue order too, as on a GPU's stream;
 - every message has a tag of its own, so that a receive gets the send it was written for.
 A send ends without its receiver's help, hence whatever has its dependencies met does run.
+
+A shift around an axis (ring attention) becomes an all-gather of what one rank sends: on two ranks
+the same messages, on more the same time once it is scaled.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from spec.errors import UserError
+
+HELPER_AXIS = "helper"
+_INSIDE = frozenset({"tp", "cp", "ep"})  # axes of collectives between whose halves a pass computes
 
 
 def expand(program: Program) -> list[list[Task]]:
@@ -28,7 +35,8 @@ def expand(program: Program) -> list[list[Task]]:
     program.check()
     joined = _joined(program)
     parts = [
-        _Stage(index, stage.tasks).expanded(joined) for index, stage in enumerate(program.stages)
+        _Stage(index, stage.tasks, program.axes).expanded(joined)
+        for index, stage in enumerate(program.stages)
     ]
     return _paired([_in_order(tasks) for tasks in parts])
 
@@ -48,8 +56,8 @@ def _joined(program: Program) -> dict[tuple[str, int], list[int]]:
 class _Stage:
     """Rewrites one stage; ids change as one task becomes several."""
 
-    def __init__(self, index: int, tasks: Sequence[Task]) -> None:
-        self.index, self.tasks = index, tasks
+    def __init__(self, index: int, tasks: Sequence[Task], axes: Mapping[str, int]) -> None:
+        self.index, self.tasks, self.axes = index, tasks, axes
         self.out: list[Task] = []
         self.ends: dict[int, tuple[int, ...]] = {}  # old id -> new ids to wait for
         self.count: dict[str, int] = defaultdict(int)
@@ -63,6 +71,9 @@ class _Stage:
         for task in self.tasks:
             deps = tuple(sorted({new for old in task.deps for new in self.ends[old]}))
             if PIPELINE_AXIS not in task.axes:
+                if task.kind == "send_recv":
+                    ranks = prod(self.axes[axis] for axis in task.axes)
+                    task = replace(task, kind="all_gather", bytes=task.bytes * ranks)
                 self.ends[task.id] = (self.add(task, deps),)
                 continue
             occurrence = self.count[task.name]
@@ -163,3 +174,41 @@ def _paired(stages: list[list[Task]]) -> list[list[Task]]:
             "needs a receive of the same tag and size."
         )
     return result
+
+
+def talks_inside(stages: Sequence[Sequence[Task]]) -> bool:
+    """Whether passes have collectives of their own: some stage has more of them than sends."""
+    return any(
+        sum(task.kind in COLLECTIVES and _INSIDE.issuperset(task.axes) for task in tasks)
+        > sum(task.kind == "send" for task in tasks)
+        > 0
+        for tasks in stages
+    )
+
+
+def with_helpers(stages: Sequence[Sequence[Task]]) -> list[list[Task]]:
+    """The stages, and after them a helper of each, through which its sends go.
+
+    On a GPU a transfer between stages runs beside the collectives of the next pass; on a rank of
+    Astra-Sim it would hold their slot. So a stage hands the message to its helper, in 1 ns, and
+    the helper's slot is held for the transfer.
+    """
+    helpers: list[list[Task]] = []
+    result = []
+    for source, tasks in enumerate(stages):
+        mine: list[Task] = []
+        helper: list[Task] = []
+        for task in tasks:
+            if task.kind == "recv":
+                task = replace(task, peer=len(stages) + task.peer)
+            elif task.kind == "send":
+                number = len(helper) // 2
+                hand = replace(task, peer=source, tag=number, bytes=1, time_ns=1.0)
+                hand = replace(hand, axes=(HELPER_AXIS,))
+                helper.append(replace(hand, id=2 * number + 1, kind="recv", deps=()))
+                helper.append(replace(task, id=2 * number + 2, deps=(2 * number + 1,)))
+                task = replace(hand, peer=len(stages) + source)
+            mine.append(task)
+        result.append(mine)
+        helpers.append(helper)
+    return result + helpers

@@ -58,7 +58,7 @@ def operation(task: Task, order: tuple[str, ...]) -> Operation:
     if task.kind in COLLECTIVES:
         axes = tuple(axis for axis in order if axis in task.axes)
         return Operation(task.kind, axes, task.bytes, task.time_ns)
-    return Operation("send", (PIPELINE_AXIS,), task.bytes, task.time_ns)
+    return Operation("send", task.axes or (PIPELINE_AXIS,), task.bytes, task.time_ns)
 
 
 def count(stages: Iterable[Iterable[Task]], order: tuple[str, ...]) -> Counter[Operation]:
@@ -171,7 +171,7 @@ class Sizer:
     def ns(self, one: Operation, size: int) -> int:
         """Astra-Sim's time of the operation with this comm_size."""
         if one.kind == "send":
-            dim = self.network.dims[self.axes.index(PIPELINE_AXIS)]
+            dim = self.network.dims[self.axes.index(one.axes[0])]
             return message_ns(dim, 1, size)
         return collective_ns(self.network, self.system, one.kind, size, self.flags(one))
 
