@@ -135,9 +135,7 @@ class NvidiaDevice(Device):
         return _scaled(self._call("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)  # mJ
 
     def temperature_c(self) -> float | None:
-        return _float(
-            self._call("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU)
-        )
+        return _float(self._call("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU))
 
     def memory_temperature_c(self) -> float | None:
         value = self._field("NVML_FI_DEV_MEMORY_TEMP")
@@ -167,12 +165,8 @@ class NvidiaDevice(Device):
         return None if sent is None or received is None else (sent * 1024, received * 1024)
 
     def pcie_kb_per_s(self) -> tuple[float, float] | None:
-        sent = self._call(
-            "nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_TX_BYTES
-        )  # KB/s
-        received = self._call(
-            "nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_RX_BYTES
-        )
+        sent = self._call("nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_TX_BYTES)  # KB/s
+        received = self._call("nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_RX_BYTES)
         return None if sent is None or received is None else (float(sent), float(received))
 
     def links(self, other: "NvidiaDevice") -> str:
