@@ -227,17 +227,23 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
 def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     """Token embedding at the head of the first stage."""
     s = shapes(model, p)
-    dims = (s.tokens, model.hidden, max(model.vocab // p.tp, 1))
-    forward, backward = _pair("embedding", "embedding", dims)
+    vocab = max(model.vocab // p.tp, 1)
+    forward, backward = _pair("embedding", "embedding", (s.tokens, model.hidden, vocab))
+    # its gradient is dense: the whole table is added to the accumulated one
+    grad = Kernel("grad_accumulate", "forward", (vocab * model.hidden,))
+    sums: tuple[Collective, ...] = ()
+    gather: tuple[Collective, ...] = ()
     if p.tp > 1:
-        kind = "reduce_scatter" if p.sequence_parallel else "all_reduce"
-        reduce = (Collective(kind, "tp", s.activation_bytes),)
-        gather = (
-            (Collective("all_gather", "tp", s.activation_bytes),) if p.sequence_parallel else ()
-        )
-        forward = Part("embedding", forward.kernels, exposed=reduce)
-        backward = Part("embedding", backward.kernels, exposed=gather)
-    return (forward,), (backward,)
+        # learned positions are added before the sequence is split, so there the sum is whole
+        split = p.sequence_parallel and model.position == "rope"
+        kind = "reduce_scatter" if split else "all_reduce"
+        sums = (Collective(kind, "tp", s.activation_bytes),)
+    if p.sequence_parallel:
+        gather = (Collective("all_gather", "tp", s.activation_bytes),)
+    return (
+        (Part("embedding", forward.kernels, exposed=sums),),
+        (Part("embedding", (*backward.kernels, grad), exposed=gather),),
+    )
 
 
 def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
@@ -256,17 +262,24 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
 
 @lru_cache(maxsize=4096)
 def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
-    """Parameters that one GPU of pipeline stage `stage` holds: (dense, expert)."""
+    """Parameters that one GPU of pipeline stage `stage` holds: (dense, expert).
+
+    Tensor parallelism does not split norms, the router, learned positions and the biases that are
+    added after a sum over ranks (of the attention's and the MLP's output).
+    """
     layers = p.stage_layers(model)[stage]
     experts = model.mlp_parameters * model.experts // p.ep // p.tp if model.experts else 0
-    norms = 2 * model.hidden * (2 if model.norm == "layernorm" else 1)
-    matrices = model.layer_parameters() - norms - model.mlp_parameters * model.experts
-    dense = layers * (matrices // p.tp + norms)
+    norm = model.hidden * (2 if model.norm == "layernorm" else 1)
+    whole = 2 * norm + model.hidden * model.experts
+    whole += 2 * model.hidden if model.linear_bias else 0
+    split = model.layer_parameters() - whole - model.mlp_parameters * model.experts
+    table = model.vocab * model.hidden
+    dense = layers * (split // p.tp + whole)
     if stage == 0:
-        dense += model.embedding_parameters() // p.tp
+        dense += table // p.tp + model.embedding_parameters() - table
     if stage == p.pp - 1:
-        own = model.vocab * model.hidden if model.tied_embeddings and p.pp > 1 else 0
-        dense += (model.head_parameters() + own) // p.tp
+        shared = model.tied_embeddings and p.pp == 1
+        dense += norm + (0 if shared else table // p.tp)
     return dense, layers * experts
 
 

@@ -87,10 +87,16 @@ def test_the_model_built_has_the_parameters_counted(model: ModelSpec) -> None:
     assert measured(one)[0]["parameters"] == model.parameters()
 
 
-def test_stages_hold_the_parameters_counted() -> None:
-    one = case(global_batch=4, pp=2)
-    for stage, report in enumerate(measured(one)):
-        assert report["parameters"] == sum(stage_parameters(SMALL, one.parallelism, stage))
+@pytest.mark.parametrize("model", [SMALL, GPT], ids=lambda model: model.name)
+def test_ranks_hold_the_parameters_counted(model: ModelSpec) -> None:
+    batch = 2 if model is GPT else 4
+    for one in (
+        case(model, global_batch=batch, pp=2),
+        case(model, global_batch=batch, tp=2, sequence_parallel=True),
+    ):
+        for rank, report in enumerate(measured(one)):
+            stage = rank if one.parallelism.pp > 1 else 0
+            assert report["parameters"] == sum(stage_parameters(model, one.parallelism, stage))
 
 
 def test_experts_are_shared_out() -> None:

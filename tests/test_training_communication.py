@@ -1,0 +1,179 @@
+"""What Megatron-Core really sends in a step, against what `spec.step` says it sends."""
+
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from measure.workers import free_port
+from spec.collective import Collective
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism
+from spec.step import Segment, embedding, head, layer, optimizer
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+LLAMA = load_model("tiny").resized(layers=2)
+GPT = LLAMA.resized(
+    name="tiny-gpt", gated=False, norm="layernorm", position="learned",
+    linear_bias=True, tied_embeddings=True, kv_heads=4,
+)  # fmt: skip
+
+Sent = Counter[tuple[str, int]]  # (collective, nccl-tests' bytes), by ranks that take part
+
+
+def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
+    """Note every collective of this process."""
+    import torch.distributed as dist
+
+    whole = {"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 1}
+    names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+    def note(kind: str, tensor: Any, group: Any) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        log.append((kind, tensor.numel() * tensor.element_size(), ranks))
+
+    def watch(name: str, argument: int) -> None:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note(names.get(name, name), args[argument], kwargs.get("group"))
+            return original(*args, **kwargs)
+
+        for module in list(sys.modules.values()):  # some keep the function under their own name
+            if module is dist or getattr(module, "__name__", "").startswith("megatron.core"):
+                for own, value in list(vars(module).items()):
+                    if value is original:
+                        setattr(module, own, call)
+
+    for name, argument in whole.items():
+        watch(name, argument)
+    messages = dist.batch_isend_irecv
+
+    def batch(operations: Any) -> Any:
+        for one in operations:
+            note(one.op.__name__, one.tensor, one.group)
+        return messages(operations)
+
+    dist.batch_isend_irecv = batch
+
+
+def _rank(model: ModelSpec, p: Parallelism, rank: int, port: int, pipe: Connection) -> None:
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    log: list[tuple[str, int, tuple[int, ...]]] = []
+    from measure.training_rank import Ranks, build
+
+    _record(log)
+    ranks = Ranks({"device_kind": "cpu", "gpus": p.gpus}, rank, port)
+    trainer = build(model, p, ranks.device, seeded=True)
+    trainer.step(trainer.batches(0))
+    log.clear()
+    trainer.step(trainer.batches(1))
+    pipe.send(log)
+    pipe.recv()
+    os._exit(0)
+
+
+@lru_cache
+def sent(model: ModelSpec, p: Parallelism) -> tuple[dict[tuple[int, ...], Sent], ...]:
+    """What each rank sent in one step, by the group's ranks; groups of one send nothing."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["measure.training_rank"])
+    port = free_port()
+    pairs = [context.Pipe() for _ in range(p.gpus)]
+    processes = [
+        context.Process(target=_rank, args=(model, p, rank, port, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pairs)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = []
+        for mine, _ in pairs:
+            assert mine.poll(60), "a rank said nothing"
+            by_group: dict[tuple[int, ...], Sent] = {}
+            for kind, nbytes, group in mine.recv():
+                if len(group) > 1:
+                    by_group.setdefault(group, Counter())[kind, nbytes] += 1
+            found.append(by_group)
+        for mine, _ in pairs:
+            mine.send("done")
+        return tuple(found)
+    finally:
+        for process in processes:
+            process.join(timeout=2)
+            process.kill()
+
+
+def _collectives(segments: tuple[Segment, ...]) -> list[Collective]:
+    parts = [part for segment in segments for part in segment]
+    return [one for part in parts for one in (*part.exposed, *part.hidden)]
+
+
+def _tensor_parallel(model: ModelSpec, p: Parallelism) -> Sent:
+    """What `spec.step` says that tensor parallelism sends in a step without pipeline."""
+    found: Sent = Counter()
+    for segments, times in (
+        (layer(model, p), model.layers),
+        (embedding(model, p), 1),
+        (head(model, p), 1),
+    ):
+        for one in _collectives(segments):
+            found[one.kind, int(one.bytes)] += times * p.microbatches
+    return found
+
+
+def _small(model: ModelSpec) -> int:
+    """Bytes below which a message is norm gradients or the gradient norm, sent once a step."""
+    return 4 * model.hidden * (8 * model.layers + 4)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "split", [{}, {"sequence_parallel": True}, {"recompute": "full", "sequence_parallel": True}]
+)
+def test_tensor_parallel_traffic(model: ModelSpec, split: dict[str, Any]) -> None:
+    p = Parallelism(tp=2, global_batch=2, **split)
+    (observed,) = sent(model, p)[0].values()
+    expected = _tensor_parallel(model, p)
+    # what the step has once and not per microbatch is small: norm gradients, gradient norm
+    once = observed - expected
+    assert not expected - observed
+    assert all(kind == "all_reduce" and nbytes <= _small(model) for kind, nbytes in once)
+    assert sum(once.values()) == (2 if p.sequence_parallel else 1)
+
+
+def test_pipeline_traffic() -> None:
+    p = Parallelism(pp=2, global_batch=4)
+    message = 2 * LLAMA.seq_len * LLAMA.hidden
+    for rank in sent(LLAMA, p):
+        (observed,) = rank.values()
+        assert observed["isend", message] == observed["irecv", message] == p.microbatches
+        assert observed["all_reduce", 4] == 1  # the gradient norm
+        assert sum(observed.values()) == 2 * p.microbatches + 1
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_data_parallel_traffic(zero: int) -> None:
+    p = Parallelism(dp=2, global_batch=2, zero=zero)
+    observed = sent(LLAMA, p)[0][0, 1]
+    _, reduction, gather = optimizer(LLAMA, p, 0)
+    for one in (*reduction, *gather):
+        if one.bytes:
+            sizes = [nbytes for kind, nbytes in observed if kind == one.kind and nbytes > 4]
+            # Megatron-Core pads its buffers to a multiple of 64 elements per parameter
+            assert sizes == [pytest.approx(one.bytes, rel=0.01)]
+
+
+def test_shared_embeddings_are_reduced_between_first_and_last_stage() -> None:
+    p = Parallelism(pp=2, global_batch=2)
+    for rank in sent(GPT, p):
+        assert rank[0, 1]["all_reduce", 4 * GPT.vocab * GPT.hidden] == 1
