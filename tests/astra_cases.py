@@ -153,7 +153,11 @@ def groups(directory: Path) -> None:
 
 def step(directory: Path, axes: Mapping[str, int], *, whole: bool = True, **options: Any) -> None:
     """A pipeline step through `emit`."""
-    emitted = {key: options.pop(key) for key in ("collectives", "optimization") if key in options}
+    emitted = {
+        key: options.pop(key)
+        for key in ("collectives", "optimization", "helpers")
+        if key in options
+    }
     emit(pipeline(axes, **options), directory, whole=whole, **emitted)
 
 
@@ -215,6 +219,12 @@ CASES: dict[str, Case] = {
     ),
     "step-64-layer": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, norm_ns=60e3, layers=4
+    ),
+    "step-64-layer-no-helpers": partial(
+        step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, layers=3, helpers=False
+    ),
+    "step-512-layer": partial(
+        step, axes={"tp": 8, "dp": 8, "pp": 8}, tp=_TP, dp=_DP, norm_ns=60e3, layers=2
     ),
     "step-64-layer-symmetric": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 2}, whole=False, tp=_TP, dp=_DP, norm_ns=60e3, layers=4

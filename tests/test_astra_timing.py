@@ -180,6 +180,12 @@ def test_workloads_on_which_astra_sim_hangs(nodes: list[Node], words: str) -> No
         ("topology: [ Ring ]\nnpus_count: [ 4 ]\nbandwidth: [ 0 ]\nlatency: [ 0 ]", "bandwidth"),
         ("topology: [ Ring ]\nnpus_count: [ 4, 4 ]\nbandwidth: [ 1 ]\nlatency: [ 0 ]", "list of 1"),
         ("topology: [ Ring ]\nnpus_count: [ 4 ]\nbandwidth: [ .nan ]\nlatency: [ 0 ]", "nan"),
+        ("topology: [ Ring ]\nnpus_count: [ 4 ]\nbandwidth: [ 1 ]\nlatency: [ .inf ]", "inf"),
+        ("topology: [ Ring ]\nnpus_count: [ 2.5 ]\nbandwidth: [ 1 ]\nlatency: [ 0 ]", "whole"),
+        (
+            f"topology: [ Ring ]\nnpus_count: [ 4 ]\nbandwidth: [ 1{'0' * 400} ]\nlatency: [ 0 ]",
+            "to",
+        ),
     ],
 )
 def test_network_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ astra-network-analytical 599a047) and are tested against recorded runs of its bi
     result = run(Path("astra"), binary, timeout_s=600, progress=lambda done, ranks: ...)
     result.cycles[rank], result.step_ns                  # ns; WorkError where it did not end well
 
+The manifest has `expected_ns`, our engine's answer under Astra-Sim's rules, which is the step_ns
+that Astra-Sim then prints, and `breakdown_s` of it. Where `helpers` is above 0, the last so many
+ranks are no GPUs (`expand.with_helpers`).
+
 What `emit` wants of a Program beyond what its docstrings say:
 - every communication has `time_ns`, or its axes have a `Link` (`links={"dp": Link(45, 3000)}`);
 - every send has one recv in its peer stage, with the same tag and bytes (and the reverse);

@@ -24,6 +24,7 @@ COLLECTIVE_KEYS = {
     "reduce_scatter": "reduce-scatter-implementation",
     "all_to_all": "all-to-all-implementation",
 }
+_MOST = 1e18  # of any number in these files
 # the link's bandwidth is in GiB/s, its time in ns
 GIBPS_IN_BYTES_PER_NS = 2**30 / 1e9
 
@@ -179,8 +180,12 @@ def _numbers(path: Path, key: str, values: Any, count: int, least: float) -> lis
     if not isinstance(values, list) or len(values) != count:
         raise UserError(f"{path}: {key} must be a list of {count} numbers, one per dimension.")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            raise UserError(f"{path}: {key} holds {value!r}; it must be a number from {least:g}.")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least <= value <= _MOST:
+            given = repr(value)[:40]
+            raise UserError(
+                f"{path}: {key} holds {given}; it must be a number from {least:g} to {_MOST:g}."
+            )
     return [float(value) for value in values]
 
 
@@ -196,6 +201,8 @@ def read_network(path: Path) -> Network:
     if not names or any(name not in TOPOLOGIES for name in names):
         raise UserError(f"{path}: topology is {names}; known are {', '.join(TOPOLOGIES)}.")
     counts = _numbers(path, "npus_count", content.get("npus_count"), len(names), 2)
+    if any(count != int(count) for count in counts):
+        raise UserError(f"{path}: npus_count is {counts}; it must be whole numbers.")
     bandwidths = _numbers(path, "bandwidth", content.get("bandwidth"), len(names), 1e-9)
     latencies = _numbers(path, "latency", content.get("latency"), len(names), 0)
     return Network(
@@ -254,17 +261,17 @@ def read_system(path: Path, dims: int) -> System:
 
 
 def read_groups(path: Path | None, npus: int) -> dict[int, tuple[int, ...]]:
-    """Read a group file (none: no groups), ranks sorted as Astra-Sim sorts them."""
+    """Read a group file (none: no groups); the order of ranks is that of the group's ring."""
     if path is None:
         return {}
     try:
         content = json.loads(_text(path))
-        groups = {int(key): tuple(sorted(map(int, ranks))) for key, ranks in content.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        groups = {int(key): tuple(map(int, ranks)) for key, ranks in content.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         raise UserError(f"{path}: must be a JSON object of group ids to lists of ranks.") from None
     for key, ranks in groups.items():
         if key < 1 or len(set(ranks)) != len(ranks) or len(ranks) < 2:
             raise UserError(f"{path}: group {key} needs an id from 1 and two or more ranks, once.")
-        if ranks[0] < 0 or ranks[-1] >= npus:
+        if min(ranks) < 0 or max(ranks) >= npus:
             raise UserError(f"{path}: group {key} names a rank outside 0 to {npus - 1}.")
     return groups

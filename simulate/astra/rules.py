@@ -92,7 +92,7 @@ def phases(
     return tuple(result)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def steps(
     kind: str, algorithm: str, npus: int, size: int, index: int, clockwise: bool
 ) -> tuple[Step, ...]:
@@ -103,10 +103,7 @@ def steps(
     """
     if algorithm == "ring":
         message = size if kind == "all_gather" else size // npus
-        count = {"all_reduce": 2 * (npus - 1), "all_to_all": npus * (npus - 1) // 2}.get(
-            kind, npus - 1
-        )
-        reduced = npus - 1 if kind in ("all_reduce", "reduce_scatter") else 0
+        count, reduced = _ring_counts(kind, npus)
         one = 1 if clockwise else -1
         return tuple(Step(message, one, -one, 1 <= i <= reduced) for i in range(count + 1))
     if npus & (npus - 1):
@@ -142,6 +139,24 @@ def _direct_ns(dim: Dimension, system: System, phase: Phase) -> int:
     return sent + 2 * delay + (reduced if phase.kind == "reduce_scatter" else 0)
 
 
+def _ring_ns(dim: Dimension, system: System, phase: Phase) -> int:
+    """A `ring` phase that all ranks start together."""
+    messages, reduced = _ring_counts(phase.kind, dim.npus)
+    message = phase.size if phase.kind == "all_gather" else phase.size // dim.npus
+    sent = message_ns(dim, hops(dim, 1), message) + system.endpoint_delay_ns
+    return messages * sent + system.endpoint_delay_ns + reduced * reduction_ns(message, system)
+
+
+def _ring_counts(kind: str, npus: int) -> tuple[int, int]:
+    """Messages of a rank around a ring, and how many of those it receives are reduced."""
+    once = npus - 1
+    if kind == "all_reduce":
+        return 2 * once, once
+    if kind == "all_to_all":
+        return npus * once // 2, 0
+    return once, once if kind == "reduce_scatter" else 0
+
+
 def even(dim: Dimension, algorithm: str) -> bool:
     """Whether a phase that all ranks start together has a closed form here."""
     return algorithm != "direct" or dim.topology != "Ring" or dim.npus <= 3
@@ -152,10 +167,11 @@ def phase_ns(network: Network, system: System, phase: Phase) -> int:
     dim = network.dims[phase.dim]
     if phase.algorithm == "direct":
         return _direct_ns(dim, system, phase)
+    if phase.algorithm == "ring":
+        return _ring_ns(dim, system, phase)
+    plan = steps(phase.kind, phase.algorithm, dim.npus, phase.size, 0, phase.clockwise)
     total = 0
-    for i, step in enumerate(
-        plan := steps(phase.kind, phase.algorithm, dim.npus, phase.size, 0, phase.clockwise)
-    ):
+    for i, step in enumerate(plan):
         total += system.endpoint_delay_ns
         if step.reduce:
             total += reduction_ns(step.size, system)
