@@ -41,7 +41,9 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     count = _agree(TOGETHER_S * 1e6 / collective_alone, timer, group)
     ranks.barrier()
     if isinstance(timer, GpuTimer):
-        repeats = int(1.3 * count * collective_alone / kernel_alone)
+        repeats = max(20, min(3000, int(1.3 * count * collective_alone / kernel_alone)))
+        kernel_alone = _alone(timer, compute, repeats)
+        ranks.barrier()
         kernels, collectives = _two_streams(timer, compute, collective, repeats, count)
     else:
         kernels, collectives = _thread(timer, compute, collective, count)
@@ -62,11 +64,22 @@ def _agree(wish: float, timer: Timer, group: Any) -> int:
     return int(wishes.item())
 
 
+def _alone(timer: GpuTimer, compute: Call, repeats: int) -> float:
+    """Median of as many kernels as will run under the collective, at the clock they then have."""
+    timer.hold(1000.0 + 40.0 * repeats)
+    pairs = [(timer.event(), timer.event()) for _ in range(repeats)]
+    for begin, end in pairs:
+        begin.record()
+        compute()
+        end.record()
+    timer.synchronize()
+    return statistics.median(float(begin.elapsed_time(end)) * 1e3 for begin, end in pairs)
+
+
 def _two_streams(
     timer: GpuTimer, compute: Call, collective: Call, repeats: int, count: int
 ) -> tuple[list[float], list[float]]:
     """Durations of kernels and collectives that ran wholly while both streams were busy, us."""
-    repeats = max(20, min(3000, repeats))
     side, base = timer.stream(), timer.event()
     timer.hold(1000.0 + 40.0 * (repeats + count))
     base.record()

