@@ -158,12 +158,37 @@ def fit_clock(
         max_mhz=rounded(state.reference_mhz),
         idle_w=rounded(state.idle_w),
         power_limit_w=state.limit_w,
+        regulated_w=_regulated(evidence, state, ledger),
         power_exponent=rounded(state.power_exponent),
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
         device_spread_sd=rounded(device_spread(evidence, state, ledger)),
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
     )
+
+
+def _regulated(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
+    """Mean power of kernels while the cap acts: the sensor's mean lies a little under the limit."""
+    rows = [row for _, row in evidence.rows(KernelRow) if state.shows_power(row)]
+    capped = [row.power_w for row in rows if row.power_w and "power_cap" in (row.throttle or "")]
+    if state.limit_w is None or len(capped) < LEAST_PAIRS:
+        return None
+    low, high = np.quantile(capped, [0.05, 0.95])
+    return rounded(
+        ledger.note(
+            "clock.regulated_w",
+            float(median(capped)),
+            "W",
+            (float(low), float(high)),
+            "measured",
+            f"{evidence.where(KernelRow, len(capped))}: sustained rows that the power cap slowed",
+        )
+    )
+
+
+def draw(fit: KernelFit) -> tuple[float, float]:
+    """Active power as `ClockFit` takes it: bound by arithmetic, bound by memory."""
+    return (fit.active_power_w, 0.0) if fit.tflops else (0.0, fit.active_power_w)
 
 
 def judge_power(
@@ -179,9 +204,10 @@ def judge_power(
         fit = by_key.get((row.op, row.direction, row.dtype))
         if fit is None or row.state != "sustained":
             continue
-        mhz = clock.clock_mhz(fit.active_power_w)
+        compute_w, memory_w = draw(fit)
+        mhz = clock.clock_mhz(compute_w, memory_w)
         if row.power_w and powers:
-            watts = clock.power_w(fit.active_power_w, mhz)
+            watts = clock.power_w(compute_w, mhz, memory_w)
             power_rows.append(Judged(watts, 0.05, row.power_w, float(np.mean(powers))))
         if row.clock_mhz and speeds:
             sd = max(clock.device_spread_sd, 0.005)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from calibrate.clocks import draw
 from calibrate.evidence import Z90
 from calibrate.network import PUBLISHED, NetworkRow, path_of
 from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
 from spec.calibration import (
     Calibration,
+    ClockFit,
     CollectiveFit,
     HeldOut,
     KernelFit,
@@ -230,17 +232,17 @@ def _clock(c: Calibration) -> list[Text | Table | Figure]:
     if clock.power_limit_w is None:
         return [Text("No power limit could be read: the clock is taken as constant.", "note")]
     text = Text(
-        f"Power at the clock f is {clock.idle_w:.0f} W + active power * (f / "
-        f"{clock.reference_mhz:.0f} MHz) ^ {clock.power_exponent:.2f}; the clock is the highest "
-        f"that stays under {clock.power_limit_w:.0f} W."
+        f"Power at the clock f is {clock.idle_w:.0f} W + active power, which for kernels bound by "
+        f"arithmetic goes as (f / {clock.reference_mhz:.0f} MHz) ^ {clock.power_exponent:.2f}; "
+        f"the clock is the highest whose mean power stays under {clock.cap_w:.0f} W."
     )
     drawing = sorted(c.kernels, key=lambda fit: -fit.active_power_w)
     rows = [
         (
             f"{fit.op} {fit.direction}",
             fit.active_power_w,
-            clock.clock_mhz(fit.active_power_w),
-            _capped_power(c, fit.active_power_w),
+            clock.clock_mhz(*draw(fit)),
+            _capped_power(clock, *draw(fit)),
         )
         for fit in drawing
     ]
@@ -248,8 +250,8 @@ def _clock(c: Calibration) -> list[Text | Table | Figure]:
     return [text, Table(columns, rows)]
 
 
-def _capped_power(c: Calibration, active_w: float) -> float:
-    return c.clock.power_w(active_w, c.clock.clock_mhz(active_w))
+def _capped_power(clock: ClockFit, compute_w: float, memory_w: float) -> float:
+    return clock.power_w(compute_w, clock.clock_mhz(compute_w, memory_w), memory_w)
 
 
 def _parameters(parameters: Sequence[Parameter]) -> Table:

@@ -77,6 +77,20 @@ class OneAtATime(Draws):
 
 
 @dataclass(frozen=True)
+class Energy:
+    """Energy above idle of some kernels, W us: what goes with the clock, and what does not."""
+
+    compute: float = 0.0  # at the reference clock's power, over the time at the step's clock
+    memory: float = 0.0
+
+    def __add__(self, other: "Energy") -> "Energy":
+        return Energy(self.compute + other.compute, self.memory + other.memory)
+
+    def __mul__(self, count: float) -> "Energy":
+        return Energy(self.compute * count, self.memory * count)
+
+
+@dataclass(frozen=True)
 class PartCost:
     """A part's kernels (slowed by what runs beside them) and communication, us, (draws,) each."""
 
@@ -84,7 +98,7 @@ class PartCost:
     hidden: list[Array]
     exposed: list[Array]
     host_us: float  # time the host needs to issue it
-    active_watt_us: float
+    energy: "Energy"
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class Cost:
     compute: Array
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array  # what the host adds where the device outruns it
-    active_watt_us: float  # energy above idle of its kernels at the reference clock
+    energy: "Energy"
 
     @property
     def total(self) -> Array:
@@ -213,33 +227,39 @@ class Costs:
         time, _ = fit.time_us(path.local_ranks, max(nbytes, 2.0**26))
         return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
 
+    def energy(self, kernel: Kernel) -> Energy:
+        """Energy above idle of a kernel at its central duration."""
+        fit = self.calibration.kernel(kernel)
+        watt_us = fit.active_power_w * float(self.kernel_us(kernel)[0])
+        return Energy(compute=watt_us) if fit.tflops else Energy(memory=watt_us)
+
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
         zero = np.zeros(self.draws.count)
-        own, host_us, watt_us = zero, self.calibration.host.part_us, 0.0
+        own, host_us, energy = zero, self.calibration.host.part_us, Energy()
         for kernel in part.kernels:
             fit = self.calibration.kernel(kernel)
             time = self.kernel_us(kernel)
             own = own + time
             host_us += fit.host_us
-            watt_us += fit.active_power_w * float(time[0]) / self.clock_ratio**fit.clock_exponent
+            energy += self.energy(kernel)
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
             beside = np.minimum(sum(hidden, zero) / own, 1.0)
             own = own * (1 + self.calibration.interference * beside)
         exposed = [self.collective_us(one) for one in part.exposed]
-        return PartCost(own, hidden, exposed, host_us, watt_us)
+        return PartCost(own, hidden, exposed, host_us, energy)
 
     def segment(self, parts: Sequence[Part]) -> Cost:
         """Duration of a forward or backward segment."""
         zero = np.zeros(self.draws.count)
         compute, exposed = zero, dict[str, Array]()
-        host_us, watt_us = 0.0, 0.0
+        host_us, energy = 0.0, Energy()
         for part in parts:
             cost = self.part(part)
             compute = compute + cost.kernels
             host_us += cost.host_us
-            watt_us += cost.active_watt_us
+            energy += cost.energy
             if cost.hidden:
                 axis = part.hidden[0].axis
                 left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)
@@ -248,7 +268,7 @@ class Costs:
                 exposed[collective.axis] = exposed.get(collective.axis, zero) + time
         device = compute + sum(exposed.values(), zero)
         host = host_us * self.draws.factor("host", self.calibration.host.sd)
-        return Cost(compute, exposed, np.maximum(host - device, 0.0), watt_us)
+        return Cost(compute, exposed, np.maximum(host - device, 0.0), energy)
 
 
 def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:

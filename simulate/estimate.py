@@ -8,10 +8,10 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Costs, Draws
-from simulate.pricing import PassCost, PricedStep, layer_us, price
+from simulate.costs import Costs, Draws, Energy
+from simulate.pricing import PricedStep, layer_us, price
 from simulate.schedule import ScheduleName, graph
-from simulate.timeline import execute
+from simulate.timeline import Timeline, execute
 from spec.calibration import Calibration, Parameter
 from spec.collective import Collective, busbw_factor
 from spec.hardware import Fabric, Node
@@ -168,7 +168,7 @@ class StepSimulator:
             ideal_step_time_s=float(finish[0]) / 1e6,
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
             traffic=self._traffic(breakdown, busiest),
-            power_w=self._power_w(mine, breakdown, float(step_us[0]))
+            power_w=self._power_w(timeline, float(step_us[0]))
             * priced.costs.draws.factor("power", POWER_SD),
             clock_mhz=np.minimum(
                 priced.clock_mhz * priced.costs.draws.factor("clock", fit.device_spread_sd),
@@ -181,18 +181,27 @@ class StepSimulator:
             assumptions=self._assumptions(),
         )
 
-    def _power_w(
-        self, mine: list[tuple[PassCost, int]], breakdown: dict[str, float], step_us: float
-    ) -> float:
-        """Mean board power over the step of a GPU of the busiest stage, at most the limit."""
-        fit = self.calibration.clock
-        busy_us = sum(float(one.total[0]) * m for one, m in mine)
-        active_watt_us = sum(one.watt_us * m for one, m in mine)
-        exposed_us = sum(breakdown[f"{axis}_exposed"] for axis in ("tp", "dp", "ep", "cp", "pp"))
-        waiting_us = max(step_us - busy_us - breakdown["dp_exposed"], 0.0)
-        power = fit.power_w(active_watt_us / step_us, self.priced.clock_mhz)
-        power += (exposed_us * fit.communication_w + waiting_us * fit.waiting_w) / step_us
-        return power if fit.power_limit_w is None else min(power, fit.power_limit_w)
+    def _power_w(self, timeline: Timeline, step_us: float) -> float:
+        """Mean board power over the step and all GPUs, none above what the cap allows.
+
+        What is not a stage's own passes, update or communication is waiting for other stages.
+        """
+        p, fit, priced = self.p, self.calibration.clock, self.priced
+        found = []
+        for stage, update in enumerate(priced.updates):
+            mine = [cost for (of, _, _), cost in priced.passes.items() if of == stage]
+            energy = sum((cost.energy for cost in mine), Energy()) * p.microbatches + update.energy
+            exposed_us = p.microbatches * sum(
+                float(time[0]) for cost in mine for time in cost.exposed.values()
+            )
+            exposed_us += float((update.reduction_us + update.gather_us)[0])
+            used_us = float(timeline.busy[stage, 0] + update.kernels_us[0])
+            used_us += float((update.reduction_us + update.gather_us)[0])
+            waiting_us = max(step_us - used_us, 0.0)
+            beside = energy.memory + exposed_us * fit.communication_w + waiting_us * fit.waiting_w
+            watts = fit.power_w(energy.compute / step_us, priced.clock_mhz, beside / step_us)
+            found.append(min(watts, fit.cap_w or watts))
+        return sum(found) / len(found)
 
     def _doublings(self) -> float:
         """Doublings of the GPU count beyond the measured one."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Cost, Costs, Draws
+from simulate.costs import Cost, Costs, Draws, Energy
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -28,7 +28,7 @@ class PassCost:
     compute: Array
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array
-    watt_us: float  # energy above idle at the reference clock
+    energy: Energy
     segments: tuple[tuple[float, str], ...]  # (how often, name in PricedStep.segments)
     sharded: tuple[tuple[Collective, Array], ...]  # zero 2 and 3: what is exposed of each
 
@@ -40,6 +40,7 @@ class UpdateCost:
     reduction: tuple[tuple[Collective, Array], ...]  # the exposed part of each reduction
     kernels: tuple[Kernel, ...]
     kernels_us: Array
+    energy: Energy  # of the kernels
     gather: tuple[tuple[Collective, Array], ...]
 
     @property
@@ -149,8 +150,9 @@ def step_clock_mhz(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
         passes = [point.segment(segment) for segment in layer(model, p)]
         busy = sum(float(cost.total[0]) for cost in passes)
         exposed = sum(float(time[0]) for cost in passes for time in cost.exposed.values())
-        active = sum(cost.active_watt_us for cost in passes)
-        clock = fit.clock_mhz((active + exposed * fit.communication_w) / busy)
+        energy = sum((cost.energy for cost in passes), Energy())
+        beside_w = (energy.memory + exposed * fit.communication_w) / busy
+        clock = fit.clock_mhz(energy.compute / busy, beside_w)
     return clock
 
 
@@ -197,7 +199,7 @@ def _passes(
             compute=compute,
             exposed=exposed,
             host=host,
-            watt_us=sum(count * cost.active_watt_us for count, cost in mine),
+            energy=sum((cost.energy * count for count, cost in mine), Energy()),
             segments=tuple(pieces) if not backward else tuple(reversed(pieces)),
             sharded=tuple(sent),
         )
@@ -218,6 +220,7 @@ def _update(
         reduction=_beside(reduction, costs, p.overlap, passes[stage, 0, True], buckets),
         kernels=kernels,
         kernels_us=sum((costs.kernel_us(kernel) for kernel in kernels), zero),
+        energy=sum((costs.energy(kernel) for kernel in kernels), Energy()),
         gather=_beside(gather, costs, p.overlap and p.zero == 1, passes[stage, 0, False], buckets),
     )
 

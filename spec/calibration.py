@@ -92,32 +92,46 @@ class InputFile(Record):
 class ClockFit(Record):
     """Board power and the clock that a power cap leaves.
 
-    power(f) = idle_w + sum over kernels of share * active_power_w * (f / reference_mhz) **
-    power_exponent; the clock is the highest f up to max_mhz with power(f) <= power_limit_w.
+    Kernels bound by arithmetic draw power that goes with the clock; those bound by memory, whose
+    rate does not depend on the clock, draw what they were measured to draw:
+
+        power(f) = idle_w + memory_w + compute_w * (f / reference_mhz) ** power_exponent
+
+    with both sums weighted by the kernels' shares of time. The regulator holds the mean over many
+    kernels at `regulated_w`, so memory-bound kernels between products leave these some room: the
+    clock is the highest f up to max_mhz with power(f) <= regulated_w.
     """
 
     reference_mhz: Positive
     max_mhz: Positive
     idle_w: NonNegative
     power_limit_w: Positive | None
+    regulated_w: Positive | None = Field(
+        default=None, description="mean power while the cap acts; the limit where not measured"
+    )
     power_exponent: Positive
     communication_w: NonNegative = Field(description="above idle, while only communicating")
     waiting_w: NonNegative = Field(description="above idle, while waiting for a peer")
     device_spread_sd: NonNegative = Field(description="sustained clock, one device to another")
     visit_sd: NonNegative = Field(description="whole speed, one visit to the machine to another")
 
-    def clock_mhz(self, active_w: float) -> float:
-        """Clock under the cap for kernels that draw `active_w` above idle at the reference."""
-        if self.power_limit_w is None or active_w <= 0:
+    @property
+    def cap_w(self) -> float | None:
+        """Mean power that the cap allows; None without one."""
+        return self.regulated_w or self.power_limit_w
+
+    def clock_mhz(self, compute_w: float, memory_w: float = 0.0) -> float:
+        """Clock under the cap; both above idle, `compute_w` at the reference clock."""
+        if self.cap_w is None or compute_w <= 0:
             return self.max_mhz
-        room = max(self.power_limit_w - self.idle_w, 1.0)
-        allowed = self.reference_mhz * float((room / active_w) ** (1 / self.power_exponent))
+        room = max(self.cap_w - self.idle_w - memory_w, 1.0)
+        allowed = self.reference_mhz * float((room / compute_w) ** (1 / self.power_exponent))
         return min(self.max_mhz, allowed)
 
-    def power_w(self, active_w: float, clock_mhz: float) -> float:
+    def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:
         """Board power of those kernels at a clock."""
         scale = float((clock_mhz / self.reference_mhz) ** self.power_exponent)
-        return self.idle_w + active_w * scale
+        return self.idle_w + memory_w + compute_w * scale
 
 
 class HostFit(Record):
