@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -48,9 +49,16 @@ C = TypeVar("C", bound=Dispatched)
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
+    """A TCP port that is free now, outside the range of which outgoing connections take theirs.
+
+    Inside it, a connection that a library opens between this look and the use would take the port.
+    """
+    for port in random.SystemRandom().sample(range(20000, 30000), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

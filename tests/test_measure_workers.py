@@ -81,3 +81,7 @@ def test_one_ranks_error_is_the_cases(pool: Pool) -> None:
     assert pool.together(Case("b", "fail-1")) == "as asked"
     replies = pool.together(Case("c"))
     assert [reply["rank"] for reply in replies] == ["0", "1"]  # type: ignore[index]
+
+
+def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
+    assert 20000 <= workers.free_port() < 30000
