@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, rounded
+from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, median_sd, rounded
 from spec.calibration import (
     CollectiveCurve,
     CollectiveFit,
@@ -54,17 +54,21 @@ def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, 
     )
     for row in inside_node(evidence):
         rows[row.collective][row.ranks][row.bytes].append(row)
-    return tuple(_fit(name, by_ranks, evidence, ledger) for name, by_ranks in sorted(rows.items()))
+    best = max((row.busbw_gbytes_per_s for row in inside_node(evidence)), default=0.0)
+    return tuple(
+        _fit(name, by_ranks, best, evidence, ledger) for name, by_ranks in sorted(rows.items())
+    )
 
 
 def _fit(
     name: str,
     by_ranks: dict[int, dict[int, list[CollectiveRow]]],
+    system_busbw: float,
     evidence: Evidence,
     ledger: Ledger,
 ) -> CollectiveFit:
     bare = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
-    structure, sds = fit_structure(name, bare)
+    structure, sds = fit_structure(name, bare, system_busbw)
     bends = _bends(name, structure, bare)
     # a size between two measured ones is half as far from them as a left-out one
     bend = _spread(bends) / 2 if bends else UNKNOWN_BEND
@@ -117,9 +121,13 @@ def _structure_sd(
 
 
 def fit_structure(
-    name: str, curves: Sequence[CollectiveCurve]
+    name: str, curves: Sequence[CollectiveCurve], system_busbw: float = 0.0
 ) -> tuple[CollectiveStructure, dict[str, float]]:
-    """Maximum a posteriori structure, and the sd of each parameter's logarithm."""
+    """Maximum a posteriori structure, and the sd of each parameter's logarithm.
+
+    `system_busbw` is the best bus bandwidth of any collective, 1e9 bytes/s: half of it is expected
+    where this one's own sizes show less.
+    """
     known = [(curve.ranks, point) for curve in curves for point in curve.points]
     steps = np.array([float(ring_steps(name, one)) for one, _ in known])
     factors = np.array([busbw_factor(name, one) for one, _ in known])
@@ -130,7 +138,7 @@ def fit_structure(
     centre = {
         "launch_us": 0.85 * latency,
         "step_us": 0.085 * latency,
-        "busbw_gbytes_per_s": float((sizes * factors / times).max()) / 1e3,
+        "busbw_gbytes_per_s": max(float((sizes * factors / times).max()) / 1e3, system_busbw / 2),
         "copy_share": COPY_SHARE[0],
         "pipelining": PIPELINING[0],
     }
@@ -175,9 +183,7 @@ def _curve(ranks: int, sizes: dict[int, list[CollectiveRow]]) -> CollectiveCurve
     points = []
     for size in ordered:
         rows = sizes[size]
-        spread = float(np.median([log(row.p90_us / row.p10_us) / 2.563 for row in rows]))
-        repeats = sum(row.repeats for row in rows)
-        own = 1.25 * spread / repeats**0.5
+        own = median_sd(rows)
         between = 0.0
         if len(rows) > 1:
             between = float(np.std([log(row.median_us) for row in rows], ddof=1))
@@ -348,6 +354,7 @@ def judge_collectives(evidence: Evidence, fits: Sequence[CollectiveFit], ledger:
         fit = by_name.get(row.collective)
         if fit is not None:
             time, sd = fit.time_us(row.ranks, row.bytes)
+            sd = float(np.hypot(sd, median_sd([row])))
             judged[row.collective].append(
                 Judged(time, sd, row.median_us, constant_busbw(fit, row.ranks, row.bytes))
             )

@@ -6,6 +6,7 @@ of role `fit`; rows of role `judge` are only compared with.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import log, sqrt
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
-from spec.records import CollectiveRow, Device, InterferenceRow, KernelRow, Row
+from spec.records import CollectiveRow, Device, InterferenceRow, KernelRow, Repeated, Row
 from spec.results import ResultSet
 
 R = TypeVar("R", bound=Row)
@@ -27,6 +28,7 @@ FITTED: dict[type[Row], str] = {
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
+INDEPENDENT = 10
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,20 @@ def rounded(value: float, digits: int = 6) -> float:
 def log_interval(value: float, sd: float) -> tuple[float, float]:
     """90 % interval of a value whose logarithm has standard deviation `sd`."""
     return value * float(np.exp(-Z90 * sd)), value * float(np.exp(Z90 * sd))
+
+
+def median_sd(rows: Sequence[Repeated]) -> float:
+    """sd of the median of a case's repeats (logarithm), from their quantiles' wider side.
+
+    Throttling and scheduling strike one side. Repeats follow each other in one state of the
+    machine: however many there are, they count for `INDEPENDENT` of them.
+    """
+    wider = [
+        max(log(row.p90_us / row.median_us), log(row.median_us / row.p10_us), 0.0) for row in rows
+    ]
+    repeats = min(sum(row.repeats for row in rows), INDEPENDENT)
+    # the quantiles lie 1.28 sd from the median; a median's sd is 1.25 times a mean's
+    return 1.25 * float(np.median(wider)) / 1.2816 / sqrt(repeats)
 
 
 def robust_sd(values: Iterable[float]) -> float:

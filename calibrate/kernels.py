@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.correction import Correction, conformal_scale, fit_correction, folds
-from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd, rounded
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, robust_sd, rounded
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
 from calibrate.state import ClockState, kernel_of
 from spec.calibration import KernelFit, KernelPoint
@@ -28,8 +28,6 @@ Key = tuple[str, str, str]
 LEAST_SD = 0.003  # of a measured shape: clocks and events are not read more exactly
 # families left out at once; their physics is fitted anew, length scales are kept
 FOLDS = 5
-# Repeats follow each other in one state of the device: however many, they count for this many.
-INDEPENDENT = 10
 BASELINE = "roofline with one efficiency"
 
 
@@ -108,20 +106,12 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shap
     """
     rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]
-    spread = float(np.median([_spread(row) for row in rows]))
-    repeats = min(sum(row.repeats for row in rows), INDEPENDENT)
-    # a median's sd is 1.25 times a mean's
-    own = 1.25 * spread / repeats**0.5
+    own = median_sd(rows)
     between = clock.repeat_sd(kernel.op) / len(rows) ** 0.5
     if len(rows) > 2:
         between = max(between, robust_sd(times) / len(rows) ** 0.5)
     sd = float(np.sqrt(own**2 + between**2 + LEAST_SD**2))
     return Shape(kernel, exp(float(np.median(times))), sd, len(rows))
-
-
-def _spread(row: KernelRow) -> float:
-    """sd of a row's repeats (logarithm), from its wider side: throttling strikes one side."""
-    return max(log(row.p90_us / row.median_us), log(row.median_us / row.p10_us), 0.0) / 1.2816
 
 
 def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:

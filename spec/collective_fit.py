@@ -12,6 +12,11 @@ from spec.collective import busbw_factor
 from spec.fitted import NonNegative, Positive, Record, Source
 from spec.hardware import GroupPath
 
+# Spread per doubling beyond the largest measured size, where that was all latency. Assumed.
+EXTRAPOLATION_SD = 0.3
+# How far a time may lie from its structure; a point that is less certain says little. Assumed.
+RESIDUAL_SD = 0.3
+
 
 class CollectivePoint(Record):
     """A measured size."""
@@ -74,9 +79,9 @@ class CollectiveFit(Record):
     """Duration of one collective inside a node (the scale-up domain).
 
     With a `structure`, log(measured / structure) of the nearest measured group is interpolated over
-    sizes and held constant beyond them, and the structure carries it to other sizes and groups.
-    Without one, measured times are interpolated, and another group's latency part goes with ring
-    steps, the rest with nccl-tests' bus-bandwidth factor.
+    sizes (a point's in the measure that its sd allows) and held constant beyond them; the structure
+    carries it to other sizes and groups. Without one, measured times are interpolated, and another
+    group's latency part goes with ring steps, the rest with nccl-tests' bus-bandwidth factor.
     """
 
     collective: str
@@ -88,14 +93,25 @@ class CollectiveFit(Record):
 
     @cached_property
     def _residuals(self) -> dict[int, NDArray[np.float64]]:
-        """log(measured / structure) of each measured group's points."""
-        assert self.structure is not None
+        """log(measured / structure) of each measured group's points, noisy ones drawn to zero."""
         return {
             curve.ranks: np.array(
-                [log(p.time_us / self._structure_us(curve.ranks, p.bytes)) for p in curve.points]
+                [
+                    log(p.time_us / self._structure_us(curve.ranks, p.bytes))
+                    / (1 + (p.sd / RESIDUAL_SD) ** 2)
+                    for p in curve.points
+                ]
             )
             for curve in self.curves
         }
+
+    def _beyond_sizes(self, curve: CollectiveCurve, nbytes: float) -> float:
+        """Spread added beyond the largest measured size, the less bandwidth it shows the more."""
+        largest = curve.points[-1].bytes
+        if nbytes <= largest:
+            return 0.0
+        start = self._structure_us(curve.ranks, 1.0) / self._structure_us(curve.ranks, largest)
+        return EXTRAPOLATION_SD * min(start, 1.0) * log2(nbytes / largest)
 
     def _structure_us(self, ranks: int, nbytes: float) -> float:
         assert self.structure is not None
@@ -110,6 +126,7 @@ class CollectiveFit(Record):
         sd = (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
         if self.structure is not None:
             residual = curve.interpolate(nbytes, self._residuals[curve.ranks])
+            sd = (sd**2 + self._beyond_sizes(curve, nbytes) ** 2) ** 0.5
             return self._structure_us(ranks, nbytes) * exp(residual), sd
         if same:
             return time, sd
