@@ -19,7 +19,6 @@ from typing import Any
 
 from measure.training_plan import TrainingCase, case_id_of, case_of, cases, refuse
 from measure.window import Window, WindowResult
-from measure.workers import free_port
 from spec.errors import UserError, WorkError
 from spec.records import StepRow, TrainingRow
 
@@ -68,14 +67,13 @@ class _Ranks:
             "parallelism": case.parallelism.model_dump(),
             "environment": ENVIRONMENT,
         }
-        port = free_port()
         try:
             for rank in range(case.gpus):
                 mine, theirs = context.Pipe()
                 self._pipes.append(mine)
                 process = context.Process(
                     target=_enter,
-                    args=(message, rank, port, theirs, str(self._logs[rank])),
+                    args=(message, rank, theirs, str(self._logs[rank])),
                     daemon=True,
                 )
                 process.start()
@@ -143,11 +141,11 @@ class _Ranks:
             process.join(timeout=10)
 
 
-def _enter(case: Report, rank: int, port: int, pipe: Connection, log: str) -> None:
+def _enter(case: Report, rank: int, pipe: Connection, log: str) -> None:
     """Entry of a rank's process; only there is torch imported."""
     from measure.training_rank import main
 
-    main(case, rank, port, pipe, log)
+    main(case, rank, pipe, log)
 
 
 def _is_echo(words: str) -> bool:
@@ -206,6 +204,8 @@ def _measure(
     with tempfile.TemporaryDirectory() as folder:
         ranks = _Ranks(case, kind, folder)
         try:
+            ports = [one["port"] for one in ranks.gather(START_S)]
+            ranks.send({"port": max(ports)})  # rank 0's; the others say 0
             ready = ranks.gather(START_S + 5 * case.seconds)
             slowest = max(one["ready"] for one in ready)
             steps = case.steps

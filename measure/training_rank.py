@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
 COLLECTIVE_TIMEOUT_S = 120
 
 _cuda: Any = torch.cuda  # only partly annotated
+_dist: Any = dist
 
 
 def listen(pipe: Connection) -> "queue.Queue[Any]":
@@ -50,10 +52,25 @@ def listen(pipe: Connection) -> "queue.Queue[Any]":
     return messages
 
 
+def rendezvous(rank: int, world: int, meet: Callable[[int], int]) -> Any:
+    """The store through which ranks find each other, on a port that the system chose.
+
+    A port chosen before it is used can be taken by then. So rank 0 listens on one of the system's
+    choice; `meet(port)` (0 on the others) answers the port on all ranks.
+    """
+    span = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if rank == 0:
+        store = _dist.TCPStore("127.0.0.1", 0, world, True, span, wait_for_workers=False)
+        meet(store.port)
+        return store
+    return _dist.TCPStore("127.0.0.1", meet(0), world, False, span)
+
+
 class Ranks:
     """This rank's device and its process group."""
 
-    def __init__(self, case: dict[str, Any], rank: int, port: int) -> None:
+    def __init__(self, case: dict[str, Any], rank: int, meet: Callable[[int], int]) -> None:
+        """`meet` tells every rank the port that rank 0 listens on, see `rendezvous`."""
         self.gpu = case["device_kind"] in ("nvidia", "amd")
         options: dict[str, Any] = {}
         if self.gpu:
@@ -68,7 +85,7 @@ class Ranks:
             self.device = torch.device("cpu")
         dist.init_process_group(
             "nccl" if self.gpu else "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            store=rendezvous(rank, case["gpus"], meet),
             rank=rank,
             world_size=case["gpus"],
             **options,
@@ -113,13 +130,16 @@ class Ranks:
         }
 
 
-def run(
-    case: dict[str, Any], rank: int, port: int, pipe: Connection, messages: "queue.Queue[Any]"
-) -> None:
+def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queue[Any]") -> None:
     """Build, warm up, wait for the parent, time the steps and report."""
     model = ModelSpec.model_validate(case["model"])
     parallelism = Parallelism.model_validate(case["parallelism"])
-    ranks = Ranks(case, rank, port)
+
+    def meet(port: int) -> int:
+        pipe.send({"port": port})
+        return int(messages.get()["port"])
+
+    ranks = Ranks(case, rank, meet)
     trainer = build(model, parallelism, ranks.device, seeded=not ranks.gpu)
     if ranks.gpu:
         _cuda.reset_peak_memory_stats()
@@ -161,7 +181,7 @@ def _mean(losses: list[Any]) -> float | None:
     return sum(float(one) for one in losses) / len(losses) if losses else None
 
 
-def main(case: dict[str, Any], rank: int, port: int, pipe: Connection, log: str) -> None:
+def main(case: dict[str, Any], rank: int, pipe: Connection, log: str) -> None:
     """Entry of the process. What libraries print goes to `log`."""
     with Path(log).open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -170,7 +190,7 @@ def main(case: dict[str, Any], rank: int, port: int, pipe: Connection, log: str)
         os.environ.setdefault(name, value)
     messages = listen(pipe)
     try:
-        run(case, rank, port, pipe, messages)
+        run(case, rank, pipe, messages)
     except BaseException as error:
         import traceback
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from measure.workers import free_port
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
@@ -64,7 +63,7 @@ def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
     dist.batch_isend_irecv = batch
 
 
-def _rank(model: ModelSpec, p: Parallelism, rank: int, port: int, pipe: Connection) -> None:
+def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -72,7 +71,12 @@ def _rank(model: ModelSpec, p: Parallelism, rank: int, port: int, pipe: Connecti
     from measure.training_rank import Ranks, build
 
     _record(log)
-    ranks = Ranks({"device_kind": "cpu", "gpus": p.gpus}, rank, port)
+
+    def meet(port: int) -> int:
+        pipe.send(port)
+        return int(pipe.recv())
+
+    ranks = Ranks({"device_kind": "cpu", "gpus": p.gpus}, rank, meet)
     trainer = build(model, p, ranks.device, seeded=True)
     trainer.step(trainer.batches(0))
     log.clear()
@@ -87,15 +91,17 @@ def sent(model: ModelSpec, p: Parallelism) -> tuple[dict[tuple[int, ...], Sent],
     """What each rank sent in one step, by the group's ranks; groups of one send nothing."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["measure.training_rank"])
-    port = free_port()
     pairs = [context.Pipe() for _ in range(p.gpus)]
     processes = [
-        context.Process(target=_rank, args=(model, p, rank, port, theirs), daemon=True)
+        context.Process(target=_rank, args=(model, p, rank, theirs), daemon=True)
         for rank, (_, theirs) in enumerate(pairs)
     ]
     for process in processes:
         process.start()
     try:
+        ports = [mine.recv() for mine, _ in pairs]
+        for mine, _ in pairs:
+            mine.send(max(ports))
         found = []
         for mine, _ in pairs:
             assert mine.poll(60), "a rank said nothing"
