@@ -24,6 +24,7 @@ FREE_LENGTH = 10.0  # of a dimension that does not vary in the data
 AMPLITUDES = (0.05, 1.0)
 NOISES = (0.003, 0.3)
 LENGTHS = (0.3, 20.0)
+LEAST_STRUCTURE = 0.01  # sd that a shape has of its own, however smooth its neighbours
 STARTS = (0.05, 0.01)  # noise to start the search from: the likelihood has several maxima
 MOST_POINTS = 160  # to learn from: the cost grows with the cube
 # scale of the spread where too few left-out points say anything
@@ -50,6 +51,19 @@ class Correction:
         mean = solved.T @ y
         variance = self.amplitude**2 - (cross * solved.T).sum(axis=1) + self.noise**2
         return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+    def lean(self, x: Array, y: Array, sd: Array) -> tuple[Array, Array]:
+        """Best estimate of each known residual and its sd: measured, and expected from the others.
+
+        Both are weighted by their variance; what is expected comes from leaving the point out
+        (Rasmussen & Williams, "Gaussian Processes for Machine Learning", section 5.4.2).
+        """
+        own = np.maximum(self.noise, sd) ** 2
+        inverse = np.linalg.inv(self._covariance(x, x) + np.diag(own))
+        expected = y - (inverse @ y) / np.diag(inverse)
+        spread = np.maximum(1 / np.diag(inverse) - sd**2, LEAST_STRUCTURE**2)
+        weight = spread / (spread + sd**2)
+        return expected + weight * (y - expected), np.sqrt(weight) * sd
 
     def _covariance(self, a: Array, b: Array) -> Array:
         scale = np.array(self.length_scales)

@@ -165,12 +165,26 @@ def _fit(
         length_scales=tuple(rounded(value) for value in correction.length_scales),
         amplitude=rounded(correction.amplitude),
         noise=rounded(correction.noise),
-        points=tuple(
-            KernelPoint(dims=one.kernel.dims, time_us=rounded(one.time_us), sd=rounded(one.sd, 3))
-            for one in shapes
-        ),
+        points=_points(shapes, physics, correction),
         host_us=rounded(host_us),
         active_power_w=rounded(active_w),
+    )
+
+
+def _points(
+    shapes: Sequence[Shape], physics: Physics, correction: Correction
+) -> tuple[KernelPoint, ...]:
+    """The shapes to look up, each leaning on the model as far as its own noise asks."""
+    best, sds = correction.lean(_inputs(shapes), _residuals(physics, shapes), _sds(shapes))
+    return tuple(
+        KernelPoint(
+            dims=one.kernel.dims,
+            time_us=rounded(physics.time_us(one.kernel) * exp(residual)),
+            sd=rounded(sd, 3),
+            measured_us=rounded(one.time_us),
+            measured_sd=rounded(one.sd, 3),
+        )
+        for one, residual, sd in zip(shapes, best, sds, strict=True)
     )
 
 

@@ -88,7 +88,7 @@ def _kernels(c: Calibration) -> list[Text | Table | Figure]:
             "Left: measured times at the reference clock against the physics (launch time, compute "
             "and memory ceilings). Right: measured over model, physics alone and with the learned "
             "correction; the band is the 90 % interval beside measured shapes. A measured shape is "
-            "looked up, so a projection uses the model only for other shapes."
+            "looked up (noisy ones lean on the model): projections use the model only for others."
         )
     ]
     return blocks + [_kernel(fit) for fit in c.kernels]
@@ -96,7 +96,7 @@ def _kernels(c: Calibration) -> list[Text | Table | Figure]:
 
 def _kernel(fit: KernelFit) -> Figure:
     name = f"{fit.op} {fit.direction} {fit.dtype}"
-    measured = np.array([point.time_us for point in fit.points])
+    measured = np.array([point.raw_us for point in fit.points])
     physics = np.array([fit.physics_us(point.dims) for point in fit.points])
     model = np.array([fit.model_us(point.dims)[0] for point in fit.points])
     figure, (left, right) = new_figure(7.5, 2.9, columns=2)
@@ -119,14 +119,15 @@ def _kernel(fit: KernelFit) -> Figure:
     rows = [
         (
             Kernel(fit.op, fit.direction, point.dims, fit.dtype).shape,
-            point.time_us,
+            point.raw_us,
             float(by_physics),
             float(by_model),
+            point.time_us,
             point.sd,
         )
         for point, by_physics, by_model in zip(fit.points, physics, model, strict=True)
     ]
-    columns = ("shape", "measured us", "physics us", "model us", "sd")
+    columns = ("shape", "measured us", "physics us", "model us", "looked up us", "sd")
     return Figure(svg(figure, name), caption, _numbers(columns, rows))
 
 

@@ -16,8 +16,23 @@ class KernelPoint(Record):
     """A measured shape, its duration brought to the reference clock."""
 
     dims: tuple[PositiveInt, ...]
-    time_us: Positive
+    time_us: Positive = Field(description="what is looked up")
     sd: NonNegative
+    measured_us: Positive | None = Field(
+        default=None,
+        description="as measured, where time_us leans on the model as far as its noise asks",
+    )
+    measured_sd: NonNegative | None = None
+
+    @property
+    def raw_us(self) -> float:
+        """As measured."""
+        return self.time_us if self.measured_us is None else self.measured_us
+
+    @property
+    def raw_sd(self) -> float:
+        """Spread of the measurement."""
+        return self.sd if self.measured_sd is None else self.measured_sd
 
 
 class KernelFit(Record):
@@ -57,8 +72,8 @@ class KernelFit(Record):
         """Points, weights and inverse covariance of the correction."""
         x = features(self.op, [point.dims for point in self.points])
         x /= np.array(self.length_scales)
-        y = np.array([log(point.time_us / self.physics_us(point.dims)) for point in self.points])
-        own = np.array([max(self.noise, point.sd) ** 2 for point in self.points])
+        y = np.array([log(point.raw_us / self.physics_us(point.dims)) for point in self.points])
+        own = np.array([max(self.noise, point.raw_sd) ** 2 for point in self.points])
         covariance = self._covariance(x, x) + np.diag(own)
         inverse: NDArray[np.float64] = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
         return x, inverse @ y, inverse
