@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from measure.training_plan import TrainingCase, case_id_of, case_of, cases, refuse
+from measure.training_plan import TrainingCase, case_of, cases, refuse
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
 from spec.records import StepRow, TrainingRow
 
-__all__ = ["TrainingCase", "case_id_of", "case_of", "cases", "run_case"]
+__all__ = ["TrainingCase", "case_of", "cases", "run_case"]
 
 START_S = 240.0  # imports on a cold disk, communicators, first kernels, warm-up of small steps
 LINGER_S = 2.0  # after one rank's error, for the others to say theirs

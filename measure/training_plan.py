@@ -39,22 +39,6 @@ class TrainingCase:
         return TrainingConfig.of(self.case_id, self.model, self.parallelism)
 
 
-def case_id_of(model: ModelSpec, p: Parallelism) -> str:
-    """Such as `llama3-8b-L8-s4096-TP2-PP1-DP2-mb1-gb8-SP-z1-overlap`; says all that differs."""
-    parts = [model.name, f"L{model.layers}", f"s{model.seq_len}"]
-    parts += [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
-    parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
-    parts += [f"EP{p.ep}"] if p.ep > 1 else []
-    parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]
-    parts += ["SP"] if p.sequence_parallel else []
-    parts += [f"z{p.zero}"]
-    parts += [p.recompute] if p.recompute != "none" else []
-    parts += ["overlap"] if p.overlap else []
-    if p.layers_per_stage is not None:
-        parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
-    return "-".join(parts)
-
-
 def refuse(model: ModelSpec, p: Parallelism) -> None:
     """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
     p.check(model)
@@ -95,7 +79,8 @@ def case_of(
     step = flops / (rate * p.gpus) * bubble
     step += model.parameters() / (p.tp * p.pp) * touched / moved
     seconds = start + step * (WARM_UP + 2) + max(step * steps, 4.0 if gpu else 0.0)
-    return TrainingCase(model, p, steps, WARM_UP, round(seconds, 1), case_id_of(model, p))
+    name = TrainingConfig.name_of(model, p)
+    return TrainingCase(model, p, steps, WARM_UP, round(seconds, 1), name)
 
 
 def case_of_config(config: TrainingConfig, device_kind: str, quick: bool = False) -> TrainingCase:

@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from simulate.draw import draw
 from simulate.forecast import match, read_forecast, seal
 from simulate.inputs import CPU_FABRIC, DEFAULT_FABRIC, RESULTS, calibration_of, default_node
 from simulate.validation import Case, predict, table, validation
 from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
-from spec.files import write_text
-from spec.records import TrainingRow
+from spec.files import write_table, write_text
+from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
 from topologies import load_fabric
 
 EXAMPLES = """examples:
   python -m simulate.validate results/ --report validation.html
   python -m simulate.validate predict plan.csv --out sealed.json
+  python -m simulate.validate predict grid.yaml --draw 24 --seed 1a2b3c4 --plan-out plan.csv \\
+      --out sealed.json
   python -m simulate.validate compare sealed.json results/
 """
 
@@ -39,7 +42,16 @@ def parser(form: str) -> Parser:
     name = "python -m simulate.validate" + ("" if form == "validate" else f" {form}")
     options = Parser(prog=name, description=__doc__, epilog=EXAMPLES)
     if form == "predict":
-        options.add_argument("plan", metavar="PLAN.csv", help="columns as in training.csv")
+        options.add_argument(
+            "plan", metavar="PLAN", help="CSV with training.csv's columns; with --draw a grid, YAML"
+        )
+        options.add_argument(
+            "--draw", type=int, metavar="N", help="draw N configurations of a grid"
+        )
+        options.add_argument(
+            "--seed", metavar="COMMIT", help="of the draw: the commit it is made at"
+        )
+        options.add_argument("--plan-out", metavar="PLAN.csv", help="where to write the drawn plan")
         options.add_argument("--out", required=True, metavar="SEALED.json")
         options.add_argument(
             "--results", default=RESULTS, metavar="DIR", help="default: %(default)s"
@@ -101,6 +113,26 @@ def main_validate(words: Sequence[str]) -> int:
     return finish(arguments, value, f"{len(cases)} measured configurations, none ever fitted on")
 
 
+def draw_plan(arguments: Any, calibration: Calibration) -> Path:
+    """Draw configurations from a grid and write them down as a plan."""
+    if not arguments.seed or not arguments.plan_out:
+        raise UserError("--draw needs --seed COMMIT and --plan-out PLAN.csv")
+    out = Path(arguments.plan_out)
+    if out.exists():
+        raise UserError(f"{out}: exists already; a plan is drawn once, give another name")
+    configs = draw(
+        Path(arguments.plan),
+        arguments.draw,
+        arguments.seed,
+        calibration,
+        default_node(calibration),
+        load_fabric(fabric_of(calibration)),
+        find_result_sets(Path(arguments.results), calibration.system),
+    )
+    write_table(out, TrainingConfig, configs)
+    return out
+
+
 def main_predict(words: Sequence[str]) -> int:
     """Write predictions down before measuring."""
     arguments = parser("predict").parse_args(words)
@@ -108,8 +140,11 @@ def main_predict(words: Sequence[str]) -> int:
 
     path = find_calibration(arguments)
     calibration = read_calibration(path)
+    plan = Path(arguments.plan)
+    if arguments.draw is not None:
+        plan = draw_plan(arguments, calibration)
     forecast = seal(
-        Path(arguments.plan),
+        plan,
         Path(arguments.out),
         calibration,
         path,

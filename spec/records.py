@@ -149,6 +149,22 @@ class TrainingConfig(Row):
             fields["layers_per_stage"] = tuple(map(int, self.layers_per_stage.split(",")))
         return Parallelism(**fields)
 
+    @staticmethod
+    def name_of(model: ModelSpec, p: Parallelism) -> str:
+        """Such as `llama3-8b-L8-s4096-TP2-PP1-DP2-mb1-gb8-SP-z1-overlap`; says all that differs."""
+        parts = [model.name, f"L{model.layers}", f"s{model.seq_len}"]
+        parts += [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
+        parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
+        parts += [f"EP{p.ep}"] if p.ep > 1 else []
+        parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]
+        parts += ["SP"] if p.sequence_parallel else []
+        parts += [f"z{p.zero}"]
+        parts += [p.recompute] if p.recompute != "none" else []
+        parts += ["overlap"] if p.overlap else []
+        if p.layers_per_stage is not None:
+            parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
+        return "-".join(parts)
+
     @classmethod
     def of(cls, case_id: str, model: ModelSpec, p: Parallelism, nodes: int = 1) -> Self:
         """The row of a configuration."""

@@ -10,7 +10,7 @@ import pytest
 from simulate import validate
 from simulate.validation import coverage, predict, summarise, winkler
 from spec.command import run
-from spec.files import write_json, write_table
+from spec.files import read_table, write_json, write_table
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import StepRow, TrainingConfig, TrainingRow
@@ -199,3 +199,52 @@ def test_winkler_score() -> None:
 
 def test_summary_of_nothing() -> None:
     assert summarise([])["mape"] is None
+
+
+GRID = """
+gpus: [4, 2]
+families:
+  - {model: llama3-8b, layers: [4, 8], seq_len: [2048]}
+  - {model: llama2-13b, layers: [4], seq_len: [2048]}
+step_time_s: [0.001, 10]
+"""
+
+
+def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "grid.yaml").write_text(GRID)
+
+    def predict_drawn(name: str, seed: str) -> tuple[int, str, str]:
+        words = (
+            "--draw",
+            "8",
+            "--seed",
+            seed,
+            "--plan-out",
+            f"{name}.csv",
+            "--out",
+            f"{name}.json",
+        )
+        return call(capsys, "predict", "grid.yaml", *words)
+
+    assert predict_drawn("a", "1a2b3c")[0] == 0
+    assert predict_drawn("b", "1a2b3c")[0] == 0
+    assert predict_drawn("c", "ffffff")[0] == 0
+    plans = {name: (tmp_path / f"{name}.csv").read_text() for name in "abc"}
+    assert plans["a"] == plans["b"] != plans["c"]
+    drawn = read_table(tmp_path / "a.csv", TrainingConfig)
+    measured = {(row.hidden, row.tp, row.pp) for row in configs()}
+    assert sum((row.hidden, row.tp, row.pp) not in measured for row in drawn) >= 4
+    code, _, err = predict_drawn("a", "1a2b3c")
+    assert code == 2
+    assert "a plan is drawn once" in err
+
+
+def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "grid.yaml").write_text(GRID)
+    code, _, err = call(capsys, "predict", "grid.yaml", "--draw", "2", "--out", "s.json")
+    assert (code, "--draw needs --seed" in err) == (2, True)
+    (tmp_path / "grid.yaml").write_text("gpus: []\nfamilies: []")
+    words = ("--draw", "2", "--seed", "1", "--plan-out", "p.csv", "--out", "s.json")
+    code, _, err = call(capsys, "predict", "grid.yaml", *words)
+    assert code == 2
+    assert "grid.yaml: gpus is []" in err

@@ -255,17 +255,28 @@ def emit(
         text = json.dumps(manifest, indent=1, allow_nan=False)
         files.manifest.write_text(text + "\n", encoding="utf-8")
         temporary.chmod(0o755)
-        if directory.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-            directory.rename(retired / "old")
-            temporary.rename(directory)
-            shutil.rmtree(retired)
-        else:
-            temporary.rename(directory)
+        _swap(temporary, directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return manifest
+
+
+def _swap(new: Path, directory: Path) -> None:
+    """Put `new` in the place of `directory`, which stays if that fails."""
+    if not directory.exists():
+        new.rename(directory)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        directory.rename(retired / "old")
+        try:
+            new.rename(directory)
+        except BaseException:
+            (retired / "old").rename(directory)
+            raise
+    finally:
+        shutil.rmtree(retired)
 
 
 def _replaceable(directory: Path) -> None:

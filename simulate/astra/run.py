@@ -1,7 +1,6 @@
 """Finds Astra-Sim, runs it on an emitted workload, and says what happened."""
 
 import hashlib
-import json
 import os
 import resource
 import selectors
@@ -24,6 +23,7 @@ DOCUMENTATION = "https://astra-sim.github.io/astra-sim-docs/getting-started/buil
 KNOWN_COMMIT = "518bd51"
 _SPARE_FILES = 64  # beside one per rank
 _TAIL_LINES = 5
+_BUILT = "build/astra_analytical/build/bin"  # where astra-sim's own build script leaves it
 _CLOSING_S = 60.0  # to free its memory after the last line
 
 
@@ -77,7 +77,8 @@ def absent() -> str:
 def find_binary(flag: str | Path | None = None) -> Binary | None:
     """The executable named by `flag`, else by ASTRA_SIM, else on PATH; None if there is none.
 
-    A name that leads nowhere raises UserError. Directories stand for the executable in them.
+    A name that leads nowhere raises UserError. A directory, such as a checkout that
+    was built, stands for the executable in it.
     """
     for source, name in (("--astra-sim", flag), ("ASTRA_SIM", os.environ.get("ASTRA_SIM"))):
         if name:
@@ -90,7 +91,13 @@ def identify(path: Path, source: str = "the given path") -> Binary:
     """Look at an executable. Raises UserError (naming `source`) where there is none."""
     path = path.expanduser()
     if path.is_dir():
-        path = path / EXECUTABLE
+        places = (path / EXECUTABLE, path / _BUILT / EXECUTABLE)
+        path = next((place for place in places if place.is_file()), places[0])
+    if "Congestion_Aware" in path.name:
+        raise UserError(
+            f"{source} names {path.name}, which takes networks of one dimension only; name "
+            f"{EXECUTABLE}, which the same build makes."
+        )
     if not path.is_file():
         raise UserError(f"{source} names {path}, which does not exist; {absent()}")
     if not os.access(path, os.X_OK):
@@ -247,15 +254,3 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:
         time.sleep(0.005)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_maxrss * 1024
-
-
-def read_manifest(directory: Path) -> dict[str, object]:
-    """The manifest of an emission; UserError where there is none."""
-    path = Files(directory).manifest
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as a manifest ({error}).") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object.")
-    return content

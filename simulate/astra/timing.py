@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.astra import rules
-from simulate.astra.chakra import COLL, COMM_NAMES, COMP, RECV, SEND, TYPE_NAMES, Node
+from simulate.astra.chakra import COMM_NAMES, COMP, RECV, SEND, TYPE_NAMES, Node
 from simulate.astra.classes import Classes, classify
 from simulate.astra.collective import Line, Running
 from simulate.astra.traces import Body, Trace, duration_ns
@@ -27,22 +27,23 @@ _TAGS = 500_000_000  # tags of sends wrap here, as do the numbers of collectives
 
 @dataclass(slots=True)
 class _Rank:
-    """One class's rank: what it waits for, runs, and has done."""
+    """One class's rank: what it waits for, runs, and has done. Lists go by node index."""
 
     rank: int
+    number: int  # of its class
     body: Body
-    peers: list[int]  # class of each send's and receive's peer, by node index
-    flight: list[int]  # ns of each send, by node index
-    waiting: list[int]  # open dependencies by node index
-    ready: list[int] = field(default_factory=list)  # ascending
+    peers: list[int]  # class of the peer of a send or receive
+    takes: list[int]  # ns of a compute node or a send
+    waiting: list[int]  # open dependencies
+    ready: list[int]  # ascending
+    start: list[int]
+    end: list[int]
     ongoing: int = 0
     computing: bool = False
     talking: bool = False
     bundles: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     streams: dict[str, int] = field(default_factory=dict)  # collectives begun, by group
     finished: int = -1
-    start: list[int] = field(default_factory=list)
-    end: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -85,21 +86,18 @@ class _Engine:
         self.mail: dict[tuple[object, ...], _Mailbox] = {}
         self.lines: dict[tuple[int, int], Line] = {}
         self.plans: dict[tuple[object, ...], tuple[rules.Phase, ...]] = {}
-        durations: dict[int, list[int]] = {}
-        self.durations = durations
-        self.ranks = [self._rank(int(rank)) for rank in self.classes.first]
-        for rank in self.ranks:
-            number = int(trace.body_of[rank.rank])
-            if number not in durations:
-                durations[number] = [
-                    duration_ns(node, self.system) if node.type == COMP else 0
-                    for node in rank.body.nodes
-                ]
+        self.computes: dict[int, list[int]] = {}  # ns by program
+        self.ranks = [self._rank(i, rank) for i, rank in enumerate(self.classes.first.tolist())]
 
-    def _rank(self, rank: int) -> _Rank:
-        body = self.trace.bodies[int(self.trace.body_of[rank])]
+    def _rank(self, number: int, rank: int) -> _Rank:
+        program = int(self.trace.body_of[rank])
+        body = self.trace.bodies[program]
+        if program not in self.computes:
+            self.computes[program] = [
+                duration_ns(node, self.system) if node.type == COMP else 0 for node in body.nodes
+            ]
         count = len(body.nodes)
-        peers, flight = [-1] * count, [0] * count
+        peers, takes = [-1] * count, list(self.computes[program])
         for index, peer in zip(body.p2p, self.trace.peers[rank].tolist(), strict=True):
             node = body.nodes[index]
             if peer == rank or node.comm_size < 1:
@@ -109,13 +107,14 @@ class _Engine:
                 )
             peers[index] = int(self.classes.of[peer])
             if node.type == SEND:
-                flight[index] = self.message_ns(rank, peer, node.comm_size)
+                takes[index] = self.message_ns(rank, peer, node.comm_size)
         ready = [index for index, parents in enumerate(body.parents) if not parents]
         return _Rank(
             rank,
+            number,
             body,
             peers,
-            flight,
+            takes,
             list(body.parents),
             ready,
             start=[-1] * count,
@@ -227,14 +226,13 @@ class _Engine:
             self.finish(rank, index)
 
         if node.type == COMP:
-            delay = self.durations[int(self.trace.body_of[rank.rank])][index]
-            self.register(rank, delay, done)
+            self.register(rank, rank.takes[index], done)
         elif node.type == SEND:
-            me, peer = int(self.classes.of[rank.rank]), rank.peers[index]
-            self.send((me, peer, node.tag % _TAGS, node.comm_size), rank.flight[index], done)
+            key = (rank.number, rank.peers[index], node.tag % _TAGS, node.comm_size)
+            self.send(key, rank.takes[index], done)
         elif node.type == RECV:
-            me, peer = int(self.classes.of[rank.rank]), rank.peers[index]
-            self.receive((peer, me, node.tag % _TAGS, node.comm_size), done)
+            key = (rank.peers[index], rank.number, node.tag % _TAGS, node.comm_size)
+            self.receive(key, done)
         else:
             self.collective(rank, node, done)
 
@@ -363,6 +361,3 @@ class _Engine:
                 f"({node.name}) still {state} when nothing else happens; Astra-Sim would hang and "
                 "exit 0."
             )
-
-
-__all__ = ["COLL", "Timing", "simulate"]

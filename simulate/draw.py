@@ -1,0 +1,161 @@
+"""Draws training configurations from a grid: what is to be forecast and then measured.
+
+A grid is committed before the draw and the seed is a commit, so nobody can pick the easy ones. At
+least half of a draw has a (hidden size, TP, PP) that no training step was measured with.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from simulate.estimate import StepSimulator
+from simulate.memory import memory
+from spec.calibration import Calibration
+from spec.errors import UserError
+from spec.files import parse, read_yaml
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism, Recompute
+from spec.records import TrainingConfig, TrainingRow
+from spec.results import ResultSet
+
+Key = tuple[int, int, int]
+
+
+class Family(BaseModel):
+    """A model and the depths and lengths it is cut to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    layers: tuple[PositiveInt, ...] = Field(min_length=1)
+    seq_len: tuple[PositiveInt, ...] = Field(min_length=1)
+    vocab: PositiveInt | None = Field(default=None, description="padded as Megatron-Core pads it")
+
+
+class Grid(BaseModel):
+    """The values that a draw combines; combinations that make no sense are left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: tuple[PositiveInt, ...] = Field(min_length=1)
+    families: tuple[Family, ...] = Field(min_length=1)
+    microbatch: tuple[PositiveInt, ...] = (1, 2, 4)
+    microbatches: tuple[PositiveInt, ...] = (1, 2, 4, 8)
+    vpp: tuple[PositiveInt, ...] = (1, 2)
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    zero: tuple[int, ...] = (0, 1)
+    switches: tuple[bool, ...] = (False, True)
+    memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
+    step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")
+
+
+def draw(
+    path: Path,
+    count: int,
+    seed: str,
+    calibration: Calibration,
+    node: Node,
+    fabric: Fabric,
+    measured: list[ResultSet],
+) -> list[TrainingConfig]:
+    """`count` configurations of the grid, at least half never measured in their main dimensions."""
+    grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
+    if count < 1:
+        raise UserError(f"--draw is {count}; it must be at least 1")
+    rng = random.Random(seed)
+    known = {
+        (row.hidden, row.tp, row.pp)
+        for found in measured
+        for row in found.table(TrainingRow)
+        if row.status == "done"
+    }
+    wanted_new = count - count // 2
+    picked: dict[str, TrainingConfig] = {}
+    families: dict[str, int] = {}
+    new = 0
+    for _ in range(2000 * count):
+        if len(picked) == count:
+            break
+        one = _random(grid, rng)
+        if one is None:
+            continue
+        model, p = one
+        is_new = (model.hidden, p.tp, p.pp) not in known
+        if not is_new and len(picked) - new >= count - wanted_new:
+            continue
+        if families.get(model.name, 0) >= -(-2 * count // len(grid.families)):
+            continue
+        if not _worthwhile(grid, model, p, calibration, node, fabric):
+            continue
+        config = TrainingConfig.of(TrainingConfig.name_of(model, p), model, p)
+        if config.case_id not in picked:
+            picked[config.case_id] = config
+            families[model.name] = families.get(model.name, 0) + 1
+            new += is_new
+    if len(picked) < count:
+        raise UserError(
+            f"{path}: only {len(picked)} of {count} configurations could be drawn; "
+            "widen the grid or draw fewer"
+        )
+    return list(picked.values())
+
+
+def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | None:
+    """A random combination, or None where it makes no sense."""
+    family = rng.choice(grid.families)
+    changes: dict[str, Any] = {
+        "layers": rng.choice(family.layers),
+        "seq_len": rng.choice(family.seq_len),
+    }
+    changes |= {"vocab": family.vocab} if family.vocab else {}
+    model = load_model(family.model).resized(**changes)
+    tp, pp, dp = rng.choice(list(_splits(rng.choice(grid.gpus))))
+    microbatch = rng.choice(grid.microbatch)
+    fields = {
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "vpp": rng.choice(grid.vpp) if pp > 1 else 1,
+        "ep": rng.choice([e for e in (1, 2, 4) if dp % e == 0]) if model.experts else 1,
+        "microbatch": microbatch,
+        "global_batch": dp * microbatch * rng.choice(grid.microbatches),
+        "sequence_parallel": tp > 1 and (rng.choice(grid.switches) or bool(model.experts)),
+        "overlap": dp > 1 and rng.choice(grid.switches),
+        "zero": rng.choice(grid.zero) if dp > 1 else 1,
+        "recompute": rng.choice(grid.recompute),
+    }
+    try:
+        p = Parallelism.model_validate(fields)
+        p.check(model)
+    except (ValidationError, UserError):
+        return None
+    return model, p
+
+
+def _splits(gpus: int) -> Iterator[tuple[int, int, int]]:
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for tp, pp in itertools.product(sizes, sizes):
+        if gpus % (tp * pp) == 0:
+            yield tp, pp, gpus // (tp * pp)
+
+
+def _worthwhile(
+    grid: Grid,
+    model: ModelSpec,
+    p: Parallelism,
+    calibration: Calibration,
+    node: Node,
+    fabric: Fabric,
+) -> bool:
+    """Whether it fits memory and its step is neither trivial nor too long to measure."""
+    used = memory(model, p, node.memory_gib)
+    if used.peak_gib > grid.memory_share * used.capacity_gib:
+        return False
+    estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
+    low, high = grid.step_time_s
+    return bool(low <= estimate.step_time_s[0] <= high)
