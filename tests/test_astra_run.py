@@ -134,17 +134,22 @@ def test_finding_the_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"ASTRA_SIM names .*missing, which does not exist"):
         find_binary()
     assert find_binary(binary) == found  # the flag comes first
+    aware = tmp_path / "AstraSim_Analytical_Congestion_Aware"
+    aware.write_text("#!/bin/sh\n")
+    with pytest.raises(UserError, match="networks of one dimension only"):
+        find_binary(aware)
 
 
 def test_the_version_is_the_checkouts(tmp_path: Path) -> None:
-    binary = tmp_path / "checkout" / "build" / "bin" / EXECUTABLE
+    binary = tmp_path / "checkout/build/astra_analytical/build/bin" / EXECUTABLE
     binary.parent.mkdir(parents=True)
     binary.write_text("#!/bin/sh\n")
     binary.chmod(0o755)
     (tmp_path / "checkout" / "astra-sim").mkdir()
     (tmp_path / "checkout" / ".git").mkdir()
     (tmp_path / "checkout" / ".git" / "HEAD").write_text("518bd51" + "0" * 33 + "\n")
-    found = identify(binary)
+    found = identify(tmp_path / "checkout")  # where astra-sim's own script builds
+    assert found == identify(binary)
     assert found.version == "astra-sim 518bd51"
     assert found.warning is None
 

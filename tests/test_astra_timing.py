@@ -161,6 +161,7 @@ def test_equal_ranks_are_one_class() -> None:
         ([collective(1, "all_reduce", 64, [], dims=(False,))], "spans no dimension"),
         ([collective(1, "all_reduce", 64, [], group="7")], "which is absent"),
         ([Node(1, "s", SEND, comm_size=4, peer=0)], "to itself"),
+        ([collective(1, "all_gather", 0, [])], "has no bytes"),
         ([Node(1, "c", 4, num_ops=0, tensor_size=1)], "must be 1 or more"),
     ],
 )
@@ -203,6 +204,7 @@ def test_network_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> 
         ('{"preferred-dataset-splits": 4}', "cover only 1"),
         ('{"all-reduce-implementation": ["doubleBinaryTree"]}', "timing rules cover"),
         ('{"all-reduce-implementation": ["ring", "ring"]}', "2 entries for 1"),
+        ('{"all-reduce-implementation": ["oneRing"]}', "timing rules cover"),
         ('{"endpoint-delay": 0, "local-mem-bw": 1}', "endpoint-delay"),
         ('{"collective-optimization": "best", "local-mem-bw": 1}', "best"),
     ],

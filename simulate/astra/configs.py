@@ -16,7 +16,6 @@ from spec.errors import UserError
 
 TOPOLOGIES = ("Ring", "FullyConnected", "Switch")
 IMPLEMENTATIONS = ("ring", "direct", "halvingDoubling")
-ONE_DIMENSION = {"oneRing": "ring", "oneDirect": "direct", "oneHalvingDoubling": "halvingDoubling"}
 OPTIMIZATIONS = ("baseline", "localBWAware")
 COLLECTIVE_KEYS = {
     "all_reduce": "all-reduce-implementation",
@@ -231,10 +230,11 @@ def read_system(path: Path, dims: int) -> System:
         names = content.get(key)
         if names is None:
             continue
-        known = (*IMPLEMENTATIONS, *ONE_DIMENSION)
-        if not isinstance(names, list) or not names or any(n not in known for n in names):
-            raise UserError(f"{path}: {key} is {names!r}; our timing rules cover {list(known)}.")
-        if names[0] not in ONE_DIMENSION and len(names) != dims:
+        if not isinstance(names, list) or any(name not in IMPLEMENTATIONS for name in names):
+            raise UserError(
+                f"{path}: {key} is {names!r}; our timing rules cover {IMPLEMENTATIONS}."
+            )
+        if len(names) != dims:
             raise UserError(f"{path}: {key} has {len(names)} entries for {dims} dimensions.")
         implementations[kind] = tuple(names)
     optimization = content.get("collective-optimization", "baseline")

@@ -51,6 +51,8 @@ def hops(dim: Dimension, offset: int) -> int:
 
 def message_ns(dim: Dimension, links: int, size: int) -> int:
     """Time of one message of `size` bytes over `links` hops (double precision, then floored)."""
+    if size < 1:
+        raise UserError("a message has no bytes; Astra-Sim aborts on that (raise its comm_size).")
     bytes_per_ns = dim.bandwidth_gibps * 2**30 / 1_000_000_000
     return int(links * dim.latency_ns + size / bytes_per_ns)
 
@@ -68,9 +70,7 @@ def phases(
     size: Astra-Sim's comm_size: the input shard for all_gather, else the buffer of one rank; less
     than one byte per NPU of the network counts as that (`Sys::determine_chunk_size`).
     """
-    names = system.implementations.get(kind)
-    if names is None:
-        raise UserError(f"the system file names no implementation of {kind}.")
+    names = _names(system, kind)
     if kind != "all_gather":
         size = max(size, network.npus)
     flags = dims if dims is not None else (True,) * 4
@@ -90,6 +90,26 @@ def phases(
         elif name == "reduce_scatter":
             size //= network.dims[d].npus
     return tuple(result)
+
+
+def _names(system: System, kind: str) -> tuple[str, ...]:
+    names = system.implementations.get(kind)
+    if names is None:
+        raise UserError(f"the system file names no implementation of {kind}.")
+    return names
+
+
+def group_phases(
+    network: Network, system: System, kind: str, size: int, group: int
+) -> tuple[Phase, ...]:
+    """The one phase of a collective in a group by number, `dim` being minus that number.
+
+    With several dimensions it is a ring whatever the system file says
+    (`CommunicatorGroup::get_collective_plan`).
+    """
+    names = _names(system, kind)
+    size = size if kind == "all_gather" else max(size, network.npus)
+    return (Phase(-group, kind, names[0] if len(names) == 1 else "ring", size),)
 
 
 @lru_cache(maxsize=1024)

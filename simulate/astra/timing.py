@@ -272,10 +272,7 @@ class _Engine:
         rank.streams[group] = number + 1
         members = self._members(rank, node) if group else None
         if members is not None and len(members) < self.network.npus:
-            single = len(self.system.implementations.get(kind, ())) > 1
-            name = "ring" if single else self.system.implementations[kind][0]
-            size = max(node.comm_size, self.network.npus if kind != "all_gather" else 1)
-            plan: tuple[rules.Phase, ...] = (rules.Phase(-int(group), kind, name, size),)
+            plan = rules.group_phases(self.network, self.system, kind, node.comm_size, int(group))
         else:
             key = (kind, node.comm_size, None if members else node.dims)
             if key not in self.plans:
