@@ -26,7 +26,7 @@ NOISES = (0.003, 0.3)
 LENGTHS = (0.3, 20.0)
 LEAST_STRUCTURE = 0.01  # sd that a shape has of its own, however smooth its neighbours
 STARTS = (0.05, 0.01)  # noise to start the search from: the likelihood has several maxima
-MOST_POINTS = 160  # to learn from: the cost grows with the cube
+MOST_POINTS = 300  # to learn from: the cost grows with the cube
 # scale of the spread where too few left-out points say anything
 FEW_POINTS_SCALE = 1.5
 SCALES = (0.7, 6.0)

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
@@ -32,7 +34,15 @@ from spec.results import find_result_sets
 
 
 def fit(evidence: Evidence, show_progress: bool = False) -> Calibration:
-    """Fit everything a calibration holds; raises UserError where there is nothing to fit."""
+    """Fit everything a calibration holds; raises UserError where there is nothing to fit.
+
+    One thread: the matrices are small, and sums come in the same order on every machine.
+    """
+    with threadpool_limits(1):
+        return _fit(evidence, show_progress)
+
+
+def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     for table in FITTED:  # all of it is checked before anything is fitted
         evidence.rows(table)
     if not evidence.rows(KernelRow):

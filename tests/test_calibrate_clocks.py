@@ -15,7 +15,7 @@ from calibrate.telemetry import read_telemetry
 from calibrate.variability import spread_interval
 from spec.kernel import Kernel
 from spec.records import KernelRow
-from tests.synthetic import write_result_set
+from tests.test_calibrate_fit import write_small
 
 
 def row(
@@ -98,7 +98,7 @@ def test_short_kernels_keep_the_time_of_their_burst() -> None:
 
 
 def test_telemetry_tells_idle_communicating_and_waiting(tmp_path: Path) -> None:
-    folder = write_result_set(tmp_path)
+    folder = write_small(tmp_path, ("copy",))
     cases = {"": 85.0, "all_reduce-4-268435456": 300.0, "all_reduce-4-1024": 180.0}
     samples = [(case, power + step) for case, power in cases.items() for step in range(-5, 6)]
     samples += [("a training step", 690.0)] * 50

@@ -17,16 +17,22 @@ from spec.records import CollectiveRow, InterferenceRow, KernelRow, Row
 from tests.synthetic import Truth, write_result_set
 
 TRUTH = Truth()
-OPERATIONS = ("gemm", "attention", "copy", "rope", "swiglu", "adam")  # the others are alike
+OPERATIONS = ("gemm", "attention", "copy", "rope", "swiglu", "adam")
+
+
+def write_small(results: Path, operations: tuple[str, ...], truth: Truth = TRUTH) -> Path:
+    """A run of the made-up system with some of its operations; the others are alike."""
+    folder = write_result_set(results, truth=truth)
+    kept = [row for row in read_table(folder / "kernels.csv", KernelRow) if row.op in operations]
+    write_table(folder / "kernels.csv", KernelRow, kept)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """results/ with one run of the made-up system, a fifth of its rows to judge, calibrated."""
     results = tmp_path_factory.mktemp("synthetic") / "results"
-    folder = write_result_set(results)
-    kept = [row for row in read_table(folder / "kernels.csv", KernelRow) if row.op in OPERATIONS]
-    write_table(folder / "kernels.csv", KernelRow, kept)
+    folder = write_small(results, OPERATIONS)
     for name, row in (("kernels", KernelRow), ("collectives", CollectiveRow)):
         rewrite(folder / f"{name}.csv", row, _judge_some)
     assert run(main, [str(results), "--json", str(results / "fit.json")]) == 0

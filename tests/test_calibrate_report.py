@@ -10,7 +10,8 @@ from calibrate.fit import fit, systems, write_calibration
 from calibrate.report import render
 from spec.calibration import Calibration
 from spec.command import run
-from tests.synthetic import Truth, write_result_set
+from tests.synthetic import Truth
+from tests.test_calibrate_fit import write_small
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("pair")
     paths = []
     for name, truth in (("a", Truth()), ("b", Truth(memory_gbytes_per_s=3200.0))):
-        write_result_set(root / name, truth=truth)
+        write_small(root / name, ("copy", "rope"), truth)
         path = root / f"{name}.json"
         write_calibration(path, fit(systems(root / name)[0]))
         paths.append(path)
@@ -50,7 +51,9 @@ def test_report_stands_alone_and_says_everything(small: Calibration) -> None:
 
 
 def test_report_is_the_same_for_the_same_calibration(small: Calibration) -> None:
-    bare = small.model_copy(update={"networks": (), "kernels": small.kernels[:1]})
+    bare = small.model_copy(
+        update={"networks": (), "collectives": (), "kernels": small.kernels[:1]}
+    )
     assert render(bare) == render(bare)
 
 
