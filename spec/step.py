@@ -9,7 +9,7 @@ parallelism; Korthikanti et al. 2022 (arXiv 2205.05198) for sequence parallelism
 recomputation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from spec.collective import Collective
@@ -99,12 +99,28 @@ def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
     )
 
 
+def _biased(pair: tuple[Part, Part], model: ModelSpec, elements: int) -> tuple[Part, Part]:
+    """The same with a bias added to `elements` outputs, its gradient summed, where there are."""
+    if not model.linear_bias:
+        return pair
+    forward, backward = pair
+    return (
+        replace(forward, kernels=(*forward.kernels, _copy(4 * elements))),
+        replace(backward, kernels=(*backward.kernels, _copy(2 * elements))),
+    )
+
+
 def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
     heads = model.heads // p.tp
     kv_heads = max(model.kv_heads // p.tp, 1)
     dim = model.head_dim
     qkv_width = (heads + 2 * kv_heads) * dim
     parts = [_column("qkv", s.tokens, qkv_width, model.hidden, p, s.activation_bytes)]
+    parts[0] = _biased(parts[0], model, s.tokens * qkv_width)
+    # grouped queries are copied out of the product's output; their gradients are joined by a copy
+    queries = (_copy(4 * s.tokens * heads * dim),) if heads != kv_heads else ()
+    joined = (_copy(4 * s.tokens * qkv_width),)
+    parts.append((Part("split", queries), Part("split", joined)))
     if model.position == "rope":
         parts.append(_pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
     core = (p.microbatch, model.seq_len // p.cp, heads, kv_heads, dim)
@@ -130,8 +146,9 @@ def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     ffn = model.ffn_hidden // p.tp
     up = ffn * (2 if model.gated else 1)
     activation = "swiglu" if model.gated else "gelu"
+    fc1 = _column("fc1", s.tokens, up, model.hidden, p, s.activation_bytes)
     return [
-        _column("fc1", s.tokens, up, model.hidden, p, s.activation_bytes),
+        _biased(fc1, model, s.tokens * up),
         _pair(activation, activation, (s.tokens, ffn)),
         _row("fc2", s.tokens, model.hidden, ffn, p, s.activation_bytes),
     ]
@@ -211,6 +228,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     s = shapes(model, p)
     norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
     residual = _pair("residual", "residual", (s.local_tokens, model.hidden))
+    residual = _biased(residual, model, s.local_tokens * model.hidden)  # proj's and fc2's
     attention = _attention(model, p, s)
     mlp = _expert_mlp(model, p, s) if model.experts else _dense_mlp(model, p, s)
     pairs = [norm, *attention, residual, norm, *mlp, residual]
@@ -229,8 +247,11 @@ def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     s = shapes(model, p)
     vocab = max(model.vocab // p.tp, 1)
     forward, backward = _pair("embedding", "embedding", (s.tokens, model.hidden, vocab))
-    # its gradient is dense: the whole table is added to the accumulated one
+    # its gradient is dense: the whole table is added to the accumulated one, or, where it is the
+    # output layer's too, to that one's bf16 gradient
     grad = Kernel("grad_accumulate", "forward", (vocab * model.hidden,))
+    if model.tied_embeddings and p.pp == 1:
+        grad = _copy(6 * vocab * model.hidden)
     sums: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
     if p.tp > 1:
