@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Costs, Draws, Energy
-from simulate.pricing import PricedStep, layer_us, price
+from simulate.pricing import PricedStep, layer_us, price, step_clock_mhz
 from simulate.schedule import ScheduleName, graph
 from simulate.timeline import Timeline, execute
 from spec.calibration import Calibration, Parameter
@@ -28,6 +28,9 @@ SCALE_SD_PER_DOUBLING = 0.01
 # at most: four GPUs cannot identify a tail, and clocks have a floor. Assumed, with an interval.
 WORST_DEVIATION = 2.5
 WORST_DEVIATION_SD = 0.35
+# Over how long the regulator averages power: NVML's own average on these GPUs is over one second
+# (nvmlDeviceGetPowerUsage, since Ampere).
+REGULATION_S = 1.0
 POWER_SD = 0.04  # of mean power, assumed until validated
 
 BREAKDOWN = (
@@ -119,8 +122,43 @@ class StepSimulator:
 
     @cached_property
     def priced(self) -> PricedStep:
-        """The durations of everything in the step."""
-        return price(self.model, self.p, self._costs, self._fixed_clock_mhz)
+        """The durations of everything in the step, at the clock that the power cap leaves it."""
+        clock = self._fixed_clock_mhz or self._clock_mhz()
+        return price(self.model, self.p, self._costs, clock)
+
+    def _clock_mhz(self) -> float:
+        """Clock of the busiest stage.
+
+        The regulator holds a mean over REGULATION_S: of a layer's kernels always, and of the
+        step's pauses (bubbles, communication, the optimizer) as far as the step fits into it.
+        """
+        clock = in_layer = step_clock_mhz(self.model, self.p, self._costs)
+        fit = self.calibration.clock
+        if clock >= fit.max_mhz:
+            return clock
+        point = self._costs.with_(draws=Draws(0))
+        for _ in range(2):
+            priced = price(self.model, self.p, point, clock)
+            timeline, step_us = self._timeline(priced)
+            busiest = int(timeline.busy[:, 0].argmax())
+            compute_w, beside_w = self._drawn_w(priced, timeline, busiest, float(step_us[0]))
+            over_step = fit.clock_mhz(compute_w, beside_w)
+            share = min(REGULATION_S / (float(step_us[0]) / 1e6), 1.0)
+            clock = in_layer * max(over_step / in_layer, 1.0) ** share
+        return clock
+
+    def _timeline(self, priced: PricedStep) -> tuple[Timeline, Array]:
+        """The pipeline's timeline and the end of the step after it, us."""
+        p = self.p
+        duration = np.array([one.total for one in priced.pass_list])
+        timeline = execute(
+            graph(p.pp, p.microbatches, p.vpp, self.schedule), duration, priced.transfer_us
+        )
+        reduced = np.array(
+            [timeline.end[stage] + one.reduction_us for stage, one in enumerate(priced.updates)]
+        )
+        updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
+        return timeline, reduced.max(axis=0) + priced.norm_us + updated.max(axis=0)
 
     def layer_us(self) -> float:
         """Central time of one layer's forward and backward pass at the step's clock."""
@@ -129,15 +167,13 @@ class StepSimulator:
     def run(self) -> StepEstimate:
         """Simulate the step for all draws."""
         p, fit, priced = self.p, self.calibration.clock, self.priced
-        duration = np.array([one.total for one in priced.pass_list])
-        pipeline = graph(p.pp, p.microbatches, p.vpp, self.schedule)
-        timeline = execute(pipeline, duration, priced.transfer_us)
-        undelayed = execute(pipeline, duration[:, :1], np.zeros(1)) if p.pp > 1 else timeline
-        reduced = np.array(
-            [timeline.end[stage] + one.reduction_us for stage, one in enumerate(priced.updates)]
-        )
+        timeline, finish = self._timeline(priced)
+        undelayed = timeline
+        if p.pp > 1:
+            duration = np.array([one.total[:1] for one in priced.pass_list])
+            pipeline = graph(p.pp, p.microbatches, p.vpp, self.schedule)
+            undelayed = execute(pipeline, duration, np.zeros(1))
         updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
-        finish = reduced.max(axis=0) + priced.norm_us + updated.max(axis=0)
         straggler = self._straggler(finish)
         step_us = finish * self._common_factor() + straggler
 
@@ -181,25 +217,33 @@ class StepSimulator:
             assumptions=self._assumptions(),
         )
 
-    def _power_w(self, timeline: Timeline, step_us: float) -> float:
-        """Mean board power over the step and all GPUs, none above what the cap allows.
+    def _drawn_w(
+        self, priced: PricedStep, timeline: Timeline, stage: int, step_us: float
+    ) -> tuple[float, float]:
+        """Mean power above idle over the step of a GPU of `stage`, as `ClockFit` takes it.
 
-        What is not a stage's own passes, update or communication is waiting for other stages.
+        What is not the stage's own passes, update or communication is waiting for other stages.
         """
-        p, fit, priced = self.p, self.calibration.clock, self.priced
+        fit, update = self.calibration.clock, priced.updates[stage]
+        mine = [cost for (of, _, _), cost in priced.passes.items() if of == stage]
+        energy = sum((cost.energy for cost in mine), Energy()) * self.p.microbatches
+        energy += update.energy
+        sent_us = float((update.reduction_us + update.gather_us)[0])
+        exposed_us = sent_us + self.p.microbatches * sum(
+            float(time[0]) for cost in mine for time in cost.exposed.values()
+        )
+        used_us = float(timeline.busy[stage, 0] + update.kernels_us[0]) + sent_us
+        waiting_us = max(step_us - used_us, 0.0)
+        beside = energy.memory + exposed_us * fit.communication_w + waiting_us * fit.waiting_w
+        return energy.compute / step_us, beside / step_us
+
+    def _power_w(self, timeline: Timeline, step_us: float) -> float:
+        """Mean board power over the step and all GPUs, none above what the cap allows."""
+        fit = self.calibration.clock
         found = []
-        for stage, update in enumerate(priced.updates):
-            mine = [cost for (of, _, _), cost in priced.passes.items() if of == stage]
-            energy = sum((cost.energy for cost in mine), Energy()) * p.microbatches + update.energy
-            exposed_us = p.microbatches * sum(
-                float(time[0]) for cost in mine for time in cost.exposed.values()
-            )
-            exposed_us += float((update.reduction_us + update.gather_us)[0])
-            used_us = float(timeline.busy[stage, 0] + update.kernels_us[0])
-            used_us += float((update.reduction_us + update.gather_us)[0])
-            waiting_us = max(step_us - used_us, 0.0)
-            beside = energy.memory + exposed_us * fit.communication_w + waiting_us * fit.waiting_w
-            watts = fit.power_w(energy.compute / step_us, priced.clock_mhz, beside / step_us)
+        for stage in range(self.p.pp):
+            compute_w, beside_w = self._drawn_w(self.priced, timeline, stage, step_us)
+            watts = fit.power_w(compute_w, self.priced.clock_mhz, beside_w)
             found.append(min(watts, fit.cap_w or watts))
         return sum(found) / len(found)
 

@@ -90,12 +90,9 @@ class PricedStep:
         return self.costs.collective_us(self.transfer)
 
 
-def price(
-    model: ModelSpec, p: Parallelism, costs: Costs, clock_mhz: float | None = None
-) -> PricedStep:
-    """Price a step; the clock follows from the power of a layer's passes unless it is given."""
-    clock = clock_mhz or step_clock_mhz(model, p, costs)
-    costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
+def price(model: ModelSpec, p: Parallelism, costs: Costs, clock_mhz: float) -> PricedStep:
+    """Price a step at a clock."""
+    costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock_mhz)
     segments = {
         name: (
             PricedSegment(first, costs.segment(first)),
@@ -129,7 +126,7 @@ def price(
         model,
         p,
         costs,
-        clock,
+        clock_mhz,
         segments,
         passes,
         tuple(_update(model, p, costs, stage, passes) for stage in range(p.pp)),
@@ -191,7 +188,8 @@ def _passes(
         for one in groups[backward]:
             time = costs.collective_us(one) / p.vpp
             if p.overlap:  # beside the layers' compute; the first has nothing before it
-                time = np.maximum(time - compute / len(groups[backward]), time / max(layers, 1))
+                room = (compute + host) / len(groups[backward])
+                time = np.maximum(time - room, time / max(layers, 1))
             sent.append((one, time))
             exposed["dp"] = exposed.get("dp", zero) + time
         yield PassCost(
