@@ -25,6 +25,7 @@ COLLECTIVES: frozenset[str] = frozenset(
 )
 AXES = ("tp", "cp", "ep", "dp", "pp")
 PIPELINE_AXIS = "pp"
+_LONGEST_NS = 1e15  # eleven days; more is a mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,12 @@ class Program:
 
     def _check_task(self, task: Task, stage: int, where: str) -> None:
         if task.kind == "compute":
-            if not 0 <= task.duration_ns < 1e18:
+            if not 0 <= task.duration_ns < _LONGEST_NS:
                 raise ValueError(f"{where}: takes {task.duration_ns} ns")
             return
         if task.bytes < 1:
             raise ValueError(f"{where}: moves {task.bytes} bytes; at least 1 is needed")
-        if task.time_ns is not None and not 0 <= task.time_ns < 1e18:
+        if task.time_ns is not None and not 0 <= task.time_ns < _LONGEST_NS:
             raise ValueError(f"{where}: takes {task.time_ns} ns")
         if task.kind in COLLECTIVES:
             if not task.axes or any(self.axes.get(axis, 1) < 2 for axis in task.axes):

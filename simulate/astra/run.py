@@ -7,6 +7,7 @@ import selectors
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -253,4 +254,4 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> int:
             break
         time.sleep(0.005)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_maxrss * 1024
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
