@@ -21,7 +21,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
-from calibrate.state import POWER_EXPONENT, ClockState, is_compute
+from calibrate.state import CORE_IDLE_W, CORE_SOURCE, POWER_EXPONENT, ClockState, is_compute
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
@@ -52,7 +52,14 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     if limit is not None:
         where = f"{manifest}: power limit of the device"
         ledger.note("clock.power_limit_w", limit, "W", (limit, limit), "measured", where)
-    ledger.note("clock.idle_w", idle, "W", log_interval(idle, 0.1), source, idle_detail)
+    ledger.note(
+        "clock.idle_w",
+        idle,
+        "W",
+        log_interval(idle, 0.1 if source == "measured" else 0.4),
+        source,
+        idle_detail,
+    )
     fit_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, rows, ledger)
     for compute in (True, False):
@@ -62,6 +69,8 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
         state.default_host_us = float(median(hosts))
+    elif device.kind == "cpu":
+        state.default_host_us = 0.0
     return state
 
 
@@ -70,7 +79,7 @@ def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str
     if measured is not None:
         return measured, "measured", f"{telemetry.detail}: 5th percentile of power between cases"
     if limit is None:
-        return 0.0, "assumed", "no power could be read"
+        return CORE_IDLE_W, "assumed", f"no power could be read: one core, {CORE_SOURCE}"
     return IDLE_SHARE * limit, "assumed", f"{IDLE_SHARE:.0%} of the power limit: no telemetry"
 
 
@@ -124,7 +133,7 @@ def fit_clock(
     evidence: Evidence, state: ClockState, telemetry: Telemetry, ledger: Ledger
 ) -> ClockFit:
     """The clock model; each of its numbers is noted with its source."""
-    room = max((state.limit_w or 0.0) - state.idle_w, 0.0)
+    room = state.room_w
     powers = {}
     for name, share, measured in (
         ("communication_w", COMMUNICATION_SHARE, telemetry.communication_w()),
@@ -151,7 +160,7 @@ def fit_clock(
                 "W",
                 (0.5 * share * room, 1.5 * share * room),
                 "assumed",
-                f"{share:.0%} of the room under the power limit; no telemetry of it",
+                f"{share:.0%} of {state.room_reason}; no telemetry of it",
             )
     return ClockFit(
         reference_mhz=rounded(state.reference_mhz),

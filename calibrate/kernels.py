@@ -335,7 +335,12 @@ def _note_power(
             "us",
             log_interval(host_us, 0.5),
             "assumed",
-            "no row of it carries a host time: the median of the other operations'",
+            "no row of it carries a host time: "
+            + (
+                "the median of the other operations'"
+                if host_us
+                else "the processor that issues it runs it, and its time holds both"
+            ),
         )
 
 

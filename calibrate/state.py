@@ -18,6 +18,9 @@ POWER_EXPONENT = (2.4, 1.8, 3.0)
 COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
 
 
+# Power of one core, idle and more while busy, where none can be read.
+CORE_IDLE_W, CORE_ACTIVE_W = 1.5, 3.0
+CORE_SOURCE = "280 W of a 64-core AMD EPYC 7763, data sheet, a third of it idle"
 # of a second timing of the same shape, where pairs do not tell; assumed
 REPEAT_SD = 0.01
 
@@ -87,14 +90,23 @@ class ClockState:
         scale = float((self.reference_mhz / clock) ** self.power_exponent)
         return (row.power_w - self.idle_w) * scale
 
+    @property
+    def room_w(self) -> float:
+        """Power between idle and the limit; of a busy core where no limit is known."""
+        return CORE_ACTIVE_W if self.limit_w is None else max(self.limit_w - self.idle_w, 0.0)
+
+    @property
+    def room_reason(self) -> str:
+        """What `room_w` is."""
+        if self.limit_w is None:
+            return f"what a busy core draws ({CORE_SOURCE})"
+        return "the room under the power limit"
+
     def default_active_w(self, op: str) -> float:
         """Power above idle of an operation that no sustained row shows."""
         if is_compute(op) in self.kind_power_w:
             return self.kind_power_w[is_compute(op)]
-        if self.limit_w is None:
-            return 0.0
-        share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
-        return share * max(self.limit_w - self.idle_w, 0.0)
+        return (COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE) * self.room_w
 
     def default_power_reason(self, op: str) -> str:
         """Why that value."""
@@ -103,4 +115,4 @@ class ClockState:
             kind = "compute" if is_compute(op) else "memory"
             return f"{none}: the median of the {kind}-bound kernels that ran sustained"
         share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
-        return f"{none}: {share:.0%} of the room under the power limit"
+        return f"{none}: {share:.0%} of {self.room_reason}"
