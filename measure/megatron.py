@@ -8,6 +8,7 @@ layers, embedding, cross-entropy, pipeline schedules, DistributedDataParallel, t
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -334,6 +335,8 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     )
     if model.experts:
         framework += ", sequential experts, forced even routing"
+    if connections := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"):
+        framework += f"; CUDA_DEVICE_MAX_CONNECTIONS={connections}"
     return Trainer(
         model,
         p,
