@@ -184,12 +184,13 @@ def _passes(
                 exposed[axis] = exposed.get(axis, zero) + count * time
         compute = sum((count * cost.compute for count, cost in mine), zero)
         host = sum((count * cost.host for count, cost in mine), zero)
+        room = compute + host + sum(exposed.values(), zero)
         sent = []
         for one in groups[backward]:
             time = costs.collective_us(one) / p.vpp
-            if p.overlap:  # beside the layers' compute; the first has nothing before it
-                room = (compute + host) / len(groups[backward])
-                time = np.maximum(time - room, time / max(layers, 1))
+            if p.overlap:  # beside the layers' work; the first has nothing before it
+                share = room / len(groups[backward])
+                time = np.maximum(time - share, time / max(layers, 1))
             sent.append((one, time))
             exposed["dp"] = exposed.get("dp", zero) + time
         yield PassCost(
