@@ -91,6 +91,7 @@ def case_of_config(config: TrainingConfig, device_kind: str, quick: bool = False
 
 # (model, layers, seq_len, parallelism): the first twelve of four devices are the essential ones
 _Wish = tuple[str, int, int, dict[str, Any]]
+_SP = {"sequence_parallel": True}
 _GPU_PLAN: tuple[_Wish, ...] = (
     # four devices, one axis at a time, then two
     ("llama3-8b", 8, 4096, {"tp": 4, "sequence_parallel": True, "global_batch": 8}),
@@ -152,6 +153,34 @@ _GPU_PLAN: tuple[_Wish, ...] = (
     ("llama3-8b", 8, 4096, {"pp": 2, "global_batch": 8}),
     ("llama3-8b", 4, 4096, {"microbatch": 4, "global_batch": 4}),
     ("llama3-70b", 4, 4096, {"pp": 4, "microbatch": 2, "global_batch": 16}),
+    # every family split in at least five ways; whole models; long steps
+    ("llama3-8b", 32, 4096, {"tp": 4, "sequence_parallel": True, "global_batch": 8}),
+    ("llama3-8b", 32, 4096, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
+    ("mixtral-8x7b", 4, 4096, {"tp": 2, "dp": 2, "ep": 2, **_SP, "global_batch": 8}),
+    ("mixtral-8x7b", 4, 4096, {"pp": 2, "dp": 2, "ep": 2, "global_batch": 8}),
+    ("mixtral-8x7b", 4, 4096, {"tp": 4, **_SP, "global_batch": 8}),
+    ("mixtral-8x7b", 4, 4096, {"pp": 4, "global_batch": 8}),
+    ("mixtral-8x7b", 4, 4096, {"dp": 4, "ep": 2, "microbatch": 2, "global_batch": 8}),
+    ("gpt3-30b", 4, 2048, {"tp": 4, **_SP, "global_batch": 16}),
+    ("gpt3-30b", 4, 2048, {"dp": 4, "microbatch": 2, "global_batch": 16, "overlap": True}),
+    ("gpt3-30b", 4, 2048, {"pp": 4, "global_batch": 16}),
+    ("gpt3-30b", 4, 2048, {"tp": 2, "pp": 2, "microbatch": 2, "global_batch": 16}),
+    ("gpt3-30b", 4, 2048, {"pp": 2, "dp": 2, "global_batch": 16, "zero": 0}),
+    ("llama3-70b", 4, 4096, {"tp": 2, "dp": 2, **_SP, "global_batch": 4, "overlap": True}),
+    ("llama3-70b", 4, 4096, {"pp": 2, "dp": 2, "global_batch": 8}),
+    ("llama3-70b", 4, 8192, {"tp": 4, **_SP, "global_batch": 4, "recompute": "full"}),
+    ("llama3-8b", 16, 4096, {"dp": 4, "global_batch": 8, "overlap": True}),
+    ("llama3-8b", 16, 4096, {"pp": 2, "dp": 2, "recompute": "selective", "global_batch": 16}),
+    ("llama3-8b", 10, 4096, {"pp": 4, "layers_per_stage": (2, 3, 3, 2), "global_batch": 16}),
+    # more for one device and for two
+    ("llama3-70b", 2, 4096, {"global_batch": 2}),
+    ("gpt3-30b", 3, 2048, {"global_batch": 4}),
+    ("mixtral-8x7b", 1, 4096, {"global_batch": 2}),
+    ("llama3-8b", 4, 8192, {"global_batch": 2, "recompute": "selective"}),
+    ("llama3-70b", 4, 4096, {"tp": 2, **_SP, "global_batch": 2}),
+    ("mixtral-8x7b", 2, 4096, {"dp": 2, "ep": 2, "global_batch": 4}),
+    ("llama3-8b", 16, 4096, {"tp": 2, **_SP, "global_batch": 2, "recompute": "full"}),
+    ("gpt3-30b", 4, 2048, {"pp": 2, "microbatch": 2, "global_batch": 8}),
 )
 _CPU_PLAN: tuple[_Wish, ...] = (
     ("tiny", 4, 128, {"global_batch": 4}),
