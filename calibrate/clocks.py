@@ -205,21 +205,36 @@ def judge_power(
 ) -> None:
     """Power and clock of sustained rows of role `judge`, beside the mean of the rows fitted on."""
     by_key = {(fit.op, fit.direction, fit.dtype): fit for fit in fits}
-    known = [row for _, row in evidence.rows(KernelRow) if row.state == "sustained"]
-    powers = [row.power_w for row in known if row.power_w]
-    speeds = [row.clock_mhz for row in known if row.clock_mhz]
+
+    def sustained(role: str) -> list[tuple[KernelRow, float, float]]:
+        """Rows with the power and clock that the model gives them."""
+        found = []
+        for _, row in evidence.rows(KernelRow, role):
+            fit = by_key.get((row.op, row.direction, row.dtype))
+            if fit is not None and row.state == "sustained":
+                compute_w, memory_w = draw(fit)
+                mhz = clock.clock_mhz(compute_w, memory_w)
+                found.append((row, clock.power_w(compute_w, mhz, memory_w), mhz))
+        return found
+
+    known = sustained("fit")
+    powers = [row.power_w for row, _, _ in known if row.power_w]
+    speeds = [row.clock_mhz for row, _, _ in known if row.clock_mhz]
+    if not powers or not speeds:
+        return
+    # the spread of the rows fitted on around the same model
+    power_sd = _spread([log(w / row.power_w) for row, w, _ in known if row.power_w])
+    clock_sd = _spread([log(mhz / row.clock_mhz) for row, _, mhz in known if row.clock_mhz])
     power_rows, clock_rows = [], []
-    for _, row in evidence.rows(KernelRow, "judge"):
-        fit = by_key.get((row.op, row.direction, row.dtype))
-        if fit is None or row.state != "sustained":
-            continue
-        compute_w, memory_w = draw(fit)
-        mhz = clock.clock_mhz(compute_w, memory_w)
-        if row.power_w and powers:
-            watts = clock.power_w(compute_w, mhz, memory_w)
-            power_rows.append(Judged(watts, 0.05, row.power_w, float(np.mean(powers))))
-        if row.clock_mhz and speeds:
-            sd = max(clock.device_spread_sd, 0.005)
-            clock_rows.append(Judged(mhz, sd, row.clock_mhz, float(np.mean(speeds))))
+    for row, watts, mhz in sustained("judge"):
+        if row.power_w:
+            power_rows.append(Judged(watts, power_sd, row.power_w, float(np.mean(powers))))
+        if row.clock_mhz:
+            clock_rows.append(Judged(mhz, clock_sd, row.clock_mhz, float(np.mean(speeds))))
     ledger.score("power", "sustained rows of role judge", power_rows, "mean power of all kernels")
     ledger.score("clock", "sustained rows of role judge", clock_rows, "mean clock of all kernels")
+
+
+def _spread(errors: Sequence[float]) -> float:
+    """sd of which 90 % of the errors lie inside the 90 % interval; at least half a percent."""
+    return max(float(np.quantile(np.abs(errors), 0.9)) / Z90, 0.005)

@@ -70,8 +70,7 @@ def _fit(
     bare = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
     structure, sds = fit_structure(name, bare, system_busbw)
     bends = _bends(name, structure, bare)
-    # a size between two measured ones is half as far from them as a left-out one
-    bend = _spread(bends) / 2 if bends else UNKNOWN_BEND
+    bend = _spread(bends) if bends else UNKNOWN_BEND  # of sizes between the measured ones
     curves = tuple(_widened(curve, bend) for curve in bare)
     count = sum(len(same) for sizes in by_ranks.values() for same in sizes.values())
     detail = f"{evidence.where(CollectiveRow, count)}: {name}"

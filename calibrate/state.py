@@ -84,8 +84,13 @@ class ClockState:
         return row.state == "sustained" and row.power_w is not None and row.power_w > self.idle_w
 
     def active_w(self, row: KernelRow) -> float:
-        """Power above idle that a row's kernel would draw at the reference clock."""
+        """Power above idle that a row's kernel would draw at the reference clock.
+
+        What a memory-bound kernel draws does not go with the clock, see `ClockFit`.
+        """
         assert row.power_w is not None
+        if not is_compute(row.op):
+            return row.power_w - self.idle_w
         clock = row.clock_mhz or self.reference_mhz
         scale = float((self.reference_mhz / clock) ** self.power_exponent)
         return (row.power_w - self.idle_w) * scale
