@@ -14,7 +14,7 @@ WARM_UP = 2
 # for the estimate of a case's duration only: start of its processes, achieved FLOP/s of a device,
 # bytes per parameter that the optimizer moves and their rate
 _GPU = (6.0, 3.5e14, 80.0, 3e12)
-_CPU = (4.0, 2e10, 120.0, 4e9)
+_CPU = (2.0, 2e10, 120.0, 4e9)
 
 
 @dataclass(frozen=True)
