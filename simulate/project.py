@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from reports.projection import render
 from simulate.engines import through_astra_sim
 from simulate.inputs import (
     Inputs,
@@ -22,7 +23,7 @@ from simulate.plans import search
 from simulate.projection import Projection, Request, project, summary
 from spec.command import Parser, add_json, add_progress, counter, emit, progress, run
 from spec.errors import UserError
-from spec.files import first_problem, write_json
+from spec.files import first_problem, write_json, write_text
 from spec.parallelism import Parallelism
 
 EXAMPLES = """examples:
@@ -130,14 +131,18 @@ def scaling_counts(text: str | None) -> list[int]:
     return counts
 
 
-def scaling_point(value: dict[str, Any]) -> dict[str, Any]:
-    """What a scaling curve keeps of a projection."""
+def scaling_point(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any]) -> Any:
+    """What a scaling curve keeps of a projection; where none is possible, the reason."""
+    try:
+        value = project_at(inputs, gpus, arguments, fixed).as_json()
+    except UserError as error:
+        return {"gpus": gpus, "impossible": str(error)}
     keep = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "breakdown_s")
-    inputs = value["inputs"]
+    p = value["inputs"]["parallelism"]
     return {
-        "gpus": inputs["gpus"],
-        "parallelism": inputs["parallelism"]["name"],
-        "global_batch": inputs["parallelism"]["global_batch"],
+        "gpus": gpus,
+        "parallelism": p["name"],
+        "global_batch": p["global_batch"],
     } | {name: value[name] for name in keep}
 
 
@@ -153,9 +158,7 @@ def main(words: Sequence[str]) -> int:
     projection = project_at(inputs, arguments.gpus, arguments, fixed)
     value = projection.as_json()
     others = progress(counts, len(counts), "scaling", arguments.progress)
-    value["scaling"] = [
-        scaling_point(project_at(inputs, count, arguments, fixed).as_json()) for count in others
-    ]
+    value["scaling"] = [scaling_point(inputs, count, arguments, fixed) for count in others]
     out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
     value["astra_sim"] = through_astra_sim(
         projection,
@@ -166,8 +169,12 @@ def main(words: Sequence[str]) -> int:
         whole=Path(arguments.emit) if arguments.emit else None,
         progress=counter("Astra-Sim", arguments.progress),
     )
+    report = Path(arguments.report or out / "report.html")
+    write_text(report, render(value, projection.picture()))
     write_json(out / "projection.json", value)
     text = summary(value) + f"\nwritten           {out}/"
+    if arguments.report:
+        text += f", {report}"
     if arguments.emit:
         text += f", every rank in {arguments.emit}/"
     emit(arguments.json, value, text)

@@ -16,6 +16,8 @@ from spec.files import sha256
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
+from topologies.picture import picture
+from topologies.tiers import AxisTraffic, TierLoad, tier_utilisation
 
 SCHEMA = "projection/1"
 LEVEL = 0.9
@@ -95,25 +97,30 @@ class Projection:
                 "capacity": self.memory.capacity_gib,
                 "by_stage": list(self.memory.by_stage_gib),
             },
-            "fabric": self._fabric(),
+            "fabric": [
+                {"tier": one.tier, "utilisation": one.utilisation, "saturated": one.saturated}
+                for one in self.tiers()
+            ],
             "sensitivity": sensitivity(r, e.priced.costs.draws.names),
             "provenance": [one.model_dump() for one in provenance(self)],
             "warnings": warnings(self),
         }
 
-    def _fabric(self) -> list[dict[str, Any]]:
-        from topologies.tiers import AxisTraffic, tier_utilisation
-
+    def tiers(self) -> list[TierLoad]:
+        """Use of each tier of the cluster in a step."""
         e = self.estimate
+        paths = e.priced.costs.layout.paths
         loads = [
-            AxisTraffic(kind, one.sent_bytes, e.priced.costs.layout.paths[kind], one.total_s)
+            AxisTraffic(kind, one.sent_bytes, paths[kind], one.total_s)
             for kind, one in e.traffic.items()
-            if kind in e.priced.costs.layout.paths
+            if kind in paths
         ]
-        return [
-            {"tier": one.tier, "utilisation": one.utilisation, "saturated": one.saturated}
-            for one in tier_utilisation(loads, self.request.node, float(e.step_time_s[0]))
-        ]
+        return tier_utilisation(loads, self.request.node, float(e.step_time_s[0]))
+
+    def picture(self) -> str:
+        """The topology with the tiers' loads, as SVG."""
+        r = self.request
+        return picture(r.node, r.fabric, r.parallelism.gpus, self.tiers())
 
 
 def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[dict[str, Any]]:
@@ -270,6 +277,16 @@ def summary(value: Mapping[str, Any]) -> str:
         + ", ".join(f"{count} parameters {source}" for source, count in sorted(sources.items()))
         + f"; intervals hold {LEVEL:.0%}, all results simulated",
     ]
+    for point in value.get("scaling", ()):
+        if "impossible" in point:
+            lines.append(f"at {point['gpus']:,} GPUs".ljust(18) + point["impossible"])
+            continue
+        step, mfu = point["step_time_s"], point["mfu"]["median"]
+        lines.append(
+            f"at {point['gpus']:,} GPUs".ljust(18)
+            + f"{step['median']:.4g} [{step['low']:.4g}, {step['high']:.4g}] s, MFU {mfu:.1%}, "
+            + point["parallelism"]
+        )
     astra = value.get("astra_sim")
     if astra and astra["ran"]:
         lines.append(

@@ -1,0 +1,267 @@
+"""The report of a projection, from its `projection/1` JSON alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports.page import (
+    COLOURS,
+    Badge,
+    Figure,
+    Section,
+    Table,
+    Text,
+    new_figure,
+    page,
+    svg,
+)
+
+Json = Mapping[str, Any]
+Block = Text | Table | Figure
+
+WORDS = {
+    "compute": "kernels of the busiest stage",
+    "bubble": "pipeline stages waiting for each other",
+    "tp_exposed": "tensor-parallel communication with nothing beside it",
+    "pp_exposed": "activations and gradients on their way between stages",
+    "dp_exposed": "gradient reduction and parameter gather with nothing beside them",
+    "ep_exposed": "token exchange between experts",
+    "cp_exposed": "keys and values on their way around context-parallel ranks",
+    "optimizer": "gradient norm, clipping and update",
+    "straggler": "waiting for the slowest GPU",
+    "other": "host that issues more slowly than the GPU runs",
+}
+
+
+def render(value: Json, picture: str = "") -> str:
+    """The whole page. `picture` is an SVG of the topology, made by `topologies.picture`."""
+    inputs = value["inputs"]
+    p = inputs["parallelism"]
+    sections = [
+        Section("Step", [*_notes(value), _breakdown(value), _quantities(value)]),
+        Section("Communication and memory", [_communication(value), _memory(value)]),
+    ]
+    if value["fabric"]:
+        sections.append(Section("Fabric", _fabric(value, picture)))
+    if value.get("scaling"):
+        sections.append(Section("Scaling", _scaling(value)))
+    sections.append(Section("What the interval rests on", [_sensitivity(value)]))
+    if value.get("astra_sim"):
+        sections.append(Section("Astra-Sim beside our timeline", _engines(value)))
+    sections.append(Section("Where every number comes from", _provenance(value)))
+    return page(
+        f"{inputs['model']['name']} on {inputs['gpus']:,} GPUs",
+        sections,
+        subtitle=f"{p['name']} ({p['chosen']}) · {inputs['node']['name']} nodes, "
+        f"{inputs['fabric']['name']} fabric · calibrated on {inputs['calibration']['system']} · "
+        "every result on this page is simulated",
+        facts=(
+            ("step time", with_interval(value["step_time_s"], "s")),
+            ("tokens/s", with_interval(value["tokens_per_s"], "million", 1e-6)),
+            ("MFU", with_interval(value["mfu"], "%", 100)),
+            ("power per GPU", with_interval(value["power_w_per_gpu"], "W")),
+        ),
+    )
+
+
+def with_interval(one: Json, unit: str, scale: float = 1.0) -> str:
+    """Such as `2.35 [2.1, 2.7] s`."""
+    median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
+    return f"{median} [{low}, {high}] {unit}"
+
+
+def _notes(value: Json) -> list[Block]:
+    counts: dict[str, int] = {}
+    for one in value["provenance"]:
+        counts[one["source"]] = counts.get(one["source"], 0) + 1
+    sources = ", ".join(f"{count} {source}" for source, count in sorted(counts.items()))
+    level = value["step_time_s"]["level"]
+    first = Text(
+        f"Intervals are meant to hold {level:.0%}. Parameters behind the numbers: {sources}; "
+        "each is listed at the end.",
+        "note",
+    )
+    return [first, *(Text(sentence, "warning") for sentence in value["warnings"])]
+
+
+def _breakdown(value: Json) -> Figure:
+    parts = [(name, s) for name, s in value["breakdown_s"].items() if s > 0]
+    step = value["step_time_s"]["median"]
+    figure, (axes,) = new_figure(7.0, 0.6 + 0.32 * len(parts))
+    names = [name for name, _ in reversed(parts)]
+    axes.barh(names, [s for _, s in reversed(parts)], color=COLOURS[0])
+    axes.set_xlabel("seconds of the step (simulated)")
+    axes.grid(axis="y", visible=False)
+    rows = [(name, s, f"{s / step:.1%}", WORDS.get(name, "")) for name, s in parts]
+    rows.append(("step", step, "100.0%", "the sum"))
+    return Figure(
+        svg(figure, "breakdown"),
+        "Where the step's time goes, central estimate",
+        Table(("part", "s", "share", "what it is"), rows),
+    )
+
+
+def _quantities(value: Json) -> Table:
+    rows = []
+    for name, label, unit, scale in (
+        ("step_time_s", "step time", "s", 1.0),
+        ("tokens_per_s", "throughput", "tokens/s", 1.0),
+        ("tokens_per_s_per_gpu", "throughput per GPU", "tokens/s", 1.0),
+        ("mfu", "model FLOP/s utilisation", "%", 100.0),
+        ("power_w_per_gpu", "mean power per GPU", "W", 1.0),
+        ("energy_j_per_step", "energy per step, GPUs", "kJ", 1e-3),
+        ("tokens_per_j", "tokens per joule, GPUs", "tokens/J", 1.0),
+        ("clock_mhz", "clock of the products", "MHz", 1.0),
+    ):
+        one = value[name]
+        numbers = (one["median"] * scale, one["low"] * scale, one["high"] * scale)
+        rows.append((label, *numbers, unit, Badge("simulated")))
+    return Table(("quantity", "median", "low", "high", "unit", "source"), rows)
+
+
+def _communication(value: Json) -> Table:
+    rows = [
+        (kind.upper(), one["total"], one["exposed"], one["bytes"] / 2**30, one["calls"])
+        for kind, one in value["communication_s"].items()
+    ]
+    columns = ("kind", "total s", "exposed s", "GiB sent and received", "calls")
+    return Table(columns, rows, "Per step, on a GPU of the busiest stage (simulated)")
+
+
+def _memory(value: Json) -> Figure:
+    memory = value["memory_gib"]
+    stages = range(1, len(memory["by_stage"]) + 1)
+    figure, (axes,) = new_figure(7.0, 2.4)
+    axes.bar([str(stage) for stage in stages], memory["by_stage"], color=COLOURS[0], width=0.6)
+    axes.axhline(memory["capacity"], color=COLOURS[1], linestyle="--")
+    axes.set_xlabel("pipeline stage")
+    axes.set_ylabel("GiB per GPU")
+    rows = [(stage, gib) for stage, gib in zip(stages, memory["by_stage"], strict=True)]
+    return Figure(
+        svg(figure, "memory"),
+        f"Peak device memory by stage (simulated); dashed: the device's {memory['capacity']:.0f} "
+        "GiB (published)",
+        Table(("stage", "GiB"), rows),
+    )
+
+
+def _fabric(value: Json, picture: str) -> list[Block]:
+    rows = [
+        (one["tier"], f"{one['utilisation']:.1%}", "yes" if one["saturated"] else "no")
+        for one in value["fabric"]
+    ]
+    table = Table(("tier", "utilisation over the step", "saturated"), rows)
+    if not picture:
+        return [table]
+    return [Figure(picture, "The topology, a few of each level's parts drawn", table)]
+
+
+def _scaling(value: Json) -> list[Block]:
+    points = [one for one in value["scaling"] if "impossible" not in one]
+    notes = [
+        Text(f"{one['gpus']:,} GPUs: {one['impossible']}", "note")
+        for one in value["scaling"]
+        if "impossible" in one
+    ]
+    if not points:
+        return list(notes)
+    figure, (left, right) = new_figure(7.6, 3.0, columns=2)
+    for axes, name, scale, label in (
+        (left, "step_time_s", 1.0, "step time, s"),
+        (right, "tokens_per_s_per_gpu", 1.0, "tokens/s per GPU"),
+    ):
+        gpus = [one["gpus"] for one in points]
+        axes.plot(gpus, [one[name]["median"] * scale for one in points], "o-", markersize=3)
+        low = [one[name]["low"] * scale for one in points]
+        high = [one[name]["high"] * scale for one in points]
+        axes.fill_between(gpus, low, high, alpha=0.2)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(gpus, [f"{count:,}" for count in gpus])
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel(label)
+    rows = [
+        (
+            one["gpus"],
+            one["parallelism"],
+            with_interval(one["step_time_s"], "s"),
+            with_interval(one["tokens_per_s_per_gpu"], ""),
+            with_interval(one["mfu"], "%", 100),
+        )
+        for one in points
+    ]
+    columns = ("GPUs", "parallelism", "step time", "tokens/s per GPU", "MFU")
+    caption = "Simulated at each size, with 90 % intervals; the global batch may differ"
+    return [Figure(svg(figure, "scaling"), caption, Table(columns, rows)), *notes]
+
+
+def _sensitivity(value: Json) -> Figure:
+    step = value["step_time_s"]["median"]
+    rows = list(reversed(value["sensitivity"]))
+    figure, (axes,) = new_figure(7.0, 0.6 + 0.3 * max(len(rows), 1))
+    for index, row in enumerate(rows):
+        ends = sorted((row["low_s"], row["high_s"]))
+        axes.barh(index, ends[1] - ends[0], left=ends[0], color=COLOURS[0], height=0.6)
+    axes.axvline(step, color=COLOURS[1])
+    axes.set_yticks(range(len(rows)), [row["factor"] for row in rows])
+    axes.set_xlabel("step time, s (simulated)")
+    axes.grid(axis="y", visible=False)
+    numbers = [(row["factor"], row["low_s"], row["high_s"]) for row in value["sensitivity"]]
+    return Figure(
+        svg(figure, "sensitivity"),
+        "Step time when one uncertain factor alone is at either end of its 90 % interval",
+        Table(("factor", "s at its low end", "s at its high end"), numbers),
+    )
+
+
+def _engines(value: Json) -> list[Block]:
+    astra = value["astra_sim"]
+    if not astra["ran"]:
+        return [
+            Text(f"Not run: {astra['note']}", "note"),
+            Text(f"Its configs are in {astra['directory']}. {astra['folded']}"),
+        ]
+    ours, theirs = value["breakdown_s"], astra["breakdown_s"]
+    rows: list[Sequence[Any]] = [
+        (name, ours.get(name, 0.0), theirs.get(name, 0.0))
+        for name in ours
+        if ours[name] or theirs.get(name)
+    ]
+    rows.append(("step", sum(ours.values()), sum(theirs.values())))
+    blocks: list[Block] = [
+        Text(
+            f"{astra['version']} printed {astra['cycles']:,} cycles (1 ns each) for the slowest of "
+            f"{astra['ranks']:,} ranks, {astra['difference']:+.3%} against our timeline before "
+            f"stragglers. {astra['note']}"
+        ),
+        Table(("part", "our timeline, s", "Astra-Sim, s"), rows, "Both simulated"),
+        Text(f"{astra['folded']}", "note"),
+    ]
+    if astra.get("warning"):
+        blocks.insert(0, Text(astra["warning"], "warning"))
+    return blocks
+
+
+def _provenance(value: Json) -> list[Block]:
+    order = {"assumed": 0, "published": 1, "measured": 2}
+    listed = sorted(value["provenance"], key=lambda one: (order[one["source"]], one["name"]))
+    rows = [
+        (
+            one["name"],
+            one["value"],
+            one["low"],
+            one["high"],
+            one["unit"],
+            Badge(one["source"]),
+            one["detail"],
+        )
+        for one in listed
+    ]
+    inputs = value["inputs"]
+    calibration = inputs["calibration"]
+    return [
+        Text(
+            f"Calibration {calibration['path']} (sha256 {calibration['sha256'][:16]}…) of "
+            f"{calibration['device']}; {inputs['draws']} uncertainty draws, seed {inputs['seed']}. "
+            "Assumed parameters come first."
+        ),
+        Table(("parameter", "value", "low", "high", "unit", "source", "from"), rows),
+    ]

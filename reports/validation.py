@@ -1,0 +1,219 @@
+"""The report of a validation or of a judged forecast, from its `validation/1` JSON alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports.page import COLOURS, INK, Badge, Figure, Section, Table, Text, new_figure, page, svg
+
+Json = Mapping[str, Any]
+Block = Text | Table | Figure
+
+
+def render(value: Json) -> str:
+    """The whole page."""
+    cases, every = value["cases"], value["summary"]["all"]
+    forecast = value.get("forecast")
+    sections = [
+        Section("Errors, with baselines on the same rows", [*_notes(value), _summary(value)]),
+        Section("Every case", [_scatter(cases), _residuals(cases)]),
+        Section("Worst cases", [_worst(cases)]),
+        Section("All numbers", [_table(cases)]),
+    ]
+    held = every["coverage_90"]
+    return page(
+        "Forecast against measurement" if forecast else "Simulated against measured",
+        sections,
+        subtitle=f"{every['n']} training configurations; the calibration never saw a training step",
+        facts=(
+            ("mean absolute error", percent(every["mape"])),
+            ("worst", percent(every["max_ape"])),
+            ("constant-rate baseline", percent(every["baseline_mape"])),
+            ("nearest-row baseline", percent(every["neighbour_mape"])),
+            ("inside their 90 % interval", f"{held['value']:.0%}" if held else "-"),
+        ),
+    )
+
+
+def percent(number: float | None) -> str:
+    """One digit, or a dash for what there is no data of."""
+    return "-" if number is None else f"{number:.1%}"
+
+
+def _notes(value: Json) -> list[Block]:
+    blocks: list[Block] = []
+    forecast = value.get("forecast")
+    if forecast:
+        missing = forecast["never_measured"]
+        blocks.append(
+            Text(
+                f"Sealed {forecast['created']} from calibration {forecast['calibration']['path']} "
+                f"(sha256 {forecast['calibration']['sha256'][:16]}…), before the measurement; "
+                f"{forecast['forecast_cases']} configurations were forecast, {len(missing)} never "
+                f"measured{': ' + ', '.join(missing) if missing else ''}.",
+                "note",
+            )
+        )
+    every = value["summary"]["all"]
+    held = every["coverage_90"]
+    if held:
+        blocks.append(
+            Text(
+                f"{held['value']:.0%} of the intervals held the measured median; with "
+                f"{every['n']} cases the true share lies between {held['low']:.0%} and "
+                f"{held['high']:.0%} (95 % Clopper-Pearson). 90 % is meant."
+            )
+        )
+    blocks.append(
+        Text(
+            "Constant rate: the model-FLOP/s per GPU of the same model's row with the fewest GPUs. "
+            "Nearest row: the row with the most similar configuration. Both are scaled with the "
+            "model FLOPs per GPU, and neither uses the row that it is judged on."
+        )
+    )
+    return blocks
+
+
+def _summary(value: Json) -> Table:
+    rows = []
+    for kind, one in value["summary"].items():
+        held = one["coverage_90"]
+        rows.append(
+            (
+                kind,
+                one["n"],
+                percent(one["mape"]),
+                percent(one["max_ape"]),
+                percent(one["bias"]),
+                percent(one["baseline_mape"]),
+                percent(one["neighbour_mape"]),
+                f"{held['value']:.0%}" if held else "-",
+                percent(one["median_half_width"]),
+                percent(one["energy_mape"]),
+                percent(one["memory_mape"]),
+            )
+        )
+    columns = (
+        "kind",
+        "cases",
+        "MAPE",
+        "worst",
+        "bias",
+        "constant rate MAPE",
+        "nearest row MAPE",
+        "inside 90 %",
+        "median half-width",
+        "energy MAPE",
+        "memory MAPE",
+    )
+    return Table(columns, rows, "Step time unless it says energy or memory (torch's peak)")
+
+
+def _scatter(cases: Sequence[Json]) -> Figure:
+    figure, (axes,) = new_figure(5.6, 4.6)
+    kinds = sorted({case["kind"] for case in cases})
+    for index, kind in enumerate(kinds):
+        mine = [case for case in cases if case["kind"] == kind]
+        real = [case["real_s"] for case in mine]
+        middle = [case["predicted_s"]["median"] for case in mine]
+        below = [case["predicted_s"]["median"] - case["predicted_s"]["low"] for case in mine]
+        above = [case["predicted_s"]["high"] - case["predicted_s"]["median"] for case in mine]
+        axes.errorbar(
+            real,
+            middle,
+            yerr=[below, above],
+            fmt="o^sDvP*X"[index % 8],
+            markersize=4,
+            color=COLOURS[index % len(COLOURS)],
+            elinewidth=1,
+            label=kind,
+        )
+    ends = [min(c["real_s"] for c in cases) * 0.9, max(c["real_s"] for c in cases) * 1.1]
+    axes.plot(ends, ends, color=INK, linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured step time, s")
+    axes.set_ylabel("simulated step time, s")
+    axes.legend(fontsize=8)
+    rows = [_row(case) for case in cases]
+    caption = "Measured and simulated, with 90 % intervals; the diagonal is no error"
+    return Figure(svg(figure, "scatter"), caption, Table(COLUMNS, rows))
+
+
+def _residuals(cases: Sequence[Json]) -> Figure:
+    ordered = sorted(cases, key=lambda case: case["real_s"])
+    figure, (axes,) = new_figure(7.0, 3.2)
+    places = range(len(ordered))
+    series = (
+        ("simulated", "o", 0, [case["error"] for case in ordered]),
+        ("constant rate", "x", 1, [_error(case, "baseline_s") for case in ordered]),
+        ("nearest row", "+", 2, [_error(case, "neighbour_s") for case in ordered]),
+    )
+    for label, marker, colour, errors in series:
+        shown = [(x, 100 * y) for x, y in zip(places, errors, strict=True) if y is not None]
+        if shown:
+            axes.plot(*zip(*shown, strict=True), marker, color=COLOURS[colour], label=label)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel("cases, from the shortest to the longest step")
+    axes.set_ylabel("predicted / measured - 1, %")
+    axes.legend(fontsize=8)
+    rows = [
+        (case["id"], case["error"], _error(case, "baseline_s"), _error(case, "neighbour_s"))
+        for case in ordered
+    ]
+    columns = ("case", "simulated", "constant rate", "nearest row")
+    return Figure(
+        svg(figure, "residuals"),
+        "Errors of the simulation and of both baselines",
+        Table(columns, rows),
+    )
+
+
+def _error(case: Json, name: str) -> float | None:
+    return case[name] / case["real_s"] - 1 if name in case else None
+
+
+COLUMNS = ("case", "kind", "GPUs", "measured s", "simulated s", "low", "high", "error", "inside")
+
+
+def _row(case: Json) -> tuple[Any, ...]:
+    time = case["predicted_s"]
+    return (
+        case["id"],
+        case["kind"],
+        case["gpus"],
+        case["real_s"],
+        time["median"],
+        time["low"],
+        time["high"],
+        f"{case['error']:+.1%}",
+        "yes" if case["inside_interval"] else "no",
+    )
+
+
+def _worst(cases: Sequence[Json]) -> Table:
+    rows = []
+    for case in sorted(cases, key=lambda one: -abs(one["error"]))[:8]:
+        parts = sorted(case["breakdown_s"].items(), key=lambda item: -item[1])
+        step = sum(case["breakdown_s"].values())
+        shares = ", ".join(f"{name} {s / step:.0%}" for name, s in parts if s / step >= 0.01)
+        rows.append((case["id"], f"{case['error']:+.1%}", shares, f"{case['modelled_share']:.0%}"))
+    columns = ("case", "error", "simulated breakdown", "kernel time in shapes not measured")
+    return Table(columns, rows)
+
+
+def _table(cases: Sequence[Json]) -> Table:
+    rows = []
+    for case in cases:
+        energy = case.get("predicted_energy_j")
+        rows.append(
+            (
+                *_row(case),
+                case.get("real_energy_j"),
+                energy["median"] if energy else None,
+                case.get("real_memory_gib"),
+                case.get("predicted_memory_gib"),
+                (Badge("measured"), Badge("simulated")),
+            )
+        )
+    columns = (*COLUMNS, "measured J", "simulated J", "measured GiB", "simulated GiB", "sources")
+    return Table(columns, rows)
