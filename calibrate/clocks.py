@@ -224,17 +224,30 @@ def judge_power(
         return
     # the spread of the rows fitted on around the same model
     power_sd = _spread([log(w / row.power_w) for row, w, _ in known if row.power_w])
-    clock_sd = _spread([log(mhz / row.clock_mhz) for row, _, mhz in known if row.clock_mhz])
+    clock_sd = {
+        compute: _spread(
+            [
+                log(mhz / row.clock_mhz)
+                for row, _, mhz in known
+                if row.clock_mhz and is_compute(row.op) == compute
+            ]
+        )
+        for compute in (True, False)
+    }
     power_rows, clock_rows = [], []
     for row, watts, mhz in sustained("judge"):
         if row.power_w:
             power_rows.append(Judged(watts, power_sd, row.power_w, float(np.mean(powers))))
         if row.clock_mhz:
-            clock_rows.append(Judged(mhz, clock_sd, row.clock_mhz, float(np.mean(speeds))))
+            clock_rows.append(
+                Judged(mhz, clock_sd[is_compute(row.op)], row.clock_mhz, float(np.mean(speeds)))
+            )
     ledger.score("power", "sustained rows of role judge", power_rows, "mean power of all kernels")
     ledger.score("clock", "sustained rows of role judge", clock_rows, "mean clock of all kernels")
 
 
 def _spread(errors: Sequence[float]) -> float:
-    """sd of which 90 % of the errors lie inside the 90 % interval; at least half a percent."""
+    """sd of which 90 % of the errors lie inside the 90 % interval, at least half a percent."""
+    if not errors:  # assumed
+        return 0.05
     return max(float(np.quantile(np.abs(errors), 0.9)) / Z90, 0.005)

@@ -24,7 +24,7 @@ DEFAULT_HOST_US = 10.0
 # multiprocessors (16-32 of 132 under NCCL's defaults) and share memory bandwidth.
 INTERFERENCE = (0.12, 0.03, 0.3)
 # What adding up kernels leaves out of a step (gaps, allocator, caches), until validated.
-COMPOSITION_SD = 0.05
+COMPOSITION_SD = 0.03
 
 
 def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:

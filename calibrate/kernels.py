@@ -299,7 +299,8 @@ def _note_power(
     clock: ClockState,
 ) -> None:
     if group.active_w:
-        sd = robust_sd([log(max(one, 1e-3)) for one in group.active_w])
+        few = len(group.active_w) < 3  # one or two rows do not show their spread
+        sd = max(robust_sd([log(max(one, 1e-3)) for one in group.active_w]), 0.05 if few else 0.01)
         interval = log_interval(active_w, sd)
         ledger.note(
             f"{group.name}.active_power_w",
