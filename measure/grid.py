@@ -12,7 +12,7 @@ class Defaults:
     models: tuple[str, ...]
     tp: tuple[int, ...]
     seq_len: tuple[int, ...]  # empty: each model's own
-    more_microbatches: tuple[int, ...]  # at the first two of tp and the first length
+    more_microbatches: tuple[int, ...]
 
 
 GPU = Defaults(("llama3-8b", "llama3-70b"), (1, 2, 4, 8), (4096, 8192), (2, 4))

@@ -260,7 +260,7 @@ def kernel_cases(
         named, lengths = named[:1], lengths[:1]
     wanted = dict.fromkeys(model_kernels(named, degrees, lengths, sizes))
     if not plan.tp and not plan.microbatch and not (quick and gpu):
-        more = model_kernels(named, degrees[:2], lengths[:1], defaults.more_microbatches)
+        more = model_kernels(named, degrees, lengths, defaults.more_microbatches)
         wanted.update(dict.fromkeys(more))
     for model, split in () if asked else steps:
         wanted.update(dict.fromkeys(sorted(kernels_of(model, split), key=_order)))
