@@ -109,5 +109,6 @@ def composition_sd(ledger: Ledger) -> float:
         "log",
         (0.02, 0.1),
         "assumed",
-        "a little above the spread of the first campaign's errors: gaps, allocator and caches of a whole step; training steps are never fitted on",
+        "a little above the spread of the first campaign's errors: gaps, allocator and caches of "
+        "a whole step; training steps are never fitted on",
     )

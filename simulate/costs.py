@@ -133,6 +133,8 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
         "ep": (p.ep, p.tp),
         "edp": (replicas // p.ep, p.tp * p.ep),
         "pp": (p.pp, p.tp * replicas),
+        # first and last stage, for a tied embedding: as far apart as stages half the way apart
+        "embd": (min(p.pp, 2), p.tp * replicas * max(p.pp // 2, 1)),
     }
     return Layout(
         {

@@ -343,4 +343,4 @@ class StepSimulator:
 
 def kind_of(axis: str) -> str:
     """The kind of communication an axis belongs to: expert replicas are data parallel."""
-    return "dp" if axis == "edp" else axis
+    return {"edp": "dp", "embd": "pp"}.get(axis, axis)

@@ -15,7 +15,17 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import Segment, embedding, head, layer, optimizer, shapes, sharded
+from spec.step import (
+    Segment,
+    embedding,
+    head,
+    layer,
+    optimizer,
+    shapes,
+    sharded,
+    stage_parameters,
+    tied_embedding,
+)
 
 Array = NDArray[np.float64]
 
@@ -213,15 +223,30 @@ def _update(
 ) -> UpdateCost:
     kernels, reduction, gather = optimizer(model, p, stage)
     zero = np.zeros(costs.draws.count)
-    # bucketed by layer: reduction beside the last backward pass, gather beside the next forward
-    buckets = max(p.stage_layers(model)[stage] // p.vpp, 1)
+    buckets = _buckets(model, p, stage)
+    reduced = _beside(reduction, costs, p.overlap, passes[stage, 0, True], buckets)
+    tied = tied_embedding(model, p)
+    if tied is not None and stage in (0, p.pp - 1):
+        reduced += ((tied, costs.collective_us(tied)),)
     return UpdateCost(
-        reduction=_beside(reduction, costs, p.overlap, passes[stage, 0, True], buckets),
+        reduction=reduced,
         kernels=kernels,
         kernels_us=sum((costs.kernel_us(kernel) for kernel in kernels), zero),
         energy=sum((costs.energy(kernel) for kernel in kernels), Energy()),
         gather=_beside(gather, costs, p.overlap and p.zero == 1, passes[stage, 0, False], buckets),
     )
+
+
+def _buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
+    """Buckets of gradients and parameters that Megatron-Core's DistributedDataParallel makes.
+
+    At least 40 million parameters each, or a million per replica; one bucket on every pipeline
+    stage but the first (megatron/core/distributed/distributed_data_parallel.py).
+    """
+    if stage > 0:
+        return 1
+    size = max(40_000_000, 1_000_000 * p.dp * p.cp)
+    return max(round(sum(stage_parameters(model, p, stage)) / p.vpp / size), 1)
 
 
 def _beside(

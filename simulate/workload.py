@@ -25,6 +25,10 @@ FOLDED = {
 }
 
 
+# axes of the program that a group spans, where it is not the axis of the same name
+_SPANNED = {"dp": ("cp", "ep", "dp"), "edp": ("dp",), "embd": ("pp",)}
+
+
 def program(
     priced: PricedStep, granularity: Granularity = "stage", schedule: ScheduleName = "1f1b"
 ) -> Program:
@@ -116,7 +120,8 @@ class _Stage:
     def _update(self) -> None:
         update = self.priced.updates[self.stage]
         for one, time in update.reduction:
-            self._collective("reduce gradients", one, time)
+            name = "tied embedding" if one.axis == "embd" else "reduce gradients"
+            self._collective(name, one, time)
         norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
         host_us = float(self.priced.norm_us[0]) - sum(float(time[0]) for time in norm_us)
         for one, time in zip(self.priced.norm, norm_us, strict=True):
@@ -155,7 +160,7 @@ class _Stage:
         self.last = (compute, *chain)
 
     def _send_all(self, name: str, one: Collective, time: Array, deps: tuple[int, ...]) -> int:
-        spanned = {"dp": ("cp", "ep", "dp"), "edp": ("dp",)}.get(one.axis, (one.axis,))
+        spanned = _SPANNED.get(one.axis, (one.axis,))
         return self._add(
             f"{name} {one.kind}",
             one.kind,  # type: ignore[arg-type]

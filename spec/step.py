@@ -347,6 +347,13 @@ def _copy(nbytes: int) -> Kernel:
     return Kernel("copy", "forward", (max(nbytes // 4, 1),))
 
 
+def tied_embedding(model: ModelSpec, p: Parallelism) -> Collective | None:
+    """Sum of the tied table's two gradients, fp32, between the first and the last stage."""
+    if not model.tied_embeddings or p.pp == 1:
+        return None
+    return Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp)
+
+
 def sharded(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
