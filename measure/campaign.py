@@ -39,6 +39,7 @@ class Campaign:
     sampler: Sampler
     show: Callable[[str, int], None]
     deadline: float | None = None  # monotonic seconds
+    nodes: int = 1  # emulated on this host
     out_of_time: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -120,6 +121,11 @@ class Campaign:
         from measure.training import run_case
 
         for case in cases:
+            if case.gpus > len(self.devices):
+                here = len(self.devices)
+                self.store.skip(case.case_id, f"needs {case.gpus} devices; {here} are here")
+                self.show(case.case_id, 1)
+                continue
             if not self.admit(case.seconds, until):
                 continue
             with self._tagged(case.case_id):
@@ -177,7 +183,7 @@ def by_worth(cases: Sequence[Any]) -> list[Any]:
 
 def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> None:
     """Run all suites; with a deadline, each gets its share of the time that is left."""
-    pool = Pool(campaign.kind, world)
+    pool = Pool(campaign.kind, world, nodes=campaign.nodes)
     try:
         for position, (suite, todo) in enumerate(cases.items()):
             if not todo:

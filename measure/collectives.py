@@ -134,7 +134,8 @@ def measure(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     )
     gpu = isinstance(ranks.timer, GpuTimer)
     repeats = repeats_of(case["bytes"], gpu)
-    times = time_collective(call, repeats, ranks.timer, group, warm_up_of(case["bytes"], gpu))
+    warm_up = warm_up_of(case["bytes"], gpu and case["nodes"] == 1)
+    times = time_collective(call, repeats, ranks.timer, group, warm_up)
     ranks.barrier()
     return {"times_us": times, "bytes": exact}
 
@@ -147,7 +148,7 @@ def repeats_of(nbytes: int, gpu: bool) -> int:
 
 
 def warm_up_of(nbytes: int, gpu: bool) -> int:
-    """Untimed repeats; on GPUs of large sizes about 0.2 s, so that telemetry sees their power."""
+    """Untimed repeats; of large sizes over NVLink about 0.2 s, so that telemetry sees power."""
     if not gpu or nbytes < 2**26:
         return WARM_UP
     return max(WARM_UP, min(300, int(0.2 * 1.5e11 / nbytes)))

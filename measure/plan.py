@@ -6,13 +6,13 @@ so a resumed or repeated run gives the same work the same id, and the same role.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from measure import grid
+from measure import emulation, grid
 from spec.collective import COLLECTIVES
 from spec.errors import UserError
 from spec.files import parse, read_table, read_yaml
@@ -89,9 +89,9 @@ class CollectiveCase:
     @property
     def case_id(self) -> str:
         """Such as `all_reduce-2r-stride2-2groups-1048576`."""
-        return (
-            f"{self.collective}-{self.ranks}r-stride{self.stride}-{self.groups}groups-{self.bytes}"
-        )
+        across = "" if self.nodes == 1 else f"-{self.nodes}nodes"
+        groups = f"{self.groups}groups-{self.bytes}{across}"
+        return f"{self.collective}-{self.ranks}r-stride{self.stride}-{groups}"
 
     @property
     def role(self) -> Literal["fit", "judge"]:
@@ -301,24 +301,40 @@ def _seconds(kernel: Kernel, gpu: bool) -> float:
 
 
 def collective_cases(
-    device_kind: str, world: int, quick: bool, plan: PlanFile
+    device_kind: str, world: int, quick: bool, plan: PlanFile, nodes: int = 1
 ) -> list[CollectiveCase]:
-    """The collective suite over every power-of-two group that `world` ranks allow."""
+    """The collective suite over every power-of-two group that `world` ranks allow.
+
+    With `nodes` emulated nodes each case says how many of them its groups span.
+    """
     if plan.collectives:
-        return [CollectiveCase(**wish.model_dump()) for wish in plan.collectives]
+        asked = [CollectiveCase(**wish.model_dump()) for wish in plan.collectives]
+        return [_placed(case, world, nodes) for case in asked]
     gpu = device_kind in ("nvidia", "amd")
-    top = 30 if gpu else (24 if quick else 26)
+    top = emulation.LARGEST if nodes > 1 else 30 if gpu else (24 if quick else 26)
     step = 2 if quick else 1
     cases = []
     for ranks, stride, groups in spans(world):
-        whole = stride == 1 and groups == 1
-        for exponent in range(10, top + 1, step if whole else 2):
+        dense = stride == 1 and groups == 1
+        if nodes > 1:  # groups inside one node are known from the host itself
+            dense = dense and ranks > world // nodes
+        for exponent in range(10, top + 1, step if dense else 2):
             for kind in COLLECTIVES:
                 seconds = (0.1 if gpu else 0.03) + 30 * 2**exponent / (2e11 if gpu else 1e9)
-                cases.append(
-                    CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
-                )
+                case = CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
+                cases.append(_placed(case, world, nodes))
     return cases
+
+
+def _placed(case: CollectiveCase, world: int, nodes: int) -> CollectiveCase:
+    """The case with the emulated nodes that its groups span, and the time this takes."""
+    if nodes == 1:
+        return case
+    across = emulation.nodes_of(case.members(), world, nodes)
+    if across == 1:
+        return case
+    rate = emulation.NETWORK_GBYTES_PER_S * 1e9 / case.groups
+    return replace(case, nodes=across, seconds=0.1 + 30 * case.bytes / rate)
 
 
 def spans(world: int) -> list[tuple[int, int, int]]:

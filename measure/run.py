@@ -1,6 +1,7 @@
 """`python -m measure.run`: measures this machine's devices and writes results/<system>/<run>/."""
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, host
+from measure import checks, emulation, emulation_plan, host
 from measure.campaign import Campaign, estimate_s, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.plan import (
@@ -23,7 +24,7 @@ from measure.plan import (
 )
 from measure.store import Store, find_run
 from measure.telemetry import Sampler
-from measure.training_plan import case_of_config
+from measure.training_plan import TrainingCase, case_of_config
 from measure.training_plan import cases as training_cases
 from spec.command import Parser, add_json, add_progress, emit, run
 from spec.errors import UserError
@@ -38,6 +39,7 @@ examples:
   python -m measure.run --suite kernels --model llama3-8b  one suite, one model's shapes
   python -m measure.run --list                             what would run, and how long
   python -m measure.run --resume 20260101-120000           continue a run that was cut short
+  python -m measure.run --emulate-nodes 2                  four GPUs as two nodes of two
 """
 PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
 
@@ -50,15 +52,13 @@ class Options:
     models: tuple[str, ...]
     quick: bool
     plan: PlanFile
+    nodes: int = 1  # emulated on this host
 
 
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
     """The cases of each suite asked for, in the order in which suites run."""
     cases: dict[str, list[Any]] = {}
-    asked = options.plan.training
-    steps = training_cases(devices, kind, options.quick)
-    if asked:
-        steps = [case_of_config(config, kind, options.quick) for config in asked]
+    steps = planned_steps(options, kind, devices)
     for suite in options.suites:
         if suite == "kernels":
             shapes = [(case.model, case.parallelism) for case in steps]
@@ -66,7 +66,9 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
                 kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
             )
         elif suite == "collectives":
-            cases[suite] = list(collective_cases(kind, devices, options.quick, options.plan))
+            cases[suite] = list(
+                collective_cases(kind, devices, options.quick, options.plan, options.nodes)
+            )
         elif suite == "interference":
             cases[suite] = list(interference_cases(kind, devices, options.quick))
         elif suite == "training":
@@ -76,14 +78,34 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
     return cases
 
 
+def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCase]:
+    """The training steps of the plan given, else the default ones for so many devices or nodes."""
+    if options.plan.training:
+        cases = []
+        for config in options.plan.training:
+            case = case_of_config(config, kind, options.quick)
+            if config.nodes > 1:
+                emulation.check(config.nodes, case.gpus, kind)
+            cases.append(emulation_plan.emulated(case, config.nodes))
+            if options.nodes > 1:
+                emulation_plan.fits(cases[-1], devices, options.nodes)
+        return cases
+    if options.nodes > 1:
+        return emulation_plan.cases(devices, options.nodes, kind, options.quick)
+    return training_cases(devices, kind, options.quick)
+
+
 def open_store(
     asked: argparse.Namespace, options: Options, devices: Sequence[Device], words: Sequence[str]
 ) -> Store:
     """A fresh result set, with the plan beside it."""
     described = host.describe_host(devices)
+    name = host.system_name([described])
+    if options.nodes > 1:
+        name = emulation.system_name(name, len(devices), options.nodes)
     store = Store.create(
         Path(asked.out),
-        system=asked.system or host.system_name([described]),
+        system=asked.system or name,
         run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         hosts=[described],
         interconnect=host.interconnect(devices),
@@ -98,11 +120,14 @@ def open_store(
             "install nvidia-ml-py (or amdsmi)"
         )
         print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
+    if options.nodes > 1:
+        store.note(emulation.note(len(devices), options.nodes))
     plan = {
         "suites": options.suites,
         "models": options.models,
         "quick": options.quick,
         "plan": options.plan.model_dump(),
+        "nodes": options.nodes,
     }
     write_json(store.folder / PLAN, plan)
     return store
@@ -129,6 +154,7 @@ def reopen_store(asked: argparse.Namespace, devices: Sequence[Device]) -> tuple[
             tuple(value["models"]),
             bool(value["quick"]),
             parse(PlanFile, value["plan"], str(folder / PLAN)),
+            int(value.get("nodes", 1)),
         )
     except (KeyError, TypeError):
         raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
@@ -195,16 +221,22 @@ def arguments_parser() -> Parser:
     parser.add_argument(
         "--budget", type=float, metavar="MINUTES", help="stop in time; each suite gets a share"
     )
+    parser.add_argument(
+        "--emulate-nodes",
+        type=int,
+        metavar="N",
+        help="have NCCL take the GPUs for N nodes joined by TCP; collectives and training",
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)  # fake:N, for tests
     add_json(parser)
     add_progress(parser)
     return parser
 
 
-def parse_suites(words: str | None) -> tuple[str, ...]:
+def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[str, ...]:
     """The suites named, in the order in which they run."""
     if words is None:
-        return SUITES
+        return default
     named = [word.strip() for word in words.split(",") if word.strip()]
     unknown = [word for word in named if word not in SUITES]
     if unknown or not named:
@@ -225,11 +257,18 @@ def main(words: Sequence[str]) -> int:
     kind = (asked.kind or find_kind()).partition(":")[0]
     devices = open_devices(asked.kind or kind)
     plan = read_plan(asked.plan) if asked.plan else PlanFile()
-    options = Options(parse_suites(asked.suite), tuple(asked.model), asked.quick, plan)
+    nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes
+    if asked.emulate_nodes is not None:
+        emulation.check(nodes, len(devices), kind)
+    suites = parse_suites(asked.suite, SUITES if nodes == 1 else emulation.SUITES)
+    options = Options(suites, tuple(asked.model), asked.quick, plan, nodes)
     began = time.monotonic()
     store: Store | None = None
     if asked.resume:
         store, options = reopen_store(asked, devices)
+    if options.nodes > 1:
+        os.environ.update(emulation.ENVIRONMENT)  # of the workers too, and of the manifest
+        os.environ.pop("NCCL_HOSTID", None)  # every worker gets its own
     cases = planned(options, kind, len(devices))
     if asked.write_plan:
         return write_plan(asked.write_plan, options, kind, len(devices))
@@ -253,7 +292,9 @@ def main(words: Sequence[str]) -> int:
     sampler = Sampler(store.folder, asked.kind or kind, epoch=epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)
     deadline = began + 60 * asked.budget if asked.budget else None
-    campaign = Campaign(asked.kind or kind, devices, store, sampler, bar.show, deadline)
+    campaign = Campaign(
+        asked.kind or kind, devices, store, sampler, bar.show, deadline, options.nodes
+    )
     status = "partial"
     try:
         measure_all(campaign, left, len(devices))

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from measure.emulation import rank_environment
 from measure.training_plan import TrainingCase, case_of, cases, refuse
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
@@ -67,13 +68,14 @@ class _Ranks:
             "parallelism": case.parallelism.model_dump(),
             "environment": ENVIRONMENT,
         }
+        own = [rank_environment(rank, case.gpus, case.nodes) for rank in range(case.gpus)]
         try:
             for rank in range(case.gpus):
                 mine, theirs = context.Pipe()
                 self._pipes.append(mine)
                 process = context.Process(
                     target=_enter,
-                    args=(message, rank, theirs, str(self._logs[rank])),
+                    args=(message | {"forced": own[rank]}, rank, theirs, str(self._logs[rank])),
                     daemon=True,
                 )
                 process.start()

@@ -27,6 +27,7 @@ class TrainingCase:
     warmup: int
     seconds: float
     case_id: str
+    nodes: int = 1  # emulated on one host, see measure.emulation
 
     @property
     def gpus(self) -> int:
@@ -36,7 +37,7 @@ class TrainingCase:
     @property
     def config(self) -> TrainingConfig:
         """Its columns in tables and plans."""
-        return TrainingConfig.of(self.case_id, self.model, self.parallelism)
+        return TrainingConfig.of(self.case_id, self.model, self.parallelism, self.nodes)
 
 
 def refuse(model: ModelSpec, p: Parallelism) -> None:

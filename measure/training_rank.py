@@ -188,6 +188,7 @@ def main(case: dict[str, Any], rank: int, pipe: Connection, log: str) -> None:
         os.dup2(file.fileno(), 2)
     for name, value in case["environment"].items():
         os.environ.setdefault(name, value)
+    os.environ.update(case["forced"])  # before any communicator exists
     messages = listen(pipe)
     try:
         run(case, rank, pipe, messages)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from measure.devices import open_devices
+from measure.emulation import rank_environment
 from spec.errors import WorkError
 
 Message = dict[str, Any]
@@ -66,7 +67,14 @@ class Worker:
     """The parent's end of one worker process."""
 
     def __init__(
-        self, program: str, kind: str, rank: int, world: int, port: int, events: "queue.Queue[Any]"
+        self,
+        program: str,
+        kind: str,
+        rank: int,
+        world: int,
+        port: int,
+        events: "queue.Queue[Any]",
+        nodes: int = 1,
     ) -> None:
         self.rank = rank
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as the worker does
@@ -79,7 +87,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path} | rank_environment(rank, world, nodes),
             text=True,
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
@@ -123,9 +131,12 @@ class Worker:
 class Pool:
     """The workers of this host's devices, restarted as needed."""
 
-    def __init__(self, kind: str, world: int, program: str = "measure.workers") -> None:
+    def __init__(
+        self, kind: str, world: int, program: str = "measure.workers", nodes: int = 1
+    ) -> None:
         self.kind = kind
         self.world = world
+        self.nodes = nodes  # emulated ones
         self._program = program
         self._workers: list[Worker] = []
         self._events: queue.Queue[Any] = queue.Queue()
@@ -134,7 +145,8 @@ class Pool:
     def _start(self, ranks: Iterable[int]) -> None:
         port = free_port()
         fresh = [
-            Worker(self._program, self.kind, rank, self.world, port, self._events) for rank in ranks
+            Worker(self._program, self.kind, rank, self.world, port, self._events, self.nodes)
+            for rank in ranks
         ]
         kept = [one for one in self._workers if one.rank not in {new.rank for new in fresh}]
         self._workers = sorted([*kept, *fresh], key=lambda one: one.rank)

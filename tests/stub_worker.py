@@ -17,4 +17,5 @@ for line in sys.stdin:
     if case["op"] == "fail" or case["op"] == f"fail-{rank}":
         print(json.dumps({"error": "as asked"}), flush=True)
     else:
-        print(json.dumps({"rank": rank, "process": os.getpid()}), flush=True)
+        told = {"rank": rank, "process": os.getpid(), "host_id": os.environ.get("NCCL_HOSTID")}
+        print(json.dumps(told), flush=True)

@@ -1,0 +1,151 @@
+"""Emulated nodes: which rank is on which, what each process is told, and what the rows say."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from measure import emulation, emulation_plan
+from measure.plan import CollectiveCase, PlanFile, collective_cases
+from measure.run import main
+from measure.training_plan import case_of, case_of_config
+from measure.workers import Pool
+from spec.command import run
+from spec.errors import UserError
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.records import CollectiveRow, TrainingConfig
+from spec.results import find_result_sets
+from tests.test_measure_workers import Case
+
+TINY = load_model("tiny")
+
+
+def test_ranks_fill_nodes_one_after_the_other() -> None:
+    told = [emulation.rank_environment(rank, 4, 2) for rank in range(4)]
+    assert told[0] == told[1] != told[2] == told[3]
+    assert told[0]["NCCL_IB_DISABLE"] == "1"
+    assert told[0]["NCCL_SOCKET_IFNAME"] == "lo"
+    assert len({one["NCCL_HOSTID"] for one in told}) == 2
+    assert len({emulation.rank_environment(r, 4, 4)["NCCL_HOSTID"] for r in range(4)}) == 4
+    assert emulation.rank_environment(3, 4, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "groups", "two", "four"),
+    [(2, 1, 1, 1, 2), (2, 1, 2, 1, 2), (2, 2, 1, 2, 2), (2, 2, 2, 2, 2), (4, 1, 1, 2, 4)],
+)
+def test_rows_say_how_many_nodes_a_group_spans(
+    ranks: int, stride: int, groups: int, two: int, four: int
+) -> None:
+    members = CollectiveCase("all_reduce", ranks, 1024, stride, groups).members()
+    assert emulation.nodes_of(members, 4, 2) == two
+    assert emulation.nodes_of(members, 4, 4) == four
+
+
+def test_collectives_across_and_inside_nodes() -> None:
+    found = collective_cases("nvidia", 4, False, PlanFile(), nodes=2)
+    assert len({case.case_id for case in found}) == len(found)
+    assert {case.nodes for case in found} == {1, 2}
+    assert {case.bytes for case in found if case.nodes == 2} == {2**k for k in range(10, 29)}
+    assert {(c.stride, c.groups) for c in found if c.nodes == 2} == {(2, 1), (2, 2), (1, 1)}
+    inside = [case for case in found if case.nodes == 1]
+    plain = {case.case_id for case in collective_cases("nvidia", 4, False, PlanFile())}
+    assert {case.case_id for case in inside} <= plain  # what it measures has not changed
+    assert not {case.case_id for case in found if case.nodes > 1} & plain
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(4, 2), (4, 4), (2, 2), (8, 2)])
+def test_the_plan_of_steps_fills_the_nodes(world: int, nodes: int) -> None:
+    plan = emulation_plan.cases(world, nodes, "nvidia", quick=False)
+    assert len({case.case_id for case in plan}) == len(plan) >= 4
+    for case in plan:
+        assert case.gpus == world
+        assert case.config.nodes == nodes
+        emulation_plan.fits(case, world, nodes)
+    if world == 4:
+        splits = [case.parallelism for case in plan]
+        assert len(plan) >= 10
+        assert {p.tp for p in splits} == {p.pp for p in splits} == {p.dp for p in splits}
+        assert {p.ep for p in splits} == {1, 2, 4}
+        assert {p.microbatch for p in splits} == {1, 2}
+        assert {p.zero for p in splits} == {0, 1}
+        assert {p.overlap for p in splits} == {False, True}
+
+
+def test_a_plans_rows_keep_their_ids_and_must_fit_the_nodes() -> None:
+    split = Parallelism(tp=2, dp=2, global_batch=4)
+    config = TrainingConfig.of("mine", TINY, split, nodes=2)
+    case = emulation_plan.emulated(case_of_config(config, "nvidia"), config.nodes)
+    assert case.config == config
+    emulation_plan.fits(case, 4, 2)
+    with pytest.raises(UserError, match=r"4 devices in nodes of 1 are 4 nodes, but .* says 2"):
+        emulation_plan.fits(case, 4, 4)
+    with pytest.raises(UserError, match="do not divide into 3 nodes"):
+        emulation_plan.emulated(case_of(TINY, split, "nvidia"), 3)
+
+
+def test_each_worker_is_told_its_node() -> None:
+    pool = Pool("stub", 2, program="tests.stub_worker", nodes=2)
+    try:
+        replies = pool.together(Case("a"))
+        assert [reply["host_id"] for reply in replies] == [  # type: ignore[index]
+            "emulated-node-0",
+            "emulated-node-1",
+        ]
+    finally:
+        pool.close()
+
+
+def test_a_run_with_emulated_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "collectives:\n- {collective: all_reduce, ranks: 2, bytes: 4096}\n"
+        "- {collective: send_recv, ranks: 2, bytes: 4096}\n"
+    )
+    words = ["--kind", "fake:2", "--emulate-nodes", "2", "--suite", "collectives", "--json"]
+    assert run(main, [*words, "--plan", str(plan), "--out", str(tmp_path / "results")]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "complete"
+    (found,) = find_result_sets(tmp_path / "results")
+    assert found.manifest.system == "2x-fake-2x1"
+    assert found.manifest.environment["NCCL_IB_DISABLE"] == "1"
+    assert found.manifest.environment["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "2 nodes of 1 devices are emulated" in found.manifest.notes[0]
+    rows = found.table(CollectiveRow)
+    assert {row.nodes for row in rows} == {2}
+    assert rows[0].case_id == "all_reduce-2r-stride1-1groups-4096-2nodes"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--kind", "fake:4", "--emulate-nodes", "3"], "4 devices cannot be 3 emulated nodes"),
+        (["--kind", "fake:4", "--emulate-nodes", "1"], "cannot be 1 emulated nodes"),
+        (["--kind", "cpu", "--emulate-nodes", "2"], "2 emulated nodes need GPUs"),
+    ],
+)
+def test_what_cannot_be_emulated_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
+) -> None:
+    assert run(main, words) == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_plan_with_nodes_is_refused_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spec.files import write_table
+
+    config = TrainingConfig.of("mine", TINY, Parallelism(dp=2, global_batch=2), nodes=2)
+    path = tmp_path / "plan.csv"
+    write_table(path, TrainingConfig, [config])
+    assert run(main, ["--kind", "cpu", "--plan", str(path), "--list"]) == 2
+    assert "2 emulated nodes need GPUs" in capsys.readouterr().err
