@@ -33,7 +33,7 @@ INDEPENDENT = 10
 
 @dataclass(frozen=True)
 class Evidence:
-    """The runs of one system, oldest first."""
+    """The runs of one system, oldest first; before them those whose kernels it shares, if any."""
 
     system: str
     runs: Sequence[ResultSet]

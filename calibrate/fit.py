@@ -23,7 +23,8 @@ from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
-from calibrate.network import PUBLISHED, fit_networks
+from calibrate.network import PUBLISHED
+from calibrate.networks import fit_networks
 from calibrate.telemetry import read_telemetry
 from spec.calibration import SCHEMA, Calibration
 from spec.command import Parser, add_json, add_progress, emit, progress, run
@@ -101,6 +102,27 @@ def systems(results: Path, system: str | None = None) -> list[Evidence]:
     return [Evidence(name, [one for one in sets if one.manifest.system == name]) for name in names]
 
 
+def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
+    """A system's evidence with the runs of another one before its own, for its kernel rows.
+
+    The other one is `named`, or the system that the manifest names (emulated nodes are made of the
+    GPUs of a measured host) where there are no kernel rows of its own.
+    """
+    base = named
+    if base is None and not any(one.fit(KernelRow) for one in found.runs):
+        base = found.runs[-1].manifest.base_system
+    if base is None or base == found.system:
+        return found
+    others = find_result_sets(results)
+    if base not in {one.manifest.system for one in others}:
+        raise UserError(
+            f"system {found.system} has no kernel rows of its own; {results} does not hold "
+            f"{base}, whose it would take; name another with --kernels-from"
+        )
+    runs = [one for one in others if one.manifest.system == base]
+    return Evidence(found.system, [*runs, *found.runs])
+
+
 def summary(calibration: Calibration, out: Path) -> str:
     """What the command prints: held-out errors beside their baselines, and what is assumed."""
     lines = [
@@ -149,6 +171,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: results/<system>/calibration.json"
     )
+    parser.add_argument(
+        "--kernels-from",
+        metavar="NAME",
+        help="take kernels, and what else this system lacks, from another (emulated nodes: from "
+        "the system of the same GPUs, unless named)",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write an HTML report")
     add_json(parser)
     add_progress(parser)
@@ -160,6 +188,9 @@ def main(arguments: Sequence[str]) -> int:
             f"{options.results} holds the systems {names}; name one with --system to use --out "
             "or --report"
         )
+    if len(found) > 1 and options.kernels_from:
+        raise UserError("--kernels-from is for one system; name it with --system")
+    found = [with_kernels(one, options.results, options.kernels_from) for one in found]
     fitted = [(one, fit(one, options.progress)) for one in found]
     values: list[dict[str, Any]] = []
     texts = []

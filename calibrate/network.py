@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from scipy.optimize import least_squares
 
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, rounded
+from calibrate.evidence import Z90, Judged, Ledger, log_interval, rounded
 from spec.calibration import NetworkFit, Positive, Source
 from spec.collective import busbw_factor
 from spec.files import read_table
 from spec.hardware import GroupPath
-from spec.records import CollectiveRow
 
 PUBLISHED = Path(__file__).parent / "published" / "network.csv"
 
@@ -51,8 +50,9 @@ MEASURED: dict[str, tuple[float, float]] = {
     "pipelining": (0.5, 1.0),
     "efficiency": (0.9, 0.3),
     "all_to_all_efficiency": (0.7, 0.5),
+    "sharing": (1.0, 0.7),  # groups of one node share its ports, unless they show otherwise
 }
-UNITS = {name: "us" if name.endswith("_us") else "share" for name in PRIORS}
+UNITS = {name: "us" if name.endswith("_us") else "share" for name in MEASURED}
 # The spread of efficiency from one cluster to another that one calibration cannot see: the default
 # and the tuned sweep of one cluster in nccl-tests issue 309 reach 321 and 391 GB/s at 8 GiB.
 CLUSTER_SD = 0.1
@@ -257,104 +257,14 @@ def judge_scaling(ledger: Ledger, protocol: str, samples: Sequence[Sample]) -> N
         )
 
 
-def measured_samples(evidence: Evidence) -> dict[str, list[Sample]]:
-    """This system's rows that leave a node (emulated nodes included), by protocol.
-
-    One group at a time. Sockets are told from InfiniBand by NCCL's own switch; what RDMA ran on is
-    not recorded, so it is taken as InfiniBand.
-    """
-    found: dict[str, list[Sample]] = {}
-    for one in evidence.runs:
-        sockets = one.manifest.environment.get("NCCL_IB_DISABLE") == "1"
-        for row in one.fit(CollectiveRow):
-            if row.nodes < 2 or row.groups > 1 or row.ranks < row.nodes:
-                continue
-            rdma = row.backend in ("nccl", "rccl") and not sockets
-            path = path_of(row.ranks, row.nodes, 1.0)
-            sample = Sample(row.collective, path, row.bytes, row.median_us, 1e6)
-            found.setdefault("infiniband" if rdma else "tcp", []).append(sample)
-    return found
-
-
-def fit_networks(evidence: Evidence, ledger: Ledger) -> tuple[NetworkFit, ...]:
-    """A model per protocol: measured where this system left its nodes, else published, assumed."""
-    measured = measured_samples(evidence)
-    found: list[NetworkFit] = []
-    for protocol in ("infiniband", "ethernet"):
-        samples = published_samples(protocol)
-        judge_scaling(ledger, protocol, samples)
-        if protocol in measured:
-            found.append(_measured(protocol, measured[protocol], evidence, ledger))
-            continue
-        fit, sds = fit_network(protocol, samples, "published", citation(protocol))
-        found.append(fit)
-        _note(ledger, fit, sds)
-        if protocol == "ethernet":
-            detail = f"RoCE is taken to behave as AWS EFA does, with twice its spread: {fit.detail}"
-            wider = {
-                "protocol": "roce",
-                "latency_sd": 2 * fit.latency_sd,
-                "efficiency_sd": 2 * fit.efficiency_sd,
-                "detail": detail,
-            }
-            found.append(fit.model_copy(update=wider))
-            _note(ledger, found[-1], {name: 2 * sd for name, sd in sds.items()})
-    if "tcp" in measured:
-        found.append(_measured("tcp", measured["tcp"], evidence, ledger))
-    else:
-        detail = "one TCP stream; no collective of this system left its node"
-        fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
-        found.append(fit)
-        _note(ledger, fit, sds)
-    return tuple(found)
-
-
-def _measured(
-    protocol: str, samples: Sequence[Sample], evidence: Evidence, ledger: Ledger
-) -> NetworkFit:
-    """Efficiency is relative to the node's rate: the fastest that any collective used its ports."""
-
-    def used(one: Sample) -> float:
-        twice = one.collective == "all_reduce" and one.path.nodes == 2
-        return one.busbw / (busbw_factor(one.collective, one.path.ranks) if twice else 1.0)
-
-    rate = rounded(max(used(one) for one in samples))
-    judge_sizes(ledger, protocol, samples, rate)
-    detail = evidence.where(CollectiveRow, len(samples))
-    fit, sds = fit_network(protocol, samples, "measured", detail, MEASURED, rate)
-    _note_one(ledger, fit, "node_gbytes_per_s", rate, "GB/s", 0.05)
-    _note(ledger, fit, sds)
-    return fit
-
-
-def judge_sizes(ledger: Ledger, protocol: str, samples: Sequence[Sample], rate: float) -> None:
-    """Every other size left out, beside the largest message's bus bandwidth."""
-    sizes = sorted({one.nbytes for one in samples})
-    left_out = set(sizes[1::2])
-    kept = [one for one in samples if one.nbytes not in left_out]
-    if not kept or not left_out:
-        return
-    fit, _ = fit_network(protocol, kept, "measured", "held-out fit", MEASURED, rate)
-    best = {
-        one.collective: max(o.busbw for o in kept if o.collective == one.collective) for one in kept
-    }
-    judged = []
-    for one in samples:
-        if one.nbytes in left_out and one.collective in best:
-            dumb = one.nbytes * busbw_factor(one.collective, one.path.ranks)
-            sd = sample_sd(fit, one, fit.max_nodes)
-            dumb /= best[one.collective] * 1e3
-            judged.append(Judged(predict(fit, one), sd, one.time_us, dumb))
-    ledger.score(
-        f"network.{protocol}", "every other size left out", judged, "constant bus bandwidth"
-    )
-
-
-def _note(ledger: Ledger, fit: NetworkFit, sds: dict[str, float]) -> None:
+def note_network(ledger: Ledger, fit: NetworkFit, sds: dict[str, float]) -> None:
+    """Enter a network's parameters, `sds` their spreads."""
     wide = {"latency_us": fit.latency_sd, "efficiency": fit.efficiency_sd}
     for name, unit in UNITS.items():
+        if name not in sds:
+            continue
         sd = max(sds[name], wide.get(name, 0.0))
-        _note_one(ledger, fit, name, float(getattr(fit, name)), unit, sd)
+        note_one(ledger, fit, name, float(getattr(fit, name)), unit, sd)
     ledger.note(
         f"network.{fit.protocol}.scale_sd",
         fit.scale_sd,
@@ -366,8 +276,9 @@ def _note(ledger: Ledger, fit: NetworkFit, sds: dict[str, float]) -> None:
     )
 
 
-def _note_one(
+def note_one(
     ledger: Ledger, fit: NetworkFit, name: str, value: float, unit: str, sd: float
 ) -> None:
+    """Enter one parameter of a network."""
     name = f"network.{fit.protocol}.{name}"
     ledger.note(name, value, unit, log_interval(value, sd), fit.source, fit.detail)

@@ -100,9 +100,9 @@ def open_store(
 ) -> Store:
     """A fresh result set, with the plan beside it."""
     described = host.describe_host(devices)
-    name = host.system_name([described])
+    name = base = host.system_name([described])
     if options.nodes > 1:
-        name = emulation.system_name(name, len(devices), options.nodes)
+        name = emulation.system_name(base, len(devices), options.nodes)
     store = Store.create(
         Path(asked.out),
         system=asked.system or name,
@@ -113,6 +113,8 @@ def open_store(
         environment=host.environment(),
         command=host.command_line(words),
         suites=options.suites,
+        emulated_nodes=options.nodes,
+        base_system=base if options.nodes > 1 else None,
     )
     if devices[0].kind == "cpu" and host.sees_gpu():
         store.note(

@@ -48,6 +48,8 @@ class Store:
         environment: dict[str, str],
         command: str,
         suites: Sequence[str],
+        emulated_nodes: int = 1,
+        base_system: str | None = None,
     ) -> "Store":
         """Begin a new result set; refuses a folder that already holds one."""
         folder = root / system / run
@@ -61,6 +63,8 @@ class Store:
             interconnect=interconnect,
             software=software,
             environment=environment,
+            emulated_nodes=emulated_nodes,
+            base_system=base_system,
             command=command,
             suites=list(suites),
             started=now(),

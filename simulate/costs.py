@@ -213,10 +213,11 @@ class Costs:
         time = network.time_us(collective.kind, path, collective.bytes, busbw)
         # what the latency and the efficiency being wrong would change, to first order in each
         latency_part = network.time_us(collective.kind, path, 1.0, busbw) / time
+        latency_sd, efficiency_sd = network.spreads(collective.kind, path)
         beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
         spread = np.exp(
-            latency_part * network.latency_sd * draws.normal("network latency")
-            + (1 - latency_part) * network.efficiency_sd * draws.normal("network efficiency")
+            latency_part * latency_sd * draws.normal("network latency")
+            + (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
             + beyond * network.scale_sd * draws.normal("network scale")
         )
         return np.asarray(time * spread)

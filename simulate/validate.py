@@ -66,7 +66,10 @@ def parser(form: str) -> Parser:
 
 def fabric_of(calibration: Calibration) -> str:
     """Fabric between hosts: one-host runs do not use it, emulated ones run over the loopback."""
-    return CPU_FABRIC if calibration.kind == "cpu" else DEFAULT_FABRIC
+    emulated = any(
+        one.protocol == "tcp" and one.source == "measured" for one in calibration.networks
+    )
+    return CPU_FABRIC if emulated or calibration.kind == "cpu" else DEFAULT_FABRIC
 
 
 def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, str]]:

@@ -145,6 +145,17 @@ def ring_steps(collective: str, ranks: int) -> int:
     return 2 * (ranks - 1) if collective == "all_reduce" else ranks - 1
 
 
+class NetworkCurve(Record):
+    """Measured sizes of one collective over groups that lie across nodes in one way, ascending."""
+
+    collective: str
+    ranks: Annotated[int, Field(ge=2)]
+    nodes: Annotated[int, Field(ge=2)]
+    concurrent: PositiveInt = Field(description="groups like it that share a node, all at once")
+    sd: NonNegative = Field(description="of a time read from it")
+    points: tuple[CollectivePoint, ...] = Field(min_length=1)
+
+
 class NetworkFit(Record):
     """Duration of a collective that leaves the node.
 
@@ -164,6 +175,9 @@ class NetworkFit(Record):
     between nodes. Bus bandwidth = efficiency * port rate of the group's ranks in a node, at most
     the scale-up domain's. Between two nodes a tree sends each byte once over the ports where a ring
     sends it 2 (ranks - 1) / ranks times.
+
+    Where groups laid out the same way were measured (`curves`), log(measured / formula) is
+    interpolated over their sizes and held constant beyond them.
     """
 
     protocol: str = Field(description="kind of network that it holds for")
@@ -179,7 +193,13 @@ class NetworkFit(Record):
     all_to_all_efficiency: Positive
     node_gbytes_per_s: Positive | None = Field(
         default=None,
-        description="measured rate of a whole node, 1e9 bytes/s; replaces the fabric's where set",
+        description="measured rate of a whole node, 1e9 bytes/s; replaces the fabric's rate and "
+        "hops where set",
+    )
+    sharing: NonNegative = Field(
+        default=1.0,
+        description="with node_gbytes_per_s: the rate of one of n groups on a node is that over "
+        "n ** sharing; 1 where they share a port, 0 where each gets it all",
     )
     scale_sd: NonNegative = Field(
         description="added per doubling of the number of nodes beyond those fitted on"
@@ -187,17 +207,69 @@ class NetworkFit(Record):
     max_nodes: PositiveInt = Field(description="largest number of nodes fitted on")
     source: Source
     detail: str
+    curves: tuple[NetworkCurve, ...] = ()
+
+    def curve(self, collective: str, path: GroupPath) -> NetworkCurve | None:
+        """The measured sizes of groups that lie as `path` does."""
+        if not self.curves:
+            return None
+        found = self._residuals.get((collective, path.ranks, path.nodes, path.concurrent))
+        return found[0] if found else None
+
+    @cached_property
+    def _residuals(
+        self,
+    ) -> dict[
+        tuple[str, int, int, int], tuple[NetworkCurve, NDArray[np.float64], NDArray[np.float64]]
+    ]:
+        """By layout: its curve, log sizes, and log(measured / formula)."""
+        found = {}
+        for curve in self.curves:
+            path = GroupPath(
+                ranks=curve.ranks,
+                local_ranks=-(-curve.ranks // curve.nodes),
+                nodes=curve.nodes,
+                concurrent=curve.concurrent,
+                gbytes_per_s=self.node_gbytes_per_s or 1.0,
+                latency_us=0.0,
+                tier="nic",
+            )
+            model = [self._formula_us(curve.collective, path, p.bytes, 1e6) for p in curve.points]
+            measured = np.array([point.time_us for point in curve.points])
+            sizes = np.log(np.array([float(point.bytes) for point in curve.points]))
+            key = (curve.collective, curve.ranks, curve.nodes, curve.concurrent)
+            found[key] = (curve, sizes, np.log(measured / np.array(model)))
+        return found
 
     def time_us(
         self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float
     ) -> float:
         """Duration for a group laid out as `path`; `scale_up_busbw` in 1e9 bytes/s."""
-        rate = path.gbytes_per_s
+        time = self._formula_us(collective, path, nbytes, scale_up_busbw)
+        if not self.curves:
+            return time
+        found = self._residuals.get((collective, path.ranks, path.nodes, path.concurrent))
+        if found is None:
+            return time
+        _, sizes, residuals = found
+        return time * exp(float(np.interp(log(max(nbytes, 1.0)), sizes, residuals)))
+
+    def spreads(self, collective: str, path: GroupPath) -> tuple[float, float]:
+        """sd of the latency-bound and of the bandwidth-bound part of a time."""
+        curve = self.curve(collective, path)
+        return (curve.sd, curve.sd) if curve else (self.latency_sd, self.efficiency_sd)
+
+    def _formula_us(
+        self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float
+    ) -> float:
+        rate, hops_us = path.gbytes_per_s, path.latency_us
+        one = rate  # of a rank that sends while the others of its group do not leave the node
         if self.node_gbytes_per_s is not None:
-            rate = self.node_gbytes_per_s / (path.local_ranks * path.concurrent)
-        step = self.latency_us + path.latency_us
+            one = self.node_gbytes_per_s / path.concurrent**self.sharing
+            rate, hops_us = one / path.local_ranks, 0.0
+        step = self.latency_us + hops_us
         if collective == "send_recv":
-            return self.launch_us + step + nbytes / (self.efficiency * rate * 1e3)
+            return self.launch_us + step + nbytes / (self.efficiency * one * 1e3)
         moved = nbytes * busbw_factor(collective, path.ranks)
         if collective == "all_to_all":
             # what stays inside the node does not use the ports

@@ -279,6 +279,12 @@ class Manifest(BaseModel):
     interconnect: str = Field(default="", description="how the devices are linked, where readable")
     software: dict[str, str]
     environment: dict[str, str] = Field(description="variables that change results")
+    emulated_nodes: PositiveInt = Field(
+        default=1, description="nodes that each host's devices were split into, for NCCL"
+    )
+    base_system: str | None = Field(
+        default=None, description="system of the same devices that has this one's kernel rows"
+    )
     command: str
     suites: list[str]
     started: str = Field(description="ISO 8601, UTC")

@@ -1,0 +1,247 @@
+"""A network model per protocol: measured where a system left its nodes, else published or assumed.
+
+A measured network keeps, beside the fitted formula, the measured sizes of every layout of groups:
+what a training step sends is then mostly looked up.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from calibrate.collectives import LEAST_SD
+from calibrate.evidence import Z90, Evidence, Judged, Ledger, median_sd, rounded
+from calibrate.network import (
+    ASSUMED_TCP,
+    MEASURED,
+    Sample,
+    citation,
+    fit_network,
+    judge_scaling,
+    note_network,
+    note_one,
+    path_of,
+    predict,
+    published_samples,
+    sample_sd,
+)
+from spec.calibration import CollectivePoint, NetworkFit
+from spec.collective import busbw_factor
+from spec.collective_fit import NetworkCurve
+from spec.hardware import GroupPath
+from spec.records import CollectiveRow, Manifest
+
+SCALE_UP = 1e6  # 1e9 bytes/s: never what limits a collective over such networks
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A measured row that leaves its node."""
+
+    row: CollectiveRow
+    path: GroupPath
+
+    @property
+    def sample(self) -> Sample:
+        """As the fit of the formula takes it."""
+        return Sample(self.row.collective, self.path, self.row.bytes, self.row.median_us, SCALE_UP)
+
+    @property
+    def layout(self) -> tuple[str, int, int, int]:
+        """What `NetworkFit.curves` are told apart by."""
+        return self.row.collective, self.path.ranks, self.path.nodes, self.path.concurrent
+
+
+def concurrent(row: CollectiveRow, per_node: int) -> int:
+    """Groups of a row that share its first node."""
+    found = 0
+    for number in range(row.groups):
+        block, offset = divmod(number, row.stride)
+        first = block * row.ranks * row.stride + offset
+        found += first < per_node
+    return found
+
+
+def per_node(manifest: Manifest) -> int:
+    """Devices of one node, emulated or not."""
+    return len(manifest.hosts[0].devices) // manifest.emulated_nodes
+
+
+def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]]:
+    """This system's rows that leave a node (emulated nodes included), by protocol.
+
+    Sockets are told from InfiniBand by NCCL's own switch; what RDMA ran on is not recorded, so it
+    is taken as InfiniBand. Several groups at once count where the manifest tells the nodes' size.
+    """
+    found: dict[str, list[Crossing]] = defaultdict(list)
+    for one in evidence.runs:
+        manifest = one.manifest
+        sockets = manifest.environment.get("NCCL_IB_DISABLE") == "1"
+        several = len(manifest.hosts) * manifest.emulated_nodes > 1
+        for row in one.table(CollectiveRow):
+            if row.role != role or row.nodes < 2 or row.ranks < row.nodes:
+                continue
+            if row.groups > 1 and not several:
+                continue
+            rdma = row.backend in ("nccl", "rccl") and not sockets
+            beside = concurrent(row, per_node(manifest)) if several else 1
+            path = path_of(row.ranks, row.nodes, 1.0, beside)
+            found["infiniband" if rdma else "tcp"].append(Crossing(row, path))
+    return found
+
+
+def fit_networks(evidence: Evidence, ledger: Ledger) -> tuple[NetworkFit, ...]:
+    """A model per protocol: measured where this system left its nodes, else published, assumed."""
+    measured, judged = crossings(evidence), crossings(evidence, "judge")
+    found: list[NetworkFit] = []
+    for protocol in ("infiniband", "ethernet"):
+        samples = published_samples(protocol)
+        judge_scaling(ledger, protocol, samples)
+        if protocol in measured:
+            rows = measured[protocol], judged.get(protocol, [])
+            found.append(fit_measured(protocol, *rows, evidence, ledger))
+            continue
+        fit, sds = fit_network(protocol, samples, "published", citation(protocol))
+        found.append(fit)
+        note_network(ledger, fit, sds)
+        if protocol == "ethernet":
+            detail = f"RoCE is taken to behave as AWS EFA does, with twice its spread: {fit.detail}"
+            wider = {
+                "protocol": "roce",
+                "latency_sd": 2 * fit.latency_sd,
+                "efficiency_sd": 2 * fit.efficiency_sd,
+                "detail": detail,
+            }
+            found.append(fit.model_copy(update=wider))
+            note_network(ledger, found[-1], {name: 2 * sd for name, sd in sds.items()})
+    if "tcp" in measured:
+        rows = measured["tcp"], judged.get("tcp", [])
+        found.append(fit_measured("tcp", *rows, evidence, ledger))
+    else:
+        detail = "one TCP stream; no collective of this system left its node"
+        fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
+        found.append(fit)
+        note_network(ledger, fit, sds)
+    return tuple(found)
+
+
+def fit_measured(
+    protocol: str,
+    rows: Sequence[Crossing],
+    judged: Sequence[Crossing],
+    evidence: Evidence,
+    ledger: Ledger,
+) -> NetworkFit:
+    """Efficiency is relative to the node's rate: the fastest that any one group used its ports."""
+
+    def used(one: Sample) -> float:
+        twice = one.collective == "all_reduce" and one.path.nodes == 2
+        return one.busbw / (busbw_factor(one.collective, one.path.ranks) if twice else 1.0)
+
+    alone = [one.sample for one in rows if one.path.concurrent == 1]
+    rate = rounded(max(used(one) for one in alone or [one.sample for one in rows]))
+    judge_sizes(ledger, protocol, rows, rate)
+    detail = evidence.where(CollectiveRow, len(rows))
+    samples = [one.sample for one in rows]
+    fit, sds = fit_network(protocol, samples, "measured", detail, MEASURED, rate)
+    note_one(ledger, fit, "node_gbytes_per_s", rate, "GB/s", 0.05)
+    note_network(ledger, fit, sds)
+    fit = fit.model_copy(update={"curves": curves(fit, rows)})
+    score(ledger, fit, "rows of role judge", judged, rows)
+    return fit
+
+
+def curves(fit: NetworkFit, rows: Sequence[Crossing]) -> tuple[NetworkCurve, ...]:
+    """The measured sizes of every layout, with the spread of what is read between them.
+
+    All groups of a parallel axis send at once, so of rows that differ in the number of groups (and
+    share a node with as many) those with the most count.
+    """
+    layouts: dict[tuple[str, int, int, int], list[Crossing]] = defaultdict(list)
+    for one in rows:
+        layouts[one.layout].append(one)
+    found = []
+    for (kind, ranks, nodes, beside), same in sorted(layouts.items()):
+        most = max(one.row.groups for one in same)
+        sizes: dict[int, list[CollectiveRow]] = defaultdict(list)
+        for one in same:
+            if one.row.groups == most:
+                sizes[one.row.bytes].append(one.row)
+        points, spread = [], []
+        for size, timed in sorted(sizes.items()):
+            own = float(np.hypot(median_sd(timed), LEAST_SD))
+            spread.append(own)
+            time = float(np.exp(np.median([log(row.median_us) for row in timed])))
+            points.append(CollectivePoint(bytes=size, time_us=rounded(time), sd=rounded(own, 3)))
+        curve = NetworkCurve(
+            collective=kind,
+            ranks=ranks,
+            nodes=nodes,
+            concurrent=beside,
+            sd=0.0,
+            points=tuple(points),
+        )
+        bend = bends(fit, curve, same[0].path)
+        sd = float(np.hypot(np.median(spread), bend / 2))  # a size lies half as far as a left-out
+        found.append(curve.model_copy(update={"sd": rounded(sd, 3)}))
+    return tuple(found)
+
+
+UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed
+
+
+def bends(fit: NetworkFit, curve: NetworkCurve, path: GroupPath) -> float:
+    """Spread of log(interpolated / measured) of the inner sizes, each from its two neighbours."""
+    if len(curve.points) < 3:
+        return UNKNOWN_BEND
+    sizes = [log(point.bytes) for point in curve.points]
+    model = [
+        predict(fit, Sample(curve.collective, path, p.bytes, 1.0, SCALE_UP)) for p in curve.points
+    ]
+    y = [log(point.time_us / time) for point, time in zip(curve.points, model, strict=True)]
+    errors = [
+        abs(float(np.interp(sizes[i], [sizes[i - 1], sizes[i + 1]], [y[i - 1], y[i + 1]])) - y[i])
+        for i in range(1, len(y) - 1)
+    ]
+    return float(np.quantile(errors, 0.9)) / Z90
+
+
+def judge_sizes(ledger: Ledger, protocol: str, rows: Sequence[Crossing], rate: float) -> None:
+    """Every other size left out, beside the largest message's bus bandwidth."""
+    sizes = sorted({one.row.bytes for one in rows})
+    left_out = set(sizes[1::2])
+    kept = [one for one in rows if one.row.bytes not in left_out]
+    if not kept or not left_out:
+        return
+    samples = [one.sample for one in kept]
+    fit, _ = fit_network(protocol, samples, "measured", "held-out fit", MEASURED, rate)
+    fit = fit.model_copy(update={"curves": curves(fit, kept)})
+    out = [one for one in rows if one.row.bytes in left_out]
+    score(ledger, fit, "every other size left out", out, kept)
+
+
+def score(
+    ledger: Ledger,
+    fit: NetworkFit,
+    split: str,
+    rows: Sequence[Crossing],
+    known: Sequence[Crossing],
+) -> None:
+    """Judge rows by a fit, beside the best bus bandwidth of the same collective in `known`."""
+    best: dict[str, float] = {}
+    for one in known:
+        best[one.row.collective] = max(best.get(one.row.collective, 0.0), one.sample.busbw)
+    judged = []
+    for one in rows:
+        sample = one.sample
+        if sample.collective not in best:
+            continue
+        curve = fit.curve(sample.collective, one.path)
+        sd = curve.sd if curve else sample_sd(fit, sample, fit.max_nodes)
+        sd = float(np.hypot(sd, median_sd([one.row])))
+        dumb = sample.nbytes * busbw_factor(sample.collective, one.path.ranks)
+        dumb /= best[sample.collective] * 1e3
+        judged.append(Judged(predict(fit, sample), sd, sample.time_us, dumb))
+    ledger.score(f"network.{fit.protocol}", split, judged, "constant bus bandwidth")

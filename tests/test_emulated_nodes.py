@@ -1,0 +1,164 @@
+"""A made-up system of emulated nodes, from its collective rows to a validated training step."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate import fit as fitting
+from simulate import validate
+from simulate.validation import predict
+from spec.calibration import Calibration, NetworkFit, read_calibration
+from spec.collective import COLLECTIVES, busbw_factor
+from spec.command import run
+from spec.files import read_table, write_json, write_table
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.records import CollectiveRow, KernelRow, Manifest, StepRow, TrainingConfig, TrainingRow
+from tests.made_up import write_calibration
+from tests.synthetic import Truth, manifest, write_result_set
+from topologies import load_fabric, load_node
+from topologies.placement import group_path
+
+BASE, SYSTEM = "4x-h200", "4x-h200-2x2"
+# (ranks, stride, groups): of a node's two devices each belongs to a group of its own, or all to one
+SPANS = ((4, 1, 1), (2, 2, 1), (2, 2, 2))
+
+
+def across_us(kind: str, ranks: int, groups: int, nbytes: int) -> float:
+    """The made-up network: 150 us, 8 GB/s; two groups at once get 6 GB/s each."""
+    rate = 8e3 if groups == 1 else 6e3
+    return 150.0 + nbytes * busbw_factor(kind, ranks) / rate
+
+
+def rows() -> Iterator[CollectiveRow]:
+    for kind in COLLECTIVES:
+        for ranks, stride, groups in SPANS:
+            for power in range(10, 29, 2):
+                time = across_us(kind, ranks, groups, 2**power)
+                yield CollectiveRow(
+                    case_id=f"{kind}-{ranks}-{stride}-{groups}-{power}",
+                    role="judge" if power == 16 else "fit",
+                    collective=kind,
+                    backend="nccl",
+                    ranks=ranks,
+                    nodes=2,
+                    stride=stride,
+                    groups=groups,
+                    bytes=2**power,
+                    dtype="bf16",
+                    busbw_gbytes_per_s=2**power * busbw_factor(kind, ranks) / time / 1e3,
+                    repeats=20,
+                    std_us=0.0,
+                    **dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time),
+                )
+
+
+def about(system: str) -> Manifest:
+    plain = manifest(system, "run-1", 4, Truth(), "2030-01-01T00:00:00Z")
+    changes: dict[str, Any] = {"environment": {"NCCL_IB_DISABLE": "1"}}
+    return plain.model_copy(update=changes | {"emulated_nodes": 2, "base_system": BASE})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A host with kernel rows, and the same host as two nodes with collectives only."""
+    root = tmp_path_factory.mktemp("emulated") / "results"
+    host = write_result_set(root, system=BASE)
+    few = [one for one in read_table(host / "kernels.csv", KernelRow) if one.op in ("gemm", "copy")]
+    write_table(host / "kernels.csv", KernelRow, few)
+    folder = root / SYSTEM / "run-1"
+    write_table(folder / "collectives.csv", CollectiveRow, list(rows()))
+    write_json(folder / "manifest.json", about(SYSTEM).model_dump(mode="json", by_alias=True))
+    assert run(fitting.main, [str(root), "--json", str(root / "fit.json")]) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def calibration(results: Path) -> Calibration:
+    return read_calibration(results / SYSTEM / "calibration.json")
+
+
+@pytest.fixture(scope="module")
+def network(calibration: Calibration) -> NetworkFit:
+    return next(one for one in calibration.networks if one.protocol == "tcp")
+
+
+def test_kernels_come_from_the_host_and_the_network_from_its_own_rows(
+    results: Path, calibration: Calibration, network: NetworkFit
+) -> None:
+    assert calibration.system == SYSTEM
+    assert {one.path.split("/")[0] for one in calibration.inputs} >= {BASE, SYSTEM}
+    assert network.source == "measured"
+    assert network.max_nodes == 2
+    host = read_calibration(results / BASE / "calibration.json")
+    assert host.kernels == calibration.kernels
+    assert next(one for one in host.networks if one.protocol == "tcp").source == "assumed"
+    judged = {one.split: one for one in calibration.held_out if one.model == "network.tcp"}
+    assert judged["rows of role judge"].rows == len(COLLECTIVES) * len(SPANS)
+    assert judged["rows of role judge"].median_error < 0.03
+    assert judged["every other size left out"].median_error < 0.1
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize(("size", "stride", "groups"), [(4, 1, 1), (2, 2, 2)])
+def test_measured_layouts_are_looked_up(
+    network: NetworkFit, kind: str, size: int, stride: int, groups: int
+) -> None:
+    node = load_node("4x-h200").model_copy(update={"gpus": 2})
+    path = group_path(node, load_fabric("loopback"), 4, size, stride)
+    assert path.concurrent == groups
+    for nbytes in (2**12, 2**21, 2**27, 2**32):
+        expected = across_us(kind, size, groups, nbytes)
+        assert network.time_us(kind, path, nbytes, 300.0) == pytest.approx(expected, rel=0.05)
+    sd, _ = network.spreads(kind, path)
+    assert 0 < sd < 0.1
+
+
+def test_groups_at_once_share_a_node_as_they_were_measured_to(network: NetworkFit) -> None:
+    # 6 instead of 8 GB/s: between each having all of it (0) and each having half (1)
+    assert 0.2 < network.sharing < 0.8
+
+
+def test_validation_simulates_steps_across_nodes(
+    results: Path, network: NetworkFit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write_calibration(tmp_path / "made-up.json", system=SYSTEM)
+    value = whole.model_dump(mode="json", by_alias=True)
+    value["networks"] = [network.model_dump(mode="json")]
+    path = tmp_path / "calibration.json"
+    write_json(path, value)
+    used = read_calibration(path)
+    assert validate.fabric_of(used) == "loopback"
+    model = load_model("llama3-8b").resized(layers=2, seq_len=2048)
+    split = Parallelism(tp=2, dp=2, sequence_parallel=True, global_batch=4, zero=0)
+    config = TrainingConfig.of("case", model, split, nodes=2)
+    predicted = predict(config, used, load_node("hgx-h200"), load_fabric("loopback"), draws=20)
+    reduced = 4 * model.parameters() / 2  # fp32 gradients of a tensor-parallel rank
+    expected = across_us("all_reduce", 2, 2, int(reduced)) * 1e-6
+    assert predicted.breakdown_s["dp_exposed"] == pytest.approx(expected, rel=0.05)
+
+    real = predicted.step_time_s["median"] * 1.02
+    fields = {"status": "done", "framework": "made up", "steps": 10, "step_time_median_s": real}
+    row = TrainingRow.model_validate(config.model_dump() | fields)
+    folder = tmp_path / "results" / SYSTEM / "run-1"
+    write_table(folder / "training.csv", TrainingRow, [row])
+    step = StepRow(case_id="case", role="judge", step=0, step_time_s=real)
+    write_table(folder / "steps.csv", StepRow, [step])
+    write_json(folder / "manifest.json", about(SYSTEM).model_dump(mode="json", by_alias=True))
+    words = [str(tmp_path / "results"), "--calibration", str(path), "--json", "--draws", "20"]
+    assert run(validate.main, words) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert case["error"] == pytest.approx(1 / 1.02 - 1, rel=1e-3)
+    assert case["kind"] == "TP+DP"
+
+
+def test_a_host_that_is_not_there_is_one_sentence(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(fitting.main, [str(results / SYSTEM)]) == 2
+    assert "name another with --kernels-from" in capsys.readouterr().err
+    assert run(fitting.main, [str(results), "--kernels-from", BASE]) == 2
+    assert "--kernels-from is for one system" in capsys.readouterr().err
