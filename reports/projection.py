@@ -230,7 +230,8 @@ def _engines(value: Json) -> list[Block]:
         Text(
             f"{astra['version']} printed {astra['cycles']:,} cycles (1 ns each) for the slowest of "
             f"{astra['ranks']:,} ranks, {astra['difference']:+.3%} against our timeline before "
-            f"stragglers. {astra['note']}"
+            f"stragglers; our reading of its rules expected {astra['expected_cycles']:,}. "
+            f"{astra['note']}"
         ),
         Table(("part", "our timeline, s", "Astra-Sim, s"), rows, "Both simulated"),
         Text(f"{astra['folded']}", "note"),

@@ -58,11 +58,17 @@ def through_astra_sim(
         reason = "not asked for (--engine timeline)" if engine == "timeline" else absent()
         return value | {"ran": False, "note": reason}
     result = run(directory, found, progress=progress)
-    return value | _result(projection, found, result)
+    return value | _result(projection, found, result, manifest)
 
 
-def _result(projection: Projection, found: Binary, result: AstraResult) -> dict[str, Any]:
-    """What Astra-Sim printed, beside our timeline's answer for the same graph."""
+def _result(
+    projection: Projection, found: Binary, result: AstraResult, manifest: dict[str, Any]
+) -> dict[str, Any]:
+    """What Astra-Sim printed, beside our timeline's answer for the same graph.
+
+    What a pass is made of is the same by construction, so the breakdown is ours but for waiting:
+    the difference between the engines is put where a rank waits, for its pipeline or its replicas.
+    """
     estimate = projection.estimate
     cycles = max(result.cycles)
     seconds = cycles / 1e9  # one cycle is one nanosecond
@@ -73,8 +79,9 @@ def _result(projection: Projection, found: Binary, result: AstraResult) -> dict[
         "ran": True,
         "version": found.version,
         "warning": found.warning,
-        "ranks": len(result.cycles),
+        "ranks": len(result.cycles) - manifest["helpers"],
         "cycles": cycles,
+        "expected_cycles": manifest["expected_ns"],  # by our reading of Astra-Sim's rules
         "wall_s": result.wall_s,
         "ideal_step_time_s": seconds,
         "step_time_s": seconds + estimate.breakdown_s["straggler"],
