@@ -42,6 +42,8 @@ class Campaign:
     nodes: int = 1  # emulated on this host
     out_of_time: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+    # by case of several groups that sent the largest messages: the time of each group, by its ranks
+    group_us: dict[str, dict[tuple[int, ...], float]] = field(default_factory=dict)
 
     def admit(self, seconds: float, until: float | None) -> bool:
         """Whether a case of `seconds` still fits before `until`."""
@@ -82,8 +84,10 @@ class Campaign:
 
     def collectives(self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None) -> None:
         """One after the other, all devices at once."""
-        from measure.collectives import row
+        from measure.collectives import group_times_us, row
 
+        sent = [one.bytes for one in cases if one.collective == "send_recv" and one.groups > 1]
+        largest = max(sent, default=0)
         for case in cases:
             if not self.admit(case.seconds, until):
                 continue
@@ -92,6 +96,8 @@ class Campaign:
                 if isinstance(replies, str):
                     self.fail(case.case_id, replies)
                 else:
+                    if case.collective == "send_recv" and case.bytes == largest:
+                        self.group_us[case.case_id] = group_times_us(case.message(), replies)
                     self.store.append(
                         "collectives", [row(case.message(), case.role, self.kind, replies)]
                     )

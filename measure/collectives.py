@@ -181,6 +181,21 @@ def time_collective(
     return [float(begin.elapsed_time(end)) * 1e3 for begin, end in pairs[2:]]
 
 
+def group_times_us(
+    case: dict[str, Any], replies: Sequence[dict[str, Any]]
+) -> dict[tuple[int, ...], float]:
+    """Median time of each group, by its ranks; empty for a case of one group."""
+    if case["groups"] < 2:
+        return {}
+    return {
+        tuple(members): statistics.median(
+            statistics.fmean(repeat)
+            for repeat in zip(*(replies[rank]["times_us"] for rank in members), strict=True)
+        )
+        for members in case["members"]
+    }
+
+
 def row(case: dict[str, Any], role: str, kind: str, replies: Sequence[dict[str, Any]]) -> Any:
     """The table row of a case from all ranks' replies."""
     took = [reply["times_us"] for reply in replies if reply["times_us"]]

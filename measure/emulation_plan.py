@@ -79,7 +79,7 @@ def emulated(case: TrainingCase, nodes: int) -> TrainingCase:
         nodes=nodes,
         steps=STEPS,
         seconds=round(seconds, 1),
-        case_id=f"{case.case_id}-{nodes}nodes" if own else case.case_id,
+        case_id=TrainingConfig.name_of(case.model, p, nodes) if own else case.case_id,
     )
 
 

@@ -6,31 +6,21 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, emulation_plan, host
-from measure.campaign import Campaign, estimate_s, measure_all
+from measure import checks, emulation, host
+from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
-from measure.plan import (
-    SUITES,
-    PlanFile,
-    collective_cases,
-    interference_cases,
-    kernel_cases,
-    read_plan,
-)
+from measure.plan import SUITES, PlanFile, read_plan
+from measure.report import report
 from measure.store import Store, find_run
+from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
-from measure.training_plan import TrainingCase, case_of_config
-from measure.training_plan import cases as training_cases
-from spec.command import Parser, add_json, add_progress, emit, run
+from spec.command import Parser, add_json, add_progress, run
 from spec.errors import UserError
-from spec.files import parse, read_json, write_json, write_table
-from spec.records import KernelRow, TrainingConfig
-from spec.results import read_result_set
+from spec.files import parse, read_json, write_json
 
 EXAMPLES = """\
 examples:
@@ -42,57 +32,6 @@ examples:
   python -m measure.run --emulate-nodes 2                  four GPUs as two nodes of two
 """
 PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
-
-
-@dataclass(frozen=True)
-class Options:
-    """What decides the cases of a run; kept beside an unfinished one, for --resume."""
-
-    suites: tuple[str, ...]
-    models: tuple[str, ...]
-    quick: bool
-    plan: PlanFile
-    nodes: int = 1  # emulated on this host
-
-
-def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
-    """The cases of each suite asked for, in the order in which suites run."""
-    cases: dict[str, list[Any]] = {}
-    steps = planned_steps(options, kind, devices)
-    for suite in options.suites:
-        if suite == "kernels":
-            shapes = [(case.model, case.parallelism) for case in steps]
-            cases[suite] = list(
-                kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
-            )
-        elif suite == "collectives":
-            cases[suite] = list(
-                collective_cases(kind, devices, options.quick, options.plan, options.nodes)
-            )
-        elif suite == "interference":
-            cases[suite] = list(interference_cases(kind, devices, options.quick))
-        elif suite == "training":
-            cases[suite] = steps
-        elif suite == "telemetry":
-            cases[suite] = list(checks.cases(options.quick))
-    return cases
-
-
-def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCase]:
-    """The training steps of the plan given, else the default ones for so many devices or nodes."""
-    if options.plan.training:
-        cases = []
-        for config in options.plan.training:
-            case = case_of_config(config, kind, options.quick)
-            if config.nodes > 1:
-                emulation.check(config.nodes, case.gpus, kind)
-            cases.append(emulation_plan.emulated(case, config.nodes))
-            if options.nodes > 1:
-                emulation_plan.fits(cases[-1], devices, options.nodes)
-        return cases
-    if options.nodes > 1:
-        return emulation_plan.cases(devices, options.nodes, kind, options.quick)
-    return training_cases(devices, kind, options.quick)
 
 
 def open_store(
@@ -229,6 +168,9 @@ def arguments_parser() -> Parser:
         metavar="N",
         help="have NCCL take the GPUs for N nodes joined by TCP; collectives and training",
     )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="list or write the plan of a machine with N GPUs"
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)  # fake:N, for tests
     add_json(parser)
     add_progress(parser)
@@ -246,6 +188,28 @@ def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[
     return tuple(suite for suite in SUITES if suite in named)
 
 
+def read_options(asked: argparse.Namespace, kind: str, devices: int) -> Options:
+    """What the command asks for on so many devices."""
+    plan = read_plan(asked.plan) if asked.plan else PlanFile()
+    nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes
+    if asked.emulate_nodes is not None:
+        emulation.check(nodes, devices, kind)
+    suites = parse_suites(asked.suite, SUITES if nodes == 1 else emulation.SUITES)
+    return Options(suites, tuple(asked.model), asked.quick, plan, nodes)
+
+
+def plan_elsewhere(asked: argparse.Namespace) -> int:
+    """List or write the plan of a machine that is not this one."""
+    if not (asked.list or asked.write_plan) or asked.resume:
+        raise UserError("--gpus is for --list and --write-plan; a run takes the GPUs that are here")
+    if asked.gpus < 1:
+        raise UserError(f"--gpus is {asked.gpus}; it must be at least 1")
+    options = read_options(asked, "nvidia", asked.gpus)
+    if asked.write_plan:
+        return write_plan(asked.write_plan, options, "nvidia", asked.gpus)
+    return list_cases(asked.json, planned(options, "nvidia", asked.gpus), "nvidia", asked.gpus)
+
+
 def main(words: Sequence[str]) -> int:
     """The command."""
     asked = arguments_parser().parse_args(words)
@@ -256,14 +220,11 @@ def main(words: Sequence[str]) -> int:
         print(f"rank {host.launched_rank()}: the first rank measures; ending", file=sys.stderr)
         return 0
     host.apply_defaults()
+    if asked.gpus is not None:
+        return plan_elsewhere(asked)
     kind = (asked.kind or find_kind()).partition(":")[0]
     devices = open_devices(asked.kind or kind)
-    plan = read_plan(asked.plan) if asked.plan else PlanFile()
-    nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes
-    if asked.emulate_nodes is not None:
-        emulation.check(nodes, len(devices), kind)
-    suites = parse_suites(asked.suite, SUITES if nodes == 1 else emulation.SUITES)
-    options = Options(suites, tuple(asked.model), asked.quick, plan, nodes)
+    options = read_options(asked, kind, len(devices))
     began = time.monotonic()
     store: Store | None = None
     if asked.resume:
@@ -310,87 +271,6 @@ def main(words: Sequence[str]) -> int:
             (store.folder / PLAN).unlink(missing_ok=True)
         store.save(status)
     return report(asked.json, campaign, time.monotonic() - began)
-
-
-def write_plan(path: Path, options: Options, kind: str, devices: int) -> int:
-    """The training steps of a plan as CSV, for `simulate.validate predict` and `--plan`."""
-    cases = planned(replace(options, suites=("training",)), kind, devices)["training"]
-    if not cases:
-        raise UserError(f"{path}: no training step fits {devices} devices; nothing is written")
-    write_table(path, TrainingConfig, [case.config for case in cases])
-    print(f"{len(cases)} training steps written to {path}")
-    return 0
-
-
-def list_cases(target: str | None, cases: dict[str, list[Any]], kind: str, devices: int) -> int:
-    """What would run, with estimated seconds."""
-    suites: dict[str, Any] = {}
-    lines = []
-    for suite, some in cases.items():
-        seconds = estimate_s(suite, some, kind, devices)
-        suites[suite] = {
-            "seconds": round(seconds, 1),
-            "cases": [{"case_id": one.case_id, "seconds": round(one.seconds, 2)} for one in some],
-        }
-        lines += [f"{one.seconds:8.2f} s  {suite:12s} {one.case_id}" for one in some]
-        lines.append(f"{seconds:8.0f} s  {suite:12s} {len(some)} cases on {devices} devices")
-    value = {"schema": "measure-list/1", "devices": devices, "suites": suites}
-    emit(target, value, "\n".join(lines))
-    return 0
-
-
-def slow_devices(store: Store) -> dict[int, float]:
-    """By device: how much longer the reference product takes there under load than on the best."""
-    rows = read_result_set(store.folder).table(KernelRow)
-    times = {
-        row.device: row.median_us
-        for row in rows
-        if row.state == "sustained" and row.case_id.endswith(f"-device{row.device}")
-    }
-    best = min(times.values(), default=0.0)
-    return {device: round(took / best - 1, 4) for device, took in sorted(times.items())}
-
-
-def report(target: str | None, campaign: Campaign, seconds: float) -> int:
-    """Say what was measured; 1 where nothing was."""
-    manifest = campaign.store.manifest
-    slower = slow_devices(campaign.store)
-    value = {
-        "schema": "measure/1",
-        "path": str(campaign.store.folder),
-        "system": manifest.system,
-        "run": manifest.run,
-        "status": manifest.status,
-        "planned": manifest.planned,
-        "finished": manifest.finished,
-        "skipped": manifest.skipped,
-        "failed": campaign.failed,
-        "out_of_time": campaign.out_of_time,
-        "slower_than_fastest": slower,
-        "seconds": round(seconds, 1),
-    }
-    lines = [
-        f"{manifest.finished} of {manifest.planned} cases measured in {seconds:.0f} s; "
-        f"status {manifest.status}: {campaign.store.folder}"
-    ]
-    quiet = len(manifest.skipped) - len(campaign.failed)
-    if quiet > 0:
-        lines.append(f"{quiet} skipped, with reasons in manifest.json")
-    worst = max(slower, key=lambda device: slower[device], default=None)
-    if worst is not None and slower[worst] > 0.01:
-        lines.append(
-            f"device {worst} is {slower[worst]:.1%} slower under load than the fastest of "
-            f"{len(slower)}"
-        )
-    lines += [f"failed: {case}: {reason}" for case, reason in list(campaign.failed.items())[:10]]
-    if len(campaign.failed) > 10:
-        lines.append(f"failed: {len(campaign.failed) - 10} more, in manifest.json")
-    if campaign.out_of_time:
-        lines.append(
-            f"{campaign.out_of_time} did not fit the budget; continue with --resume {manifest.run}"
-        )
-    emit(target, value, "\n".join(lines))
-    return 0 if manifest.finished else 1
 
 
 if __name__ == "__main__":

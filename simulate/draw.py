@@ -43,6 +43,7 @@ class Grid(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpus: tuple[PositiveInt, ...] = Field(min_length=1)
+    nodes: PositiveInt = Field(default=1, description="nodes that every configuration fills")
     families: tuple[Family, ...] = Field(min_length=1)
     microbatch: tuple[PositiveInt, ...] = (1, 2, 4)
     microbatches: tuple[PositiveInt, ...] = (1, 2, 4, 8)
@@ -92,7 +93,8 @@ def draw(
             continue
         if not _worthwhile(grid, model, p, calibration, node, fabric):
             continue
-        config = TrainingConfig.of(TrainingConfig.name_of(model, p), model, p)
+        name = TrainingConfig.name_of(model, p, grid.nodes)
+        config = TrainingConfig.of(name, model, p, grid.nodes)
         if config.case_id not in picked:
             picked[config.case_id] = config
             families[model.name] = families.get(model.name, 0) + 1
@@ -114,7 +116,10 @@ def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | N
     }
     changes |= {"vocab": family.vocab} if family.vocab else {}
     model = load_model(family.model).resized(**changes)
-    tp, pp, dp = rng.choice(list(_splits(rng.choice(grid.gpus))))
+    gpus = rng.choice(grid.gpus)
+    if gpus % grid.nodes:
+        return None
+    tp, pp, dp = rng.choice(list(_splits(gpus)))
     microbatch = rng.choice(grid.microbatch)
     fields = {
         "tp": tp,
@@ -156,6 +161,7 @@ def _worthwhile(
     used = memory(model, p, node.memory_gib)
     if used.peak_gib > grid.memory_share * used.capacity_gib:
         return False
+    node = node.model_copy(update={"gpus": max(p.gpus // grid.nodes, 1)})
     estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
     low, high = grid.step_time_s
     return bool(low <= estimate.step_time_s[0] <= high)

@@ -150,7 +150,7 @@ class TrainingConfig(Row):
         return Parallelism(**fields)
 
     @staticmethod
-    def name_of(model: ModelSpec, p: Parallelism) -> str:
+    def name_of(model: ModelSpec, p: Parallelism, nodes: int = 1) -> str:
         """Such as `llama3-8b-L8-s4096-TP2-PP1-DP2-mb1-gb8-SP-z1-overlap`; says all that differs."""
         parts = [model.name, f"L{model.layers}", f"s{model.seq_len}"]
         parts += [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
@@ -163,6 +163,7 @@ class TrainingConfig(Row):
         parts += ["overlap"] if p.overlap else []
         if p.layers_per_stage is not None:
             parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
+        parts += [f"{nodes}nodes"] if nodes > 1 else []
         return "-".join(parts)
 
     @classmethod

@@ -155,6 +155,38 @@ def test_validation_simulates_steps_across_nodes(
     assert case["kind"] == "TP+DP"
 
 
+def test_configurations_are_drawn_for_the_nodes(
+    results: Path, tmp_path: Path, network: NetworkFit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = tmp_path / "results" / SYSTEM
+    whole = write_calibration(system / "calibration.json", system=SYSTEM)
+    value = whole.model_dump(mode="json", by_alias=True)
+    write_json(system / "calibration.json", value | {"networks": [network.model_dump(mode="json")]})
+    folder = system / "run-1"
+    write_json(folder / "manifest.json", about(SYSTEM).model_dump(mode="json", by_alias=True))
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(
+        "gpus: [4]\nnodes: 2\nfamilies: [{model: llama3-8b, layers: [2, 4], seq_len: [2048]}]\n"
+    )
+    plan, sealed = tmp_path / "plan.csv", tmp_path / "sealed.json"
+    words = ["predict", str(grid), "--draw", "3", "--seed", "1a2b3c4", "--plan-out", str(plan)]
+    words += ["--out", str(sealed), "--results", str(tmp_path / "results"), "--draws", "5"]
+    assert run(validate.main, words) == 0, capsys.readouterr().err
+    drawn = read_table(plan, TrainingConfig)
+    assert {row.nodes for row in drawn} == {2}
+    assert all(row.case_id.endswith("-2nodes") for row in drawn)
+    steps = {one["config"]["case_id"]: one for one in json.loads(sealed.read_text())["cases"]}
+    for row in drawn:
+        again = predict(
+            row,
+            read_calibration(system / "calibration.json"),
+            load_node("hgx-h200"),
+            load_fabric("loopback"),
+            draws=5,
+        )
+        assert steps[row.case_id]["step_time_s"]["median"] == again.step_time_s["median"]
+
+
 def test_a_host_that_is_not_there_is_one_sentence(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

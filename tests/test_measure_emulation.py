@@ -13,6 +13,7 @@ from measure.training_plan import case_of, case_of_config
 from measure.workers import Pool
 from spec.command import run
 from spec.errors import UserError
+from spec.files import read_table
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import CollectiveRow, TrainingConfig
@@ -128,6 +129,9 @@ def test_a_run_with_emulated_nodes(
         (["--kind", "fake:4", "--emulate-nodes", "3"], "4 devices cannot be 3 emulated nodes"),
         (["--kind", "fake:4", "--emulate-nodes", "1"], "cannot be 1 emulated nodes"),
         (["--kind", "cpu", "--emulate-nodes", "2"], "2 emulated nodes need GPUs"),
+        (["--gpus", "4"], "--gpus is for --list and --write-plan"),
+        (["--gpus", "0", "--list"], "--gpus is 0"),
+        (["--gpus", "4", "--emulate-nodes", "3", "--list"], "4 devices cannot be 3"),
     ],
 )
 def test_what_cannot_be_emulated_is_one_sentence(
@@ -137,6 +141,25 @@ def test_what_cannot_be_emulated_is_one_sentence(
     printed = capsys.readouterr()
     assert complaint in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_a_plan_is_written_where_the_gpus_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.csv"
+    words = ["--gpus", "4", "--emulate-nodes", "2"]
+    assert run(main, [*words, "--write-plan", str(path)]) == 0
+    configs = read_table(path, TrainingConfig)
+    assert [one.case_id for one in configs] == [
+        case.case_id for case in emulation_plan.cases(4, 2, "nvidia", quick=False)
+    ]
+    assert {one.nodes for one in configs} == {2}
+    capsys.readouterr()
+    assert run(main, [*words, "--plan", str(path), "--suite", "training", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["suites"]["training"]["cases"]
+    assert [one["case_id"] for one in listed] == [one.case_id for one in configs]
+    assert run(main, ["--gpus", "4", "--emulate-nodes", "4", "--plan", str(path), "--list"]) == 2
+    assert "4 devices in nodes of 1 are 4 nodes" in capsys.readouterr().err
 
 
 def test_a_plan_with_nodes_is_refused_on_a_cpu(

@@ -1,0 +1,93 @@
+"""What a run is to do: the cases of the suites asked for, listed, or written down as a plan."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from measure import checks, emulation, emulation_plan
+from measure.campaign import estimate_s
+from measure.plan import PlanFile, collective_cases, interference_cases, kernel_cases
+from measure.training_plan import TrainingCase, case_of_config
+from measure.training_plan import cases as training_cases
+from spec.command import emit
+from spec.errors import UserError
+from spec.files import write_table
+from spec.records import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the cases of a run; kept beside an unfinished one, for --resume."""
+
+    suites: tuple[str, ...]
+    models: tuple[str, ...]
+    quick: bool
+    plan: PlanFile
+    nodes: int = 1  # emulated on this host
+
+
+def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
+    """The cases of each suite asked for, in the order in which suites run."""
+    cases: dict[str, list[Any]] = {}
+    steps = planned_steps(options, kind, devices)
+    for suite in options.suites:
+        if suite == "kernels":
+            shapes = [(case.model, case.parallelism) for case in steps]
+            cases[suite] = list(
+                kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
+            )
+        elif suite == "collectives":
+            cases[suite] = list(
+                collective_cases(kind, devices, options.quick, options.plan, options.nodes)
+            )
+        elif suite == "interference":
+            cases[suite] = list(interference_cases(kind, devices, options.quick))
+        elif suite == "training":
+            cases[suite] = steps
+        elif suite == "telemetry":
+            cases[suite] = list(checks.cases(options.quick))
+    return cases
+
+
+def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCase]:
+    """The training steps of the plan given, else the default ones for so many devices or nodes."""
+    if options.plan.training:
+        cases = []
+        for config in options.plan.training:
+            case = case_of_config(config, kind, options.quick)
+            if config.nodes > 1:
+                emulation.check(config.nodes, case.gpus, kind)
+            cases.append(emulation_plan.emulated(case, config.nodes))
+            if options.nodes > 1:
+                emulation_plan.fits(cases[-1], devices, options.nodes)
+        return cases
+    if options.nodes > 1:
+        return emulation_plan.cases(devices, options.nodes, kind, options.quick)
+    return training_cases(devices, kind, options.quick)
+
+
+def write_plan(path: Path, options: Options, kind: str, devices: int) -> int:
+    """The training steps of a plan as CSV, for `simulate.validate predict` and `--plan`."""
+    cases = planned(replace(options, suites=("training",)), kind, devices)["training"]
+    if not cases:
+        raise UserError(f"{path}: no training step fits {devices} devices; nothing is written")
+    write_table(path, TrainingConfig, [case.config for case in cases])
+    print(f"{len(cases)} training steps written to {path}")
+    return 0
+
+
+def list_cases(target: str | None, cases: dict[str, list[Any]], kind: str, devices: int) -> int:
+    """What would run, with estimated seconds."""
+    suites: dict[str, Any] = {}
+    lines = []
+    for suite, some in cases.items():
+        seconds = estimate_s(suite, some, kind, devices)
+        suites[suite] = {
+            "seconds": round(seconds, 1),
+            "cases": [{"case_id": one.case_id, "seconds": round(one.seconds, 2)} for one in some],
+        }
+        lines += [f"{one.seconds:8.2f} s  {suite:12s} {one.case_id}" for one in some]
+        lines.append(f"{seconds:8.0f} s  {suite:12s} {len(some)} cases on {devices} devices")
+    value = {"schema": "measure-list/1", "devices": devices, "suites": suites}
+    emit(target, value, "\n".join(lines))
+    return 0
