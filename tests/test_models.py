@@ -57,14 +57,14 @@ def write(path: Path, **changes: object) -> Path:
 )
 def test_bad_model_file(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     path = write(tmp_path / "model.yaml", **changes)
-    with pytest.raises(UserError, match="model.yaml") as caught:
+    with pytest.raises(UserError, match=r"model\.yaml") as caught:
         load_model(str(path))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_model_that_is_nowhere() -> None:
-    with pytest.raises(UserError, match="the named ones are .*llama3-70b"):
+    with pytest.raises(UserError, match=r"the named ones are .*llama3-70b"):
         load_model("llama9")
 
 

@@ -32,9 +32,7 @@ def test_bubble_of_interleaving(stages: int, microbatches: int, chunks: int) -> 
     assert run(stages, microbatches, chunks) == pytest.approx(expected, rel=1e-12)
 
 
-@given(
-    st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["1f1b", "gpipe"])
-)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["1f1b", "gpipe"]))
 def test_every_pass_runs_once(stages: int, rounds: int, chunks: int, name: str) -> None:
     chunks = chunks if stages > 1 and name == "1f1b" else 1
     microbatches = rounds * stages

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.made_up import calibration_json
 
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
 from simulate.projection import Request, project
@@ -18,6 +17,7 @@ from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import embedding, head, layer, optimizer
+from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
 
 CALIBRATION = Calibration.model_validate(calibration_json())
@@ -26,7 +26,9 @@ MODEL = load_model("llama3-8b").resized(layers=8, seq_len=2048)
 MOE = load_model("mixtral-8x7b").resized(layers=8, seq_len=2048)
 
 
-def simulate(p: Parallelism, calibration: Calibration = CALIBRATION, **options: Any) -> StepEstimate:
+def simulate(
+    p: Parallelism, calibration: Calibration = CALIBRATION, **options: Any
+) -> StepEstimate:
     model = options.pop("model", MODEL)
     node, fabric = options.pop("node", NODE), options.pop("fabric", FABRIC)
     return StepSimulator(model, p, node, fabric, calibration, **{"draws": 0} | options).run()
@@ -184,9 +186,7 @@ def test_experts(ep: int) -> None:
 
 def test_largest_projection_answers(tmp_path: Path) -> None:
     model = load_model("gpt3-175b")
-    p = Parallelism(
-        tp=8, pp=16, dp=1024, global_batch=16384, sequence_parallel=True, overlap=True
-    )
+    p = Parallelism(tp=8, pp=16, dp=1024, global_batch=16384, sequence_parallel=True, overlap=True)
     path = tmp_path / "calibration.json"
     write_json(path, calibration_json())
     request = Request(model, p, NODE, FABRIC, CALIBRATION, path, draws=20)
