@@ -139,13 +139,13 @@ def system_name(hosts: Sequence[Host]) -> str:
     return (name if len(hosts) == 1 else f"{len(hosts)}x{name}")[:80]
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], program: str = "measure.run") -> str:
     """The command as a user would type it, paths shortened to their last part."""
     words = []
     for word in arguments:
         head, _, tail = word.rstrip("/").rpartition("/")
         words.append(tail if head else word)
-    return " ".join(["python -m measure.run", *words])
+    return " ".join([f"python -m {program}", *words])
 
 
 def quiet_import(name: str) -> Any | None:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from spec.errors import UserError
-from spec.files import format_row, write_json
+from spec.files import format_row, parse, write_json
 from spec.records import SCHEMA, TABLES, Host, Manifest, Row, StepRow, TrainingRow
 from spec.results import read_result_set
 
@@ -55,23 +55,24 @@ class Store:
         folder = root / system / run
         if (folder / "manifest.json").exists():
             raise UserError(f"{folder}: a result set is there already; continue it with --resume")
-        manifest = Manifest(
-            schema=SCHEMA,  # the field's alias
-            system=system,
-            run=run,
-            hosts=list(hosts),
-            interconnect=interconnect,
-            software=software,
-            environment=environment,
-            emulated_nodes=emulated_nodes,
-            base_system=base_system,
-            command=command,
-            suites=list(suites),
-            started=now(),
-            status="running",
-            planned=0,
-            finished=0,
-        )
+        value = {
+            "schema": SCHEMA,
+            "system": system,
+            "run": run,
+            "hosts": list(hosts),
+            "interconnect": interconnect,
+            "software": software,
+            "environment": environment,
+            "emulated_nodes": emulated_nodes,
+            "base_system": base_system,
+            "command": command,
+            "suites": list(suites),
+            "started": now(),
+            "status": "running",
+            "planned": 0,
+            "finished": 0,
+        }
+        manifest = parse(Manifest, value, "the new result set")
         store = cls(folder, manifest)
         store.save()
         return store

@@ -250,7 +250,7 @@ class Device(BaseModel):
     kind: Literal["nvidia", "amd", "cpu", "fake"]
     name: str
     uuid_hash: str = Field(description="first 16 hex digits of SHA-256 of the device's UUID")
-    memory_gib: Positive
+    memory_gib: Positive | None = None
     max_clock_mhz: Positive | None = None
     power_limit_w: Positive | None = None
     driver: str | None = None
@@ -263,8 +263,8 @@ class Host(BaseModel):
 
     name_hash: str
     cpu: str
-    cores: PositiveInt
-    memory_gib: Positive
+    cores: PositiveInt | None = None
+    memory_gib: Positive | None = None
     devices: list[Device]
 
 

@@ -1,0 +1,176 @@
+"""`python -m measure.imports`: output of other tools as ordinary result sets."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from measure import host, megatron_log, nccl_tests
+from measure.devices import hashed
+from measure.store import Store
+from spec.collective import COLLECTIVES
+from spec.command import Parser, add_json, emit, run
+from spec.errors import UserError
+from spec.records import Device, Host, Row, StepRow, TrainingRow
+
+EXAMPLES = """examples:
+  python -m measure.imports nccl-tests all_reduce_perf.txt alltoall_perf.txt --system h100-ib
+  python -m measure.imports nccl-tests sweep.txt --system h100-tcp --env NCCL_IB_DISABLE=1
+  python -m measure.imports megatron-log train.log --system h100-ib --model-name llama3-8b \\
+      --nodes 2 --device "NVIDIA H100 80GB HBM3" --base-system 8x-h100
+"""
+NOTE = "imported from the output of another tool; nothing here was measured by measure.run"
+
+
+def arguments_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(prog="python -m measure.imports", description=__doc__, epilog=EXAMPLES)
+    parser.add_argument("tool", choices=("nccl-tests", "megatron-log"), help="what wrote the files")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--system", required=True, metavar="NAME", help="name of the system")
+    parser.add_argument("--out", default="results", metavar="FOLDER", help="default: results/")
+    parser.add_argument("--run", metavar="NAME", help="name of the run (default: the files' time)")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable that the tool ran with",
+    )
+    parser.add_argument(
+        "--base-system", metavar="NAME", help="measured system of the same GPUs: its kernels count"
+    )
+    parser.add_argument(
+        "--collective", choices=COLLECTIVES, help="nccl-tests: where the output does not say"
+    )
+    parser.add_argument("--model-name", default="imported", help="megatron-log: name of the model")
+    parser.add_argument("--nodes", type=int, metavar="N", help="megatron-log: nodes it ran on")
+    parser.add_argument("--device", default="unknown", metavar="NAME", help="megatron-log: the GPU")
+    parser.add_argument(
+        "--skip", type=int, default=2, metavar="N", help="megatron-log: warm-up lines (default 2)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="megatron-log: an argument of Megatron-LM that the log lacks",
+    )
+    add_json(parser)
+    return parser
+
+
+def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE words as a dictionary."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise UserError(f"{option} is {word!r}; it must be NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """The command."""
+    asked = arguments_parser().parse_args(words)
+    if asked.skip < 0:
+        raise UserError(f"--skip is {asked.skip}; it must be 0 or more")
+    if asked.nodes is not None and asked.nodes < 1:
+        raise UserError(f"--nodes is {asked.nodes}; it must be at least 1")
+    tables: dict[str, list[Any]]
+    notes = [NOTE]
+    if asked.tool == "nccl-tests":
+        found = nccl_tests.read(asked.files, asked.collective)
+        tables, hosts = {"collectives": found.rows}, nccl_tests.hosts(found)
+        software = found.software
+        notes.append("each row is the mean of its iterations; quantiles are that mean")
+        if found.wrong:
+            notes.append(f"{found.wrong} lines failed the tool's own check and were left out")
+    else:
+        tables, hosts = megatron_tables(asked)
+        software = {}
+    store = write(asked, words, tables, hosts, software, notes)
+    counts = {name: len(rows) for name, rows in tables.items()}
+    told = ", ".join(f"{count} rows of {name}" for name, count in counts.items())
+    value = {"schema": "imports/1", "path": str(store.folder), "rows": counts}
+    emit(asked.json, value, f"{told}: {store.folder}")
+    return 0
+
+
+def megatron_tables(asked: argparse.Namespace) -> tuple[dict[str, list[Any]], list[Host]]:
+    """Rows of all logs, and hosts with as many GPUs as the largest had."""
+    given = pairs("--set", asked.set)
+    training: list[TrainingRow] = []
+    steps: list[StepRow] = []
+    for path in asked.files:
+        row, its = megatron_log.rows(
+            megatron_log.read(path, given), asked.model_name, asked.nodes, asked.skip
+        )
+        if row.case_id in {one.case_id for one in training}:
+            raise UserError(
+                f"{path}: {row.case_id} is in an earlier file too; import it as a run of its own"
+            )
+        training.append(row)
+        steps += its
+    largest = max(training, key=lambda row: row.parallelism().gpus)
+    gpus = largest.parallelism().gpus
+    share = gpus // largest.nodes
+    kind: Any = "amd" if "AMD" in asked.device else "nvidia"
+    hosts = [
+        Host(
+            name_hash=hashed(f"host {number}"),
+            cpu="unknown",
+            devices=[
+                Device(
+                    index=index,
+                    kind=kind,
+                    name=asked.device,
+                    uuid_hash=hashed(f"host {number} device {index}"),
+                )
+                for index in range(number * share, (number + 1) * share)
+            ],
+        )
+        for number in range(largest.nodes)
+    ]
+    return {"training": training, "steps": steps}, hosts
+
+
+def write(
+    asked: argparse.Namespace,
+    words: Sequence[str],
+    tables: dict[str, list[Row]],
+    hosts: list[Host],
+    software: dict[str, str],
+    notes: Sequence[str],
+) -> Store:
+    """Write the result set; its time is that of the newest file."""
+    newest = datetime.fromtimestamp(max(path.stat().st_mtime for path in asked.files), UTC)
+    store = Store.create(
+        Path(asked.out),
+        system=asked.system,
+        run=asked.run or newest.strftime("%Y%m%d-%H%M%S"),
+        hosts=hosts,
+        interconnect="",
+        software=software,
+        environment=pairs("--env", asked.env),
+        command=host.command_line(words, "measure.imports"),
+        suites=[name for name in tables if name != "steps"],
+        base_system=asked.base_system,
+    )
+    store.manifest.started = newest.strftime("%Y-%m-%dT%H:%M:%SZ")
+    for note in notes:
+        store.note(note)
+    for name, rows in sorted(tables.items()):  # steps first: a case is done once its row is there
+        store.append(name, rows)
+    store.manifest.planned = store.finished()
+    store.save("complete")
+    store.manifest.ended = store.manifest.started
+    store.save()
+    return store
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

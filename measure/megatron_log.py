@@ -1,0 +1,249 @@
+"""Reads Megatron-LM's training log into rows of training.csv and steps.csv.
+
+What is read: the list of arguments (`  num_layers .......... 32`) for the configuration, and the
+line of each logged iteration (`elapsed time per iteration (ms): 512.3`) for the step's time; with
+it loss, memory, energy and power where the log has them. With a log interval above 1 a line is the
+mean of its iterations and counts as one step.
+"""
+
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec.errors import UserError
+from spec.files import parse, read_text
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.records import StepRow, TrainingConfig, TrainingRow
+
+MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
+
+_ARGUMENT = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*) \.{3,} (.*?)\s*$")
+_VOCABULARY = re.compile(r"padded vocab .*new size: (\d+)")
+_TIME = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_LOSS = re.compile(r"\blm loss:\s*([\d.E+-]+|nan)")
+_BATCH = re.compile(r"global batch size:\s*(\d+)")
+_SKIPPED = re.compile(r"number of (?:skipped|nan) iterations:\s*([1-9]\d*)")
+_ENERGY = re.compile(r"energy per GPU \(J/iter/GPU\):\s*([\d.]+)")
+_POWER = re.compile(r"power per GPU \(W/GPU\):\s*([\d.]+)")
+_MEMORY = re.compile(r"\[Rank (\d+)\].*\bmax allocated:\s*([\d.]+).*\bmax reserved:\s*([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A logged line."""
+
+    seconds: float
+    batch: int | None
+    loss: float | None
+    energy_j: float | None  # of one GPU
+    power_w: float | None
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log holds."""
+
+    path: Path
+    arguments: dict[str, str]
+    iterations: list[Iteration]
+    memory_mib: dict[int, tuple[float, float]]  # by rank: peak allocated, peak reserved
+
+
+def read(path: Path, given: Mapping[str, str]) -> Log:
+    """Read a log; `given` arguments count before its own. Raises UserError where it is no log."""
+    arguments: dict[str, str] = {}
+    iterations = []
+    memory = {}
+    for line in read_text(path, "a Megatron-LM training log").splitlines():
+        if found := _ARGUMENT.search(line):
+            arguments.setdefault(found[1], found[2])
+        elif found := _VOCABULARY.search(line):
+            arguments["padded_vocab_size"] = found[1]
+        elif found := _TIME.search(line):
+            if not _SKIPPED.search(line):
+                iterations.append(
+                    Iteration(
+                        float(found[1]) / 1e3,
+                        int(value) if (value := _number(_BATCH, line)) is not None else None,
+                        _number(_LOSS, line),
+                        _number(_ENERGY, line),
+                        _number(_POWER, line),
+                    )
+                )
+        elif found := _MEMORY.search(line):
+            memory[int(found[1])] = float(found[2]), float(found[3])
+    if not iterations:
+        raise UserError(
+            f"{path}: no line with 'elapsed time per iteration'; give the output of Megatron-LM's "
+            "first or last rank"
+        )
+    return Log(path, arguments | dict(given), iterations, memory)
+
+
+def _number(pattern: re.Pattern[str], line: str) -> float | None:
+    found = pattern.search(line)
+    return None if found is None or found[1] == "nan" else float(found[1])
+
+
+class _Arguments:
+    """The arguments, each as the type that it should have."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """As printed; `None` counts as not there."""
+        value = self._log.arguments.get(name, "None")
+        if value != "None":
+            return value
+        if default is None:
+            raise UserError(
+                f"{self._log.path}: the log does not say {name}; add it with --set {name}=VALUE"
+            )
+        return default
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number."""
+        text = self.text(name, None if default is None else str(default))
+        if not text.isdigit():
+            raise UserError(f"{self._log.path}: {name} is {text!r}; it must be a whole number")
+        return int(text)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A switch."""
+        text = self.text(name, str(default))
+        if text not in ("True", "False"):
+            raise UserError(f"{self._log.path}: {name} is {text!r}; it must be True or False")
+        return text == "True"
+
+
+def model_of(log: Log, name: str) -> ModelSpec:
+    """The model that the arguments describe."""
+    a = _Arguments(log)
+    heads, hidden = a.whole("num_attention_heads"), a.whole("hidden_size")
+    experts = a.whole("num_experts", 0)
+    ffn = a.whole("ffn_hidden_size", 4 * hidden)
+    positions = {"rope": "rope", "learned_absolute": "learned"}
+    position = a.text("position_embedding_type", "learned_absolute")
+    if position not in positions:
+        raise UserError(
+            f"{log.path}: position_embedding_type {position!r} is not simulated; "
+            f"{' and '.join(positions)} are"
+        )
+    value: dict[str, Any] = {
+        "name": name,
+        "layers": a.whole("num_layers"),
+        "hidden": hidden,
+        "ffn_hidden": a.whole("moe_ffn_hidden_size", ffn) if experts else ffn,
+        "heads": heads,
+        "kv_heads": a.whole("num_query_groups") if a.flag("group_query_attention") else heads,
+        "head_dim": a.whole("kv_channels", hidden // heads),
+        "vocab": a.whole("padded_vocab_size"),
+        "seq_len": a.whole("seq_length"),
+        "gated": a.flag("swiglu"),
+        "norm": a.text("normalization", "LayerNorm").lower(),
+        "position": positions[position],
+        "linear_bias": a.flag("add_bias_linear", True),
+        "tied_embeddings": not a.flag("untie_embeddings_and_output_weights"),
+        "experts": experts,
+        "top_k": a.whole("moe_router_topk") if experts else 0,
+    }
+    return parse(ModelSpec, value, str(log.path))
+
+
+def _zero(a: _Arguments) -> int:
+    """ZeRO stage: Megatron's distributed optimizer is 1, its FSDP what it is told to shard."""
+    fsdp = ("use_megatron_fsdp", "use_custom_fsdp")
+    if a.flag("use_torch_fsdp2"):
+        return 3
+    if any(a.flag(name) for name in fsdp):
+        stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+        return stages.get(a.text("data_parallel_sharding_strategy", "no_shard"), 0)
+    return int(a.flag("use_distributed_optimizer"))
+
+
+def parallelism_of(log: Log) -> Parallelism:
+    """How the step is split."""
+    a = _Arguments(log)
+    tp, cp = a.whole("tensor_model_parallel_size", 1), a.whole("context_parallel_size", 1)
+    pp = a.whole("pipeline_model_parallel_size", 1)
+    world = a.whole("world_size")
+    if world % (tp * pp * cp):
+        raise UserError(f"{log.path}: world_size {world} is not a multiple of tp {tp} * pp {pp}")
+    dp = world // (tp * pp * cp)
+    value = {
+        "tp": tp,
+        "pp": pp,
+        "vpp": a.whole("virtual_pipeline_model_parallel_size", 1),
+        "dp": dp,
+        "cp": cp,
+        "ep": a.whole("expert_model_parallel_size", 1),
+        "sequence_parallel": tp > 1 and a.flag("sequence_parallel"),
+        "zero": _zero(a),
+        "microbatch": a.whole("micro_batch_size"),
+        "global_batch": a.whole("global_batch_size"),
+        "recompute": a.text("recompute_granularity", "none"),
+        "overlap": dp * cp > 1 and a.flag("overlap_grad_reduce"),
+    }
+    return parse(Parallelism, value, str(log.path))
+
+
+def rows(log: Log, name: str, nodes: int | None, skip: int) -> tuple[TrainingRow, list[StepRow]]:
+    """The configuration's row and its steps, the first `skip` logged lines left out."""
+    model, p = model_of(log, name), parallelism_of(log)
+    p.check(model)
+    if nodes is None and p.gpus > MOST_PER_NODE:
+        raise UserError(f"{log.path}: {p.gpus} GPUs; say on how many nodes they were with --nodes")
+    if p.gpus % (nodes or 1):
+        raise UserError(f"--nodes is {nodes}; it must divide the {p.gpus} GPUs of {log.path}")
+    kept = [one for one in log.iterations if one.batch in (None, p.global_batch)][skip:]
+    if not kept:
+        raise UserError(
+            f"{log.path}: {len(log.iterations)} logged lines, none of them after the first {skip} "
+            f"with global batch size {p.global_batch}; use --skip for fewer"
+        )
+    config = TrainingConfig.of(TrainingConfig.name_of(model, p, nodes or 1), model, p, nodes or 1)
+    times = [one.seconds for one in kept]
+    cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+    energies = [one.energy_j for one in kept if one.energy_j is not None]
+    powers = [one.power_w for one in kept if one.power_w is not None]
+    value = config.model_dump() | {
+        "status": "done",
+        "framework": framework(log),
+        "steps": len(times),
+        "step_time_median_s": statistics.median(times),
+        "step_time_p10_s": cuts[0],
+        "step_time_p90_s": cuts[-1],
+        "energy_per_step_j": statistics.fmean(energies) * p.gpus if energies else None,
+        "power_mean_w": statistics.fmean(powers) if powers else None,
+        "peak_allocated_gib": _memory(log, 0),
+        "peak_reserved_gib": _memory(log, 1),
+    }
+    steps = [
+        StepRow(
+            case_id=config.case_id, role="judge", step=n, step_time_s=one.seconds, loss=one.loss
+        )
+        for n, one in enumerate(kept)
+    ]
+    return parse(TrainingRow, value, str(log.path)), steps
+
+
+def framework(log: Log) -> str:
+    """What ran, as far as the arguments say."""
+    a = _Arguments(log)
+    parts = ["Megatron-LM log"]
+    for name in ("transformer_impl", "fp8", "fp8_recipe", "attention_backend"):
+        value = a.text(name, "")
+        parts += [f"{name}={value}"] if value else []
+    parts += ["bf16"] if a.flag("bf16") else ["fp16"] if a.flag("fp16") else []
+    return ", ".join(parts)
+
+
+def _memory(log: Log, which: int) -> str | None:
+    """Peaks of the ranks that reported theirs, GiB; Megatron prints MiB."""
+    values = [log.memory_mib[rank][which] / 1024 for rank in sorted(log.memory_mib)]
+    return ",".join(f"{value:.3f}" for value in values) or None

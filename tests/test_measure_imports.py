@@ -1,0 +1,242 @@
+"""Output of nccl-tests and Megatron-LM as result sets; what is missing or wrong is one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from measure.imports import main
+from spec.command import run
+from spec.records import CollectiveRow, StepRow, TrainingRow
+from spec.results import ResultSet, find_result_sets
+
+HEADER = """\
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+"""  # noqa: E501 - as printed
+# 2 nodes of 2; the bus bandwidth of an all-reduce over 4 ranks is 1.5 bytes / time
+ALL_REDUCE = f"""\
+# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 1 minBytes 8 maxBytes 67108864 step: 8(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 graph: 0
+#
+# Using devices
+#  Rank  0 Group  0 Pid   6899 on node-a device  0 [0000:04:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid   6900 on node-a device  1 [0000:05:00] NVIDIA H100 80GB HBM3
+#  Rank  2 Group  0 Pid   6901 on node-b device  0 [0000:04:00] NVIDIA H100 80GB HBM3
+#  Rank  3 Group  0 Pid   6902 on node-b device  1 [0000:05:00] NVIDIA H100 80GB HBM3
+#
+{HEADER}\
+           0             0     float     sum      -1     0.18    0.00    0.00      0     0.18    0.00    0.00      0
+        1024           256     float     sum      -1    23.00    0.04    0.07      0    22.80    0.04    0.07      0
+     1048576        262144     float     sum      -1    50.00   20.97   31.46      0    49.00   21.40   32.10      0
+    67108864      16777216     float     sum      -1   1000.0   67.11  100.66      0   999.00   67.18  100.76      0
+    67108864      16777216     float     sum      -1   1010.0   66.44   99.67      7   999.00   67.18  100.76      0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 44.1
+"""  # noqa: E501 - as printed
+# as older versions print it: no name, no groups, and the largest error in place of a count
+ALL_TO_ALL = f"""\
+# nThread 1 nGpus 4 minBytes 65536 maxBytes 65536 step: 2(factor) warmup iters: 5 iters: 50 validation: 1
+#   Rank  0 Pid  1234 on node-a device  0 [0x07] NVIDIA A100-SXM4-40GB
+#   Rank  1 Pid  1234 on node-a device  1 [0x0a] NVIDIA A100-SXM4-40GB
+#   Rank  2 Pid  1234 on node-a device  2 [0x47] NVIDIA A100-SXM4-40GB
+#   Rank  3 Pid  1234 on node-a device  3 [0x4d] NVIDIA A100-SXM4-40GB
+{HEADER.replace("#wrong", " error")}\
+       65536          4096  bfloat16    none      -1    30.00    2.18    1.64  0e+00    30.00    2.18    1.64    N/A
+"""  # noqa: E501 - as printed
+
+
+def imported(tmp_path: Path, *words: str) -> ResultSet:
+    out = tmp_path / "results"
+    assert run(main, [*words, "--system", "cluster", "--out", str(out)]) == 0
+    (found,) = find_result_sets(out)
+    return found
+
+
+def write(tmp_path: Path, text: str, name: str = "out.txt") -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_nccl_tests_output_becomes_rows(tmp_path: Path) -> None:
+    words = ["nccl-tests", write(tmp_path, ALL_REDUCE), "--env", "NCCL_IB_DISABLE=1"]
+    found = imported(tmp_path, *words)
+    rows = found.table(CollectiveRow)
+    assert [(row.bytes, row.median_us) for row in rows] == [
+        (1024, 23.0),
+        (1048576, 50.0),
+        (67108864, 1000.0),
+    ]
+    last = rows[-1]
+    assert (last.collective, last.backend, last.dtype) == ("all_reduce", "nccl", "fp32")
+    assert (last.ranks, last.nodes, last.stride, last.groups, last.repeats) == (4, 2, 1, 1, 20)
+    assert last.busbw_gbytes_per_s == pytest.approx(100.66, rel=1e-3)
+    manifest = found.manifest
+    assert manifest.status == "complete"
+    assert manifest.finished == manifest.planned == 3
+    assert manifest.environment == {"NCCL_IB_DISABLE": "1"}
+    assert manifest.software == {"nccl-tests": "2.17.6", "nccl": "2.28.7"}
+    assert [len(one.devices) for one in manifest.hosts] == [2, 2]
+    assert manifest.hosts[0].devices[0].name == "NVIDIA H100 80GB HBM3"
+    assert "1 lines failed the tool's own check" in manifest.notes[-1]
+    assert "node-a" not in (found.path / "manifest.json").read_text()
+
+
+def test_files_of_older_versions_and_several_at_once(tmp_path: Path) -> None:
+    files = [write(tmp_path, ALL_REDUCE), write(tmp_path, ALL_TO_ALL, "alltoall_perf.log")]
+    rows = imported(tmp_path, "nccl-tests", *files).table(CollectiveRow)
+    assert [row.collective for row in rows] == ["all_reduce"] * 3 + ["all_to_all"]
+    assert (rows[-1].nodes, rows[-1].dtype, rows[-1].repeats) == (1, "bf16", 50)
+
+
+def test_the_same_size_twice_stays_two_rows(tmp_path: Path) -> None:
+    labelled = "\n".join(f"[1,0]<stdout>:{line}" for line in ALL_REDUCE.splitlines())
+    files = [write(tmp_path, ALL_REDUCE), write(tmp_path, labelled, "again.txt")]
+    rows = imported(tmp_path, "nccl-tests", *files).table(CollectiveRow)
+    assert len(rows) == len({row.case_id for row in rows}) == 6
+    assert rows[3].case_id == rows[0].case_id + "-again2"
+
+
+LOG = """\
+using world size: 16, data-parallel size: 4, tensor-model-parallel size: 2, pipeline-model-parallel size: 2
+------------------------ arguments ------------------------
+  add_bias_linear ................................. False
+  bf16 ............................................ True
+  ffn_hidden_size ................................. 14336
+  global_batch_size ............................... 128
+  group_query_attention ........................... True
+  hidden_size ..................................... 4096
+  kv_channels ..................................... 128
+  micro_batch_size ................................ 1
+  normalization ................................... RMSNorm
+  num_attention_heads ............................. 32
+  num_experts ..................................... None
+  num_layers ...................................... 32
+  num_query_groups ................................ 8
+  overlap_grad_reduce ............................. True
+  padded_vocab_size ............................... None
+  pipeline_model_parallel_size .................... 2
+  position_embedding_type ......................... rope
+  recompute_granularity ........................... None
+  seq_length ...................................... 8192
+  sequence_parallel ............................... True
+  swiglu .......................................... True
+  tensor_model_parallel_size ...................... 2
+  transformer_impl ................................ transformer_engine
+  untie_embeddings_and_output_weights ............. True
+  use_distributed_optimizer ....................... True
+  virtual_pipeline_model_parallel_size ............ None
+  world_size ...................................... 16
+-------------------- end of arguments ---------------------
+ > padded vocab (size: 128256) with 0 dummy tokens (new size: 128256)
+[default15]: [2025-05-27 15:23:07] iteration        1/      10 | consumed samples:          128 | elapsed time per iteration (ms): 30000.0 | learning rate: 1.5E-06 | global batch size:   128 | lm loss: 1.192634E+01 | loss scale: 1.0 | grad norm: 5.960 | number of skipped iterations:   0 | number of nan iterations:   0 |
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 20000.0 | max allocated: 40960.0 | reserved: 43000.0 | max reserved: 51200.0
+"""  # noqa: E501 - as printed
+LINE = (
+    " [2025-05-27 15:24:07] iteration {:8d}/      10 | consumed samples:  128 | elapsed time per "
+    "iteration (ms): {:.1f} | throughput per GPU (TFLOP/s/GPU): 400.4 | energy per GPU "
+    "(J/iter/GPU): 1500.0 | power per GPU (W/GPU): 600.0 | global batch size: {:5d} | "
+    "lm loss: 1.1E+01 | number of skipped iterations:   {} | number of nan iterations:   0 |\n"
+)
+TIMES = (2600.0, 2500.0, 2520.0, 2480.0, 2510.0)
+
+
+def log(**changes: str) -> str:
+    text = LOG + "".join(LINE.format(n + 2, time, 128, 0) for n, time in enumerate(TIMES))
+    for name, value in changes.items():
+        lines = text.splitlines(keepends=True)
+        text = "".join(
+            f"  {name} ......... {value}\n" if line.startswith(f"  {name} ") else line
+            for line in lines
+        )
+    return text
+
+
+def test_a_megatron_log_becomes_a_configuration_and_its_steps(tmp_path: Path) -> None:
+    path = write(tmp_path, log() + LINE.format(7, 9000.0, 128, 1) + LINE.format(8, 10.0, 64, 0))
+    words = ["megatron-log", path, "--model-name", "llama3-8b", "--nodes", "2"]
+    found = imported(tmp_path, *words, "--base-system", "8x-h100", "--device", "NVIDIA H100")
+    (row,) = found.table(TrainingRow)
+    assert row.case_id == ("llama3-8b-L32-s8192-TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-2nodes")
+    model, split = row.model_spec(), row.parallelism()
+    assert model.parameters() == pytest.approx(8.03e9, rel=0.01)
+    assert (split.tp, split.pp, split.dp, split.zero, split.overlap) == (2, 2, 4, 1, True)
+    # the first two lines are warm-up; a skipped iteration and another batch size do not count
+    assert row.steps == 4
+    assert row.step_time_median_s == pytest.approx(2.505)
+    assert row.energy_per_step_j == pytest.approx(1500 * 16)
+    assert row.power_mean_w == pytest.approx(600)
+    assert row.peak_allocated_gib == "40.000"
+    assert "transformer_impl=transformer_engine" in row.framework
+    steps = found.table(StepRow)
+    assert [one.step_time_s for one in steps] == [2.5, 2.52, 2.48, 2.51]
+    assert steps[0].loss == 11.0
+    assert found.manifest.base_system == "8x-h100"
+    assert [len(one.devices) for one in found.manifest.hosts] == [8, 8]
+
+
+def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None:
+    text = log(
+        num_experts="8",
+        recompute_granularity="full",
+        virtual_pipeline_model_parallel_size="4",
+        use_distributed_optimizer="False",
+    )
+    words = ["--set", "moe_router_topk=2", "--set", "expert_model_parallel_size=4"]
+    path = write(tmp_path, text)
+    (row,) = imported(tmp_path, "megatron-log", path, "--nodes", "2", *words).table(TrainingRow)
+    assert (row.experts, row.top_k, row.ep, row.vpp) == (8, 2, 4, 4)
+    assert (row.recompute, row.zero, row.sequence_parallel) == ("full", 0, True)
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "words", "complaint"),
+    [
+        ("nccl-tests", "nothing of the kind\n", [], "no line of results"),
+        ("nccl-tests", ALL_TO_ALL, [], "nothing says which collective this is"),
+        ("nccl-tests", ALL_TO_ALL, ["--collective", "send_recv"], "is not that of send_recv"),
+        ("nccl-tests", ALL_REDUCE.replace("Rank  1", "Rank  0"), [], "built without MPI"),
+        ("nccl-tests", ALL_REDUCE.replace("50.00 ", "fast! "), [], "is not a line of results"),
+        ("nccl-tests", ALL_REDUCE.replace("#  Rank", "#  Hank"), [], "0 ranks are listed"),
+        ("nccl-tests", ALL_REDUCE.replace("# nThread", "# Thread"), [], "without the line"),
+        ("nccl-tests", ALL_REDUCE, ["--env", "NCCL"], "must be NAME=VALUE"),
+        ("megatron-log", "epoch 1\n", [], "no line with 'elapsed time per iteration'"),
+        ("megatron-log", log(), [], "16 GPUs; say on how many nodes"),
+        ("megatron-log", log(), ["--nodes", "3"], "must divide the 16 GPUs"),
+        ("megatron-log", log(), ["--nodes", "2", "--skip", "9"], "none of them after the first 9"),
+        ("megatron-log", log(hidden_size="None"), [], "add it with --set hidden_size=VALUE"),
+        ("megatron-log", log(num_layers="many"), [], "num_layers is 'many'"),
+        ("megatron-log", log(swiglu="yes"), [], "swiglu is 'yes'; it must be True or False"),
+        ("megatron-log", log(normalization="BatchNorm"), [], "norm is 'batchnorm'"),
+        ("megatron-log", log(position_embedding_type="yarn"), [], "'yarn' is not simulated"),
+        ("megatron-log", log(num_layers="33"), ["--nodes", "2"], "does not divide"),
+        ("megatron-log", log(), ["--nodes", "2", "--run", "a b"], "run is 'a b'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tool: str,
+    text: str,
+    words: list[Any],
+    complaint: str,
+) -> None:
+    path = write(tmp_path, text)
+    out = tmp_path / "results"
+    assert run(main, [tool, path, "--system", "cluster", "--out", str(out), *words]) == 2
+    printed = capsys.readouterr().err
+    assert complaint in printed
+    assert printed.count("\n") == 1
+    assert not out.exists()
+
+
+def test_json_says_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = imported(tmp_path, "nccl-tests", write(tmp_path, ALL_REDUCE), "--run", "one", "--json")
+    value = json.loads(capsys.readouterr().out)
+    assert value["rows"] == {"collectives": 3}
+    assert value["path"] == str(found.path)
+    assert found.manifest.run == "one"
