@@ -6,7 +6,7 @@ Sources: GPipe (arXiv 1811.06965); 1F1B and its interleaved form as in Megatron-
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -37,123 +37,193 @@ def order(
         microbatch = k // (stages * chunks) * stages + k % stages
         return Pass(backward, microbatch, chunks - 1 - chunk if backward else chunk)
 
+    early = warmup(stage, stages, microbatches, chunks, name)
+    passes = [virtual(k, False) for k in range(early)]
+    for k in range(early, total):
+        passes += [virtual(k, False), virtual(k - early, True)]
+    return passes + [virtual(k, True) for k in range(total - early, total)]
+
+
+def warmup(stage: int, stages: int, microbatches: int, chunks: int, name: ScheduleName) -> int:
+    """Forward passes of a stage before its first backward pass follows one."""
+    total = microbatches * chunks
     if name == "gpipe":
-        warmup = total
-    elif chunks == 1:
-        warmup = min(stages - stage - 1, total)
-    else:
-        warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
-    passes = [virtual(k, False) for k in range(warmup)]
-    for k in range(warmup, total):
-        passes += [virtual(k, False), virtual(k - warmup, True)]
-    return passes + [virtual(k, True) for k in range(total - warmup, total)]
+        return total
+    if chunks == 1:
+        return min(stages - stage - 1, total)
+    return min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
+
+
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Passes that wait only for those of earlier levels; they have consecutive rows.
+
+    `inputs` are the rows of the stages' previous passes, then those whose output the passes need
+    (0: none); `kinds` are the kinds of the passes, then those numbers plus the number of kinds.
+    """
+
+    rows: slice
+    count: int
+    inputs: Rows
+    kinds: Rows
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """All passes of a pipeline, ordered so that what a pass waits for comes before it.
+
+    Row 0 stands for the start of the step. A pass's kind = (stage * chunks + chunk) * 2 + backward
+    indexes its duration; `crosses` says of each kind whether its input comes from another stage.
+    """
+
+    levels: tuple["Level", ...]
+    rows: int
+    crosses: NDArray[np.bool_]
+    last_row: Rows  # of each stage
+    row: Rows  # (stages, 2, microbatches * chunks): rows of forward and backward passes, in order
 
 
 @dataclass(frozen=True)
 class Graph:
-    """All passes of a pipeline as arrays, ordered so that what a pass waits for comes before it.
-
-    Row 0 stands for the start of the step. `levels` are slices of rows that wait only for earlier
-    ones. `kind` = (stage * chunks + chunk) * 2 + backward indexes a pass's duration. `before` is
-    the row of the stage's previous pass, `sender` the row whose output it needs (0: none), and
-    `crosses` says that this output comes from another stage.
-    """
+    """The dependency graph of a schedule; its arrays are made when they are first needed."""
 
     stages: int
+    microbatches: int
     chunks: int
-    levels: tuple[slice, ...]
-    kind: NDArray[np.intp]
-    before: NDArray[np.intp]
-    sender: NDArray[np.intp]
-    crosses: NDArray[np.bool_]
-    last_row: NDArray[np.intp]  # of each stage
-    last_backward_start: NDArray[np.intp]  # row of each stage's last pass's predecessor
+    name: ScheduleName
+
+    @property
+    def period(self) -> int:
+        """Microbatches after which the order of passes repeats."""
+        return self.stages if self.chunks > 1 else 1
+
+    @property
+    def reach(self) -> int:
+        """Microbatches that a pass and the one before it on its stage lie apart, at most.
+
+        A stage has warmed up after `stages` - 1 microbatches, interleaved after
+        2 (stages - 1) + (chunks - 1) * stages passes of a chunk: less than three rounds.
+        """
+        return 3 * self.stages if self.chunks > 1 else self.stages
+
+    def shortened(self, rounds: int) -> "Graph | None":
+        """The same schedule of fewer microbatches: start and end, and `rounds` periods more.
+
+        None where that would not be far shorter, or the schedule has no steady phase.
+        """
+        if self.name != "1f1b":
+            return None
+        count = 3 * self.reach + (1 + rounds) * self.period
+        return graph(self.stages, count, self.chunks) if 3 * count <= self.microbatches else None
+
+    @cached_property
+    def steady_rows(self) -> tuple[Rows, Rows]:
+        """Rows of the steady phase's last `reach` microbatches, and those one period later."""
+        end = self.microbatches - self.reach - self.period
+        microbatch = np.arange(end - self.reach, end)
+        indices = np.concatenate([self._virtual(microbatch, chunk) for chunk in range(self.chunks)])
+        later = indices + self.period * self.chunks
+        row = self.arrays.row
+        return row[:, :, indices].ravel(), row[:, :, later].ravel()
+
+    def _virtual(self, microbatch: Rows, chunk: int) -> Rows:
+        """Place of a chunk's pass among the passes of one direction of a stage."""
+        if self.chunks == 1:
+            return microbatch
+        rounds = microbatch // self.stages * self.stages * self.chunks
+        return rounds + chunk * self.stages + microbatch % self.stages
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The graph as arrays.
+
+        A pass's number is (stage * 2 + backward) * passes + its place in that direction's order.
+        """
+        stages, chunks, passes = self.stages, self.chunks, self.microbatches * self.chunks
+        place = np.arange(passes)
+        stage = np.arange(stages)[:, None]
+        forward = stage * 2 * passes + place
+        backward = forward + passes
+        chunk = place // stages % chunks if chunks > 1 else np.zeros_like(place)
+        nothing = 2 * stages * passes  # the number of what is there from the start
+
+        sender = np.full((stages, 2, passes), nothing)
+        sender[1:, 0] = forward[:-1]
+        sender[:-1, 1] = backward[1:]
+        if chunks > 1:  # from the last stage's chunk to the first stage's next one, and back
+            inner = np.flatnonzero(chunk > 0)
+            sender[0, 0, inner] = forward[-1, inner - stages]
+            sender[-1, 1, inner] = backward[0, inner - stages]
+        first = np.flatnonzero(chunk == 0)  # backward passes of the last chunk: after their forward
+        sender[-1, 1, first] = forward[-1, first + (chunks - 1) * stages]
+        crosses = np.full((stages, chunks, 2), stages > 1)
+        crosses[-1, -1, 1] = crosses[0, 0, 0] = False
+        numbers = stage[:, :, None] * chunks * 2 + np.array([0, 1])[:, None]
+        kind = numbers + 2 * np.stack([chunk, chunks - 1 - chunk])
+
+        order_of = self._order(forward, backward)
+        before = np.full(nothing, nothing)
+        before[order_of[:, 1:]] = order_of[:, :-1]
+        senders, kinds_of = sender.ravel(), kind.ravel()
+        listed, edges = _levels(order_of, senders, nothing)
+        row = np.zeros(nothing + 1, dtype=np.intp)
+        row[listed] = np.arange(1, nothing + 1)
+        befores, senders, passes_of = row[before[listed]], row[senders[listed]], kinds_of[listed]
+        levels = []
+        for begin, end in itertools.pairwise(edges):
+            inputs = np.concatenate([befores[begin:end], senders[begin:end]])
+            kinds = passes_of[begin:end]
+            kinds = np.concatenate([kinds, kinds + crosses.size])
+            levels.append(Level(slice(begin + 1, end + 1), end - begin, inputs, kinds))
+        return Arrays(
+            levels=tuple(levels),
+            rows=nothing + 1,
+            crosses=crosses.ravel(),
+            last_row=row[order_of[:, -1]],
+            row=row[:-1].reshape(stages, 2, passes),
+        )
+
+    def _order(self, forward: Rows, backward: Rows) -> Rows:
+        """(stages, passes of both directions): the passes of each stage as `order` lists them."""
+        stages, passes = forward.shape
+        place = np.arange(passes)
+        found = np.empty((stages, 2 * passes), dtype=np.intp)
+        for stage in range(stages):
+            early = warmup(stage, stages, self.microbatches, self.chunks, self.name)
+            found[stage, np.where(place < early, place, 2 * place - early)] = forward[stage]
+            steady = place < passes - early
+            found[stage, np.where(steady, early + 2 * place + 1, passes + place)] = backward[stage]
+        return found
 
 
-@lru_cache(maxsize=256)
+def _levels(order_of: Rows, sender: Rows, nothing: int) -> tuple[Rows, list[int]]:
+    """All passes by the longest path from the start to each, and where each length begins."""
+    stages = len(order_of)
+    never = nothing + 1  # behind the last pass of each stage
+    order_of = np.column_stack([order_of, np.full(stages, never)])
+    sender = np.concatenate([sender, [nothing, never]])
+    done = np.zeros(nothing + 2, dtype=bool)
+    done[nothing] = True
+    at = np.zeros(stages, dtype=np.intp)
+    every = np.arange(stages)
+    listed, edges = [], [0]
+    while edges[-1] < nothing:
+        waiting = order_of[every, at]
+        ready = done[sender[waiting]]
+        started = waiting[ready]
+        if not len(started):
+            raise RuntimeError("the schedule waits for itself")
+        done[started] = True
+        at += ready
+        listed.append(started)
+        edges.append(edges[-1] + len(started))
+    return np.concatenate(listed), edges
+
+
+@lru_cache(maxsize=1024)
 def graph(stages: int, microbatches: int, chunks: int = 1, name: ScheduleName = "1f1b") -> Graph:
     """The dependency graph of a schedule; cached, since many projections share one."""
-    rows: dict[tuple[int, bool, int, int], int] = {}
-    listed: list[tuple[int, Pass]] = []
-    before_key: list[int] = []
-    for stage in range(stages):
-        previous = -1
-        for one in order(stage, stages, microbatches, chunks, name):
-            rows[(stage, one.backward, one.microbatch, one.chunk)] = len(listed)
-            before_key.append(previous)
-            previous = len(listed)
-            listed.append((stage, one))
-    senders: list[int] = []
-    crosses: list[bool] = []
-    for stage, one in listed:
-        virtual = one.chunk * stages + stage
-        other = virtual + (1 if one.backward else -1)
-        if 0 <= other < stages * chunks:
-            key = (other % stages, one.backward, one.microbatch, other // stages)
-            senders.append(rows[key])
-            crosses.append(stages > 1)
-        else:
-            # the last chunk's backward follows its own forward, on the same stage
-            senders.append(rows[(stage, False, one.microbatch, one.chunk)] if one.backward else -1)
-            crosses.append(False)
-    level = _levels(before_key, senders)
-    new = np.argsort(level, kind="stable")
-    position = np.empty(len(new) + 1, dtype=np.intp)
-    position[new] = np.arange(1, len(new) + 1)
-    position[-1] = 0  # index -1, "nothing", becomes row 0
-    sorted_level = level[new]
-    bounds = np.flatnonzero(np.diff(sorted_level)) + 1
-    edges = [0, *bounds.tolist(), len(new)]
-    kind = np.array([(stage * chunks + one.chunk) * 2 + one.backward for stage, one in listed])
-    before = position[np.array(before_key)]
-    sender = position[np.array(senders)]
-    last = np.array(
-        [
-            rows[(stage, *_last(stage, stages, microbatches, chunks, name))]
-            for stage in range(stages)
-        ]
-    )
-    return Graph(
-        stages=stages,
-        chunks=chunks,
-        levels=tuple(slice(a + 1, b + 1) for a, b in itertools.pairwise(edges)),
-        kind=np.concatenate([[0], kind[new]]),
-        before=np.concatenate([[0], before[new]]),
-        sender=np.concatenate([[0], sender[new]]),
-        crosses=np.concatenate([[False], np.array(crosses)[new]]),
-        last_row=position[last],
-        last_backward_start=before[last],
-    )
-
-
-def _last(
-    stage: int, stages: int, microbatches: int, chunks: int, name: ScheduleName
-) -> tuple[bool, int, int]:
-    one = order(stage, stages, microbatches, chunks, name)[-1]
-    return one.backward, one.microbatch, one.chunk
-
-
-def _levels(before: list[int], senders: list[int]) -> NDArray[np.intp]:
-    """Longest path from the start to each pass, counted in passes."""
-    level = [-1] * len(before)
-    for root in range(len(before)):
-        stack = [root]
-        while stack:
-            row = stack[-1]
-            if level[row] >= 0:
-                stack.pop()
-                continue
-            missing = [
-                other for other in (before[row], senders[row]) if other >= 0 and level[other] < 0
-            ]
-            if missing:
-                if len(stack) > 2 * len(before) + 2:  # a path has each pass once, and a sibling
-                    raise RuntimeError("the schedule waits for itself")
-                stack += missing
-                continue
-            level[row] = 1 + max(
-                level[before[row]] if before[row] >= 0 else -1,
-                level[senders[row]] if senders[row] >= 0 else -1,
-            )
-            stack.pop()
-    return np.array(level)
+    return Graph(stages, microbatches, chunks, name)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulate.schedule import graph, order
@@ -53,3 +53,66 @@ def test_slower_pass_or_transfer_never_helps(
     slower[int(numbers[2]) % len(slower)] *= 1 + numbers[3]
     assert execute(pipeline, slower, np.array([numbers[1]])).end.max() >= base
     assert execute(pipeline, duration, np.array([numbers[1] * 2])).end.max() >= base
+
+
+def plainly(
+    stages: int, microbatches: int, chunks: int, name: str, took: list[float], delay: float
+) -> list[float]:
+    """Ends of the stages' last passes: pass by pass from `order`, nothing clever."""
+    orders = [order(s, stages, microbatches, chunks, name) for s in range(stages)]  # type: ignore[arg-type]
+    ends: dict[tuple[int, bool, int, int], float] = {}
+    at, free = [0] * stages, [0.0] * stages
+    while any(position < len(orders[0]) for position in at):
+        for stage in range(stages):
+            while at[stage] < len(orders[stage]):
+                one = orders[stage][at[stage]]
+                where = one.chunk * stages + stage + (1 if one.backward else -1)
+                ready: float | None = 0.0
+                if 0 <= where < stages * chunks:
+                    key = (where % stages, one.backward, one.microbatch, where // stages)
+                    ready = ends.get(key)
+                    ready = None if ready is None else ready + delay * (stages > 1)
+                elif one.backward:
+                    ready = ends.get((stage, False, one.microbatch, one.chunk))
+                if ready is None:
+                    break
+                kind = (stage * chunks + one.chunk) * 2 + one.backward
+                free[stage] = max(free[stage], ready) + took[kind]
+                ends[(stage, one.backward, one.microbatch, one.chunk)] = free[stage]
+                at[stage] += 1
+    return free
+
+
+durations = st.lists(st.floats(0.1, 9), min_size=40, max_size=40)
+few = settings(max_examples=40, deadline=None)
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), durations, st.floats(0, 3))
+def test_timeline_is_what_the_order_gives(
+    stages: int, rounds: int, chunks: int, numbers: list[float], delay: float
+) -> None:
+    for name, parts in (("1f1b", chunks if stages > 1 else 1), ("gpipe", 1)):
+        took = numbers[: stages * parts * 2]
+        pipeline = graph(stages, rounds * stages, parts, name)  # type: ignore[arg-type]
+        found = execute(pipeline, np.array(took)[:, None], np.array([delay])).end[:, 0]
+        assert found == pytest.approx(
+            plainly(stages, rounds * stages, parts, name, took, delay), rel=1e-12
+        )
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(30, 60), durations, st.floats(0, 3))
+def test_steady_phase_is_continued_exactly(
+    stages: int, chunks: int, rounds: int, numbers: list[float], delay: float
+) -> None:
+    """Long pipelines, any durations: as if every pass had been executed."""
+    chunks = chunks if stages > 1 else 1
+    pipeline = graph(stages, rounds * stages, chunks)
+    first = np.array(numbers[: stages * chunks * 2])
+    duration = np.stack([first, first[::-1], np.ones_like(first)], axis=1)
+    delays = np.array([delay, 0.0, 1.0])
+    quick = execute(pipeline, duration, delays)
+    whole = execute(pipeline, duration, delays, whole=True)
+    np.testing.assert_allclose(quick.end, whole.end, rtol=1e-11)
+    np.testing.assert_allclose(quick.busy, whole.busy, rtol=1e-12)
