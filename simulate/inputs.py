@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simulate.transfer import transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.hardware import Fabric, Node
@@ -57,9 +58,11 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         if arguments.seq_len < 1:
             raise UserError(f"--seq-len is {arguments.seq_len}; it must be at least 1")
         model = model.resized(seq_len=arguments.seq_len)
+    node = load_node(arguments.node) if arguments.node else default_node(calibration)
+    calibration = calibration_for(calibration, node)
     return Inputs(
         model=model,
-        node=load_node(arguments.node) if arguments.node else default_node(calibration),
+        node=node,
         fabric=load_fabric(arguments.fabric or (CPU_FABRIC if on_cpu else DEFAULT_FABRIC)),
         calibration=calibration,
         calibration_path=path,
@@ -117,6 +120,22 @@ def default_node(calibration: Calibration) -> Node:
             "name one with --node"
         )
     return max(fitting, key=lambda node: node.gpus)
+
+
+def calibration_for(calibration: Calibration, node: Node) -> Calibration:
+    """The calibration for a node's GPU: transferred where another GPU was measured.
+
+    As it is where the node names its system, on a CPU, and where no named node has the measured
+    GPU (nothing to scale from).
+    """
+    measured = node.gpu in calibration.device or calibration.device in node.gpu
+    if measured or node.calibration == calibration.system or calibration.kind == "cpu":
+        return calibration
+    try:
+        source = default_node(calibration)
+    except UserError:
+        return calibration
+    return transfer(calibration, source, node)
 
 
 def check_gpus(gpus: int, option: str = "--gpus") -> None:

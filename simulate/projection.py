@@ -232,6 +232,12 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
+    if any(one.name.startswith("transfer.") for one in r.calibration.parameters):
+        said.append(
+            f"Nothing was measured on {r.node.gpu}: the calibration of {r.calibration.system} is "
+            "transferred to it by datasheet rates, its efficiencies assumed to carry over; see the "
+            "parameters named transfer."
+        )
     said.append(
         "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see straggler."
     )

@@ -1,0 +1,264 @@
+"""A calibration for hardware that nobody measured, from one that somebody did.
+
+The rule, parameter by parameter (`R(x)` is the target node's figure over the measured node's):
+
+- matrix ceilings: R(peak bf16 FLOP/s) times the ratio of the two GPUs' published matmul
+  efficiencies where both are (`EFFICIENCY`); a measured shape keeps its ratio to the roofline;
+- memory ceilings: R(memory bandwidth); launch times and the host carry over;
+- collectives inside the node: R(scale-up rate) times the published efficiency (`SCALE_UP`) where
+  there is one; a measured size keeps its ratio to the structure;
+- clock, power cap and idle power are the node file's; power above idle goes with the room between
+  idle and cap, so a kernel meets the cap at the same share of its clock;
+- networks between nodes were fitted on published sweeps and carry over.
+
+Efficiencies are taken to carry over, with the spread of published ones: `TRANSFER_SD`. Moving a
+calibration to the GPU it was measured on changes nothing.
+"""
+
+from dataclasses import dataclass
+from math import exp
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from spec.calibration import Calibration, CollectiveFit, KernelFit, Parameter
+from spec.collective import busbw_factor
+from spec.hardware import Node
+
+# Best matmul FLOP/s over the datasheet's, bf16: stas00/ml-engineering@744d01e,
+# compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS", lines 350-361.
+EFFICIENCY: tuple[tuple[str, float], ...] = (
+    ("GB200", 0.729),
+    ("B300", 0.786),
+    ("B200", 0.776),
+    ("GH200", 0.838),
+    ("H200", 0.803),  # "H200 is the same" as H100
+    ("H100", 0.803),
+    ("A100", 0.869),
+    ("MI300X", 0.514),
+    ("MI325X", 0.604),
+    ("MI355X", 0.680),
+)
+# All-reduce of about 1 GiB on 8 GPUs of one node, bus bandwidth in 1e9 bytes/s:
+# VIA-Research/vTrain@f8dda84, trace/a100/AR_GPU8_1M_1024M_LUT, 961 MiB.
+SCALE_UP: tuple[tuple[str, int, float, float], ...] = (("A100", 8, 961 * 2.0**20, 228.3),)
+# Spread of those matmul efficiencies over NVIDIA's SXM GPUs (0.73 to 0.87).
+TRANSFER_SD = 0.07
+# Where one of the two GPUs has no published efficiency: those of all makers lie between 0.51 and
+# 0.97 in that table.
+UNPUBLISHED_SD = 0.2
+# Collectives inside nodes of other generations, and the host; assumed.
+SCALE_UP_SD = 0.15
+HOST_SD = 0.5
+# FP8 matmul over bf16 matmul, same table, lines 370-376: H100 1402.6 / 794.5, H200 1453.4 / 794.5,
+# B200 3432.5 / 1745.0, GB200 3615.6 / 1822.0, GH200 1535.0 / 828.6.
+FP8_SPEEDUP = 1.86
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def changed(record: Model, **changes: Any) -> Model:
+    """A copy with some fields changed and nothing that was cached from the old ones."""
+    copy = record.model_copy(update=changes)
+    for name in set(copy.__dict__) - set(type(record).model_fields):
+        del copy.__dict__[name]
+    return copy
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Target over measured."""
+
+    matrix: float
+    memory: float
+    scale_up: float
+    power: float  # of the room between idle power and cap
+    sd: float  # of the matrix and memory ratios
+
+
+def published_efficiency(gpu: str) -> float | None:
+    """Published share of the peak that the best matmul reaches; None where there is none."""
+    return next((value for name, value in EFFICIENCY if name in gpu), None)
+
+
+def ratios(calibration: Calibration, source: Node, target: Node) -> Ratios:
+    """What each kind of rate is multiplied by."""
+    mine, other = published_efficiency(source.gpu), published_efficiency(target.gpu)
+    efficiency = other / mine if mine and other else 1.0
+    scale_up = target.scale_up_gbytes_per_s / source.scale_up_gbytes_per_s
+    published = next((one for one in SCALE_UP if one[0] in target.gpu), None)
+    fit = calibration.collective_fits.get("all_reduce")
+    if published and fit and published[0] not in source.gpu:
+        _, ranks, nbytes, busbw = published
+        time, _ = fit.time_us(ranks, nbytes)
+        scale_up = busbw / (nbytes * busbw_factor("all_reduce", ranks) / time / 1e3)
+    return Ratios(
+        matrix=target.peak_bf16_tflops / source.peak_bf16_tflops * efficiency,
+        memory=target.memory_gbytes_per_s / source.memory_gbytes_per_s,
+        scale_up=scale_up,
+        power=(target.power_limit_w - target.idle_power_w)
+        / (source.power_limit_w - source.idle_power_w),
+        sd=TRANSFER_SD if mine and other else UNPUBLISHED_SD,
+    )
+
+
+def transfer(calibration: Calibration, source: Node, target: Node) -> Calibration:
+    """The calibration for `target`'s GPU; the same object where that is `source`'s."""
+    if same_gpu(source, target):
+        return calibration
+    by = ratios(calibration, source, target)
+    clock, where = calibration.clock, f"{calibration.device} to {target.gpu}"
+    regulated = clock.regulated_w
+    if regulated is not None:
+        regulated *= target.power_limit_w / (clock.power_limit_w or source.power_limit_w)
+    return changed(
+        calibration,
+        device=target.gpu,
+        kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
+        collectives=tuple(_collective(fit, by.scale_up) for fit in calibration.collectives),
+        host=changed(calibration.host, sd=HOST_SD),
+        clock=changed(
+            clock,
+            reference_mhz=target.max_clock_mhz,
+            max_mhz=target.max_clock_mhz,
+            idle_w=target.idle_power_w,
+            power_limit_w=target.power_limit_w,
+            regulated_w=regulated,
+            communication_w=clock.communication_w * by.power,
+            waiting_w=clock.waiting_w * by.power,
+        ),
+        composition_sd=(calibration.composition_sd**2 + by.sd**2) ** 0.5,
+        parameters=(*_rule(by, where), *_parameters(calibration, by, target)),
+    )
+
+
+def same_gpu(source: Node, target: Node) -> bool:
+    """Whether two nodes have GPUs that differ in nothing a calibration depends on."""
+    fields = (
+        *("peak_bf16_tflops", "memory_gbytes_per_s", "multiprocessors", "max_clock_mhz"),
+        *("power_limit_w", "scale_up_gbytes_per_s"),
+    )
+    return all(getattr(source, name) == getattr(target, name) for name in fields)
+
+
+def _kernel(fit: KernelFit, by: Ratios, target: Node) -> KernelFit:
+    moved = changed(
+        fit,
+        tflops=fit.tflops * by.matrix if fit.tflops else None,
+        gbytes_per_s=fit.gbytes_per_s * by.memory,
+        multiprocessors=target.multiprocessors if fit.multiprocessors > 1 else 1,
+        active_power_w=fit.active_power_w * by.power,
+    )
+    return with_points(fit, moved)
+
+
+def with_points(fit: KernelFit, moved: KernelFit) -> KernelFit:
+    """`moved` with the measured shapes of `fit`, each at its ratio to the roofline."""
+    points = []
+    for point in fit.points:
+        ratio = moved.physics_us(point.dims) / fit.physics_us(point.dims)
+        change = {"time_us": point.time_us * ratio}
+        if point.measured_us is not None:
+            change["measured_us"] = point.measured_us * ratio
+        points.append(changed(point, **change))
+    return changed(moved, points=tuple(points))
+
+
+def _collective(fit: CollectiveFit, ratio: float) -> CollectiveFit:
+    structure = None
+    if fit.structure is not None:
+        busbw = fit.structure.busbw_gbytes_per_s * ratio
+        structure = changed(fit.structure, busbw_gbytes_per_s=busbw)
+    curves = []
+    for curve in fit.curves:
+        points = []
+        for point in curve.points:
+            if fit.structure is not None and structure is not None:
+                at = (fit.collective, curve.ranks, point.bytes)
+                change = structure.time_us(*at) / fit.structure.time_us(*at)
+                time = point.time_us * change
+            else:
+                least = min(point.time_us, curve.points[0].time_us)
+                time = least + (point.time_us - least) / ratio
+            points.append(changed(point, time_us=time))
+        curves.append(changed(curve, points=tuple(points)))
+    structure_sd = max(fit.structure_sd, SCALE_UP_SD)
+    return changed(fit, curves=tuple(curves), structure_sd=structure_sd, structure=structure)
+
+
+def _rule(by: Ratios, where: str) -> list[Parameter]:
+    """What was multiplied, as parameters of their own."""
+
+    def one(name: str, value: float, sd: float, detail: str) -> Parameter:
+        return Parameter(
+            name=f"transfer.{name}",
+            value=value,
+            unit="factor",
+            low=value * exp(-1.645 * sd),
+            high=value * exp(1.645 * sd),
+            source="assumed",
+            detail=f"transferred, {where}: {detail}",
+        )
+
+    return [
+        one("matrix", by.matrix, by.sd, "datasheet peaks, and published matmul efficiencies"),
+        one("memory", by.memory, by.sd, "datasheet memory bandwidths"),
+        one("scale_up", by.scale_up, SCALE_UP_SD, "datasheet link rates, or a published sweep"),
+        one("power", by.power, TRANSFER_SD, "watts between idle and cap in the node files"),
+    ]
+
+
+def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Parameter]:
+    """The calibration's parameters with what the transfer made of them."""
+    from_node = {
+        "clock.reference_mhz": target.max_clock_mhz,
+        "clock.power_limit_w": target.power_limit_w,
+        "clock.idle_w": target.idle_power_w,
+    }
+    listed = []
+    for one in calibration.parameters:
+        if one.name.startswith("network."):
+            listed.append(one)
+            continue
+        if one.name in from_node:
+            value = from_node[one.name]
+            change = {"value": value, "low": value, "high": value, "source": "published"}
+            change["detail"] = f"transferred: node file {target.name} ({target.source})"
+            listed.append(changed(one, **change))
+            continue
+        factor, sd = _moved(one.name, by)
+        change = {
+            "value": one.value * factor,
+            "low": one.low * factor * exp(-1.645 * sd),
+            "high": one.high * factor * exp(1.645 * sd),
+            "source": "assumed",
+            "detail": f"transferred from {calibration.device}, times {factor:.4g}; {one.source} "
+            f"there: {one.detail}",
+        }
+        listed.append(changed(one, **change))
+    return listed
+
+
+def _moved(name: str, by: Ratios) -> tuple[float, float]:
+    """Factor and spread of one parameter, by the last part of its name."""
+    last = name.rsplit(".", 1)[-1]
+    if name.startswith("collective."):
+        return (by.scale_up, SCALE_UP_SD) if "busbw" in last else (1.0, SCALE_UP_SD)
+    if last == "tflops":
+        return by.matrix, by.sd
+    if last == "gbytes_per_s":
+        return by.memory, by.sd
+    if last.endswith("_w"):
+        return by.power, TRANSFER_SD
+    return 1.0, TRANSFER_SD
+
+
+def with_fp8(calibration: Calibration) -> Calibration:
+    """Matrix products of linear layers in FP8, casts and all: `FP8_SPEEDUP` over bf16; assumed."""
+    kernels = []
+    for fit in calibration.kernels:
+        if fit.op in ("gemm", "grouped_gemm") and fit.tflops:
+            fit = with_points(fit, changed(fit, tflops=fit.tflops * FP8_SPEEDUP))
+        kernels.append(fit)
+    return changed(calibration, kernels=tuple(kernels))

@@ -1,0 +1,147 @@
+"""A calibration moved to a GPU that was not measured: identity, rates, labels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulate import project
+from simulate.inputs import calibration_for, default_node
+from simulate.transfer import FP8_SPEEDUP, same_gpu, transfer, with_fp8
+from spec.calibration import Calibration, Parameter
+from spec.command import run
+from tests.made_up import write_calibration
+from topologies import load_node, node_names
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Calibration:
+    return write_calibration(tmp_path / "results" / "4x-h200" / "calibration.json")
+
+
+def by_name(calibration: Calibration) -> dict[str, Parameter]:
+    return {one.name: one for one in calibration.parameters}
+
+
+def test_the_same_gpu_changes_nothing(calibration: Calibration) -> None:
+    h200 = load_node("hgx-h200")
+    assert transfer(calibration, h200, h200) is calibration
+    assert calibration_for(calibration, load_node("4x-h200")) is calibration
+    # nor does the arithmetic itself, where only a name differs
+    renamed = h200.model_copy(update={"memory_gbytes_per_s": 4800.0001})
+    assert not same_gpu(h200, renamed)
+    moved = transfer(calibration, h200, renamed)
+    gemm, before = moved.kernel_fits["gemm", "forward", "bf16"], calibration.kernels
+    dims = (4096, 4096, 4096)
+    old = next(one for one in before if (one.op, one.direction) == ("gemm", "forward"))
+    assert gemm.time_us(dims)[0] == pytest.approx(old.time_us(dims)[0])
+    reduce = moved.collective_fits["all_reduce"]
+    assert reduce.time_us(4, 2**28)[0] == pytest.approx(
+        calibration.collective_fits["all_reduce"].time_us(4, 2**28)[0]
+    )
+
+
+def test_ceilings_scale_with_the_datasheet(calibration: Calibration) -> None:
+    """H100: the H200's matrix rate, 3.35 of its 4.8 TB/s; A100: NVLink and clocks too."""
+    h200 = load_node("hgx-h200")
+    h100 = transfer(calibration, h200, load_node("hgx-h100"))
+    old, new = calibration.kernel_fits, h100.kernel_fits
+    gemm, norm = ("gemm", "forward", "bf16"), ("rmsnorm", "forward", "bf16")
+    assert new[gemm].tflops == pytest.approx(old[gemm].tflops)
+    assert new[norm].gbytes_per_s == pytest.approx(old[norm].gbytes_per_s * 3350 / 4800)
+    shape = (4096, 8192)
+    launch = old[norm].launch_us
+    assert new[norm].time_us(shape)[0] - launch == pytest.approx(
+        (old[norm].time_us(shape)[0] - launch) * 4800 / 3350
+    )
+    a100 = transfer(calibration, h200, load_node("dgx-a100"))
+    assert a100.clock.max_mhz == 1410
+    assert a100.clock.power_limit_w == 400
+    assert a100.device == load_node("dgx-a100").gpu
+    # the published sweep: 961 MiB on 8 GPUs at 228.3 GB/s bus bandwidth
+    time, _ = a100.collective_fits["all_reduce"].time_us(8, 961 * 2**20)
+    assert 961 * 2**20 * 1.75 / time / 1e3 == pytest.approx(228.3, rel=0.02)
+    assert a100.composition_sd > calibration.composition_sd
+
+
+def test_measured_shapes_keep_their_ratio_to_the_roofline(tmp_path: Path) -> None:
+    """A shape measured 20 % above the roofline stays there."""
+    calibration = write_calibration(tmp_path / "c.json")
+    gemm = calibration.kernel_fits["gemm", "forward", "bf16"]
+    dims = (8192, 8192, 8192)
+    point = gemm.points[0].model_copy(update={"dims": dims, "time_us": gemm.physics_us(dims) * 1.2})
+    fit = type(gemm).model_validate(gemm.model_dump() | {"points": [point]})
+    with_one = Calibration.model_validate(
+        calibration.model_dump(by_alias=True) | {"kernels": [fit.model_dump()]}
+    )
+    moved = transfer(with_one, load_node("hgx-h200"), load_node("dgx-a100"))
+    new = moved.kernel_fits["gemm", "forward", "bf16"]
+    assert new.time_us(dims)[0] / new.physics_us(dims) == pytest.approx(1.2)
+    assert new.physics_us(dims) > 2 * fit.physics_us(dims)
+
+
+def test_every_parameter_says_where_it_comes_from(tmp_path: Path) -> None:
+    parameters = [
+        {"name": name, "value": 100.0, "low": 90.0, "high": 110.0}
+        | {"unit": "x", "source": "measured", "detail": "rows"}
+        for name in ("kernel.gemm.forward.bf16.tflops", "clock.idle_w", "host.part_us")
+    ]
+    parameters.append(parameters[0] | {"name": "network.infiniband.efficiency"})
+    parameters[-1]["source"] = "published"
+    calibration = write_calibration(tmp_path / "c.json", parameters=parameters)
+    moved = by_name(transfer(calibration, load_node("hgx-h200"), load_node("dgx-a100")))
+    assert moved["network.infiniband.efficiency"].source == "published"
+    for name, one in moved.items():
+        assert one.source in ("published", "assumed")
+        assert name.startswith("network.") or "transferred" in one.detail
+    tflops = moved["kernel.gemm.forward.bf16.tflops"]
+    assert tflops.value == pytest.approx(100 * 312 / 989.4 * 0.869 / 0.803)
+    assert tflops.high / tflops.low > 1.1 / 0.9
+    assert moved["clock.idle_w"].value == 55
+    assert "transfer.matrix" in moved
+
+
+def test_every_named_node_can_be_transferred_to(calibration: Calibration) -> None:
+    for name in node_names():
+        moved = calibration_for(calibration, load_node(name))
+        assert moved.kernel_fits["gemm", "forward", "bf16"].time_us((512, 512, 512))[0] > 0
+
+
+def test_a_cpu_is_no_source(tmp_path: Path) -> None:
+    cpu = write_calibration(tmp_path / "c.json", kind="cpu", device="CPU core", system="cpu")
+    assert calibration_for(cpu, load_node("hgx-h100")) is cpu
+    unknown = write_calibration(tmp_path / "u.json", device="Unheard-of", system="elsewhere")
+    assert calibration_for(unknown, load_node("hgx-h100")) is unknown
+
+
+def test_fp8_speeds_up_products_only(calibration: Calibration) -> None:
+    fast = with_fp8(calibration)
+    dims = (16384, 16384, 16384)
+    gemm = ("gemm", "forward", "bf16")
+    ratio = calibration.kernel_fits[gemm].time_us(dims)[0] / fast.kernel_fits[gemm].time_us(dims)[0]
+    assert ratio == pytest.approx(FP8_SPEEDUP, rel=0.01)
+    attention = ("attention", "forward", "bf16")
+    assert fast.kernel_fits[attention] == calibration.kernel_fits[attention]
+
+
+def test_projection_on_another_gpu_says_so(
+    calibration: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ("--gpus", "16", "--model", "llama3-8b", "--tp", "8", "--pp", "1", "--engine")
+    common += ("timeline", "--draws", "20", "--recompute", "full", "--microbatch", "1", "--json")
+
+    def step(node: str) -> tuple[float, dict[str, Any]]:
+        assert run(project.main, (*common, "--node", node)) == 0
+        value = json.loads(capsys.readouterr().out)
+        return value["step_time_s"]["median"], value
+
+    h200, plain = step("hgx-h200")
+    a100, value = step("dgx-a100")
+    assert a100 > 2 * h200
+    assert any("transferred" in sentence for sentence in value["warnings"])
+    assert not any("transferred" in sentence for sentence in plain["warnings"])
+    names = [one["parameter" if "parameter" in one else "name"] for one in value["provenance"]]
+    assert "transfer.matrix" in names
+    assert default_node(calibration).gpu == "NVIDIA H200"
