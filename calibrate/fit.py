@@ -12,6 +12,7 @@ interrupted; never its training steps. The same input gives the same bytes.
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     host = fit_host(evidence, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
-    composition = composition_sd(ledger)
+    composition = composition_sd(evidence, ledger)
     judge_kernels(evidence, state, kernels, ledger)
     judge_collectives(evidence, collectives, ledger)
     judge_power(evidence, clock, kernels, ledger)
@@ -121,6 +122,31 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
         )
     runs = [one for one in others if one.manifest.system == base]
     return Evidence(found.system, [*runs, *found.runs])
+
+
+def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None) -> list[Evidence]:
+    """The systems with what they borrow; of several, those without kernel rows are left out."""
+    kept, left_out = [], []
+    for one in found:
+        try:
+            with_its = with_kernels(one, results, kernels_from)
+        except UserError:
+            if len(found) == 1:
+                raise
+            left_out.append(one.system)
+            continue
+        if len(found) > 1 and not with_its.rows(KernelRow):
+            left_out.append(one.system)
+        else:
+            kept.append(with_its)
+    if not kept:
+        raise UserError(
+            f"{results}: no system in it has kernel rows of role fit; measure them with "
+            "`python -m measure.run --suite kernels`"
+        )
+    if left_out:
+        print(f"left out, no kernel rows: {', '.join(left_out)}", file=sys.stderr)
+    return kept
 
 
 def summary(calibration: Calibration, out: Path) -> str:
@@ -190,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     if len(found) > 1 and options.kernels_from:
         raise UserError("--kernels-from is for one system; name it with --system")
-    found = [with_kernels(one, options.results, options.kernels_from) for one in found]
+    found = fittable(found, options.results, options.kernels_from)
     fitted = [(one, fit(one, options.progress)) for one in found]
     values: list[dict[str, Any]] = []
     texts = []

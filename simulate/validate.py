@@ -31,6 +31,12 @@ def add_common(options: argparse.ArgumentParser) -> None:
     """Options of every form of the command."""
     options.add_argument("--system", metavar="NAME", help="only this measured system")
     options.add_argument("--calibration", metavar="FILE", help="this calibration, not the system's")
+    options.add_argument(
+        "--fabric",
+        metavar="NAME|FILE",
+        help="between the hosts that were measured (default: "
+        f"{CPU_FABRIC} where nodes were emulated, else {DEFAULT_FABRIC})",
+    )
     options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
     options.add_argument("--report", metavar="FILE.html", help="write an HTML report")
     add_json(options)
@@ -64,6 +70,16 @@ def parser(form: str) -> Parser:
     return options
 
 
+def calibration_for(arguments: Any, found: ResultSet) -> Path:
+    """The calibration of a result set's system; an imported log may name the one of its GPUs."""
+    folder, about = found.path.parent, found.manifest
+    if about.base_system and about.emulated_nodes == 1:
+        base = folder.parent / about.base_system
+        if not (folder / "calibration.json").is_file() and (base / "calibration.json").is_file():
+            folder = base
+    return calibration_of(arguments, folder)
+
+
 def fabric_of(calibration: Calibration) -> str:
     """Fabric between hosts: one-host runs do not use it, emulated ones run over the loopback."""
     emulated = any(
@@ -80,10 +96,13 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
-        path = calibration_of(arguments, found.path.parent)
+        path = calibration_for(arguments, found)
         calibration = read_calibration(path)
         used[path.as_posix()] = calibration.system
-        fabric = load_fabric(CPU_FABRIC if row.nodes > 1 else fabric_of(calibration))
+        emulated = row.nodes > 1 and len(found.manifest.hosts) == 1
+        fabric = load_fabric(
+            arguments.fabric or (CPU_FABRIC if emulated else fabric_of(calibration))
+        )
         predicted = predict(row, calibration, default_node(calibration), fabric, arguments.draws)
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         cases.append(Case(unique, predicted))
@@ -129,7 +148,7 @@ def draw_plan(arguments: Any, calibration: Calibration) -> Path:
         arguments.seed,
         calibration,
         default_node(calibration),
-        load_fabric(fabric_of(calibration)),
+        load_fabric(arguments.fabric or fabric_of(calibration)),
         find_result_sets(Path(arguments.results), calibration.system),
     )
     write_table(out, TrainingConfig, configs)
@@ -152,7 +171,7 @@ def main_predict(words: Sequence[str]) -> int:
         calibration,
         path,
         default_node(calibration),
-        load_fabric(fabric_of(calibration)),
+        load_fabric(arguments.fabric or fabric_of(calibration)),
         arguments.draws,
     )
     lines = [

@@ -1,6 +1,7 @@
 """A made-up system of emulated nodes, from its collective rows to a validated training step."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,45 @@ def test_configurations_are_drawn_for_the_nodes(
             draws=5,
         )
         assert steps[row.case_id]["step_time_s"]["median"] == again.step_time_s["median"]
+
+
+def test_a_system_without_kernels_does_not_stop_the_others(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "results"
+    shutil.copytree(results / SYSTEM, root / "alone")
+    about_it = about("alone").model_dump(mode="json", by_alias=True) | {"base_system": None}
+    write_json(root / "alone" / "run-1" / "manifest.json", about_it)
+    assert run(fitting.main, [str(root)]) == 2
+    assert "system alone: no kernel row" in capsys.readouterr().err
+    shutil.copytree(results / BASE, root / BASE)
+    assert run(fitting.main, [str(root)]) == 0
+    assert "left out, no kernel rows: alone" in capsys.readouterr().err
+
+
+def test_an_imported_log_is_simulated_with_the_calibration_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "results"
+    write_calibration(root / BASE / "calibration.json")
+    model = load_model("llama3-8b").resized(layers=2, seq_len=2048)
+    config = TrainingConfig.of("case", model, Parallelism(dp=16, global_batch=16), nodes=2)
+    fields = {"status": "done", "framework": "made up", "steps": 1, "step_time_median_s": 1.0}
+    folder = root / "cluster" / "run-1"
+    rows = [TrainingRow.model_validate(config.model_dump() | fields)]
+    write_table(folder / "training.csv", TrainingRow, rows)
+    plain = manifest("cluster", "run-1", 8, Truth(), "2030-01-01T00:00:00Z")
+    two = {"hosts": [plain.hosts[0]] * 2, "base_system": BASE}
+    written = plain.model_copy(update=two).model_dump(mode="json", by_alias=True)
+    write_json(folder / "manifest.json", written)
+    times = []
+    for fabric in ("ndr400-rail", "ethernet-100g"):
+        words = [str(root), "--fabric", fabric, "--json", "--draws", "5"]
+        assert run(validate.main, words) == 0, capsys.readouterr().err
+        value = json.loads(capsys.readouterr().out)
+        assert list(value["calibrations"].values()) == [BASE]
+        times.append(value["cases"][0]["predicted_s"]["median"])
+    assert times[1] > times[0]
 
 
 def test_a_host_that_is_not_there_is_one_sentence(
