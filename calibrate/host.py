@@ -19,17 +19,21 @@ PART_CALLS = 2.0
 # The optimizer's loop over parameters and the scalars read back, once a step, likewise.
 STEP_CALLS = 200.0
 HOST_SD = 0.3
+# The same where the host is the device: some tens of Python calls of a microsecond each, assumed.
+CPU_PART_US, CPU_PARTS_PER_STEP, CPU_HOST_SD = 60.0, 50.0, 0.7
 DEFAULT_HOST_US = 10.0
 # A kernel beside a collective where none was measured: communication kernels occupy some
 # multiprocessors (16-32 of 132 under NCCL's defaults) and share memory bandwidth.
 INTERFERENCE = (0.12, 0.03, 0.3)
 # What adding up kernels leaves out of a step (gaps, allocator, caches). Chosen, not fitted: the
 # first campaign's 23 configurations spread by 0.02, later ones judge it.
-COMPOSITION_SD = 0.03
+COMPOSITION_SD, CPU_COMPOSITION_SD = 0.03, 0.3
 
 
 def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     """Issue times of single operations, and what is assumed to go with them."""
+    if evidence.devices()[0].kind == "cpu":
+        return _on_cpu(ledger)
     rows = [row for _, row in evidence.rows(KernelRow) if row.op in SINGLE_CALLS]
     times = [row.host_us for row in rows if row.host_us is not None]
     if times:
@@ -73,6 +77,16 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     return HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
 
 
+def _on_cpu(ledger: Ledger) -> HostFit:
+    """A CPU computes and issues: what Python adds comes on top of the kernels' own calls."""
+    why = "Python, modules and autograd around {}; a CPU spends it between kernels"
+    part, step = CPU_PART_US, CPU_PARTS_PER_STEP * CPU_PART_US
+    for name, value, what in (("part", part, "a part of a layer"), ("step", step, "a step")):
+        interval = log_interval(value, CPU_HOST_SD)
+        ledger.note(f"host.{name}_us", value, "us", interval, "assumed", why.format(what))
+    return HostFit(part_us=part, step_us=step, sd=CPU_HOST_SD, serial=True)
+
+
 def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
     """Share by which a kernel lasts longer while a collective runs beside it."""
     rows = [row for _, row in evidence.rows(InterferenceRow)]
@@ -101,14 +115,16 @@ def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
     )
 
 
-def composition_sd(ledger: Ledger) -> float:
+def composition_sd(evidence: Evidence, ledger: Ledger) -> float:
     """What adding up kernels leaves out of a whole step."""
-    return ledger.note(
-        "composition_sd",
-        COMPOSITION_SD,
-        "log",
-        (0.02, 0.1),
-        "assumed",
-        "a little above the spread of the first campaign's errors: gaps, allocator and caches of "
-        "a whole step; training steps are never fitted on",
-    )
+    if evidence.devices()[0].kind == "cpu":
+        value, interval = CPU_COMPOSITION_SD, (0.15, 0.6)
+        detail = "processes share cores, caches and gloo's threads, which no kernel alone shows"
+    else:
+        value, interval = COMPOSITION_SD, (0.02, 0.1)
+        detail = (
+            "a little above the spread of the first campaign's errors: gaps, allocator and caches "
+            "of a whole step"
+        )
+    detail += "; training steps are never fitted on"
+    return ledger.note("composition_sd", value, "log", interval, "assumed", detail)

@@ -270,8 +270,11 @@ class Costs:
             for collective, time in zip(part.exposed, cost.exposed, strict=True):
                 exposed[collective.axis] = exposed.get(collective.axis, zero) + time
         device = compute + sum(exposed.values(), zero)
-        host = host_us * self.draws.factor("host", self.calibration.host.sd)
-        return Cost(compute, exposed, np.maximum(host - device, 0.0), energy)
+        fit = self.calibration.host
+        spread = self.draws.factor("host", fit.sd)
+        if fit.serial:
+            return Cost(compute, exposed, len(parts) * fit.part_us * spread, energy)
+        return Cost(compute, exposed, np.maximum(host_us * spread - device, 0.0), energy)
 
 
 def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:

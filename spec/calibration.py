@@ -142,6 +142,9 @@ class HostFit(Record):
     )
     step_us: NonNegative = Field(description="once a step: optimizer bookkeeping and scalars")
     sd: NonNegative
+    serial: bool = Field(
+        default=False, description="the host is the device: part_us adds to what kernels take"
+    )
 
 
 class Calibration(BaseModel):
