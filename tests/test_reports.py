@@ -1,0 +1,138 @@
+"""Reports: everything of their JSON is on the page, nothing from a stranger runs."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reports.projection import render as render_projection
+from reports.validation import render as render_validation
+from simulate.project import main
+from spec.files import write_json
+from tests.made_up import calibration_json
+
+HOSTILE = "<script>alert('&')</script>"
+
+
+class Page(HTMLParser):
+    """Collects tags and text, and refuses what is not closed."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "input", "hr", "path", "use", "rect"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for _, value in attrs:
+            assert "://" not in (value or "") or "www.w3.org" in value
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def projection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("projection")
+    write_json(folder / "calibration.json", calibration_json())
+    words = ["--calibration", str(folder / "calibration.json"), "--gpus", "64", "--tp", "8"]
+    words += ["--engine", "timeline", "--scaling", "1,8,64", "--out", str(folder / "out")]
+    assert main([*words, "--json", str(folder / "value.json")]) == 0
+    assert (folder / "out" / "report.html").read_text().startswith("<!doctype html>")
+    value: dict[str, Any] = json.loads((folder / "value.json").read_text())
+    return value
+
+
+def test_projection_page(projection: dict[str, Any]) -> None:
+    page = Page(render_projection(projection))
+    assert not page.open
+    text = " ".join(page.words)
+    for parameter in projection["provenance"]:
+        assert parameter["name"] in text
+    for words in (*projection["warnings"], "does not fit 8 GPUs", "simulated", "assumed"):
+        assert words in text
+    assert page.tags.count("svg") >= 4
+    assert "script" not in page.tags
+
+
+def test_strangers_words_are_only_words(projection: dict[str, Any]) -> None:
+    value = json.loads(json.dumps(projection))
+    value["warnings"].append(HOSTILE)
+    value["inputs"]["model"]["name"] = HOSTILE
+    value["provenance"][0]["detail"] = HOSTILE
+    value["sensitivity"][0]["factor"] = HOSTILE
+    page = Page(render_projection(value))
+    assert "script" not in page.tags
+    assert HOSTILE in " ".join(page.words)
+
+
+def case(name: str, real: float, predicted: float, **more: Any) -> dict[str, Any]:
+    return {
+        "id": name,
+        "kind": "TP",
+        "model": "m",
+        "gpus": 4,
+        "real_s": real,
+        "predicted_s": {
+            "median": predicted,
+            "low": predicted * 0.9,
+            "high": predicted * 1.1,
+        },
+        "error": predicted / real - 1,
+        "inside_interval": True,
+        "breakdown_s": {"compute": predicted},
+        "modelled_share": 0.5,
+        **more,
+    }
+
+
+def test_validation_page() -> None:
+    from simulate.validation import summarise
+
+    cases = [case(HOSTILE, 1.0, 1.05, baseline_s=1.3), case("b", 2.0, 1.9)]
+    summary = summarise(cases)
+    value = {"cases": cases, "summary": {"all": summary, "TP": summary}}
+    page = Page(render_validation(value))
+    text = " ".join(page.words)
+    assert "script" not in page.tags
+    assert HOSTILE in text
+    for words in ("5.0%", "30.0%", "Clopper-Pearson", "simulated", "measured"):
+        assert words in text
+
+
+def test_judged_forecast_says_when_and_from_what() -> None:
+    from simulate.validation import summarise
+
+    cases = [case("a", 1.0, 1.05)]
+    forecast = {
+        "created": "2026-01-01T00:00:00Z",
+        "calibration": {"path": "c.json", "sha256": "0" * 64},
+        "forecast_cases": 2,
+        "never_measured": ["b"],
+    }
+    value = {"cases": cases, "summary": {"all": summarise(cases)}, "forecast": forecast}
+    text = " ".join(Page(render_validation(value)).words)
+    assert "2026-01-01T00:00:00Z" in text
+    assert "1 never measured: b" in text
+
+
+def test_every_report_is_one_file() -> None:
+    template = (Path(__file__).parent.parent / "reports" / "page.html").read_text()
+    assert "http" not in template
+    assert "src=" not in template
