@@ -1,9 +1,10 @@
 """Device memory of a training step, per pipeline stage.
 
 Sources: model states, ZeRO (arXiv 1910.02054) with Megatron-Core's precisions: bf16 weights, fp32
-gradients, fp32 master weights and two fp32 moments. Activations, Korthikanti et al.
-(arXiv 2205.05198), section 4, recounted for fused attention, which keeps no score matrix, and for
-what Megatron-Core's local layers save for the backward pass.
+gradients, fp32 master weights and two fp32 moments. Activations: Korthikanti et al.
+(arXiv 2205.05198), section 4, recounted tensor by tensor for what autograd keeps of Megatron-Core
+0.16's local layers, with fused attention, which keeps no score matrix. A view keeps all of what it
+looks into, so values that are a view of the QKV product keep all of that.
 """
 
 from dataclasses import dataclass
@@ -37,27 +38,93 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     outside = 2.0 * s.local_tokens * model.hidden  # one bf16 tensor outside the tp region
     if p.recompute == "full":
         return outside
+    # both norms' inputs and outputs; a gathered input is gathered again, not kept
+    return 4 * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+
+
+def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Between the QKV product and the projection (transformer/attention.py)."""
+    tokens = shapes(model, p).tokens
     heads = model.heads // p.tp
     kv_heads = max(model.kv_heads // p.tp, 1)
-    qkv = 2.0 * s.tokens * (heads + 2 * kv_heads) * model.head_dim
-    core = 2.0 * s.tokens * heads * model.head_dim
-    softmax = 4.0 * s.tokens * heads
-    # norm input, norm output (= qkv input); q, k, v as attention takes them; its output
-    attention = 2 * outside + qkv + core + softmax
-    if p.recompute == "selective":
-        attention -= softmax
+    one_head = 2.0 * tokens * model.head_dim
+    kept = (2 * heads + 2 * kv_heads) * one_head  # the product, of which values are a view; output
+    if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
+        kept += (heads + kv_heads) * one_head
+        kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
+    elif heads != kv_heads:  # grouped queries are reshaped, which copies them
+        kept += heads * one_head
+    if p.recompute == "none":
+        kept += 4.0 * tokens * heads  # softmax statistics, fp32
+    return kept
+
+
+def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Between the second norm and the sum with the residual (transformer/mlp.py, moe/)."""
+    s = shapes(model, p)
     rows = s.tokens * max(model.top_k, 1)
-    wide = 2.0 * rows * model.ffn_hidden // p.tp
-    up = wide * (2 if model.gated else 1)
-    mlp = 2 * outside + up + wide
-    if model.experts:
-        mlp += 2 * outside * model.top_k  # dispatched copies
-    return attention + mlp
+    wide = 2.0 * rows * (model.ffn_hidden // p.tp)
+    # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
+    # else the product with its bias and its activation
+    kept = 5 * wide if model.gated else 2 * wide
+    if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
+        kept += 2.0 * rows * model.hidden + wide
+    return kept
+
+
+def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Bytes that come and go within one layer's backward pass, at most.
+
+    Behind the MLP: its output's gradient and the residual's, that of the product of gate and
+    linear, and beside it the second product's weight gradient or the gradient of a factor.
+    """
+    s = shapes(model, p)
+    ffn = model.ffn_hidden // p.tp
+    share = max(model.top_k, 1) / max(model.experts // p.ep, 1)  # experts run one after another
+    wide = 2.0 * s.tokens * ffn * share
+    whole = 2.0 * s.tokens * model.hidden
+    passing = (
+        2.0 * s.local_tokens * model.hidden + whole + wide + max(2.0 * ffn * model.hidden, wide)
+    )
+    if p.sequence_parallel:  # the buffer that gathered inputs share (tensor_parallel/layers.py)
+        passing += whole
+    if p.pp > 1:  # a message of each direction
+        passing += 2 * 2.0 * s.local_tokens * model.hidden
+    return passing
+
+
+def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, one_batch: float) -> float:
+    """What the peak holds beyond kept activations; `one_batch` is what a microbatch keeps.
+
+    The largest of three moments: the loss, whose logits are in bf16 and, beside that, in fp32,
+    where softmax and gradient replace each other in place (tensor_parallel/cross_entropy.py); a
+    layer's backward pass; and, when the layers have been freed, the table's dense gradient.
+    """
+    s = shapes(model, p)
+    vocab = model.vocab / p.tp
+    layer = _passing_bytes(model, p)
+    if p.recompute == "full":
+        layer += layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+    found = [layer]
+    if stage == p.pp - 1:
+        found.append(6.0 * s.tokens * vocab + 4 * 2.0 * s.local_tokens * model.hidden)
+    if stage == 0:
+        found.append(2.0 * vocab * model.hidden - one_batch)
+    return max(found)
+
+
+def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) -> float:
+    """The scaled copy of the largest gradient, fp32, that clipping makes (optimizer/clip_grads.py:
+    without Apex `gradient.copy_(gradient * scale)`); nothing is kept for a backward pass then."""
+    ends = stage in (0, p.pp - 1)
+    sizes = [float(model.hidden * model.ffn_hidden * (2 if model.gated else 1) / p.tp)]
+    if ends:
+        sizes.append(model.vocab / p.tp * model.hidden)
+    return 4.0 * min(max(sizes), owned)
 
 
 def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     """Memory of one GPU of `stage`."""
-    s = shapes(model, p)
     dense, expert = stage_parameters(model, p, stage)
     replicas = p.dp * p.cp
     dense_share = replicas if p.zero else 1
@@ -72,17 +139,12 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     if p.vpp > 1:
         chunks = min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, p.microbatches * p.vpp)
         in_flight = chunks / p.vpp
-    activations = in_flight * layers * layer_activation_bytes(model, p)
-    vocab = model.vocab / p.tp
-    temporary = 0.0
-    if stage == p.pp - 1:
-        activations += 2 * 2.0 * s.local_tokens * model.hidden
-        temporary = s.tokens * vocab * (2 + 4 + 4)  # bf16 logits, fp32 copy, fp32 softmax
-    if p.recompute == "full":
-        without = p.model_copy(update={"recompute": "none"})
-        temporary = max(temporary, layer_activation_bytes(model, without))
+    one_batch = layers * layer_activation_bytes(model, p)
+    activations = in_flight * one_batch
+    temporary = _temporary_bytes(model, p, stage, one_batch)
     if p.zero >= 3:
         temporary += 2 * 2.0 * held / max(layers, 1)  # two gathered layers
+    temporary = max(temporary, _clipping_bytes(model, p, stage, owned) - activations)
     return StageMemory(weights, gradients, optimizer, activations, temporary)
 
 
