@@ -1,11 +1,13 @@
 """A projection through Astra-Sim: its configs written, and run where the binary is found."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from simulate.astra import emit, find_binary, run
 from simulate.astra.run import AstraResult, Binary, absent
+from simulate.estimate import StepEstimate
 from simulate.projection import Projection
 from simulate.workload import FOLDED, Granularity, program
 from spec.errors import UserError
@@ -15,6 +17,14 @@ SYMMETRIC = (
     "Replicas that do the same are left out: each parallel axis but the pipeline's is folded to "
     "two, with the collectives' times those of the true groups."
 )
+
+
+def wanted_binary(engine: Engine, flag: str | None) -> Binary | None:
+    """The binary that `engine` wants: none, one if found, or one that must be there."""
+    found = None if engine == "timeline" else find_binary(flag)
+    if engine == "astra-sim" and found is None:
+        raise UserError(absent())
+    return found
 
 
 def through_astra_sim(
@@ -32,9 +42,7 @@ def through_astra_sim(
     Returns the projection's `astra_sim` object. Raises UserError where `engine` demands a binary
     that is not there, WorkError where Astra-Sim does not end well.
     """
-    found = None if engine == "timeline" else find_binary(binary)
-    if engine == "astra-sim" and found is None:
-        raise UserError(absent())
+    found = wanted_binary(engine, binary)
     estimate = projection.estimate
     graph = program(estimate.priced, granularity)
     extra = {
@@ -59,6 +67,15 @@ def through_astra_sim(
         return value | {"ran": False, "note": reason}
     result = run(directory, found, progress=progress)
     return value | _result(projection, found, result, manifest)
+
+
+def astra_sim_s(estimate: StepEstimate, binary: Binary) -> float:
+    """A step's time by Astra-Sim on its symmetric configs, with our straggler term, s."""
+    with tempfile.TemporaryDirectory(prefix="astra-sim-") as scratch:
+        directory = Path(scratch) / "step"
+        emit(program(estimate.priced), directory, whole=False)
+        cycles = max(run(directory, binary).cycles)
+    return cycles / 1e9 + estimate.breakdown_s["straggler"]
 
 
 def _result(

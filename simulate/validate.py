@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from simulate.draw import draw
+from simulate.engines import wanted_binary
 from simulate.forecast import match, read_forecast, seal
 from simulate.inputs import CPU_FABRIC, DEFAULT_FABRIC, RESULTS, calibration_of, default_node
 from simulate.validation import Case, predict, table, validation
@@ -66,6 +67,14 @@ def parser(form: str) -> Parser:
         options.add_argument("sealed", metavar="SEALED.json")
     if form != "predict":
         options.add_argument("results", nargs="?", default=RESULTS, help="default: %(default)s")
+    if form == "validate":
+        options.add_argument(
+            "--engine",
+            choices=("timeline", "astra-sim"),
+            default="timeline",
+            help="astra-sim: run every step through Astra-Sim too",
+        )
+        options.add_argument("--astra-sim", metavar="FILE", help="Astra-Sim's analytical binary")
     add_common(options)
     return options
 
@@ -95,6 +104,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     for found in sets:
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
+    binary = wanted_binary(arguments.engine, arguments.astra_sim)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
         path = calibration_for(arguments, found)
         calibration = read_calibration(path)
@@ -103,7 +113,8 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         fabric = load_fabric(
             arguments.fabric or (CPU_FABRIC if emulated else fabric_of(calibration))
         )
-        predicted = predict(row, calibration, default_node(calibration), fabric, arguments.draws)
+        node = default_node(calibration)
+        predicted = predict(row, calibration, node, fabric, arguments.draws, binary=binary)
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         cases.append(Case(unique, predicted))
     return cases, used

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.astra import Binary
+from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
 from simulate.projection import LEVEL, interval
@@ -34,6 +36,7 @@ class Prediction:
     allocated_gib: float  # torch's peak, of the fullest rank
     breakdown_s: dict[str, float]
     modelled_share: float
+    astra_sim_s: float | None = None  # the same step through Astra-Sim, where that was asked for
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,12 @@ def predict(
     fabric: Fabric,
     draws: int = 200,
     seed: int = 0,
+    binary: Binary | None = None,
 ) -> Prediction:
-    """Simulate one configuration on the node it was (or will be) measured on."""
+    """Simulate one configuration on the node it was (or will be) measured on.
+
+    With `binary`, Astra-Sim runs the same step too.
+    """
     model, p = config.model_spec(), config.parallelism()
     p.check(model)
     node = node.model_copy(update={"gpus": max(p.gpus // config.nodes, 1)})
@@ -66,6 +73,7 @@ def predict(
         allocated_gib=max(memory(model, p, node.memory_gib).allocated_by_stage_gib),
         breakdown_s=estimate.breakdown_s,
         modelled_share=estimate.modelled_share,
+        astra_sim_s=astra_sim_s(estimate, binary) if binary else None,
     )
 
 
@@ -154,6 +162,8 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
         if other is not None:
             scaled = measured_s(other) * flops_per_gpu(row) / flops_per_gpu(other)
             entry |= {f"{name}_s": scaled, f"{name}_from": other.case_id}
+    if predicted.astra_sim_s is not None:
+        entry["astra_sim_s"] = predicted.astra_sim_s
     if row.energy_per_step_j is not None:
         entry |= {
             "real_energy_j": row.energy_per_step_j,
@@ -186,6 +196,7 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bias": _mean(median / real - 1),
         "baseline_mape": _mape(entries, "baseline_s", "real_s"),
         "neighbour_mape": _mape(entries, "neighbour_s", "real_s"),
+        "astra_sim_mape": _mape(entries, "astra_sim_s", "real_s"),
         "coverage_90": coverage(inside, len(entries)),
         "median_half_width": float(np.median((high - low) / 2 / median)) if len(errors) else None,
         "winkler": _mean(winkler(real, low, high) / real),
@@ -282,6 +293,9 @@ def table(value: dict[str, Any]) -> str:
     text = [
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
     ]
+    astra = value["summary"]["all"]["astra_sim_mape"]
+    if astra is not None:
+        text.append(f"the same steps through Astra-Sim: MAPE {astra:.1%}")
     worst = sorted(value["cases"], key=lambda entry: -abs(entry["error"]))[:5]
     text.append("worst cases (predicted / measured - 1):")
     text += [
