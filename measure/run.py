@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, host
+from measure import checks, emulation, host, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.plan import SUITES, PlanFile, read_plan
@@ -30,6 +30,7 @@ examples:
   python -m measure.run --list                             what would run, and how long
   python -m measure.run --resume 20260101-120000           continue a run that was cut short
   python -m measure.run --emulate-nodes 2                  four GPUs as two nodes of two
+  python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
 PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
 
@@ -171,6 +172,11 @@ def arguments_parser() -> Parser:
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="list or write the plan of a machine with N GPUs"
     )
+    parser.add_argument(
+        "--wrap",
+        action="store_true",
+        help="record telemetry while a command of yours runs, given after --",
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)  # fake:N, for tests
     add_json(parser)
     add_progress(parser)
@@ -212,7 +218,14 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
 
 def main(words: Sequence[str]) -> int:
     """The command."""
+    words, command = wrap.split(words)
     asked = arguments_parser().parse_args(words)
+    wrap.check(asked, command)
+    if command and wrap.local_rank() > 0:
+        os.execvp(command[0], command)  # the first rank of this host records
+    if asked.wrap:
+        kind = asked.kind or find_kind()
+        return wrap.wrap(asked, command, open_devices(kind), kind)
     if asked.budget is not None and not asked.budget > 0:
         raise UserError(f"--budget is {asked.budget}; it must be a positive number of minutes")
     if host.launched_rank() > 0:
