@@ -1,4 +1,4 @@
-"""Finds parallelisms: all that fit memory, ranked by a closed form, the best of them simulated."""
+"""Finds parallelisms: all that fit memory, ranked in closed form, the promising ones simulated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
+from simulate.rough import Rough
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.hardware import Fabric, Node
@@ -14,6 +15,19 @@ from spec.parallelism import Parallelism
 
 FIELDS = tuple(Parallelism.model_fields)
 RECOMPUTE = ("none", "selective", "full")
+
+
+# How far the closed form lies from the simulation, at most: tests/test_search.py compares them.
+ROUGH_ERROR = 0.15
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A parallelism that fits memory, and its step time in closed form."""
+
+    parallelism: Parallelism
+    rough_s: float
+    peak_gib: float
 
 
 @dataclass(frozen=True)
@@ -117,10 +131,56 @@ def _switched(
         yield p
 
 
-def rough_step_us(layer_us: float, p: Parallelism, model: ModelSpec) -> float:
-    """Step time by the closed form of a balanced pipeline, for pruning only."""
-    stage = layer_us * model.layers / p.pp
-    return stage * (p.microbatches + (p.pp - 1) / p.vpp)
+@dataclass(frozen=True)
+class Plans:
+    """All parallelisms that fit memory."""
+
+    plans: tuple[Plan, ...]  # fastest first, by the closed form
+    considered: int  # valid parallelisms
+
+
+def fitting(
+    model: ModelSpec,
+    gpus: int,
+    global_batch: int,
+    node: Node,
+    fabric: Fabric,
+    calibration: Calibration,
+    fixed: dict[str, Any] | None = None,
+) -> Plans:
+    """The parallelisms that fit memory, those of the shortest step in closed form first.
+
+    Where only one is possible it is returned whether it fits or not; otherwise raises UserError
+    where none fits, saying by how much the smallest misses.
+    """
+    found: list[tuple[Parallelism, float]] = []
+    tightest: tuple[float, Parallelism] | None = None
+    considered = 0
+    for p in candidates(model, gpus, global_batch, node, fixed or {}):
+        considered += 1
+        used = memory(model, p, node.memory_gib)
+        if tightest is None or used.peak_gib < tightest[0]:
+            tightest = (used.peak_gib, p)
+        if used.fits:
+            found.append((p, used.peak_gib))
+    if tightest is None:
+        raise UserError(
+            f"no parallelism of {gpus} GPUs splits {model.name} with global batch {global_batch} "
+            "and the degrees given; leave more of them to the search or change the batch"
+        )
+    if not found and considered == 1:
+        found = [(tightest[1], tightest[0])]
+    if not found:
+        raise UserError(
+            f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
+            f"needs {tightest[0]:.0f} GiB (tp {tightest[1].tp}, pp {tightest[1].pp}, "
+            f"recompute {tightest[1].recompute}); use more GPUs or a smaller model"
+        )
+    if len(found) == 1:
+        return Plans((Plan(found[0][0], 0.0, found[0][1]),), considered)
+    rough = Rough(model, node, fabric, calibration)
+    plans = [Plan(p, rough.step_us(p) / 1e6, peak) for p, peak in found]
+    return Plans(tuple(sorted(plans, key=lambda plan: plan.rough_s)), considered)
 
 
 def search(
@@ -131,51 +191,22 @@ def search(
     fabric: Fabric,
     calibration: Calibration,
     fixed: dict[str, Any] | None = None,
-    keep: int = 24,
+    keep: int = 16,
 ) -> Found:
-    """The fastest parallelisms that fit memory, fastest first.
+    """The fastest parallelisms that fit memory, fastest first; raises as `fitting` does.
 
-    All that fit are ranked by the closed form; the best `keep` of them are then simulated.
-    Where only one is possible it is returned whether it fits or not; otherwise raises UserError
-    where none fits, saying by how much the smallest misses.
+    Plans are simulated in the order of the closed form until its error cannot make up for the
+    distance to the fastest found, at most `keep` of them.
     """
-    fitting: list[tuple[float, Parallelism, float]] = []
-    layers: dict[tuple[Any, ...], float] = {}
-    tightest: tuple[float, Parallelism] | None = None
-    considered = 0
-    for p in candidates(model, gpus, global_batch, node, fixed or {}):
-        considered += 1
-        used = memory(model, p, node.memory_gib)
-        if tightest is None or used.peak_gib < tightest[0]:
-            tightest = (used.peak_gib, p)
-        if not used.fits:
-            continue
-        key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel)
-        if key not in layers:
-            one = StepSimulator(model, p, node, fabric, calibration, draws=0)
-            layers[key] = one.layer_us()
-        fitting.append((rough_step_us(layers[key], p, model), p, used.peak_gib))
-    if tightest is None:
-        raise UserError(
-            f"no parallelism of {gpus} GPUs splits {model.name} with global batch {global_batch} "
-            "and the degrees given; leave more of them to the search or change the batch"
-        )
-    if not fitting and considered == 1:
-        fitting = [(0.0, tightest[1], tightest[0])]
-    if not fitting:
-        raise UserError(
-            f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
-            f"needs {tightest[0]:.0f} GiB (tp {tightest[1].tp}, pp {tightest[1].pp}, "
-            f"recompute {tightest[1].recompute}); use more GPUs or a smaller model"
-        )
-    fitting.sort(key=lambda item: item[0])
-    found = [
-        Candidate(
-            p,
-            float(StepSimulator(model, p, node, fabric, calibration, draws=0).run().step_time_s[0]),
-            peak,
-        )
-        for _, p, peak in fitting[:keep]
-    ]
+    all_plans = fitting(model, gpus, global_batch, node, fabric, calibration, fixed)
+    found: list[Candidate] = []
+    fastest = float("inf")
+    for plan in all_plans.plans[:keep]:
+        if plan.rough_s > fastest * (1 + ROUGH_ERROR):
+            break
+        p = plan.parallelism
+        estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
+        found.append(Candidate(p, float(estimate.step_time_s[0]), plan.peak_gib))
+        fastest = min(fastest, found[-1].step_time_s)
     found.sort(key=lambda one: one.step_time_s)
-    return Found(tuple(found), considered, len(fitting))
+    return Found(tuple(found), all_plans.considered, len(all_plans.plans))

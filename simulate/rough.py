@@ -1,0 +1,134 @@
+"""A step's time in closed form, from a few priced parts: to rank parallelisms, not to report them.
+
+It knows what the simulation knows but for three things: the pipeline is a formula instead of a
+timeline, the clock is that of the layers alone, and nobody waits for stragglers. A plan takes some
+microseconds, so all of thousands are ranked before the promising ones are simulated.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from simulate.costs import Costs, Draws
+from simulate.pricing import step_clock_mhz
+from spec.calibration import Calibration
+from spec.collective import Collective
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step import embedding, head, layer, optimizer, shapes, sharded
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward and backward of a microbatch through one layer and through the model's ends, us."""
+
+    clock_ratio: float
+    layer: float
+    backward: float  # of `layer`
+    embedding: float
+    head: float
+
+
+class Rough:
+    """Ranks parallelisms of one model on one cluster."""
+
+    def __init__(
+        self, model: ModelSpec, node: Node, fabric: Fabric, calibration: Calibration
+    ) -> None:
+        """Nothing is priced yet."""
+        self.model, self.node, self.fabric, self.calibration = model, node, fabric, calibration
+        self._passes: dict[tuple[Any, ...], Pass] = {}
+        self._layouts: dict[tuple[Any, ...], Costs] = {}
+        self._updates: dict[tuple[Any, ...], tuple[float, float]] = {}
+
+    def step_us(self, p: Parallelism) -> float:
+        """Step time.
+
+        Pipeline: every microbatch on the slowest stage, and once through all others
+        (arXiv 2104.04473, section 2.2), with two transfers per stage and chunk.
+        """
+        one, m = self._pass(p), p.microbatches
+        stages = [layers * one.layer for layers in p.stage_layers(self.model)]
+        stages[0] += one.embedding
+        stages[-1] += one.head
+        stages = [stage + self._sharded_us(p, one, index) for index, stage in enumerate(stages)]
+        transfer = self._transfer_us(p) if p.pp > 1 else 0.0
+        pace = max(max(stages), _round_trip_us(stages, p.vpp, transfer))
+        fill = (sum(stages) - max(stages)) / p.vpp + 2 * transfer * (p.pp - 1) * p.vpp
+        pipeline = m * pace + fill
+        reduction, rest = self._update(p)
+        if p.overlap and p.pp == 1:  # later stages have one bucket, with nothing beside it
+            beside = one.backward * self.model.layers
+            reduction = max(reduction - beside, 0.1 * reduction)
+        return pipeline + reduction + rest
+
+    def _costs(self, p: Parallelism) -> Costs:
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep)
+        if key not in self._layouts:
+            self._layouts[key] = Costs(self.calibration, self.node, self.fabric, p, Draws(0))
+        return self._layouts[key]
+
+    def _pass(self, p: Parallelism) -> Pass:
+        """Depends on how a layer is split, not on how many layers a stage has."""
+        key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel)
+        if key not in self._passes:
+            costs = self._costs(p)
+            clock = step_clock_mhz(self.model, p, costs)
+            ratio = self.calibration.clock.reference_mhz / clock
+            costs = costs.with_(clock_ratio=ratio)
+            times = [
+                [float(costs.segment(segment).total[0]) for segment in both]
+                for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
+            ]
+            whole = [sum(both) for both in times]
+            self._passes[key] = Pass(ratio, whole[0], times[0][1], whole[1], whole[2])
+        return self._passes[key]
+
+    def _transfer_us(self, p: Parallelism) -> float:
+        size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
+        return self._sent_us(p, (Collective("send_recv", "pp", size),))
+
+    def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
+        """What zero 2 and 3 send beside every microbatch."""
+        if p.zero < 2:
+            return 0.0
+        total = 0.0
+        for sent in sharded(self.model, p, stage):
+            time = self._sent_us(p, sent)
+            layers = p.stage_layers(self.model)[stage]
+            half = one.layer * layers / 2
+            total += max(time - half, time / layers) if p.overlap else time
+        return total
+
+    def _update(self, p: Parallelism) -> tuple[float, float]:
+        """Gradient reduction; and what follows it: the slowest stage's update and gather, us."""
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.zero, p.layers_per_stage)
+        if key not in self._updates:
+            costs = self._costs(p)
+            found = []
+            for stage in {0, p.pp - 1}:
+                kernels, reduction, gather = optimizer(self.model, p, stage)
+                update = sum(float(costs.kernel_us(kernel)[0]) for kernel in kernels)
+                found.append((self._sent_us(p, reduction), update + self._sent_us(p, gather)))
+            reductions, rests = zip(*found, strict=True)
+            self._updates[key] = max(reductions), max(rests) + self.calibration.host.step_us
+        return self._updates[key]
+
+    def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> float:
+        costs = self._costs(p)
+        return sum(float(costs.collective_us(one)[0]) for one in sent)
+
+
+def _round_trip_us(stages: list[float], chunks: int, transfer: float) -> float:
+    """Time per microbatch that the way to the last stage and back leaves to each stage.
+
+    In 1F1B as many microbatches are in flight from a stage on as stages follow; interleaved, twice
+    as many, with two transfers per chunk.
+    """
+    if chunks > 1:
+        return sum(stages) / len(stages) / 2 + chunks * transfer
+    slowest, way = 0.0, 0.0
+    for count, stage in enumerate(reversed(stages), start=1):
+        way += stage
+        slowest = max(slowest, (way + 2 * (count - 1) * transfer) / count)
+    return slowest
