@@ -88,8 +88,10 @@ def find_calibration(arguments: argparse.Namespace) -> Path:
         raise UserError(f"{root}: no system in it is calibrated; {_HOW}")
 
     def rank(path: Path) -> tuple[bool, bool, str]:
-        kind = read_calibration(path).kind
-        return kind in ("cpu", "fake"), "emulated" in path.parent.name, path.parent.name
+        found = read_calibration(path)
+        sockets = any(one.protocol == "tcp" and one.source == "measured" for one in found.networks)
+        # nodes that talk through sockets are emulated ones: projections start from the host itself
+        return found.kind in ("cpu", "fake"), sockets, path.parent.name
 
     return min(found, key=rank)
 
