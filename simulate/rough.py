@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulate.costs import Costs, Draws
-from simulate.pricing import step_clock_mhz
+from simulate.pricing import layer_us
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
@@ -22,7 +22,6 @@ from spec.step import embedding, head, layer, optimizer, shapes, sharded
 class Pass:
     """Forward and backward of a microbatch through one layer and through the model's ends, us."""
 
-    clock_ratio: float
     layer: float
     backward: float  # of `layer`
     embedding: float
@@ -73,15 +72,18 @@ class Rough:
         key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel)
         if key not in self._passes:
             costs = self._costs(p)
-            clock = step_clock_mhz(self.model, p, costs)
-            ratio = self.calibration.clock.reference_mhz / clock
-            costs = costs.with_(clock_ratio=ratio)
             times = [
                 [float(costs.segment(segment).total[0]) for segment in both]
                 for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
             ]
             whole = [sum(both) for both in times]
-            self._passes[key] = Pass(ratio, whole[0], times[0][1], whole[1], whole[2])
+            slower = layer_us(self.model, p, costs) / whole[0]  # at the clock that power leaves
+            self._passes[key] = Pass(
+                layer=whole[0] * slower,
+                backward=times[0][1] * slower,
+                embedding=whole[1],
+                head=whole[2] * slower,
+            )
         return self._passes[key]
 
     def _transfer_us(self, p: Parallelism) -> float:
