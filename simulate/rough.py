@@ -23,7 +23,8 @@ class Pass:
     """Forward and backward of a microbatch through one layer and through the model's ends, us."""
 
     layer: float
-    backward: float  # of `layer`
+    forward: float  # of `layer`
+    backward: float
     embedding: float
     head: float
 
@@ -38,7 +39,7 @@ class Rough:
         self.model, self.node, self.fabric, self.calibration = model, node, fabric, calibration
         self._passes: dict[tuple[Any, ...], Pass] = {}
         self._layouts: dict[tuple[Any, ...], Costs] = {}
-        self._updates: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._updates: dict[tuple[Any, ...], tuple[float, float, float]] = {}
 
     def step_us(self, p: Parallelism) -> float:
         """Step time.
@@ -55,11 +56,12 @@ class Rough:
         pace = max(max(stages), _round_trip_us(stages, p.vpp, transfer))
         fill = (sum(stages) - max(stages)) / p.vpp + 2 * transfer * (p.pp - 1) * p.vpp
         pipeline = m * pace + fill
-        reduction, rest = self._update(p)
+        reduction, gather, update = self._update(p)
         if p.overlap and p.pp == 1:  # later stages have one bucket, with nothing beside it
-            beside = one.backward * self.model.layers
-            reduction = max(reduction - beside, 0.1 * reduction)
-        return pipeline + reduction + rest
+            backward, forward = (time * self.model.layers for time in (one.backward, one.forward))
+            reduction = max(reduction - backward, 0.1 * reduction)
+            gather = max(gather - forward, 0.1 * gather) if p.zero == 1 else gather
+        return pipeline + reduction + update + gather
 
     def _costs(self, p: Parallelism) -> Costs:
         key = (p.tp, p.pp, p.cp, p.dp, p.ep)
@@ -80,6 +82,7 @@ class Rough:
             slower = layer_us(self.model, p, costs) / whole[0]  # at the clock that power leaves
             self._passes[key] = Pass(
                 layer=whole[0] * slower,
+                forward=times[0][0] * slower,
                 backward=times[0][1] * slower,
                 embedding=whole[1],
                 head=whole[2] * slower,
@@ -102,8 +105,8 @@ class Rough:
             total += max(time - half, time / layers) if p.overlap else time
         return total
 
-    def _update(self, p: Parallelism) -> tuple[float, float]:
-        """Gradient reduction; and what follows it: the slowest stage's update and gather, us."""
+    def _update(self, p: Parallelism) -> tuple[float, float, float]:
+        """Gradient reduction, parameter gather and update of the slowest stage in each, us."""
         key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.zero, p.layers_per_stage)
         if key not in self._updates:
             costs = self._costs(p)
@@ -111,9 +114,9 @@ class Rough:
             for stage in {0, p.pp - 1}:
                 kernels, reduction, gather = optimizer(self.model, p, stage)
                 update = sum(float(costs.kernel_us(kernel)[0]) for kernel in kernels)
-                found.append((self._sent_us(p, reduction), update + self._sent_us(p, gather)))
-            reductions, rests = zip(*found, strict=True)
-            self._updates[key] = max(reductions), max(rests) + self.calibration.host.step_us
+                found.append((self._sent_us(p, reduction), self._sent_us(p, gather), update))
+            reductions, gathers, updates = (max(times) for times in zip(*found, strict=True))
+            self._updates[key] = reductions, gathers, updates + self.calibration.host.step_us
         return self._updates[key]
 
     def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> float:

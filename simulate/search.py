@@ -1,13 +1,20 @@
 """`python -m simulate.search`: which parallelisms fit, how fast they are, and why the best is."""
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reports.search import render
+from simulate.attribution import attribution
 from simulate.inputs import (
+    Inputs,
     add_inputs,
     add_parallelism,
     check_gpus,
@@ -15,17 +22,30 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
-from simulate.plans import search
-from simulate.projection import Projection, Request, interval, project
+from simulate.plans import Plans, fitting
+from simulate.projection import Projection, Request, interval, project, warnings
+from simulate.sweep import Point, Workers, sweep
+from spec.calibration import read_calibration
 from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
+from spec.files import write_text
 from spec.parallelism import describe
+from topologies import fabric_names, load_fabric, load_node, node_names
+
+Array = NDArray[np.float64]
 
 EXAMPLES = """examples:
   python -m simulate.search --gpus 512 --model llama3-70b --global-batch 1024
   python -m simulate.search --gpus 64 --tp 8 --top 5 --objective tokens-per-joule
+  python -m simulate.search --gpus 32 --model gpt3-175b --against hgx-h100:64 --report search.html
+  python -m simulate.search --gpus 8192 --out sweep.jsonl --workers dask://10.0.0.1:8786
 """
-OBJECTIVES = ("throughput", "tokens-per-joule")
+# What is to be small, from a step's time and its GPUs' power: seconds, joules, joule-seconds.
+OBJECTIVES: dict[str, Callable[[Array, Array], Array]] = {
+    "throughput": lambda time, _: time,
+    "tokens-per-joule": lambda time, power: time * power,
+    "mix": lambda time, power: time * time * power,
+}
 
 
 def parser() -> Parser:
@@ -34,128 +54,253 @@ def parser() -> Parser:
     options.add_argument("--gpus", type=int, default=512, metavar="N", help="default: %(default)s")
     add_inputs(options)
     add_parallelism(options)
-    options.add_argument("--top", type=int, default=10, metavar="K", help="plans to list")
-    options.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0])
-    options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    group = options.add_argument_group("search")
+    group.add_argument("--top", type=int, default=10, metavar="K", help="plans to list")
+    group.add_argument(
+        "--objective",
+        choices=tuple(OBJECTIVES),
+        default="throughput",
+        help="mix: the least energy-delay product, joules times seconds of a step",
+    )
+    group.add_argument(
+        "--keep", type=int, metavar="N", help="simulate only the N most promising in closed form"
+    )
+    group.add_argument(
+        "--against",
+        metavar="NODE|FABRIC[:GPUS]",
+        help="compare with the best plan on another node, fabric or GPU count",
+    )
+    group.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    group.add_argument("--out", metavar="FILE", help="write simulated plans there, and go on there")
+    group.add_argument(
+        "--workers", metavar="N|ADDRESS", help="processes, dask://HOST:PORT or ray://HOST:PORT"
+    )
+    group.add_argument("--report", metavar="FILE.html", help="write an HTML report")
     add_json(options)
     add_progress(options)
     return options
 
 
-def plan(one: Projection, best: Projection) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ranking:
+    """All plans of one cluster, best first."""
+
+    inputs: Inputs
+    gpus: int
+    found: Plans
+    points: tuple[Point, ...]
+
+
+def rank(inputs: Inputs, gpus: int, arguments: argparse.Namespace, out: Path | None) -> Ranking:
+    """Simulate what fits memory, and sort it by the objective."""
+    fixed, batch = fixed_parallelism(arguments), read_batch(arguments, arguments.gpus)
+    i = inputs
+    found = fitting(i.model, gpus, batch, i.node, i.fabric, i.calibration, fixed)
+    plans = found.plans[: arguments.keep]
+    swept = sweep(inputs, plans, out, read_workers(arguments.workers))
+    points = list(progress(swept, len(plans), "simulating", arguments.progress))
+    objective = OBJECTIVES[arguments.objective]
+
+    def badness(point: Point) -> tuple[float, str]:
+        value = objective(np.array([point.step_time_s]), np.array([point.power_w]))
+        return float(value[0]), describe(point.parallelism)
+
+    return Ranking(inputs, gpus, found, tuple(sorted(points, key=badness)))
+
+
+def read_workers(text: str | None) -> Workers:
+    """What --workers says."""
+    if text is None:
+        return Workers()
+    if "://" in text:
+        return Workers(address=text)
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise UserError(
+            f"--workers is {text!r}; give a number of processes, dask://HOST:PORT or "
+            "ray://HOST:PORT"
+        )
+    return Workers(count=int(text))
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other point beats in both time and energy, fastest first (Pareto)."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda one: (one.step_time_s, one.energy_j)):
+        if not found or point.energy_j < found[-1].energy_j:
+            found.append(point)
+    return found
+
+
+def projections(ranking: Ranking, count: int, arguments: argparse.Namespace) -> list[Projection]:
+    """The best plans with intervals; the same draws for all, so that they can be paired."""
+    i = ranking.inputs
+    requests = [
+        Request(
+            model=i.model,
+            parallelism=point.parallelism,
+            node=i.node,
+            fabric=i.fabric,
+            calibration=i.calibration,
+            calibration_path=i.calibration_path,
+            draws=arguments.draws,
+            chosen="searched",
+        )
+        for point in ranking.points[:count]
+    ]
+    bar = progress(requests, len(requests), "intervals", arguments.progress)
+    return [project(request) for request in bar]
+
+
+def plan(one: Projection, best: Projection, objective: str = "throughput") -> dict[str, Any]:
     """A plan's line: its figures, and whether it can be told from the best."""
     value = one.as_json()
-    keep = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j", "breakdown_s")
-    slower = interval(one.estimate.step_time_s / best.estimate.step_time_s)
+    keep = ["step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j"]
+    keep += ["energy_j_per_step", "power_w_per_gpu", "breakdown_s"]
+
+    def badness(of: Projection) -> Array:
+        power = of.estimate.power_w * of.request.parallelism.gpus
+        return OBJECTIVES[objective](of.estimate.step_time_s, power)
+
+    worse = interval(badness(one) / badness(best))
     return {
         "name": describe(one.request.parallelism),
         "parallelism": one.request.parallelism.model_dump(),
         "memory_gib": value["memory_gib"]["peak"],
-        "times_best": slower,
-        "tie": one is not best and slower["low"] <= 1,
+        "times_best": worse,
+        "tie": one is not best and worse["low"] <= 1,
     } | {key: value[key] for key in keep}
 
 
-def attribution(best: Projection, runner_up: Projection) -> list[dict[str, Any]]:
-    """Where the runner-up's extra time goes: differences of the breakdowns, which sum exactly."""
-    first, second = best.estimate, runner_up.estimate
-    total = float(second.step_time_s[0] - first.step_time_s[0])
-    rows = [
-        {
-            "part": name,
-            "seconds": second.breakdown_s[name] - first.breakdown_s[name],
-            "share_of_step": (second.breakdown_s[name] - first.breakdown_s[name])
-            / float(first.step_time_s[0]),
-        }
-        for name in first.breakdown_s
-    ]
-    rows.append({"part": "total", "seconds": total, "share_of_step": total / first.step_time_s[0]})
-    return rows
+def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
+    """What --against names: another node, fabric or GPU count."""
+    name, colon, count = text.rpartition(":")
+    if colon and count.isdecimal():
+        gpus = int(count)
+        check_gpus(gpus, "--against")
+    else:
+        name = text
+    if name in fabric_names():
+        return replace(inputs, fabric=load_fabric(name)), gpus
+    if name not in node_names() and Path(name).is_file():
+        with suppress(UserError):
+            return replace(inputs, fabric=load_fabric(name)), gpus
+    elif name not in node_names():
+        raise UserError(
+            f"--against is {text!r}; name a node ({', '.join(node_names())}), a fabric "
+            f"({', '.join(fabric_names())}) or a file, and perhaps :GPUS"
+        )
+    node = load_node(name)
+    path = inputs.calibration_path.parent.parent / str(node.calibration) / "calibration.json"
+    if node.calibration is None or not path.is_file():
+        return replace(inputs, node=node), gpus
+    calibration = read_calibration(path)
+    return replace(inputs, node=node, calibration=calibration, calibration_path=path), gpus
+
+
+def against(best: Projection, arguments: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
+    """The best plan of another cluster, and where its time goes differently."""
+    theirs, gpus = other_cluster(arguments.against, inputs, arguments.gpus)
+    ranking = rank(theirs, gpus, arguments, None)
+    (one,) = projections(ranking, 1, arguments)
+    return {
+        "node": theirs.node.name,
+        "fabric": theirs.fabric.name,
+        "gpus": gpus,
+        "fitting": len(ranking.found.plans),
+        "plan": plan(one, best, arguments.objective),
+        "why": attribution(best, one),
+        "warnings": warnings(one),
+    }
+
+
+def point_json(point: Point, of_front: set[Point]) -> dict[str, Any]:
+    """A simulated plan's central estimate."""
+    return {
+        "name": describe(point.parallelism),
+        "step_time_s": point.step_time_s,
+        "energy_j_per_step": point.energy_j,
+        "memory_gib": point.peak_gib,
+        "front": point in of_front,
+    }
 
 
 def table(value: dict[str, Any]) -> str:
     """The terminal summary."""
     lines = [
         f"{value['model']} on {value['gpus']} GPUs, global batch {value['global_batch']}: "
-        f"{value['fitting']} parallelisms fit; the best {len(value['plans'])} by "
-        f"{value['objective']}, simulated, 90 % intervals",
+        f"{value['fitting']} parallelisms fit, {len(value['points'])} simulated; the best "
+        f"{len(value['plans'])} by {value['objective']}, 90 % intervals",
         "",
     ]
-    for rank, one in enumerate(value["plans"], start=1):
-        time, mfu = one["step_time_s"], one["mfu"]["median"]
-        lines.append(
-            f"{rank:3}  {one['name']:52} {time['median']:.4g} s [{time['low']:.4g}, "
-            f"{time['high']:.4g}]  MFU {mfu:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  "
-            f"{one['memory_gib']:.0f} GiB" + ("  tie with the best" if one["tie"] else "")
-        )
+    for number, one in enumerate(value["plans"], start=1):
+        lines.append(f"{number:3}  {_line(one)}" + ("  tie with the best" if one["tie"] else ""))
     if value["why"]:
-        parts = [row for row in value["why"] if abs(row["share_of_step"]) >= 5e-4]
-        lines += ["", "what the second takes longer than the first:"]
+        lines += ["", "what the second takes longer than the first:", *_parts(value["why"])]
+    other = value["against"]
+    if other:
         lines += [
-            f"     {row['part']:14} {row['seconds']:+.4g} s ({row['share_of_step']:+.1%})"
-            for row in parts
+            "",
+            f"against {other['gpus']} GPUs of {other['node']} on {other['fabric']}:",
+            f"     {_line(other['plan'])}",
+            "what it takes longer than the first:",
+            *_parts(other["why"]),
         ]
     return "\n".join(lines)
 
 
-def order(projections: Sequence[Projection], objective: str) -> list[Projection]:
-    """Best first."""
+def _line(one: dict[str, Any]) -> str:
+    time = one["step_time_s"]
+    return (
+        f"{one['name']:52} {time['median']:.4g} s [{time['low']:.4g}, {time['high']:.4g}]  "
+        f"MFU {one['mfu']['median']:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  "
+        f"{one['memory_gib']:.0f} GiB"
+    )
 
-    def badness(one: Projection) -> float:
-        step: NDArray[np.float64] = one.estimate.step_time_s
-        power = one.estimate.power_w if objective == "tokens-per-joule" else np.ones(1)
-        return float(step[0] * power[0])
 
-    return sorted(projections, key=badness)
+def _parts(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"     {row['part']:18} {row['seconds']:+.4g} s ({row['share_of_step']:+.1%}), "
+        f"{row['gpu_seconds']:+.4g} GPU s"
+        for row in rows
+        if max(abs(row["share_of_step"]), abs(row["share_of_gpu_time"])) >= 5e-4
+        or row["part"] == "total"
+    ]
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
     check_gpus(arguments.gpus)
-    if arguments.top < 1:
-        raise UserError(f"--top is {arguments.top}; it must be at least 1")
-    fixed, inputs = fixed_parallelism(arguments), read_inputs(arguments)
-    batch = read_batch(arguments, arguments.gpus)
-    found = search(
-        inputs.model,
-        arguments.gpus,
-        batch,
-        inputs.node,
-        inputs.fabric,
-        inputs.calibration,
-        fixed,
-        keep=max(2 * arguments.top, 12),
-    )
-    requests = [
-        Request(
-            inputs.model,
-            one.parallelism,
-            inputs.node,
-            inputs.fabric,
-            inputs.calibration,
-            inputs.calibration_path,
-            arguments.draws,
-            chosen="searched",
-        )
-        for one in found.best
-    ]
-    bar = progress(requests, len(requests), "simulating", arguments.progress)
-    best = order([project(request) for request in bar], arguments.objective)[: arguments.top]
+    for name in ("top", "draws", "keep"):
+        given = getattr(arguments, name)
+        if given is not None and given < 1:
+            raise UserError(f"--{name} is {given}; it must be at least 1")
+    inputs = read_inputs(arguments)
+    if arguments.against:
+        other_cluster(arguments.against, inputs, arguments.gpus)  # refused before the work
+    out = Path(arguments.out) if arguments.out else None
+    ranking = rank(inputs, arguments.gpus, arguments, out)
+    best = projections(ranking, arguments.top, arguments)
+    of_front = set(front(ranking.points))
     value = {
         "schema": "search/1",
         "model": inputs.model.name,
         "gpus": arguments.gpus,
-        "global_batch": batch,
+        "global_batch": read_batch(arguments, arguments.gpus),
         "objective": arguments.objective,
         "node": inputs.node.name,
         "fabric": inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
-        "considered": found.considered,
-        "fitting": found.fitting,
-        "plans": [plan(one, best[0]) for one in best],
+        "considered": ranking.found.considered,
+        "fitting": len(ranking.found.plans),
+        "plans": [plan(one, best[0], arguments.objective) for one in best],
         "why": attribution(best[0], best[1]) if len(best) > 1 else [],
+        "against": against(best[0], arguments, inputs) if arguments.against else None,
+        "points": [point_json(point, of_front) for point in ranking.points],
+        "warnings": warnings(best[0]),
     }
+    if arguments.report:
+        write_text(Path(arguments.report), render(value))
     emit(arguments.json, value, table(value))
     return 0
 

@@ -1,0 +1,144 @@
+"""The report of a search, from its `search/1` JSON alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports.page import COLOURS, INK, Figure, Section, Table, Text, new_figure, page, svg
+
+Json = Mapping[str, Any]
+DRAWN = 1500  # points of the picture at most; of those beyond the front, the fastest are kept
+
+OBJECTIVES = {
+    "throughput": "tokens per second",
+    "tokens-per-joule": "tokens per joule",
+    "mix": "energy-delay product",
+}
+
+
+def render(value: Json) -> str:
+    """The whole page."""
+    best = value["plans"][0]
+    ties = sum(one["tie"] for one in value["plans"])
+    sections = [
+        Section("Plans", [*_notes(value), _plans(value["plans"])]),
+        Section("Time against energy", [_front(value)]),
+    ]
+    if value["why"]:
+        title = "Why the first beats the second"
+        sections.append(Section(title, [_why(value["why"], "runner-up", "the second")]))
+    if value["against"]:
+        sections.append(_against(value["against"], value["gpus"]))
+    return page(
+        f"Parallelisms of {value['model']} on {value['gpus']:,} GPUs",
+        sections,
+        subtitle=f"{value['node']} nodes, {value['fabric']} fabric · global batch "
+        f"{value['global_batch']:,} · {value['considered']:,} possible, {value['fitting']:,} fit "
+        f"memory, {len(value['points']):,} simulated · ranked by {OBJECTIVES[value['objective']]}",
+        facts=(
+            ("best plan", best["name"]),
+            ("step time", _interval(best["step_time_s"], "s")),
+            ("tokens/J", _interval(best["tokens_per_j"])),
+            ("ties with it", f"{ties} of the {len(value['plans']) - 1} next"),
+        ),
+    )
+
+
+def _interval(one: Json, unit: str = "", scale: float = 1.0) -> str:
+    median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
+    return f"{median} [{low}, {high}] {unit}".strip()
+
+
+def _notes(value: Json) -> list[Text]:
+    text = (
+        "Two plans tie when the 90 % interval of their ratio, draw by draw, reaches 1: errors that "
+        "both share do not tell them apart. All results are simulated."
+    )
+    return [Text(text, "note"), *(Text(one, "warning") for one in value["warnings"])]
+
+
+def _plans(plans: Sequence[Json]) -> Table:
+    rows = [
+        (
+            rank,
+            one["name"] + (" (tie)" if one["tie"] else ""),
+            _interval(one["step_time_s"]),
+            _interval(one["times_best"]),
+            f"{one['mfu']['median']:.1%}",
+            _interval(one["tokens_per_j"]),
+            one["memory_gib"],
+        )
+        for rank, one in enumerate(plans, start=1)
+    ]
+    columns = ("", "plan", "step time, s", "times the best", "MFU", "tokens/J", "GiB")
+    return Table(columns, rows, "Best first; medians and 90 % intervals (simulated)")
+
+
+def _front(value: Json) -> Figure:
+    points = value["points"]
+    front = sorted((one for one in points if one["front"]), key=lambda one: one["step_time_s"])
+    others = [one for one in points if not one["front"]][:DRAWN]
+    figure, (axes,) = new_figure(7.0, 3.6)
+    if others:
+        times = [one["step_time_s"] for one in others]
+        axes.plot(times, [one["energy_j_per_step"] / 1e3 for one in others], ".", color=INK,
+                  alpha=0.25, markersize=4, label="other plans")  # fmt: skip
+    for one in value["plans"]:
+        time, energy = one["step_time_s"], one["energy_j_per_step"]
+        centre = time["median"], energy["median"] / 1e3
+        error = [[centre[0] - time["low"]], [time["high"] - centre[0]]]
+        height = [[centre[1] - energy["low"] / 1e3], [energy["high"] / 1e3 - centre[1]]]
+        axes.errorbar(*centre, xerr=error, yerr=height, color=COLOURS[0], alpha=0.35, linewidth=0.8)
+    axes.plot(
+        [one["step_time_s"] for one in front],
+        [one["energy_j_per_step"] / 1e3 for one in front],
+        "o-",
+        color=COLOURS[1],
+        markersize=5,
+        label="Pareto front",
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("step time, s (simulated)")
+    axes.set_ylabel("energy per step, kJ (simulated)")
+    axes.legend(loc="upper left")
+    rows = [
+        (one["name"], one["step_time_s"], one["energy_j_per_step"] / 1e3, one["memory_gib"])
+        for one in front
+    ]
+    caption = "No plan is both faster and thriftier than one of the front; bars: 90 % intervals"
+    if len(others) + len(front) < len(points):
+        caption += f"; {len(points) - len(others) - len(front):,} worse plans are not drawn"
+    return Figure(svg(figure, "front"), caption, Table(("plan", "step time, s", "kJ", "GiB"), rows))
+
+
+def _why(rows: Sequence[Json], name: str, who: str, by: str = "seconds") -> Figure:
+    """`by` is `seconds` of the step or `gpu_seconds` of all GPUs."""
+    share = "share_of_step" if by == "seconds" else "share_of_gpu_time"
+    unit = by.replace("gpu_", "GPU ")
+    shown = [row for row in rows if row["part"] != "total" and abs(row[share]) >= 5e-4]
+    figure, (axes,) = new_figure(7.0, 0.7 + 0.3 * max(len(shown), 1))
+    labels = [row["part"] for row in reversed(shown)]
+    seconds = [row[by] for row in reversed(shown)]
+    axes.barh(labels, seconds, color=[COLOURS[1] if s > 0 else COLOURS[2] for s in seconds])
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel(f"{unit} that {who} takes longer (simulated)")
+    axes.grid(axis="y", visible=False)
+    numbers = [(row["part"], row[by], f"{row[share]:+.1%}") for row in rows]
+    return Figure(
+        svg(figure, name),
+        "Differences of the central breakdowns; they sum exactly to the difference of the steps",
+        Table(("part", unit, "of the first's"), numbers),
+    )
+
+
+def _against(other: Json, gpus: int) -> Section:
+    plan = other["plan"]
+    text = (
+        f"The best of {other['fitting']:,} plans there: {plan['name']}, "
+        f"{_interval(plan['step_time_s'], 's')}, {_interval(plan['tokens_per_j'], 'tokens/J')}; "
+        f"by the objective {_interval(plan['times_best'])} times the first's."
+    )
+    by = "gpu_seconds" if other["gpus"] != gpus else "seconds"
+    title = f"Against {other['gpus']:,} GPUs of {other['node']} on {other['fabric']}"
+    warnings = [Text(one, "warning") for one in other["warnings"]]
+    return Section(title, [Text(text), _why(other["why"], "against", "it", by), *warnings])

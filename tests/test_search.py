@@ -1,0 +1,212 @@
+"""The search: nothing good is pruned, nothing finished is lost, and the reasons sum."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulate import search, sweep
+from simulate.attribution import attribution
+from simulate.estimate import StepSimulator
+from simulate.inputs import Inputs
+from simulate.plans import ROUGH_ERROR, fitting
+from simulate.plans import search as quick_search
+from simulate.projection import Request, project
+from simulate.sweep import Point, Workers
+from spec.calibration import Calibration
+from spec.command import run
+from spec.errors import UserError
+from spec.files import write_json
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from tests.made_up import calibration_json
+from topologies import load_fabric, load_node
+
+CALIBRATION = Calibration.model_validate(calibration_json())
+NODE = load_node("hgx-h200")
+SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--global-batch=64")
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Inputs:
+    path = tmp_path / "results" / "4x-h200" / "calibration.json"
+    write_json(path, calibration_json())
+    model = load_model("llama3-8b").resized(layers=8, seq_len=2048)
+    return Inputs(model, NODE, load_fabric("ndr400-rail"), CALIBRATION, path)
+
+
+@pytest.fixture
+def command(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = run(search.main, words)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "fabric", "fixed"),
+    [
+        ("llama3-8b", 16, 64, "ndr400-rail", {"recompute": "none"}),
+        ("llama3-8b", 64, 64, "ethernet-100g", {"overlap": False, "zero": 0, "microbatch": 1}),
+        ("llama3-70b", 32, 32, "ethernet-100g", {"microbatch": 1, "recompute": "full"}),
+        ("llama3-8b", 32, 64, "ethernet-800g", {"zero": 3, "pp": 1}),
+        ("mixtral-8x7b", 16, 32, "ndr400-rail", {"recompute": "full", "microbatch": 2}),
+    ],
+)
+def test_the_best_plan_is_not_pruned(
+    model: str, gpus: int, batch: int, fabric: str, fixed: dict[str, Any]
+) -> None:
+    """Every plan simulated, against the few that the closed form picks."""
+    cluster = (NODE, load_fabric(fabric), CALIBRATION)
+    small = load_model(model).resized(layers=16, seq_len=2048)
+    every = fitting(small, gpus, batch, *cluster, fixed)
+    times = {}
+    for plan in every.plans:
+        p = plan.parallelism
+        times[p] = float(StepSimulator(small, p, *cluster, draws=0).run().step_time_s[0])
+        assert 1 / (1 + 2 * ROUGH_ERROR) < plan.rough_s / times[p] < 1 + ROUGH_ERROR, p
+    found = quick_search(small, gpus, batch, *cluster, fixed)
+    assert found.fitting == len(every.plans) > 20
+    assert len(found.best) <= 16
+    assert found.best[0].step_time_s == min(times.values())
+
+
+def test_a_sweep_resumes_where_it_stopped(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:9]
+    out = tmp_path / "sweep.jsonl"
+    whole = {point.parallelism: point for point in sweep.sweep(inputs, plans)}
+    part = sweep.sweep(inputs, plans, out)
+    first = [next(part) for _ in range(4)]
+    part.close()  # as Ctrl-C does
+    with out.open("a") as file:
+        file.write('{"parallelism": {"tp"')  # a process killed in the middle of a line
+
+    simulated: list[Parallelism] = []
+    real = sweep.simulate
+
+    def counted(given: Inputs, some: Any) -> list[Point]:
+        simulated.extend(plan.parallelism for plan in some)
+        return real(given, some)
+
+    monkeypatch.setattr(sweep, "simulate", counted)
+    again = list(sweep.sweep(inputs, plans, out))
+    assert {point.parallelism: point for point in again} == whole
+    assert not {point.parallelism for point in first} & set(simulated)
+    assert len(simulated) == 5
+    assert len(out.read_text().splitlines()) == 1 + len(plans)
+
+
+def test_a_file_of_another_sweep_is_refused(inputs: Inputs, tmp_path: Path) -> None:
+    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:1]
+    out = tmp_path / "sweep.jsonl"
+    list(sweep.sweep(inputs, plans, out))
+    other = Inputs(
+        inputs.model, NODE, load_fabric("torus-2d"), CALIBRATION, inputs.calibration_path
+    )
+    with pytest.raises(UserError, match="another model, node, fabric or calibration"):
+        list(sweep.sweep(other, plans, out))
+    out.write_text("hello\n")
+    with pytest.raises(UserError, match="line 1 is not of a sweep"):
+        list(sweep.sweep(inputs, plans, out))
+
+
+def test_workers_give_the_same_points(inputs: Inputs) -> None:
+    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:40]
+    here = set(sweep.sweep(inputs, plans))
+    assert set(sweep.sweep(inputs, plans, workers=Workers(count=2))) == here
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--against", "abacus"), "--against is 'abacus'; name a node"),
+        (("--against", "hgx-h100:0"), "--against is 0"),
+        (("--workers", "many"), "--workers is 'many'"),
+        (("--workers", "spark://here"), "--workers is 'spark://here'"),
+        (("--keep", "0"), "--keep is 0"),
+        (("--top", "0"), "--top is 0"),
+        (("--objective", "speed"), "invalid choice: 'speed'"),
+    ],
+)
+def test_wrong_requests_get_a_sentence(command: Any, words: Any, sentence: str) -> None:
+    code, out, err = command(*SMALL, *words)
+    assert code == 2
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_clusters_that_are_not_there(command: Any) -> None:
+    code, _, err = command(*SMALL, "--workers", "ray://localhost:1")
+    assert code == 2
+    assert "needs the package ray" in err or "nothing answers" in err
+
+
+@pytest.mark.parametrize("objective", search.OBJECTIVES)
+def test_order_ties_and_front(command: Any, objective: str, tmp_path: Path) -> None:
+    code, out, err = command(*SMALL, "--objective", objective, "--keep", "30", "--json")
+    assert (code, err) == (0, "")
+    value = json.loads(out)
+    assert len(value["points"]) == 30
+    first = value["plans"][0]
+    assert first["times_best"]["median"] == 1
+    worse = [one["times_best"]["median"] for one in value["plans"]]
+    assert worse == sorted(worse)
+    for one in value["plans"][1:]:
+        assert one["tie"] == (one["times_best"]["low"] <= 1)
+    front = [one for one in value["points"] if one["front"]]
+    for one in value["points"]:
+        beaten = any(
+            other["step_time_s"] <= one["step_time_s"]
+            and other["energy_j_per_step"] < one["energy_j_per_step"]
+            for other in front
+        )
+        assert beaten != one["front"]
+    rows = {row["part"]: row for row in value["why"]}
+    total = rows.pop("total")
+    for key in ("seconds", "share_of_step", "gpu_seconds", "share_of_gpu_time"):
+        assert sum(row[key] for row in rows.values()) == pytest.approx(total[key], abs=1e-9)
+
+
+def test_against_another_node_and_a_report(command: Any, tmp_path: Path) -> None:
+    words = ("--keep=5", "--top=3", "--against=hgx-h100:32", "--report=out/search.html", "--json")
+    code, out, err = command(*SMALL, *words)
+    assert (code, err) == (0, "")
+    value = json.loads(out)
+    other = value["against"]
+    assert (other["node"], other["gpus"]) == ("hgx-h100", 32)
+    rows = {row["part"]: row["gpu_seconds"] for row in other["why"]}
+    total = rows.pop("total")
+    assert sum(rows.values()) == pytest.approx(total)
+    expected = 32 * other["plan"]["step_time_s"]["median"]
+    expected -= 16 * value["plans"][0]["step_time_s"]["median"]
+    assert total == pytest.approx(expected)
+    page = (tmp_path / "out/search.html").read_text()
+    assert "Pareto front" in page
+    assert "Against 32 GPUs of hgx-h100 on ndr400-rail" in page
+    code, out, _ = command(*SMALL, "--keep=3", "--against=ethernet-100g")
+    assert code == 0
+    assert "against 16 GPUs of hgx-h200 on ethernet-100g" in out
+
+
+def test_attribution_sums_and_tells_places_apart(inputs: Inputs) -> None:
+    def at(fabric: str, **degrees: Any) -> Any:
+        p = Parallelism(dp=2, global_batch=32, overlap=True, **degrees)
+        one = (inputs.model, p, NODE, load_fabric(fabric), CALIBRATION, inputs.calibration_path)
+        return project(Request(*one, draws=5))
+
+    near, far = at("ndr400-rail", tp=4), at("ndr400-rail", tp=8)
+    rows = {row["part"]: row["seconds"] for row in attribution(near, far)}
+    assert rows["dp inside nodes"] <= 0 <= rows["dp between nodes"]
+    total = rows.pop("total")
+    assert sum(rows.values()) == pytest.approx(total)
+    assert total == pytest.approx(float(far.estimate.step_time_s[0] - near.estimate.step_time_s[0]))
+    same = attribution(near, near)
+    assert all(row["seconds"] == 0 for row in same)
