@@ -332,6 +332,10 @@ def optimizer(
             reduction += (Collective(kind, axis, 4.0 * elements),)
         if p.zero in (1, 2):
             gather += (Collective("all_gather", axis, 2.0 * elements),)
+    if p.zero == 1 and p.ep > 1 and not p.overlap:
+        # experts split over GPUs have an optimizer of their own, and each of the two gathers the
+        # parameters of both: Megatron-Core 0.16, DistributedOptimizer.step_with_ready_grads
+        gather *= 2
     update = (max(owned, 1),)
     kernels = (
         _copy(4 * held + 8 * scaled),

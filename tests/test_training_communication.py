@@ -23,6 +23,7 @@ GPT = LLAMA.resized(
     name="tiny-gpt", gated=False, norm="layernorm", position="learned",
     linear_bias=True, tied_embeddings=True, kv_heads=4,
 )  # fmt: skip
+EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
 
 Sent = Counter[tuple[str, int]]  # (collective, nccl-tests' bytes), by ranks that take part
 
@@ -177,6 +178,17 @@ def test_data_parallel_traffic(zero: int) -> None:
             sizes = [nbytes for kind, nbytes in observed if kind == one.kind and nbytes > 4]
             # Megatron-Core pads its buffers to a multiple of 64 elements per parameter
             assert sizes == [pytest.approx(one.bytes, rel=0.01)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_beside_split_experts_are_gathered_twice(overlap: bool) -> None:
+    p = Parallelism(dp=2, ep=2, global_batch=2, overlap=overlap)
+    observed = sent(EXPERTS, p)[0][0, 1]
+    _, _, gather = optimizer(EXPERTS, p, 0)
+    assert len(gather) == (1 if overlap else 2)
+    times = {n: times for (kind, n), times in observed.items() if kind == "all_gather" and n > 1e4}
+    total = sum(nbytes * count for nbytes, count in times.items())
+    assert total == pytest.approx(sum(one.bytes for one in gather), rel=0.02)
 
 
 def test_shared_embeddings_are_reduced_between_first_and_last_stage() -> None:
