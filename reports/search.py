@@ -27,7 +27,7 @@ def render(value: Json) -> str:
         title = "Why the first beats the second"
         sections.append(Section(title, [_why(value["why"], "runner-up", "the second")]))
     if value["against"]:
-        sections.append(_against(value["against"], value["gpus"]))
+        sections.append(_against(value["against"], value))
     return page(
         f"Parallelisms of {value['model']} on {value['gpus']:,} GPUs",
         sections,
@@ -96,11 +96,9 @@ def _front(value: Json) -> Figure:
         markersize=5,
         label="Pareto front",
     )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xlabel("step time, s (simulated)")
     axes.set_ylabel("energy per step, kJ (simulated)")
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", frameon=False)
     rows = [
         (one["name"], one["step_time_s"], one["energy_j_per_step"] / 1e3, one["memory_gib"])
         for one in front
@@ -131,14 +129,15 @@ def _why(rows: Sequence[Json], name: str, who: str, by: str = "seconds") -> Figu
     )
 
 
-def _against(other: Json, gpus: int) -> Section:
+def _against(other: Json, value: Json) -> Section:
     plan = other["plan"]
     text = (
         f"The best of {other['fitting']:,} plans there: {plan['name']}, "
         f"{_interval(plan['step_time_s'], 's')}, {_interval(plan['tokens_per_j'], 'tokens/J')}; "
         f"by the objective {_interval(plan['times_best'])} times the first's."
     )
-    by = "gpu_seconds" if other["gpus"] != gpus else "seconds"
+    by = "gpu_seconds" if other["gpus"] != value["gpus"] else "seconds"
     title = f"Against {other['gpus']:,} GPUs of {other['node']} on {other['fabric']}"
-    warnings = [Text(one, "warning") for one in other["warnings"]]
+    said = value["warnings"]
+    warnings = [Text(one, "warning") for one in other["warnings"] if one not in said]
     return Section(title, [Text(text), _why(other["why"], "against", "it", by), *warnings])

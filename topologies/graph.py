@@ -10,7 +10,7 @@ optically joined pods are linked all to all, spine i to spine i (Shpiner et al.,
 
 from collections import defaultdict
 from itertools import combinations, product
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import networkx as nx
@@ -21,6 +21,7 @@ from topologies.layout import (
     down_ports,
     gbytes,
     leaf_nodes,
+    leaves_per_node,
     node_gbytes_per_s,
     ports,
     tiers,
@@ -70,6 +71,7 @@ def _link(graph: "nx.Graph[Vertex]", a: Vertex, b: Vertex, tier: str, gbytes_per
 def _torus(graph: "nx.Graph[Vertex]", node: Node, fabric: Fabric, nodes: int) -> None:
     """Neighbours along every dimension; rows that a partly filled torus lacks are left out."""
     sizes = torus_dimensions(fabric, nodes)
+    graph.graph["dimensions"] = sizes
     places = product(*(range(size) for size in reversed(sizes)))
     index = {place[::-1]: number for number, place in enumerate(places)}
     for place, number in index.items():
@@ -96,7 +98,7 @@ def _switched(
     tops: list[list[Vertex]] = []  # of each block, its switches that have uplinks
     for leaf in range(ceil(nodes / blocks[0])):
         switch = ("leaf", plane, leaf, 0)
-        graph.add_node(switch, kind="leaf")
+        graph.add_node(switch, kind="leaf", switches=leaves_per_node(node, fabric))
         tops.append([switch])
         for index in range(leaf * blocks[0], min((leaf + 1) * blocks[0], nodes)):
             _link(graph, ("node", index), switch, "nic", per_node)
@@ -161,9 +163,13 @@ def measure(graph: "nx.Graph[Vertex]") -> dict[str, float]:
     """Diameter and bisection of a built graph, by search: what `topologies.shape` has in formulas.
 
     `bisection_gbytes_per_s` is the largest flow from the first to the second half of the nodes, the
-    halves as numbered (the last dimension of a torus is cut).
+    halves as numbered, or along the longest dimension of a torus.
     """
     names = [vertex for vertex, data in graph.nodes(data=True) if data["kind"] == "node"]
+    sizes = graph.graph.get("dimensions", ())
+    if sizes:
+        axis = sizes.index(max(sizes))
+        names.sort(key=lambda name: name[1] // prod(sizes[:axis]) % sizes[axis])
     nodes = len(names)
     hops = 0
     for name in names:
@@ -196,8 +202,10 @@ def check(graph: "nx.Graph[Vertex]", fabric: Fabric, expected: Shape) -> list[st
         if data["kind"] == "node":
             if fabric.kind != "torus" and abs(total - expected.tiers[0].gbytes_per_s) > 1e-6:
                 wrong.append(f"{vertex} has {total:g} GB/s, its ports {expected.tiers[0]}")
-        elif fabric.radix is not None and total / _rate(fabric) > fabric.radix + 1e-6:
-            wrong.append(f"{vertex} needs {total / _rate(fabric):g} ports of {fabric.radix}")
+        elif fabric.radix is not None:
+            ports_there = fabric.radix * data.get("switches", 1)
+            if total / _rate(fabric) > ports_there + 1e-6:
+                wrong.append(f"{vertex} needs {total / _rate(fabric):g} ports of {ports_there}")
     return wrong
 
 
