@@ -12,7 +12,15 @@ from math import log
 import numpy as np
 
 from calibrate.collectives import LEAST_SD
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, median_sd, rounded
+from calibrate.evidence import (
+    TELEMETRY_FILE,
+    Z90,
+    Evidence,
+    Judged,
+    Ledger,
+    median_sd,
+    rounded,
+)
 from calibrate.network import (
     ASSUMED_TCP,
     MEASURED,
@@ -25,14 +33,15 @@ from calibrate.network import (
     path_of,
     predict,
     published_samples,
-    sample_sd,
 )
+from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, _columns
 from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
 from spec.collective_fit import NetworkCurve
 from spec.hardware import GroupPath
 from spec.records import CollectiveRow, Manifest
 
+UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed
 SCALE_UP = 1e6  # 1e9 bytes/s: never what limits a collective over such networks
 
 
@@ -92,8 +101,13 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
     return found
 
 
-def fit_networks(evidence: Evidence, ledger: Ledger) -> tuple[NetworkFit, ...]:
-    """A model per protocol: measured where this system left its nodes, else published, assumed."""
+def fit_networks(
+    evidence: Evidence, ledger: Ledger, idle_w: float | None = None
+) -> tuple[NetworkFit, ...]:
+    """A model per protocol: measured where this system left its nodes, else published, assumed.
+
+    With `idle_w` a measured one also gets the power that its collectives draw above it.
+    """
     measured, judged = crossings(evidence), crossings(evidence, "judge")
     found: list[NetworkFit] = []
     for protocol in ("infiniband", "ethernet"):
@@ -101,7 +115,7 @@ def fit_networks(evidence: Evidence, ledger: Ledger) -> tuple[NetworkFit, ...]:
         judge_scaling(ledger, protocol, samples)
         if protocol in measured:
             rows = measured[protocol], judged.get(protocol, [])
-            found.append(fit_measured(protocol, *rows, evidence, ledger))
+            found.append(fit_measured(protocol, *rows, evidence, ledger, idle_w))
             continue
         fit, sds = fit_network(protocol, samples, "published", citation(protocol))
         found.append(fit)
@@ -118,7 +132,7 @@ def fit_networks(evidence: Evidence, ledger: Ledger) -> tuple[NetworkFit, ...]:
             note_network(ledger, found[-1], {name: 2 * sd for name, sd in sds.items()})
     if "tcp" in measured:
         rows = measured["tcp"], judged.get("tcp", [])
-        found.append(fit_measured("tcp", *rows, evidence, ledger))
+        found.append(fit_measured("tcp", *rows, evidence, ledger, idle_w))
     else:
         detail = "one TCP stream; no collective of this system left its node"
         fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
@@ -133,6 +147,7 @@ def fit_measured(
     judged: Sequence[Crossing],
     evidence: Evidence,
     ledger: Ledger,
+    idle_w: float | None = None,
 ) -> NetworkFit:
     """Efficiency is relative to the node's rate: the fastest that any one group used its ports."""
 
@@ -150,7 +165,30 @@ def fit_measured(
     note_network(ledger, fit, sds)
     fit = fit.model_copy(update={"curves": curves(fit, rows)})
     score(ledger, fit, "rows of role judge", judged, rows)
-    return fit
+    power = None if idle_w is None else between_nodes_w(evidence)
+    if power is None or idle_w is None:
+        return fit
+    active = rounded(max(power - idle_w, 0.0))
+    note_one(ledger, fit, "active_w", active, "W", 0.1)
+    return fit.model_copy(update={"active_w": active})
+
+
+def between_nodes_w(evidence: Evidence) -> float | None:
+    """Median board power during large collectives between nodes in which all devices take part."""
+    readings: list[float] = []
+    for one in evidence.runs:
+        path = one.path / TELEMETRY_FILE
+        if not path.exists():
+            continue
+        devices = sum(len(host.devices) for host in one.manifest.hosts)
+        large = {
+            row.case_id
+            for row in one.fit(CollectiveRow)
+            if row.nodes > 1 and row.bytes >= LARGE_BYTES and row.ranks * row.groups >= devices
+        }
+        columns = _columns(path)
+        readings += list(columns[1][np.isin(columns[0], list(large))])
+    return float(np.median(readings)) if len(readings) >= LEAST_SAMPLES else None
 
 
 def curves(fit: NetworkFit, rows: Sequence[Crossing]) -> tuple[NetworkCurve, ...]:
@@ -163,49 +201,52 @@ def curves(fit: NetworkFit, rows: Sequence[Crossing]) -> tuple[NetworkCurve, ...
     for one in rows:
         layouts[one.layout].append(one)
     found = []
-    for (kind, ranks, nodes, beside), same in sorted(layouts.items()):
+    for (kind, *_), same in sorted(layouts.items()):
         most = max(one.row.groups for one in same)
         sizes: dict[int, list[CollectiveRow]] = defaultdict(list)
         for one in same:
             if one.row.groups == most:
                 sizes[one.row.bytes].append(one.row)
-        points, spread = [], []
+        points = []
         for size, timed in sorted(sizes.items()):
             own = float(np.hypot(median_sd(timed), LEAST_SD))
-            spread.append(own)
             time = float(np.exp(np.median([log(row.median_us) for row in timed])))
             points.append(CollectivePoint(bytes=size, time_us=rounded(time), sd=rounded(own, 3)))
-        curve = NetworkCurve(
-            collective=kind,
-            ranks=ranks,
-            nodes=nodes,
-            concurrent=beside,
-            sd=0.0,
-            points=tuple(points),
-        )
-        bend = bends(fit, curve, same[0].path)
-        sd = float(np.hypot(np.median(spread), bend / 2))  # a size lies half as far as a left-out
-        found.append(curve.model_copy(update={"sd": rounded(sd, 3)}))
+        found.append(_with_spreads(fit, kind, points, same[0].path))
     return tuple(found)
 
 
-UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed
+def _with_spreads(
+    fit: NetworkFit, kind: str, points: Sequence[CollectivePoint], path: GroupPath
+) -> NetworkCurve:
+    """A layout's sizes, with what its own neighbours say of a size between two of them."""
+    model = np.array(
+        [predict(fit, Sample(kind, path, p.bytes, 1.0, SCALE_UP)) for p in points], dtype=float
+    )
+    sizes = np.log2(np.array([float(p.bytes) for p in points]))
+    residuals = np.log(np.array([p.time_us for p in points]) / model)
+    large = model > 2 * predict(fit, Sample(kind, path, 1.0, 1.0, SCALE_UP))
+    bends: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(1, len(points) - 1):
+        ends = [i - 1, i + 1]
+        between = np.interp(sizes[i], sizes[ends], residuals[ends])
+        bends[bool(large[i])].append(abs(float(between - residuals[i])))
 
+    def spread(part: bool) -> float:
+        errors = bends[part] or bends[not part]
+        return rounded(float(np.quantile(errors, 0.9)) / Z90 if errors else UNKNOWN_BEND, 3)
 
-def bends(fit: NetworkFit, curve: NetworkCurve, path: GroupPath) -> float:
-    """Spread of log(interpolated / measured) of the inner sizes, each from its two neighbours."""
-    if len(curve.points) < 3:
-        return UNKNOWN_BEND
-    sizes = [log(point.bytes) for point in curve.points]
-    model = [
-        predict(fit, Sample(curve.collective, path, p.bytes, 1.0, SCALE_UP)) for p in curve.points
-    ]
-    y = [log(point.time_us / time) for point, time in zip(curve.points, model, strict=True)]
-    errors = [
-        abs(float(np.interp(sizes[i], [sizes[i - 1], sizes[i + 1]], [y[i - 1], y[i + 1]])) - y[i])
-        for i in range(1, len(y) - 1)
-    ]
-    return float(np.quantile(errors, 0.9)) / Z90
+    last = abs(residuals[-1] - residuals[-2]) / (sizes[-1] - sizes[-2]) if len(points) > 1 else 0.1
+    return NetworkCurve(
+        collective=kind,
+        ranks=path.ranks,
+        nodes=path.nodes,
+        concurrent=path.concurrent,
+        latency_bend=spread(False),
+        bend=spread(True),
+        beyond_sd=rounded(float(last), 3),  # it may go on as it went last, or stop
+        points=tuple(points),
+    )
 
 
 def judge_sizes(ledger: Ledger, protocol: str, rows: Sequence[Crossing], rate: float) -> None:
@@ -238,8 +279,7 @@ def score(
         sample = one.sample
         if sample.collective not in best:
             continue
-        curve = fit.curve(sample.collective, one.path)
-        sd = curve.sd if curve else sample_sd(fit, sample, fit.max_nodes)
+        sd = fit.sd(sample.collective, one.path, sample.nbytes, SCALE_UP)
         sd = float(np.hypot(sd, median_sd([one.row])))
         dumb = sample.nbytes * busbw_factor(sample.collective, one.path.ranks)
         dumb /= best[sample.collective] * 1e3

@@ -14,6 +14,8 @@ from spec.hardware import GroupPath
 
 # Spread per doubling beyond the largest measured size, where that was all latency. Assumed.
 EXTRAPOLATION_SD = 0.3
+# Share of the error at a left-out size that is there everywhere between measured ones. Assumed.
+LEAST_BEND = 0.25
 # How far a time may lie from its structure; a point that is less certain says little. Assumed.
 RESIDUAL_SD = 0.3
 
@@ -152,8 +154,17 @@ class NetworkCurve(Record):
     ranks: Annotated[int, Field(ge=2)]
     nodes: Annotated[int, Field(ge=2)]
     concurrent: PositiveInt = Field(description="groups like it that share a node, all at once")
-    sd: NonNegative = Field(description="of a time read from it")
+    latency_bend: NonNegative = Field(
+        description="sd of a latency-bound time interpolated over a size left out between two"
+    )
+    bend: NonNegative = Field(description="the same of a bandwidth-bound time")
+    beyond_sd: NonNegative = Field(
+        default=0.0, description="added per doubling of bytes beyond the largest measured size"
+    )
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
+
+
+_Lookup = tuple[NetworkCurve, NDArray[np.float64], NDArray[np.float64]]
 
 
 class NetworkFit(Record):
@@ -208,20 +219,23 @@ class NetworkFit(Record):
     source: Source
     detail: str
     curves: tuple[NetworkCurve, ...] = ()
+    active_w: NonNegative | None = Field(
+        default=None,
+        description="board power above idle while communicating between nodes; None: unmeasured",
+    )
 
     def curve(self, collective: str, path: GroupPath) -> NetworkCurve | None:
         """The measured sizes of groups that lie as `path` does."""
-        if not self.curves:
-            return None
-        found = self._residuals.get((collective, path.ranks, path.nodes, path.concurrent))
+        found = self._looked_up(collective, path)
         return found[0] if found else None
 
+    def _looked_up(self, collective: str, path: GroupPath) -> "_Lookup | None":
+        if not self.curves:
+            return None
+        return self._residuals.get((collective, path.ranks, path.nodes, path.concurrent))
+
     @cached_property
-    def _residuals(
-        self,
-    ) -> dict[
-        tuple[str, int, int, int], tuple[NetworkCurve, NDArray[np.float64], NDArray[np.float64]]
-    ]:
+    def _residuals(self) -> "dict[tuple[str, int, int, int], _Lookup]":
         """By layout: its curve, log sizes, and log(measured / formula)."""
         found = {}
         for curve in self.curves:
@@ -246,18 +260,39 @@ class NetworkFit(Record):
     ) -> float:
         """Duration for a group laid out as `path`; `scale_up_busbw` in 1e9 bytes/s."""
         time = self._formula_us(collective, path, nbytes, scale_up_busbw)
-        if not self.curves:
-            return time
-        found = self._residuals.get((collective, path.ranks, path.nodes, path.concurrent))
+        found = self._looked_up(collective, path)
         if found is None:
             return time
         _, sizes, residuals = found
         return time * exp(float(np.interp(log(max(nbytes, 1.0)), sizes, residuals)))
 
-    def spreads(self, collective: str, path: GroupPath) -> tuple[float, float]:
+    def spreads(self, collective: str, path: GroupPath, nbytes: float = 0.0) -> tuple[float, float]:
         """sd of the latency-bound and of the bandwidth-bound part of a time."""
-        curve = self.curve(collective, path)
-        return (curve.sd, curve.sd) if curve else (self.latency_sd, self.efficiency_sd)
+        found = self._looked_up(collective, path)
+        if found is None:
+            return self.latency_sd, self.efficiency_sd
+        curve, sizes, _ = found
+        at = log(max(nbytes, 1.0))
+        own = float(np.interp(at, sizes, [point.sd for point in curve.points]))
+        bent, beyond = LEAST_BEND, 0.0
+        if sizes[0] < at < sizes[-1]:
+            # an interpolated parabola errs as the product of the distances to its two neighbours
+            place = int(np.searchsorted(sizes, at))
+            gaps = float((at - sizes[place - 1]) * (sizes[place] - at))
+            bent = max(gaps / float(np.median(np.diff(sizes))) ** 2, LEAST_BEND)
+        elif at > sizes[-1]:
+            beyond = (at - float(sizes[-1])) / log(2) * curve.beyond_sd
+        return (
+            float(np.hypot(own, bent * curve.latency_bend)),
+            float(np.hypot(np.hypot(own, bent * curve.bend), beyond)),
+        )
+
+    def sd(self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float) -> float:
+        """sd of a time, both parts together."""
+        time = self.time_us(collective, path, nbytes, scale_up_busbw)
+        share = min(self.time_us(collective, path, 1.0, scale_up_busbw) / time, 1.0)
+        latency, bandwidth = self.spreads(collective, path, nbytes)
+        return float(np.hypot(share * latency, (1 - share) * bandwidth))
 
     def _formula_us(
         self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float

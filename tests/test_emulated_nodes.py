@@ -114,8 +114,11 @@ def test_measured_layouts_are_looked_up(
     for nbytes in (2**12, 2**21, 2**27, 2**32):
         expected = across_us(kind, size, groups, nbytes)
         assert network.time_us(kind, path, nbytes, 300.0) == pytest.approx(expected, rel=0.05)
-    sd, _ = network.spreads(kind, path)
-    assert 0 < sd < 0.1
+    latency, bandwidth = network.spreads(kind, path, 2**20)
+    assert 0 < latency < 0.1
+    assert 0 < bandwidth < 0.1
+    # farther from the measured sizes an error is likelier
+    assert network.spreads(kind, path, 2**16)[0] > latency
 
 
 def test_groups_at_once_share_a_node_as_they_were_measured_to(network: NetworkFit) -> None:
