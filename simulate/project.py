@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from reports.projection import render
+from simulate.budget import budget, check_budget, lines
 from simulate.engines import through_astra_sim
 from simulate.inputs import (
     Inputs,
@@ -31,6 +32,7 @@ EXAMPLES = """examples:
   python -m simulate.project --gpus 1024 --model gpt3-175b --tp 8 --pp 16 --global-batch 1024
   python -m simulate.project --gpus 64 --tp 8 --pp 2 --emit configs/ --granularity layer
   python -m simulate.project --gpus 8192 --scaling 8,64,512,8192 --report scaling.html
+  python -m simulate.project --gpus 8192 --tokens 15e12 --price-per-gpu-hour 2.5
 """
 
 
@@ -56,6 +58,8 @@ def parser() -> Parser:
         help="what is a node of the emitted graph: a stage's pass, or each collective",
     )
     engine.add_argument("--scaling", metavar="N,N,...", help="project these GPU counts too")
+    engine.add_argument("--tokens", type=float, metavar="N", help="to train on: time and energy")
+    engine.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="and their cost")
     engine.add_argument("--draws", type=int, default=200, help="uncertainty draws")
     engine.add_argument("--seed", type=int, default=0, help="of the draws")
     engine.add_argument("--out", metavar="DIR", help="default: projections/<name>/")
@@ -152,11 +156,14 @@ def main(words: Sequence[str]) -> int:
     if not 0 < arguments.draws <= 100_000:
         raise UserError(f"--draws is {arguments.draws}; it must be between 1 and 100000")
     check_gpus(arguments.gpus, "--gpus")
+    check_budget(arguments.tokens, arguments.price_per_gpu_hour)
     counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)
     inputs = read_inputs(arguments)
     projection = project_at(inputs, arguments.gpus, arguments, fixed)
     value = projection.as_json()
+    if arguments.tokens is not None:
+        value["training"] = budget(projection, arguments.tokens, arguments.price_per_gpu_hour)
     others = progress(counts, len(counts), "scaling", arguments.progress)
     value["scaling"] = [scaling_point(inputs, count, arguments, fixed) for count in others]
     out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
@@ -172,7 +179,8 @@ def main(words: Sequence[str]) -> int:
     report = Path(arguments.report or out / "report.html")
     write_text(report, render(value, projection.picture()))
     write_json(out / "projection.json", value)
-    text = summary(value) + f"\nwritten           {out}/"
+    text = "\n".join([summary(value), *(lines(value["training"]) if "training" in value else [])])
+    text += f"\nwritten           {out}/"
     if arguments.report:
         text += f", {report}"
     if arguments.emit:

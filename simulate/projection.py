@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.memory import Memory, memory
+from simulate.saturation import messages
 from spec.calibration import Calibration, Parameter
 from spec.files import sha256
 from spec.hardware import Fabric, Node
@@ -97,10 +98,7 @@ class Projection:
                 "capacity": self.memory.capacity_gib,
                 "by_stage": list(self.memory.by_stage_gib),
             },
-            "fabric": [
-                {"tier": one.tier, "utilisation": one.utilisation, "saturated": one.saturated}
-                for one in self.tiers()
-            ],
+            "fabric": self.fabric(),
             "sensitivity": sensitivity(r, e.priced.costs.draws.names),
             "provenance": [one.model_dump() for one in provenance(self)],
             "warnings": warnings(self),
@@ -116,6 +114,22 @@ class Projection:
             if kind in paths
         ]
         return tier_utilisation(loads, self.request.node, float(e.step_time_s[0]))
+
+    def fabric(self) -> list[dict[str, Any]]:
+        """Each tier's use, and the messages that its links are the busiest for."""
+        r = self.request
+        sent = list(messages(r.model, r.parallelism, self.estimate.priced.costs))
+        return [
+            {
+                "tier": one.tier,
+                "utilisation": one.utilisation,
+                "while_sending": one.while_sending,
+                "saturated": one.saturated,
+                "by_axis": one.by_axis,
+                "messages": [message for message in sent if message["tier"] == one.tier],
+            }
+            for one in self.tiers()
+        ]
 
     def picture(self) -> str:
         """The topology with the tiers' loads, as SVG."""
