@@ -236,7 +236,8 @@ def _with_spreads(
         errors = bends[part] or bends[not part]
         return rounded(float(np.quantile(errors, 0.9)) / Z90 if errors else UNKNOWN_BEND, 3)
 
-    last = abs(residuals[-1] - residuals[-2]) / (sizes[-1] - sizes[-2]) if len(points) > 1 else 0.1
+    end = residuals[-3:], sizes[-3:]
+    last = abs(np.polyfit(end[1], end[0], 1)[0]) if len(points) > 1 else UNKNOWN_BEND
     return NetworkCurve(
         collective=kind,
         ranks=path.ranks,

@@ -15,7 +15,10 @@ from spec.errors import UserError
 ENVIRONMENT = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 SUITES = ("collectives", "training")  # by default; kernels are those of the host itself
 NETWORK_GBYTES_PER_S = 6.0  # for estimates of durations only
-LARGEST = 28  # log2 of the largest collective's bytes: 256 MiB last about 50 ms
+# log2 of the largest collectives' bytes: 256 MiB last about 50 ms; what data parallelism sends goes
+# up to gigabytes in one piece
+LARGEST, LARGEST_REDUCED = 28, 30
+REDUCED = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def check(nodes: int, devices: int, kind: str) -> None:

@@ -323,6 +323,13 @@ def collective_cases(
                 seconds = (0.1 if gpu else 0.03) + 30 * 2**exponent / (2e11 if gpu else 1e9)
                 case = CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
                 cases.append(_placed(case, world, nodes))
+        if nodes > 1:
+            largest = [
+                CollectiveCase(kind, ranks, 2**emulation.LARGEST_REDUCED, stride, groups)
+                for kind in emulation.REDUCED
+            ]
+            placed = [_placed(case, world, nodes) for case in largest]
+            cases += [case for case in placed if case.nodes > 1]
     return cases
 
 

@@ -49,7 +49,9 @@ def test_collectives_across_and_inside_nodes() -> None:
     found = collective_cases("nvidia", 4, False, PlanFile(), nodes=2)
     assert len({case.case_id for case in found}) == len(found)
     assert {case.nodes for case in found} == {1, 2}
-    assert {case.bytes for case in found if case.nodes == 2} == {2**k for k in range(10, 29)}
+    sizes = {2**k for k in (*range(10, 29), 30)}
+    assert {case.bytes for case in found if case.nodes == 2} == sizes
+    assert {c.collective for c in found if c.bytes == 2**30} == set(emulation.REDUCED)
     assert {(c.stride, c.groups) for c in found if c.nodes == 2} == {(2, 1), (2, 2), (1, 1)}
     inside = [case for case in found if case.nodes == 1]
     plain = {case.case_id for case in collective_cases("nvidia", 4, False, PlanFile())}
