@@ -21,7 +21,15 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
-from calibrate.state import CORE_IDLE_W, CORE_SOURCE, POWER_EXPONENT, ClockState, is_compute
+from calibrate.own_exponents import fit_own_exponents
+from calibrate.state import (
+    CORE_IDLE_W,
+    CORE_SOURCE,
+    LARGE_US,
+    POWER_EXPONENT,
+    ClockState,
+    is_compute,
+)
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
@@ -61,7 +69,8 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         idle_detail,
     )
     fit_exponents(evidence, state, rows, ledger)
-    _fit_power_exponent(evidence, state, rows, ledger)
+    fit_own_exponents(evidence, state, rows, ledger)
+    _fit_power_exponent(evidence, state, telemetry, rows, ledger)
     for compute in (True, False):
         shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
         if shown:
@@ -84,7 +93,11 @@ def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str
 
 
 def _fit_power_exponent(
-    evidence: Evidence, state: ClockState, rows: Sequence[KernelRow], ledger: Ledger
+    evidence: Evidence,
+    state: ClockState,
+    telemetry: Telemetry,
+    rows: Sequence[KernelRow],
+    ledger: Ledger,
 ) -> None:
     """From rows of one shape on one device below the cap at different clocks, if there are any."""
     capped = 0.97 * state.limit_w if state.limit_w else float("inf")
@@ -110,6 +123,18 @@ def _fit_power_exponent(
             "measured",
             detail,
         )
+    elif (found := _onset_exponent(state, telemetry, rows)) is not None:
+        value, used = found
+        ledger.note(
+            "clock.power_exponent",
+            value,
+            "1",
+            (0.7 * value, max(1.5 * value, POWER_EXPONENT[0])),
+            "measured",
+            f"{telemetry.detail}: the largest power of a device in bursts of products, before the "
+            f"cap acts, beside {evidence.where(KernelRow, used)} sustained; the sensor lags, so "
+            "it may be more",
+        )
     else:
         value, low_end, high_end = POWER_EXPONENT
         ledger.note(
@@ -122,6 +147,31 @@ def _fit_power_exponent(
             "clocks below the power cap",
         )
     state.power_exponent = value
+
+
+def _onset_exponent(
+    state: ClockState, telemetry: Telemetry, rows: Sequence[KernelRow]
+) -> tuple[float, int] | None:
+    """How power goes with the clock from bursts of products, and the sustained rows used.
+
+    A burst starts at the largest clock and draws more than the cap until the regulator has acted,
+    some tens of milliseconds; a reading that falls into this shows the power at that clock.
+    """
+    onset = telemetry.onset_w()
+    capped = [
+        row
+        for row in rows
+        if row.op == "gemm" and state.shows_power(row) and row.median_us >= LARGE_US
+        if row.clock_mhz and "power_cap" in (row.throttle or "")
+    ]
+    if onset is None or len(capped) < LEAST_PAIRS:
+        return None
+    held = median(row.power_w or 0.0 for row in capped)
+    slower = log(state.reference_mhz / median(_clock(row) for row in capped))
+    if slower < 0.05 or onset <= held:
+        return None
+    risen = log((onset - state.idle_w) / (held - state.idle_w))
+    return float(np.clip(risen / slower, 0.5, 4.0)), len(capped)
 
 
 def _clock(row: KernelRow) -> float:

@@ -59,7 +59,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     label = f"kernels of {evidence.system}"
     kernels = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
     collectives = fit_collectives(evidence, ledger)
-    networks = fit_networks(evidence, ledger)
+    networks = fit_networks(evidence, ledger, state.idle_w)
     host = fit_host(evidence, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
@@ -82,7 +82,8 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "networks": networks,
             "host": host,
             "clock": clock,
-            "interference": interference,
+            "interference": interference.kernel,
+            "communication_slowed": interference.collective,
             "composition_sd": composition,
             "parameters": tuple(ledger.parameters),
             "held_out": tuple(ledger.held_out),

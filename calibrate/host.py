@@ -3,6 +3,8 @@
 None of it comes from a training step: what no microbenchmark shows is assumed, and says so.
 """
 
+from collections import defaultdict
+from dataclasses import dataclass
 from math import log
 
 import numpy as np
@@ -25,6 +27,8 @@ DEFAULT_HOST_US = 10.0
 # A kernel beside a collective where none was measured: communication kernels occupy some
 # multiprocessors (16-32 of 132 under NCCL's defaults) and share memory bandwidth.
 INTERFERENCE = (0.12, 0.03, 0.3)
+SLOWED = (0.2, 0.0, 0.6)  # the collective, likewise
+COVERS = 0.8  # of a kernel's time, that a collective must last to show what it costs
 # What adding up kernels leaves out of a step (gaps, allocator, caches). Chosen, not fitted: the
 # first campaign's 23 configurations spread by 0.02, later ones judge it.
 COMPOSITION_SD, CPU_COMPOSITION_SD = 0.03, 0.3
@@ -87,32 +91,48 @@ def _on_cpu(ledger: Ledger) -> HostFit:
     return HostFit(part_us=part, step_us=step, sd=CPU_HOST_SD, serial=True)
 
 
-def fit_interference(evidence: Evidence, ledger: Ledger) -> float:
-    """Share by which a kernel lasts longer while a collective runs beside it."""
+@dataclass(frozen=True)
+class Interference:
+    """By which share each lasts longer while the other runs beside it all the time."""
+
+    kernel: float
+    collective: float
+
+
+def fit_interference(evidence: Evidence, ledger: Ledger) -> Interference:
+    """What kernels and collectives cost each other side by side.
+
+    Only rows whose collective lasts about as long as the kernel: shorter ones wait for the kernel's
+    multiprocessors and cover little of it. Matrix products, beside which gradients and activations
+    travel, where there are any; every kernel counts alike.
+    """
     rows = [row for _, row in evidence.rows(InterferenceRow)]
+    rows = [row for row in rows if row.collective_alone_us >= COVERS * row.kernel_alone_us]
+    rows = [row for row in rows if row.op == "gemm"] or rows
     if not rows:
-        value, low, high = INTERFERENCE
-        return ledger.note(
-            "interference",
-            value,
-            "share",
-            (low, high),
-            "assumed",
-            "no interference rows: NCCL occupies some multiprocessors and memory bandwidth",
-        )
-    shares = [max(row.median_us / row.kernel_alone_us - 1, 0.0) for row in rows]
-    value = float(np.median(shares))
-    low, high = np.quantile(shares, [0.05, 0.95])
-    return rounded(
-        ledger.note(
-            "interference",
-            value,
-            "share",
-            (float(low), float(high)),
-            "measured",
-            evidence.where(InterferenceRow, len(rows)),
-        )
-    )
+        assumed = []
+        for name, (value, low, high) in (
+            ("interference", INTERFERENCE),
+            ("communication_slowed", SLOWED),
+        ):
+            reason = "no interference rows: NCCL occupies multiprocessors and memory bandwidth"
+            assumed.append(ledger.note(name, value, "share", (low, high), "assumed", reason))
+        return Interference(*assumed)
+    ratios = {
+        "interference": [row.median_us / row.kernel_alone_us for row in rows],
+        "communication_slowed": [row.collective_with_us / row.collective_alone_us for row in rows],
+    }
+    measured = []
+    for name, found in ratios.items():
+        by_kernel: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        for row, ratio in zip(rows, found, strict=True):
+            by_kernel[row.op, row.direction, row.shape].append(max(ratio - 1, 0.0))
+        value = float(np.mean([np.median(shares) for shares in by_kernel.values()]))
+        low, high = np.maximum(np.quantile(found, [0.05, 0.95]) - 1, 0.0)
+        where = f"{evidence.where(InterferenceRow, len(rows))}: collectives that cover the kernel"
+        interval = (float(low), float(high))
+        measured.append(rounded(ledger.note(name, value, "share", interval, "measured", where)))
+    return Interference(*measured)
 
 
 def composition_sd(evidence: Evidence, ledger: Ledger) -> float:

@@ -161,7 +161,7 @@ def _fit(
         tflops=rounded(physics.tflops) if physics.tflops else None,
         gbytes_per_s=rounded(physics.gbytes_per_s),
         multiprocessors=physics.multiprocessors,
-        clock_exponent=rounded(clock.exponent(op)),
+        clock_exponent=rounded(clock.exponent(op, direction)),
         length_scales=tuple(rounded(value) for value in correction.length_scales),
         amplitude=rounded(correction.amplitude),
         noise=rounded(correction.noise),

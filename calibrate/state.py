@@ -43,6 +43,7 @@ class ClockState:
     limit_w: float | None
     idle_w: float
     exponents: dict[bool, float] = field(default_factory=dict)  # by is_compute
+    own_exponents: dict[tuple[str, str], float] = field(default_factory=dict)  # by op, direction
     burst_exponents: dict[bool, float] = field(default_factory=dict)  # of clocks read in bursts
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
@@ -50,9 +51,9 @@ class ClockState:
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
     default_host_us: float = 10.0
 
-    def exponent(self, op: str) -> float:
+    def exponent(self, op: str, direction: str) -> float:
         """Duration goes as (reference clock / clock) to this power."""
-        return self.exponents[is_compute(op)]
+        return self.own_exponents.get((op, direction), self.exponents[is_compute(op)])
 
     def factor(self, row: KernelRow) -> float:
         """How much longer a row took than it would at the reference clock.
@@ -63,10 +64,13 @@ class ClockState:
         if row.clock_mhz is None:
             return 1.0
         slower = self.reference_mhz / row.clock_mhz
+        own = self.own_exponents.get((row.op, row.direction))
+        if own is not None:  # fitted to clocks as they were read, in bursts too
+            return float(max(slower, 1.0) ** own)
         if row.state == "sustained":
-            return float(slower ** self.exponent(row.op))
+            return float(slower ** self.exponent(row.op, row.direction))
         compute = is_compute(row.op)
-        exponent = self.burst_exponents.get(compute, self.exponent(row.op))
+        exponent = self.burst_exponents.get(compute, self.exponents[compute])
         share = log(row.median_us / SHORT_US) / log(LARGE_US / SHORT_US)
         offset = self.burst_offsets.get(compute, 0.0) * min(max(share, 0.0), 1.0)
         return float(slower**exponent) * exp(offset)

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from calibrate.evidence import TELEMETRY_FILE, Evidence, relative
 from spec.errors import UserError
-from spec.records import CollectiveRow
+from spec.records import CollectiveRow, KernelRow
 
 LARGE_BYTES = 64 * 2**20  # bandwidth-bound everywhere
 SMALL_BYTES = 64 * 2**10  # latency-bound: ranks mostly wait for each other
 LEAST_SAMPLES = 5
+LEAST_ONSET = 100  # readings in bursts, for one to fall before the cap acts
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Telemetry:
     idle: tuple[float, ...]
     large: tuple[float, ...]
     small: tuple[float, ...]
+    onset: tuple[float, ...]  # the largest of each run's devices in bursts of products
     detail: str
 
     def idle_w(self) -> float | None:
@@ -34,6 +36,10 @@ class Telemetry:
     def communication_w(self) -> float | None:
         """Median during large collectives."""
         return _or_none(self.large, 0.5)
+
+    def onset_w(self) -> float | None:
+        """What products draw before a power cap acts: a lagging sensor reads at most that."""
+        return float(np.median(self.onset)) if self.onset else None
 
     def waiting_w(self) -> float | None:
         """Median during small collectives."""
@@ -51,6 +57,7 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
     idle: list[float] = []
     large: list[float] = []
     small: list[float] = []
+    onset: list[float] = []
     files = []
     for one in evidence.runs:
         path = one.path / TELEMETRY_FILE
@@ -58,8 +65,16 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
             continue
         files.append(relative(path))
         rows = [row for row in one.fit(CollectiveRow) if row.nodes == 1]
+        devices = sum(len(host.devices) for host in one.manifest.hosts)
+        # samples are of all devices: where some stand by, they would count as communicating
+        rows = [row for row in rows if row.ranks * row.groups >= devices] or rows
         sizes = {row.case_id: row.bytes for row in rows}
-        cases, power = _columns(path)
+        cases, power, device = _columns(path)
+        bursts = [row for row in one.fit(KernelRow) if row.op == "gemm" and row.state == "burst"]
+        in_burst = np.isin(cases, [row.case_id for row in bursts])
+        for index in np.unique(device[in_burst]):
+            readings = power[in_burst & (device == index)]
+            onset += [float(readings.max())] if len(readings) >= LEAST_ONSET else []
         idle += list(power[cases == ""])
         for case in np.unique(cases):
             size = sizes.get(str(case))
@@ -67,23 +82,28 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
                 large += list(power[cases == case])
             elif size is not None and size <= SMALL_BYTES:
                 small += list(power[cases == case])
-    return Telemetry(tuple(idle), tuple(large), tuple(small), ", ".join(files))
+    return Telemetry(tuple(idle), tuple(large), tuple(small), tuple(onset), ", ".join(files))
 
 
-def _columns(path: Path) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
+def _columns(
+    path: Path,
+) -> tuple[NDArray[np.str_], NDArray[np.float64], NDArray[np.int64]]:
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
 
     try:
-        table = parquet.read_table(path, columns=["case_id", "power_w"])
-    except (ArrowException, OSError, ValueError, KeyError) as error:
+        table = parquet.read_table(path)
+    except (ArrowException, OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: not readable as telemetry ({first})") from None
-    if table.column_names != ["case_id", "power_w"]:
+    if not {"case_id", "power_w"} <= set(table.column_names):
         raise UserError(f"{path}: the columns case_id and power_w are missing")
     cases = np.array([str(case or "") for case in table["case_id"].to_pylist()], dtype=np.str_)
     power = np.array(
         [float("nan") if value is None else value for value in table["power_w"].to_pylist()]
     )
+    device = np.zeros(len(cases), dtype=np.int64)
+    if "device" in table.column_names:
+        device = np.array([int(value or 0) for value in table["device"].to_pylist()])
     good = np.isfinite(power) & (power > 0)
-    return cases[good], power[good]
+    return cases[good], power[good], device[good]

@@ -19,6 +19,7 @@ from spec.collective import Collective, busbw_factor
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
+from spec.kernel_fit import launches
 from spec.parallelism import Parallelism
 from spec.step import Part
 from topologies.placement import group_path
@@ -26,6 +27,10 @@ from topologies.placement import group_path
 Array = NDArray[np.float64]
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
+# Of a product's power above idle, what it draws while it starts and ends. Assumed, between 0 and
+# 0.4: on H200 products of 1024 and 2048 cubed draw 0.37 and 0.8 of what large ones do, and 0.77 and
+# 0.3 of their time is the launch.
+BUSY_SHARE = 0.15
 
 
 class Draws:
@@ -159,6 +164,7 @@ class Costs:
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
     _priced: dict[Kernel | Collective, Array] = field(default_factory=dict)
+    _reference: dict[Kernel | Collective, Array] = field(default_factory=dict)  # at any clock
 
     def __post_init__(self) -> None:
         """Lay the groups out and pick the network model of the fabric's protocol."""
@@ -172,7 +178,9 @@ class Costs:
             )
 
     def with_(self, **changes: Any) -> "Costs":
-        """The same layout with other draws or another clock, nothing priced yet."""
+        """The same layout with other draws or another clock."""
+        if "draws" in changes:
+            changes["_reference"] = {}
         return replace(self, **changes, modelled=set(), _priced={})
 
     def kernel_us(self, kernel: Kernel) -> Array:
@@ -183,17 +191,20 @@ class Costs:
 
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path."""
-        if collective not in self._priced:
-            self._priced[collective] = self._collective_us(collective)
-        return self._priced[collective]
+        if collective not in self._reference:
+            self._reference[collective] = self._collective_us(collective)
+        return self._reference[collective]
 
     def _kernel_us(self, kernel: Kernel) -> Array:
         fit = self.calibration.kernel(kernel)
-        time, sd = fit.time_us(kernel.dims)
         if kernel.dims not in fit.measured:
             self.modelled.add(kernel)
+        if kernel not in self._reference:
+            time, sd = fit.time_us(kernel.dims)
+            spread = self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+            self._reference[kernel] = np.asarray(time * spread)
         clock = self.clock_ratio**fit.clock_exponent
-        return np.asarray(time * clock * self.draws.factor(f"kernel {fit.op} {fit.direction}", sd))
+        return np.asarray(self._reference[kernel] * clock)
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]
@@ -213,7 +224,7 @@ class Costs:
         time = network.time_us(collective.kind, path, collective.bytes, busbw)
         # what the latency and the efficiency being wrong would change, to first order in each
         latency_part = network.time_us(collective.kind, path, 1.0, busbw) / time
-        latency_sd, efficiency_sd = network.spreads(collective.kind, path)
+        latency_sd, efficiency_sd = network.spreads(collective.kind, path, collective.bytes)
         beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
         spread = np.exp(
             latency_part * latency_sd * draws.normal("network latency")
@@ -221,6 +232,26 @@ class Costs:
             + beyond * network.scale_sd * draws.normal("network scale")
         )
         return np.asarray(time * spread)
+
+    def transfer_us(self, collective: Collective) -> Array:
+        """Mean time of a message between neighbouring pipeline stages: few of them change nodes."""
+        path = self.layout.paths[collective.axis]
+        fit = self.calibration.collective_fits.get(collective.kind)
+        if path.nodes == 1 or path.local_ranks == 1 or fit is None:
+            return self.collective_us(collective)
+        crossing = (path.nodes - 1) / (path.ranks - 1)
+        time, sd = fit.time_us(path.ranks, collective.bytes)
+        inside = time * self.draws.factor(f"collective {collective.kind}", sd)
+        return crossing * self.collective_us(collective) + (1 - crossing) * inside
+
+    def communication_w(self, axis: str) -> float:
+        """Board power above idle while the groups of an axis communicate."""
+        path = self.layout.paths.get(axis)
+        if path is not None and path.nodes > 1 and self.network is not None:
+            between = self.network.active_w
+            if between is not None:
+                return between
+        return self.calibration.clock.communication_w
 
     def scale_up_busbw(self, kind: str, path: GroupPath, nbytes: float) -> float:
         """Bus bandwidth in 1e9 bytes/s of the part of a group that lies inside a node."""
@@ -233,8 +264,33 @@ class Costs:
     def energy(self, kernel: Kernel) -> Energy:
         """Energy above idle of a kernel at its central duration."""
         fit = self.calibration.kernel(kernel)
-        watt_us = fit.active_power_w * float(self.kernel_us(kernel)[0])
-        return Energy(compute=watt_us) if fit.tflops else Energy(memory=watt_us)
+        time_us = float(self.kernel_us(kernel)[0])
+        watt_us = fit.active_power_w * time_us
+        if not fit.tflops:
+            return Energy(memory=watt_us)
+        started_us = fit.launch_us * launches(kernel)
+        at_reference_us = time_us / self.clock_ratio**fit.clock_exponent
+        idle = (1 - BUSY_SHARE) * min(started_us / at_reference_us, 1.0)
+        return Energy(compute=watt_us * (1 - idle))
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long a collective lasts while kernels run beside it."""
+        return 1 + self.calibration.communication_slowed
+
+    def beside(self, kernels: Array, sent: Array) -> tuple[Array, Array]:
+        """Kernels' time beside communication that alone takes `sent`, and what is left of that.
+
+        While both run, both are slower; what is left afterwards has the links for itself.
+        """
+        longer = (1 + self.calibration.interference) / self.slowed
+        left = np.maximum(sent - kernels * longer, 0.0)
+        return np.asarray(kernels + self.slowing(sent - left)), np.asarray(left)
+
+    def slowing(self, hidden: Array) -> Array:
+        """How much longer kernels last beside communication that alone takes `hidden`."""
+        interference = self.calibration.interference
+        return np.asarray(hidden * self.slowed * interference / (1 + interference))
 
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
@@ -248,8 +304,13 @@ class Costs:
             energy += self.energy(kernel)
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
-            beside = np.minimum(sum(hidden, zero) / own, 1.0)
-            own = own * (1 + self.calibration.interference * beside)
+            alone = sum(hidden, zero)
+            own, left = self.beside(own, alone)
+            # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
+            sent_us = float((alone - left)[0]) * self.slowed
+            energy += Energy(memory=sent_us * self.communication_w(part.hidden[0].axis))
+            longer = np.where(left > 0, (own + left) / alone, self.slowed)
+            hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
         return PartCost(own, hidden, exposed, host_us, energy)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Costs, Draws, Energy
-from simulate.pricing import PricedStep, layer_us, price, step_clock_mhz
+from simulate.pricing import LayerClock, PricedStep, kept_share, layer_clock, layer_us, price
 from simulate.schedule import ScheduleName, graph
 from simulate.timeline import Timeline, execute
 from spec.calibration import Calibration, Parameter
@@ -28,9 +28,6 @@ SCALE_SD_PER_DOUBLING = 0.01
 # at most: four GPUs cannot identify a tail, and clocks have a floor. Assumed, with an interval.
 WORST_DEVIATION = 2.5
 WORST_DEVIATION_SD = 0.35
-# Over how long the regulator averages power: NVML's own average on these GPUs is over one second
-# (nvmlDeviceGetPowerUsage, since Ampere).
-REGULATION_S = 1.0
 POWER_SD = 0.04  # of mean power, assumed until validated
 
 BREAKDOWN = (
@@ -122,30 +119,55 @@ class StepSimulator:
 
     @cached_property
     def priced(self) -> PricedStep:
-        """The durations of everything in the step, at the clock that the power cap leaves it."""
-        clock = self._fixed_clock_mhz or self._clock_mhz()
-        return price(self.model, self.p, self._costs, clock)
+        """The durations of everything in the step, at the clocks that the power cap leaves it."""
+        clocks = self._fixed_clock_mhz or self._clocks_mhz()
+        return price(self.model, self.p, self._costs, clocks)
 
-    def _clock_mhz(self) -> float:
-        """Clock of the busiest stage.
+    def _clocks_mhz(self) -> float | list[float]:
+        """Clock of each pipeline stage's products.
 
-        The regulator holds a mean over REGULATION_S: of a layer's kernels always, and of the
-        step's pauses (bubbles, communication, the optimizer) as far as the step fits into it.
+        A stage that waits for a slower one after each of its passes draws less on average, as far
+        as passes are short beside the regulator's memory; what is idle at the ends of the step
+        (filling and draining the pipeline, reduction, update) counts likewise against its whole.
         """
-        clock = in_layer = step_clock_mhz(self.model, self.p, self._costs)
         fit = self.calibration.clock
-        if clock >= fit.max_mhz:
-            return clock
         point = self._costs.with_(draws=Draws(0))
+        alone = layer_clock(self.model, self.p, point)
+        if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
+            return alone.clock_mhz
+        clocks: float | list[float] = alone.clock_mhz
         for _ in range(2):
-            priced = price(self.model, self.p, point, clock)
+            priced = price(self.model, self.p, point, clocks)
             timeline, step_us = self._timeline(priced)
-            busiest = int(timeline.busy[:, 0].argmax())
-            compute_w, beside_w = self._drawn_w(priced, timeline, busiest, float(step_us[0]))
-            over_step = fit.clock_mhz(compute_w, beside_w)
-            share = min(REGULATION_S / (float(step_us[0]) / 1e6), 1.0)
-            clock = in_layer * max(over_step / in_layer, 1.0) ** share
-        return clock
+            busy = timeline.busy[:, 0]
+            clocks = [
+                self._stage_clock_mhz(alone, priced, timeline, stage, busy, float(step_us[0]))
+                for stage in range(self.p.pp)
+            ]
+        return clocks
+
+    def _stage_clock_mhz(
+        self,
+        alone: LayerClock,
+        priced: PricedStep,
+        timeline: Timeline,
+        stage: int,
+        busy: Array,
+        step_us: float,
+    ) -> float:
+        p, fit = self.p, self.calibration.clock
+        mine, slowest = float(busy[stage]), float(busy.max())
+        kept = kept_share(mine / (2 * p.microbatches * p.vpp))
+        share = kept + (1 - kept) * mine / slowest  # of the time between waits that it works
+        waits = (1 - share) * fit.waiting_w
+        over_step = self._drawn_w(priced, timeline, stage, step_us)
+        kept = kept_share(slowest)
+        seen = fit.clock_mhz(
+            kept * share * alone.compute_w + (1 - kept) * over_step[0],
+            kept * (share * alone.beside_w + waits) + (1 - kept) * over_step[1],
+        )
+        unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
+        return round(min(alone.clock_mhz * max(seen / unpaused, 1.0), fit.max_mhz), 1)
 
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, Array]:
         """The pipeline's timeline and the end of the step after it, us."""
@@ -207,10 +229,11 @@ class StepSimulator:
             power_w=self._power_w(timeline, float(step_us[0]))
             * priced.costs.draws.factor("power", POWER_SD),
             clock_mhz=np.minimum(
-                priced.clock_mhz * priced.costs.draws.factor("clock", fit.device_spread_sd),
+                priced.stages[busiest].clock_mhz
+                * priced.costs.draws.factor("clock", fit.device_spread_sd),
                 fit.max_mhz,
             ),
-            throttled_share=float(priced.clock_mhz < 0.995 * fit.max_mhz),
+            throttled_share=float(priced.stages[busiest].clock_mhz < 0.995 * fit.max_mhz),
             modelled_share=self._modelled_share(),
             stage_busy_s=timeline.busy[:, 0] / 1e6,
             priced=priced,
@@ -229,12 +252,20 @@ class StepSimulator:
         energy = sum((cost.energy for cost in mine), Energy()) * self.p.microbatches
         energy += update.energy
         sent_us = float((update.reduction_us + update.gather_us)[0])
-        exposed_us = sent_us + self.p.microbatches * sum(
-            float(time[0]) for cost in mine for time in cost.exposed.values()
+        # all communication draws power, also what is hidden (within passes: see `Costs.part`)
+        both = (*update.reduction, *update.gather)
+        costs = priced.costs
+        communication = sum(
+            float(costs.collective_us(one)[0]) * costs.communication_w(one.axis) for one, _ in both
+        )
+        communication += self.p.microbatches * sum(
+            float(time[0]) * costs.communication_w(axis)
+            for cost in mine
+            for axis, time in cost.exposed.items()
         )
         used_us = float(timeline.busy[stage, 0] + update.kernels_us[0]) + sent_us
         waiting_us = max(step_us - used_us, 0.0)
-        beside = energy.memory + exposed_us * fit.communication_w + waiting_us * fit.waiting_w
+        beside = energy.memory + communication + waiting_us * fit.waiting_w
         return energy.compute / step_us, beside / step_us
 
     def _power_w(self, timeline: Timeline, step_us: float) -> float:
@@ -243,7 +274,7 @@ class StepSimulator:
         found = []
         for stage in range(self.p.pp):
             compute_w, beside_w = self._drawn_w(self.priced, timeline, stage, step_us)
-            watts = fit.power_w(compute_w, self.priced.clock_mhz, beside_w)
+            watts = fit.power_w(compute_w, self.priced.stages[stage].clock_mhz, beside_w)
             found.append(min(watts, fit.cap_w or watts))
         return sum(found) / len(found)
 
@@ -285,12 +316,14 @@ class StepSimulator:
 
         A balanced pipeline takes (m - 1) * slowest stage + the sum of its stages, so a share
         (m - 1) / (m + p - 1) of its time goes at the pace of the slowest of all GPUs, the rest at
-        that of the slowest of a tensor-parallel group.
+        the mean over its stages of their slowest GPUs: at least the slowest of a tensor-parallel
+        group, and of all replicas the one where that mean is largest.
         """
         p, draws = self.p, self._costs.draws
         worst = WORST_DEVIATION * draws.factor("worst deviation", WORST_DEVIATION_SD)
         everywhere = np.minimum(expected_maximum(p.gpus), worst)
-        group = np.minimum(expected_maximum(p.tp), worst)
+        slowest = max(expected_maximum(p.tp), expected_maximum(p.gpus // p.pp) / p.pp**0.5)
+        group = np.minimum(slowest, worst)
         steady = (p.microbatches * p.vpp - 1) / (p.microbatches * p.vpp + p.pp - 1)
         deviation = steady * everywhere + (1 - steady) * group
         return np.asarray(finish * self.calibration.clock.device_spread_sd * deviation)
@@ -299,7 +332,7 @@ class StepSimulator:
         """Share of a layer's kernel time in shapes that were not measured."""
         modelled, total = 0.0, 0.0
         costs = self.priced.costs
-        for segment in self.priced.segments["layer"]:
+        for segment in self.priced.stages[0].segments["layer"]:
             for kernel in (kernel for part in segment.parts for kernel in part.kernels):
                 time = float(costs.kernel_us(kernel)[0])
                 total += time
@@ -314,7 +347,7 @@ class StepSimulator:
             if of != stage:
                 continue
             for count, name in cost.segments:
-                for part in priced.segments[name][backward].parts:
+                for part in priced.stages[stage].segments[name][backward].parts:
                     both = (*part.exposed, *part.hidden)
                     sent.extend((one, count * p.microbatches) for one in both)
             sent.extend((one, p.microbatches / p.vpp) for one, _ in cost.sharded)

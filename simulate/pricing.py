@@ -4,8 +4,9 @@ Both engines start here: our timeline executes these durations (`simulate.estima
 `simulate.workload` writes them down as a program for Astra-Sim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,12 @@ from spec.step import (
 
 Array = NDArray[np.float64]
 
+# Memory of the power regulator: bursts of 60 ms of products on H200 start at the largest clock and
+# pass to the sustained one near their middle (`kernels.csv`: p10, median and p90 of 8192 x 8192 x
+# 8192), bursts of 240 ms run at it from their first tenth; an exponential mean that starts low
+# reaches the cap after 1.3 times its constant. Assumed from that, between 10 and 40 ms.
+REGULATION_US = 20_000.0
+
 
 @dataclass(frozen=True)
 class PassCost:
@@ -39,7 +46,7 @@ class PassCost:
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array
     energy: Energy
-    segments: tuple[tuple[float, str], ...]  # (how often, name in PricedStep.segments)
+    segments: tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)
     sharded: tuple[tuple[Collective, Array], ...]  # zero 2 and 3: what is exposed of each
 
 
@@ -73,19 +80,31 @@ class PricedSegment:
 
 
 @dataclass(frozen=True)
+class StagePrices:
+    """What the segments cost at the clock of a pipeline stage."""
+
+    clock_mhz: float
+    costs: Costs
+    segments: dict[str, tuple[PricedSegment, PricedSegment]]  # forward, backward
+
+
+@dataclass(frozen=True)
 class PricedStep:
-    """All durations of a step at the clock it runs at."""
+    """All durations of a step at the clocks it runs at."""
 
     model: ModelSpec
     parallelism: Parallelism
-    costs: Costs
-    clock_mhz: float
-    segments: dict[str, tuple[PricedSegment, PricedSegment]]  # forward, backward
+    stages: tuple[StagePrices, ...]
     passes: dict[tuple[int, int, bool], PassCost]  # by stage, chunk, backward
     updates: tuple[UpdateCost, ...]  # by stage
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
     norm_us: Array  # host bookkeeping and those reductions
     transfer: Collective | None  # between pipeline stages
+
+    @property
+    def costs(self) -> Costs:
+        """What prices communication, which no clock changes."""
+        return self.stages[0].costs
 
     @property
     def pass_list(self) -> list[PassCost]:
@@ -97,29 +116,39 @@ class PricedStep:
         """Time of an activation or gradient between pipeline stages."""
         if self.transfer is None:
             return np.zeros(self.costs.draws.count)
-        return self.costs.collective_us(self.transfer)
+        return self.costs.transfer_us(self.transfer)
 
 
-def price(model: ModelSpec, p: Parallelism, costs: Costs, clock_mhz: float) -> PricedStep:
-    """Price a step at a clock."""
-    costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock_mhz)
-    segments = {
-        name: (
-            PricedSegment(first, costs.segment(first)),
-            PricedSegment(second, costs.segment(second)),
-        )
-        for name, (first, second) in (
-            ("layer", layer(model, p)),
-            ("embedding", embedding(model, p)),
-            ("head", head(model, p)),
-        )
-    }
+def price(
+    model: ModelSpec, p: Parallelism, costs: Costs, clocks: float | Sequence[float]
+) -> PricedStep:
+    """Price a step at a clock, or at one for each pipeline stage."""
+    of_stage = [clocks] * p.pp if isinstance(clocks, int | float) else list(clocks)
+    reference = costs.calibration.clock.reference_mhz
+    named = (
+        ("layer", layer(model, p)),
+        ("embedding", embedding(model, p)),
+        ("head", head(model, p)),
+    )
+    priced: dict[float, StagePrices] = {}
+    for clock in of_stage:
+        if clock not in priced:
+            at = costs.with_(clock_ratio=reference / clock)
+            segments = {
+                name: (
+                    PricedSegment(first, at.segment(first)),
+                    PricedSegment(second, at.segment(second)),
+                )
+                for name, (first, second) in named
+            }
+            priced[clock] = StagePrices(clock, at, segments)
+    stages = tuple(priced[clock] for clock in of_stage)
     passes = {
         (stage, chunk, backward): cost
         for stage in range(p.pp)
         for chunk in range(p.vpp)
         for backward, cost in zip(
-            (False, True), _passes(model, p, costs, segments, stage, chunk), strict=True
+            (False, True), _passes(model, p, stages[stage], stage, chunk), strict=True
         )
     }
     norm = tuple(
@@ -132,14 +161,14 @@ def price(model: ModelSpec, p: Parallelism, costs: Costs, clock_mhz: float) -> P
     if p.pp > 1:
         rows = shapes(model, p).local_tokens
         transfer = Collective("send_recv", "pp", 2.0 * rows * model.hidden)
+    # the update only moves memory, which leaves the clock at its largest
+    fastest = costs.with_(clock_ratio=reference / max(costs.calibration.clock.max_mhz, *of_stage))
     return PricedStep(
         model,
         p,
-        costs,
-        clock_mhz,
-        segments,
+        stages,
         passes,
-        tuple(_update(model, p, costs, stage, passes) for stage in range(p.pp)),
+        tuple(_update(model, p, fastest, stage, passes) for stage in range(p.pp)),
         norm,
         zero
         + costs.calibration.host.step_us
@@ -148,19 +177,66 @@ def price(model: ModelSpec, p: Parallelism, costs: Costs, clock_mhz: float) -> P
     )
 
 
-def step_clock_mhz(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
-    """Clock of the step, from the power that a layer's forward and backward pass draw."""
+def kept_share(run_us: float) -> float:
+    """How much of its own power the regulator sees in a run of work, the rest being the average.
+
+    It follows a mean that forgets exponentially over REGULATION_US: the mean over the run of
+    1 - exp(-t / REGULATION_US).
+    """
+    runs = run_us / REGULATION_US
+    return 1 - (1 - exp(-runs)) / runs if runs > 1e-6 else 0.0
+
+
+@dataclass(frozen=True)
+class LayerClock:
+    """Clock of a layer's products when nothing pauses, and its mean power above idle, W."""
+
+    clock_mhz: float
+    compute_w: float  # at the reference clock
+    beside_w: float
+
+
+def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
+    """Clock from the power that a layer's forward and backward pass draw.
+
+    Kernels much shorter than the regulator's memory share what memory-bound ones between them
+    leave; longer ones run into the cap by themselves. The clock is the mean of the products'.
+    """
     fit = costs.calibration.clock
-    clock = fit.reference_mhz
+    clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
+    segments = layer(model, p)
+    point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
     for _ in range(3):  # the slower the clock, the larger the kernels' share of time
-        point = costs.with_(draws=Draws(0), clock_ratio=fit.reference_mhz / clock)
-        passes = [point.segment(segment) for segment in layer(model, p)]
-        busy = sum(float(cost.total[0]) for cost in passes)
-        exposed = sum(float(time[0]) for cost in passes for time in cost.exposed.values())
-        energy = sum((cost.energy for cost in passes), Energy())
-        beside_w = (energy.memory + exposed * fit.communication_w) / busy
-        clock = fit.clock_mhz(energy.compute / busy, beside_w)
-    return clock
+        point = point.with_(clock_ratio=fit.reference_mhz / clock)
+        runs: list[tuple[float, Energy]] = []
+        total, sent, energy = 0.0, 0.0, Energy()
+        for segment in segments:
+            cost = point.segment(segment)
+            total += float(cost.total[0])
+            for axis, time in cost.exposed.items():
+                sent += float(time[0]) * point.communication_w(axis)
+            energy += cost.energy
+            for part in segment:
+                alone = point.part(part)
+                if alone.energy.compute > 0:
+                    runs.append((float(alone.kernels[0]), alone.energy))
+        compute_w = energy.compute / total
+        beside_w = (energy.memory + sent) / total
+        logs = 0.0
+        for run_us, own in runs:
+            kept = kept_share(run_us)
+            seen = fit.clock_mhz(
+                kept * own.compute / run_us + (1 - kept) * compute_w,
+                kept * own.memory / run_us + (1 - kept) * beside_w,
+            )
+            logs += log(seen) * own.compute
+        clock = exp(logs / energy.compute) if energy.compute > 0 else fit.max_mhz
+    return LayerClock(clock, compute_w, beside_w)
+
+
+def step_clock_mhz(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
+    """Clock of a step without pauses, see `layer_clock`."""
+    return layer_clock(model, p, costs).clock_mhz
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
@@ -173,11 +249,11 @@ def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
 def _passes(
     model: ModelSpec,
     p: Parallelism,
-    costs: Costs,
-    segments: dict[str, tuple[PricedSegment, PricedSegment]],
+    prices: "StagePrices",
     stage: int,
     chunk: int,
 ) -> Iterator[PassCost]:
+    costs, segments = prices.costs, prices.segments
     layers = p.stage_layers(model)[stage] / p.vpp
     pieces: list[tuple[float, str]] = [(layers, "layer")]
     if stage == 0 and chunk == 0:
@@ -198,9 +274,11 @@ def _passes(
         sent = []
         for one in groups[backward]:
             time = costs.collective_us(one) / p.vpp
-            if p.overlap:  # beside the layers' work; the first has nothing before it
+            if p.overlap:  # beside the layers' work, slowing it; the first has nothing before it
                 share = room / len(groups[backward])
-                time = np.maximum(time - share, time / max(layers, 1))
+                left = np.maximum(time - share / costs.slowed, time / max(layers, 1))
+                compute = compute + costs.slowing(time - left)
+                time = left
             sent.append((one, time))
             exposed["dp"] = exposed.get("dp", zero) + time
         yield PassCost(
@@ -261,7 +339,6 @@ def _beside(
     if overlap and times:
         whole = sum(times, np.zeros(costs.draws.count))
         room = one_pass.total * (1 - 1 / buckets)
-        left = np.maximum(whole - room, whole / buckets)
-        slowed = costs.calibration.interference * np.minimum(whole - left, one_pass.compute)
-        times = [time * (left + slowed) / whole for time in times]
+        left = np.maximum(whole - room / costs.slowed, whole / buckets)
+        times = [time * (left + costs.slowing(whole - left)) / whole for time in times]
     return tuple(zip(sent, times, strict=True))

@@ -99,9 +99,10 @@ class _Stage:
 
     def _layers(self, name: str, cost: PassCost, backward: bool) -> None:
         """A pass at layer granularity; a chunk has whole layers, embedding and head once."""
-        costs = self.priced.costs
+        prices = self.priced.stages[self.stage]
+        costs = prices.costs
         for count, segment in cost.segments:
-            priced = self.priced.segments[segment][backward]
+            priced = prices.segments[segment][backward]
             for _ in range(round(count)):
                 for part in priced.parts:
                     of_part = costs.part(part)

@@ -166,6 +166,9 @@ class Calibration(BaseModel):
     interference: NonNegative = Field(
         description="a kernel beside a collective lasts this share longer"
     )
+    communication_slowed: NonNegative = Field(
+        default=0.0, description="a collective beside kernels lasts this share longer"
+    )
     composition_sd: NonNegative = Field(
         description="what adding up kernels leaves out of a whole step, common to all of it"
     )

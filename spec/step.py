@@ -9,46 +9,17 @@ parallelism; Korthikanti et al. 2022 (arXiv 2205.05198) for sequence parallelism
 recomputation.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.step_experts import expert_mlp
+from spec.step_parts import Part, Segment, Shapes, copied, shapes
 
-
-@dataclass(frozen=True)
-class Part:
-    """Work that runs together: `kernels` in order, `hidden` communication beside them.
-
-    A part lasts as long as the longer of the two; `exposed` communication has nothing beside it
-    and follows. `calls` is how often the host starts an operation (for host overhead).
-    """
-
-    name: str
-    kernels: tuple[Kernel, ...] = ()
-    exposed: tuple[Collective, ...] = ()
-    hidden: tuple[Collective, ...] = ()
-
-
-Segment = tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes that recur in one microbatch on one GPU."""
-
-    tokens: int  # rows of the activations that a full-sequence operation sees
-    local_tokens: int  # rows outside the tensor-parallel region (a tp-th under sequence parallel)
-    activation_bytes: float  # tokens * hidden in bf16
-
-
-def shapes(model: ModelSpec, p: Parallelism) -> Shapes:
-    """Row counts of one microbatch on one GPU."""
-    tokens = p.microbatch * model.seq_len // p.cp
-    local = tokens // p.tp if p.sequence_parallel else tokens
-    return Shapes(tokens, local, 2.0 * tokens * model.hidden)
+__all__ = ["Part", "Segment", "Shapes", "copied", "shapes"]
 
 
 def _column(name: str, m: int, n: int, k: int, p: Parallelism, nbytes: float) -> tuple[Part, Part]:
@@ -105,8 +76,8 @@ def _biased(pair: tuple[Part, Part], model: ModelSpec, elements: int) -> tuple[P
         return pair
     forward, backward = pair
     return (
-        replace(forward, kernels=(*forward.kernels, _copy(4 * elements))),
-        replace(backward, kernels=(*backward.kernels, _copy(2 * elements))),
+        replace(forward, kernels=(*forward.kernels, copied(4 * elements))),
+        replace(backward, kernels=(*backward.kernels, copied(2 * elements))),
     )
 
 
@@ -118,8 +89,8 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     parts = [_column("qkv", s.tokens, qkv_width, model.hidden, p, s.activation_bytes)]
     parts[0] = _biased(parts[0], model, s.tokens * qkv_width)
     # grouped queries are copied out of the product's output; their gradients are joined by a copy
-    queries = (_copy(4 * s.tokens * heads * dim),) if heads != kv_heads else ()
-    joined = (_copy(4 * s.tokens * qkv_width),)
+    queries = (copied(4 * s.tokens * heads * dim),) if heads != kv_heads else ()
+    joined = (copied(4 * s.tokens * qkv_width),)
     parts.append((Part("split", queries), Part("split", joined)))
     if model.position == "rope":
         parts.append(_pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
@@ -154,71 +125,6 @@ def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     ]
 
 
-def _expert_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
-    """Router, token exchange and experts. Tokens are routed evenly; imbalance is the simulator's.
-
-    Experts are not split by tp here (expert tensor parallelism 1 would move tp into ep; with
-    Megatron's default each expert is split over tp as a dense MLP is).
-    """
-    rows = s.local_tokens * model.top_k
-    local_experts = model.experts // p.ep
-    ffn = model.ffn_hidden // p.tp
-    up = ffn * (2 if model.gated else 1)
-    expert_rows = s.tokens * model.top_k  # after the tp gather, per GPU, evenly routed
-    exchange = (Collective("all_to_all", "ep", 2.0 * rows * model.hidden),) if p.ep > 1 else ()
-    whole = 2.0 * expert_rows * model.hidden
-    gather = (Collective("all_gather", "tp", whole),) if p.tp > 1 else ()
-    scatter = (Collective("reduce_scatter", "tp", whole),) if p.tp > 1 else ()
-    moved = Kernel("permute", "forward", (rows, model.hidden))
-    moved_back = Kernel("permute", "backward", (rows, model.hidden))
-    activation = "swiglu" if model.gated else "gelu"
-
-    def experts(direction: str) -> tuple[Kernel, ...]:
-        first = (local_experts, expert_rows, up, model.hidden)
-        second = (local_experts, expert_rows, model.hidden, ffn)
-        act = (expert_rows, ffn)
-        if direction == "forward":
-            return (
-                Kernel("grouped_gemm", "forward", first),
-                Kernel(activation, "forward", act),
-                Kernel("grouped_gemm", "forward", second),
-            )
-        weights = local_experts * model.hidden * (up + ffn)
-        return (
-            Kernel("grouped_gemm", "dgrad", second),
-            Kernel("grouped_gemm", "wgrad", second),
-            Kernel(activation, "backward", act),
-            Kernel("grouped_gemm", "dgrad", first),
-            Kernel("grouped_gemm", "wgrad", first),
-            Kernel("grad_accumulate", "forward", (weights,)),
-        )
-
-    route = (s.local_tokens, model.experts, model.top_k)
-    gate = (s.local_tokens, model.experts, model.hidden)
-    return [
-        (
-            Part("router", (Kernel("gemm", "forward", gate), Kernel("router", "forward", route))),
-            Part(
-                "router",
-                (
-                    Kernel("router", "backward", route),
-                    Kernel("gemm", "dgrad", gate),
-                    Kernel("gemm", "wgrad", gate),
-                ),
-            ),
-        ),
-        (
-            Part("dispatch", (moved,), exposed=exchange + gather),
-            Part("dispatch", (moved_back,), exposed=exchange + scatter),
-        ),
-        (Part("experts", experts("forward")), Part("experts", experts("backward"))),
-        (
-            Part("combine", (moved,), exposed=scatter + exchange),
-            Part("combine", (moved_back,), exposed=gather + exchange),
-        ),
-    ]
-
-
 def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     """Forward and backward segment of one transformer layer for one microbatch.
 
@@ -230,7 +136,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     residual = _pair("residual", "residual", (s.local_tokens, model.hidden))
     residual = _biased(residual, model, s.local_tokens * model.hidden)  # proj's and fc2's
     attention = _attention(model, p, s)
-    mlp = _expert_mlp(model, p, s) if model.experts else _dense_mlp(model, p, s)
+    mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
     pairs = [norm, *attention, residual, norm, *mlp, residual]
     forward = tuple(first for first, _ in pairs)
     backward = tuple(second for _, second in reversed(pairs))
@@ -251,7 +157,7 @@ def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     # output layer's too, to that one's bf16 gradient
     grad = Kernel("grad_accumulate", "forward", (vocab * model.hidden,))
     if model.tied_embeddings and p.pp == 1:
-        grad = _copy(6 * vocab * model.hidden)
+        grad = copied(6 * vocab * model.hidden)
     sums: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
     if p.tp > 1:
@@ -338,17 +244,12 @@ def optimizer(
         gather *= 2
     update = (max(owned, 1),)
     kernels = (
-        _copy(4 * held + 8 * scaled),
+        copied(4 * held + 8 * scaled),
         Kernel("grad_norm", "forward", update),
-        _copy(16 * owned),
+        copied(16 * owned),
         Kernel("adam", "forward", update),
     )
     return kernels, reduction, gather
-
-
-def _copy(nbytes: int) -> Kernel:
-    """A copy that moves `nbytes`, read and written bytes counted together."""
-    return Kernel("copy", "forward", (max(nbytes // 4, 1),))
 
 
 def tied_embedding(model: ModelSpec, p: Parallelism) -> Collective | None:

@@ -1,0 +1,98 @@
+"""The operations of a mixture of experts' MLP, as Megatron-Core 0.16 runs it, see `spec.step`."""
+
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step_parts import Part, copied, shapes
+
+
+def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
+    """Router, token exchange and experts. Tokens are routed evenly; imbalance is the simulator's.
+
+    Experts are not split by tp here (expert tensor parallelism 1 would move tp into ep; with
+    Megatron's default each expert is split over tp as a dense MLP is).
+
+    Sources in megatron/core/transformer: moe/token_dispatcher.py (MoEAlltoAllTokenDispatcher:
+    counts gathered over tp and ep, probabilities exchanged beside the tokens, tokens sorted by
+    local expert), moe/experts.py (SequentialMLP: outputs of several experts joined), mlp.py (each
+    row multiplied by its probability in fp32 and cast back).
+    """
+    s = shapes(model, p)
+    rows = s.local_tokens * model.top_k
+    local_experts = model.experts // p.ep
+    ffn = model.ffn_hidden // p.tp
+    up = ffn * (2 if model.gated else 1)
+    expert_rows = s.tokens * model.top_k  # after the tp gather, per GPU, evenly routed
+    exchange: tuple[Collective, ...] = ()
+    counts: tuple[Collective, ...] = ()
+    weights_sent: tuple[Collective, ...] = ()
+    if p.ep > 1:
+        exchange = (Collective("all_to_all", "ep", 2.0 * rows * model.hidden),)
+        weights_sent = (Collective("all_to_all", "ep", 4.0 * rows),)
+        counts = (Collective("all_gather", "ep", 8.0 * model.experts * p.ep),)
+    whole = 2.0 * expert_rows * model.hidden
+    gather = (Collective("all_gather", "tp", whole),) if p.tp > 1 else ()
+    scatter = (Collective("reduce_scatter", "tp", whole),) if p.tp > 1 else ()
+    moved = Kernel("permute", "forward", (rows, model.hidden))
+    moved_back = Kernel("permute", "backward", (rows, model.hidden))
+    # split by local expert and source, and joined again: read and written once
+    sorted_ = (copied(4 * expert_rows * model.hidden),) if local_experts > 1 else ()
+    activation = "swiglu" if model.gated else "gelu"
+    # times its probability into fp32 (2 + 4 B), cast to bf16 (4 + 2 B); backward: cast up (2 + 4),
+    # times the probability (4 + 4), cast down (4 + 2), times the activation (4 + 2 + 4), summed (4)
+    weighed, weighed_back = copied(12 * expert_rows * ffn), copied(34 * expert_rows * ffn)
+
+    def experts(direction: str) -> tuple[Kernel, ...]:
+        first = (local_experts, expert_rows, up, model.hidden)
+        second = (local_experts, expert_rows, model.hidden, ffn)
+        act = (expert_rows, ffn)
+        if direction == "forward":
+            return (
+                Kernel("grouped_gemm", "forward", first),
+                Kernel(activation, "forward", act),
+                weighed,
+                Kernel("grouped_gemm", "forward", second),
+                *sorted_,  # outputs joined
+            )
+        weights = local_experts * model.hidden * (up + ffn)
+        return (
+            *sorted_,
+            Kernel("grouped_gemm", "dgrad", second),
+            Kernel("grouped_gemm", "wgrad", second),
+            weighed_back,
+            Kernel(activation, "backward", act),
+            Kernel("grouped_gemm", "dgrad", first),
+            Kernel("grouped_gemm", "wgrad", first),
+            Kernel("grad_accumulate", "forward", (weights,)),
+        )
+
+    route = (s.local_tokens, model.experts, model.top_k)
+    gate = (s.local_tokens, model.experts, model.hidden)
+    return [
+        (
+            Part("router", (Kernel("gemm", "forward", gate), Kernel("router", "forward", route))),
+            Part(
+                "router",
+                (
+                    Kernel("router", "backward", route),
+                    Kernel("gemm", "dgrad", gate),
+                    Kernel("gemm", "wgrad", gate),
+                ),
+            ),
+        ),
+        (
+            Part(
+                "dispatch",
+                (moved, *sorted_),
+                exposed=counts + exchange + weights_sent + gather,
+            ),
+            Part("dispatch", (moved_back, *sorted_), exposed=weights_sent + exchange + scatter),
+        ),
+        (Part("experts", experts("forward")), Part("experts", experts("backward"))),
+        (
+            # back to their tokens by adding, which is what a gather's gradient is
+            Part("combine", (*sorted_, moved_back), exposed=scatter + exchange),
+            Part("combine", (moved, *sorted_), exposed=gather + exchange),
+        ),
+    ]

@@ -1,0 +1,46 @@
+"""What a training step is written in: parts, segments, and the sizes that recur in them."""
+
+from dataclasses import dataclass
+
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work that runs together: `kernels` in order, `hidden` communication beside them.
+
+    A part lasts as long as the longer of the two; `exposed` communication has nothing beside it
+    and follows. `calls` is how often the host starts an operation (for host overhead).
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...] = ()
+    exposed: tuple[Collective, ...] = ()
+    hidden: tuple[Collective, ...] = ()
+
+
+Segment = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes that recur in one microbatch on one GPU."""
+
+    tokens: int  # rows of the activations that a full-sequence operation sees
+    local_tokens: int  # rows outside the tensor-parallel region (a tp-th under sequence parallel)
+    activation_bytes: float  # tokens * hidden in bf16
+
+
+def shapes(model: ModelSpec, p: Parallelism) -> Shapes:
+    """Row counts of one microbatch on one GPU."""
+    tokens = p.microbatch * model.seq_len // p.cp
+    local = tokens // p.tp if p.sequence_parallel else tokens
+    return Shapes(tokens, local, 2.0 * tokens * model.hidden)
+
+
+def copied(nbytes: int) -> Kernel:
+    """A copy that moves `nbytes`, read and written bytes counted together."""
+    return Kernel("copy", "forward", (max(nbytes // 4, 1),))
