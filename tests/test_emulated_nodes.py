@@ -10,9 +10,10 @@ import pytest
 
 from calibrate import fit as fitting
 from simulate import validate
+from simulate.costs import Costs, Draws
 from simulate.validation import predict
 from spec.calibration import Calibration, NetworkFit, read_calibration
-from spec.collective import COLLECTIVES, busbw_factor
+from spec.collective import COLLECTIVES, Collective, busbw_factor
 from spec.command import run
 from spec.files import read_table, write_json, write_table
 from spec.model import load_model
@@ -55,6 +56,14 @@ def rows() -> Iterator[CollectiveRow]:
                     std_us=0.0,
                     **dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time),
                 )
+
+
+def with_network(folder: Path, network: NetworkFit) -> Calibration:
+    """The made-up calibration with this network, also as `calibration.json` in the folder."""
+    whole = write_calibration(folder / "made-up.json", system=SYSTEM)
+    value = whole.model_dump(mode="json", by_alias=True)
+    write_json(folder / "calibration.json", value | {"networks": [network.model_dump(mode="json")]})
+    return read_calibration(folder / "calibration.json")
 
 
 def about(system: str) -> Manifest:
@@ -121,6 +130,31 @@ def test_measured_layouts_are_looked_up(
     assert network.spreads(kind, path, 2**16)[0] > latency
 
 
+def test_few_messages_between_stages_leave_a_node(network: NetworkFit, tmp_path: Path) -> None:
+    used = with_network(tmp_path, network)
+    node = load_node("4x-h200").model_copy(update={"gpus": 2})
+    message = Collective("send_recv", "pp", 2**25)
+    times = {}
+    for split in ({"pp": 4}, {"pp": 2, "dp": 2}):
+        p = Parallelism(**split, global_batch=8)
+        costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
+        times[p.pp] = float(costs.transfer_us(message)[0]), float(costs.collective_us(message)[0])
+    assert times[2][0] == times[2][1]  # every message changes the node
+    inside, _ = used.collective_fits["send_recv"].time_us(2, 2**25)
+    assert times[4][0] == pytest.approx((times[4][1] + 2 * inside) / 3, rel=0.01)
+
+
+def test_sockets_draw_less_power_than_links(network: NetworkFit, tmp_path: Path) -> None:
+    used = with_network(tmp_path, network.model_copy(update={"active_w": 70.0}))
+    node = load_node("4x-h200").model_copy(update={"gpus": 2})
+    p = Parallelism(tp=2, dp=2, global_batch=2)
+    costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
+    assert costs.communication_w("dp") == 70.0
+    assert costs.communication_w("tp") == used.clock.communication_w
+    plain = Costs(with_network(tmp_path, network), node, load_fabric("loopback"), p, Draws(0))
+    assert plain.communication_w("dp") == used.clock.communication_w
+
+
 def test_groups_at_once_share_a_node_as_they_were_measured_to(network: NetworkFit) -> None:
     # 6 instead of 8 GB/s: between each having all of it (0) and each having half (1)
     assert 0.2 < network.sharing < 0.8
@@ -129,12 +163,7 @@ def test_groups_at_once_share_a_node_as_they_were_measured_to(network: NetworkFi
 def test_validation_simulates_steps_across_nodes(
     results: Path, network: NetworkFit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = write_calibration(tmp_path / "made-up.json", system=SYSTEM)
-    value = whole.model_dump(mode="json", by_alias=True)
-    value["networks"] = [network.model_dump(mode="json")]
-    path = tmp_path / "calibration.json"
-    write_json(path, value)
-    used = read_calibration(path)
+    used, path = with_network(tmp_path, network), tmp_path / "calibration.json"
     assert validate.fabric_of(used) == "loopback"
     model = load_model("llama3-8b").resized(layers=2, seq_len=2048)
     split = Parallelism(tp=2, dp=2, sequence_parallel=True, global_batch=4, zero=0)
