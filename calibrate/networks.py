@@ -236,8 +236,9 @@ def _with_spreads(
         errors = bends[part] or bends[not part]
         return rounded(float(np.quantile(errors, 0.9)) / Z90 if errors else UNKNOWN_BEND, 3)
 
-    end = residuals[-3:], sizes[-3:]
-    last = abs(np.polyfit(end[1], end[0], 1)[0]) if len(points) > 1 else UNKNOWN_BEND
+    last = UNKNOWN_BEND
+    if len(points) > 1:
+        last = float(abs(residuals[-1] - residuals[-2]) / (sizes[-1] - sizes[-2]))
     return NetworkCurve(
         collective=kind,
         ranks=path.ranks,
@@ -245,7 +246,7 @@ def _with_spreads(
         concurrent=path.concurrent,
         latency_bend=spread(False),
         bend=spread(True),
-        beyond_sd=rounded(float(last), 3),  # it may go on as it went last, or stop
+        beyond_sd=rounded(last, 3),  # a doubling may change as much as the last one did
         points=tuple(points),
     )
 

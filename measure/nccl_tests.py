@@ -31,7 +31,7 @@ LEAST_BUSBW = 1.0  # 1e9 bytes/s; smaller ones are printed with too few digits t
 _LABEL = re.compile(r"^\s*(\[[\d,]+\]<\w+>:|\d+:)\s?")  # of mpirun --tag-output and srun --label
 _PROGRAM = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv)_perf\b")
 _RANK = re.compile(
-    r"^#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+"
+    r"^#?\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+"
     r"\[(\S+)\]\s*(.*)$"
 )
 _VERSION = re.compile(r"nccl-tests version (\S+).*nccl-library=(\d+)")
@@ -95,7 +95,7 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
         version = _VERSION.search(line)
         if version:
             found.software |= {"nccl-tests": version[1], "nccl": library_version(int(version[2]))}
-        if line.startswith("# nThread"):
+        if re.match(r"#?\s*nThread\b", line):
             iterations = re.search(r"(?<!warmup )iters:\s*(\d+)", line)
             block = Block(kind, int(iterations[1]) if iterations else 1)
         rank = _RANK.match(line)

@@ -159,7 +159,8 @@ class NetworkCurve(Record):
     )
     bend: NonNegative = Field(description="the same of a bandwidth-bound time")
     beyond_sd: NonNegative = Field(
-        default=0.0, description="added per doubling of bytes beyond the largest measured size"
+        default=0.0,
+        description="added beyond the largest measured size, times the root of the doublings",
     )
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
 
@@ -281,7 +282,7 @@ class NetworkFit(Record):
             gaps = float((at - sizes[place - 1]) * (sizes[place] - at))
             bent = max(gaps / float(np.median(np.diff(sizes))) ** 2, LEAST_BEND)
         elif at > sizes[-1]:
-            beyond = (at - float(sizes[-1])) / log(2) * curve.beyond_sd
+            beyond = sqrt((at - float(sizes[-1])) / log(2)) * curve.beyond_sd
         return (
             float(np.hypot(own, bent * curve.latency_bend)),
             float(np.hypot(np.hypot(own, bent * curve.bend), beyond)),
