@@ -16,6 +16,9 @@ from spec.records import CollectiveRow, KernelRow
 LARGE_BYTES = 64 * 2**20  # bandwidth-bound everywhere
 SMALL_BYTES = 64 * 2**10  # latency-bound: ranks mostly wait for each other
 LEAST_SAMPLES = 5
+# quantile of a case's samples that shows its collectives running: it also sets up and pauses, and
+# the sensor lags
+RUNNING = 0.9
 LEAST_ONSET = 100  # readings in bursts, for one to fall before the cap acts
 
 
@@ -24,18 +27,20 @@ class Telemetry:
     """Board power in watts, by what the device was doing; empty where there is no telemetry."""
 
     idle: tuple[float, ...]
-    large: tuple[float, ...]
+    large: tuple[float, ...]  # of each case of large collectives, see RUNNING
     small: tuple[float, ...]
     onset: tuple[float, ...]  # the largest of each run's devices in bursts of products
     detail: str
 
     def idle_w(self) -> float | None:
         """Between cases a device also builds and frees: the low end is idle."""
-        return _or_none(self.idle, 0.05)
+        if len(self.idle) < LEAST_SAMPLES:
+            return None
+        return float(np.quantile(np.array(self.idle), 0.05))
 
     def communication_w(self) -> float | None:
         """Median during large collectives."""
-        return _or_none(self.large, 0.5)
+        return float(np.median(self.large)) if self.large else None
 
     def onset_w(self) -> float | None:
         """What products draw before a power cap acts: a lagging sensor reads at most that."""
@@ -43,20 +48,14 @@ class Telemetry:
 
     def waiting_w(self) -> float | None:
         """Median during small collectives."""
-        return _or_none(self.small, 0.5)
-
-
-def _or_none(values: tuple[float, ...], quantile: float) -> float | None:
-    if len(values) < LEAST_SAMPLES:
-        return None
-    return float(np.quantile(np.array(values), quantile))
+        return float(np.median(self.small)) if self.small else None
 
 
 def read_telemetry(evidence: Evidence) -> Telemetry:
     """The samples of all runs of a system."""
     idle: list[float] = []
-    large: list[float] = []
-    small: list[float] = []
+    large: list[NDArray[np.float64]] = []
+    small: list[NDArray[np.float64]] = []
     onset: list[float] = []
     files = []
     for one in evidence.runs:
@@ -79,10 +78,16 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
         for case in np.unique(cases):
             size = sizes.get(str(case))
             if size is not None and size >= LARGE_BYTES:
-                large += list(power[cases == case])
+                large.append(power[cases == case])
             elif size is not None and size <= SMALL_BYTES:
-                small += list(power[cases == case])
-    return Telemetry(tuple(idle), tuple(large), tuple(small), tuple(onset), ", ".join(files))
+                small.append(power[cases == case])
+    return Telemetry(tuple(idle), _running(large), _running(small), tuple(onset), ", ".join(files))
+
+
+def _running(cases: list[NDArray[np.float64]]) -> tuple[float, ...]:
+    if sum(len(samples) for samples in cases) < LEAST_SAMPLES:
+        return ()
+    return tuple(float(np.quantile(samples, RUNNING)) for samples in cases if len(samples))
 
 
 def _columns(

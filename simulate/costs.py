@@ -8,7 +8,8 @@ stay common when they are added up.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -179,9 +180,13 @@ class Costs:
 
     def with_(self, **changes: Any) -> "Costs":
         """The same layout with other draws or another clock."""
+        other = copy(self)
         if "draws" in changes:
-            changes["_reference"] = {}
-        return replace(self, **changes, modelled=set(), _priced={})
+            other._reference = {}
+        other.modelled, other._priced = set(), {}
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
 
     def kernel_us(self, kernel: Kernel) -> Array:
         """Duration of a kernel at the step's clock."""

@@ -106,10 +106,10 @@ def test_telemetry_tells_idle_communicating_and_waiting(tmp_path: Path) -> None:
     parquet.write_table(pa.table(table), folder / "telemetry.parquet")
     telemetry = read_telemetry(systems(tmp_path)[0])
     assert telemetry.idle_w() == pytest.approx(80.5)
-    assert telemetry.communication_w() == pytest.approx(300)
-    assert telemetry.waiting_w() == pytest.approx(180)
+    assert telemetry.communication_w() == pytest.approx(304)
+    assert telemetry.waiting_w() == pytest.approx(184)
     found = {one.name: one for one in fit(systems(tmp_path)[0]).parameters}
-    assert found["clock.communication_w"].value == pytest.approx(219.5)
+    assert found["clock.communication_w"].value == pytest.approx(223.5)
     assert found["clock.idle_w"].source == "measured"
     assert "telemetry.parquet" in found["clock.idle_w"].detail
 
