@@ -5,8 +5,9 @@ The rule, parameter by parameter (`R(x)` is the target node's figure over the me
 - matrix ceilings: R(peak bf16 FLOP/s) times the ratio of the two GPUs' published matmul
   efficiencies where both are (`EFFICIENCY`); a measured shape keeps its ratio to the roofline;
 - memory ceilings: R(memory bandwidth); launch times and the host carry over;
-- collectives inside the node: R(scale-up rate) times the published efficiency (`SCALE_UP`) where
-  there is one; a measured size keeps its ratio to the structure;
+- collectives inside the node: R(scale-up rate), a measured size keeping its ratio to the structure;
+  where a sweep of the target's all-reduce is published (`SCALE_UP`), every collective goes by the
+  sweep's ratio to what that gives for an all-reduce of the same size and group;
 - clock, power cap and idle power are the node file's; power above idle goes with the room between
   idle and cap, so a kernel meets the cap at the same share of its clock;
 - networks between nodes were fitted on published sweeps and carry over.
@@ -16,15 +17,27 @@ calibration to the GPU it was measured on changes nothing.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp
+from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PositiveInt
 
-from spec.calibration import Calibration, CollectiveFit, KernelFit, Parameter
-from spec.collective import busbw_factor
+from spec.calibration import (
+    Calibration,
+    CollectiveCurve,
+    CollectiveFit,
+    CollectivePoint,
+    KernelFit,
+    Parameter,
+)
+from spec.files import read_table
+from spec.fitted import Positive
 from spec.hardware import Node
 
+# Sweeps inside a node, each row cited.
+SCALE_UP = Path(__file__).parent.parent / "calibrate" / "published" / "scale_up.csv"
 # Best matmul FLOP/s over the datasheet's, bf16: stas00/ml-engineering@744d01e,
 # compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS", lines 350-361.
 EFFICIENCY: tuple[tuple[str, float], ...] = (
@@ -39,9 +52,6 @@ EFFICIENCY: tuple[tuple[str, float], ...] = (
     ("MI325X", 0.604),
     ("MI355X", 0.680),
 )
-# All-reduce of about 1 GiB on 8 GPUs of one node, bus bandwidth in 1e9 bytes/s:
-# VIA-Research/vTrain@f8dda84, trace/a100/AR_GPU8_1M_1024M_LUT, 961 MiB.
-SCALE_UP: tuple[tuple[str, int, float, float], ...] = (("A100", 8, 961 * 2.0**20, 228.3),)
 # Spread of those matmul efficiencies over NVIDIA's SXM GPUs (0.73 to 0.87).
 TRANSFER_SD = 0.07
 # Where one of the two GPUs has no published efficiency: those of all makers lie between 0.51 and
@@ -49,6 +59,7 @@ TRANSFER_SD = 0.07
 UNPUBLISHED_SD = 0.2
 # Collectives inside nodes of other generations, and the host; assumed.
 SCALE_UP_SD = 0.15
+SWEEP_SD = 0.05
 HOST_SD = 0.5
 # FP8 matmul over bf16 matmul, same table, lines 370-376: H100 1402.6 / 794.5, H200 1453.4 / 794.5,
 # B200 3432.5 / 1745.0, GB200 3615.6 / 1822.0, GH200 1535.0 / 828.6.
@@ -82,17 +93,11 @@ def published_efficiency(gpu: str) -> float | None:
     return next((value for name, value in EFFICIENCY if name in gpu), None)
 
 
-def ratios(calibration: Calibration, source: Node, target: Node) -> Ratios:
+def ratios(source: Node, target: Node) -> Ratios:
     """What each kind of rate is multiplied by."""
     mine, other = published_efficiency(source.gpu), published_efficiency(target.gpu)
     efficiency = other / mine if mine and other else 1.0
     scale_up = target.scale_up_gbytes_per_s / source.scale_up_gbytes_per_s
-    published = next((one for one in SCALE_UP if one[0] in target.gpu), None)
-    fit = calibration.collective_fits.get("all_reduce")
-    if published and fit and published[0] not in source.gpu:
-        _, ranks, nbytes, busbw = published
-        time, _ = fit.time_us(ranks, nbytes)
-        scale_up = busbw / (nbytes * busbw_factor("all_reduce", ranks) / time / 1e3)
     return Ratios(
         matrix=target.peak_bf16_tflops / source.peak_bf16_tflops * efficiency,
         memory=target.memory_gbytes_per_s / source.memory_gbytes_per_s,
@@ -107,7 +112,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
     """The calibration for `target`'s GPU; the same object where that is `source`'s."""
     if same_gpu(source, target):
         return calibration
-    by = ratios(calibration, source, target)
+    by = ratios(source, target)
     clock, where = calibration.clock, f"{calibration.device} to {target.gpu}"
     regulated = clock.regulated_w
     if regulated is not None:
@@ -116,7 +121,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
         calibration,
         device=target.gpu,
         kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
-        collectives=tuple(_collective(fit, by.scale_up) for fit in calibration.collectives),
+        collectives=_collectives(calibration, by.scale_up, target),
         host=changed(calibration.host, sd=HOST_SD),
         clock=changed(
             clock,
@@ -163,6 +168,52 @@ def with_points(fit: KernelFit, moved: KernelFit) -> KernelFit:
             change["measured_us"] = point.measured_us * ratio
         points.append(changed(point, **change))
     return changed(moved, points=tuple(points))
+
+
+class Swept(BaseModel):
+    """scale_up.csv: one size of a published sweep inside a node."""
+
+    gpu: str
+    collective: str
+    gpus: PositiveInt
+    bytes: PositiveInt
+    time_us: Positive
+    source: str
+    locator: str
+
+
+@lru_cache(maxsize=1)
+def swept() -> tuple[Swept, ...]:
+    """The published sweeps inside a node."""
+    return tuple(read_table(SCALE_UP, Swept))
+
+
+def _collectives(calibration: Calibration, ratio: float, target: Node) -> tuple[CollectiveFit, ...]:
+    moved = tuple(_collective(fit, ratio) for fit in calibration.collectives)
+    rows = [row for row in swept() if row.gpu in target.gpu and row.collective == "all_reduce"]
+    base = next((fit for fit in moved if fit.collective == "all_reduce"), None)
+    if not rows or base is None:
+        return moved
+    # (group, bytes): what was timed over what the datasheet's rates give
+    off = {(r.gpus, r.bytes): r.time_us / base.time_us(r.gpus, r.bytes)[0] for r in rows}
+    return tuple(_with_sweep(fit, off) for fit in moved)
+
+
+def _with_sweep(fit: CollectiveFit, off: dict[tuple[int, int], float]) -> CollectiveFit:
+    """The collective with the sweep's groups beside its own; its structure carries to others."""
+    groups = sorted({ranks for ranks, _ in off})
+    curves = [curve for curve in fit.curves if curve.ranks not in groups]
+    for ranks in groups:
+        points = [
+            CollectivePoint(
+                bytes=size,
+                time_us=fit.time_us(ranks, size)[0] * off[ranks, size],
+                sd=SWEEP_SD if fit.collective == "all_reduce" else SCALE_UP_SD,
+            )
+            for size in sorted(size for group, size in off if group == ranks)
+        ]
+        curves.append(CollectiveCurve(ranks=ranks, points=tuple(points)))
+    return changed(fit, curves=tuple(curves))
 
 
 def _collective(fit: CollectiveFit, ratio: float) -> CollectiveFit:

@@ -9,7 +9,14 @@ from typing import Any
 from simulate.draw import draw
 from simulate.engines import wanted_binary
 from simulate.forecast import match, read_forecast, seal
-from simulate.inputs import CPU_FABRIC, DEFAULT_FABRIC, RESULTS, calibration_of, default_node
+from simulate.inputs import (
+    CPU_FABRIC,
+    DEFAULT_FABRIC,
+    RESULTS,
+    calibration_of,
+    default_node,
+    find_calibration,
+)
 from simulate.validation import Case, predict, table, validation
 from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_json, add_progress, emit, progress, run
@@ -25,6 +32,7 @@ EXAMPLES = """examples:
   python -m simulate.validate predict grid.yaml --draw 24 --seed 1a2b3c4 --plan-out plan.csv \\
       --out sealed.json
   python -m simulate.validate compare sealed.json results/
+  python -m simulate.validate --series published.csv --anchor smallest --report series.html
 """
 
 
@@ -67,6 +75,15 @@ def parser(form: str) -> Parser:
         options.add_argument("sealed", metavar="SEALED.json")
     if form != "predict":
         options.add_argument("results", nargs="?", default=RESULTS, help="default: %(default)s")
+    if form == "validate":
+        options.add_argument(
+            "--series", metavar="FILE.csv", help="published series instead; see docs/series.md"
+        )
+        options.add_argument(
+            "--anchor",
+            choices=("smallest", "none"),
+            help="rows to fit on where the file's `use` does not say (default: smallest)",
+        )
     if form == "validate":
         options.add_argument(
             "--engine",
@@ -135,6 +152,10 @@ def finish(arguments: Any, value: dict[str, Any], title: str) -> int:
 def main_validate(words: Sequence[str]) -> int:
     """Every measured step against its simulation."""
     arguments = parser("validate").parse_args(words)
+    if arguments.series:
+        return main_series(arguments)
+    if arguments.anchor:
+        raise UserError("--anchor has no effect without --series FILE.csv")
     sets = find_result_sets(Path(arguments.results), arguments.system)
     cases, used = simulate_all(arguments, sets)
     if not cases:
@@ -144,6 +165,21 @@ def main_validate(words: Sequence[str]) -> int:
         )
     value = validation(cases) | {"calibrations": used}
     return finish(arguments, value, f"{len(cases)} measured configurations, none ever fitted on")
+
+
+def main_series(arguments: Any) -> int:
+    """Published series: fit on their anchor rows, project the rest."""
+    from simulate.series import series_validation, title
+
+    path = find_calibration(arguments)
+    value = series_validation(
+        Path(arguments.series),
+        read_calibration(path),
+        arguments.anchor or "smallest",
+        lambda every: progress(every, len(every), "series", arguments.progress),
+    )
+    value |= {"calibrations": {path.as_posix(): read_calibration(path).system}}
+    return finish(arguments, value, title(value))
 
 
 def draw_plan(arguments: Any, calibration: Calibration) -> Path:
@@ -169,8 +205,6 @@ def draw_plan(arguments: Any, calibration: Calibration) -> Path:
 def main_predict(words: Sequence[str]) -> int:
     """Write predictions down before measuring."""
     arguments = parser("predict").parse_args(words)
-    from simulate.inputs import find_calibration
-
     path = find_calibration(arguments)
     calibration = read_calibration(path)
     plan = Path(arguments.plan)

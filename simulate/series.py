@@ -1,0 +1,287 @@
+"""Published series: a system fitted on the anchor rows of each, its other rows projected.
+
+See docs/series.md. The result is a `validation/1` object whose kinds are the sources.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from simulate.projection import LEVEL
+from simulate.series_fit import (
+    Calibrations,
+    Fitted,
+    Projected,
+    changes,
+    doublings,
+    fit,
+    project,
+)
+from simulate.series_plan import DEFAULTS, OTHERS, Choices, Plan, TooLittle, plan
+from simulate.series_rows import read_rows
+from simulate.series_search import fastest, replanned, shared_choices
+from simulate.validation import SCHEMA, summarise
+from spec.calibration import Calibration
+from spec.errors import UserError
+
+Anchor = Literal["smallest", "none"]
+Z90 = 1.645
+VENDOR = "vendor-expected tables"
+EIGHT_BITS = "FP8"
+UNANCHORED = "without anchor"
+MEAN = "mean over sources"
+
+
+@dataclass
+class Series:
+    """The rows of one pair_id that are simulated together."""
+
+    name: str
+    anchors: list[Plan]
+    tests: list[Plan]
+    borrowed: bool = False  # the anchors are of other shapes
+
+
+def series_validation(
+    path: Path,
+    calibration: Calibration,
+    anchor: Anchor = "smallest",
+    bar: Callable[[Sequence[Series]], Iterable[Series]] = lambda every: every,
+) -> dict[str, Any]:
+    """Read a CSV, fit and project; UserError where nothing in it can be projected."""
+    rows = read_rows(path)
+    plans: dict[str, Plan] = {}
+    skipped: list[dict[str, str]] = []
+    for row in rows:
+        try:
+            plans[row.row_id] = plan(row)
+        except TooLittle as problem:
+            skipped.append({"id": row.row_id, "reason": str(problem)})
+    groups = arrange(list(plans.values()), anchor, skipped)
+    calibrations = Calibrations(calibration)
+    entries: list[dict[str, Any]] = []
+    fitted: dict[str, Any] = {}
+    for one in bar(groups):
+        found, system = judged(one, calibrations)
+        entries += found
+        fitted[one.name] = system.as_json() | {"borrowed": one.borrowed}
+    if not entries:
+        reasons = {entry["reason"] for entry in skipped}
+        raise UserError(
+            f"{path}: no row of it can be projected"
+            + (f"; the first reason: {skipped[0]['reason']}" if reasons else "")
+        )
+    return {
+        "schema": SCHEMA,
+        "level": LEVEL,
+        "cases": entries,
+        "summary": summaries(entries),
+        "series": fitted,
+        "skipped": skipped,
+        "scale": by_doublings(entries),
+    }
+
+
+def arrange(plans: list[Plan], anchor: Anchor, skipped: list[dict[str, str]]) -> list[Series]:
+    """Sort rows into series, anchors and tests; what is neither is noted in `skipped`."""
+    by_pair: dict[str, list[Plan]] = defaultdict(list)
+    has_use = any(one.row.use for one in plans)
+    found: list[Series] = []
+    for one in plans:
+        row = one.row
+        if has_use and not row.use:
+            skipped.append({"id": row.row_id, "reason": "its use is neither anchor nor test"})
+        elif row.pair_id:
+            by_pair[row.pair_id].append(one)
+        elif row.use == "test" or (anchor == "none" and not has_use):
+            found.append(Series(f"row {row.row_id}", [], [one]))
+        else:
+            skipped.append({"id": row.row_id, "reason": "no pair_id: it belongs to no series"})
+    for pair, members in by_pair.items():
+        found += _of_pair(pair, members, anchor, has_use)
+    return [one for one in found if one.tests]
+
+
+def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> list[Series]:
+    shapes: dict[tuple[int, ...], list[Plan]] = defaultdict(list)
+    for one in members:
+        shapes[_shape(one)].append(one)
+    several = sum(len({one.parallelism.gpus for one in group}) > 1 for group in shapes.values())
+    split = len(shapes) > 1 and several * 2 > len(shapes)
+    groups = shapes if split else {(): members}
+    every = [one for one in members if one.row.use == "anchor"]
+    found = []
+    for shape, group in groups.items():
+        name = " ".join([pair, *([f"{shape[0]} layers, hidden {shape[1]}"] if shape else [])])
+        if has_use:
+            anchors = [one for one in group if one.row.use == "anchor"]
+            tests = [one for one in group if one.row.use == "test"]
+        elif anchor == "none":
+            anchors, tests = [], group
+        else:
+            least = min(one.parallelism.gpus for one in group)
+            anchors = [one for one in group if one.parallelism.gpus == least]
+            tests = [one for one in group if one.parallelism.gpus > least]
+        borrowed = has_use and not anchors and bool(every)
+        found.append(Series(name, every if borrowed else anchors, tests, borrowed))
+    return found
+
+
+def _shape(one: Plan) -> tuple[int, ...]:
+    m = one.model
+    return m.layers, m.hidden, m.heads, m.seq_len
+
+
+def judged(series: Series, calibrations: Calibrations) -> tuple[list[dict[str, Any]], Fitted]:
+    """Every test row of a series with its projection and baselines; and the fitted system."""
+    shared = shared_choices(series.anchors, series.tests, calibrations)
+    chosen: dict[str, Choices] = {}
+    for one in (*series.anchors, *series.tests):
+        own = replanned(one, shared)
+        searched = own.open & {"microbatch", "vpp", "split"}
+        chosen[one.row.row_id] = fastest(own, shared, calibrations) if searched else shared
+    anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
+    tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
+    system = fit(anchors, calibrations)
+    effects: list[list[float]] = [[] for _ in tests]
+    middle = [project(one, system, calibrations, 0.0) for one in tests]
+    open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
+    for name in sorted(open_names):
+        moved_anchors = [_other_way(one, name, chosen) for one in anchors]
+        moved = [_other_way(one, name, chosen) for one in tests]
+        still = [
+            a.parallelism == b.parallelism for a, b in zip(anchors, moved_anchors, strict=True)
+        ]
+        again = system if all(still) else fit(moved_anchors, calibrations, rounds=2)
+        for index, (one, other) in enumerate(zip(tests, moved, strict=True)):
+            if all(still) and one.parallelism == other.parallelism:
+                continue
+            value = project(other, again, calibrations, 0.0).value
+            effects[index].append(value - middle[index].value)
+    entries = []
+    for one, projected, effect in zip(tests, middle, effects, strict=True):
+        # either way is as likely: half the difference is the spread of two equal points
+        extra = float(np.sqrt(sum((value / 2) ** 2 for value in effect)))
+        sd = float(np.hypot(projected.sd, extra))
+        entries.append(_entry(one, projected, sd, anchors, series))
+    return entries, system
+
+
+def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:
+    """A row with one of the things that it leaves open taken the other way."""
+    own = chosen[one.row.row_id]
+    default, other = DEFAULTS[name], OTHERS[name]
+    return replanned(
+        one, dict(own) | {name: default if own.get(name, default) != default else other}
+    )
+
+
+def _entry(
+    one: Plan, projected: Projected, sd: float, anchors: Sequence[Plan], series: Series
+) -> dict[str, Any]:
+    row, median = one.row, exp(projected.value)
+    low, high = median * exp(-Z90 * sd), median * exp(Z90 * sd)
+    entry: dict[str, Any] = {
+        "id": row.row_id,
+        "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),
+        "model": one.model.name,
+        "gpus": one.parallelism.gpus,
+        "series": series.name,
+        "real_s": one.real_s,
+        "predicted_s": {"median": median, "low": low, "high": high},
+        "error": median / one.real_s - 1,
+        "inside_interval": low <= one.real_s <= high,
+        "breakdown_s": projected.estimate.breakdown_s,
+        "modelled_share": projected.estimate.modelled_share,
+        "parallelism": one.parallelism.model_dump(),
+        "precision": "fp8" if row.fp8 else "bf16",
+        "vendor_expected": row.vendor_expected,
+        "anchored": bool(anchors),
+        "doublings": projected.doublings,
+        "assumed": list(one.assumed),
+    }
+    if anchors:
+        rates = [log(other.real_s / _flops(other)) for other in anchors]
+        entry["baseline_s"] = _flops(one) * exp(float(np.mean(rates)))
+        entry["baseline_from"] = ", ".join(other.row.row_id for other in anchors[:3])
+        near = min(anchors, key=lambda other: (changes(one, other), doublings(one, [other])))
+        entry["neighbour_s"] = near.real_s * _flops(one) / _flops(near)
+        entry["neighbour_from"] = near.row.row_id
+    return entry
+
+
+def _flops(one: Plan) -> float:
+    """Model FLOPs of a step, per GPU."""
+    return one.model.step_flops(one.parallelism.global_batch) / one.parallelism.gpus
+
+
+def summaries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Per source, and over them; vendor-expected, FP8 and unanchored rows apart."""
+    kinds = sorted({entry["kind"] for entry in entries})
+    found = {"all": summarise(entries)}
+    plain = [e for e in entries if e["anchored"] and not e["vendor_expected"]]
+    measured = [e for e in plain if e["precision"] != "fp8"]
+    if measured:
+        found[MEAN] = mean_over_kinds(measured)
+    apart = {
+        EIGHT_BITS: [e for e in plain if e["precision"] == "fp8"],
+        VENDOR: [e for e in entries if e["vendor_expected"] and e["precision"] != "fp8"],
+        f"{VENDOR}, {EIGHT_BITS}": [
+            e for e in entries if e["vendor_expected"] and e["precision"] == "fp8"
+        ],
+        UNANCHORED: [e for e in entries if not e["anchored"]],
+    }
+    found |= {name: summarise(mine) for name, mine in apart.items() if mine}
+    return found | {kind: summarise([e for e in entries if e["kind"] == kind]) for kind in kinds}
+
+
+def mean_over_kinds(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The summary of all with its errors averaged over sources, each of them counting once."""
+    kinds = sorted({entry["kind"] for entry in entries})
+    each = [summarise([e for e in entries if e["kind"] == kind]) for kind in kinds]
+    whole = summarise(entries)
+    names = ("mape", "median_ape", "bias", "baseline_mape", "neighbour_mape", "winkler")
+    for name in (*names, "median_half_width"):
+        values = [one[name] for one in each if one[name] is not None]
+        whole[name] = sum(values) / len(values) if values else None
+    return whole | {"sources": len(kinds)}
+
+
+def by_doublings(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How errors grow with the doublings of the GPU count beyond the anchors."""
+    found = []
+    anchored = [entry for entry in entries if entry["anchored"]]
+    for least in sorted({round(entry["doublings"]) for entry in anchored}):
+        mine = [entry for entry in anchored if round(entry["doublings"]) == least]
+        logs = [log(1 + entry["error"]) for entry in mine]
+        found.append(
+            {
+                "doublings": least,
+                "n": len(mine),
+                "rms_error": float(np.sqrt(np.mean(np.square(logs)))),
+                "mape": summarise(mine)["mape"],
+                "baseline_mape": summarise(mine)["baseline_mape"],
+                "coverage_90": summarise(mine)["coverage_90"],
+            }
+        )
+    return found
+
+
+def title(value: dict[str, Any]) -> str:
+    """What was done, in a line or two for the terminal."""
+    anchors = sum(len(one["anchors"]) for one in value["series"].values() if not one["borrowed"])
+    lines = [
+        f"{len(value['cases'])} rows of {len(value['series'])} series projected from {anchors} "
+        f"anchor rows; {len(value['skipped'])} rows skipped (reasons in the JSON and the report)"
+    ]
+    lines += [
+        f"{one['doublings']} doublings beyond the anchors: {one['n']} rows, error {one['mape']:.1%}, "
+        f"constant rate {one['baseline_mape']:.1%}"
+        for one in value["scale"]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,256 @@
+"""What the anchors of a series say about its system, and what that means for its other rows.
+
+Four factors multiply times: of kernels, of collectives between nodes, of collectives inside a node,
+and of the host. Each has a prior. One anchor moves the first only; anchors with different shares of
+network time move the second too; a whole family of anchors (`FAMILY`) moves all four. Whatever is
+not moved keeps its prior's spread, and a row's interval is wide where that spread acts on it more
+than on the anchors. Nothing is fitted to a row that is projected.
+
+The posterior is the Gaussian one of the model linearised around its maximum: with J the derivatives
+of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)^-1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, log2, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.costs import Draws
+from simulate.estimate import StepEstimate, StepSimulator
+from simulate.inputs import calibration_for
+from simulate.series_attention import with_unfused_attention
+from simulate.series_plan import Plan
+from simulate.transfer import with_fp8
+from spec.calibration import Calibration
+from spec.hardware import Node
+
+Array = NDArray[np.float64]
+
+FACTORS = ("compute", "network", "scale_up", "host")
+# Spread of each factor's logarithm before any anchor. Assumed: frameworks differ by more in their
+# kernels than GPUs do; networks as `calibrate.network.CLUSTER_SD` and its citation, doubled for
+# clusters that nobody swept, and again where not even the rate is printed.
+PRIOR_SD = (0.4, 0.2, 0.15, 0.5)
+UNPRINTED_NETWORK_SD = 0.4
+# Without an anchor there is only the transferred calibration: frameworks lie this far from it.
+UNANCHORED_SD = 0.25
+STEP = 0.05  # of the derivatives, in log factors
+NETWORK_SHARE = 0.03  # anchors must differ by this much of their step to tell the network
+FAMILY = 12  # anchors that make a calibration of their own
+# One run's median beside another's, and rounding in print.
+ROW_SD = 0.02
+# Growth per doubling of the GPU count beyond the anchors, and what a change of shape or split
+# adds; learned from series cut at a scale and judged beyond it, see docs/series.md.
+SCALE_SD_PER_DOUBLING = 0.012
+CHANGE_SD = 0.03
+SEARCHED_SD = 0.1
+_CHANGES = ("tp", "pp", "vpp", "cp", "ep", "microbatch", "zero", "recompute", "sequence_parallel")
+_SHAPES = ("layers", "hidden", "seq_len", "experts")
+
+
+class Shifts(Draws):
+    """Draws whose factors are set, not drawn: one entry per vector of log factors."""
+
+    def __init__(
+        self, points: Array, latency_sd: float, efficiency_sd: float, frozen: bool = False
+    ) -> None:
+        """`points` is (entries, factors); the spreads are those of the network model.
+
+        `frozen` weights have no gradient: those kernels take no time.
+        """
+        super().__init__(len(points) - 1)
+        self._points, self._frozen = points, frozen
+        self._network = {
+            "network latency": latency_sd or 1.0,
+            "network efficiency": efficiency_sd or 1.0,
+        }
+
+    def normal(self, name: str) -> Array:
+        """The network's latency and efficiency together make its factor; nothing else is drawn."""
+        if name in self._network:
+            shift: Array = self._points[:, FACTORS.index("network")] / self._network[name]
+            return shift
+        return np.zeros(self.count)
+
+    def factor(self, name: str, sd: float) -> Array:
+        """exp of the log factor that a group of parameters belongs to."""
+        del sd
+        if self._frozen and name.endswith((" wgrad", "grad_accumulate forward")):
+            return np.full(self.count, 1e-6)
+        group = name.split()[0]
+        index = {"kernel": 0, "collective": 2, "host": 3}.get(group)
+        if index is None:
+            return np.ones(self.count)
+        factors: Array = np.exp(self._points[:, index])
+        return factors
+
+
+class Calibrations:
+    """The calibration for every node of a series, transferred once."""
+
+    def __init__(self, measured: Calibration) -> None:
+        """`measured` is what all of them start from."""
+        self._measured = measured
+        self._for = lru_cache(maxsize=64)(self._transferred)
+
+    def _transferred(self, node: Node, fp8: bool, unfused: bool) -> Calibration:
+        calibration = calibration_for(self._measured, node)
+        if unfused:
+            calibration = with_unfused_attention(calibration)
+        return with_fp8(calibration) if fp8 else calibration
+
+    def of(self, one: Plan) -> Calibration:
+        """The calibration that a plan is simulated with."""
+        return self._for(one.node, one.row.fp8, one.row.early)
+
+
+def simulate(one: Plan, calibrations: Calibrations, points: Array) -> tuple[Array, StepEstimate]:
+    """Step times in seconds at some log factors, and the estimate at the first of them.
+
+    Low-rank adapters leave the weights' gradients out, and reduce and update next to nothing.
+    """
+    calibration = calibrations.of(one)
+    network = next(
+        (fit for fit in calibration.networks if fit.protocol == one.fabric.protocol), None
+    )
+    spreads = (network.latency_sd, network.efficiency_sd) if network else (1.0, 1.0)
+    estimate = StepSimulator(
+        one.model,
+        one.parallelism,
+        one.node,
+        one.fabric,
+        calibration,
+        draws=Shifts(points, *spreads, one.row.lora),
+        measured_gpus=one.parallelism.gpus,
+    ).run()
+    times = estimate.step_time_s
+    if one.row.lora:
+        updates = estimate.priced.updates
+        after = [one.reduction_us + one.kernels_us + one.gather_us for one in updates]
+        times = times - np.max(np.broadcast_arrays(*after, times)[:-1], axis=0) / 1e6
+    return np.maximum(times, 1e-9), estimate
+
+
+def around(one: Plan, calibrations: Calibrations, at: Array) -> tuple[float, Array, StepEstimate]:
+    """Log step time at log factors `at`, its derivatives by them, and the estimate there."""
+    points = np.vstack([at, at + STEP * np.eye(len(FACTORS))])
+    times, estimate = simulate(one, calibrations, points)
+    logs = np.log(times)
+    return float(logs[0]), (logs[1:] - logs[0]) / STEP, estimate
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A system as its anchors leave it."""
+
+    anchors: tuple[Plan, ...]
+    factors: Array  # logarithms
+    covariance: Array
+    moved: tuple[str, ...]
+    noise: float
+    residuals: tuple[float, ...]  # log(simulated / printed) of each anchor after the fit
+
+    def as_json(self) -> dict[str, object]:
+        """The factors with their spreads, and the anchors with what is left of them."""
+        sds = np.sqrt(np.diag(self.covariance))
+        return {
+            "factors": {
+                name: {"value": exp(value), "sd": float(sd), "fitted": name in self.moved}
+                for name, value, sd in zip(FACTORS, self.factors.tolist(), sds, strict=True)
+            },
+            "anchors": [
+                {"id": one.row.row_id, "gpus": one.parallelism.gpus, "left": exp(left) - 1}
+                for one, left in zip(self.anchors, self.residuals, strict=True)
+            ],
+        }
+
+
+def fit(anchors: Sequence[Plan], calibrations: Calibrations, rounds: int = 4) -> Fitted:
+    """Fit a system's factors to its anchors; without anchors, the priors alone."""
+    prior = np.array(PRIOR_SD)
+    if not anchors:
+        prior[0] = UNANCHORED_SD
+    if anchors and not all(one.network_printed for one in anchors):
+        prior[1] = UNPRINTED_NETWORK_SD
+    at = np.zeros(len(FACTORS))
+    free = np.array([bool(anchors), False, False, False])
+    noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
+    target = np.log([one.real_s for one in anchors])
+    for turn in range(rounds + 1 if anchors else 0):
+        found = [around(one, calibrations, at) for one in anchors]
+        jacobian = np.array([slopes for _, slopes, _ in found])
+        left = np.array([value for value, _, _ in found]) - target
+        if turn == 0:
+            free[1] = np.ptp(jacobian[:, 1]) > NETWORK_SHARE
+            free[2:] = len(anchors) >= FAMILY
+        if turn == rounds:
+            break
+        weights = _weights(left, noise, len(anchors))
+        j = jacobian[:, free]
+        normal = j.T @ (j * weights[:, None]) / noise**2 + np.diag(prior[free] ** -2.0)
+        gradient = -(j.T @ (left * weights)) / noise**2 - at[free] / prior[free] ** 2
+        at = at.copy()
+        at[free] = np.clip(at[free] + np.linalg.solve(normal, gradient), -2.5, 2.5)
+    spare = len(anchors) - int(free.sum())
+    if spare > 0:
+        noise = max(noise, sqrt(float((left**2).sum()) / spare))
+    precision = np.diag(prior**-2.0) + jacobian.T @ jacobian / noise**2
+    return Fitted(
+        anchors=tuple(anchors),
+        factors=at,
+        covariance=np.asarray(np.linalg.inv(precision), dtype=np.float64),
+        moved=tuple(name for name, moved in zip(FACTORS, free.tolist(), strict=True) if moved),
+        noise=noise,
+        residuals=tuple(left.tolist()),
+    )
+
+
+def _weights(left: Array, noise: float, count: int) -> Array:
+    """Huber's, for five anchors and more: a single odd row must not turn the system."""
+    if count < 5:
+        return np.ones(count)
+    scale = 2 * max(noise, 1.4826 * float(np.median(np.abs(left - np.median(left)))))
+    weights: Array = scale / np.maximum(np.abs(left), scale)
+    return weights
+
+
+def doublings(one: Plan, anchors: Sequence[Plan]) -> float:
+    """Doublings of the GPU count beyond the nearest anchor; 0 where there is none."""
+    gpus = one.parallelism.gpus
+    return min((abs(log2(gpus / other.parallelism.gpus)) for other in anchors), default=0.0)
+
+
+def changes(one: Plan, other: Plan) -> int:
+    """In how many ways two rows differ, scale and data parallelism apart."""
+    split = sum(getattr(one.parallelism, n) != getattr(other.parallelism, n) for n in _CHANGES)
+    shape = sum(getattr(one.model, n) != getattr(other.model, n) for n in _SHAPES)
+    return int(split + shape)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A row's projection: log step time and its spread."""
+
+    value: float
+    sd: float
+    estimate: StepEstimate
+    doublings: float
+
+
+def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: float) -> Projected:
+    """Project a row on a fitted system; `choice_sd` is the effect of what it leaves open."""
+    value, slopes, estimate = around(one, calibrations, system.factors)
+    apart = doublings(one, system.anchors)
+    variance = float(slopes @ system.covariance @ slopes) + ROW_SD**2 + choice_sd**2
+    variance += (SCALE_SD_PER_DOUBLING * apart) ** 2
+    if system.anchors:
+        least = min(changes(one, other) for other in system.anchors)
+        variance += CHANGE_SD**2 * least
+        if len(system.anchors) > len(system.moved):
+            variance += system.noise**2 - ROW_SD**2
+    if one.searched:
+        variance += SEARCHED_SD**2
+    return Projected(value, sqrt(variance), estimate, apart)

@@ -1,0 +1,153 @@
+"""The node and the fabric of a published row, from the words its source prints."""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from spec.hardware import Fabric, Node
+from topologies import load_fabric, load_node
+
+# Datasheet figures of GPUs without a node file: (pattern, node they start from, what differs).
+# NVIDIA HGX B200/B300 and DGX GB300 datasheets; H200 NVL, L40S and A100 40GB datasheets; AMD
+# Instinct MI300X, MI325X, MI350X and MI355X datasheets. Idle powers and clocks not printed there
+# are the base node's.
+VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb200-nvl72", {"memory_gib": 259.0}),
+    (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),
+    (
+        r"b300|blackwell ultra",
+        "hgx-h200",
+        {
+            "peak_bf16_tflops": 2250.0,
+            "memory_gib": 251.0,
+            "memory_gbytes_per_s": 8000.0,
+            "multiprocessors": 148,
+            "power_limit_w": 1100.0,
+            "scale_up_gbytes_per_s": 900.0,
+        },
+    ),
+    (
+        r"b200|blackwell",
+        "hgx-h200",
+        {
+            "peak_bf16_tflops": 2250.0,
+            "memory_gib": 167.0,
+            "memory_gbytes_per_s": 8000.0,
+            "multiprocessors": 148,
+            "power_limit_w": 1000.0,
+            "scale_up_gbytes_per_s": 900.0,
+        },
+    ),
+    (
+        r"h200[- ]nvl",
+        "hgx-h200",
+        {"peak_bf16_tflops": 835.5, "power_limit_w": 600.0, "gpus": 4, "nics": 4},
+    ),
+    (r"h200", "hgx-h200", {}),
+    (r"h100|hopper|gh200", "hgx-h100", {}),
+    (r"a100|ampere", "dgx-a100", {}),
+    (
+        r"mi355x?|mi350x?",
+        "hgx-h200",
+        {
+            "peak_bf16_tflops": 2300.0,
+            "memory_gib": 268.0,
+            "memory_gbytes_per_s": 8000.0,
+            "multiprocessors": 256,
+            "max_clock_mhz": 2400.0,
+            "power_limit_w": 1400.0,
+            "scale_up_gbytes_per_s": 537.0,
+        },
+    ),
+    (
+        r"mi300x?|mi325x?",
+        "hgx-h200",
+        {
+            "peak_bf16_tflops": 1307.4,
+            "memory_gib": 179.0,
+            "memory_gbytes_per_s": 5300.0,
+            "multiprocessors": 304,
+            "max_clock_mhz": 2100.0,
+            "power_limit_w": 750.0,
+            "scale_up_gbytes_per_s": 448.0,
+        },
+    ),
+    (
+        r"l40s",
+        "hgx-h200",
+        {
+            "peak_bf16_tflops": 362.0,
+            "memory_gib": 44.0,
+            "memory_gbytes_per_s": 864.0,
+            "multiprocessors": 142,
+            "max_clock_mhz": 2520.0,
+            "power_limit_w": 350.0,
+            "scale_up_gbytes_per_s": 32.0,
+        },
+    ),
+)
+# What a node of each generation is usually sold with, where a row does not print its fabric.
+USUAL = {"dgx-a100": "hdr200-fat-tree", "hgx-h100": "ndr400-rail", "hgx-h200": "ndr400-rail"}
+_A100_40GB = {"memory_gib": 39.4, "memory_gbytes_per_s": 1555.0}
+_RATES = (25, 40, 50, 56, 100, 200, 400, 800)
+
+
+@lru_cache(maxsize=512)
+def node_of(gpu_type: str) -> Node | None:
+    """The node of a row; None where its GPU is not known."""
+    words = gpu_type.lower().replace("_", " ")
+    for pattern, base, changes in VARIANTS:
+        if not re.search(pattern, words):
+            continue
+        node = load_node(base)
+        named = re.search(pattern, words)
+        update = dict(changes)
+        if changes and named:
+            update |= {"gpu": named.group().upper(), "calibration": None, "name": "published"}
+        update |= _printed(words, base)
+        return node.model_copy(update=update)
+    return None
+
+
+def _printed(words: str, base: str) -> dict[str, Any]:
+    """What a `gpu_type` cell says beside the GPU's name: memory, power limit, GPUs per node."""
+    found: dict[str, Any] = {}
+    gigabytes = re.search(r"\b(\d{2,3}) ?gi?b\b", words)
+    if gigabytes and base == "dgx-a100" and gigabytes.group(1) == "40":
+        found |= _A100_40GB
+    elif gigabytes and base == "hgx-h100" and int(gigabytes.group(1)) > 80:
+        found["memory_gib"] = int(gigabytes.group(1)) * 0.98
+    watts = re.search(r"\b(\d{3,4}) ?w\b", words)
+    if watts:
+        found["power_limit_w"] = float(watts.group(1))
+    per_node = re.search(r"(\d+) per node", words)
+    if per_node and int(per_node.group(1)) > 0:
+        found["gpus"] = found["nics"] = int(per_node.group(1))
+    return found
+
+
+@lru_cache(maxsize=512)
+def fabric_of(interconnect: str, node: str) -> tuple[Fabric, bool]:
+    """The fabric of a row, and whether its rate was printed.
+
+    Only a rate that stands with ports per node, or as the row's only one, is taken: MLPerf's lists
+    name storage and management ports too.
+    """
+    usual = load_fabric(USUAL.get(node, "ndr400-rail"))
+    words = interconnect.lower()
+    compute = words.split("compute:")[-1]
+    rates = [int(one) for one in re.findall(r"(\d+)\s?gb?(?:it)?(?:/s|/sec|ps|e)?\b", compute)]
+    rates = [one for one in rates if one in _RATES]
+    printed = len(set(rates)) == 1
+    ethernet = re.search(r"roce|ethernet|efa", compute) and not re.search(
+        r"infiniband|\bib\b", words
+    )
+    changes: dict[str, Any] = {}
+    if printed:
+        changes["nic_gbits_per_s"] = float(rates[0])
+        ports = re.search(r"(\d+)\s?x\b", compute)
+        if ports and 1 <= int(ports.group(1)) <= 16 and "per node" in compute:
+            changes["ports_per_node"] = int(ports.group(1))
+    if ethernet:
+        changes["protocol"] = "roce"
+    return usual.model_copy(update=changes), printed

@@ -1,0 +1,77 @@
+"""Shapes of models that published tables name without printing them.
+
+Each with where its shape is published. A row's own cells always win over these.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer's shape as a paper or a released configuration gives it."""
+
+    layers: int
+    hidden: int
+    ffn_hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    gated: bool
+    source: str
+    experts: int = 0
+    top_k: int = 0
+    head_dim: int | None = None
+
+
+_LLAMA2, _LLAMA3 = "arXiv 2307.09288", "arXiv 2407.21783, table 3"
+_GPT3 = "arXiv 2005.14165, table 2.1"
+
+# Pattern of the name (lower case, blanks and underscores as -), most particular first.
+SHAPES: tuple[tuple[str, Shape], ...] = (
+    (r"llama-?3\S*[- ]405b", Shape(126, 16384, 53248, 128, 8, 128256, True, _LLAMA3)),
+    (r"llama-?3\S*[- ]70b", Shape(80, 8192, 28672, 64, 8, 128256, True, _LLAMA3)),
+    (r"llama-?3\S*[- ]8b", Shape(32, 4096, 14336, 32, 8, 128256, True, _LLAMA3)),
+    (r"code-?llama-?34b|llama-?2?-34b", Shape(48, 8192, 22016, 64, 8, 32000, True, _LLAMA2)),
+    (r"llama-?2?-?(style-)?70b", Shape(80, 8192, 28672, 64, 8, 32000, True, _LLAMA2)),
+    (r"llama-?(1|2)?-?65b", Shape(80, 8192, 22016, 64, 64, 32000, True, "arXiv 2302.13971")),
+    (r"llama-?2?-?13b", Shape(40, 5120, 13824, 40, 40, 32000, True, _LLAMA2)),
+    (r"llama-?2?-?7b", Shape(32, 4096, 11008, 32, 32, 32000, True, _LLAMA2)),
+    (
+        r"nemotron-?4?-340b",
+        Shape(96, 18432, 73728, 96, 8, 256000, False, "arXiv 2406.11704, table 1"),
+    ),
+    (
+        r"nemotron-?4?-15b",
+        Shape(32, 6144, 24576, 48, 8, 256000, False, "arXiv 2402.16819, table 1"),
+    ),
+    (
+        r"grok-?1",
+        Shape(64, 6144, 32768, 48, 8, 131072, True, "xai-org/grok-1 run.py", 8, 2, 128),
+    ),
+    (
+        r"mixtral-8x22b",
+        Shape(56, 6144, 16384, 48, 8, 32768, True, "Hugging Face config.json", 8, 2),
+    ),
+    (r"mixtral-8x7b", Shape(32, 4096, 14336, 32, 8, 32000, True, "arXiv 2401.04088", 8, 2)),
+    (
+        r"qwen3-30b-a3b",
+        Shape(48, 2048, 768, 32, 4, 151936, True, "Hugging Face config.json", 128, 8, 128),
+    ),
+    (
+        r"gpt-oss-120b",
+        Shape(36, 2880, 2880, 64, 8, 201088, True, "Hugging Face config.json", 128, 4, 64),
+    ),
+    (r"bloom.*", Shape(70, 14336, 57344, 112, 112, 250880, False, "arXiv 2211.05100, table 3")),
+    (r"gpt-?3?-?175b|nemo-megatron", Shape(96, 12288, 49152, 96, 96, 51200, False, _GPT3)),
+    (
+        r"gpt-?3?-?5b",
+        Shape(24, 4096, 16384, 32, 32, 51200, False, "NeMo recipe gpt3/5b, launcher_scripts"),
+    ),
+)
+
+
+def named_shape(name: str) -> Shape | None:
+    """The shape of a model by its printed name; None for a name that is not known."""
+    plain = re.sub(r"[\s_]+", "-", name.lower())
+    return next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)

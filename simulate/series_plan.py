@@ -1,0 +1,398 @@
+"""From a published row to something that can be simulated, with every assumption on a list.
+
+A row prints part of what a simulation needs. What it leaves out comes, in this order, from its own
+other cells (parameters, batch and accumulation), from the model's published shape, from a search
+for what fits memory, or from what the software does by default. Each such step is a sentence in
+`Plan.assumed`; those that change how time grows are also a `Choice` that the series tries the other
+way, and its effect widens the interval.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from simulate.memory import memory
+from simulate.series_hardware import fabric_of, node_of
+from simulate.series_models import Shape, named_shape
+from simulate.series_rows import SeriesRow, metric_of, step_seconds
+from spec.errors import UserError
+from spec.files import first_problem
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+Choices = Mapping[str, Any]
+# What is taken where a row does not print it, and the other way that is tried for its effect.
+DEFAULTS: dict[str, Any] = {
+    "recompute": "none",
+    "sequence_parallel": True,
+    "overlap": True,
+    "zero": 1,
+    "vpp": 1,
+    "microbatch": 1,
+}
+OTHERS: dict[str, Any] = {
+    "recompute": "full",
+    "sequence_parallel": False,
+    "overlap": False,
+    "zero": 0,
+    "vpp": 4,
+    "microbatch": 2,
+}
+_SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
+
+
+class TooLittle(Exception):
+    """A row that cannot be simulated; its message says why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row that can be simulated."""
+
+    row: SeriesRow
+    model: ModelSpec
+    parallelism: Parallelism
+    node: Node
+    fabric: Fabric
+    real_s: float
+    assumed: tuple[str, ...]
+    open: frozenset[str]  # choices that the row leaves open
+    network_printed: bool
+    searched: bool  # tensor- and pipeline-parallel sizes are not the row's
+
+
+@dataclass
+class _Filling:
+    """A row on its way to a plan."""
+
+    row: SeriesRow
+    choices: Choices
+    assumed: list[str] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+
+    def choose(self, name: str) -> Any:
+        """The choice for something that the row leaves open."""
+        self.open.add(name)
+        value = self.choices.get(name, DEFAULTS[name])
+        self.assumed.append(f"{name.replace('_', ' ')} {value} assumed")
+        return value
+
+
+def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
+    """What a row means; raises TooLittle where too little of it is known."""
+    fill = _Filling(row, choices or {})
+    if metric_of(row) is None:
+        raise TooLittle(f"metric {row.text('metric')!r} with value {row.cells['value']!r}")
+    node = node_of(row.text("gpu_type"))
+    if node is None:
+        raise TooLittle(f"gpu_type {row.text('gpu_type')!r} is not known")
+    gpus = row.whole("gpus")
+    if gpus is None:
+        raise TooLittle("the number of GPUs is not printed")
+    model = _model(fill)
+    try:
+        model, p, searched = _parallelism(fill, model, node, gpus)
+        p.check(model, gpus)
+    except (ValidationError, UserError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise TooLittle(problem) from None
+    words = row.text("interconnect")
+    fabric, printed = fabric_of(words, node.name)
+    if not printed and gpus > node.gpus:
+        fill.assumed.append(f"fabric {fabric.name} assumed")
+    if not memory(model, p, node.memory_gib).fits and not row.lora:
+        fill.assumed.append("does not fit memory as understood")
+    real = step_seconds(row, model, p.global_batch, gpus, p.recompute)
+    return Plan(
+        row=row,
+        model=model,
+        parallelism=p,
+        node=node,
+        fabric=fabric,
+        real_s=real,
+        assumed=tuple(fill.assumed),
+        open=frozenset(fill.open),
+        network_printed=printed or gpus <= node.gpus,
+        searched=searched,
+    )
+
+
+def _model(fill: _Filling) -> ModelSpec:
+    row, shape = fill.row, named_shape(fill.row.text("model"))
+    hidden = row.whole("hidden") or (shape.hidden if shape else None)
+    seq_len = row.whole("seq_len")
+    if hidden is None:
+        raise TooLittle(f"the shape of model {row.text('model')!r} is neither printed nor known")
+    if seq_len is None:
+        raise TooLittle("seq_len is not printed")
+    if shape and row.whole("hidden") not in (None, shape.hidden):
+        shape = None  # the name's shape is another model's
+    if shape and not row.whole("hidden"):
+        fill.assumed.append(f"shape of {row.text('model')} from {shape.source}")
+    gated = shape.gated if shape else _gated(row, hidden)
+    heads = row.whole("heads") or (shape.heads if shape else None)
+    if heads is None or hidden % heads:
+        heads = next((hidden // size for size in (128, 96, 64) if hidden % size == 0), 1)
+        fill.assumed.append(f"{heads} heads assumed")
+    kv_heads = row.whole("kv_heads") or (shape.kv_heads if shape else heads)
+    if heads % kv_heads:
+        kv_heads = heads
+    vocab = row.whole("vocab") or (shape.vocab if shape else None)
+    if vocab is None:
+        vocab = 128256 if gated else 51200
+        fill.assumed.append(f"vocabulary {vocab} assumed")
+    fields: dict[str, Any] = {
+        "name": row.text("model")[:80] or "unnamed",
+        "layers": row.whole("layers") or (shape.layers if shape else None) or 1,
+        "hidden": hidden,
+        "ffn_hidden": row.whole("ffn_hidden") or (shape.ffn_hidden if shape else None) or 1,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": (shape.head_dim if shape else None) or hidden // heads,
+        "vocab": vocab,
+        "seq_len": seq_len,
+        "gated": gated,
+        "norm": "rmsnorm" if gated else "layernorm",
+        "position": "rope" if gated else "learned",
+        "linear_bias": not gated and "mpt" not in row.words,
+        "tied_embeddings": not gated and "nemotron" not in row.words,
+        "experts": shape.experts if shape else 0,
+        "top_k": shape.top_k if shape else 0,
+    }
+    try:
+        return _solved(fill, ModelSpec.model_validate(fields), shape)
+    except ValidationError as error:
+        raise TooLittle(first_problem(error)) from None
+
+
+def _gated(row: SeriesRow, hidden: int) -> bool:
+    """SwiGLU or not, by the MLP's width, else by the model's family."""
+    ffn = row.whole("ffn_hidden")
+    if ffn is not None:
+        return ffn != 4 * hidden
+    return re.search(r"llama|mistral|mixtral|qwen|grok|deepseek", row.words) is not None
+
+
+def _solved(fill: _Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
+    """Layers or MLP width from the printed number of parameters, where these are not printed."""
+    row = fill.row
+    total = row.number("params")
+    outside = model.embedding_parameters() + model.head_parameters()
+    unfinished = "prequel" in row.text("model").lower()  # other depths than the published one
+    if not row.whole("layers") and (shape is None or unfinished):
+        if total is None:
+            raise TooLittle("the number of layers is not printed, nor the parameters")
+        wide = model.resized(ffn_hidden=_usual_ffn(model))
+        layers = max(round((total - outside) / wide.layer_parameters()), 1)
+        fill.assumed.append(f"{layers} layers from {total:.4g} parameters")
+        return wide.resized(layers=layers)
+    if row.whole("ffn_hidden") or shape is not None:
+        return model
+    ffn = _usual_ffn(model)
+    if model.gated and total and total > 1e8:
+        least = model.resized(ffn_hidden=1)
+        each = (model.resized(ffn_hidden=2).layer_parameters() - least.layer_parameters()) or 1
+        solved = ((total - outside) / model.layers - least.layer_parameters()) / each
+        if 1 < solved / model.hidden < 8:
+            ffn = max(round(solved / 256), 1) * 256
+    fill.assumed.append(f"MLP width {ffn} assumed")
+    return model.resized(ffn_hidden=ffn)
+
+
+def _usual_ffn(model: ModelSpec) -> int:
+    if model.ffn_hidden > 1:
+        return model.ffn_hidden
+    return round(8 / 3 * model.hidden / 256) * 256 if model.gated else 4 * model.hidden
+
+
+def _parallelism(
+    fill: _Filling, model: ModelSpec, node: Node, gpus: int
+) -> tuple[ModelSpec, Parallelism, bool]:
+    row = fill.row
+    cp, ep = row.whole("cp") or 1, row.whole("ep") or 1
+    tp, pp = row.whole("tp"), row.whole("pp")
+    if pp is not None and pp > model.layers:
+        fill.assumed.append(f"pp {pp} is more than the {model.layers} layers; 1 assumed")
+        pp = 1
+    zero = _zero(fill)
+    recompute = _recompute(fill)
+    searched = False
+    if tp is None and pp is None and not _SHARDED.search(row.words) and gpus > 1:
+        given = fill.choices.get("split")
+        split = given or _least_split(fill, model, node, gpus, recompute)
+        searched, (tp, pp, cp) = True, split if given else (*split, cp)
+        fill.open.add("split")
+        fill.assumed.append(f"tp {tp}, pp {pp}, cp {cp} searched")
+    tp, pp = tp or 1, pp or 1
+    if gpus % (tp * pp):
+        raise TooLittle(f"tp {tp} * pp {pp} does not divide {gpus} GPUs")
+    cp = cp if gpus % (tp * pp * cp) == 0 else 1
+    dp = gpus // (tp * pp * cp)
+    batch, microbatch, dp = _batch(fill, dp, pp)
+    cp = gpus // (tp * pp * dp)
+    if (dp * cp) % ep:
+        ep = next(size for size in range(ep, 0, -1) if (dp * cp) % size == 0)
+        fill.assumed.append(f"ep {ep} assumed")
+    vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
+    model, vpp = _stages(fill, model, pp, vpp, batch // (dp * microbatch))
+    sequence = tp > 1 and (_sequence(fill) or bool(model.experts))
+    replicas = dp * cp
+    p = Parallelism(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        dp=dp,
+        cp=cp,
+        ep=ep if model.experts else 1,
+        sequence_parallel=sequence,
+        zero=zero if replicas > 1 else min(zero, 1),
+        microbatch=microbatch,
+        global_batch=batch,
+        recompute=recompute,
+        overlap=replicas > 1 and _overlap(fill, zero),
+    )
+    return model, p, searched
+
+
+def _batch(fill: _Filling, dp: int, pp: int) -> tuple[int, int, int]:
+    """Global batch, microbatch and data-parallel size; the printed global batch is trusted."""
+    row = fill.row
+    batch, microbatch = row.whole("global_batch"), row.whole("micro_batch")
+    per_replica = re.search(r"batch per dp (\d+)", row.words)
+    if batch is None and per_replica:
+        batch = int(per_replica.group(1)) * dp
+    if batch is None and pp > 1 and row.whole("grad_accum") is None:
+        raise TooLittle("neither global batch nor accumulation is printed: no pipeline's bubble")
+    if batch is None:
+        batch = dp * (microbatch or 1) * (row.whole("grad_accum") or 1)
+        fill.assumed.append(f"global batch {batch} from micro-batch and accumulation")
+    if batch % dp:
+        fewer = max(size for size in range(1, dp + 1) if batch % size == 0 and dp % size == 0)
+        fill.assumed.append(
+            f"dp {fewer}, not {dp}: global batch {batch} is trusted; the rest is cp"
+        )
+        dp = fewer
+    share = batch // dp
+    if microbatch is None:
+        steps = row.whole("grad_accum")
+        known = steps is not None and share % steps == 0
+        microbatch = share // (steps or 1) if known else fill.choose("microbatch")
+    if share % microbatch:
+        usable = max(size for size in range(1, microbatch + 1) if share % size == 0)
+        fill.assumed.append(f"micro-batch {usable}, not {microbatch}: global batch is trusted")
+        microbatch = usable
+    return batch, microbatch, dp
+
+
+def _stages(
+    fill: _Filling, model: ModelSpec, pp: int, vpp: int, microbatches: int
+) -> tuple[ModelSpec, int]:
+    """Layers that fill the stages, and the chunks that the schedule can interleave."""
+    if vpp > 1 and microbatches % pp:
+        fill.assumed.append(f"vpp 1, not {vpp}: {microbatches} microbatches over pp {pp}")
+        vpp = 1
+    if model.layers % pp:
+        # an embedding or a head takes a layer's place: Megatron's
+        # account_for_embedding_in_pipeline_split, or fewer layers on the outer stages
+        rounded = -(-model.layers // pp) * pp
+        if rounded > model.layers * 1.15:
+            raise TooLittle(f"pp {pp} does not divide {model.layers} layers")
+        fill.assumed.append(f"{rounded} layers' slots for {model.layers} layers on pp {pp}")
+        model = model.resized(layers=rounded)
+    each = model.layers // pp
+    if each % vpp:
+        fewer = max(size for size in range(1, vpp + 1) if each % size == 0)
+        fill.assumed.append(f"vpp {fewer}, not {vpp}: {each} layers a stage")
+        vpp = fewer
+    return model, vpp
+
+
+def _least_split(
+    fill: _Filling, model: ModelSpec, node: Node, gpus: int, recompute: str
+) -> tuple[int, int]:
+    """The smallest tp * pp that fits memory, tensor parallelism inside a node first."""
+    row, batch = fill.row, fill.row.whole("global_batch")
+    steps = row.whole("grad_accum")
+    least = 1
+    if batch and steps and batch % steps == 0:
+        # batch / accumulation = dp * micro-batch, so this much is left for tp, pp and cp
+        least = max(gpus // (batch // steps), 1)
+    options = sorted(
+        (tp * pp, -tp, pp)
+        for tp in (1, 2, 4, 8)
+        for pp in range(1, model.layers + 1)
+        if tp <= node.gpus and gpus % (tp * pp) == 0 and model.layers % pp == 0
+    )
+    for size, minus_tp, pp in options:
+        if size < least:
+            continue
+        try:
+            p = Parallelism(
+                tp=-minus_tp,
+                pp=pp,
+                dp=gpus // size,
+                zero=1,
+                sequence_parallel=minus_tp < -1,
+                global_batch=gpus // size * pp,
+                recompute="full" if recompute == "full" else "none",
+            )
+            p.check(model)
+        except (ValidationError, UserError):
+            continue
+        if row.lora or memory(model, p, node.memory_gib).fits:
+            return -minus_tp, pp
+    raise TooLittle("tp and pp are not printed, and nothing that was searched fits memory")
+
+
+def _zero(fill: _Filling) -> int:
+    words = fill.row.words
+    if re.search(r"shard_grad_op|zero-?2|zero2", words):
+        return 2
+    if _SHARDED.search(words):
+        return 3
+    if re.search(r"zero-?1|distributed.?optimizer", words):
+        return 1
+    if re.search(r"no_shard|\bddp\b", words):
+        return 0
+    if fill.row.early:
+        fill.assumed.append("no distributed optimizer, as in this software's time")
+        return 0
+    return int(fill.choose("zero"))
+
+
+def _recompute(fill: _Filling) -> Any:
+    text = fill.row.text("recompute").lower()
+    if fill.row.cells.get("recompute", "").strip().lower() in ("none", "no", "false", "off"):
+        return "none"
+    for name in ("selective", "full"):
+        if name in text:
+            return name
+    if text in ("yes", "true", "on"):
+        return "full"
+    return fill.choose("recompute")
+
+
+def _sequence(fill: _Filling) -> bool:
+    text = f"{fill.row.text('sequence_parallel')} {fill.row.text('recompute')}".lower()
+    if re.search(r"\b(yes|true|on|1)\b|seqpar", text):
+        return True
+    if re.search(r"\b(no|false|off|0)\b", text):
+        return False
+    if fill.row.early:
+        fill.assumed.append("no sequence parallelism, as in this software's time")
+        return False
+    return bool(fill.choose("sequence_parallel"))
+
+
+def _overlap(fill: _Filling, zero: int) -> bool:
+    words = fill.row.words
+    if zero >= 2 or "overlap-grad-reduce" in words or "full overlap" in words:
+        return True
+    if fill.row.early:
+        fill.assumed.append("no overlap of gradient reduction, as in this software's time")
+        return False
+    return bool(fill.choose("overlap"))

@@ -1,0 +1,212 @@
+"""Rows of published series as they stand in a CSV: cells cleaned, metrics turned to seconds.
+
+The columns are those of `training.csv`; unknown ones are ignored, missing ones and cells that are
+no number count as not printed. Nothing is filled in here, see `simulate.series_plan`.
+"""
+
+import csv
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from spec.errors import UserError
+from spec.files import read_text
+from spec.model import ModelSpec
+
+NEEDED = ("row_id", "metric", "value")
+USES = ("anchor", "test")
+NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated"}
+# Megatron-LM's papers and README tables of 2021 and 2022, and the DeepSpeed branches of it.
+_EARLY = re.compile(
+    r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
+)
+SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def number(cell: str) -> float | None:
+    """A positive finite number such as `1,024`, `8.03B` or `250k`; None for anything else."""
+    text = cell.strip().lower().replace(",", "")
+    factor = 1.0
+    if text and text[-1] in SUFFIXES:
+        factor, text = SUFFIXES[text[-1]], text[:-1]
+    try:
+        value = float(text) * factor
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value > 0 else None
+
+
+def whole(cell: str) -> int | None:
+    """A positive whole number; None for anything else."""
+    value = number(cell)
+    return int(value) if value is not None and value == int(value) and value < 1e15 else None
+
+
+@dataclass(frozen=True)
+class SeriesRow:
+    """One row; `cells` holds every column that it prints."""
+
+    cells: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """A cell's words, empty where the row prints nothing."""
+        cell = self.cells.get(name, "").strip()
+        return "" if cell.lower() in NOTHING else cell
+
+    def whole(self, name: str) -> int | None:
+        """A cell's positive whole number."""
+        return whole(self.cells.get(name, ""))
+
+    def number(self, name: str) -> float | None:
+        """A cell's positive number."""
+        return number(self.cells.get(name, ""))
+
+    @property
+    def row_id(self) -> str:
+        """The case's id."""
+        return self.cells["row_id"].strip()
+
+    @property
+    def pair_id(self) -> str:
+        """The series; empty where the row belongs to none."""
+        return self.text("pair_id")
+
+    @property
+    def use(self) -> str:
+        """`anchor`, `test` or empty."""
+        return self.text("use").lower()
+
+    @cached_property
+    def words(self) -> str:
+        """Everything that may name software or sharding, in lower case."""
+        names = ("source", "model", "sharding", "flags", "notes")
+        return " ".join(self.text(name) for name in names).lower()
+
+    @property
+    def source(self) -> str:
+        """Who published it: `owner/repository`, or the words before a citation."""
+        first = self.text("source")
+        if not first:
+            return "unnamed source"
+        if "mlcommons/training_results" in first:
+            return "mlcommons/training_results"
+        token = first.split()[0]
+        if "/" in token:
+            return token
+        return re.split(r"\s*\(|\s+arXiv", first)[0][:60]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether linear layers run in 8 (or 4) bits."""
+        text = f"{self.text('precision')} {self.text('flags')}".lower()
+        return re.search(r"fp8|float8|fp4", text) is not None
+
+    @property
+    def vendor_expected(self) -> bool:
+        """A vendor's own expected performance, not a measurement: NVIDIA's dgxc-benchmarking."""
+        return "dgxc" in self.source.lower() or self.pair_id.lower().startswith("dgxc")
+
+    @property
+    def early(self) -> bool:
+        """Software of 2021 and 2022: attention not fused, and little overlap by default."""
+        return _EARLY.search(self.words) is not None
+
+    @property
+    def lora(self) -> bool:
+        """Whether only low-rank adapters are trained."""
+        return "lora" in f"{self.words} {self.pair_id.lower()}"
+
+
+def read_rows(path: Path) -> list[SeriesRow]:
+    """The rows of a CSV; UserError names file and line of the first thing that makes it none."""
+    text = read_text(path, "a table of published series").removeprefix("\ufeff")
+    if "\0" in text:
+        raise UserError(f"{path}: has NUL bytes; a CSV with training.csv's columns is expected")
+    lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = [name.strip() for name in lines.fieldnames or ()]
+        lines.fieldnames = header
+        missing = [name for name in NEEDED if name not in header]
+        if missing:
+            raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
+        doubled = [name for name, count in Counter(header).items() if count > 1 and name]
+        if doubled:
+            raise UserError(f"{path}: the column {doubled[0]!r} stands in the header twice")
+        rows = []
+        for cells in lines:
+            if None in cells or None in cells.values():
+                raise UserError(
+                    f"{path}: line {lines.line_num} does not have the header's {len(header)} "
+                    "columns; the file may be half-written"
+                )
+            rows.append(SeriesRow(cells))
+            _check(path, lines.line_num, rows[-1])
+    except csv.Error as error:
+        raise UserError(f"{path}: not valid CSV ({error})") from None
+    if not rows:
+        raise UserError(f"{path}: has a header and no row")
+    ids = Counter(row.row_id for row in rows)
+    row_id, count = ids.most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{path}: row_id {row_id} stands there {count} times; keep one")
+    return rows
+
+
+def _check(path: Path, line: int, row: SeriesRow) -> None:
+    if not row.row_id:
+        raise UserError(f"{path}: line {line} has no row_id")
+    if row.use not in ("", *USES):
+        raise UserError(f"{path}: line {line}: use is {row.use!r}; it must be anchor or test")
+
+
+def metric_kind(name: str) -> str | None:
+    """What a metric's name means: step, tokens, tokens_total, model, hardware or samples."""
+    plain = re.sub(r"\s+", " ", name.strip().lower())
+    if plain.startswith(("step_time_s", "step time")):
+        return "step"
+    if plain.startswith(("tokens/s/gpu", "tokens/sec/gpu", "tokens per second per gpu")):
+        return "tokens"
+    if plain in ("tokens/s total", "tokens/s"):
+        return "tokens_total"
+    if "tflop" in plain and "/gpu" in plain and "aggregate" not in plain:
+        return "hardware" if "hardware" in plain or "recompute" in plain else "model"
+    if plain in ("samples/s total", "samples/s"):
+        return "samples"
+    return None
+
+
+def metric_of(row: SeriesRow) -> tuple[str, float] | None:
+    """The first of a row's metrics that can be turned to seconds, and its value."""
+    for suffix in ("", "2", "3"):
+        kind, value = metric_kind(row.text(f"metric{suffix}")), row.number(f"value{suffix}")
+        if kind is not None and value is not None:
+            return kind, value
+    return None
+
+
+def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str) -> float:
+    """Seconds per step that a row's metric means.
+
+    Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
+    weight and token (arXiv 2104.04473, eq. 3); a source that says so in its notes is taken at its
+    word whatever the metric is called.
+    """
+    found = metric_of(row)
+    assert found is not None
+    kind, value = found
+    again = kind == "hardware" or "includes recompute" in row.words
+    if kind == "step":
+        return value
+    if kind == "samples":
+        return batch / value
+    if kind == "tokens":
+        return batch * model.seq_len / (value * gpus)
+    if kind == "tokens_total":
+        return batch * model.seq_len / value
+    flops = model.step_flops(batch) * (4 / 3 if again and recompute == "full" else 1.0)
+    return flops / (value * 1e12 * gpus)

@@ -1,0 +1,116 @@
+"""What a row leaves out, searched: the split, the micro-batch and the chunks that are fastest.
+
+A published row is a tuned one, so where it does not print these the fastest that fits memory is
+taken, simulated with the calibration as it is. Whether activations are recomputed is read off the
+anchors: the way that asks for the least surprising compute efficiency.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from simulate.memory import memory
+from simulate.series_fit import FACTORS, Calibrations, fit, simulate
+from simulate.series_plan import Choices, Plan, TooLittle, plan
+from spec.errors import UserError
+
+MICROBATCHES = (1, 2, 4, 8, 16)
+CHUNKS = (1, 2, 3, 4, 6, 8)
+# How far memory may be exceeded: what frameworks offload or keep elsewhere is not printed.
+MEMORY_SLACK = 1.25
+
+
+def fits(one: Plan, slack: float = 1.0) -> bool:
+    """Whether a plan fits the memory of its GPUs, `slack` times over."""
+    used = memory(one.model, one.parallelism, one.node.memory_gib)
+    return one.row.lora or used.peak_gib <= used.capacity_gib * slack
+
+
+def replanned(one: Plan, choices: Choices) -> Plan:
+    """The same row under other choices, or as it is where these make no sense for it."""
+    try:
+        return plan(one.row, choices)
+    except TooLittle:
+        return one
+
+
+def fastest(one: Plan, choices: Choices, calibrations: Calibrations) -> dict[str, Any]:
+    """The choices with the row's own open ones replaced by the fastest that fit memory."""
+    best, best_time = dict(choices), inf
+    for candidate in _candidates(one, dict(choices)):
+        try:
+            tried = plan(one.row, candidate)
+            if not fits(tried, MEMORY_SLACK) and candidate != dict(choices):
+                continue
+            times, _ = simulate(tried, calibrations, np.zeros((1, len(FACTORS))))
+        except (TooLittle, UserError):
+            continue
+        seconds = float(times[0]) / tried.parallelism.global_batch
+        if seconds < best_time * 0.999:
+            best, best_time = candidate, seconds
+    return best
+
+
+def _candidates(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield choices
+    for split in _splits(one, choices):
+        for microbatch in MICROBATCHES if "microbatch" in one.open else (None,):
+            chunks = "vpp" in one.open or "split" in one.open
+            for vpp in CHUNKS if chunks and not one.row.early else (None,):
+                given = {"split": split, "microbatch": microbatch, "vpp": vpp}
+                if given["vpp"] not in (None, 1) and one.parallelism.pp == 1 and split is None:
+                    continue
+                yield choices | {name: v for name, v in given.items() if v is not None}
+
+
+def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | None]:
+    """Tensor-, pipeline- and context-parallel sizes to try where none is printed."""
+    if "split" not in one.open or "split" in choices:
+        return [None]
+    gpus, model, row = one.parallelism.gpus, one.model, one.row
+    batch, steps = one.parallelism.global_batch, row.whole("grad_accum")
+    cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
+    found: list[tuple[int, int, int] | None] = []
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 3, 4, 6, 8, 12, 16):
+            for cp in cps:
+                size = tp * pp * cp
+                if tp > one.node.gpus or gpus % size or model.layers % pp:
+                    continue
+                # batch / accumulation = dp * micro-batch
+                if batch % (gpus // size) or (steps and batch // steps < gpus // size):
+                    continue
+                found.append((tp, pp, cp))
+    return found or [None]
+
+
+def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
+    """The choices that all rows of a series share: how they recompute, and their split."""
+    choices: dict[str, Any] = {}
+    members = [*anchors, *tests]
+    if any("recompute" in one.open for one in members):
+        choices["recompute"] = _recompute(anchors, tests, by)
+    searched = [one for one in members if "split" in one.open]
+    printed = any(one.row.whole("grad_accum") for one in searched)
+    if searched and not printed:
+        first = min(searched, key=lambda one: one.parallelism.gpus)
+        choices |= {
+            name: value
+            for name, value in fastest(replanned(first, choices), choices, by).items()
+            if name in ("split", "recompute")
+        }
+    return choices
+
+
+def _recompute(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> str:
+    """Whether a series recomputes: what fits, and of that the more plausible."""
+    possible = []
+    for way in ("none", "full"):
+        moved = [replanned(one, {"recompute": way}) for one in anchors or tests]
+        if not all(fits(one, MEMORY_SLACK) for one in moved):
+            continue
+        surprise = abs(float(fit(moved[:4], by, rounds=2).factors[0])) if anchors else 0.0
+        possible.append((surprise, way))
+    return min(possible)[1] if possible else "full"
