@@ -64,6 +64,8 @@ def open_store(
         print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
     if options.nodes > 1:
         store.note(emulation.note(len(devices), options.nodes))
+    elif any(config.nodes > 1 for config in options.plan.training):
+        store.note("training steps whose column nodes is above 1 ran on emulated nodes")
     plan = {
         "suites": options.suites,
         "models": options.models,

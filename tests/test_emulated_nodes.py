@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from calibrate import fit as fitting
+from calibrate.network import path_of
+from calibrate.networks import Crossing, concurrent, curves
 from simulate import validate
 from simulate.costs import Costs, Draws
 from simulate.validation import predict
@@ -37,25 +39,29 @@ def across_us(kind: str, ranks: int, groups: int, nbytes: int) -> float:
 
 def rows() -> Iterator[CollectiveRow]:
     for kind in COLLECTIVES:
-        for ranks, stride, groups in SPANS:
-            for power in range(10, 29, 2):
-                time = across_us(kind, ranks, groups, 2**power)
-                yield CollectiveRow(
-                    case_id=f"{kind}-{ranks}-{stride}-{groups}-{power}",
-                    role="judge" if power == 16 else "fit",
-                    collective=kind,
-                    backend="nccl",
-                    ranks=ranks,
-                    nodes=2,
-                    stride=stride,
-                    groups=groups,
-                    bytes=2**power,
-                    dtype="bf16",
-                    busbw_gbytes_per_s=2**power * busbw_factor(kind, ranks) / time / 1e3,
-                    repeats=20,
-                    std_us=0.0,
-                    **dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time),
-                )
+        yield from rows_of(kind)
+
+
+def rows_of(kind: str) -> Iterator[CollectiveRow]:
+    for ranks, stride, groups in SPANS:
+        for power in range(10, 29, 2):
+            time = across_us(kind, ranks, groups, 2**power)
+            yield CollectiveRow(
+                case_id=f"{kind}-{ranks}-{stride}-{groups}-{power}",
+                role="judge" if power == 16 else "fit",
+                collective=kind,
+                backend="nccl",
+                ranks=ranks,
+                nodes=2,
+                stride=stride,
+                groups=groups,
+                bytes=2**power,
+                dtype="bf16",
+                busbw_gbytes_per_s=2**power * busbw_factor(kind, ranks) / time / 1e3,
+                repeats=20,
+                std_us=0.0,
+                **dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time),
+            )
 
 
 def with_network(folder: Path, network: NetworkFit) -> Calibration:
@@ -128,6 +134,19 @@ def test_measured_layouts_are_looked_up(
     assert 0 < bandwidth < 0.1
     # farther from the measured sizes an error is likelier
     assert network.spreads(kind, path, 2**16)[0] > latency
+
+
+def test_where_all_groups_send_at_once_those_rows_count(network: NetworkFit) -> None:
+    # four nodes of one device: pairs never share a node, yet share the host's processors
+    spans = {1: 1000.0, 2: 1300.0}
+    rows = [
+        Crossing(one.model_copy(update={"groups": groups, "median_us": time}), path_of(2, 2, 1.0))
+        for one in list(rows_of("all_reduce"))[:1]
+        for groups, time in spans.items()
+    ]
+    assert {concurrent(one.row, per_node=1) for one in rows} == {1}
+    (curve,) = curves(network.model_copy(update={"curves": ()}), rows)
+    assert curve.points[0].time_us == 1300.0
 
 
 def test_few_messages_between_stages_leave_a_node(network: NetworkFit, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command end to end on fake devices: real workers, real gloo, a case that fails, a resume."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("pyarrow")
 
+from measure.imports import arguments_parser as import_options
+from measure.run import arguments_parser as run_options
 from measure.run import main
-from spec.command import run
+from spec.command import Parser, run
 from spec.records import CollectiveRow, KernelRow
 from spec.results import find_result_sets
 
@@ -59,6 +62,21 @@ def test_measures_fails_skips_and_resumes(
     (again,) = find_result_sets(out)
     assert again.table(KernelRow)[0] == kernels[0]
     assert {row.case_id for row in again.table(KernelRow)} == {row.case_id for row in kernels}
+
+
+FROZEN = {
+    run_options: "--suite --model --plan --write-plan --out --system --quick --resume --list "
+    "--budget --emulate-nodes --gpus --wrap --json --progress",
+    import_options: "--system --out --run --env --base-system --collective --model-name --nodes "
+    "--device --skip --set --json",
+}
+
+
+@pytest.mark.parametrize("parser", FROZEN, ids=["run", "imports"])
+def test_options_stay(parser: Callable[[], Parser]) -> None:
+    text = parser().format_help()
+    assert all(option in text for option in FROZEN[parser].split())
+    assert "examples:" in text
 
 
 def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
