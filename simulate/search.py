@@ -40,6 +40,7 @@ EXAMPLES = """examples:
   python -m simulate.search --gpus 32 --model gpt3-175b --against hgx-h100:64 --report search.html
   python -m simulate.search --gpus 8192 --out sweep.jsonl --workers dask://10.0.0.1:8786
 """
+KEEP = 2000  # plans simulated at most, unless asked for
 # What is to be small, from a step's time and its GPUs' power: seconds, joules, joule-seconds.
 OBJECTIVES: dict[str, Callable[[Array, Array], Array]] = {
     "throughput": lambda time, _: time,
@@ -63,7 +64,11 @@ def parser() -> Parser:
         help="mix: the least energy-delay product, joules times seconds of a step",
     )
     group.add_argument(
-        "--keep", type=int, metavar="N", help="simulate only the N most promising in closed form"
+        "--keep",
+        type=int,
+        default=KEEP,
+        metavar="N",
+        help="simulate only the N most promising in closed form (default: %(default)s)",
     )
     group.add_argument(
         "--against",
@@ -272,9 +277,8 @@ def main(words: Sequence[str]) -> int:
     arguments = parser().parse_args(words)
     check_gpus(arguments.gpus)
     for name in ("top", "draws", "keep"):
-        given = getattr(arguments, name)
-        if given is not None and given < 1:
-            raise UserError(f"--{name} is {given}; it must be at least 1")
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
     inputs = read_inputs(arguments)
     if arguments.against:
         other_cluster(arguments.against, inputs, arguments.gpus)  # refused before the work

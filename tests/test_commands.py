@@ -236,6 +236,8 @@ def test_search_lists_plans(command: Any) -> None:
         "256",
         "--top",
         "3",
+        "--keep",
+        "12",
         "--json",
     )
     code, out, err = command("search", *words)

@@ -1,0 +1,147 @@
+"""The report of a study, from its `study/1` JSON alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports.page import COLOURS, Cell, Figure, Section, Table, Text, new_figure, page, svg
+
+Json = Mapping[str, Any]
+Block = Text | Table | Figure
+# parts of a step that are drawn, each with its colour; the rest is one grey part
+PARTS = ("compute", "bubble", "tp_exposed", "pp_exposed", "dp_exposed", "ep_exposed")
+
+
+def render(value: Json) -> str:
+    """The whole page."""
+    points = [one for one in value["points"] if "impossible" not in one]
+    missing = [one for one in value["points"] if "impossible" in one]
+    notes: list[Block] = [
+        Text(f"{one['label']}, {one['series']}: {one['impossible']}", "note") for one in missing
+    ]
+    sections = [Section("Result", [*([_throughput(value, points)] if points else []), *notes])]
+    if points:
+        sections.append(Section("Where the time goes", [_breakdown(value, points)]))
+        sections.append(Section("Links", _links(points)))
+    fabric = f", {value['fabric']} fabric" if value["fabric"] else ""
+    return page(
+        f"{value['study'].capitalize()}: {value['model']}",
+        sections,
+        subtitle=f"{value['question']} {value['node']} nodes{fabric}; calibration "
+        f"{value['calibration']}. Every result on this page is simulated.",
+    )
+
+
+def _interval(one: Json, scale: float = 1.0) -> str:
+    median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
+    return f"{median} [{low}, {high}]"
+
+
+def _throughput(value: Json, points: Sequence[Json]) -> Figure:
+    labels = list(dict.fromkeys(one["label"] for one in points))
+    series = list(dict.fromkeys(one["series"] for one in points))
+    figure, (left, right) = new_figure(8.0, 1.2 + 0.34 * len(labels), columns=2)
+    for axes, name, label in (
+        (left, "tokens_per_s_per_gpu", "tokens/s per GPU (simulated)"),
+        (right, "tokens_per_j", "tokens/J (simulated)"),
+    ):
+        for number, of in enumerate(series):
+            mine = [one for one in points if one["series"] == of]
+            at = [labels.index(one["label"]) + 0.16 * number for one in mine]
+            middle = [one[name]["median"] for one in mine]
+            spread = [
+                [one[name]["median"] - one[name]["low"] for one in mine],
+                [one[name]["high"] - one[name]["median"] for one in mine],
+            ]
+            axes.errorbar(middle, at, xerr=spread, fmt="o", markersize=4, label=of,
+                          color=COLOURS[number], elinewidth=1)  # fmt: skip
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_xlabel(label)
+    left.set_ylabel(value["axis"])
+    right.set_yticklabels([])
+    if len(series) > 1:
+        figure.legend(
+            *left.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
+        )
+    rows = [
+        (
+            one["label"],
+            one["series"],
+            one["parallelism"],
+            _interval(one["step_time_s"]),
+            _interval(one["tokens_per_s_per_gpu"]),
+            f"{one['mfu']['median']:.1%}",
+            _interval(one["tokens_per_j"]),
+            _interval(one["power_w_per_gpu"]),
+        )
+        for one in points
+    ]
+    columns = (value["axis"], "", "plan", "step, s", "tokens/s per GPU", "MFU", "tokens/J", "W")
+    return Figure(svg(figure, "throughput"), "Medians and 90 % intervals", Table(columns, rows))
+
+
+def _breakdown(value: Json, points: Sequence[Json]) -> Figure:
+    figure, (axes,) = new_figure(7.4, 1.4 + 0.3 * len(points))
+    names = [f"{one['label']}, {one['series']}" for one in points]
+    several = len({one["series"] for one in points}) > 1
+    shown = names if several else [one["label"] for one in points]
+    begin = [0.0] * len(points)
+    groups: dict[str, list[float]] = {}
+    for one in points:
+        step = one["step_time_s"]["median"]
+        shares = {part: one["breakdown_s"][part] / step for part in PARTS}
+        for part, share in (shares | {"other": 1 - sum(shares.values())}).items():
+            groups.setdefault(part, []).append(share * 100)
+    for number, (part, shares_of) in enumerate(groups.items()):
+        if max(shares_of) < 0.05:
+            continue
+        colour = COLOURS[number] if number < len(COLOURS) else "#888888"
+        axes.barh(range(len(points)), shares_of, left=begin, color=colour, label=part, height=0.7)
+        begin = [a + b for a, b in zip(begin, shares_of, strict=True)]
+    axes.set_yticks(range(len(points)), shown)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("% of the step (simulated)")
+    axes.set_ylabel(value["axis"] if not several else "")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    rows: list[tuple[Cell, ...]] = [
+        (name, *(groups[part][index] for part in groups)) for index, name in enumerate(names)
+    ]
+    caption = "Parts of the central estimate; other: optimizer, stragglers, host, context ring"
+    return Figure(svg(figure, "breakdown"), caption, Table(("", *groups), rows))
+
+
+def _links(points: Sequence[Json]) -> list[Block]:
+    tiers: list[tuple[Cell, ...]] = []
+    messages: list[tuple[Cell, ...]] = []
+    for one in points:
+        name = f"{one['label']}, {one['series']}"
+        for tier in one["fabric"]:
+            sending = tier["while_sending"]
+            tiers.append(
+                (
+                    name,
+                    tier["tier"],
+                    f"{tier['utilisation']:.1%}",
+                    f"{sending:.0%}" if sending is not None else "",
+                    tier["saturated"],
+                )
+            )
+            messages += [
+                (
+                    name,
+                    f"{message['axis'].upper()} {message['collective']}",
+                    message["tier"],
+                    message["bytes"] / 2**20,
+                    message["from_bytes"] / 2**20,
+                    message["from_microbatch"],
+                )
+                for message in tier["messages"]
+            ]
+    columns = ("", "tier", "used over the step", "while sending", "saturated")
+    head = ("", "message", "busiest tier", "MiB", "bound by links from MiB", "from microbatch")
+    return [
+        Table(columns, tiers, "A tier is saturated from four fifths of its rate on"),
+        Table(head, messages, "Below the size its time is launches and latencies, not links"),
+    ]

@@ -1,0 +1,258 @@
+"""`python -m simulate.study`: named studies, each a question put to the simulator."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from reports.study import render
+from simulate.inputs import (
+    Inputs,
+    add_inputs,
+    add_parallelism,
+    check_gpus,
+    fixed_parallelism,
+    read_batch,
+    read_inputs,
+)
+from simulate.plans import search
+from simulate.projection import Projection, Request, project
+from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.errors import UserError
+from spec.files import first_problem, write_text
+from spec.hardware import Fabric
+from spec.parallelism import Parallelism
+from topologies import fabric_names, load_fabric
+
+EXAMPLES = """examples:
+  python -m simulate.study --list
+  python -m simulate.study scaling --model llama3-70b
+  python -m simulate.study fabrics --gpus 1024 --model mixtral-8x7b --json
+  python -m simulate.study microbatch --gpus 64 --tp 8 --pp 4 --report microbatch.html
+"""
+COUNTS = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072)
+MICROBATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a study: what to project, or why that is not possible."""
+
+    series: str
+    label: str
+    request: Callable[[], Request]  # raises UserError where the point is impossible
+
+
+Cases = Iterator[Case]
+
+
+def request(inputs: Inputs, p: Parallelism, draws: int, chosen: str = "given") -> Request:
+    """A projection of the study's inputs."""
+    i = inputs
+    return Request(
+        i.model, p, i.node, i.fabric, i.calibration, i.calibration_path, draws, chosen=chosen
+    )
+
+
+def fastest(
+    inputs: Inputs, gpus: int, arguments: argparse.Namespace, times: int = 1, **more: Any
+) -> Parallelism:
+    """The fastest parallelism that fits, with what the user fixed and `more` where not.
+
+    `times` multiplies the global batch.
+    """
+    i, batch = inputs, read_batch(arguments, gpus) * times
+    fixed = more | fixed_parallelism(arguments)
+    return search(i.model, gpus, batch, i.node, i.fabric, i.calibration, fixed).best[0].parallelism
+
+
+def changed(p: Parallelism, **fields: Any) -> Parallelism:
+    """`p` with other fields, checked."""
+    try:
+        return Parallelism.model_validate(p.model_dump() | fields)
+    except ValidationError as error:
+        raise UserError(first_problem(error)) from None
+
+
+def scaling(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
+    """How throughput per GPU falls from 8 to 131,072 GPUs, each with its fastest parallelism."""
+    for gpus in COUNTS:
+
+        def at(gpus: int = gpus) -> Request:
+            p = fastest(inputs, gpus, arguments)
+            return request(inputs, p, arguments.draws, "searched")
+
+        yield Case("fastest parallelism", f"{gpus:,}", at)
+
+
+def fabrics(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
+    """The same job on every named fabric: what the network costs, and which tier saturates."""
+    p = fastest(inputs, arguments.gpus, arguments)
+    protocols = {network.protocol for network in inputs.calibration.networks}
+    for name in fabric_names():
+        fabric = load_fabric(name)
+        if fabric.protocol not in protocols or fabric.protocol == "tcp":  # emulated nodes
+            continue
+
+        def at(fabric: Fabric = fabric) -> Request:
+            return request(replace(inputs, fabric=fabric), p, arguments.draws)
+
+        yield Case("same parallelism", name, at)
+
+
+def microbatch(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
+    """Larger microbatches: their own effect, told apart from that of the bubble.
+
+    At a fixed global batch a larger microbatch means fewer of them, and so a longer bubble; with a
+    fixed number of microbatches the bubble stays and the batch grows, from the same plan with 1.
+    """
+    base = _with_room(inputs, arguments)
+    for size in MICROBATCHES:
+        for series, batch in (
+            ("fixed global batch", base.global_batch),
+            ("fixed number of microbatches", base.global_batch * size),
+        ):
+
+            def at(size: int = size, batch: int = batch) -> Request:
+                return request(
+                    inputs, changed(base, microbatch=size, global_batch=batch), arguments.draws
+                )
+
+            yield Case(series, f"{size}", at)
+
+
+def _with_room(inputs: Inputs, arguments: argparse.Namespace) -> Parallelism:
+    """The fastest parallelism of those that hold large microbatches, here with the smallest."""
+    for size in (8, 4, 2):
+        with suppress(UserError):
+            p = fastest(inputs, arguments.gpus, arguments, times=size, microbatch=size)
+            return changed(p, microbatch=1, global_batch=p.global_batch // size)
+    return fastest(inputs, arguments.gpus, arguments)
+
+
+def switches(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
+    """Recomputation and overlap, each on and off; a switch without effect is said, not plotted."""
+    base = fastest(inputs, arguments.gpus, arguments)
+    for overlap in (False, True):
+        for recompute in ("none", "selective", "full"):
+
+            def at(overlap: bool = overlap, recompute: str = recompute) -> Request:
+                p = changed(base, overlap=overlap, recompute=recompute)
+                return request(inputs, p, arguments.draws)
+
+            yield Case("with overlap" if overlap else "without overlap", recompute, at)
+
+
+STUDIES: dict[str, tuple[str, Callable[[Inputs, argparse.Namespace], Cases]]] = {
+    "scaling": ("GPUs", scaling),
+    "fabrics": ("fabric", fabrics),
+    "microbatch": ("sequences per microbatch", microbatch),
+    "switches": ("recomputation", switches),
+}
+
+
+def parser() -> Parser:
+    """The command's options."""
+    options = Parser(prog="python -m simulate.study", description=__doc__, epilog=EXAMPLES)
+    options.add_argument("study", nargs="?", metavar="NAME", help=", ".join(STUDIES))
+    options.add_argument("--list", action="store_true", help="the studies and their questions")
+    options.add_argument("--gpus", type=int, default=1024, metavar="N", help="default: %(default)s")
+    add_inputs(options)
+    add_parallelism(options)
+    options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    options.add_argument("--report", metavar="FILE.html", help="default: studies/NAME.html")
+    add_json(options)
+    add_progress(options)
+    return options
+
+
+def point(case: Case) -> dict[str, Any]:
+    """What a study keeps of a projection; where none is possible, the reason."""
+    about = {"series": case.series, "label": case.label}
+    try:
+        projection = project(case.request())
+        if not projection.memory.fits:
+            peak, capacity = projection.memory.peak_gib, projection.memory.capacity_gib
+            raise UserError(f"needs {peak:.0f} GiB a GPU of {capacity:.0f} GiB")
+    except UserError as error:
+        return about | {"impossible": str(error)}
+    return about | kept(projection)
+
+
+def kept(projection: Projection) -> dict[str, Any]:
+    """The figures of a point."""
+    value = projection.as_json()
+    p = value["inputs"]["parallelism"]
+    names = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j", "power_w_per_gpu")
+    return {
+        "gpus": value["inputs"]["gpus"],
+        "parallelism": p["name"],
+        "global_batch": p["global_batch"],
+        "breakdown_s": value["breakdown_s"],
+        "fabric": value["fabric"],
+    } | {name: value[name] for name in names}
+
+
+def table(value: dict[str, Any]) -> str:
+    """The terminal summary."""
+    lines = [value["question"], ""]
+    for one in value["points"]:
+        head = f"{one['series']:30} {one['label']:>22}  "
+        if "impossible" in one:
+            lines.append(head + one["impossible"])
+            continue
+        rate, mfu = one["tokens_per_s_per_gpu"], one["mfu"]["median"]
+        busy = [tier["tier"] for tier in one["fabric"] if tier["saturated"]]
+        lines.append(
+            f"{head}{rate['median']:7.1f} [{rate['low']:.1f}, {rate['high']:.1f}] tokens/s/GPU  "
+            f"MFU {mfu:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  {one['parallelism']}"
+            + (f"  saturated: {', '.join(busy)}" if busy else "")
+        )
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command."""
+    arguments = parser().parse_args(words)
+    if arguments.list or arguments.study is None:
+        listed = {name: _question(work) for name, (_, work) in STUDIES.items()}
+        text = "\n".join(f"{name:12} {question}" for name, question in listed.items())
+        emit(arguments.json, {"schema": "studies/1", "studies": listed}, text)
+        return 0
+    if arguments.study not in STUDIES:
+        raise UserError(f"study {arguments.study!r} is none of {', '.join(STUDIES)}")
+    check_gpus(arguments.gpus)
+    if arguments.draws < 1:
+        raise UserError(f"--draws is {arguments.draws}; it must be at least 1")
+    inputs = read_inputs(arguments)
+    axis, work = STUDIES[arguments.study]
+    cases = list(work(inputs, arguments))
+    bar = progress(cases, len(cases), arguments.study, arguments.progress)
+    value = {
+        "schema": "study/1",
+        "study": arguments.study,
+        "question": _question(work),
+        "axis": axis,
+        "model": inputs.model.name,
+        "node": inputs.node.name,
+        "fabric": None if arguments.study == "fabrics" else inputs.fabric.name,
+        "calibration": inputs.calibration_path.as_posix(),
+        "points": [point(case) for case in bar],
+    }
+    report = Path(arguments.report or f"studies/{arguments.study}.html")
+    write_text(report, render(value))
+    emit(arguments.json, value, f"{table(value)}\n\nwritten {report}")
+    return 0
+
+
+def _question(work: Callable[..., Cases]) -> str:
+    return (work.__doc__ or "").partition("\n\n")[0].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,88 @@
+"""Named studies: what they compare, what they cannot, and their reports."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulate import study
+from spec.command import run
+from spec.files import write_json
+from tests.made_up import calibration_json
+
+SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--draws=5", "--json")
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    write_json(tmp_path / "results" / "4x-h200" / "calibration.json", calibration_json())
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, Any, str]:
+        code = run(study.main, words)
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out) if code == 0 else captured.out, captured.err
+
+    return call
+
+
+def test_studies_are_listed_with_their_questions(command: Any) -> None:
+    code, value, _ = command("--list", "--json")
+    assert code == 0
+    assert set(value["studies"]) == set(study.STUDIES)
+    assert all(question.endswith(".") for question in value["studies"].values())
+
+
+@pytest.mark.parametrize("name", study.STUDIES)
+def test_every_study_answers(
+    command: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "COUNTS", (8, 64, 1024))
+    code, value, err = command(name, *SMALL)
+    assert code == 0, err
+    assert value["schema"] == "study/1"
+    points = [one for one in value["points"] if "impossible" not in one]
+    assert len(points) >= 3
+    for one in points:
+        step = one["step_time_s"]["median"]
+        assert sum(one["breakdown_s"].values()) == pytest.approx(step)
+        assert one["fabric"][0]["tier"] == "scale-up"
+    page = (tmp_path / f"studies/{name}.html").read_text()
+    assert "Where the time goes" in page
+
+
+def test_microbatches_are_told_apart_from_the_bubble(command: Any) -> None:
+    words = ("--tp=2", "--pp=4", "--vpp=1", "--recompute=full", "--global-batch=32")
+    _, value, _ = command("microbatch", *SMALL, *words)
+    shares: dict[str, list[float]] = {}
+    for one in value["points"]:
+        if "impossible" not in one:
+            step = one["step_time_s"]["median"]
+            shares.setdefault(one["series"], []).append(one["breakdown_s"]["bubble"] / step)
+    fixed, growing = shares["fixed global batch"], shares["fixed number of microbatches"]
+    assert fixed == sorted(fixed)
+    assert fixed[-1] > 2 * fixed[0]
+    assert max(growing) < 1.3 * min(growing)
+
+
+def test_a_switch_without_effect_is_said(command: Any) -> None:
+    _, value, _ = command("switches", *SMALL, "--tp=8", "--pp=2", "--microbatch=1")
+    impossible = {one["series"]: one["impossible"] for one in value["points"][3:]}
+    assert impossible == {"with overlap": "overlap has nothing to hide with dp 1; leave it off"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("power",), "study 'power' is none of scaling, fabrics"),
+        (("scaling", "--gpus", "0"), "--gpus is 0"),
+        (("scaling", "--draws", "0"), "--draws is 0"),
+    ],
+)
+def test_wrong_requests_get_a_sentence(command: Any, words: Any, sentence: str) -> None:
+    code, out, err = command(*words)
+    assert code == 2
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert out == ""
