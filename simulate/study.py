@@ -1,6 +1,7 @@
 """`python -m simulate.study`: named studies, each a question put to the simulator."""
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
+from simulate.memory import memory
 from simulate.plans import search
 from simulate.projection import Projection, Request, project
 from spec.command import Parser, add_json, add_progress, emit, progress, run
@@ -36,7 +38,7 @@ EXAMPLES = """examples:
   python -m simulate.study microbatch --gpus 64 --tp 8 --pp 4 --report microbatch.html
 """
 COUNTS = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072)
-MICROBATCHES = (1, 2, 4, 8, 16)
+MICROBATCHES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,9 @@ def request(inputs: Inputs, p: Parallelism, draws: int, chosen: str = "given") -
     )
 
 
-def fastest(
-    inputs: Inputs, gpus: int, arguments: argparse.Namespace, times: int = 1, **more: Any
-) -> Parallelism:
-    """The fastest parallelism that fits, with what the user fixed and `more` where not.
-
-    `times` multiplies the global batch.
-    """
-    i, batch = inputs, read_batch(arguments, gpus) * times
+def fastest(inputs: Inputs, gpus: int, arguments: argparse.Namespace, **more: Any) -> Parallelism:
+    """The fastest parallelism that fits, with what the user fixed and `more` where not."""
+    i, batch = inputs, read_batch(arguments, gpus)
     fixed = more | fixed_parallelism(arguments)
     return search(i.model, gpus, batch, i.node, i.fabric, i.calibration, fixed).best[0].parallelism
 
@@ -128,10 +125,13 @@ def microbatch(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
 
 def _with_room(inputs: Inputs, arguments: argparse.Namespace) -> Parallelism:
     """The fastest parallelism of those that hold large microbatches, here with the smallest."""
-    for size in (8, 4, 2):
+    for size, recompute in itertools.product((8, 4, 2), ("none", "selective", "full")):
+        fixed = {"microbatch": size, "vpp": 1, "recompute": recompute}
         with suppress(UserError):
-            p = fastest(inputs, arguments.gpus, arguments, times=size, microbatch=size)
-            return changed(p, microbatch=1, global_batch=p.global_batch // size)
+            p = fastest(inputs, arguments.gpus, arguments, **fixed)
+            more = changed(p, global_batch=p.global_batch * size)
+            if memory(inputs.model, more, inputs.node.memory_gib).fits:
+                return changed(p, microbatch=1)
     return fastest(inputs, arguments.gpus, arguments)
 
 
