@@ -21,7 +21,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
-from calibrate.own_exponents import fit_own_exponents
+from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
 from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
@@ -212,6 +212,9 @@ def fit_clock(
                 "assumed",
                 f"{share:.0%} of {state.room_reason}; no telemetry of it",
             )
+    rows = [row for _, row in evidence.rows(KernelRow)]
+    bend = fit_bend(evidence, state, rows, ledger)
+    jitter_sd, jitter_mean = fit_jitter(evidence, rows, ledger)
     return ClockFit(
         reference_mhz=rounded(state.reference_mhz),
         max_mhz=rounded(state.reference_mhz),
@@ -222,6 +225,10 @@ def fit_clock(
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
         device_spread_sd=rounded(device_spread(evidence, state, ledger)),
+        product_bend=rounded(bend.per_log),
+        sustained_mhz=bend.sustained_mhz,
+        jitter_sd=rounded(jitter_sd),
+        jitter_mean=rounded(jitter_mean),
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
     )
 

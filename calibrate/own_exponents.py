@@ -8,13 +8,14 @@ burst that follows a product under the power cap starts at a lowered clock, so c
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import log
 
 import numpy as np
 
 from calibrate.evidence import Z90, Evidence, Ledger
-from calibrate.state import SHORT_US, ClockState
+from calibrate.state import LARGE_US, SHORT_US, ClockState
 from spec.kernel import parse_kernel
 from spec.records import KernelRow
 
@@ -51,6 +52,83 @@ def fit_own_exponents(
     compute = state.exponents[True]
     for key in sorted(key for key in keys if key[0] == "attention"):
         _note(evidence, state, ledger, key, pairs.get(key, []), compute)
+
+
+@dataclass(frozen=True)
+class Bend:
+    """How products' exponent changes between the sustained and the largest clock."""
+
+    per_log: float = 0.0  # `ClockFit.product_bend`
+    sustained_mhz: float | None = None
+
+
+def fit_bend(
+    evidence: Evidence, state: ClockState, rows: Sequence[KernelRow], ledger: Ledger
+) -> Bend:
+    """From products sustained twice, on two devices or visits: their exponent where the cap acts.
+
+    The one exponent of `calibrate.exponents` leads from there to bursts at the largest clock.
+    """
+    shapes: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
+    for row in rows:
+        if row.clock_mhz and _capped(row):
+            shapes[row.direction, row.dtype, row.shape].append(row)
+    pairs = [
+        (log((a.clock_mhz or 1.0) / (b.clock_mhz or 1.0)), log(b.median_us / a.median_us))
+        for same in shapes.values()
+        for a, b in combinations(same, 2)
+    ]
+    steps, slower = np.array(pairs).reshape(-1, 2).T
+    if len(pairs) < LEAST or float(steps @ steps) < LEAST * APART**2:
+        return Bend()
+    sustained = float(np.median([row.clock_mhz or 1.0 for same in shapes.values() for row in same]))
+    span = log(state.reference_mhz / sustained)
+    if span < 10 * APART:
+        return Bend()
+    local = float(steps @ slower) / float(steps @ steps)
+    sd = float(np.sqrt(np.mean((slower - local * steps) ** 2) / float(steps @ steps)))
+    # where the sustained clock meets a slope of `local`; no further than a flat top end
+    per_log = float(
+        np.clip((local - state.exponents[True]) / span, 0.0, state.exponents[True] / span)
+    )
+    ledger.note(
+        "clock.product_bend",
+        per_log,
+        "1/log",
+        (max(per_log - Z90 * sd / span, 0.0), per_log + Z90 * sd / span),
+        "measured",
+        f"{evidence.where(KernelRow, len(pairs))}: products sustained on two devices or visits go "
+        f"with the clock to the power {local:.2f}",
+    )
+    return Bend(per_log, sustained)
+
+
+def fit_jitter(
+    evidence: Evidence, rows: Sequence[KernelRow], ledger: Ledger
+) -> tuple[float, float]:
+    """Spread of batches of about 20 ms of one sustained product, and its mean over its median.
+
+    The regulator hunts: under the cap the same product is slower and faster by some percent.
+    """
+    capped = [row for row in rows if _capped(row)]
+    if len(capped) < LEAST:
+        return 0.0, 0.0
+    where = f"{evidence.where(KernelRow, len(capped))}: batches of products that the cap slowed"
+    found = []
+    for name, values in (
+        ("jitter_sd", [log(row.p90_us / row.p10_us) / (2 * 1.2816) for row in capped]),
+        ("jitter_mean", [max(log(row.mean_us / row.median_us), 0.0) for row in capped]),
+    ):
+        low, high = np.quantile(values, [0.05, 0.95])
+        value = float(np.mean(values))
+        interval = (float(low), float(high))
+        found.append(ledger.note(f"clock.{name}", value, "log", interval, "measured", where))
+    return found[0], found[1]
+
+
+def _capped(row: KernelRow) -> bool:
+    large = row.op == "gemm" and row.state == "sustained" and row.median_us >= LARGE_US
+    return large and "power_cap" in (row.throttle or "")
 
 
 def _note(

@@ -20,7 +20,7 @@ from spec.collective import Collective, busbw_factor
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
-from spec.kernel_fit import launches
+from spec.kernel_fit import KernelFit, launches
 from spec.parallelism import Parallelism
 from spec.step import Part
 from topologies.placement import group_path
@@ -208,8 +208,15 @@ class Costs:
             time, sd = fit.time_us(kernel.dims)
             spread = self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
             self._reference[kernel] = np.asarray(time * spread)
-        clock = self.clock_ratio**fit.clock_exponent
-        return np.asarray(self._reference[kernel] * clock)
+        return np.asarray(self._reference[kernel] * self._slower(fit))
+
+    def _slower(self, fit: KernelFit) -> float:
+        """How many times as long as at the reference clock a kernel lasts."""
+        slower = self.clock_ratio**fit.clock_exponent
+        if fit.op in ("gemm", "grouped_gemm"):
+            clock = self.calibration.clock
+            slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
+        return float(slower)
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]
@@ -274,7 +281,7 @@ class Costs:
         if not fit.tflops:
             return Energy(memory=watt_us)
         started_us = fit.launch_us * launches(kernel)
-        at_reference_us = time_us / self.clock_ratio**fit.clock_exponent
+        at_reference_us = time_us / self._slower(fit)
         idle = (1 - BUSY_SHARE) * min(started_us / at_reference_us, 1.0)
         return Energy(compute=watt_us * (1 - idle))
 

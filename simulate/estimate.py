@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Costs, Draws, Energy
-from simulate.pricing import LayerClock, PricedStep, kept_share, layer_clock, layer_us, price
+from simulate.pricing import (
+    REGULATION_US,
+    LayerClock,
+    PricedStep,
+    kept_share,
+    layer_clock,
+    layer_us,
+    price,
+    product_share,
+)
 from simulate.schedule import ScheduleName, graph
 from simulate.timeline import Timeline, execute
 from spec.calibration import Calibration, Parameter
@@ -196,10 +205,10 @@ class StepSimulator:
             pipeline = graph(p.pp, p.microbatches, p.vpp, self.schedule)
             undelayed = execute(pipeline, duration, np.zeros(1))
         updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
-        straggler = self._straggler(finish)
+        busiest = int(timeline.busy[:, 0].argmax())
+        straggler = self._straggler(finish, busiest)
         step_us = finish * self._common_factor() + straggler
 
-        busiest = int(timeline.busy[:, 0].argmax())
         mine = [
             (cost, p.microbatches)
             for (stage, _, _), cost in priced.passes.items()
@@ -311,22 +320,29 @@ class StepSimulator:
             * draws.factor("scale", SCALE_SD_PER_DOUBLING * self._doublings())
         )
 
-    def _straggler(self, finish: Array) -> Array:
+    def _straggler(self, finish: Array, stage: int) -> Array:
         """Extra time because all wait for the slowest GPU.
 
         A balanced pipeline takes (m - 1) * slowest stage + the sum of its stages, so a share
         (m - 1) / (m + p - 1) of its time goes at the pace of the slowest of all GPUs, the rest at
-        the mean over its stages of their slowest GPUs: at least the slowest of a tensor-parallel
-        group, and of all replicas the one where that mean is largest.
+        that of the slowest of a tensor-parallel group. Persistent differences between devices; and
+        while the cap acts on `stage`, what it makes of products for some tens of milliseconds: a
+        tensor-parallel group waits for its slowest at every collective, others average over a step.
         """
-        p, draws = self.p, self._costs.draws
+        p, draws, fit = self.p, self._costs.draws, self.calibration.clock
         worst = WORST_DEVIATION * draws.factor("worst deviation", WORST_DEVIATION_SD)
         everywhere = np.minimum(expected_maximum(p.gpus), worst)
-        slowest = max(expected_maximum(p.tp), expected_maximum(p.gpus // p.pp) / p.pp**0.5)
-        group = np.minimum(slowest, worst)
+        group = np.minimum(expected_maximum(p.tp), worst)
         steady = (p.microbatches * p.vpp - 1) / (p.microbatches * p.vpp + p.pp - 1)
         deviation = steady * everywhere + (1 - steady) * group
-        return np.asarray(finish * self.calibration.clock.device_spread_sd * deviation)
+        late = finish * fit.device_spread_sd * deviation
+        if self.priced.stages[stage].clock_mhz < fit.max_mhz and fit.cap_w is not None:
+            windows = np.maximum(finish / REGULATION_US, 1.0)
+            slower = fit.jitter_mean + fit.jitter_sd * (
+                group + np.minimum(expected_maximum(p.gpus // p.tp), worst) / np.sqrt(windows)
+            )
+            late = late + finish * product_share(self.priced, stage, float(finish[0])) * slower
+        return np.asarray(late)
 
     def _modelled_share(self) -> float:
         """Share of a layer's kernel time in shapes that were not measured."""

@@ -234,6 +234,18 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     return LayerClock(clock, compute_w, beside_w)
 
 
+def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
+    """Share of a step in which a GPU of `stage` runs layers' products, which the cap slows."""
+    prices, products = priced.stages[stage], 0.0
+    for segment in prices.segments["layer"]:
+        for kernel in (kernel for part in segment.parts for kernel in part.kernels):
+            if priced.costs.calibration.kernel(kernel).tflops:
+                products += float(prices.costs.kernel_us(kernel)[0])
+    p = priced.parallelism
+    layers = p.stage_layers(priced.model)[stage] * p.microbatches
+    return min(layers * products / step_us, 1.0)
+
+
 def step_clock_mhz(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     """Clock of a step without pauses, see `layer_clock`."""
     return layer_clock(model, p, costs).clock_mhz

@@ -10,6 +10,7 @@ too.
 """
 
 from functools import cached_property
+from math import exp, log
 from pathlib import Path
 from typing import Literal
 
@@ -113,6 +114,18 @@ class ClockFit(Record):
     communication_w: NonNegative = Field(description="above idle, while only communicating")
     waiting_w: NonNegative = Field(description="above idle, while waiting for a peer")
     device_spread_sd: NonNegative = Field(description="sustained clock, one device to another")
+    product_bend: NonNegative = Field(
+        default=0.0, description="see `product_factor`; how far the exponent changes with the clock"
+    )
+    sustained_mhz: Positive | None = Field(
+        default=None, description="clock of products that ran sustained under the cap"
+    )
+    jitter_sd: NonNegative = Field(
+        default=0.0, description="speed under the cap, from some tens of milliseconds to the next"
+    )
+    jitter_mean: NonNegative = Field(
+        default=0.0, description="mean duration under the cap beyond the median, a share"
+    )
     visit_sd: NonNegative = Field(description="whole speed, one visit to the machine to another")
 
     @property
@@ -127,6 +140,19 @@ class ClockFit(Record):
         room = max(self.cap_w - self.idle_w - memory_w, 1.0)
         allowed = self.reference_mhz * float((room / compute_w) ** (1 / self.power_exponent))
         return min(self.max_mhz, allowed)
+
+    def product_factor(self, clock_mhz: float) -> float:
+        """What products at a clock last beside what their one exponent says.
+
+        It leads from the sustained clock, where durations go with a larger exponent, to the largest
+        one, where they hardly change. In between products are faster by
+        exp(-product_bend * x * (X - x)), x and X logarithms of largest over this and sustained.
+        """
+        if not self.product_bend or self.sustained_mhz is None:
+            return 1.0
+        whole = log(self.reference_mhz / self.sustained_mhz)
+        x = min(max(log(self.reference_mhz / clock_mhz), 0.0), whole)
+        return exp(-self.product_bend * x * (whole - x))
 
     def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:
         """Board power of those kernels at a clock."""
