@@ -4,26 +4,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.page import COLOURS, INK, Badge, Figure, Section, Table, Text, new_figure, page, svg
+from reports.series import sections as series_sections
 
+MEAN = "mean over sources"
+HEADLINE = "means over sources, without vendor-expected and FP8 rows where there are others"
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
 
 
 def render(value: Json) -> str:
     """The whole page."""
-    cases, every = value["cases"], value["summary"]["all"]
-    forecast = value.get("forecast")
+    cases, forecast = value["cases"], value.get("forecast")
+    series = "series" in value
+    summary = value["summary"]
+    every = summary.get(MEAN, summary["all"]) if series else summary["all"]
     sections = [
         Section("Errors, with baselines on the same rows", [*_notes(value), _summary(value)]),
         Section("Every case", [_scatter(cases), _residuals(cases)]),
         Section("Worst cases", [_worst(cases)]),
+        *(series_sections(value) if series else ()),
         Section("All numbers", [_table(cases)]),
     ]
     held = every["coverage_90"]
+    title = "Forecast against measurement" if forecast else "Simulated against measured"
+    subtitle = f"{every['n']} training configurations; the calibration never saw a training step"
+    if series:
+        title = "Published series, projected from their anchors"
+        subtitle = f"{len(cases)} rows that nothing was fitted on; large: {HEADLINE}"
     return page(
-        "Forecast against measurement" if forecast else "Simulated against measured",
+        title,
         sections,
-        subtitle=f"{every['n']} training configurations; the calibration never saw a training step",
+        subtitle=subtitle,
         facts=(
             ("mean absolute error", percent(every["mape"])),
             ("worst", percent(every["max_ape"])),
@@ -63,6 +74,15 @@ def _notes(value: Json) -> list[Block]:
                 f"{held['high']:.0%} (95 % Clopper-Pearson). 90 % is meant."
             )
         )
+    if "series" in value:
+        blocks.append(
+            Text(
+                "Constant rate: the model-FLOP/s per GPU of the series' anchors (their geometric "
+                "mean), scaled with layers and tokens. Nearest row: the anchor with the most "
+                "similar configuration. No row is used for its own projection or baseline."
+            )
+        )
+        return blocks
     blocks.append(
         Text(
             "Constant rate: the model-FLOP/s per GPU of the same model's row with the fewest GPUs. "

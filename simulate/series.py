@@ -70,6 +70,9 @@ def series_validation(
         found, system = judged(one, calibrations)
         entries += found
         fitted[one.name] = system.as_json() | {"borrowed": one.borrowed}
+    order = {row.row_id: place for place, row in enumerate(rows)}
+    entries.sort(key=lambda entry: order[entry["id"]])
+    skipped.sort(key=lambda entry: order[entry["id"]])
     if not entries:
         reasons = {entry["reason"] for entry in skipped}
         raise UserError(
@@ -203,6 +206,7 @@ def _entry(
         "vendor_expected": row.vendor_expected,
         "anchored": bool(anchors),
         "doublings": projected.doublings,
+        "changes": min((changes(one, other) for other in anchors), default=0),
         "assumed": list(one.assumed),
     }
     if anchors:
@@ -280,8 +284,8 @@ def title(value: dict[str, Any]) -> str:
         f"anchor rows; {len(value['skipped'])} rows skipped (reasons in the JSON and the report)"
     ]
     lines += [
-        f"{one['doublings']} doublings beyond the anchors: {one['n']} rows, error {one['mape']:.1%}, "
-        f"constant rate {one['baseline_mape']:.1%}"
+        f"{one['doublings']} doublings beyond the anchors: {one['n']} rows, "
+        f"error {one['mape']:.1%}, constant rate {one['baseline_mape']:.1%}"
         for one in value["scale"]
     ]
     return "\n".join(lines)

@@ -46,6 +46,7 @@ ROW_SD = 0.02
 # adds; learned from series cut at a scale and judged beyond it, see docs/series.md.
 SCALE_SD_PER_DOUBLING = 0.012
 CHANGE_SD = 0.03
+NEW_AXIS_SD = 0.1  # an axis that no anchor uses: another code path of the framework
 SEARCHED_SD = 0.1
 _CHANGES = ("tp", "pp", "vpp", "cp", "ep", "microbatch", "zero", "recompute", "sequence_parallel")
 _SHAPES = ("layers", "hidden", "seq_len", "experts")
@@ -55,14 +56,20 @@ class Shifts(Draws):
     """Draws whose factors are set, not drawn: one entry per vector of log factors."""
 
     def __init__(
-        self, points: Array, latency_sd: float, efficiency_sd: float, frozen: bool = False
+        self,
+        points: Array,
+        latency_sd: float,
+        efficiency_sd: float,
+        frozen: bool = False,
+        graphs: bool = False,
     ) -> None:
         """`points` is (entries, factors); the spreads are those of the network model.
 
-        `frozen` weights have no gradient: those kernels take no time.
+        `frozen` weights have no gradient: those kernels take no time. Under `graphs` the host
+        takes none.
         """
         super().__init__(len(points) - 1)
-        self._points, self._frozen = points, frozen
+        self._points, self._frozen, self._graphs = points, frozen, graphs
         self._network = {
             "network latency": latency_sd or 1.0,
             "network efficiency": efficiency_sd or 1.0,
@@ -79,6 +86,8 @@ class Shifts(Draws):
         """exp of the log factor that a group of parameters belongs to."""
         del sd
         if self._frozen and name.endswith((" wgrad", "grad_accumulate forward")):
+            return np.full(self.count, 1e-6)
+        if self._graphs and name == "host":
             return np.full(self.count, 1e-6)
         group = name.split()[0]
         index = {"kernel": 0, "collective": 2, "host": 3}.get(group)
@@ -123,7 +132,7 @@ def simulate(one: Plan, calibrations: Calibrations, points: Array) -> tuple[Arra
         one.node,
         one.fabric,
         calibration,
-        draws=Shifts(points, *spreads, one.row.lora),
+        draws=Shifts(points, *spreads, one.row.lora, one.row.graphs),
         measured_gpus=one.parallelism.gpus,
     ).run()
     times = estimate.step_time_s
@@ -249,6 +258,11 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
     if system.anchors:
         least = min(changes(one, other) for other in system.anchors)
         variance += CHANGE_SD**2 * least
+        variance += NEW_AXIS_SD**2 * any(
+            getattr(one.parallelism, axis) > 1
+            and all(getattr(other.parallelism, axis) == 1 for other in system.anchors)
+            for axis in ("tp", "pp", "cp", "ep")
+        )
         if len(system.anchors) > len(system.moved):
             variance += system.noise**2 - ROW_SD**2
     if one.searched:

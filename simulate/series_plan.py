@@ -104,6 +104,8 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     fabric, printed = fabric_of(words, node.name)
     if not printed and gpus > node.gpus:
         fill.assumed.append(f"fabric {fabric.name} assumed")
+    if row.graphs:
+        fill.assumed.append("captured graphs assumed: no host time")
     if not memory(model, p, node.memory_gib).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     real = step_seconds(row, model, p.global_batch, gpus, p.recompute)

@@ -117,6 +117,14 @@ class SeriesRow:
         return _EARLY.search(self.words) is not None
 
     @property
+    def graphs(self) -> bool:
+        """Kernels replayed from captured graphs, so that the host issues next to nothing.
+
+        MLPerf submissions do (`LAYER_CUDA_GRAPH` where a row prints its configuration).
+        """
+        return "cuda_graph" in self.words or self.source == "mlcommons/training_results"
+
+    @property
     def lora(self) -> bool:
         """Whether only low-rank adapters are trained."""
         return "lora" in f"{self.words} {self.pair_id.lower()}"

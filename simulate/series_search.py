@@ -24,8 +24,10 @@ MEMORY_SLACK = 1.25
 
 def fits(one: Plan, slack: float = 1.0) -> bool:
     """Whether a plan fits the memory of its GPUs, `slack` times over."""
-    used = memory(one.model, one.parallelism, one.node.memory_gib)
-    return one.row.lora or used.peak_gib <= used.capacity_gib * slack
+    p, capacity = one.parallelism, one.node.memory_gib * slack
+    if one.row.lora:  # frozen bf16 weights; everything else is small or recomputed
+        return 2 * one.model.parameters() / (p.tp * p.pp) <= 0.9 * capacity * 2**30
+    return memory(one.model, p, one.node.memory_gib).peak_gib <= capacity
 
 
 def replanned(one: Plan, choices: Choices) -> Plan:
@@ -70,6 +72,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     if "split" not in one.open or "split" in choices:
         return [None]
     gpus, model, row = one.parallelism.gpus, one.model, one.row
+    printed = choices.get("printed")
     batch, steps = one.parallelism.global_batch, row.whole("grad_accum")
     cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
     found: list[tuple[int, int, int] | None] = []
@@ -78,6 +81,8 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
             for cp in cps:
                 size = tp * pp * cp
                 if tp > one.node.gpus or gpus % size or model.layers % pp:
+                    continue
+                if printed and (tp, pp) not in printed:
                     continue
                 # batch / accumulation = dp * micro-batch
                 if batch % (gpus // size) or (steps and batch // steps < gpus // size):
@@ -93,8 +98,14 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     if any("recompute" in one.open for one in members):
         choices["recompute"] = _recompute(anchors, tests, by)
     searched = [one for one in members if "split" in one.open]
-    printed = any(one.row.whole("grad_accum") for one in searched)
-    if searched and not printed:
+    if searched:
+        known = {
+            (one.parallelism.tp, one.parallelism.pp)
+            for one in members
+            if "split" not in one.open and one.row.whole("tp")
+        }
+        choices |= {"printed": frozenset(known)} if known else {}
+    if searched and not any(one.row.whole("grad_accum") for one in searched):
         first = min(searched, key=lambda one: one.parallelism.gpus)
         choices |= {
             name: value

@@ -1,0 +1,79 @@
+"""What the report of published series has beside that of a validation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reports.page import COLOURS, INK, Figure, Section, Table, Text, new_figure, svg
+
+Json = Mapping[str, Any]
+
+
+def sections(value: Json) -> list[Section]:
+    """Growth with scale, the fitted systems, what was assumed of each row, and what was skipped."""
+    return [
+        Section("Growth of the error with scale", [_scale(value["scale"])]),
+        Section("Fitted systems", [_note(), _systems(value["series"])]),
+        Section("What was assumed, row by row", [_assumed(value["cases"])]),
+        Section("Rows that were not simulated", [_skipped(value["skipped"])]),
+    ]
+
+
+def _note() -> Text:
+    return Text(
+        "Factors multiply times: 1 is the calibration as transferred. Fitted ones are marked; the "
+        "others keep their prior, whose spread widens the intervals. What is left of an anchor "
+        "after the fit is simulated / printed - 1."
+    )
+
+
+def _scale(rows: Sequence[Json]) -> Figure:
+    figure, (axes,) = new_figure(5.6, 3.2)
+    places = [row["doublings"] for row in rows]
+    for index, (name, label) in enumerate((("mape", "simulated"), ("baseline_mape", "constant"))):
+        errors = [100 * (row[name] or 0) for row in rows]
+        axes.plot(places, errors, "os"[index], linestyle="-", color=COLOURS[index], label=label)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel("doublings of the GPU count beyond the nearest anchor")
+    axes.set_ylabel("mean absolute error, %")
+    axes.legend(fontsize=8)
+    cells = [
+        (
+            row["doublings"],
+            row["n"],
+            f"{row['mape']:.1%}",
+            f"{row['baseline_mape']:.1%}" if row["baseline_mape"] is not None else None,
+            f"{row['rms_error']:.1%}",
+            f"{row['coverage_90']['value']:.0%}",
+        )
+        for row in rows
+    ]
+    columns = ("doublings", "rows", "MAPE", "constant rate", "rms of log error", "inside 90 %")
+    caption = "Error against the distance from the anchors"
+    return Figure(svg(figure, "scale"), caption, Table(columns, cells))
+
+
+def _systems(series: Mapping[str, Json]) -> Table:
+    rows = []
+    for name, one in series.items():
+        factors = ", ".join(
+            f"{key} {f['value']:.3g}{' fitted' if f['fitted'] else ''} (sd {f['sd']:.2f})"
+            for key, f in one["factors"].items()
+        )
+        anchors = ", ".join(
+            f"{a['id']} ({a['gpus']} GPUs, {a['left']:+.1%})" for a in one["anchors"][:4]
+        )
+        if len(one["anchors"]) > 4:
+            anchors += f" and {len(one['anchors']) - 4} more"
+        if one["borrowed"]:
+            anchors += "; of other shapes"
+        rows.append((name, factors, anchors or "none"))
+    return Table(("series", "factors", "anchors, and what is left of them"), rows)
+
+
+def _assumed(cases: Sequence[Json]) -> Table:
+    rows = [(case["id"], case["kind"], "; ".join(case["assumed"]) or "nothing") for case in cases]
+    return Table(("row", "source", "assumed or searched"), rows)
+
+
+def _skipped(skipped: Sequence[Json]) -> Table:
+    return Table(("row", "why"), [(one["id"], one["reason"]) for one in skipped])

@@ -1,0 +1,367 @@
+"""Published series: rows read whatever they leave out, fitted on anchors, projected."""
+
+import csv
+import io
+import json
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reports.validation import render
+from simulate import validate
+from simulate.series_fit import Calibrations, Shifts, around, fit, project
+from simulate.series_hardware import fabric_of, node_of
+from simulate.series_models import named_shape
+from simulate.series_plan import TooLittle, plan
+from simulate.series_rows import SeriesRow, metric_kind, number, read_rows
+from spec.calibration import Calibration
+from spec.command import run
+from tests.made_up import write_calibration
+
+FIXTURE = Path(__file__).parent / "data" / "published_series.csv"
+# A row that prints everything; what a test changes it names.
+WHOLE = {
+    "row_id": "a",
+    "pair_id": "p",
+    "source": "some/where README.md",
+    "model": "Llama 3 8B",
+    "layers": "8",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn_hidden": "14336",
+    "vocab": "32000",
+    "seq_len": "2048",
+    "global_batch": "64",
+    "micro_batch": "1",
+    "gpus": "8",
+    "gpu_type": "H200",
+    "tp": "2",
+    "pp": "2",
+    "vpp": "1",
+    "cp": "1",
+    "sharding": "ZeRO-1",
+    "sequence_parallel": "yes",
+    "recompute": "none",
+    "precision": "bf16",
+    "flags": "--overlap-grad-reduce",
+    "metric": "step_time_s",
+    "value": "1.0",
+    "interconnect": "8x 400Gb/s per node",
+}
+
+
+def row(**changes: str) -> SeriesRow:
+    return SeriesRow(WHOLE | changes)
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    names = list(dict.fromkeys(name for one in rows for name in one))
+    text = io.StringIO()
+    lines = csv.DictWriter(text, names, restval="")
+    lines.writeheader()
+    lines.writerows(rows)
+    path.write_text(text.getvalue())
+    return path
+
+
+@pytest.fixture
+def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
+    monkeypatch.chdir(tmp_path)
+    return write_calibration(tmp_path / "results" / "4x-h200" / "calibration.json")
+
+
+def call(capsys: Any, *words: str) -> tuple[int, str, str]:
+    code = run(validate.main, words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def simulated(calibration: Calibration, one: SeriesRow, shift: float = 0.0) -> str:
+    """The step time of a row whose kernels take exp(shift) as long."""
+    value, _, _ = around(plan(one), Calibrations(calibration), np.array([shift, 0, 0, 0]))
+    return repr(exp(value))
+
+
+def test_metrics_become_seconds() -> None:
+    """64 sequences of 2,048 tokens in one second on 8 GPUs, said in every way that sources do."""
+    flops = plan(row()).model.step_flops(64)
+    ways = {
+        "step_time_s": 1.0,
+        "step_time_s (median)": 1.0,
+        "tokens/s/GPU": 64 * 2048 / 8,
+        "TFLOP/s/GPU": flops / 8e12,
+        "TFLOP/s/GPU (model FLOPs)": flops / 8e12,
+        "samples/s total": 64,
+    }
+    for metric, value in ways.items():
+        assert plan(row(metric=metric, value=repr(value))).real_s == pytest.approx(1.0), metric
+    hardware = row(
+        metric="TFLOP/s/GPU (hardware incl. recompute)",
+        value=repr(flops / 8e12 * 4 / 3),
+        recompute="full",
+    )
+    assert plan(hardware).real_s == pytest.approx(1.0)
+    assert metric_kind("MFU_%") is None
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        *(("1,024", 1024), ("8.03B", 8.03e9), ("250k", 25e4), ("nan", None), ("inf", None)),
+        *(("-3", None), ("n/a", None), ("", None), ("0", None), ("12 (of 24)", None)),
+    ],
+)
+def test_numbers(cell: str, value: float | None) -> None:
+    assert number(cell) == (None if value is None else pytest.approx(value))
+
+
+def test_a_row_that_prints_everything_assumes_nothing() -> None:
+    one = plan(row())
+    assert one.assumed == ()
+    assert (one.parallelism.tp, one.parallelism.pp, one.parallelism.dp) == (2, 2, 2)
+    assert one.fabric.nic_gbits_per_s == 400
+    assert one.network_printed
+
+
+def test_what_is_missing_is_assumed_and_said() -> None:
+    names = ("recompute", "vpp", "sequence_parallel", "sharding", "flags", "interconnect", "vocab")
+    one = plan(row(gpus="64", model="GPT", **dict.fromkeys(names, "")))
+    text = "; ".join(one.assumed)
+    for word in (
+        "recompute",
+        "vpp",
+        "sequence parallel",
+        "zero",
+        "overlap",
+        "fabric",
+        "vocabulary",
+    ):
+        assert word in text
+    assert {"recompute", "vpp", "sequence_parallel", "zero", "overlap"} <= one.open
+    assert not one.network_printed
+
+
+def test_the_printed_global_batch_is_trusted() -> None:
+    """Data-parallel size follows from the GPUs, micro-batch and the rest from the batch."""
+    one = plan(row(dp="7", micro_batch="3", grad_accum="5", global_batch="64"))
+    p = one.parallelism
+    assert (p.dp, p.global_batch, p.microbatch) == (2, 64, 2)
+    fewer = plan(row(tp="1", pp="1", gpus="64", global_batch="8")).parallelism
+    assert (fewer.dp, fewer.cp, fewer.gpus) == (8, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpu_type": "abacus"}, "gpu_type 'abacus' is not known"),
+        ({"gpus": "nan"}, "number of GPUs"),
+        ({"hidden": "", "model": "secret"}, "shape of model 'secret'"),
+        ({"value": "fast"}, "metric 'step_time_s' with value 'fast'"),
+        ({"metric": "happiness"}, "happiness"),
+        ({"tp": "3"}, "does not divide 8 GPUs"),
+        ({"seq_len": ""}, "seq_len"),
+        ({"global_batch": "", "grad_accum": ""}, "bubble"),
+        ({"layers": "", "model": "other", "hidden": "4096"}, "number of layers"),
+    ],
+)
+def test_too_little_says_what(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(TooLittle, match=words):
+        plan(row(**changes))
+
+
+def test_sharding_words() -> None:
+    def zero(**changes: str) -> int:
+        return plan(row(tp="1", pp="1", sequence_parallel="", **changes)).parallelism.zero
+
+    assert zero(sharding="FSDP FULL_SHARD") == 3
+    assert zero(sharding="FSDP SHARD_GRAD_OP") == 2
+    assert zero(sharding="FSDP2") == 3
+    assert zero(sharding="FSDP=0") == 1
+    assert zero(sharding="ZeRO-3") == 3
+    assert zero(sharding="", notes="measured, Megatron-DeepSpeed") == 0
+
+
+def test_layers_that_stages_do_not_divide() -> None:
+    """126 layers on 8 stages: the embedding and the head take the place of a layer each."""
+    one = plan(row(layers="126", pp="4", tp="2", vpp="8", global_batch="64"))
+    assert one.model.layers == 128
+    assert one.parallelism.vpp == 8
+    assert any("slots for 126 layers" in sentence for sentence in one.assumed)
+
+
+def test_model_shapes_by_name_and_by_parameters() -> None:
+    llama = named_shape("Llama 3.1 405b 24.09 BF16")
+    assert llama is not None
+    assert (llama.layers, llama.hidden) == (126, 16384)
+    assert named_shape("MPT-7b") is None
+    solved = plan(
+        row(layers="", params="8.03B", ffn_hidden="14336", vocab="128256", model="x llama")
+    )
+    assert solved.model.layers == 32
+
+
+def test_nodes_and_fabrics_from_their_words() -> None:
+    def of(words: str) -> Any:
+        node = node_of(words)
+        assert node is not None
+        return node
+
+    assert of("A100 40GB").memory_gbytes_per_s == 1555
+    assert of("H100 96GB HBM2e, 500W power cap").power_limit_w == 500
+    assert of("H200 141GB (4 per node)").gpus == 4
+    assert of("NVIDIA Blackwell GPU (GB200)").gpus == 72
+    assert of("AMD Instinct MI300X").gpu == "MI300X"
+    assert node_of("") is None
+    fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", "dgx-a100")
+    assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (100, 4, True)
+    assert fabric_of("", "dgx-a100")[0].nic_gbits_per_s == 200
+    assert fabric_of("Storage: 2x 400Gb/s; 1x 100Gb/s", "hgx-h100")[1] is False
+
+
+def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
+    """Rows whose kernels all take 30 % longer than calibrated are projected exactly."""
+    anchor = row(value=simulated(calibration, row(), 0.262))
+    by = Calibrations(calibration)
+    system = fit([plan(anchor)], by)
+    assert system.moved == ("compute",)
+    assert system.factors[0] == pytest.approx(0.262, abs=5e-3)
+    assert np.all(system.factors[1:] == 0)
+    larger = row(row_id="b", gpus="64", global_batch="512")
+    projected = project(plan(larger), system, by, 0.0)
+    expected = float(simulated(calibration, larger, 0.262))
+    assert exp(projected.value) == pytest.approx(expected, rel=0.01)
+    assert projected.doublings == 3
+    further = project(plan(row(gpus="4096", global_batch="32768")), system, by, 0.0)
+    assert further.sd > projected.sd > 0.02
+
+
+def test_a_second_anchor_with_more_network_fits_the_network(calibration: Calibration) -> None:
+    slow = {"network latency": 0.0, "network efficiency": 0.0}
+    assert set(slow) == set(Shifts(np.zeros((1, 4)), 0.2, 0.1)._network)
+    far = {"gpus": "64", "tp": "1", "pp": "1", "global_batch": "64", "sequence_parallel": ""}
+    far |= {"sharding": "DDP", "interconnect": "1x 100Gb/s per node", "flags": ""}
+    at = np.array([0.1, 0.3, 0.0, 0.0])
+    by = Calibrations(calibration)
+    rows = [row(row_id="a"), row(row_id="b", **far)]
+    timed = [
+        SeriesRow(dict(one.cells) | {"value": repr(exp(around(plan(one), by, at)[0]))})
+        for one in rows
+    ]
+    system = fit([plan(one) for one in timed], by)
+    assert system.moved == ("compute", "network")
+    assert system.factors[1] == pytest.approx(0.3, abs=0.05)
+
+
+def test_the_published_rows(calibration: Calibration, tmp_path: Path, capsys: Any) -> None:
+    """The compact fixture: kinds are sources, vendor-expected and FP8 rows apart, reasons given."""
+    code, out, err = call(capsys, "--series", str(FIXTURE), "--report", "r.html", "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    assert value["schema"] == "validation/1"
+    cases = {case["id"]: case for case in value["cases"]}
+    assert set(cases) == {"T00012", "T01298", "T00526", "T00532"}
+    assert cases["T00012"]["real_s"] == pytest.approx(768 * 2048 / 128 / 10475)
+    assert cases["T00012"]["baseline_s"] == pytest.approx(6 * 2048 / 10643)
+    assert cases["T00526"]["vendor_expected"]
+    assert cases["T00532"]["kind"].endswith("FP8")
+    for case in cases.values():
+        low, high = case["predicted_s"]["low"], case["predicted_s"]["high"]
+        assert low < case["predicted_s"]["median"] < high
+        assert case["inside_interval"] == (low <= case["real_s"] <= high)
+    summary = value["summary"]
+    assert summary["mean over sources"]["sources"] == 2
+    assert summary["mean over sources"]["n"] == 2
+    assert {"all", "vendor-expected tables", "mosaicml/llm-foundry@8c8dd48"} <= set(summary)
+    reasons = {entry["id"]: entry["reason"] for entry in value["skipped"]}
+    assert "belongs to no series" in reasons["T01365"]
+    assert "seq_len" in reasons["T01553"] or "shape" in reasons["T01553"]
+    page = (tmp_path / "r.html").read_text()
+    for words in ("Fitted systems", "T01553", "assumed or searched", "Growth of the error"):
+        assert words in page
+    assert page == render(value)
+
+
+def test_use_decides_and_anchor_none_fits_nothing(
+    calibration: Calibration, tmp_path: Path, capsys: Any
+) -> None:
+    rows = [
+        WHOLE | {"use": "test", "value": "0.9"},
+        WHOLE | {"row_id": "b", "gpus": "16", "global_batch": "128", "use": "anchor"},
+        WHOLE | {"row_id": "c", "pair_id": "", "use": "test"},
+        WHOLE | {"row_id": "d", "use": ""},
+        WHOLE | {"row_id": "e", "pair_id": "", "use": "anchor"},
+    ]
+    path = write(tmp_path / "s.csv", rows)
+    code, out, err = call(capsys, "--series", str(path), "--json")
+    assert code == 0, err
+    value = json.loads(out)
+    assert {case["id"]: case["anchored"] for case in value["cases"]} == {"a": True, "c": False}
+    assert {one["id"] for one in value["skipped"]} == {"d", "e"}
+    assert [case["id"] for case in value["cases"]] == ["a", "c"]
+    assert "baseline_s" not in value["cases"][-1]
+    assert value["summary"]["without anchor"]["n"] == 1
+    bare = write(tmp_path / "n.csv", [{k: v for k, v in one.items() if k != "use"} for one in rows])
+    code, out, err = call(capsys, "--series", str(bare), "--anchor", "none", "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["cases"]) == 5
+
+
+def test_shapes_of_one_pair_are_told_apart(calibration: Calibration, tmp_path: Path) -> None:
+    """Two shapes at two scales each are two series; a shape without anchors borrows theirs."""
+    from simulate.series import series_validation
+
+    rows = [
+        WHOLE | {"row_id": f"{layers}-{gpus}", "layers": layers, "gpus": gpus, "global_batch": "64"}
+        for layers in ("8", "16")
+        for gpus in ("8", "16")
+    ]
+    value = series_validation(write(tmp_path / "s.csv", rows), calibration)
+    assert {case["id"]: case["series"] for case in value["cases"]} == {
+        "8-16": "p 8 layers, hidden 4096",
+        "16-16": "p 16 layers, hidden 4096",
+    }
+    for one, use in zip(rows, ("anchor", "test", "test", "test"), strict=True):
+        one["use"] = use
+    value = series_validation(write(tmp_path / "t.csv", rows), calibration)
+    assert [one["borrowed"] for one in value["series"].values()] == [False, True]
+    assert len(value["cases"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "column 'row_id' is missing"),
+        ("row_id,metric\na,step_time_s\n", "column 'value' is missing"),
+        ("row_id,metric,value\n", "has a header and no row"),
+        ("row_id,metric,value\na,step_time_s\n", "line 2 does not have the header's 3 columns"),
+        ("row_id,metric,value\na,x,1\na,x,1\n", "row_id a stands there 2 times"),
+        ("row_id,metric,value,use\na,x,1,maybe\n", "use is 'maybe'"),
+        ("row_id,metric,value,value\na,x,1,1\n", "column 'value' stands in the header twice"),
+        ("row_id,metric,value\n,x,1\n", "line 2 has no row_id"),
+        ('row_id,metric,value\na,"x,1\n', "not valid CSV"),
+        ("row_id,metric,value\na,step_time_s,1\n", "no row of it can be projected"),
+        ("row_id,metric,value\na,step\0,1\n", "NUL"),
+    ],
+)
+def test_bad_files_get_a_sentence(
+    calibration: Calibration, tmp_path: Path, capsys: Any, text: str, words: str
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    code, out, err = call(capsys, "--series", str(path))
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_files_that_are_none(calibration: Calibration, tmp_path: Path, capsys: Any) -> None:
+    code, _, err = call(capsys, "--series", "nowhere.csv")
+    assert (code, "no such file" in err) == (2, True)
+    code, _, err = call(capsys, "--anchor", "none")
+    assert (code, "without --series" in err) == (2, True)
+    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbfrow_id,metric,value,extra\na,step_time_s,1,\n")
+    assert read_rows(tmp_path / "bom.csv")[0].row_id == "a"
