@@ -302,7 +302,8 @@ def main(arguments: Sequence[str]) -> int:
         os.sched_setaffinity(0, {core})
     import torch
 
-    from measure import checks, collectives, interference, kernels
+    from measure import collectives, interference, kernels
+    from measure.load import load
     from measure.timing import open_timer
 
     if core is not None:
@@ -318,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
             elif case["suite"] == "load":
-                reply(checks.load(case, timer))
+                reply(load(case, timer))
             else:
                 reply(interference.measure(case, timer, group))
         except kernels.Skip as error:
