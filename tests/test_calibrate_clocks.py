@@ -7,14 +7,18 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from calibrate.clocks import _onset_exponent
 from calibrate.evidence import Evidence, Ledger
 from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
+from calibrate.host import fit_interference
+from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
 from calibrate.state import ClockState
-from calibrate.telemetry import read_telemetry
+from calibrate.telemetry import Telemetry, read_telemetry
 from calibrate.variability import spread_interval
+from spec.calibration import ClockFit
 from spec.kernel import Kernel
-from spec.records import KernelRow
+from spec.records import InterferenceRow, KernelRow
 from tests.test_calibrate_fit import write_small
 
 
@@ -118,3 +122,99 @@ def test_interval_of_a_spread_is_wide_for_few_devices() -> None:
     low, high = spread_interval(0.02, 3)
     assert low == pytest.approx(0.0124, rel=0.01)
     assert high == pytest.approx(0.0584, rel=0.01)
+
+
+def test_operations_slow_with_the_clock_each_by_its_own_exponent() -> None:
+    rows = []
+    for width in (4096, 8192, 14336):
+        rotary, plain = (
+            Kernel("rope", "forward", (8192, width // 128, 128)),
+            Kernel("residual", "forward", (8192, width)),
+        )
+        for index, clock in enumerate((1980.0, 1800.0, 1600.0)):
+            slower = 1980 / clock
+            rows.append(row(rotary, rotary.bytes / 300e3 * slower**0.5, clock, "burst", index))
+            rows.append(row(plain, plain.bytes / 4.2e6, clock, "burst", index))
+    state, ledger = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.0}), Ledger()
+    fit_own_exponents(Evidence("made-up", []), state, rows, ledger)
+    assert state.exponent("rope", "forward") == pytest.approx(0.5, abs=0.02)
+    assert state.exponent("residual", "forward") == pytest.approx(0.0, abs=0.02)
+    assert state.exponent("gemm", "forward") == 0.6
+    for one in rows:
+        if one.op == "rope":
+            fast = next(two for two in rows if two.shape == one.shape and two.clock_mhz == 1980)
+            assert state.at_reference(one) == pytest.approx(fast.median_us, rel=0.01)
+
+
+def capped(n: int, time_us: float, clock: float, device: int) -> KernelRow:
+    one = row(product(n), time_us, clock, device=device)
+    return one.model_copy(update={"throttle": "power_cap"})
+
+
+def test_products_follow_the_clock_more_closely_where_the_cap_acts() -> None:
+    clocks = (1450.0, 1480.0, 1500.0, 1530.0)
+    rows = [
+        capped(n, n / 8 * (1480 / clock) ** 0.9, clock, device)
+        for n in (4096, 8192, 14336)
+        for device, clock in enumerate(clocks)
+    ]
+    state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.0})
+    bend = fit_bend(Evidence("made-up", []), state, rows, Ledger())
+    assert bend.sustained_mhz == 1490
+    fields = {"product_bend": bend.per_log, "sustained_mhz": bend.sustained_mhz}
+    watts = {"idle_w": 80, "power_limit_w": 700, "communication_w": 200, "waiting_w": 60}
+    spreads = {"power_exponent": 1.1, "device_spread_sd": 0.01, "visit_sd": 0.01}
+    fit_ = ClockFit.model_validate(
+        {"reference_mhz": 1980.0, "max_mhz": 1980.0, **watts, **spreads, **fields}
+    )
+    assert fit_.product_factor(1980.0) == pytest.approx(1)
+    assert fit_.product_factor(1490.0) == pytest.approx(1)
+    # the exponent at the sustained clock is what those pairs show
+    slower = (1500 / 1490) ** 0.6 / fit_.product_factor(1500.0)
+    assert slower == pytest.approx((1500 / 1490) ** 0.9, rel=2e-4)
+    times = [(1980 / f) ** 0.6 * fit_.product_factor(f) for f in range(1490, 1981, 10)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_jitter_is_the_spread_of_sustained_products() -> None:
+    rows = [capped(4096 + 64 * i, 300.0, 1480.0, 0) for i in range(12)]
+    spread = {"p10_us": 291.0, "p90_us": 309.0, "mean_us": 303.0}
+    rows = [one.model_copy(update=spread) for one in rows]
+    sd, mean = fit_jitter(Evidence("made-up", []), rows, Ledger())
+    assert sd == pytest.approx(0.0234, rel=0.01)
+    assert mean == pytest.approx(0.00995, rel=0.01)
+
+
+def test_power_before_the_cap_acts_tells_how_it_goes_with_the_clock() -> None:
+    state = ClockState(1980.0, 700.0, 80.0)
+    rows = [capped(8192, 1000.0, 1485.0, device) for device in range(4)]  # at 690 W
+    telemetry = Telemetry((), (), (), (80 + 610 * (1980 / 1485) ** 1.2,), "made up")
+    found = _onset_exponent(state, telemetry, rows)
+    assert found is not None
+    assert found[0] == pytest.approx(1.2)
+    assert _onset_exponent(state, Telemetry((), (), (), (), "none"), rows) is None
+
+
+def test_interference_is_read_where_a_collective_covers_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def beside(collective_us: float, kernel_us: float, with_us: float) -> InterferenceRow:
+        kernel = product(8192)
+        known = row(kernel, kernel_us, 1980.0).model_dump()
+        fields = {"op", "direction", "dtype", "shape", *InterferenceRow.model_fields} & set(known)
+        more = {
+            "collective": "all_gather",
+            "ranks": 4,
+            "bytes": 2**28,
+            "kernel_alone_us": 200.0,
+            "collective_alone_us": collective_us,
+            "collective_with_us": with_us,
+        }
+        return InterferenceRow.model_validate({key: known[key] for key in fields} | more)
+
+    rows = [beside(700.0, 280.0, 910.0), beside(60.0, 210.0, 200.0)]
+    evidence = Evidence("made-up", [])
+    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", one) for one in rows])
+    found = fit_interference(evidence, Ledger())
+    assert found.kernel == pytest.approx(0.4)
+    assert found.collective == pytest.approx(0.3)

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from simulate.costs import Costs, Draws
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
+from simulate.pricing import kept_share, layer_clock
 from simulate.projection import Request, project
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -197,3 +199,79 @@ def test_network_that_was_not_calibrated_is_a_sentence() -> None:
     fabric = FABRIC.model_copy(update={"protocol": "ethernet"})
     with pytest.raises(UserError, match="no network model for ethernet"):
         simulate(Parallelism(dp=16, global_batch=16), fabric=fabric)
+
+
+def capped(**changes: Any) -> Calibration:
+    """Products that draw more than the cap leaves, so that its clock follows the load."""
+    value = calibration_json()
+    for one in value["kernels"]:
+        if one["tflops"]:
+            one["active_power_w"] = 1000.0
+    value["clock"] |= {"power_exponent": 1.2} | changes
+    return Calibration.model_validate(value)
+
+
+def test_what_the_regulator_remembers_of_a_run() -> None:
+    shares = [kept_share(run_us) for run_us in (0.0, 1e2, 1e4, 1e6, 1e9)]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[1] == pytest.approx(1e2 / 2 / 20e3, rel=0.01)  # half the run over its memory
+    assert shares[-1] == pytest.approx(1, abs=1e-3)
+
+
+def test_long_kernels_run_into_the_cap_by_themselves() -> None:
+    """Ten times the tokens: the same mix of work, but no kernel shares its neighbours' power."""
+    p, calibration = Parallelism(global_batch=1), capped()
+    clocks = []
+    for seq_len in (2048, 32768):
+        model = MODEL.resized(seq_len=seq_len)
+        costs = Costs(calibration, NODE, FABRIC, p, Draws(0))
+        one = layer_clock(model, p, costs)
+        clocks.append(one.clock_mhz)
+        alone = calibration.clock.clock_mhz(1000.0)
+        assert alone - 1 <= one.clock_mhz <= calibration.clock.max_mhz
+    assert clocks[1] < clocks[0]
+
+
+def test_a_stage_that_waits_keeps_a_higher_clock() -> None:
+    p = Parallelism(pp=4, global_batch=16, layers_per_stage=(1, 1, 1, 5))
+    estimate = simulate(p, capped())
+    clocks = [stage.clock_mhz for stage in estimate.priced.stages]
+    assert min(clocks) == clocks[3]
+    assert clocks[0] > clocks[3]
+    assert estimate.clock_mhz[0] == clocks[3]
+
+
+def test_hunting_under_the_cap_costs_tensor_parallel_groups_most() -> None:
+    def slower(p: Parallelism) -> float:
+        times = [simulate(p, capped(jitter_sd=sd)).step_time_s[0] for sd in (0.0, 0.025)]
+        return float(times[1] / times[0] - 1)
+
+    alone, replicas = (
+        slower(Parallelism(global_batch=8)),
+        slower(Parallelism(dp=4, global_batch=32)),
+    )
+    group = slower(Parallelism(tp=4, sequence_parallel=True, global_batch=8))
+    assert alone == pytest.approx(0, abs=1e-12)
+    assert 0 < replicas < group < 0.03
+
+
+def test_side_by_side_both_are_slower_and_nothing_is_lost() -> None:
+    calibration = CALIBRATION.model_copy(update={"interference": 0.25, "communication_slowed": 0.5})
+    costs = Costs(calibration, NODE, FABRIC, Parallelism(global_batch=1), Draws(0))
+    kernels = np.array([100.0])
+    for sent_us, expected, expected_left in ((0.0, 100, 0), (40.0, 112, 0), (200.0, 125, 350 / 3)):
+        slowed, left = costs.beside(kernels, np.array([sent_us]))
+        assert slowed[0] == pytest.approx(expected)
+        assert left[0] == pytest.approx(expected_left)
+
+
+def test_bytes_of_expert_exchange() -> None:
+    """A layer's tokens to their experts and back, forward and backward: 8 sbhk; their
+    probabilities in fp32 both ways; the counts, gathered from every rank once."""
+    p = Parallelism(dp=8, ep=8, global_batch=8)
+    traffic = simulate(p, model=MOE).traffic["ep"]
+    rows = MOE.seq_len * MOE.top_k
+    one_layer = 4 * 2.0 * rows * MOE.hidden + 2 * 4.0 * rows + 8.0 * MOE.experts * 8
+    assert traffic.bytes == pytest.approx(MOE.layers * one_layer)
+    assert traffic.calls == MOE.layers * 7
