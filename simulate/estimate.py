@@ -327,7 +327,9 @@ class StepSimulator:
 
         A balanced pipeline takes (m - 1) * slowest stage + the sum of its stages, so a share
         (m - 1) / (m + p - 1) of its time goes at the pace of the slowest of all GPUs, the rest at
-        that of the slowest of a tensor-parallel group. Persistent differences between devices; and
+        the mean over its stages: of the slowest of a tensor-parallel group at least, and of the
+        replica where that mean is largest, for all wait at the gradients' reduction (one stage and
+        one microbatch: for the slowest GPU). Persistent differences between devices; and
         while the cap acts on `stage`, what it makes of products for some tens of milliseconds: a
         tensor-parallel group waits for its slowest at every collective, others average over a step.
         """
@@ -336,7 +338,8 @@ class StepSimulator:
         everywhere = np.minimum(expected_maximum(p.gpus), worst)
         group = np.minimum(expected_maximum(p.tp), worst)
         steady = (p.microbatches * p.vpp - 1) / (p.microbatches * p.vpp + p.pp - 1)
-        deviation = steady * everywhere + (1 - steady) * group
+        replica = np.minimum(expected_maximum(p.gpus // p.pp) / p.pp**0.5, worst)
+        deviation = steady * everywhere + (1 - steady) * np.maximum(group, replica)
         late = finish * fit.device_spread_sd * deviation
         if self.priced.stages[stage].clock_mhz < fit.max_mhz and fit.cap_w is not None:
             windows = np.maximum(finish / REGULATION_US, 1.0)
