@@ -17,7 +17,8 @@ FIELDS = tuple(Parallelism.model_fields)
 RECOMPUTE = ("none", "selective", "full")
 
 
-# How far the closed form lies from the simulation, at most: tests/test_search.py compares them.
+# How far the closed form's ratio to the simulation varies among promising plans of the same tensor-
+# and expert-parallel size, at most: tests/test_search.py compares them.
 ROUGH_ERROR = 0.15
 
 
@@ -195,18 +196,30 @@ def search(
 ) -> Found:
     """The fastest parallelisms that fit memory, fastest first; raises as `fitting` does.
 
-    Plans are simulated in the order of the closed form until its error cannot make up for the
-    distance to the fastest found, at most `keep` of them.
+    The next plan simulated is the fastest by the closed form times what simulated plans of the same
+    tensor- and expert-parallel size took beside theirs. That ends when the closed form's error
+    cannot make up for the distance to the fastest found, or after `keep` plans.
     """
     all_plans = fitting(model, gpus, global_batch, node, fabric, calibration, fixed)
-    found: list[Candidate] = []
+    left, found = list(all_plans.plans), list[Candidate]()
     fastest = float("inf")
-    for plan in all_plans.plans[:keep]:
-        if plan.rough_s > fastest * (1 + ROUGH_ERROR):
+    beside: dict[tuple[int, int], float] = {}
+
+    def expected_s(plan: Plan) -> float:
+        least = min(1.0, *beside.values()) if beside else 1.0
+        return plan.rough_s * beside.get((plan.parallelism.tp, plan.parallelism.ep), least)
+
+    while left and len(found) < keep:
+        plan = min(left, key=expected_s)
+        if expected_s(plan) > fastest * (1 + ROUGH_ERROR):
             break
+        left.remove(plan)
         p = plan.parallelism
         estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
-        found.append(Candidate(p, float(estimate.step_time_s[0]), plan.peak_gib))
-        fastest = min(fastest, found[-1].step_time_s)
+        time = float(estimate.step_time_s[0])
+        found.append(Candidate(p, time, plan.peak_gib))
+        fastest = min(fastest, time)
+        if plan.rough_s:
+            beside.setdefault((p.tp, p.ep), time / plan.rough_s)
     found.sort(key=lambda one: one.step_time_s)
     return Found(tuple(found), all_plans.considered, len(all_plans.plans))

@@ -42,20 +42,14 @@ class Rough:
         self._updates: dict[tuple[Any, ...], tuple[float, float, float]] = {}
 
     def step_us(self, p: Parallelism) -> float:
-        """Step time.
-
-        Pipeline: every microbatch on the slowest stage, and once through all others
-        (arXiv 2104.04473, section 2.2), with two transfers per stage and chunk.
-        """
+        """Step time."""
         one, m = self._pass(p), p.microbatches
         stages = [layers * one.layer for layers in p.stage_layers(self.model)]
         stages[0] += one.embedding
         stages[-1] += one.head
         stages = [stage + self._sharded_us(p, one, index) for index, stage in enumerate(stages)]
         transfer = self._transfer_us(p) if p.pp > 1 else 0.0
-        pace = max(max(stages), _round_trip_us(stages, p.vpp, transfer))
-        fill = (sum(stages) - max(stages)) / p.vpp + 2 * transfer * (p.pp - 1) * p.vpp
-        pipeline = m * pace + fill
+        pipeline = _pipeline_us(stages, m, p.vpp, transfer)
         reduction, gather, update = self._update(p)
         if p.overlap and p.pp == 1:  # later stages have one bucket, with nothing beside it
             backward, forward = (time * self.model.layers for time in (one.backward, one.forward))
@@ -91,7 +85,7 @@ class Rough:
 
     def _transfer_us(self, p: Parallelism) -> float:
         size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
-        return self._sent_us(p, (Collective("send_recv", "pp", size),))
+        return float(self._costs(p).transfer_us(Collective("send_recv", "pp", size))[0])
 
     def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
         """What zero 2 and 3 send beside every microbatch."""
@@ -124,16 +118,23 @@ class Rough:
         return sum(float(costs.collective_us(one)[0]) for one in sent)
 
 
-def _round_trip_us(stages: list[float], chunks: int, transfer: float) -> float:
-    """Time per microbatch that the way to the last stage and back leaves to each stage.
+def _pipeline_us(stages: list[float], microbatches: int, chunks: int, transfer: float) -> float:
+    """A pipeline whose stages take so long for a microbatch's forward and backward pass.
 
-    In 1F1B as many microbatches are in flight from a stage on as stages follow; interleaved, twice
-    as many, with two transfers per chunk.
+    Every microbatch on the slowest stage, and once through all others (arXiv 2104.04473, section
+    2.2), with two transfers per stage. In 1F1B as many microbatches are in flight from a stage on
+    as stages follow, so each also takes its share of a round trip from there to the last stage.
+    Interleaved, twice as many are, with two transfers per chunk.
     """
+    m, ways = microbatches, 2 * transfer
     if chunks > 1:
-        return sum(stages) / len(stages) / 2 + chunks * transfer
-    slowest, way = 0.0, 0.0
+        fill = (sum(stages) - max(stages)) / chunks + ways * (len(stages) - 1) * chunks
+        round_trip = sum(stages) / len(stages) / 2 + chunks * transfer
+        return max(m * max(stages) + fill, m * round_trip + fill / 2)
+    slowest, behind = 0.0, 0.0
     for count, stage in enumerate(reversed(stages), start=1):
-        way += stage
-        slowest = max(slowest, (way + 2 * (count - 1) * transfer) / count)
+        behind += stage
+        round_trip = (behind + (count - 1) * ways) / count
+        before = sum(stages) - behind + (len(stages) - count) * ways
+        slowest = max(slowest, before + m * max(stage, round_trip))
     return slowest

