@@ -38,6 +38,7 @@ class Rough:
         """Nothing is priced yet."""
         self.model, self.node, self.fabric, self.calibration = model, node, fabric, calibration
         self._passes: dict[tuple[Any, ...], Pass] = {}
+        self._clocks: dict[tuple[Any, ...], float] = {}
         self._layouts: dict[tuple[Any, ...], Costs] = {}
         self._updates: dict[tuple[Any, ...], tuple[float, float, float]] = {}
 
@@ -73,7 +74,7 @@ class Rough:
                 for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
             ]
             whole = [sum(both) for both in times]
-            slower = layer_us(self.model, p, costs) / whole[0]  # at the clock that power leaves
+            slower = self._slower(p, costs, whole[0])
             self._passes[key] = Pass(
                 layer=whole[0] * slower,
                 forward=times[0][0] * slower,
@@ -82,6 +83,13 @@ class Rough:
                 head=whole[2] * slower,
             )
         return self._passes[key]
+
+    def _slower(self, p: Parallelism, costs: Costs, whole_us: float) -> float:
+        """What the clock that power leaves makes of a layer; much the same for all microbatches."""
+        key = (p.tp, p.cp, p.ep, p.sequence_parallel)
+        if key not in self._clocks:
+            self._clocks[key] = layer_us(self.model, p, costs) / whole_us
+        return self._clocks[key]
 
     def _transfer_us(self, p: Parallelism) -> float:
         size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
