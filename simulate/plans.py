@@ -1,5 +1,6 @@
 """Finds parallelisms: all that fit memory, ranked in closed form, the promising ones simulated."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,7 @@ from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
-FIELDS = tuple(Parallelism.model_fields)
-RECOMPUTE = ("none", "selective", "full")
+NARROW = ["none", "full"]  # recomputation that is searched for
 
 
 # How far the closed form's ratio to the simulation varies among promising plans of the same tensor-
@@ -55,9 +55,17 @@ def divisors(number: int, limit: int) -> list[int]:
 
 
 def candidates(
-    model: ModelSpec, gpus: int, global_batch: int, node: Node, fixed: dict[str, Any]
+    model: ModelSpec,
+    gpus: int,
+    global_batch: int,
+    node: Node,
+    fixed: dict[str, Any],
+    wide: bool = False,
 ) -> Iterator[Parallelism]:
-    """Valid parallelisms of exactly `gpus` GPUs; `fixed` holds what the user has set."""
+    """Valid parallelisms of exactly `gpus` GPUs; `fixed` holds what the user has set.
+
+    `wide` adds context parallelism, selective recomputation and ZeRO 3.
+    """
 
     def options(name: str, values: list[Any]) -> list[Any]:
         return [fixed[name]] if fixed.get(name) is not None else values
@@ -65,71 +73,33 @@ def candidates(
     uneven = fixed.get("layers_per_stage")
     for tp in options("tp", divisors(gpus, node.gpus)):
         for pp in options("pp", [len(uneven)] if uneven else divisors(model.layers, gpus)):
-            for cp in options("cp", [1]):
+            for cp in options("cp", divisors(gpus, 16) if wide else [1]):
                 if gpus % (tp * pp * cp):
                     continue
                 dp = gpus // (tp * pp * cp)
                 if fixed.get("dp") not in (None, dp):
                     continue
                 eps = divisors(model.experts, dp * cp) if model.experts else [1]
-                for ep in options("ep", eps):
-                    for microbatch in options("microbatch", [1, 2, 4, 8]):
-                        chunks = divisors(model.layers // pp, 8) if pp > 1 and not uneven else [1]
-                        for vpp in options("vpp", chunks):
-                            yield from _switched(
-                                model,
-                                gpus,
-                                global_batch,
-                                fixed,
-                                tp,
-                                pp,
-                                cp,
-                                dp,
-                                ep,
-                                microbatch,
-                                vpp,
-                            )
-
-
-def _switched(
-    model: ModelSpec,
-    gpus: int,
-    global_batch: int,
-    fixed: dict[str, Any],
-    tp: int,
-    pp: int,
-    cp: int,
-    dp: int,
-    ep: int,
-    microbatch: int,
-    vpp: int,
-) -> Iterator[Parallelism]:
-    switches = {
-        "sequence_parallel": tp > 1,
-        "zero": 1,
-        "overlap": dp * cp > 1,
-        "layers_per_stage": None,
-    }
-    switches |= {key: fixed[key] for key in switches if fixed.get(key) is not None}
-    levels = [fixed["recompute"]] if fixed.get("recompute") else ["none", "full"]
-    for recompute in levels:
-        try:
-            p = Parallelism(
-                tp=tp,
-                pp=pp,
-                vpp=vpp,
-                dp=dp,
-                cp=cp,
-                ep=ep,
-                microbatch=microbatch,
-                global_batch=global_batch,
-                recompute=recompute,
-                **switches,
-            )
-            p.check(model, gpus)
-        except (ValueError, UserError):
-            continue
-        yield p
+                chunks = divisors(model.layers // pp, 8) if pp > 1 and not uneven else [1]
+                for ep, microbatch, vpp, recompute, zero in itertools.product(
+                    options("ep", eps),
+                    options("microbatch", [1, 2, 4, 8]),
+                    options("vpp", chunks),
+                    options("recompute", ["none", "selective", "full"] if wide else NARROW),
+                    options("zero", [1, 3] if wide and dp * cp > 1 else [1]),
+                ):
+                    switches = {"sequence_parallel": tp > 1, "overlap": dp * cp > 1}
+                    switches |= {key: fixed[key] for key in switches if fixed.get(key) is not None}
+                    try:
+                        p = Parallelism(
+                            tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, microbatch=microbatch,
+                            global_batch=global_batch, recompute=recompute, zero=zero,
+                            layers_per_stage=uneven, **switches,
+                        )  # fmt: skip
+                        p.check(model, gpus)
+                    except (ValueError, UserError):
+                        continue
+                    yield p
 
 
 @dataclass(frozen=True)
@@ -148,6 +118,7 @@ def fitting(
     fabric: Fabric,
     calibration: Calibration,
     fixed: dict[str, Any] | None = None,
+    wide: bool = False,
 ) -> Plans:
     """The parallelisms that fit memory, those of the shortest step in closed form first.
 
@@ -157,7 +128,7 @@ def fitting(
     found: list[tuple[Parallelism, float]] = []
     tightest: tuple[float, Parallelism] | None = None
     considered = 0
-    for p in candidates(model, gpus, global_batch, node, fixed or {}):
+    for p in candidates(model, gpus, global_batch, node, fixed or {}, wide):
         considered += 1
         used = memory(model, p, node.memory_gib)
         if tightest is None or used.peak_gib < tightest[0]:

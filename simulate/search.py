@@ -71,6 +71,11 @@ def parser() -> Parser:
         help="simulate only the N most promising in closed form (default: %(default)s)",
     )
     group.add_argument(
+        "--wide",
+        action="store_true",
+        help="context parallelism, selective recomputation and ZeRO 3 too",
+    )
+    group.add_argument(
         "--against",
         metavar="NODE|FABRIC[:GPUS]",
         help="compare with the best plan on another node, fabric or GPU count",
@@ -100,7 +105,8 @@ def rank(inputs: Inputs, gpus: int, arguments: argparse.Namespace, out: Path | N
     """Simulate what fits memory, and sort it by the objective."""
     fixed, batch = fixed_parallelism(arguments), read_batch(arguments, arguments.gpus)
     i = inputs
-    found = fitting(i.model, gpus, batch, i.node, i.fabric, i.calibration, fixed)
+    cluster = (i.node, i.fabric, i.calibration)
+    found = fitting(i.model, gpus, batch, *cluster, fixed, arguments.wide)
     plans = found.plans[: arguments.keep]
     swept = sweep(inputs, plans, out, read_workers(arguments.workers))
     points = list(progress(swept, len(plans), "simulating", arguments.progress))

@@ -10,7 +10,7 @@ from simulate import search, sweep
 from simulate.attribution import attribution
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
-from simulate.plans import ROUGH_ERROR, fitting
+from simulate.plans import ROUGH_ERROR, candidates, fitting
 from simulate.plans import search as quick_search
 from simulate.projection import Request, project
 from simulate.sweep import Point, Workers
@@ -80,6 +80,19 @@ def test_the_best_plan_is_not_pruned(
     assert found.fitting == len(every.plans) > 20
     assert len(found.best) <= 16
     assert found.best[0].step_time_s == fastest
+
+
+def test_a_wide_search_adds_plans_and_loses_none() -> None:
+    small = load_model("llama3-8b").resized(layers=8, seq_len=2048)
+    narrow = set(candidates(small, 16, 32, NODE, {}))
+    wide = set(candidates(small, 16, 32, NODE, {}, wide=True))
+    assert narrow < wide
+    assert {p.cp for p in wide} > {1}
+    assert {p.zero for p in wide} == {1, 3}
+    assert {p.recompute for p in wide} == {"none", "selective", "full"}
+    assert all(p.gpus == 16 for p in wide)
+    tied = set(candidates(small, 16, 32, NODE, {"cp": 2, "recompute": "full"}, wide=True))
+    assert tied == {p for p in wide if p.cp == 2 and p.recompute == "full"}
 
 
 def test_a_sweep_resumes_where_it_stopped(
