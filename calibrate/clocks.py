@@ -75,12 +75,44 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
         if shown:
             state.kind_power_w[compute] = float(median(state.active_w(row) for row in shown))
+    state.visit_power = _visit_power(evidence, state, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
         state.default_host_us = float(median(hosts))
     elif device.kind == "cpu":
         state.default_host_us = 0.0
     return state
+
+
+def _visit_power(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
+    """Power of capped products on the newest visit beside that of all: a host's own, and its heat.
+
+    A forecast is for the host whose kernels were measured last; times are pooled over visits, since
+    the clock is taken out of them, but what a clock costs differs from host to host.
+    """
+    by_run: dict[str, dict[tuple[str, str, str], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for run, row in evidence.rows(KernelRow):
+        if row.op == "gemm" and state.shows_power(row) and "power_cap" in (row.throttle or ""):
+            by_run[run][row.direction, row.dtype, row.shape].append(state.active_w(row))
+    if len(by_run) < 2:
+        return 1.0
+    newest = by_run[list(by_run)[-1]]
+    ratios = [
+        median(own) / median(value for run in by_run.values() for value in run.get(shape, ()))
+        for shape, own in newest.items()
+    ]
+    value = float(median(ratios))
+    low, high = np.quantile(ratios, [0.05, 0.95])
+    return ledger.note(
+        "clock.visit_power",
+        value,
+        "factor",
+        (float(low), float(high)),
+        "measured",
+        f"{evidence.where(KernelRow, len(ratios))}: products on the newest visit beside all",
+    )
 
 
 def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str]:

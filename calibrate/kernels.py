@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from calibrate.correction import Correction, conformal_scale, fit_correction, folds
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, robust_sd, rounded
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
-from calibrate.state import ClockState, kernel_of
+from calibrate.state import ClockState, is_compute, kernel_of
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import features
@@ -151,6 +151,7 @@ def _fit(
     )
     host_us = float(np.median(group.host_us)) if group.host_us else clock.default_host_us
     active_w = float(np.median(group.active_w)) if group.active_w else clock.default_active_w(op)
+    active_w *= clock.visit_power if is_compute(op) else 1.0
     _note(group, physics, sds, correction, ledger, detail)
     _note_power(group, active_w, host_us, ledger, detail, clock)
     return KernelFit(

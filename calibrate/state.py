@@ -49,6 +49,7 @@ class ClockState:
     power_exponent: float = POWER_EXPONENT[0]
     repeat_sds: dict[bool, float] = field(default_factory=dict)  # one row of a shape to another
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
+    visit_power: float = 1.0  # of products, the newest visit's beside all visits'
     default_host_us: float = 10.0
 
     def exponent(self, op: str, direction: str) -> float:

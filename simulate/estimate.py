@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, log2
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +12,11 @@ from simulate.pricing import (
     REGULATION_US,
     LayerClock,
     PricedStep,
+    expected_maximum,
     kept_share,
     layer_clock,
     layer_us,
+    mean_clock_mhz,
     price,
     product_share,
 )
@@ -73,7 +74,8 @@ class StepEstimate:
     breakdown_s: dict[str, float]  # of the central estimate; sums to step_time_s[0]
     traffic: dict[str, Traffic]
     power_w: Array  # mean board power of one GPU
-    clock_mhz: Array
+    clock_mhz: Array  # of the busiest stage's products
+    mean_clock_mhz: float  # over the step and all GPUs, central: what a monitor shows
     throttled_share: float
     modelled_share: float  # share of compute time whose kernels were not measured
     stage_busy_s: Array  # (stages,), central
@@ -92,13 +94,6 @@ def _assumed(name: str, value: float, sd: float, detail: str) -> Parameter:
         source="assumed",
         detail=detail,
     )
-
-
-def expected_maximum(count: int) -> float:
-    """Mean of the largest of `count` standard normals (Blom's approximation)."""
-    if count <= 1:
-        return 0.0
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 class StepSimulator:
@@ -242,6 +237,7 @@ class StepSimulator:
                 * priced.costs.draws.factor("clock", fit.device_spread_sd),
                 fit.max_mhz,
             ),
+            mean_clock_mhz=mean_clock_mhz(priced, timeline.busy[:, 0] / finish[0]),
             throttled_share=float(priced.stages[busiest].clock_mhz < 0.995 * fit.max_mhz),
             modelled_share=self._modelled_share(),
             stage_busy_s=timeline.busy[:, 0] / 1e6,

@@ -7,6 +7,7 @@ Both engines start here: our timeline executes these durations (`simulate.estima
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,6 +245,23 @@ def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
     p = priced.parallelism
     layers = p.stage_layers(priced.model)[stage] * p.microbatches
     return min(layers * products / step_us, 1.0)
+
+
+def expected_maximum(count: int) -> float:
+    """Mean of the largest of `count` standard normals (Blom's approximation)."""
+    if count <= 1:
+        return 0.0
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:
+    """Mean clock over a step and all GPUs; `busy` are the shares of the step in stages' passes.
+
+    Passes run at their stage's clock; update, reduction and waiting at the largest.
+    """
+    clocks = np.array([stage.clock_mhz for stage in priced.stages])
+    fastest = max(priced.costs.calibration.clock.max_mhz, float(clocks.max()))
+    return float((fastest - np.minimum(busy, 1.0) * (fastest - clocks)).mean())
 
 
 def step_clock_mhz(model: ModelSpec, p: Parallelism, costs: Costs) -> float:

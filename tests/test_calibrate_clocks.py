@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from calibrate.clocks import _onset_exponent
+from calibrate.clocks import _onset_exponent, _visit_power
 from calibrate.evidence import Evidence, Ledger
 from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
@@ -218,3 +218,15 @@ def test_interference_is_read_where_a_collective_covers_the_kernel(
     found = fit_interference(evidence, Ledger())
     assert found.kernel == pytest.approx(0.4)
     assert found.collective == pytest.approx(0.3)
+
+
+def test_power_is_that_of_the_newest_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.0)
+    rows = [("first", capped(n, 1000.0, 1500.0, 0)) for n in (4096, 8192, 14336)]
+    rows += [("second", capped(n, 1020.0, 1440.0, 0)) for n in (4096, 8192, 14336)]
+    evidence = Evidence("made-up", [])
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
+    pooled = (1 + 1500 / 1440) / 2
+    assert _visit_power(evidence, state, Ledger()) == pytest.approx(1500 / 1440 / pooled)
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows[:3])
+    assert _visit_power(evidence, state, Ledger()) == 1

@@ -240,6 +240,7 @@ def test_a_stage_that_waits_keeps_a_higher_clock() -> None:
     assert min(clocks) == clocks[3]
     assert clocks[0] > clocks[3]
     assert estimate.clock_mhz[0] == clocks[3]
+    assert np.mean(clocks) < estimate.mean_clock_mhz <= 1980  # waiting at the largest clock
 
 
 def test_hunting_under_the_cap_costs_tensor_parallel_groups_most() -> None:
