@@ -243,8 +243,11 @@ def table(value: dict[str, Any]) -> str:
         f"{len(value['plans'])} by {value['objective']}, 90 % intervals",
         "",
     ]
+    wide = max(len(one["name"]) for one in value["plans"])
     for number, one in enumerate(value["plans"], start=1):
-        lines.append(f"{number:3}  {_line(one)}" + ("  tie with the best" if one["tie"] else ""))
+        lines.append(
+            f"{number:3}  {_line(one, wide)}" + ("  tie with the best" if one["tie"] else "")
+        )
     if value["why"]:
         lines += ["", "what the second takes longer than the first:", *_parts(value["why"])]
     other = value["against"]
@@ -259,10 +262,10 @@ def table(value: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _line(one: dict[str, Any]) -> str:
+def _line(one: dict[str, Any], wide: int = 0) -> str:
     time = one["step_time_s"]
     return (
-        f"{one['name']:52} {time['median']:.4g} s [{time['low']:.4g}, {time['high']:.4g}]  "
+        f"{one['name']:{wide}}  {time['median']:.4g} s [{time['low']:.4g}, {time['high']:.4g}]  "
         f"MFU {one['mfu']['median']:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  "
         f"{one['memory_gib']:.0f} GiB"
     )
