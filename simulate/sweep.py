@@ -9,14 +9,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
 from simulate.plans import Plan
+from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import sha256
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 SCHEMA = "sweep/1"
@@ -100,6 +104,7 @@ def _parallel(
 ) -> Iterator[list[Point]]:
     from joblib import Parallel, delayed, parallel_config
 
+    texts = _texts(inputs)
     chunks = [plans[at : at + CHUNK] for at in range(0, len(plans), CHUNK)]
     options: dict[str, Any] = {"n_jobs": count, "return_as": "generator_unordered"}
     with ExitStack() as stack:
@@ -108,7 +113,34 @@ def _parallel(
             stack.enter_context(parallel_config(backend=backend))
             options = {"n_jobs": -1}
             options["return_as"] = "generator_unordered" if backend == "dask" else "list"
-        yield from Parallel(**options)(delayed(simulate)(inputs, chunk) for chunk in chunks)
+        yield from Parallel(**options)(delayed(_simulate_there)(texts, chunk) for chunk in chunks)
+
+
+Texts = tuple[str, str, str, str, str]
+
+
+def _texts(inputs: Inputs) -> Texts:
+    """The inputs as a worker gets them, with each chunk."""
+    records = (inputs.model, inputs.node, inputs.fabric, inputs.calibration)
+    model, node, fabric, calibration = (one.model_dump_json(by_alias=True) for one in records)
+    return model, node, fabric, calibration, inputs.calibration_path.as_posix()
+
+
+@lru_cache(maxsize=2)
+def _inputs(texts: Texts) -> Inputs:
+    """Read once in each worker: what its fits work out for the first plan serves all others."""
+    model, node, fabric, calibration, path = texts
+    return Inputs(
+        ModelSpec.model_validate_json(model),
+        Node.model_validate_json(node),
+        Fabric.model_validate_json(fabric),
+        Calibration.model_validate_json(calibration),
+        Path(path),
+    )
+
+
+def _simulate_there(texts: Texts, plans: Sequence[Plan]) -> list[Point]:
+    return simulate(_inputs(texts), plans)
 
 
 def _connect(address: str, stack: ExitStack) -> str:
