@@ -15,6 +15,7 @@ from spec.records import KernelRow
 # persistent differences are taken as 2 %. Two visits differed by up to 6 %.
 DEVICE_SPREAD = (0.02, 0.01, 0.04)
 VISIT_SD = (0.03, 0.01, 0.06)
+VISIT_WEIGHT = 4
 
 
 def spread_interval(sd: float, free: int) -> tuple[float, float]:
@@ -98,15 +99,17 @@ def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
             "docs/calibration.md",
         )
     persistent = [median(values) for values in offsets.values()]
-    free = len(persistent) - 1
-    value = float(np.sqrt(np.sum(np.square(persistent)) / free))
+    # a few visits say little: the assumed spread counts as much as VISIT_WEIGHT further ones
+    free = len(persistent) - 1 + VISIT_WEIGHT
+    total = float(np.sum(np.square(persistent))) + VISIT_WEIGHT * VISIT_SD[0] ** 2
+    value = (total / free) ** 0.5
     low, high = spread_interval(value, free)
     return ledger.note(
         "clock.visit_sd",
         value,
         "log",
         (low, high),
-        "measured",
+        "measured" if len(offsets) > VISIT_WEIGHT else "assumed",
         f"{evidence.where(KernelRow, sum(map(len, offsets.values())))}: same shapes in "
-        f"{len(offsets)} runs",
+        f"{len(offsets)} runs, pooled with {VISIT_WEIGHT} assumed visits of {VISIT_SD[0]:.0%}",
     )

@@ -10,7 +10,7 @@ from simulate.astra.run import AstraResult, Binary, absent
 from simulate.estimate import StepEstimate
 from simulate.projection import Projection
 from simulate.workload import FOLDED, Granularity, program
-from spec.errors import UserError
+from spec.errors import UserError, WorkError
 
 Engine = Literal["auto", "timeline", "astra-sim"]
 SYMMETRIC = (
@@ -65,7 +65,12 @@ def through_astra_sim(
     if found is None:
         reason = "not asked for (--engine timeline)" if engine == "timeline" else absent()
         return value | {"ran": False, "note": reason}
-    result = run(directory, found, progress=progress)
+    try:
+        result = run(directory, found, progress=progress)
+    except WorkError as error:
+        if engine == "astra-sim":
+            raise
+        return value | {"ran": False, "note": str(error)}
     return value | _result(projection, found, result, manifest)
 
 

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
 from simulate.rough import Rough
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.files import first_problem
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -102,6 +105,22 @@ def candidates(
                     yield p
 
 
+def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, Any]) -> str:
+    """What is wrong with the simplest parallelism that has the degrees given."""
+    fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
+    rest, left = divmod(gpus, fields["tp"] * fields["cp"] * fields["pp"])
+    if left:
+        return f"their product does not divide {gpus}"
+    fields = {"dp": max(rest, 1), "sequence_parallel": fields["tp"] > 1} | fields
+    try:
+        Parallelism(global_batch=global_batch, **fields).check(model, gpus)
+    except ValidationError as error:
+        return first_problem(error)
+    except UserError as error:
+        return str(error)
+    return "leave more of them to the search or change the batch"
+
+
 @dataclass(frozen=True)
 class Plans:
     """All parallelisms that fit memory."""
@@ -138,7 +157,7 @@ def fitting(
     if tightest is None:
         raise UserError(
             f"no parallelism of {gpus} GPUs splits {model.name} with global batch {global_batch} "
-            "and the degrees given; leave more of them to the search or change the batch"
+            f"and the degrees given: {_why_none(model, gpus, global_batch, fixed or {})}"
         )
     if not found and considered == 1:
         found = [(tightest[1], tightest[0])]

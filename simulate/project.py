@@ -22,7 +22,17 @@ from simulate.inputs import (
 )
 from simulate.plans import search
 from simulate.projection import Projection, Request, project, summary
-from spec.command import Parser, add_json, add_progress, counter, emit, progress, run
+from spec.command import (
+    Parser,
+    add_draws,
+    add_json,
+    add_progress,
+    counter,
+    emit,
+    progress,
+    run,
+    whole,
+)
 from spec.errors import UserError
 from spec.files import first_problem, write_json, write_text
 from spec.parallelism import Parallelism
@@ -60,8 +70,8 @@ def parser() -> Parser:
     engine.add_argument("--scaling", metavar="N,N,...", help="project these GPU counts too")
     engine.add_argument("--tokens", type=float, metavar="N", help="to train on: time and energy")
     engine.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="and their cost")
-    engine.add_argument("--draws", type=int, default=200, help="uncertainty draws")
-    engine.add_argument("--seed", type=int, default=0, help="of the draws")
+    add_draws(engine)
+    engine.add_argument("--seed", type=whole(0, 2**63), default=0, help="of the draws")
     engine.add_argument("--out", metavar="DIR", help="default: projections/<name>/")
     engine.add_argument("--report", metavar="FILE.html", help="default: in --out")
     add_json(options)
@@ -153,8 +163,6 @@ def scaling_point(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, An
 def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
-    if not 0 < arguments.draws <= 100_000:
-        raise UserError(f"--draws is {arguments.draws}; it must be between 1 and 100000")
     check_gpus(arguments.gpus, "--gpus")
     check_budget(arguments.tokens, arguments.price_per_gpu_hour)
     counts = scaling_counts(arguments.scaling)

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
-from simulate.memory import Memory, memory
+from simulate.memory import CONTEXT_GIB, FRAGMENTATION, Memory, memory
 from simulate.saturation import messages
 from spec.calibration import Calibration, Parameter
+from spec.errors import UserError
 from spec.files import sha256
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -172,8 +173,14 @@ def project(request: Request) -> Projection:
     simulator = StepSimulator(
         r.model, r.parallelism, r.node, r.fabric, r.calibration, draws=r.draws, seed=r.seed
     )
+    estimate = simulator.run()
+    if not (np.isfinite(estimate.step_time_s).all() and np.isfinite(estimate.power_w).all()):
+        raise UserError(
+            f"{r.calibration_path}: its numbers, with this node and fabric, give no finite step "
+            "time; look for a rate, duration or spread that cannot be"
+        )
     used = memory(r.model, r.parallelism, r.node.memory_gib)
-    return Projection(r, simulator.run(), used)
+    return Projection(r, estimate, used)
 
 
 def provenance(projection: Projection) -> list[Parameter]:
@@ -205,8 +212,30 @@ def provenance(projection: Projection) -> list[Parameter]:
         ("nics", "ports"),
     ):
         add(r.node, "node", field, unit)
-    for field, unit in (("nic_gbits_per_s", "Gbit/s"), ("latency_us", "us")):
-        add(r.fabric, "fabric", field, unit)
+    for field, unit in (
+        ("nic_gbits_per_s", "Gbit/s"),
+        ("latency_us", "us"),
+        ("levels", "switch levels"),
+        ("radix", "ports"),
+        ("ports_per_node", "ports"),
+    ):
+        if getattr(r.fabric, field) is not None:
+            add(r.fabric, "fabric", field, unit)
+    for name, value, unit, detail in (
+        ("memory.context_gib", CONTEXT_GIB, "GiB", "CUDA context and NCCL's buffers"),
+        ("memory.fragmentation", FRAGMENTATION, "factor", "what the allocator cannot use"),
+    ):
+        listed.append(
+            Parameter(
+                name=name,
+                value=value,
+                unit=unit,
+                low=value,
+                high=value,
+                source="assumed",
+                detail=f"{detail}; decides what fits a device",
+            )
+        )
     listed += projection.estimate.assumptions
     return listed
 

@@ -26,7 +26,7 @@ from simulate.plans import Plans, fitting
 from simulate.projection import Projection, Request, interval, project, warnings
 from simulate.sweep import Point, Workers, sweep
 from spec.calibration import read_calibration
-from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import write_text
 from spec.parallelism import describe
@@ -80,7 +80,7 @@ def parser() -> Parser:
         metavar="NODE|FABRIC[:GPUS]",
         help="compare with the best plan on another node, fabric or GPU count",
     )
-    group.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    add_draws(group)
     group.add_argument("--out", metavar="FILE", help="write simulated plans there, and go on there")
     group.add_argument(
         "--workers", metavar="N|ADDRESS", help="processes, dask://HOST:PORT or ray://HOST:PORT"

@@ -24,7 +24,7 @@ from simulate.inputs import (
 from simulate.memory import memory
 from simulate.plans import search
 from simulate.projection import Projection, Request, project
-from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import first_problem, write_text
 from spec.hardware import Fabric
@@ -164,7 +164,7 @@ def parser() -> Parser:
     options.add_argument("--gpus", type=int, default=1024, metavar="N", help="default: %(default)s")
     add_inputs(options)
     add_parallelism(options)
-    options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    add_draws(options)
     options.add_argument("--report", metavar="FILE.html", help="default: studies/NAME.html")
     add_json(options)
     add_progress(options)
@@ -227,8 +227,6 @@ def main(words: Sequence[str]) -> int:
     if arguments.study not in STUDIES:
         raise UserError(f"study {arguments.study!r} is none of {', '.join(STUDIES)}")
     check_gpus(arguments.gpus)
-    if arguments.draws < 1:
-        raise UserError(f"--draws is {arguments.draws}; it must be at least 1")
     inputs = read_inputs(arguments)
     axis, work = STUDIES[arguments.study]
     cases = list(work(inputs, arguments))

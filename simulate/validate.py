@@ -19,7 +19,7 @@ from simulate.inputs import (
 )
 from simulate.validation import Case, predict, table, validation
 from spec.calibration import Calibration, read_calibration
-from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import write_table, write_text
 from spec.records import TrainingConfig, TrainingRow
@@ -46,7 +46,7 @@ def add_common(options: argparse.ArgumentParser) -> None:
         help="between the hosts that were measured (default: "
         f"{CPU_FABRIC} where nodes were emulated, else {DEFAULT_FABRIC})",
     )
-    options.add_argument("--draws", type=int, default=200, help="uncertainty draws")
+    add_draws(options)
     options.add_argument("--report", metavar="FILE.html", help="write an HTML report")
     add_json(options)
     add_progress(options)

@@ -25,6 +25,34 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: a whole number between `low` and `high`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a whole number between {low} and {high}"
+            )
+        return number
+
+    return read
+
+
+def add_draws(parser: argparse._ActionsContainer) -> None:
+    """The options of the uncertainty draws."""
+    parser.add_argument(
+        "--draws",
+        type=whole(1, 100_000),
+        default=200,
+        metavar="N",
+        help="uncertainty draws (default: %(default)s)",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option that every command has for a machine-readable result."""
     parser.add_argument(
@@ -92,9 +120,16 @@ def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | 
     except WorkError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
+    except (OverflowError, ZeroDivisionError, FloatingPointError) as error:
+        print(f"error: a number of the inputs is too large or too small ({error})", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}; give another path", file=sys.stderr)
+        return 2

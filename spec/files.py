@@ -20,7 +20,16 @@ M = TypeVar("M", bound=BaseModel)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it replaces `path` on success and goes on failure."""
+    """Yield a temporary path beside `path`; it replaces `path` on success and goes on failure.
+
+    A link is followed, and what is no regular file (a pipe, a device) is written to, not replaced.
+    """
+    path = path.resolve() if path.is_symlink() else path
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file")
+    if path.exists() and not path.is_file():
+        yield path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
@@ -51,6 +60,8 @@ def sha256(path: Path) -> str:
 
 def read_text(path: Path, what: str) -> str:
     """The text of `path`; `what` says in an error what the file should have been."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is not a regular file; {what} was expected there")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -75,7 +86,7 @@ def read_yaml(path: Path, what: str) -> Any:
     """Parse a YAML file with the safe loader."""
     try:
         return yaml.safe_load(read_text(path, what))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = str(error).replace("\n", " ")
         raise UserError(f"{path}: not valid YAML for {what} ({problem})") from None
 
@@ -109,6 +120,8 @@ def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> lis
     A column that `row` does not have is an error unless `others_ignored`.
     """
     text = read_text(path, f"a table of {row.__name__}")
+    if text and not text.endswith("\n") and not others_ignored:
+        raise UserError(f"{path}: its last line does not end; the file may be half-written")
     lines = csv.DictReader(text.splitlines(keepends=True), strict=True)
     missing = [
         name

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Source = Literal["measured", "published", "assumed"]
 

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 
 
 class Node(BaseModel):
@@ -60,8 +60,10 @@ class Fabric(BaseModel):
         default=None, description="rate of one switch-to-switch link; the port's rate if not given"
     )
     latency_us: Positive = Field(description="one switch hop, cable included")
-    radix: PositiveInt | None = Field(default=None, description="ports of one switch")
-    levels: PositiveInt = Field(
+    radix: Annotated[int, Field(ge=4, le=100_000)] | None = Field(
+        default=None, description="ports of one switch"
+    )
+    levels: Annotated[int, Field(ge=1, le=6)] = Field(
         default=2,
         description="switch levels of a tree; a torus without `dimensions` has as many dimensions",
     )

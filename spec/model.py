@@ -1,9 +1,9 @@
 """A transformer model: its shape, parameters and FLOPs. Named models are YAML files of it."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_yaml
@@ -11,20 +11,24 @@ from spec.files import parse, read_json, read_yaml
 MODELS = Path(__file__).parent / "models"
 
 
+# beyond any model; a typing error is likelier
+Size = Annotated[int, Field(ge=1, le=100_000_000)]
+
+
 class ModelSpec(BaseModel):
     """A decoder-only transformer, dense or mixture-of-experts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(min_length=1, max_length=80)
-    layers: PositiveInt
-    hidden: PositiveInt
-    ffn_hidden: PositiveInt = Field(description="width of one MLP (of one expert, if there are)")
-    heads: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    vocab: PositiveInt
-    seq_len: PositiveInt = Field(description="tokens per sequence in training")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", max_length=80)
+    layers: Size
+    hidden: Size
+    ffn_hidden: Size = Field(description="width of one MLP (of one expert, if there are)")
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    vocab: Size
+    seq_len: Size = Field(description="tokens per sequence in training")
     gated: bool = Field(description="SwiGLU: two input projections in the MLP, not one")
     norm: Literal["rmsnorm", "layernorm"]
     position: Literal["rope", "learned"]
@@ -129,9 +133,9 @@ def load_model(name_or_path: str) -> ModelSpec:
     if "/" not in name_or_path and named.exists():
         return parse(ModelSpec, read_yaml(named, "a model"), str(named))
     path = Path(name_or_path)
-    if not path.exists():
+    if len(name_or_path) > 1000 or not path.is_file():
         raise UserError(
-            f"model {name_or_path!r} is neither a file nor a named model; "
+            f"model {name_or_path[:80]!r} is neither a file nor a named model; "
             f"the named ones are {', '.join(model_names())}"
         )
     if path.suffix == ".json":
@@ -142,7 +146,7 @@ def load_model(name_or_path: str) -> ModelSpec:
 def _from_hugging_face(config: object, path: Path) -> ModelSpec:
     """Map the keys of a Hugging Face `config.json` (llama, mistral, mixtral, gpt2 families)."""
     if not isinstance(config, dict):
-        raise UserError(f"{path}: a Hugging Face config is a JSON object, not a {type(config)}")
+        raise UserError(f"{path}: a Hugging Face config is a JSON object, not a list or a value")
     family = config.get("model_type")
     if family not in ("llama", "mistral", "mixtral", "qwen2", "gpt2"):
         raise UserError(
@@ -184,7 +188,12 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
                 "experts": config.get("num_local_experts", 0),
                 "top_k": config.get("num_experts_per_tok", 0),
             }
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: a {family} config lacks or misstates {error}") from None
+    except KeyError as error:
+        raise UserError(f"{path}: a {family} config lacks {error}") from None
+    except (TypeError, ZeroDivisionError):
+        raise UserError(
+            f"{path}: a size of the {family} config is no whole number above zero; look for null, "
+            "text or 0 among its layers, widths and heads"
+        ) from None
     fields |= {"name": path.parent.name or path.stem, "source": f"Hugging Face config ({family})"}
     return parse(ModelSpec, fields, str(path))

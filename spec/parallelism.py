@@ -10,6 +10,10 @@ from spec.model import ModelSpec
 Recompute = Literal["none", "selective", "full"]
 
 
+LARGEST_PP = 1024
+MOST_PASSES = 2_000_000  # of a pipeline in a step: beyond that a typing error is likelier
+
+
 class Parallelism(BaseModel):
     """Megatron-Core's degrees and switches. Ranks run through tp, cp, dp (ep within), pp."""
 
@@ -37,11 +41,18 @@ class Parallelism(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.pp > LARGEST_PP:
+            raise ValueError(f"pp is {self.pp}; at most {LARGEST_PP} stages are simulated")
         share = self.dp * self.microbatch
         if self.global_batch % share:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of dp * microbatch "
                 f"= {self.dp} * {self.microbatch}"
+            )
+        if self.microbatches * self.pp * self.vpp > MOST_PASSES:
+            raise ValueError(
+                f"{self.microbatches} microbatches through {self.pp * self.vpp} model chunks are "
+                f"more than {MOST_PASSES:,} passes; use a smaller global_batch or more replicas"
             )
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep {self.ep} does not divide dp * cp = {self.dp * self.cp}")

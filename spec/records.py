@@ -4,17 +4,28 @@ A result set is `results/<system>/<run>/`: `manifest.json` and the tables below,
 `telemetry.parquet`. `SCHEMA` is the version of all of them together.
 """
 
+import itertools
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
+from spec.errors import UserError
+from spec.kernel import parse_kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 SCHEMA = "results/1"
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-15, le=1e18, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 Role = Annotated[
     Literal["fit", "judge"],
     Field(description="fit: a model may be fitted on this row; judge: only compared with"),
@@ -22,6 +33,9 @@ Role = Annotated[
 CaseId = Annotated[
     str, Field(min_length=1, max_length=200, description="names the case; unique in its table")
 ]
+
+
+ROUNDING = 1.000001  # quantiles are written with seven digits
 
 
 class Row(BaseModel):
@@ -43,6 +57,16 @@ class Repeated(Row):
     min_us: Positive = Field(description="fastest repetition")
     mean_us: Positive = Field(description="mean")
     std_us: NonNegative = Field(description="standard deviation of the repetitions")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        quantiles = (self.min_us, self.p10_us, self.median_us, self.p90_us)
+        for low, high in itertools.pairwise(quantiles):
+            if low > high * ROUNDING:
+                raise ValueError(
+                    f"min, p10, median and p90 are {quantiles} us; each must be at least the last"
+                )
+        return self
 
 
 class KernelRow(Repeated):
@@ -66,6 +90,14 @@ class KernelRow(Repeated):
     throttle: str | None = Field(
         default=None, description="throttle reasons seen, joined by +; empty where unread or none"
     )
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        try:
+            parse_kernel(self.op, self.direction, self.shape, self.dtype)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
 
 
 class CollectiveRow(Repeated):

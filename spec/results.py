@@ -25,7 +25,7 @@ class ResultSet:
         name = next(key for key, value in TABLES.items() if value is row)
         if name not in self._tables:
             path = self.path / f"{name}.csv"
-            rows = read_table(path, row) if path.exists() else []
+            rows = read_table(path, row) if path.exists() or path.is_symlink() else []
             _refuse_duplicates(path, rows)
             self._tables[name] = list(rows)
         return self._tables[name]  # type: ignore[return-value]
@@ -66,6 +66,10 @@ def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
         for pattern in ("manifest.json", "*/manifest.json", "*/*/manifest.json")
         for path in root.glob(pattern)
     )
+    runs = {path.parent for path in manifests}
+    for table in sorted((*root.glob("*.csv"), *root.glob("*/*.csv"), *root.glob("*/*/*.csv"))):
+        if table.stem in TABLES and table.parent not in runs:
+            raise UserError(f"{table.parent}: has {table.name} but no manifest.json; restore it")
     sets = [read_result_set(path.parent) for path in manifests]
     if system is not None:
         known = sorted({one.manifest.system for one in sets})

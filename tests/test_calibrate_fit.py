@@ -258,7 +258,7 @@ def break_folder(folder: Path) -> None:
         (break_nan, "median_us"),
         (break_negative, "line"),
         (break_duplicate, "2 times"),
-        (break_half, "columns"),
+        (break_half, "half-written"),
         (break_schema, "results/99"),
         (break_rows, "measure.run"),
         (break_telemetry, "telemetry"),
