@@ -6,6 +6,8 @@ Each with where its shape is published. A row's own cells always win over these.
 import re
 from dataclasses import dataclass
 
+from spec.model import ModelSpec
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -75,3 +77,10 @@ def named_shape(name: str) -> Shape | None:
     """The shape of a model by its printed name; None for a name that is not known."""
     plain = re.sub(r"[\s_]+", "-", name.lower())
     return next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
+
+
+def usual_ffn(model: ModelSpec) -> int:
+    """MLP width where none is printed (1): 8/3 of the hidden size if gated, else 4 times it."""
+    if model.ffn_hidden > 1:
+        return model.ffn_hidden
+    return round(8 / 3 * model.hidden / 256) * 256 if model.gated else 4 * model.hidden

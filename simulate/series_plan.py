@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from simulate.memory import memory
 from simulate.series_hardware import fabric_of, node_of
-from simulate.series_models import Shape, named_shape
-from simulate.series_rows import SeriesRow, metric_of, step_seconds
+from simulate.series_models import Shape, named_shape, usual_ffn
+from simulate.series_rows import SeriesRow, metric_of, step_seconds, too_large
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
@@ -25,6 +25,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 Choices = Mapping[str, Any]
+MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
 # What is taken where a row does not print it, and the other way that is tried for its effect.
 DEFAULTS: dict[str, Any] = {
     "recompute": "none",
@@ -93,6 +94,8 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     gpus = row.whole("gpus")
     if gpus is None:
         raise TooLittle("the number of GPUs is not printed")
+    if (wrong := too_large(row)) is not None:
+        raise TooLittle(wrong)
     model = _model(fill)
     try:
         model, p, searched = _parallelism(fill, model, node, gpus)
@@ -100,6 +103,8 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     except (ValidationError, UserError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise TooLittle(problem) from None
+    if p.microbatches * p.vpp * p.pp > MOST_PASSES:
+        raise TooLittle(f"{p.microbatches} microbatches on {p.pp} stages; a misprint is likelier")
     words = row.text("interconnect")
     fabric, printed = fabric_of(words, node.name)
     if not printed and gpus > node.gpus:
@@ -188,13 +193,13 @@ def _solved(fill: _Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
     if not row.whole("layers") and (shape is None or unfinished):
         if total is None:
             raise TooLittle("the number of layers is not printed, nor the parameters")
-        wide = model.resized(ffn_hidden=_usual_ffn(model))
+        wide = model.resized(ffn_hidden=usual_ffn(model))
         layers = max(round((total - outside) / wide.layer_parameters()), 1)
         fill.assumed.append(f"{layers} layers from {total:.4g} parameters")
         return wide.resized(layers=layers)
     if row.whole("ffn_hidden") or shape is not None:
         return model
-    ffn = _usual_ffn(model)
+    ffn = usual_ffn(model)
     if model.gated and total and total > 1e8:
         least = model.resized(ffn_hidden=1)
         each = (model.resized(ffn_hidden=2).layer_parameters() - least.layer_parameters()) or 1
@@ -203,12 +208,6 @@ def _solved(fill: _Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
             ffn = max(round(solved / 256), 1) * 256
     fill.assumed.append(f"MLP width {ffn} assumed")
     return model.resized(ffn_hidden=ffn)
-
-
-def _usual_ffn(model: ModelSpec) -> int:
-    if model.ffn_hidden > 1:
-        return model.ffn_hidden
-    return round(8 / 3 * model.hidden / 256) * 256 if model.gated else 4 * model.hidden
 
 
 def _parallelism(

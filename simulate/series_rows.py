@@ -21,6 +21,24 @@ from spec.model import ModelSpec
 NEEDED = ("row_id", "metric", "value")
 USES = ("anchor", "test")
 NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated"}
+# Beyond these a misprint is likelier than a model or a cluster.
+LARGEST = {
+    "gpus": 2**20,
+    "layers": 2000,
+    "hidden": 2**18,
+    "ffn_hidden": 2**20,
+    "heads": 2**12,
+    "vocab": 2**23,
+    "seq_len": 2**24,
+    "global_batch": 2**22,
+    "micro_batch": 2**16,
+    "grad_accum": 2**16,
+    "tp": 2**10,
+    "pp": 2**10,
+    "vpp": 2**10,
+    "cp": 2**10,
+    "ep": 2**12,
+}
 # Megatron-LM's papers and README tables of 2021 and 2022, and the DeepSpeed branches of it.
 _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
@@ -120,9 +138,17 @@ class SeriesRow:
     def graphs(self) -> bool:
         """Kernels replayed from captured graphs, so that the host issues next to nothing.
 
-        MLPerf submissions do (`LAYER_CUDA_GRAPH` where a row prints its configuration).
+        MLPerf submissions on NVIDIA GPUs do (`LAYER_CUDA_GRAPH` where a row prints its
+        configuration).
         """
-        return "cuda_graph" in self.words or self.source == "mlcommons/training_results"
+        mlperf = self.source == "mlcommons/training_results"
+        amd = re.search(r"\bamd\b|\bmi\d", self.text("gpu_type").lower())
+        return "cuda_graph" in self.words or (mlperf and not amd)
+
+    @property
+    def half_gradients(self) -> bool:
+        """Gradients reduced in 16 bits, as Megatron-LM did in fp16 training of that time."""
+        return self.early and "fp16" in self.text("precision").lower()
 
     @property
     def lora(self) -> bool:
@@ -218,3 +244,11 @@ def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recomp
         return batch * model.seq_len / value
     flops = model.step_flops(batch) * (4 / 3 if again and recompute == "full" else 1.0)
     return flops / (value * 1e12 * gpus)
+
+
+def too_large(row: SeriesRow) -> str | None:
+    """The first size that is a misprint rather than a model or a cluster; None if there is none."""
+    for name, most in LARGEST.items():
+        if (row.whole(name) or 0) > most:
+            return f"{name} is {row.text(name)}, more than {most}"
+    return None

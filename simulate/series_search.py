@@ -39,32 +39,46 @@ def replanned(one: Plan, choices: Choices) -> Plan:
 
 
 def fastest(one: Plan, choices: Choices, calibrations: Calibrations) -> dict[str, Any]:
-    """The choices with the row's own open ones replaced by the fastest that fit memory."""
-    best, best_time = dict(choices), inf
-    for candidate in _candidates(one, dict(choices)):
+    """The choices with the row's own open ones replaced by the fastest that fit memory.
+
+    Split and micro-batch first, then the chunks per stage.
+    """
+    found = _fastest(one, dict(choices), _first(one, dict(choices)), calibrations)
+    return _fastest(one, found, _second(one, found), calibrations)
+
+
+def _fastest(
+    one: Plan, choices: dict[str, Any], candidates: Iterator[dict[str, Any]], by: Calibrations
+) -> dict[str, Any]:
+    best, best_time = choices, inf
+    for candidate in (choices, *candidates):
         try:
             tried = plan(one.row, candidate)
-            if not fits(tried, MEMORY_SLACK) and candidate != dict(choices):
+            if candidate is not choices and not fits(tried, MEMORY_SLACK):
                 continue
-            times, _ = simulate(tried, calibrations, np.zeros((1, len(FACTORS))))
+            times, _ = simulate(tried, by, np.zeros((1, len(FACTORS))), at_reference=True)
         except (TooLittle, UserError):
             continue
         seconds = float(times[0]) / tried.parallelism.global_batch
+        if candidate is choices and not fits(tried, MEMORY_SLACK):
+            continue  # taken where nothing else fits either
         if seconds < best_time * 0.999:
             best, best_time = candidate, seconds
     return best
 
 
-def _candidates(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield choices
+def _first(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for split in _splits(one, choices):
         for microbatch in MICROBATCHES if "microbatch" in one.open else (None,):
-            chunks = "vpp" in one.open or "split" in one.open
-            for vpp in CHUNKS if chunks and not one.row.early else (None,):
-                given = {"split": split, "microbatch": microbatch, "vpp": vpp}
-                if given["vpp"] not in (None, 1) and one.parallelism.pp == 1 and split is None:
-                    continue
-                yield choices | {name: v for name, v in given.items() if v is not None}
+            given = {"split": split, "microbatch": microbatch}
+            yield choices | {name: v for name, v in given.items() if v is not None}
+
+
+def _second(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    chosen = replanned(one, choices)
+    if "vpp" in chosen.open and not one.row.early:
+        for vpp in CHUNKS:
+            yield choices | {"vpp": vpp}
 
 
 def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | None]:

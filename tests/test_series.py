@@ -365,3 +365,12 @@ def test_files_that_are_none(calibration: Calibration, tmp_path: Path, capsys: A
     assert (code, "without --series" in err) == (2, True)
     (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbfrow_id,metric,value,extra\na,step_time_s,1,\n")
     assert read_rows(tmp_path / "bom.csv")[0].row_id == "a"
+
+
+def test_misprints_end_quickly(calibration: Calibration, tmp_path: Path) -> None:
+    """Sizes that are no model's or cluster's are refused, not looped over."""
+    for name in ("gpus", "layers", "ep", "pp", "global_batch", "seq_len"):
+        with pytest.raises(TooLittle, match=name):
+            plan(row(**{name: "999999999"}))
+    with pytest.raises(TooLittle, match="misprint"):
+        plan(row(global_batch="4000000"))
