@@ -192,7 +192,7 @@ def _entry(
     entry: dict[str, Any] = {
         "id": row.row_id,
         "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),
-        "model": one.model.name,
+        "model": row.text("model") or "unnamed",
         "gpus": one.parallelism.gpus,
         "series": series.name,
         "real_s": one.real_s,

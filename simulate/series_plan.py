@@ -153,7 +153,7 @@ def _model(fill: _Filling) -> ModelSpec:
         vocab = 128256 if gated else 51200
         fill.assumed.append(f"vocabulary {vocab} assumed")
     fields: dict[str, Any] = {
-        "name": row.text("model")[:80] or "unnamed",
+        "name": "published model",  # a source's words are no name that files could bear
         "layers": row.whole("layers") or (shape.layers if shape else None) or 1,
         "hidden": hidden,
         "ffn_hidden": row.whole("ffn_hidden") or (shape.ffn_hidden if shape else None) or 1,

@@ -198,6 +198,8 @@ def test_model_shapes_by_name_and_by_parameters() -> None:
     assert llama is not None
     assert (llama.layers, llama.hidden) == (126, 16384)
     assert named_shape("MPT-7b") is None
+    for name in ("GPT 175B (MegaScale)", "ViT-22B+GPT", "\u4e2d\u6587", "", "x" * 200):
+        assert plan(row(model=name)).model.layers == 8
     solved = plan(
         row(layers="", params="8.03B", ffn_hidden="14336", vocab="128256", model="x llama")
     )
@@ -372,5 +374,5 @@ def test_misprints_end_quickly(calibration: Calibration, tmp_path: Path) -> None
     for name in ("gpus", "layers", "ep", "pp", "global_batch", "seq_len"):
         with pytest.raises(TooLittle, match=name):
             plan(row(**{name: "999999999"}))
-    with pytest.raises(TooLittle, match="misprint"):
+    with pytest.raises(TooLittle, match=r"passes|misprint"):
         plan(row(global_batch="4000000"))
