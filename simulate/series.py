@@ -24,7 +24,7 @@ from simulate.series_fit import (
 )
 from simulate.series_plan import DEFAULTS, OTHERS, Choices, Plan, TooLittle, plan
 from simulate.series_rows import read_rows
-from simulate.series_search import fastest, replanned, shared_choices
+from simulate.series_search import own_choices, replanned, shared_choices
 from simulate.validation import SCHEMA, summarise
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -143,11 +143,7 @@ def _shape(one: Plan) -> tuple[int, ...]:
 def judged(series: Series, calibrations: Calibrations) -> tuple[list[dict[str, Any]], Fitted]:
     """Every test row of a series with its projection and baselines; and the fitted system."""
     shared = shared_choices(series.anchors, series.tests, calibrations)
-    chosen: dict[str, Choices] = {}
-    for one in (*series.anchors, *series.tests):
-        own = replanned(one, shared)
-        searched = own.open & {"microbatch", "vpp", "split"}
-        chosen[one.row.row_id] = fastest(own, shared, calibrations) if searched else shared
+    chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
     anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
     tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
     system = fit(anchors, calibrations)

@@ -69,7 +69,8 @@ def _fastest(
 
 def _first(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for split in _splits(one, choices):
-        for microbatch in MICROBATCHES if "microbatch" in one.open else (None,):
+        free = "microbatch" in one.open and "microbatch" not in choices
+        for microbatch in MICROBATCHES if free else (None,):
             given = {"split": split, "microbatch": microbatch}
             yield choices | {name: v for name, v in given.items() if v is not None}
 
@@ -139,3 +140,28 @@ def _recompute(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations)
         surprise = abs(float(fit(moved[:4], by, rounds=2).factors[0])) if anchors else 0.0
         possible.append((surprise, way))
     return min(possible)[1] if possible else "full"
+
+
+def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> dict[str, Choices]:
+    """Each row's choices: the series', and what is searched for it.
+
+    Rows of one model keep one micro-batch, the smallest that any of them is fastest with: a series
+    is one setting at growing scale, and the largest scale leaves the least room.
+    """
+    chosen: dict[str, Choices] = {}
+    least: dict[tuple[int, int], int] = {}
+    for one in members:
+        own = replanned(one, shared)
+        searched = own.open & {"microbatch", "vpp", "split"}
+        found = fastest(own, shared, by) if searched else shared
+        chosen[one.row.row_id] = found
+        if "microbatch" in own.open:
+            model = one.model.layers, one.model.hidden
+            size = found.get("microbatch", 1)
+            least[model] = min(least.get(model, size), size)
+    for one in members:
+        size = least.get((one.model.layers, one.model.hidden), 0)
+        if chosen[one.row.row_id].get("microbatch", size) != size:
+            same = dict(shared) | {"microbatch": size}
+            chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
+    return chosen
