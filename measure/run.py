@@ -279,8 +279,11 @@ def main(words: Sequence[str]) -> int:
         status = "partial" if campaign.out_of_time else "complete"
     finally:
         bar.close()
-        if not sampler.alive():
-            store.note("the telemetry process ended before the run did; samples are missing")
+        if (ended := sampler.ended()) is not None:
+            store.note(
+                f"the telemetry process ended before the run did (exit status {ended}); samples "
+                "are missing"
+            )
         sampler.stop()
         if status == "complete" and not campaign.failed:
             (store.folder / PLAN).unlink(missing_ok=True)

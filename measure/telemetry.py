@@ -273,9 +273,9 @@ class Sampler:
         """Have the sampler read nothing for a while, or go on: to see what it costs."""
         self._say("!", "pause" if paused else "go")
 
-    def alive(self) -> bool:
-        """Whether the sampler still runs."""
-        return self._process.poll() is None
+    def ended(self) -> int | None:
+        """Exit status of a sampler that ended on its own, negative for a signal; None: it runs."""
+        return self._process.poll()
 
     def stop(self, *, merge_parts: bool = True) -> None:
         """Finish sampling and merge the parts."""
