@@ -25,7 +25,7 @@ from calibrate.evidence import FITTED, Evidence, Ledger, input_file
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.network import PUBLISHED
-from calibrate.networks import fit_networks
+from calibrate.own_network import fit_networks
 from calibrate.telemetry import read_telemetry
 from spec.calibration import SCHEMA, Calibration
 from spec.command import Parser, add_json, add_progress, emit, progress, run

@@ -10,7 +10,7 @@ import pytest
 
 from calibrate import fit as fitting
 from calibrate.network import path_of
-from calibrate.networks import Crossing, concurrent, curves
+from calibrate.own_network import Crossing, concurrent, curves
 from simulate import validate
 from simulate.costs import Costs, Draws
 from simulate.validation import predict
