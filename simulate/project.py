@@ -29,6 +29,7 @@ from spec.command import (
     add_progress,
     counter,
     emit,
+    new_file,
     progress,
     run,
     whole,
@@ -73,7 +74,7 @@ def parser() -> Parser:
     add_draws(engine)
     engine.add_argument("--seed", type=whole(0, 2**63), default=0, help="of the draws")
     engine.add_argument("--out", metavar="DIR", help="default: projections/<name>/")
-    engine.add_argument("--report", metavar="FILE.html", help="default: in --out")
+    engine.add_argument("--report", type=new_file, metavar="FILE.html", help="default: in --out")
     add_json(options)
     add_progress(options)
     return options

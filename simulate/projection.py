@@ -319,7 +319,8 @@ def summary(value: Mapping[str, Any]) -> str:
         f"MFU               {show('mfu', 100)} %",
         f"breakdown         {parts}",
         f"power per GPU     {show('power_w_per_gpu')} W at {value['clock_mhz']['median']:.0f} MHz",
-        f"energy per step   {show('energy_j_per_step', 1e-3, 5)} kJ, {show('tokens_per_j')} tokens/J",
+        f"energy per step   {show('energy_j_per_step', 1e-3, 5)} kJ, "
+        f"{show('tokens_per_j')} tokens/J",
         f"memory            {value['memory_gib']['peak']:.1f} GiB of "
         f"{value['memory_gib']['capacity']:.1f} GiB",
         "sources           "

@@ -19,7 +19,7 @@ from simulate.inputs import (
 )
 from simulate.validation import Case, predict, table, validation
 from spec.calibration import Calibration, read_calibration
-from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import write_table, write_text
 from spec.records import TrainingConfig, TrainingRow
@@ -47,7 +47,9 @@ def add_common(options: argparse.ArgumentParser) -> None:
         f"{CPU_FABRIC} where nodes were emulated, else {DEFAULT_FABRIC})",
     )
     add_draws(options)
-    options.add_argument("--report", metavar="FILE.html", help="write an HTML report")
+    options.add_argument(
+        "--report", type=new_file, metavar="FILE.html", help="write an HTML report"
+    )
     add_json(options)
     add_progress(options)
 

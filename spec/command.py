@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from pydantic import ValidationError
+
 from spec.errors import UserError, WorkError
-from spec.files import write_json
+from spec.files import first_problem, write_json
 
 T = TypeVar("T")
 
@@ -53,12 +55,20 @@ def add_draws(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def new_file(text: str) -> str:
+    """An argparse type: a file to write, checked before any work is done."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
+    return text
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option that every command has for a machine-readable result."""
     parser.add_argument(
         "--json",
         nargs="?",
         const="-",
+        type=new_file,
         metavar="FILE",
         help="write the result as JSON to FILE (standard output when no file is named)",
     )
@@ -120,6 +130,12 @@ def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | 
     except WorkError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
+    except ValidationError as error:
+        print(
+            f"error: the inputs lead to what cannot be: {first_problem(error)}",
+            file=sys.stderr,
+        )
+        return 2
     except (OverflowError, ZeroDivisionError, FloatingPointError) as error:
         print(f"error: a number of the inputs is too large or too small ({error})", file=sys.stderr)
         return 2

@@ -177,17 +177,47 @@ def test_same_seed_same_numbers(command: Any) -> None:
         (("--seq-len", "-1"), "--seq-len is -1"),
         (("--global-batch", "-5"), "--global-batch is -5"),
         (("--gpus", "1"), "does not fit 1 GPUs"),
+        (("--json", "."), ".: is a folder; name a file"),
+        (("--report", "."), ".: is a folder; name a file"),
+        (("--seed", "-1"), "'-1' is not a whole number"),
+        (("--gpus", "64", "--tp", "1", "--sequence-parallel"), "has no effect with tp 1"),
+        (("--gpus", "64", "--ep", "2"), "which has no experts"),
+        (("--gpus", "64", "--pp", "2", "--layers-per-stage", "40,41"), "adds up to 81"),
+        (("--model", "../" * 2000), "is neither a file nor a named model"),
+        (("--model", "evil.yaml"), "name is '../../evil'"),
+        (("--model", "deep.yaml"), "deep.yaml: not valid YAML"),
     ],
 )
 def test_wrong_requests_get_a_sentence(
     command: Any, tmp_path: Path, words: tuple[str, ...], sentence: str
 ) -> None:
+    (tmp_path / "evil.yaml").write_text("name: ../../evil")
+    (tmp_path / "deep.yaml").write_text("[" * 3000)
     code, out, err = command("project", *words)
     assert code == 2, err
     assert sentence in err
     assert err.count("\n") == 1
     assert out == ""
     assert not (tmp_path / "projections").exists()
+
+
+def test_links_and_devices_are_written_through(command: Any, tmp_path: Path) -> None:
+    words = ("--gpus", "64", "--engine", "timeline", "--json")
+    (tmp_path / "link.json").symlink_to("target.json")
+    assert command("project", *words, "link.json")[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text())["schema"] == "projection/1"
+    assert command("project", *words, "/dev/null")[0] == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_astra_sim_that_fails_keeps_the_projection(command: Any, tmp_path: Path) -> None:
+    code, out, _ = command("project", "--gpus", "64", "--astra-sim", "/bin/true", "--json")
+    assert code == 0
+    value = json.loads(out)
+    assert not value["astra_sim"]["ran"]
+    assert value["step_time_s"]["median"] > 0
+    assert (tmp_path / "projections" / "llama3-70b-64" / "report.html").exists()
 
 
 def test_nothing_calibrated(command: Any, calibration: Path) -> None:
