@@ -42,6 +42,8 @@ def render(value: Json, picture: str = "") -> str:
     ]
     if value["fabric"]:
         sections.append(Section("Fabric", _fabric(value, picture)))
+    if value.get("training"):
+        sections.append(Section("A whole training run", [_training(value)]))
     if value.get("scaling"):
         sections.append(Section("Scaling", _scaling(value)))
     sections.append(Section("What the interval rests on", [_sensitivity(value)]))
@@ -146,13 +148,60 @@ def _memory(value: Json) -> Figure:
 
 def _fabric(value: Json, picture: str) -> list[Block]:
     rows = [
-        (one["tier"], f"{one['utilisation']:.1%}", "yes" if one["saturated"] else "no")
+        (
+            one["tier"],
+            percent(one["utilisation"]),
+            percent(one.get("while_sending")),
+            "yes" if one["saturated"] else "no",
+        )
         for one in value["fabric"]
     ]
-    table = Table(("tier", "utilisation over the step", "saturated"), rows)
-    if not picture:
-        return [table]
-    return [Figure(picture, "The topology, a few of each level's parts drawn", table)]
+    columns = ("tier", "utilisation over the step", "while an axis sends", "saturated")
+    table = Table(
+        columns, rows, "Simulated; saturated: its rate is what some communication waits for"
+    )
+    blocks: list[Block] = [table]
+    if picture:
+        blocks = [Figure(picture, "The topology, a few of each level's parts drawn", table)]
+    messages = [one for tier in value["fabric"] for one in tier.get("messages", ())]
+    if messages:
+        blocks.append(
+            Table(
+                ("tier", "axis", "collective", "ranks", "MiB", "bound by links", "from MiB"),
+                [
+                    (
+                        one["tier"],
+                        one["axis"].upper(),
+                        one["collective"],
+                        one["ranks"],
+                        one["bytes"] / 2**20,
+                        "yes" if one["bound_by_links"] else "no",
+                        one["from_bytes"] / 2**20 if one["from_bytes"] else None,
+                    )
+                    for one in messages
+                ],
+                "From which size on a message saturates its tier (simulated)",
+            )
+        )
+    return blocks
+
+
+def _training(value: Json) -> Table:
+    training = value["training"]
+    rows = [
+        ("days", with_interval(training["days"], "")),
+        ("GPU hours", with_interval(training["gpu_hours"], "million", 1e-6)),
+        ("energy of the GPUs", with_interval(training["gpu_energy_mwh"], "MWh")),
+    ]
+    if training.get("cost"):
+        rows.append(("cost", with_interval(training["cost"], "million", 1e-6)))
+    caption = f"{training['tokens']:.3g} tokens in {training['steps']:,} steps (simulated)"
+    return Table(("to train", "median and 90 % interval"), rows, caption)
+
+
+def percent(number: float | None) -> str:
+    """One digit, or a dash for what there is no number of."""
+    return "-" if number is None else f"{number:.1%}"
 
 
 def _scaling(value: Json) -> list[Block]:

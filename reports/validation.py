@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.page import COLOURS, INK, Badge, Figure, Section, Table, Text, new_figure, page, svg
+from reports.projection import percent
 from reports.series import sections as series_sections
 
 MEAN = "mean over sources"
@@ -43,11 +44,6 @@ def render(value: Json) -> str:
             ("inside their 90 % interval", f"{held['value']:.0%}" if held else "-"),
         ),
     )
-
-
-def percent(number: float | None) -> str:
-    """One digit, or a dash for what there is no data of."""
-    return "-" if number is None else f"{number:.1%}"
 
 
 def _notes(value: Json) -> list[Block]:
