@@ -4,7 +4,7 @@
         every system found; writes results/<system>/calibration.json
     python -m calibrate.fit results/ --system h200 --report calibration.html
         one system, with a report of fit against data
-    python -m calibrate.fit results/h200 --out /tmp/trial.json --json
+    python -m calibrate.fit results/h200 --out trial.json --json
 
 Reads kernels, collectives, interference and telemetry of every run of a system, complete or
 interrupted; never its training steps. The same input gives the same bytes.
