@@ -147,5 +147,5 @@ def composition_sd(evidence: Evidence, ledger: Ledger) -> float:
             "the spread of the first two campaigns' errors beyond that of their kernels: gaps, "
             "allocator and caches of a whole step"
         )
-    detail += "; training steps are never fitted on"
+    detail += "; chosen by hand, and no training step is read when fitting"
     return ledger.note("composition_sd", value, "log", interval, "assumed", detail)

@@ -28,7 +28,7 @@ def render(value: Json) -> str:
     ]
     held = every["coverage_90"]
     title = "Forecast against measurement" if forecast else "Simulated against measured"
-    subtitle = f"{every['n']} training configurations; the calibration never saw a training step"
+    subtitle = f"{every['n']} training configurations; no model of time or power is fitted on them"
     if series:
         title = "Published series, projected from their anchors"
         subtitle = f"{len(cases)} rows that nothing was fitted on; large: {HEADLINE}"

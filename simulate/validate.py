@@ -166,7 +166,7 @@ def main_validate(words: Sequence[str]) -> int:
             "`python -m measure.run --suite training`"
         )
     value = validation(cases) | {"calibrations": used}
-    return finish(arguments, value, f"{len(cases)} measured configurations, none ever fitted on")
+    return finish(arguments, value, f"{len(cases)} measured configurations; no model of time or power is fitted on them")
 
 
 def main_series(arguments: Any) -> int:
