@@ -166,7 +166,9 @@ def main_validate(words: Sequence[str]) -> int:
             "`python -m measure.run --suite training`"
         )
     value = validation(cases) | {"calibrations": used}
-    return finish(arguments, value, f"{len(cases)} measured configurations; no model of time or power is fitted on them")
+    count = len(cases)
+    title = f"{count} measured configurations; no model of time or power is fitted on them"
+    return finish(arguments, value, title)
 
 
 def main_series(arguments: Any) -> int:
