@@ -1,5 +1,6 @@
 """Compare two calibrations: `python -m calibrate.diff A.json B.json`.
 
+examples:
     python -m calibrate.diff results/h200/calibration.json results/h200-may/calibration.json
     python -m calibrate.diff old.json new.json --all --json changes.json
 

@@ -1,5 +1,6 @@
 """Fit a system's calibration from its measurements: `python -m calibrate.fit results/`.
 
+examples:
     python -m calibrate.fit results/
         every system found; writes results/<system>/calibration.json
     python -m calibrate.fit results/ --system h200 --report calibration.html
@@ -193,7 +194,13 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", type=Path, help="results folder, a system's folder, or one run")
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="?",
+        default=Path("results"),
+        help="results folder, a system's folder, or one run (default: %(default)s/)",
+    )
     parser.add_argument("--system", metavar="NAME", help="fit only this system (default: all)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: results/<system>/calibration.json"

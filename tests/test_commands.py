@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from simulate import project, search, validate
+from simulate import project, search, study, validate
 from spec.command import run
 from spec.files import write_json
 from tests.made_up import calibration_json
 
 ROOT = Path(__file__).parent.parent
-MODULES = {"project": project, "search": search, "validate": validate}
+MODULES = {"project": project, "search": search, "validate": validate, "study": study}
 
 
 @pytest.fixture
@@ -47,13 +47,17 @@ FROZEN = {
         "--granularity --out --scaling --report --json --progress"
     ),
     "search": "--gpus --model --global-batch --top --json --progress",
-    "validate": "--report --json --progress --system",
+    "validate": "--report --json --progress --system --engine",
+    "predict": "PLAN --out --draw --seed --plan-out --json",
+    "compare": "SEALED.json results --report --json",
+    "study": "--list --json",
 }
 
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_options_stay(name: str) -> None:
-    parser = validate.parser("validate") if name == "validate" else MODULES[name].parser()
+    forms = ("validate", "predict", "compare")
+    parser = validate.parser(name) if name in forms else MODULES[name].parser()
     for option in FROZEN[name].split():
         assert option in parser.format_help()
     assert "examples:" in parser.format_help()
@@ -278,12 +282,23 @@ def test_search_lists_plans(command: Any) -> None:
     assert times == sorted(times)
 
 
-def test_commands_answer_as_processes() -> None:
+PROCESSES = {
+    "calibrate.fit": "--system --out --report --json --progress",
+    "calibrate.diff": "--json",
+    "simulate.project": "--gpus",
+    "simulate.search": "--top",
+    "simulate.study": "--list",
+    "simulate.validate": "--series --anchor",
+}
+
+
+@pytest.mark.parametrize("module", PROCESSES)
+def test_commands_answer_as_processes(module: str) -> None:
     """`python -m` works from the root, and help names examples."""
-    root = Path(__file__).parent.parent
-    for module in ("simulate.project", "simulate.search", "simulate.validate"):
-        done = subprocess.run(
-            [sys.executable, "-m", module, "--help"], cwd=root, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "examples:" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "example" in done.stdout
+    for option in PROCESSES[module].split():
+        assert option in done.stdout
