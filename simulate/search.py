@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from reports.search import render
 from simulate.attribution import attribution
+from simulate.costs import Draws
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -172,7 +173,10 @@ def plan(one: Projection, best: Projection, objective: str = "throughput") -> di
         power = of.estimate.power_w * of.request.parallelism.gpus
         return OBJECTIVES[objective](of.estimate.step_time_s, power)
 
-    worse = interval(badness(one) / badness(best))
+    # what a step is more than its parts differs from plan to plan, so it does not cancel
+    sd = 2**0.5 * one.request.calibration.composition_sd
+    apart = Draws(one.request.draws, one.request.seed).factor("plan against plan", sd)
+    worse = interval(badness(one) / badness(best) * (1.0 if one is best else apart))
     return {
         "name": describe(one.request.parallelism),
         "parallelism": one.request.parallelism.model_dump(),
