@@ -7,9 +7,10 @@ stay common when they are added up.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class Draws:
 
     def normal(self, name: str) -> Array:
         """Standard normals of the group `name`; independent of the order of asking."""
+        if name not in self._normals and self.count == 1:
+            self._normals[name] = np.zeros(1)
         if name not in self._normals:
             generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
             values = generator.standard_normal(self.count)
@@ -94,6 +97,43 @@ class Energy:
 
     def __mul__(self, count: float) -> "Energy":
         return Energy(self.compute * count, self.memory * count)
+
+
+def total(energies: Iterable[Energy]) -> Energy:
+    """Their sum."""
+    both = [(one.compute, one.memory) for one in energies]
+    return Energy(sum(one for one, _ in both), sum(other for _, other in both))
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """What a kernel costs at the step's clock."""
+
+    time: Array  # us, (draws,)
+    energy: Energy  # at the central duration
+    host_us: float  # time the host needs to issue it
+
+
+class Same:
+    """A kernel model compared by identity: hashing its numbers would cost more than it saves."""
+
+    def __init__(self, fit: KernelFit) -> None:
+        """Hold the model, so that its identity stays its own."""
+        self.fit = fit
+
+    def __hash__(self) -> int:
+        """Of the identity."""
+        return id(self.fit)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same object."""
+        return isinstance(other, Same) and self.fit is other.fit
+
+
+@lru_cache(maxsize=8192)
+def reference_us(same: Same, dims: tuple[int, ...]) -> tuple[float, float]:
+    """`KernelFit.time_us`: plans of a search share most of their shapes."""
+    return same.fit.time_us(dims)
 
 
 @dataclass(frozen=True)
@@ -164,7 +204,8 @@ class Costs:
     network: NetworkFit | None = field(init=False)
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
-    _priced: dict[Kernel | Collective, Array] = field(default_factory=dict)
+    _priced: dict[Kernel, KernelCost] = field(default_factory=dict)
+    _factors: dict[str, float] = field(default_factory=dict)  # `_slower`, by kernels' operation
     _reference: dict[Kernel | Collective, Array] = field(default_factory=dict)  # at any clock
 
     def __post_init__(self) -> None:
@@ -183,16 +224,18 @@ class Costs:
         other = copy(self)
         if "draws" in changes:
             other._reference = {}
-        other.modelled, other._priced = set(), {}
+        other.modelled, other._priced, other._factors = set(), {}, {}
         for name, value in changes.items():
             setattr(other, name, value)
         return other
 
     def kernel_us(self, kernel: Kernel) -> Array:
         """Duration of a kernel at the step's clock."""
-        if kernel not in self._priced:
-            self._priced[kernel] = self._kernel_us(kernel)
-        return self._priced[kernel]
+        return self._kernel(kernel).time
+
+    def energy(self, kernel: Kernel) -> Energy:
+        """Energy above idle of a kernel at its central duration."""
+        return self._kernel(kernel).energy
 
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path."""
@@ -200,23 +243,40 @@ class Costs:
             self._reference[collective] = self._collective_us(collective)
         return self._reference[collective]
 
-    def _kernel_us(self, kernel: Kernel) -> Array:
+    def _kernel(self, kernel: Kernel) -> KernelCost:
+        if kernel not in self._priced:
+            self._priced[kernel] = self._price(kernel)
+        return self._priced[kernel]
+
+    def _price(self, kernel: Kernel) -> KernelCost:
         fit = self.calibration.kernel(kernel)
         if kernel.dims not in fit.measured:
             self.modelled.add(kernel)
         if kernel not in self._reference:
-            time, sd = fit.time_us(kernel.dims)
+            central, sd = reference_us(Same(fit), kernel.dims)
             spread = self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
-            self._reference[kernel] = np.asarray(time * spread)
-        return np.asarray(self._reference[kernel] * self._slower(fit))
+            self._reference[kernel] = np.asarray(central * spread)
+        slower = self._slower(fit)
+        time = np.asarray(self._reference[kernel] * slower)
+        time_us = float(time[0])
+        watt_us = fit.active_power_w * time_us
+        energy = Energy(memory=watt_us)
+        if fit.tflops:
+            started_us = fit.launch_us * launches(kernel)
+            idle = (1 - BUSY_SHARE) * min(started_us / (time_us / slower), 1.0)
+            energy = Energy(compute=watt_us * (1 - idle))
+        return KernelCost(time, energy, fit.host_us)
 
     def _slower(self, fit: KernelFit) -> float:
         """How many times as long as at the reference clock a kernel lasts."""
-        slower = self.clock_ratio**fit.clock_exponent
-        if fit.op in ("gemm", "grouped_gemm"):
-            clock = self.calibration.clock
-            slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
-        return float(slower)
+        name = f"{fit.op} {fit.direction} {fit.dtype}"
+        if name not in self._factors:
+            slower = self.clock_ratio**fit.clock_exponent
+            if fit.op in ("gemm", "grouped_gemm"):
+                clock = self.calibration.clock
+                slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
+            self._factors[name] = float(slower)
+        return self._factors[name]
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]
@@ -273,18 +333,6 @@ class Costs:
         time, _ = fit.time_us(path.local_ranks, max(nbytes, 2.0**26))
         return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
 
-    def energy(self, kernel: Kernel) -> Energy:
-        """Energy above idle of a kernel at its central duration."""
-        fit = self.calibration.kernel(kernel)
-        time_us = float(self.kernel_us(kernel)[0])
-        watt_us = fit.active_power_w * time_us
-        if not fit.tflops:
-            return Energy(memory=watt_us)
-        started_us = fit.launch_us * launches(kernel)
-        at_reference_us = time_us / self._slower(fit)
-        idle = (1 - BUSY_SHARE) * min(started_us / at_reference_us, 1.0)
-        return Energy(compute=watt_us * (1 - idle))
-
     @property
     def slowed(self) -> float:
         """How many times as long a collective lasts while kernels run beside it."""
@@ -307,13 +355,10 @@ class Costs:
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
         zero = np.zeros(self.draws.count)
-        own, host_us, energy = zero, self.calibration.host.part_us, Energy()
-        for kernel in part.kernels:
-            fit = self.calibration.kernel(kernel)
-            time = self.kernel_us(kernel)
-            own = own + time
-            host_us += fit.host_us
-            energy += self.energy(kernel)
+        kernels = [self._kernel(kernel) for kernel in part.kernels]
+        own = sum((one.time for one in kernels), zero)
+        host_us = sum((one.host_us for one in kernels), self.calibration.host.part_us)
+        energy = total(one.energy for one in kernels)
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
             alone = sum(hidden, zero)
@@ -326,16 +371,14 @@ class Costs:
         exposed = [self.collective_us(one) for one in part.exposed]
         return PartCost(own, hidden, exposed, host_us, energy)
 
-    def segment(self, parts: Sequence[Part]) -> Cost:
-        """Duration of a forward or backward segment."""
+    def segment(self, parts: Sequence[Part], costs: Sequence[PartCost] | None = None) -> Cost:
+        """Duration of a forward or backward segment; `costs` of its parts, where they are known."""
         zero = np.zeros(self.draws.count)
-        compute, exposed = zero, dict[str, Array]()
-        host_us, energy = 0.0, Energy()
-        for part in parts:
-            cost = self.part(part)
-            compute = compute + cost.kernels
-            host_us += cost.host_us
-            energy += cost.energy
+        costs = costs or [self.part(part) for part in parts]
+        compute = sum((cost.kernels for cost in costs), zero)
+        host_us = sum(cost.host_us for cost in costs)
+        energy, exposed = total(cost.energy for cost in costs), dict[str, Array]()
+        for part, cost in zip(parts, costs, strict=True):
             if cost.hidden:
                 axis = part.hidden[0].axis
                 left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)

@@ -7,7 +7,7 @@ from math import exp, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Costs, Draws, Energy
+from simulate.costs import Costs, Draws, total
 from simulate.pricing import (
     REGULATION_US,
     LayerClock,
@@ -142,12 +142,15 @@ class StepSimulator:
         clocks: float | list[float] = alone.clock_mhz
         for _ in range(2):
             priced = price(self.model, self.p, point, clocks)
-            timeline, step_us = self._timeline(priced)
+            timeline, _, step_us = self._timeline(priced)
             busy = timeline.busy[:, 0]
-            clocks = [
-                self._stage_clock_mhz(alone, priced, timeline, stage, busy, float(step_us[0]))
-                for stage in range(self.p.pp)
-            ]
+            found = {
+                stage: self._stage_clock_mhz(
+                    alone, priced, timeline, stage, busy, float(step_us[0])
+                )
+                for stage in set(priced.alike)
+            }
+            clocks = [found[stage] for stage in priced.alike]
         return clocks
 
     def _stage_clock_mhz(
@@ -173,18 +176,22 @@ class StepSimulator:
         unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
         return round(min(alone.clock_mhz * max(seen / unpaused, 1.0), fit.max_mhz), 1)
 
-    def _timeline(self, priced: PricedStep) -> tuple[Timeline, Array]:
-        """The pipeline's timeline and the end of the step after it, us."""
+    def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
+        """The pipeline's timeline, its central end without transfers, and the step's end, us."""
         p = self.p
         duration = np.array([one.total for one in priced.pass_list])
-        timeline = execute(
-            graph(p.pp, p.microbatches, p.vpp, self.schedule), duration, priced.transfer_us
+        both = execute(  # the last column is the central one again, without transfers
+            graph(p.pp, p.microbatches, p.vpp, self.schedule),
+            np.column_stack([duration, duration[:, :1]]),
+            np.append(priced.transfer_us, 0.0),
         )
+        timeline = Timeline(both.end[:, :-1], both.busy[:, :-1])
         reduced = np.array(
             [timeline.end[stage] + one.reduction_us for stage, one in enumerate(priced.updates)]
         )
         updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
-        return timeline, reduced.max(axis=0) + priced.norm_us + updated.max(axis=0)
+        finish = reduced.max(axis=0) + priced.norm_us + updated.max(axis=0)
+        return timeline, float(both.end[:, -1].max()), finish
 
     def layer_us(self) -> float:
         """Central time of one layer's forward and backward pass at the step's clock."""
@@ -193,22 +200,13 @@ class StepSimulator:
     def run(self) -> StepEstimate:
         """Simulate the step for all draws."""
         p, fit, priced = self.p, self.calibration.clock, self.priced
-        timeline, finish = self._timeline(priced)
-        undelayed = timeline
-        if p.pp > 1:
-            duration = np.array([one.total[:1] for one in priced.pass_list])
-            pipeline = graph(p.pp, p.microbatches, p.vpp, self.schedule)
-            undelayed = execute(pipeline, duration, np.zeros(1))
+        timeline, ideal_us, finish = self._timeline(priced)
         updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
         busiest = int(timeline.busy[:, 0].argmax())
         straggler = self._straggler(finish, busiest)
         step_us = finish * self._common_factor() + straggler
 
-        mine = [
-            (cost, p.microbatches)
-            for (stage, _, _), cost in priced.passes.items()
-            if stage == busiest
-        ]
+        mine = [(cost, p.microbatches) for cost in priced.passes_of(busiest)]
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
         breakdown["compute"] = sum(float(one.compute[0]) * m for one, m in mine)
         breakdown["other"] = sum(float(one.host[0]) * m for one, m in mine)
@@ -216,7 +214,6 @@ class StepSimulator:
             for axis, time in one.exposed.items():
                 breakdown[f"{kind_of(axis)}_exposed"] += float(time[0]) * m
         pipeline_us = float(timeline.end[:, 0].max())
-        ideal_us = float(undelayed.end[:, 0].max())
         slowest_update = priced.updates[int(updated[:, 0].argmax())]
         optimizer_us = float(slowest_update.kernels_us[0] + priced.norm_us[0])
         breakdown["pp_exposed"] = pipeline_us - ideal_us
@@ -253,8 +250,8 @@ class StepSimulator:
         What is not the stage's own passes, update or communication is waiting for other stages.
         """
         fit, update = self.calibration.clock, priced.updates[stage]
-        mine = [cost for (of, _, _), cost in priced.passes.items() if of == stage]
-        energy = sum((cost.energy for cost in mine), Energy()) * self.p.microbatches
+        mine = priced.passes_of(stage)
+        energy = total(cost.energy for cost in mine) * self.p.microbatches
         energy += update.energy
         sent_us = float((update.reduction_us + update.gather_us)[0])
         # all communication draws power, also what is hidden (within passes: see `Costs.part`)
@@ -276,12 +273,12 @@ class StepSimulator:
     def _power_w(self, timeline: Timeline, step_us: float) -> float:
         """Mean board power over the step and all GPUs, none above what the cap allows."""
         fit = self.calibration.clock
-        found = []
-        for stage in range(self.p.pp):
+        found = {}
+        for stage in set(self.priced.alike):
             compute_w, beside_w = self._drawn_w(self.priced, timeline, stage, step_us)
             watts = fit.power_w(compute_w, self.priced.stages[stage].clock_mhz, beside_w)
-            found.append(min(watts, fit.cap_w or watts))
-        return sum(found) / len(found)
+            found[stage] = min(watts, fit.cap_w or watts)
+        return sum(found[stage] for stage in self.priced.alike) / self.p.pp
 
     def _doublings(self) -> float:
         """Doublings of the GPU count beyond the measured one."""

@@ -6,13 +6,14 @@ Both engines start here: our timeline executes these durations (`simulate.estima
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, log
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Cost, Costs, Draws, Energy
+from simulate.costs import Cost, Costs, Draws, Energy, total
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -86,7 +87,8 @@ class StagePrices:
 
     clock_mhz: float
     costs: Costs
-    segments: dict[str, tuple[PricedSegment, PricedSegment]]  # forward, backward
+    # forward, backward; embedding and head only at their stages' clocks
+    segments: dict[str, tuple[PricedSegment, PricedSegment]]
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class PricedStep:
     stages: tuple[StagePrices, ...]
     passes: dict[tuple[int, int, bool], PassCost]  # by stage, chunk, backward
     updates: tuple[UpdateCost, ...]  # by stage
+    alike: tuple[int, ...]  # by stage, the first one that costs the same
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
     norm_us: Array  # host bookkeeping and those reductions
     transfer: Collective | None  # between pipeline stages
@@ -109,8 +112,13 @@ class PricedStep:
 
     @property
     def pass_list(self) -> list[PassCost]:
-        """The passes in the order of `simulate.schedule.Graph.kind`."""
-        return [self.passes[key] for key in sorted(self.passes)]
+        """The passes in the order of `simulate.schedule.Graph.kind`, as `price` makes them."""
+        return list(self.passes.values())
+
+    def passes_of(self, stage: int) -> list[PassCost]:
+        """The passes of one stage, in that order."""
+        chunks = range(self.parallelism.vpp)
+        return [self.passes[stage, chunk, way] for chunk in chunks for way in (False, True)]
 
     @property
     def transfer_us(self) -> Array:
@@ -120,38 +128,46 @@ class PricedStep:
         return self.costs.transfer_us(self.transfer)
 
 
+@lru_cache(maxsize=256)
+def _parts(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, Segment]]:
+    """Forward and backward of what a step repeats for every microbatch."""
+    return {"layer": layer(model, p), "embedding": embedding(model, p), "head": head(model, p)}
+
+
 def price(
     model: ModelSpec, p: Parallelism, costs: Costs, clocks: float | Sequence[float]
 ) -> PricedStep:
     """Price a step at a clock, or at one for each pipeline stage."""
     of_stage = [clocks] * p.pp if isinstance(clocks, int | float) else list(clocks)
     reference = costs.calibration.clock.reference_mhz
-    named = (
-        ("layer", layer(model, p)),
-        ("embedding", embedding(model, p)),
-        ("head", head(model, p)),
-    )
+    ends = {"embedding": of_stage[0], "head": of_stage[-1]}
     priced: dict[float, StagePrices] = {}
-    for clock in of_stage:
-        if clock not in priced:
-            at = costs.with_(clock_ratio=reference / clock)
-            segments = {
-                name: (
-                    PricedSegment(first, at.segment(first)),
-                    PricedSegment(second, at.segment(second)),
-                )
-                for name, (first, second) in named
-            }
-            priced[clock] = StagePrices(clock, at, segments)
+    for clock in dict.fromkeys(of_stage):
+        at = costs.with_(clock_ratio=reference / clock)
+        segments = {
+            name: (
+                PricedSegment(first, at.segment(first)),
+                PricedSegment(second, at.segment(second)),
+            )
+            for name, (first, second) in _parts(model, p).items()
+            if ends.get(name, clock) == clock
+        }
+        priced[clock] = StagePrices(clock, at, segments)
     stages = tuple(priced[clock] for clock in of_stage)
-    passes = {
-        (stage, chunk, backward): cost
-        for stage in range(p.pp)
-        for chunk in range(p.vpp)
-        for backward, cost in zip(
-            (False, True), _passes(model, p, stages[stage], stage, chunk), strict=True
-        )
-    }
+    layers = p.stage_layers(model)
+    kinds = [
+        (stage == 0, stage == p.pp - 1, layers[stage], of_stage[stage]) for stage in range(p.pp)
+    ]
+    first_of: dict[tuple[object, ...], int] = {}
+    alike = tuple(first_of.setdefault(kind, stage) for stage, kind in enumerate(kinds))
+    passes: dict[tuple[int, int, bool], PassCost] = {}
+    shared: dict[tuple[object, ...], tuple[PassCost, ...]] = {}
+    for stage, same in enumerate(alike):
+        for chunk in range(p.vpp):
+            key = same, stage == 0 and chunk == 0, stage == p.pp - 1 and chunk == p.vpp - 1
+            if key not in shared:
+                shared[key] = tuple(_passes(model, p, stages[stage], stage, chunk))
+            passes[stage, chunk, False], passes[stage, chunk, True] = shared[key]
     norm = tuple(
         Collective("all_reduce", axis, 4.0)
         for axis in ("tp", "dp", "pp")
@@ -164,12 +180,14 @@ def price(
         transfer = Collective("send_recv", "pp", 2.0 * rows * model.hidden)
     # the update only moves memory, which leaves the clock at its largest
     fastest = costs.with_(clock_ratio=reference / max(costs.calibration.clock.max_mhz, *of_stage))
+    updates = {stage: _update(model, p, fastest, stage, passes) for stage in set(alike)}
     return PricedStep(
         model,
         p,
         stages,
         passes,
-        tuple(_update(model, p, fastest, stage, passes) for stage in range(p.pp)),
+        tuple(updates[stage] for stage in alike),
+        alike,
         norm,
         zero
         + costs.calibration.host.step_us
@@ -205,24 +223,24 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     """
     fit = costs.calibration.clock
     clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
-    segments = layer(model, p)
+    segments = _parts(model, p)["layer"]
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
     for _ in range(3):  # the slower the clock, the larger the kernels' share of time
         point = point.with_(clock_ratio=fit.reference_mhz / clock)
         runs: list[tuple[float, Energy]] = []
-        total, sent, energy = 0.0, 0.0, Energy()
+        whole, sent, energy = 0.0, 0.0, Energy()
         for segment in segments:
-            cost = point.segment(segment)
-            total += float(cost.total[0])
+            parts = [point.part(part) for part in segment]
+            cost = point.segment(segment, parts)
+            whole += float(cost.total[0])
             for axis, time in cost.exposed.items():
                 sent += float(time[0]) * point.communication_w(axis)
             energy += cost.energy
-            for part in segment:
-                alone = point.part(part)
+            for alone in parts:
                 if alone.energy.compute > 0:
                     runs.append((float(alone.kernels[0]), alone.energy))
-        compute_w = energy.compute / total
-        beside_w = (energy.memory + sent) / total
+        compute_w = energy.compute / whole
+        beside_w = (energy.memory + sent) / whole
         logs = 0.0
         for run_us, own in runs:
             kept = kept_share(run_us)
@@ -273,7 +291,7 @@ def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     """Central time of one layer's forward and backward pass at the step's clock."""
     clock = step_clock_mhz(model, p, costs)
     costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
-    return sum(float(costs.segment(segment).total[0]) for segment in layer(model, p))
+    return sum(float(costs.segment(segment).total[0]) for segment in _parts(model, p)["layer"])
 
 
 def _passes(
@@ -316,7 +334,7 @@ def _passes(
             compute=compute,
             exposed=exposed,
             host=host,
-            energy=sum((cost.energy * count for count, cost in mine), Energy()),
+            energy=total(cost.energy * count for count, cost in mine),
             segments=tuple(pieces) if not backward else tuple(reversed(pieces)),
             sharded=tuple(sent),
         )
@@ -340,7 +358,7 @@ def _update(
         reduction=reduced,
         kernels=kernels,
         kernels_us=sum((costs.kernel_us(kernel) for kernel in kernels), zero),
-        energy=sum((costs.energy(kernel) for kernel in kernels), Energy()),
+        energy=total(costs.energy(kernel) for kernel in kernels),
         gather=_beside(gather, costs, p.overlap and p.zero == 1, passes[stage, 0, False], buckets),
     )
 
