@@ -158,7 +158,7 @@ def _least_squares(table: Array, wanted: Array) -> Array:
 
     Where the unconstrained solution is out of bounds, the best one has an unknown that is zero.
     """
-    free: Array = np.linalg.lstsq(table, wanted, rcond=None)[0]
+    free = np.asarray(np.linalg.lstsq(table, wanted, rcond=None)[0], dtype=np.float64)
     if free.min() >= 0:
         return free
     alone = np.maximum(table.T @ wanted / (table**2).sum(axis=0), 0.0)
