@@ -1,21 +1,15 @@
-"""What the parts of a step cost under a calibration, for a vector of uncertainty draws at once.
+"""What the parts of a step cost under a calibration, for a vector of uncertainty draws at once."""
 
-Each group of parameters that can be wrong together is one random factor: an operation's kernels,
-a kind of communication, the machine as a whole. A draw multiplies a duration by
-exp(sd * z), z standard normal and shared by all that the group touches, so errors that are common
-stay common when they are added up.
-"""
-
-import zlib
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.uncertainty import Draws, OneAtATime
 from spec.calibration import Calibration, NetworkFit
 from spec.collective import Collective, busbw_factor
 from spec.errors import UserError
@@ -26,6 +20,8 @@ from spec.parallelism import Parallelism
 from spec.step import Part
 from topologies.placement import group_path
 
+__all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost"]
+
 Array = NDArray[np.float64]
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -33,56 +29,6 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 # 0.4: on H200 products of 1024 and 2048 cubed draw 0.37 and 0.8 of what large ones do, and 0.77 and
 # 0.3 of their time is the launch.
 BUSY_SHARE = 0.15
-
-
-class Draws:
-    """Random factors by name. Draw 0 is the central estimate: every factor is 1 there."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        """`count` draws besides the central one; the same seed gives the same factors."""
-        self.count = count + 1
-        self._seed = seed
-        self._normals: dict[str, Array] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """The groups asked for so far."""
-        return sorted(self._normals)
-
-    def normal(self, name: str) -> Array:
-        """Standard normals of the group `name`; independent of the order of asking."""
-        if name not in self._normals and self.count == 1:
-            self._normals[name] = np.zeros(1)
-        if name not in self._normals:
-            generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-            values = generator.standard_normal(self.count)
-            values[0] = 0.0
-            self._normals[name] = values
-        return self._normals[name]
-
-    def factor(self, name: str, sd: float) -> Array:
-        """Lognormal factors with median 1."""
-        factors: Array = np.exp(sd * self.normal(name))
-        return factors
-
-
-class OneAtATime(Draws):
-    """Draws for a sensitivity: each named factor at either end of its 90 % interval, alone.
-
-    Draw 1 + 2 i has factor i at its lower end, draw 2 + 2 i at its upper end.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """`names` as `Draws.names` lists them after a simulation."""
-        super().__init__(2 * len(names))
-        for index, name in enumerate(names):
-            values = np.zeros(self.count)
-            values[1 + 2 * index : 3 + 2 * index] = -1.645, 1.645
-            self._normals[name] = values
-
-    def normal(self, name: str) -> Array:
-        """The factor's own two draws; zero for a factor that was not named."""
-        return self._normals.get(name, np.zeros(self.count))
 
 
 @dataclass(frozen=True)
@@ -105,13 +51,21 @@ def total(energies: Iterable[Energy]) -> Energy:
     return Energy(sum(one for one, _ in both), sum(other for _, other in both))
 
 
-@dataclass(frozen=True)
-class KernelCost:
+class KernelCost(NamedTuple):
     """What a kernel costs at the step's clock."""
 
     time: Array  # us, (draws,)
-    energy: Energy  # at the central duration
+    compute: float  # `Energy` at the central duration
+    memory: float
     host_us: float  # time the host needs to issue it
+
+
+class Known(NamedTuple):
+    """What is known of a kernel at any clock."""
+
+    fit: KernelFit
+    time: Array  # us at the reference clock, (draws,)
+    started_us: float  # of it, while products start and end
 
 
 class Same:
@@ -136,8 +90,7 @@ def reference_us(same: Same, dims: tuple[int, ...]) -> tuple[float, float]:
     return same.fit.time_us(dims)
 
 
-@dataclass(frozen=True)
-class PartCost:
+class PartCost(NamedTuple):
     """A part's kernels (slowed by what runs beside them) and communication, us, (draws,) each."""
 
     kernels: Array
@@ -205,8 +158,9 @@ class Costs:
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
     _priced: dict[Kernel, KernelCost] = field(default_factory=dict)
-    _factors: dict[str, float] = field(default_factory=dict)  # `_slower`, by kernels' operation
-    _reference: dict[Kernel | Collective, Array] = field(default_factory=dict)  # at any clock
+    _factors: dict[tuple[str, float], float] = field(default_factory=dict)  # see `_slower`
+    _known: dict[Kernel, Known] = field(default_factory=dict)  # these two hold at any clock
+    _sent: dict[Collective, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Lay the groups out and pick the network model of the fabric's protocol."""
@@ -223,8 +177,8 @@ class Costs:
         """The same layout with other draws or another clock."""
         other = copy(self)
         if "draws" in changes:
-            other._reference = {}
-        other.modelled, other._priced, other._factors = set(), {}, {}
+            other.modelled, other._known, other._sent = set(), {}, {}
+        other._priced, other._factors = {}, {}
         for name, value in changes.items():
             setattr(other, name, value)
         return other
@@ -235,13 +189,14 @@ class Costs:
 
     def energy(self, kernel: Kernel) -> Energy:
         """Energy above idle of a kernel at its central duration."""
-        return self._kernel(kernel).energy
+        one = self._kernel(kernel)
+        return Energy(one.compute, one.memory)
 
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path."""
-        if collective not in self._reference:
-            self._reference[collective] = self._collective_us(collective)
-        return self._reference[collective]
+        if collective not in self._sent:
+            self._sent[collective] = self._collective_us(collective)
+        return self._sent[collective]
 
     def _kernel(self, kernel: Kernel) -> KernelCost:
         if kernel not in self._priced:
@@ -249,34 +204,36 @@ class Costs:
         return self._priced[kernel]
 
     def _price(self, kernel: Kernel) -> KernelCost:
+        if kernel not in self._known:
+            self._known[kernel] = self._know(kernel)
+        fit, at_reference, started_us = self._known[kernel]
+        slower = self._slower(fit)
+        time = np.asarray(at_reference * slower)
+        time_us = float(time[0])
+        watt_us = fit.active_power_w * time_us
+        if not fit.tflops:
+            return KernelCost(time, 0.0, watt_us, fit.host_us)
+        idle = (1 - BUSY_SHARE) * min(started_us / (time_us / slower), 1.0)
+        return KernelCost(time, watt_us * (1 - idle), 0.0, fit.host_us)
+
+    def _know(self, kernel: Kernel) -> Known:
         fit = self.calibration.kernel(kernel)
         if kernel.dims not in fit.measured:
             self.modelled.add(kernel)
-        if kernel not in self._reference:
-            central, sd = reference_us(Same(fit), kernel.dims)
-            spread = self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
-            self._reference[kernel] = np.asarray(central * spread)
-        slower = self._slower(fit)
-        time = np.asarray(self._reference[kernel] * slower)
-        time_us = float(time[0])
-        watt_us = fit.active_power_w * time_us
-        energy = Energy(memory=watt_us)
-        if fit.tflops:
-            started_us = fit.launch_us * launches(kernel)
-            idle = (1 - BUSY_SHARE) * min(started_us / (time_us / slower), 1.0)
-            energy = Energy(compute=watt_us * (1 - idle))
-        return KernelCost(time, energy, fit.host_us)
+        time, sd = reference_us(Same(fit), kernel.dims)
+        spread = self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+        return Known(fit, np.asarray(time * spread), fit.launch_us * launches(kernel))
 
     def _slower(self, fit: KernelFit) -> float:
         """How many times as long as at the reference clock a kernel lasts."""
-        name = f"{fit.op} {fit.direction} {fit.dtype}"
-        if name not in self._factors:
+        key = fit.op, fit.clock_exponent
+        if key not in self._factors:
             slower = self.clock_ratio**fit.clock_exponent
             if fit.op in ("gemm", "grouped_gemm"):
                 clock = self.calibration.clock
                 slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
-            self._factors[name] = float(slower)
-        return self._factors[name]
+            self._factors[key] = float(slower)
+        return self._factors[key]
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]
@@ -355,21 +312,25 @@ class Costs:
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
         zero = np.zeros(self.draws.count)
-        kernels = [self._kernel(kernel) for kernel in part.kernels]
-        own = sum((one.time for one in kernels), zero)
-        host_us = sum((one.host_us for one in kernels), self.calibration.host.part_us)
-        energy = total(one.energy for one in kernels)
+        own, host_us = zero, self.calibration.host.part_us
+        compute = memory = 0.0
+        for kernel in part.kernels:
+            one = self._kernel(kernel)
+            own = own + one.time
+            host_us += one.host_us
+            compute += one.compute
+            memory += one.memory
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
             alone = sum(hidden, zero)
             own, left = self.beside(own, alone)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
             sent_us = float((alone - left)[0]) * self.slowed
-            energy += Energy(memory=sent_us * self.communication_w(part.hidden[0].axis))
+            memory += sent_us * self.communication_w(part.hidden[0].axis)
             longer = np.where(left > 0, (own + left) / alone, self.slowed)
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
-        return PartCost(own, hidden, exposed, host_us, energy)
+        return PartCost(own, hidden, exposed, host_us, Energy(compute, memory))
 
     def segment(self, parts: Sequence[Part], costs: Sequence[PartCost] | None = None) -> Cost:
         """Duration of a forward or backward segment; `costs` of its parts, where they are known."""

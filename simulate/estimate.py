@@ -12,6 +12,7 @@ from simulate.pricing import (
     REGULATION_US,
     LayerClock,
     PricedStep,
+    StagePrices,
     expected_maximum,
     kept_share,
     layer_clock,
@@ -124,10 +125,14 @@ class StepSimulator:
     @cached_property
     def priced(self) -> PricedStep:
         """The durations of everything in the step, at the clocks that the power cap leaves it."""
-        clocks = self._fixed_clock_mhz or self._clocks_mhz()
-        return price(self.model, self.p, self._costs, clocks)
+        point, known = self._costs, dict[float, StagePrices]()
+        if not point.draws.central:
+            point = point.with_(draws=Draws(0))
+        clocks = self._fixed_clock_mhz or self._clocks_mhz(point, known)
+        known = known if point is self._costs else {}
+        return price(self.model, self.p, self._costs, clocks, known)
 
-    def _clocks_mhz(self) -> float | list[float]:
+    def _clocks_mhz(self, point: Costs, known: dict[float, StagePrices]) -> float | list[float]:
         """Clock of each pipeline stage's products.
 
         A stage that waits for a slower one after each of its passes draws less on average, as far
@@ -135,13 +140,12 @@ class StepSimulator:
         (filling and draining the pipeline, reduction, update) counts likewise against its whole.
         """
         fit = self.calibration.clock
-        point = self._costs.with_(draws=Draws(0))
         alone = layer_clock(self.model, self.p, point)
         if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
             return alone.clock_mhz
         clocks: float | list[float] = alone.clock_mhz
         for _ in range(2):
-            priced = price(self.model, self.p, point, clocks)
+            priced = price(self.model, self.p, point, clocks, known)
             timeline, _, step_us = self._timeline(priced)
             busy = timeline.busy[:, 0]
             found = {

@@ -135,24 +135,30 @@ def _parts(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, Segment
 
 
 def price(
-    model: ModelSpec, p: Parallelism, costs: Costs, clocks: float | Sequence[float]
+    model: ModelSpec,
+    p: Parallelism,
+    costs: Costs,
+    clocks: float | Sequence[float],
+    known: dict[float, StagePrices] | None = None,
 ) -> PricedStep:
-    """Price a step at a clock, or at one for each pipeline stage."""
+    """Price a step at a clock, or at one for each pipeline stage.
+
+    `known` are prices of the same step and draws by clock; what is missing there is added.
+    """
     of_stage = [clocks] * p.pp if isinstance(clocks, int | float) else list(clocks)
     reference = costs.calibration.clock.reference_mhz
     ends = {"embedding": of_stage[0], "head": of_stage[-1]}
-    priced: dict[float, StagePrices] = {}
+    priced = {} if known is None else known
     for clock in dict.fromkeys(of_stage):
-        at = costs.with_(clock_ratio=reference / clock)
-        segments = {
-            name: (
-                PricedSegment(first, at.segment(first)),
-                PricedSegment(second, at.segment(second)),
-            )
-            for name, (first, second) in _parts(model, p).items()
-            if ends.get(name, clock) == clock
-        }
-        priced[clock] = StagePrices(clock, at, segments)
+        if clock not in priced:
+            priced[clock] = StagePrices(clock, costs.with_(clock_ratio=reference / clock), {})
+        at, segments = priced[clock].costs, priced[clock].segments
+        for name, (first, second) in _parts(model, p).items():
+            if name not in segments and ends.get(name, clock) == clock:
+                segments[name] = (
+                    PricedSegment(first, at.segment(first)),
+                    PricedSegment(second, at.segment(second)),
+                )
     stages = tuple(priced[clock] for clock in of_stage)
     layers = p.stage_layers(model)
     kinds = [

@@ -1,0 +1,70 @@
+"""Uncertainty as random factors by name, drawn once and shared by all that they touch.
+
+Each group of parameters that can be wrong together is one random factor: an operation's kernels,
+a kind of communication, the machine as a whole. A draw multiplies a duration by
+exp(sd * z), z standard normal and shared by all that the group touches, so errors that are common
+stay common when they are added up.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Draws:
+    """Random factors by name. Draw 0 is the central estimate: every factor is 1 there."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        """`count` draws besides the central one; the same seed gives the same factors."""
+        self.count = count + 1
+        self._seed = seed
+        self._normals: dict[str, Array] = {}
+
+    @property
+    def central(self) -> bool:
+        """Whether there is nothing but the central estimate."""
+        return self.count == 1 and type(self) is Draws
+
+    @property
+    def names(self) -> list[str]:
+        """The groups asked for so far."""
+        return sorted(self._normals)
+
+    def normal(self, name: str) -> Array:
+        """Standard normals of the group `name`; independent of the order of asking."""
+        if name not in self._normals and self.count == 1:
+            self._normals[name] = np.zeros(1)
+        if name not in self._normals:
+            generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+            values = generator.standard_normal(self.count)
+            values[0] = 0.0
+            self._normals[name] = values
+        return self._normals[name]
+
+    def factor(self, name: str, sd: float) -> Array:
+        """Lognormal factors with median 1."""
+        factors: Array = np.exp(sd * self.normal(name))
+        return factors
+
+
+class OneAtATime(Draws):
+    """Draws for a sensitivity: each named factor at either end of its 90 % interval, alone.
+
+    Draw 1 + 2 i has factor i at its lower end, draw 2 + 2 i at its upper end.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names` as `Draws.names` lists them after a simulation."""
+        super().__init__(2 * len(names))
+        for index, name in enumerate(names):
+            values = np.zeros(self.count)
+            values[1 + 2 * index : 3 + 2 * index] = -1.645, 1.645
+            self._normals[name] = values
+
+    def normal(self, name: str) -> Array:
+        """The factor's own two draws; zero for a factor that was not named."""
+        return self._normals.get(name, np.zeros(self.count))
