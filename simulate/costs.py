@@ -158,6 +158,8 @@ class Costs:
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
     _priced: dict[Kernel, KernelCost] = field(default_factory=dict)
+    # by identity, which the part beside the cost keeps: segments repeat parts, hashing them is slow
+    _parts: dict[int, tuple[Part, PartCost]] = field(default_factory=dict)
     _factors: dict[tuple[str, float], float] = field(default_factory=dict)  # see `_slower`
     _known: dict[Kernel, Known] = field(default_factory=dict)  # these two hold at any clock
     _sent: dict[Collective, Array] = field(default_factory=dict)
@@ -178,7 +180,7 @@ class Costs:
         other = copy(self)
         if "draws" in changes:
             other.modelled, other._known, other._sent = set(), {}, {}
-        other._priced, other._factors = {}, {}
+        other._priced, other._parts, other._factors = {}, {}, {}
         for name, value in changes.items():
             setattr(other, name, value)
         return other
@@ -311,6 +313,11 @@ class Costs:
 
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
+        if id(part) not in self._parts:
+            self._parts[id(part)] = part, self._part(part)
+        return self._parts[id(part)][1]
+
+    def _part(self, part: Part) -> PartCost:
         zero = np.zeros(self.draws.count)
         own, host_us = zero, self.calibration.host.part_us
         compute = memory = 0.0
