@@ -264,10 +264,10 @@ def _sensitivity(value: Json) -> Figure:
 def _engines(value: Json) -> list[Block]:
     astra = value["astra_sim"]
     if not astra["ran"]:
-        return [
-            Text(f"Not run: {astra['note']}", "note"),
-            Text(f"Its configs are in {astra['directory']}. {astra['folded']}"),
-        ]
+        note = Text(f"Not run: {astra['note']}", "note")
+        if not astra["directory"]:
+            return [note]
+        return [note, Text(f"Its configs are in {astra['directory']}. {astra['folded']}")]
     ours, theirs = value["breakdown_s"], astra["breakdown_s"]
     rows: list[Sequence[Any]] = [
         (name, ours.get(name, 0.0), theirs.get(name, 0.0))

@@ -44,7 +44,12 @@ def through_astra_sim(
     """
     found = wanted_binary(engine, binary)
     estimate = projection.estimate
-    graph = program(estimate.priced, granularity)
+    try:
+        graph = program(estimate.priced, granularity)
+    except UserError as error:
+        if engine == "astra-sim" or whole is not None:
+            raise
+        return {"ran": False, "note": str(error), "directory": None, "folded": "nothing"}
     extra = {
         "model": projection.request.model.name,
         "parallelism": projection.request.parallelism.model_dump(),

@@ -6,6 +6,7 @@ timeline uses, so the two engines differ only in how they execute the graph.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from simulate.costs import Array
@@ -115,22 +116,29 @@ class _Stage:
                     for one, time in zip(part.exposed, of_part.exposed, strict=True):
                         self._collective(label, one, time)
                 self._compute(f"{name} host", float(priced.cost.host[0]))
+        inside = sum(n * prices.segments[key][backward].cost.compute for n, key in cost.segments)
+        self._compute(f"{name} slowed", float((cost.compute - inside)[0]))
         for one, time in cost.sharded:
-            self._collective(f"{name} shard", one, time)
+            self._collective(f"{name} shard", self._exposed(one, time), time)
 
     def _update(self) -> None:
         update = self.priced.updates[self.stage]
         for one, time in update.reduction:
             name = "tied embedding" if one.axis == "embd" else "reduce gradients"
-            self._collective(name, one, time)
+            self._collective(name, self._exposed(one, time), time)
         norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
         host_us = float(self.priced.norm_us[0]) - sum(float(time[0]) for time in norm_us)
         for one, time in zip(self.priced.norm, norm_us, strict=True):
             self._collective("gradient norm", one, time)
         self._compute("update", host_us + float(update.kernels_us[0]))
         for one, time in update.gather:
-            self._collective("gather parameters", one, time)
+            self._collective("gather parameters", self._exposed(one, time), time)
         self._flush()
+
+    def _exposed(self, one: Collective, time: Array) -> Collective:
+        """The part of a collective that is not hidden: fewer bytes, at the same rate."""
+        whole = self.priced.stages[self.stage].costs.collective_us(one)
+        return replace(one, bytes=one.bytes * min(float(time[0] / whole[0]), 1.0))
 
     def _compute(self, name: str, time_us: float) -> None:
         """Compute that follows; neighbouring pieces become one task."""

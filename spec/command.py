@@ -1,7 +1,9 @@
 """What every command of this project does alike: exit codes, --json, progress, Ctrl-C."""
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -121,7 +123,15 @@ def counter(label: str, asked: bool) -> Callable[[int, int], None] | None:
 
 
 def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None) -> int:
-    """Run a command's `main` and turn its errors into sentences and exit codes."""
+    """Run a command's `main` and turn its errors into sentences and exit codes.
+
+    A request to end (SIGTERM, SIGHUP: a time limit, a closed terminal) is taken as Ctrl-C is, so
+    that what `main` has started is ended and what it has half-written goes.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # not the main thread
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
     try:
         return main(sys.argv[1:] if arguments is None else arguments) or 0
     except UserError as error:

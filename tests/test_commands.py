@@ -120,6 +120,35 @@ def test_emitted_files_give_our_timelines_answer(
         assert timing.step_ns == pytest.approx(value["timeline_s"] * 1e9, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpus=512", "--tp=8", "--pp=2", "--vpp=1", "--global-batch=64"),
+        ("--gpus=1024", "--tp=2", "--pp=1", "--global-batch=1024"),
+        ("--gpus=32", "--tp=2", "--pp=1", "--zero=3", "--global-batch=32", "--granularity=layer"),
+    ],
+)
+def test_whole_emission_of_a_projection_keeps_its_time(
+    command: Any, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """A collective of a few bytes once set its axis's bandwidth, and grew with the ranks."""
+    words = ("--model=llama3-8b", "--engine=timeline", "--emit=whole", *words)
+    code, out, err = command("project", *words, "--json")
+    assert code == 0, err
+    manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
+    seconds = json.loads(out)["astra_sim"]["timeline_s"]
+    assert manifest["expected_ns"] == pytest.approx(seconds * 1e9, rel=0.005)
+    assert manifest["largest_residual"] < 0.01
+
+
+def test_expert_groups_across_context_parallel_ranks_are_only_projected(command: Any) -> None:
+    words = ("--gpus=32", "--model=mixtral-8x7b", "--tp=1", "--pp=1", "--ep=8", "--cp=2")
+    code, out, err = command("project", *words, "--global-batch=32", "--json")
+    assert code == 0, err
+    assert "no dimension of the network" in json.loads(out)["astra_sim"]["note"]
+    assert command("project", *words, "--global-batch=32", "--engine=astra-sim")[0] == 2
+
+
 def test_provenance_follows_the_input_files(command: Any, tmp_path: Path) -> None:
     """One changed figure in a user's own node or fabric file: that entry changes, no other."""
     words = ("--gpus", "64", "--tp", "8", "--pp", "2", "--engine", "timeline", "--json")

@@ -192,7 +192,7 @@ def read_network(path: Path) -> Network:
     """Read a network file. Raises UserError naming the file and field."""
     try:
         content = yaml.safe_load(_text(path))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):
         raise UserError(f"{path}: not YAML; Astra-Sim's network file is.") from None
     if not isinstance(content, dict) or not isinstance(content.get("topology"), list):
         raise UserError(f"{path}: topology must be a list of {', '.join(TOPOLOGIES)}.")

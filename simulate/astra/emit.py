@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,17 @@ from simulate.astra.configs import (
     write_configs,
 )
 from simulate.astra.expand import HELPER_AXIS, expand, talks_inside, with_helpers
-from simulate.astra.linear import Link, Operation, Sized, Sizer, algorithm, count, fit, link_ns
+from simulate.astra.linear import (
+    LEAST_PER_RANK,
+    Link,
+    Operation,
+    Sized,
+    Sizer,
+    algorithm,
+    count,
+    fit,
+    link_ns,
+)
 from simulate.astra.linear import operation as operation_of
 from simulate.astra.timing import Timing
 from simulate.astra.traces import Trace, make_body
@@ -120,6 +131,7 @@ def build(
     if not sizes:
         sizes = {"dp": 2}  # Astra-Sim wants a dimension, and a dimension wants two
     timed = {one: (calls[one], ns) for one, ns in times.items()}
+    least = LEAST_PER_RANK * prod(sizes.values()) * (2 if helpers else 1)
     dims = []
     for axis, npus in sizes.items():
         link = (links or {}).get(axis)
@@ -127,7 +139,7 @@ def build(
             gibps = link.bandwidth_gbps * 1e9 / 2**30
             dims.append(Dimension("FullyConnected", npus, gibps, link.latency_ns))
         else:
-            dims.append(fit(axis, npus, timed, collectives, delay))
+            dims.append(fit(axis, npus, timed, collectives, delay, least))
     if helpers:
         sizes[HELPER_AXIS] = 2
         dims.append(Dimension("FullyConnected", 2, HELPER_GIBPS, 1.0))
@@ -279,6 +291,13 @@ def _swap(new: Path, directory: Path) -> None:
         shutil.rmtree(retired)
 
 
+# what a directory of ours holds; Astra-Sim writes its log beside it
+_EMITTED = {
+    *("workload", "manifest.json", "network.yml", "system.json", "memory.json", "groups.json"),
+    "log",
+}
+
+
 def _replaceable(directory: Path) -> None:
     if not directory.exists():
         return
@@ -294,6 +313,11 @@ def _replaceable(directory: Path) -> None:
     if not ours:
         raise UserError(
             f"{directory}: holds files that are no emission of ours; name a new directory."
+        )
+    others = sorted(path.name for path in directory.iterdir() if path.name not in _EMITTED)
+    if others:
+        raise UserError(
+            f"{directory}: holds {others[0]}, which is no part of an emission; move it."
         )
 
 
@@ -347,7 +371,9 @@ def _write_part(
         data[flat] = (peers + inner).astype("<u4").view(np.uint8)
         handle = os.open(files.trace(first + inner), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            os.write(handle, data.data)
+            left = memoryview(data.data).cast("B")
+            while left:  # a disk that fills up writes less than asked, and raises the next time
+                left = left[os.write(handle, left) :]
         finally:
             os.close(handle)
 

@@ -24,6 +24,7 @@ TOLERANCE = 1e-3  # relative; above it an operation's comm_size is scaled
 _BYTES_PER_NS_TO_GIBPS = 1e9 / 2**30
 # With one size a line has a free parameter: this share of the time is latency, at most so much.
 _LATENCY_SHARE, _LATENCY_NS = 0.1, 1000.0
+LEAST_PER_RANK = 2  # bytes of a collective, so that no message of it is empty
 _MOST_GIBPS = 1e6  # a dimension whose time is all latency
 
 
@@ -111,12 +112,23 @@ def link_ns(one: Operation, link: Link, name: str, npus: int, delay: int) -> flo
 
 
 def fit(
-    axis: str, npus: int, timed: Mapping[Operation, tuple[int, float]], asked: str, delay: int
+    axis: str,
+    npus: int,
+    timed: Mapping[Operation, tuple[int, float]],
+    asked: str,
+    delay: int,
+    least: int,
 ) -> Dimension:
     """The line of one axis from the operations that use it: operation -> (calls, ns).
 
-    Operations over this axis alone come first; those over several share their time evenly.
+    Operations over this axis alone come first; those over several share their time evenly. No
+    collective is emitted with fewer than `least` bytes (`Sizer.least`), so the line is drawn
+    through what will be sent: one through four bytes would have next to no bandwidth.
     """
+
+    def sent(one: Operation) -> int:
+        return one.bytes if one.kind in ("send", "all_gather") else max(one.bytes, least)
+
     mine = {one: pair for one, pair in timed.items() if one.axes == (axis,)} or {
         one: (calls, ns / len(one.axes)) for one, (calls, ns) in timed.items() if axis in one.axes
     }
@@ -132,12 +144,12 @@ def fit(
             continue
         latencies, share, fixed = _terms(kind, algorithm(kind, npus, asked), npus, delay)
         left = max(ns - fixed, 1e-3 * ns, 1e-3)
-        rows.append((latencies / left, share * one.bytes / left))
+        rows.append((latencies / left, share * sent(one) / left))
         weights.append(calls * ns)
     table = np.array(rows)
     scale = 1.0 / table.max(axis=0)  # brings the columns to one size
     root = np.sqrt(np.array(weights) / max(sum(weights), 1e-9) + 1e-6)
-    if len({one.bytes for one in mine if one.kind == kind}) > 1:
+    if len({sent(one) for one in mine if one.kind == kind}) > 1:
         latency = float(_least_squares(table * scale * root[:, None], root)[0] * scale[0])
     else:
         latency = min(_LATENCY_SHARE / rows[0][0], _LATENCY_NS)
@@ -193,7 +205,7 @@ class Sizer:
         """The smallest comm_size of which no message is empty."""
         if one.kind in ("send", "all_gather"):
             return 1
-        return 2 * self.network.npus
+        return LEAST_PER_RANK * self.network.npus
 
     def size(self, one: Operation, time_ns: float) -> Sized:
         """The true bytes if their time is right within `TOLERANCE`, else the size whose time is."""

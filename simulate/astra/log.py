@@ -3,8 +3,10 @@
 import re
 from dataclasses import dataclass, field
 
-_FINISHED = re.compile(r"sys\[(\d+)\] finished, (\d+) cycles, exposed communication (-?\d+) cycles")
-_FIGURE = re.compile(r"sys\[(\d+)\], (Wall time|GPU time|Comm time): (\d+)\s*$")
+_FINISHED = re.compile(
+    r"sys\[(\d{1,9})\] finished, (\d{1,18}) cycles, exposed communication (-?\d{1,18}) cycles"
+)
+_FIGURE = re.compile(r"sys\[(\d{1,9})\], (Wall time|GPU time|Comm time): (\d{1,18})\s*$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TROUBLE = ("critical", "unreleased nodes", "error", "terminate called", "assertion", "exception")
 _KEPT_TROUBLES = 20
