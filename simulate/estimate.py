@@ -338,7 +338,7 @@ class StepSimulator:
         replica = np.minimum(expected_maximum(p.gpus // p.pp) / p.pp**0.5, worst)
         deviation = steady * everywhere + (1 - steady) * np.maximum(group, replica)
         late = finish * fit.device_spread_sd * deviation
-        if self.priced.stages[stage].clock_mhz < fit.max_mhz and fit.cap_w is not None:
+        if self.priced.stages[stage].clock_mhz < 0.9999 * fit.max_mhz and fit.cap_w is not None:
             windows = np.maximum(finish / REGULATION_US, 1.0)
             slower = fit.jitter_mean + fit.jitter_sd * (
                 group + np.minimum(expected_maximum(p.gpus // p.tp), worst) / np.sqrt(windows)
