@@ -296,7 +296,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("no space left on device")
 
     # the package's name `emit` is the function
-    monkeypatch.setattr(importlib.import_module("simulate.astra.emit"), "_write_part", full)
+    monkeypatch.setattr(importlib.import_module("simulate.astra.write"), "_write_part", full)
     with pytest.raises(OSError, match="no space"):
         emit(pipeline({"pp": 4}, 2), directory, whole=True)
     assert Files(directory).manifest.read_bytes() == before

@@ -1,19 +1,16 @@
 """Writes a Program as the files that Astra-Sim runs: whole, or one replica of each kind."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simulate.astra.breakdown import breakdown
 from simulate.astra.chakra import (
@@ -23,8 +20,6 @@ from simulate.astra.chakra import (
     RECV,
     SEND,
     Node,
-    encode_header,
-    encode_node,
 )
 from simulate.astra.check import check
 from simulate.astra.configs import (
@@ -51,13 +46,13 @@ from simulate.astra.linear import (
 from simulate.astra.linear import operation as operation_of
 from simulate.astra.timing import Timing
 from simulate.astra.traces import Trace, make_body
+from simulate.astra.write import write_traces
 from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from spec.errors import UserError
 
 SCHEMA = "astra-emission/1"
 ALGORITHMS = ("auto", "ring", "direct", "halvingDoubling")
 HELPER_GIBPS = 1e6  # a message to a helper takes its latency, 1 ns
-_WRITERS = 4  # threads; writing a file releases the interpreter
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +258,7 @@ def emit(
         files = Files(temporary)
         files.prefix.parent.mkdir()
         write_configs(files, work.network, work.system)
-        manifest["bytes"] = _write_traces(work, files)
+        manifest["bytes"] = write_traces(work.nodes, work.replicas, files)
         text = json.dumps(manifest, indent=1, allow_nan=False)
         files.manifest.write_text(text + "\n", encoding="utf-8")
         temporary.chmod(0o755)
@@ -319,63 +314,6 @@ def _replaceable(directory: Path) -> None:
         raise UserError(
             f"{directory}: holds {others[0]}, which is no part of an emission; move it."
         )
-
-
-def _write_traces(work: Workload, files: Files) -> int:
-    """Write every rank's trace; ranks without peers share their stage's file. Returns bytes."""
-    total = 0
-    for stage, nodes in enumerate(work.nodes):
-        data, positions = _template(nodes)
-        first = stage * work.replicas
-        total += len(data) * (work.replicas if len(positions) else 1)
-        if not len(positions):
-            files.trace(first).write_bytes(data.tobytes())
-            for rank in range(first + 1, first + work.replicas):
-                files.trace(rank).symlink_to(files.trace(first).name)
-            continue
-        peers = np.array([n.peer for n in nodes if n.type in (SEND, RECV)]) * work.replicas
-        parts = np.array_split(np.arange(work.replicas), _WRITERS)
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            for done in [
-                pool.submit(_write_part, files, first, part, data.copy(), positions, peers)
-                for part in parts
-            ]:
-                done.result()
-    return total
-
-
-Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
-
-
-def _template(nodes: tuple[Node, ...]) -> tuple[Bytes, Ints]:
-    """A stage's file with all peers 0, and the offsets of those peers' four bytes."""
-    parts = [encode_header()]
-    at = len(parts[0])
-    positions = []
-    for node in nodes:
-        encoded = encode_node(node.without_peer() if node.peer >= 0 else node)
-        parts.append(encoded)
-        at += len(encoded)
-        if node.type in (SEND, RECV):
-            positions.append(at - 4)
-    data = np.frombuffer(b"".join(parts), dtype=np.uint8)
-    return data, np.array(positions, dtype=np.int64)[:, None] + np.arange(4)
-
-
-def _write_part(
-    files: Files, first: int, part: Ints, data: Bytes, positions: Ints, peers: Ints
-) -> None:
-    flat = positions.ravel()
-    for inner in part.tolist():
-        data[flat] = (peers + inner).astype("<u4").view(np.uint8)
-        handle = os.open(files.trace(first + inner), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            left = memoryview(data.data).cast("B")
-            while left:  # a disk that fills up writes less than asked, and raises the next time
-                left = left[os.write(handle, left) :]
-        finally:
-            os.close(handle)
 
 
 def _manifest(
