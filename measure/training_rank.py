@@ -1,8 +1,8 @@
 """One rank of a training case: a fresh process that builds the model, warms up and times steps.
 
-The parent drives it through a pipe: it says `ready` after the warm-up, waits for `go`, and answers
-with its times, losses and memory. When the pipe closes, the parent is gone, and the rank ends
-itself, even from the middle of a collective that will never end.
+The parent drives it through a pipe: it says `ready` after the warm-up, waits for `go`, answers with
+its times, losses and memory, and does so again until told anything else. When the pipe closes,
+the parent is gone, and the rank ends itself, even from the middle of a collective that never ends.
 """
 
 import gc
@@ -157,24 +157,24 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
     gc.freeze()
     gc.disable()  # a collection in one rank would delay all of them
     pipe.send({"ready": seconds})
-    steps = messages.get()["go"]
-    times, kept = [], []
-    for index in range(steps):
-        took, losses = ranks.timed(trainer, number + index)
-        times.append(took)
-        kept.append(losses)
-    ranks.barrier()
-    pipe.send(
-        {
-            "times": times,
-            "losses": [_mean(losses) for losses in kept],
-            "warm_losses": warm_losses,
-            "memory": ranks.memory(),
-            "framework": trainer.framework,
-            "parameters": trainer.parameters(),
-        }
-    )
-    messages.get()  # the parent has every rank's report, so none is needed any more
+    while "go" in (message := messages.get()):  # else the parent needs nothing more of this rank
+        times, kept = [], []
+        for _ in range(message["go"]):
+            took, losses = ranks.timed(trainer, number)
+            number += 1
+            times.append(took)
+            kept.append(losses)
+        ranks.barrier()
+        pipe.send(
+            {
+                "times": times,
+                "losses": [_mean(losses) for losses in kept],
+                "warm_losses": warm_losses,
+                "memory": ranks.memory(),
+                "framework": trainer.framework,
+                "parameters": trainer.parameters(),
+            }
+        )
 
 
 def _mean(losses: list[Any]) -> float | None:
