@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks
+from measure import checks, heat
 from measure.devices import Device
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store
@@ -161,6 +161,18 @@ class Campaign:
                 try:
                     checks.measure(case, self.devices, pool, self.sampler, self.store.folder)
                     self.store.mark("telemetry", [case.case_id])
+                except WorkError as error:
+                    self.fail(case.case_id, str(error))
+            self.show(case.case_id, 1)
+
+    def heat(self, pool: Pool, cases: Sequence[heat.HeatCase], until: float | None) -> None:
+        """Constant and pulsed load of all devices."""
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                try:
+                    self.store.append("heat", [heat.measure(case, self.devices, pool)])
                 except WorkError as error:
                     self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)

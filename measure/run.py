@@ -13,7 +13,7 @@ from typing import Any
 from measure import checks, emulation, host, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
-from measure.plan import SUITES, PlanFile, read_plan
+from measure.plan import ON_REQUEST, SUITES, PlanFile, read_plan
 from measure.report import report
 from measure.store import Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
@@ -143,7 +143,9 @@ def arguments_parser() -> Parser:
         epilog=EXAMPLES,
     )
     parser.add_argument(
-        "--suite", metavar="NAMES", help=f"comma-separated; all by default: {','.join(SUITES)}"
+        "--suite",
+        metavar="NAMES",
+        help=f"comma-separated; by default {','.join(SUITES)}; also {', '.join(ON_REQUEST)}",
     )
     parser.add_argument(
         "--model", action="append", default=[], metavar="NAME|FILE", help="model whose shapes count"
@@ -190,10 +192,11 @@ def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[
     if words is None:
         return default
     named = [word.strip() for word in words.split(",") if word.strip()]
-    unknown = [word for word in named if word not in SUITES]
+    known = (*SUITES, *ON_REQUEST)
+    unknown = [word for word in named if word not in known]
     if unknown or not named:
-        raise UserError(f"suite {(unknown or [''])[0]!r} is unknown; known are {', '.join(SUITES)}")
-    return tuple(suite for suite in SUITES if suite in named)
+        raise UserError(f"suite {(unknown or [''])[0]!r} is unknown; known are {', '.join(known)}")
+    return tuple(suite for suite in known if suite in named)
 
 
 def read_options(asked: argparse.Namespace, kind: str, devices: int) -> Options:

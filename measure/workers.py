@@ -303,6 +303,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from measure import collectives, interference, kernels
+    from measure.heat import burn
     from measure.load import load
     from measure.timing import open_timer
 
@@ -320,6 +321,8 @@ def main(arguments: Sequence[str]) -> int:
                 reply(collectives.measure(case, group))
             elif case["suite"] == "load":
                 reply(load(case, timer))
+            elif case["suite"] == "heat":
+                reply(burn(case, timer))
             else:
                 reply(interference.measure(case, timer, group))
         except kernels.Skip as error:

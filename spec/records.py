@@ -133,6 +133,21 @@ class InterferenceRow(Repeated):
     collective_with_us: Positive = Field(description="the collective under the kernel")
 
 
+class HeatRow(Row):
+    """heat.csv: a load of products on all devices. Lists are by device, comma-separated."""
+
+    duty: Annotated[float, Field(ge=0, le=1)] = Field(description="share of the time asked for")
+    seconds: Positive = Field(description="that it lasted")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    busy_share: str = Field(description="of the time that products ran, seen from the host")
+    product_us: str | None = Field(default=None, description="median time of one product, us")
+    energy_j: str | None = Field(default=None, description="hardware energy counter, J")
+    power_w: str | None = Field(default=None, description="mean of the power readings, W")
+    clock_median_mhz: Positive | None = Field(default=None, description="SM clock, all devices")
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+
 class TrainingConfig(Row):
     """A configuration of training steps: the columns of a plan, and the first of training.csv."""
 
@@ -248,6 +263,7 @@ TABLES: dict[str, type[Row]] = {
     "kernels": KernelRow,
     "collectives": CollectiveRow,
     "interference": InterferenceRow,
+    "heat": HeatRow,
     "training": TrainingRow,
     "steps": StepRow,
 }
