@@ -11,7 +11,7 @@ from measure import host, megatron_log, nccl_tests
 from measure.devices import hashed
 from measure.store import Store
 from spec.collective import COLLECTIVES
-from spec.command import Parser, add_json, emit, run
+from spec.command import Parser, add_json, emit, result_name, run
 from spec.errors import UserError
 from spec.records import Device, Host, Row, StepRow, TrainingRow
 
@@ -29,9 +29,13 @@ def arguments_parser() -> Parser:
     parser = Parser(prog="python -m measure.imports", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("tool", choices=("nccl-tests", "megatron-log"), help="what wrote the files")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--system", required=True, metavar="NAME", help="name of the system")
+    parser.add_argument(
+        "--system", required=True, type=result_name, metavar="NAME", help="name of the system"
+    )
     parser.add_argument("--out", default="results", metavar="FOLDER", help="default: results/")
-    parser.add_argument("--run", metavar="NAME", help="name of the run (default: the files' time)")
+    parser.add_argument(
+        "--run", type=result_name, metavar="NAME", help="name of the run (default: the files' time)"
+    )
     parser.add_argument(
         "--env",
         action="append",
@@ -40,7 +44,10 @@ def arguments_parser() -> Parser:
         help="a variable that the tool ran with",
     )
     parser.add_argument(
-        "--base-system", metavar="NAME", help="measured system of the same GPUs: its kernels count"
+        "--base-system",
+        type=result_name,
+        metavar="NAME",
+        help="measured system of the same GPUs: its kernels count",
     )
     parser.add_argument(
         "--collective", choices=COLLECTIVES, help="nccl-tests: where the output does not say"

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from measure.report import report
 from measure.store import Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
-from spec.command import Parser, add_json, add_progress, run
+from spec.command import Parser, add_json, add_progress, result_name, run
 from spec.errors import UserError
 from spec.files import parse, read_json, write_json
 
@@ -160,7 +159,9 @@ def arguments_parser() -> Parser:
         help="write the training steps that would run as a plan, and stop",
     )
     parser.add_argument("--out", default="results", metavar="FOLDER", help="default: results/")
-    parser.add_argument("--system", metavar="NAME", help="name of this system, e.g. 4x-h200")
+    parser.add_argument(
+        "--system", type=result_name, metavar="NAME", help="name of this system, e.g. 4x-h200"
+    )
     parser.add_argument("--quick", action="store_true", help="a short look at everything")
     parser.add_argument("--resume", metavar="RUN", help="continue a run; its own plan counts")
     parser.add_argument("--list", action="store_true", help="say what would run, and stop")
@@ -268,7 +269,6 @@ def main(words: Sequence[str]) -> int:
         ]
         for suite, some in cases.items()
     }
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     epoch = datetime.fromisoformat(manifest.started).timestamp()
     sampler = Sampler(store.folder, asked.kind or kind, epoch=epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)

@@ -135,10 +135,10 @@ def _passing_signals(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     def terminate(*_: Any) -> None:
         process.terminate()
 
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-    }
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: terminate}
+    # what a shell had its background jobs ignore stays ignored
+    handlers = {n: one for n, one in handlers.items() if signal.getsignal(n) != signal.SIG_IGN}
+    before = {number: signal.signal(number, one) for number, one in handlers.items()}
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """A projection through Astra-Sim: its configs written, and run where the binary is found."""
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,24 @@ SYMMETRIC = (
 )
 
 
-def wanted_binary(engine: Engine, flag: str | None) -> Binary | None:
-    """The binary that `engine` wants: none, one if found, or one that must be there."""
-    found = None if engine == "timeline" else find_binary(flag)
+def wanted_binary(engine: Engine, flag: str | None) -> tuple[Binary | None, str]:
+    """The binary that `engine` wants, and where there is none, the sentence that says why.
+
+    Raises UserError where it must be there: `engine` is astra-sim, or `flag` names it. What
+    ASTRA_SIM names may be of another machine or time: `auto` goes on without it.
+    """
+    if engine == "timeline":
+        return None, "not asked for (--engine timeline)"
+    try:
+        found = find_binary(flag)
+    except UserError as error:
+        if engine == "astra-sim" or flag:
+            raise
+        print(f"warning: {error} Going on without it.", file=sys.stderr)
+        return None, str(error)
     if engine == "astra-sim" and found is None:
         raise UserError(absent())
-    return found
+    return found, "" if found else absent()
 
 
 def through_astra_sim(
@@ -42,7 +55,7 @@ def through_astra_sim(
     Returns the projection's `astra_sim` object. Raises UserError where `engine` demands a binary
     that is not there, WorkError where Astra-Sim does not end well.
     """
-    found = wanted_binary(engine, binary)
+    found, why_not = wanted_binary(engine, binary)
     estimate = projection.estimate
     try:
         graph = program(estimate.priced, granularity)
@@ -68,8 +81,7 @@ def through_astra_sim(
         "timeline_s": estimate.ideal_step_time_s,
     }
     if found is None:
-        reason = "not asked for (--engine timeline)" if engine == "timeline" else absent()
-        return value | {"ran": False, "note": reason}
+        return value | {"ran": False, "note": why_not}
     try:
         result = run(directory, found, progress=progress)
     except WorkError as error:

@@ -30,6 +30,7 @@ from spec.command import (
     counter,
     emit,
     new_file,
+    new_folder,
     progress,
     run,
     whole,
@@ -61,7 +62,9 @@ def parser() -> Parser:
         help="auto: our timeline, and Astra-Sim too where its binary is found",
     )
     engine.add_argument("--astra-sim", metavar="FILE", help="Astra-Sim's analytical binary")
-    engine.add_argument("--emit", metavar="DIR", help="write Astra-Sim configs for every rank")
+    engine.add_argument(
+        "--emit", type=new_folder, metavar="DIR", help="write Astra-Sim configs for every rank"
+    )
     engine.add_argument(
         "--granularity",
         choices=("stage", "layer"),
@@ -73,7 +76,9 @@ def parser() -> Parser:
     engine.add_argument("--price-per-gpu-hour", type=float, metavar="X", help="and their cost")
     add_draws(engine)
     engine.add_argument("--seed", type=whole(0, 2**63), default=0, help="of the draws")
-    engine.add_argument("--out", metavar="DIR", help="default: projections/<name>/")
+    engine.add_argument(
+        "--out", type=new_folder, metavar="DIR", help="default: projections/<name>/"
+    )
     engine.add_argument("--report", type=new_file, metavar="FILE.html", help="default: in --out")
     add_json(options)
     add_progress(options)
@@ -161,6 +166,16 @@ def scaling_point(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, An
     } | {name: value[name] for name in keep}
 
 
+def check_apart(emitted: Path, symmetric: Path) -> None:
+    """Raise UserError where one of two emissions would lie in the other's folder."""
+    one, other = emitted.resolve(), symmetric.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise UserError(
+            f"--emit is {emitted}, but {symmetric} gets the configs of the symmetric step; "
+            "name a folder apart from it"
+        )
+
+
 def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
@@ -169,16 +184,19 @@ def main(words: Sequence[str]) -> int:
     counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)
     inputs = read_inputs(arguments)
+    out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
+    symmetric = out / "astra-sim"
+    if arguments.emit:
+        check_apart(Path(arguments.emit), symmetric)
     projection = project_at(inputs, arguments.gpus, arguments, fixed)
     value = projection.as_json()
     if arguments.tokens is not None:
         value["training"] = budget(projection, arguments.tokens, arguments.price_per_gpu_hour)
     others = progress(counts, len(counts), "scaling", arguments.progress)
     value["scaling"] = [scaling_point(inputs, count, arguments, fixed) for count in others]
-    out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
     value["astra_sim"] = through_astra_sim(
         projection,
-        out / "astra-sim",
+        symmetric,
         engine=arguments.engine,
         granularity=arguments.granularity,
         binary=arguments.astra_sim,

@@ -123,7 +123,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     for found in sets:
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
-    binary = wanted_binary(arguments.engine, arguments.astra_sim)
+    binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
         path = calibration_for(arguments, found)
         calibration = read_calibration(path)

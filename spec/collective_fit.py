@@ -1,12 +1,13 @@
 """A collective's fitted duration, inside a node and between nodes."""
 
 from functools import cached_property
+from itertools import pairwise
 from math import exp, log, log2, sqrt
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
 from spec.collective import busbw_factor
 from spec.fitted import NonNegative, Positive, Record, Source
@@ -28,11 +29,24 @@ class CollectivePoint(Record):
     sd: NonNegative
 
 
+def _ascending(points: tuple[CollectivePoint, ...]) -> tuple[CollectivePoint, ...]:
+    """Refuse what interpolation would silently misread."""
+    for before, after in pairwise(points):
+        if after.bytes <= before.bytes:
+            raise ValueError(
+                f"bytes {after.bytes} follow {before.bytes}; the points must ascend in bytes"
+            )
+    return points
+
+
+Points = Annotated[tuple[CollectivePoint, ...], Field(min_length=1), AfterValidator(_ascending)]
+
+
 class CollectiveCurve(Record):
     """The measured sizes of one group size, ascending."""
 
     ranks: Annotated[int, Field(ge=2)]
-    points: tuple[CollectivePoint, ...] = Field(min_length=1)
+    points: Points
 
     @cached_property
     def _logs(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
@@ -162,7 +176,7 @@ class NetworkCurve(Record):
         default=0.0,
         description="added beyond the largest measured size, times the root of the doublings",
     )
-    points: tuple[CollectivePoint, ...] = Field(min_length=1)
+    points: Points
 
 
 _Lookup = tuple[NetworkCurve, NDArray[np.float64], NDArray[np.float64]]

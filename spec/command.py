@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from spec.errors import UserError, WorkError
 from spec.files import first_problem, write_json
+from spec.records import MOST_NAME, NAME
 
 T = TypeVar("T")
 
@@ -61,6 +63,25 @@ def new_file(text: str) -> str:
     """An argparse type: a file to write, checked before any work is done."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
+    return text
+
+
+def new_folder(text: str) -> str:
+    """An argparse type: a folder to write to, checked before any work is done."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no folder")
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is not a folder; name one, new or there")
+    return text
+
+
+def result_name(text: str) -> str:
+    """An argparse type: the name of a system or a run, which is a folder under results/."""
+    if not re.match(NAME, text) or len(text) > MOST_NAME:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a name; use at most {MOST_NAME} letters, digits, dots, dashes "
+            "and underscores, a letter or digit first"
+        )
     return text
 
 

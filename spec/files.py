@@ -82,10 +82,26 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """The safe loader, which by itself keeps the last of two values silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if (key.tag, key.value) in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add((key.tag, key.value))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def read_yaml(path: Path, what: str) -> Any:
-    """Parse a YAML file with the safe loader."""
+    """Parse a YAML file with the safe loader; a key given twice is refused."""
     try:
-        return yaml.safe_load(read_text(path, what))
+        return yaml.load(read_text(path, what), _Loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = str(error).replace("\n", " ")
         raise UserError(f"{path}: not valid YAML for {what} ({problem})") from None

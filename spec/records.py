@@ -23,6 +23,8 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 SCHEMA = "results/1"
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a system and of a run: folders under results/
+MOST_NAME = 80
 
 Positive = Annotated[float, Field(ge=1e-15, le=1e18, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
@@ -322,8 +324,8 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     schema_version: Literal["results/1"] = Field(alias="schema")
-    system: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
-    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    system: str = Field(pattern=NAME, max_length=MOST_NAME)
+    run: str = Field(pattern=NAME, max_length=MOST_NAME)
     hosts: list[Host] = Field(min_length=1)
     interconnect: str = Field(default="", description="how the devices are linked, where readable")
     software: dict[str, str]

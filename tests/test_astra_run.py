@@ -99,6 +99,8 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, emitted: Path) -> None:
     binary = stand_in(tmp_path, f"open({str(marker)!r}, 'w').write(str(os.getpid()))\n"
                       "time.sleep(60)")  # fmt: skip
     code = (
+        # as where a terminal started it: a child of a background job ignores SIGINT
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from pathlib import Path\nfrom simulate.astra import identify, run\n"
         f"run(Path({str(emitted)!r}), identify(Path({str(binary.path)!r})), timeout_s=60)\n"
     )

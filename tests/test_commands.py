@@ -1,6 +1,7 @@
 """The commands that others build on: options, JSON, exit codes, and what bad input gets."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,30 @@ def test_astra_sim_absent_is_said(
     code, _, err = command("project", *words, "--engine", "astra-sim")
     assert code == 2
     assert "Astra-Sim was not found" in err
+
+
+@pytest.mark.parametrize("mode", [None, 0o644])
+def test_what_astra_sim_names_need_not_be_there(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None
+) -> None:
+    """An environment outlives the machine it was written for; a flag is meant."""
+    binary = tmp_path / "binary"
+    if mode is not None:
+        binary.touch(mode)
+    monkeypatch.setenv("ASTRA_SIM", str(binary))
+    words = ("--gpus", "64", "--tp", "8", "--pp", "2", "--json")
+    code, out, err = command("project", *words)
+    assert code == 0
+    assert err.startswith(f"warning: ASTRA_SIM names {binary}")
+    assert err.count("\n") == 1
+    value = json.loads(out)
+    assert not value["astra_sim"]["ran"]
+    assert str(binary) in value["astra_sim"]["note"]
+    assert value["step_time_s"]["median"] > 0
+    for more in (("--engine", "astra-sim"), ("--astra-sim", str(binary))):
+        code, _, err = command("project", *words, *more)
+        assert code == 2
+        assert f"names {binary}" in err
 
 
 @pytest.mark.parametrize("granularity", ["stage", "layer"])
@@ -219,6 +244,14 @@ def test_same_seed_same_numbers(command: Any) -> None:
         (("--model", "../" * 2000), "is neither a file nor a named model"),
         (("--model", "evil.yaml"), "name is '../../evil'"),
         (("--model", "deep.yaml"), "deep.yaml: not valid YAML"),
+        (
+            ("--model", "twice.yaml"),
+            "the key 'layers' is given twice   in \"<unicode string>\", line 3",
+        ),
+        (("--emit", ""), "'' names no folder"),
+        (("--emit", "deep.yaml"), "deep.yaml: is not a folder"),
+        (("--emit", "x", "--out", "x"), "--emit is x, but x/astra-sim gets"),
+        (("--emit", "x/astra-sim/whole", "--out", "x"), "name a folder apart from it"),
     ],
 )
 def test_wrong_requests_get_a_sentence(
@@ -226,6 +259,7 @@ def test_wrong_requests_get_a_sentence(
 ) -> None:
     (tmp_path / "evil.yaml").write_text("name: ../../evil")
     (tmp_path / "deep.yaml").write_text("[" * 3000)
+    (tmp_path / "twice.yaml").write_text("name: twice\nlayers: 2\nlayers: 3\n")
     code, out, err = command("project", *words)
     assert code == 2, err
     assert sentence in err
@@ -277,6 +311,37 @@ def test_broken_calibrations(command: Any, calibration: Path, text: str, sentenc
     assert code == 2
     assert sentence in err
     assert "calibration.json" in err
+
+
+def test_points_of_a_curve_ascend(command: Any, calibration: Path) -> None:
+    """Interpolation over descending sizes gives numbers, but wrong ones."""
+    value = json.loads(calibration.read_text())
+    points = value["collectives"][0]["curves"][0]["points"]
+    points.reverse()
+    calibration.write_text(json.dumps(value))
+    code, _, err = command("project")
+    assert code == 2
+    assert "the points must ascend in bytes" in err
+    assert "collectives.0.curves.0.points" in err
+
+
+def test_a_background_job_ends_when_told(tmp_path: Path) -> None:
+    """Shells have background jobs ignore Ctrl-C, and their children inherit that."""
+    code = (
+        "import signal, sys, time\nfrom spec.command import run\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "def main(words):\n    print('here', flush=True)\n    time.sleep(60)\n"
+        "sys.exit(run(main))\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"here\n"
+    child.send_signal(signal.SIGINT)
+    child.terminate()
+    assert b"interrupted" in child.communicate(timeout=20)[1]
+    assert child.returncode == 130
 
 
 def test_validate_without_results(command: Any, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
         ("megatron-log", log(normalization="BatchNorm"), [], "norm is 'batchnorm'"),
         ("megatron-log", log(position_embedding_type="yarn"), [], "'yarn' is not simulated"),
         ("megatron-log", log(num_layers="33"), ["--nodes", "2"], "does not divide"),
-        ("megatron-log", log(), ["--nodes", "2", "--run", "a b"], "run is 'a b'"),
+        ("megatron-log", log(), ["--nodes", "2", "--run", "a b"], "'a b' is not a name"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

@@ -98,6 +98,7 @@ def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--model", "gpt-9"], "neither a file nor a named model"),
         (["--plan", "missing.yaml"], "no such file"),
         (["--kind", "tpu"], "device kind 'tpu' is unknown"),
+        (["--system", "../x", "--list"], "'../x' is not a name"),
         (["--modle", "x"], "see python -m measure.run --help"),
     ],
 )
