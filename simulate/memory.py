@@ -9,6 +9,7 @@ looks into, so values that are a view of the QKV product keep all of that.
 
 from dataclasses import dataclass
 
+from simulate import overhead
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import shapes, stage_parameters
@@ -150,26 +151,56 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory over the stages, in GiB."""
+    """Peak memory of every stage, in GiB."""
 
     allocated_by_stage_gib: tuple[float, ...]  # what the framework's allocator hands out
+    reserved_by_stage_gib: tuple[float, ...]  # what it takes from the device for that
     by_stage_gib: tuple[float, ...]  # what the device loses to the process
-    peak_gib: float
+    needed_gib: float  # what remains of that when the allocator gives back all it can
+    context_gib: float  # of the fullest stage, beside what the allocator reserves
     capacity_gib: float
+
+    @property
+    def peak_gib(self) -> float:
+        """What the fullest device loses: as much as the allocator likes, or as much as there is."""
+        return max(self.needed_gib, min(max(self.by_stage_gib), self.capacity_gib))
 
     @property
     def fits(self) -> bool:
         """Whether the fullest stage fits its device."""
-        return self.peak_gib <= self.capacity_gib
+        return self.needed_gib <= self.capacity_gib
 
+    @property
+    def tight(self) -> bool:
+        """Whether it fits only because the allocator gives back what it kept, which takes time."""
+        return self.fits and max(self.by_stage_gib) > self.capacity_gib
 
-# CUDA context, NCCL buffers and what the caching allocator cannot use.
-CONTEXT_GIB = 2.5
-FRAGMENTATION = 1.05
+    def intervals(self) -> dict[str, dict[str, float]]:
+        """Peaks of the fullest stage with 90 % intervals, see `simulate.overhead`."""
+        return overhead.intervals(
+            max(self.allocated_by_stage_gib),
+            max(self.reserved_by_stage_gib),
+            max(self.by_stage_gib),
+        )
 
 
 def memory(model: ModelSpec, p: Parallelism, capacity_gib: float) -> Memory:
     """Memory of every stage."""
-    allocated = tuple(stage_memory(model, p, stage).allocated / GIB for stage in range(p.pp))
-    by_stage = tuple(gib * FRAGMENTATION + CONTEXT_GIB for gib in allocated)
-    return Memory(allocated, by_stage, max(by_stage), capacity_gib)
+    allocated, reserved, device, needed = [], [], [], []
+    for stage in range(p.pp):
+        held = stage_memory(model, p, stage)
+        clipping = _clipping_bytes(model, p, stage, held.optimizer / 12) / GIB
+        context = overhead.context_gib(model, p, stage)
+        allocated.append(held.allocated / GIB)
+        reserved.append(overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB))
+        device.append(reserved[-1] + context)
+        needed.append(overhead.needed_gib(allocated[-1]) + context)
+    fullest = device.index(max(device))
+    return Memory(
+        tuple(allocated),
+        tuple(reserved),
+        tuple(device),
+        max(needed),
+        device[fullest] - reserved[fullest],
+        capacity_gib,
+    )

@@ -121,6 +121,21 @@ def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, A
     return "leave more of them to the search or change the batch"
 
 
+def fewest_gpus(model: ModelSpec, gpus: int, global_batch: int, node: Node) -> int | None:
+    """How many times two as many GPUs the smallest plan fits; None where a thousand times do not.
+
+    Replicas must divide the batch, so more of them may not help.
+    """
+    least = {"recompute": "full", "microbatch": 1, "vpp": 1, "ep": model.experts or 1}
+    for power in range(11):
+        more: int = 2**power
+        for fixed in (least, least | {"ep": 1}):
+            plans = candidates(model, gpus * more, global_batch, node, fixed)
+            if any(memory(model, p, node.memory_gib).fits for p in plans):
+                return gpus * more
+    return None
+
+
 @dataclass(frozen=True)
 class Plans:
     """All parallelisms that fit memory."""
@@ -150,8 +165,8 @@ def fitting(
     for p in candidates(model, gpus, global_batch, node, fixed or {}, wide):
         considered += 1
         used = memory(model, p, node.memory_gib)
-        if tightest is None or used.peak_gib < tightest[0]:
-            tightest = (used.peak_gib, p)
+        if tightest is None or used.needed_gib < tightest[0]:
+            tightest = (used.needed_gib, p)
         if used.fits:
             found.append((p, used.peak_gib))
     if tightest is None:
@@ -162,10 +177,14 @@ def fitting(
     if not found and considered == 1:
         found = [(tightest[1], tightest[0])]
     if not found:
+        enough = fewest_gpus(model, gpus, global_batch, node)
         raise UserError(
             f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
             f"needs {tightest[0]:.0f} GiB (tp {tightest[1].tp}, pp {tightest[1].pp}, "
-            f"recompute {tightest[1].recompute}); use more GPUs or a smaller model"
+            f"recompute {tightest[1].recompute}), {tightest[0] - node.memory_gib:.0f} GiB too "
+            "many; use "
+            + (f"at least {enough} GPUs" if enough else "more GPUs")
+            + " or a smaller model"
         )
     if len(found) == 1:
         return Plans((Plan(found[0][0], 0.0, found[0][1]),), considered)

@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
-from simulate.memory import CONTEXT_GIB, FRAGMENTATION, Memory, memory
+from simulate.memory import Memory, memory
+from simulate.overhead import KEPT
+from simulate.plans import fewest_gpus
+from simulate.remedies import Remedy, remedies
 from simulate.saturation import messages
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
@@ -47,6 +50,8 @@ class Projection:
     request: Request
     estimate: StepEstimate
     memory: Memory
+    would_fit: tuple[Remedy, ...] = ()  # where this does not: the nearest plans
+    enough_gpus: int | None = None  # where no like plan does: as many that some plan fits
 
     def as_json(self) -> dict[str, Any]:
         """The `projection/1` object."""
@@ -98,6 +103,11 @@ class Projection:
                 "peak": self.memory.peak_gib,
                 "capacity": self.memory.capacity_gib,
                 "by_stage": list(self.memory.by_stage_gib),
+                "fits": self.memory.fits,
+                "needed": self.memory.needed_gib,
+                **self.memory.intervals(),
+                "would_fit": [one.as_json() for one in self.would_fit],
+                "enough_gpus": self.enough_gpus,
             },
             "fabric": self.fabric(),
             "sensitivity": sensitivity(r, e.priced.costs.draws.names),
@@ -180,7 +190,12 @@ def project(request: Request) -> Projection:
             "time; look for a rate, duration or spread that cannot be"
         )
     used = memory(r.model, r.parallelism, r.node.memory_gib)
-    return Projection(r, estimate, used)
+    if used.fits:
+        return Projection(r, estimate, used)
+    p = r.parallelism
+    nearest = tuple(remedies(r.model, p, r.node, r.fabric, r.calibration))
+    enough = None if nearest else fewest_gpus(r.model, p.gpus, p.global_batch, r.node)
+    return Projection(r, estimate, used, nearest, enough)
 
 
 def provenance(projection: Projection) -> list[Parameter]:
@@ -221,9 +236,10 @@ def provenance(projection: Projection) -> list[Parameter]:
     ):
         if getattr(r.fabric, field) is not None:
             add(r.fabric, "fabric", field, unit)
+    context = projection.memory.context_gib
     for name, value, unit, detail in (
-        ("memory.context_gib", CONTEXT_GIB, "GiB", "CUDA context and NCCL's buffers"),
-        ("memory.fragmentation", FRAGMENTATION, "factor", "what the allocator cannot use"),
+        ("memory.context_gib", context, "GiB", "CUDA context and NCCL's buffers, as on 4x H200"),
+        ("memory.kept", KEPT, "share", "of what it hands out, the allocator cannot give back"),
     ):
         listed.append(
             Parameter(
@@ -243,11 +259,24 @@ def provenance(projection: Projection) -> list[Parameter]:
 def warnings(projection: Projection) -> list[str]:
     """What a reader must know before trusting the numbers, one sentence each."""
     r, e, used = projection.request, projection.estimate, projection.memory
-    said = []
+    p, said = r.parallelism, []
     if not used.fits:
         said.append(
-            f"Does not fit: a GPU of the fullest stage needs {used.peak_gib:.1f} GiB of "
-            f"{used.capacity_gib:.1f} GiB, {used.peak_gib - used.capacity_gib:.1f} GiB too many."
+            f"Does not fit: a GPU of the fullest stage needs {used.needed_gib:.1f} GiB of "
+            f"{used.capacity_gib:.1f} GiB, {used.needed_gib - used.capacity_gib:.1f} GiB too many."
+        )
+        would = "; or ".join(", ".join(one.changes) for one in projection.would_fit)
+        said.append(
+            f"What would fit {p.gpus} GPUs: {would}."
+            if would
+            else f"No like plan fits {p.gpus} GPUs; "
+            + (f"{projection.enough_gpus} GPUs" if projection.enough_gpus else "more GPUs")
+            + " or a smaller model would."
+        )
+    elif used.tight:
+        said.append(
+            "Memory is tight: the allocator must give back what it keeps, and steps may take "
+            "longer than projected."
         )
     if e.modelled_share > 0:
         said.append(
@@ -287,6 +316,15 @@ def warnings(projection: Projection) -> list[str]:
     return said
 
 
+def _memory(value: Mapping[str, Any]) -> str:
+    """The three peaks of the fullest device."""
+    peaks = (
+        f"{name} {value[name]['median']:.1f} [{value[name]['low']:.1f}, {value[name]['high']:.1f}]"
+        for name in ("allocated", "reserved", "device")
+    )
+    return f"{', '.join(peaks)} GiB of {value['capacity']:.1f} GiB"
+
+
 def summary(value: Mapping[str, Any]) -> str:
     """The terminal summary of a projection's JSON."""
     inputs = value["inputs"]
@@ -321,8 +359,7 @@ def summary(value: Mapping[str, Any]) -> str:
         f"power per GPU     {show('power_w_per_gpu')} W at {value['clock_mhz']['median']:.0f} MHz",
         f"energy per step   {show('energy_j_per_step', 1e-3, 5)} kJ, "
         f"{show('tokens_per_j')} tokens/J",
-        f"memory            {value['memory_gib']['peak']:.1f} GiB of "
-        f"{value['memory_gib']['capacity']:.1f} GiB",
+        f"memory            {_memory(value['memory_gib'])}",
         "sources           "
         + ", ".join(f"{count} parameters {source}" for source, count in sorted(sources.items()))
         + f"; intervals hold {LEVEL:.0%}, all results simulated",
