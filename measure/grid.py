@@ -94,6 +94,7 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
         found += [Kernel("cross_entropy", way, (count, vocab)) for way in PASSES]
     if not quick:
         found += _experts(gpu)
+        found += low_rank(gpu) + eight_bits(gpu)
     return found
 
 
@@ -107,7 +108,51 @@ def _experts(gpu: bool) -> list[Kernel]:
         for groups in (2, 8):
             dims = (groups, 2 * count, ffn, width)
             found += [Kernel("grouped_gemm", way, dims) for way in GEMM_DIRECTIONS]
+            found += [Kernel("fused_grouped_gemm", way, dims) for way in GEMM_DIRECTIONS]
     return found
+
+
+def low_rank(gpu: bool) -> list[Kernel]:
+    """Adapters of LoRA: x A^T to the rank and back up by B, and the addition to the frozen output.
+
+    Widths are the inputs and outputs of the linear layers of Llama 3 8B at TP 1 and 2 and of 70B
+    at TP 4; rank 32, a few others beside it.
+    """
+    if not gpu:
+        dims = [(128, 8, 256), (128, 256, 8), (256, 16, 256), (256, 256, 16)]
+        return [Kernel("gemm", way, one) for one in dims for way in GEMM_DIRECTIONS]
+    inputs = (1024, 2048, 4096, 7168, 8192, 14336)
+    outputs = (2560, 3072, 4096, 6144, 8192, 14336, 28672)
+    dims = [(4096, 32, k) for k in inputs] + [(4096, n, 32) for n in outputs]
+    dims += [(8192, 32, k) for k in inputs[2::2]] + [(8192, n, 32) for n in outputs[2::3]]
+    dims += [(2048, 32, 4096), (2048, 4096, 32), (16384, 32, 4096), (16384, 4096, 32)]
+    for rank in (8, 16, 64):
+        dims += [(4096, rank, 4096), (4096, 4096, rank)]
+    found = [Kernel("gemm", way, one) for one in dims for way in GEMM_DIRECTIONS]
+    return found + [Kernel("residual", "forward", (4096, width)) for width in outputs[1::2]]
+
+
+def eight_bits(gpu: bool) -> list[Kernel]:
+    """FP8 products: squares, and the linear layers of Llama 3 8B (TP 1, 2) and 70B (TP 4, 8)."""
+    if not gpu:
+        return []
+    dims = [(size, size, size) for size in (1024, 2048, 4096, 8192)]
+    for tp in (1, 2):
+        dims += _linear(8192, 4096, 6144 // tp, 28672 // tp, tp)
+    for tp in (4, 8):
+        dims += _linear(8192, 8192, 10240 // tp, 57344 // tp, tp)
+    dims += _linear(4096, 4096, 6144, 28672, 1)
+    return [Kernel("gemm", way, one, "fp8") for one in dims for way in GEMM_DIRECTIONS]
+
+
+def _linear(tokens: int, hidden: int, qkv: int, up: int, tp: int) -> list[tuple[int, int, int]]:
+    """(m, n, k) of a gated layer's four linear layers on one of `tp` GPUs; `up` is gate and up."""
+    return [
+        (tokens, qkv, hidden),
+        (tokens, hidden, hidden // tp),
+        (tokens, up, hidden),
+        (tokens, hidden, up // 2),
+    ]
 
 
 def reference(gpu: bool) -> Kernel:
@@ -135,6 +180,7 @@ def sustained(gpu: bool, quick: bool) -> list[Kernel]:
             (1024, 1024, 1024),
         )
     ]
+    found += [Kernel("gemm", way, (8192, 14336, 8192), "fp8") for way in GEMM_DIRECTIONS]
     found += [
         Kernel("attention", way, dims)
         for dims in ((1, 4096, 32, 8, 128), (1, 8192, 32, 8, 128), (1, 8192, 8, 1, 128))

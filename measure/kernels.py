@@ -3,15 +3,15 @@
 from typing import Any
 
 from measure.operations import Maker, footprint
+from measure.products import Refused
 from measure.timing import Timer, quantiles
-from spec.errors import WorkError
 from spec.kernel import Kernel
 from spec.records import KernelRow
 
 SUSTAINED_S = {"cpu": 0.4, "cuda": 2.2}
 
 
-class Skip(WorkError):
+class Skip(Refused):
     """The case does not fit this machine; the reason is the message."""
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from measure.products import Call, Products, Tensor
 from spec.errors import WorkError
 from spec.kernel import Kernel
 
-Call = Callable[[], Any]
-Tensor = torch.Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # cuDNN's first: on Hopper about twice as fast as PyTorch's own flash kernels
@@ -57,16 +56,13 @@ def footprint(kernel: Kernel) -> float:
     return size
 
 
-class Maker:
+class Maker(Products):
     """Builds calls on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.library = "rocm" if torch.version.hip else device.type
-        torch.manual_seed(1234)
 
     def build(self, kernel: Kernel) -> tuple[Call, str]:
         """The call that runs `kernel` once, and what it runs on, such as `torch/cublas`."""
+        if kernel.dtype == "fp8":
+            return self.fp8(kernel)
         if kernel.dtype not in DTYPES:
             raise WorkError(f"{kernel.dtype} kernels are not measured by this version")
         maker = getattr(self, f"_{kernel.op}", None)
@@ -74,10 +70,6 @@ class Maker:
             raise WorkError(f"no implementation of {kernel.op} is known here")
         result: Call | tuple[Call, str] = maker(kernel, DTYPES[kernel.dtype])
         return result if isinstance(result, tuple) else (result, "torch/eager")
-
-    def _normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        value = torch.randn(shape, dtype=dtype, device=self.device)
-        return value.mul_(scale) if scale != 1.0 else value
 
     def _indices(self, high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, device=self.device)
@@ -92,41 +84,6 @@ class Maker:
         out = function(*inputs)
         gradient = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
-
-    def _product_name(self) -> str:
-        names = {"cuda": "torch/cublas", "rocm": "torch/hipblas", "cpu": "torch/cpu"}
-        return names.get(self.library, f"torch/{self.library}")
-
-    def _gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
-        d = kernel.named
-        name = self._product_name()
-        w = self._normal(d["n"], d["k"], dtype=dtype, scale=0.02)
-        if kernel.direction == "dgrad":
-            g = self._normal(d["m"], d["n"], dtype=dtype)
-            return lambda: g.matmul(w), name
-        x = self._normal(d["m"], d["k"], dtype=dtype)
-        if kernel.direction == "wgrad":
-            del w
-            g = self._normal(d["m"], d["n"], dtype=dtype)
-            return lambda: g.t().matmul(x), name
-        return lambda: torch.matmul(x, w.t()), name
-
-    def _grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
-        """One product per expert, as Megatron-Core's SequentialMLP, on equal shares of the rows."""
-        d = kernel.named
-        groups = d["groups"]
-        shares = [d["m"] // groups + (i < d["m"] % groups) for i in range(groups)]
-        shares = [share for share in shares if share]
-        calls = []
-        for m in shares:
-            share = Kernel("gemm", kernel.direction, (m, d["n"], d["k"]), kernel.dtype)
-            calls.append(self._gemm(share, dtype)[0])
-
-        def run() -> None:
-            for call in calls:
-                call()
-
-        return run, f"{self._product_name()}/sequential"
 
     def _attention(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         """Causal attention over tensors laid out [seq, batch, heads, head_dim], as Megatron's."""

@@ -270,6 +270,8 @@ def kernel_cases(
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
         keep = ("grouped_gemm", "router", "permute")
         wanted.update(dict.fromkeys(one for one in experts if one.op in keep))
+        grouped = [one for one in experts if one.op == "grouped_gemm"]
+        wanted.update(dict.fromkeys(replace(one, op="fused_grouped_gemm") for one in grouped))
     wanted = {kernel: None for kernel in wanted if not _of_a_whole_model(kernel)}
     loaded = grid.sustained(gpu, quick)
     wanted.update(dict.fromkeys(loaded))
@@ -296,6 +298,8 @@ def _of_a_whole_model(kernel: Kernel) -> bool:
 def _seconds(kernel: Kernel, gpu: bool) -> float:
     """Set-up and about 30 timings, at half of what such hardware usually reaches."""
     flops, gbytes = (4e14, 2e12) if gpu else (1e11, 4e9)
+    if kernel.dtype == "fp8":
+        flops *= 2
     if kernel.bytes > 1e12:
         return 0.1  # refused at once: no device holds it
     return (0.25 if gpu else 0.05) + 30 * max(kernel.flops / flops, kernel.bytes / gbytes)

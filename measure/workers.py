@@ -305,6 +305,7 @@ def main(arguments: Sequence[str]) -> int:
     from measure import collectives, interference, kernels
     from measure.heat import burn
     from measure.load import load
+    from measure.products import Refused
     from measure.timing import open_timer
 
     if core is not None:
@@ -325,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
                 reply(burn(case, timer))
             else:
                 reply(interference.measure(case, timer, group))
-        except kernels.Skip as error:
+        except Refused as error:
             reply({"skip": str(error)})
         except Exception as error:  # whatever a case does, the run goes on
             words = " ".join(str(error).split()) or type(error).__name__

@@ -213,7 +213,8 @@ class Calibration(BaseModel):
 
     def kernel(self, kernel: Kernel) -> KernelFit:
         """The model of one kernel; raises UserError where the system has none."""
-        fit = self.kernel_fits.get((kernel.op, kernel.direction, kernel.dtype))
+        fits, rest = self.kernel_fits, (kernel.direction, kernel.dtype)
+        fit = fits.get((kernel.modelled, *rest)) or fits.get((kernel.op, *rest))
         if fit is None:
             raise UserError(
                 f"the calibration of {self.system} has no {kernel.op} {kernel.direction} in "

@@ -20,8 +20,12 @@ PASSES = ("forward", "backward")
 OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # y[m, n] = x[m, k] w[n, k]^T; dgrad and wgrad keep the names, so FLOPs are the same
     "gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
-    # `groups` experts share m rows
+    # `groups` experts share m rows, one product after another
     "grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
+    # the same in one device kernel
+    "fused_grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
+    # a gemm with an n or k below a tile's: what a model of kernel time is asked for, see `modelled`
+    "narrow_gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
     "attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),
     "rmsnorm": (("rows", "width"), PASSES),
     "layernorm": (("rows", "width"), PASSES),
@@ -52,6 +56,10 @@ _TOUCHED = {
 }
 
 
+PRODUCTS = ("gemm", "narrow_gemm", "grouped_gemm", "fused_grouped_gemm")
+TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
+
+
 def ceil_div(a: int, b: int) -> int:
     """The quotient of positive integers, rounded up."""
     return -(-a // b)
@@ -76,11 +84,22 @@ class Kernel:
         """The dimensions as tables write them, such as `m=4096 n=6144 k=4096`."""
         return " ".join(f"{name}={size}" for name, size in self.named.items())
 
+    @property
+    def modelled(self) -> str:
+        """The operation whose model of time this kernel goes by.
+
+        Products with an n or k below a tile's waste most of each tile: their times lie far from
+        other products' in a way of their own.
+        """
+        if self.op == "gemm" and min(self.dims[1:]) < TILE:
+            return "narrow_gemm"
+        return self.op
+
     @cached_property
     def flops(self) -> float:
         """Matrix FLOPs; causal attention counts only the half it needs. Zero if memory-bound."""
         d = self.named
-        if self.op in ("gemm", "grouped_gemm"):
+        if self.op in PRODUCTS:
             return 2.0 * d["m"] * d["n"] * d["k"]
         if self.op == "attention":
             forward = 2.0 * d["batch"] * d["heads"] * d["seq"] ** 2 * d["head_dim"]
@@ -94,11 +113,12 @@ class Kernel:
         d = self.named
         size = DTYPE_BYTES[self.dtype]
         match self.op:
-            case "gemm":
-                return float(size * (d["m"] * d["k"] + d["n"] * d["k"] + d["m"] * d["n"]))
-            case "grouped_gemm":
-                weights = d["groups"] * d["n"] * d["k"]
-                return float(size * (d["m"] * d["k"] + weights + d["m"] * d["n"]))
+            case "gemm" | "narrow_gemm" | "grouped_gemm" | "fused_grouped_gemm":
+                weights = d.get("groups", 1) * d["n"] * d["k"]
+                x, y = d["m"] * d["k"], d["m"] * d["n"]
+                out = {"forward": y, "dgrad": x, "wgrad": weights}[self.direction]
+                # a product of 8-bit operands is written in bf16
+                return float(size * (x + weights + y) + out * (max(size, 2) - size))
             case "attention":
                 rows = d["batch"] * d["seq"] * d["head_dim"] * size
                 forward = rows * (2 * d["heads"] + 2 * d["kv_heads"])

@@ -6,8 +6,8 @@ torch = pytest.importorskip("torch")
 
 from measure.interference import overlapping  # noqa: E402
 from measure.operations import Maker, footprint  # noqa: E402
+from measure.products import Refused, tried  # noqa: E402
 from measure.timing import CpuTimer, quantiles  # noqa: E402
-from spec.errors import WorkError  # noqa: E402
 from spec.kernel import OPS, Kernel  # noqa: E402
 
 SMALL = {"groups": 2, "batch": 1, "experts": 4, "top_k": 2, "kv_heads": 2, "heads": 4}
@@ -55,9 +55,67 @@ def test_the_loss_is_the_cross_entropy() -> None:
     assert torch.allclose(call(), expected, atol=1e-5)
 
 
-def test_fp8_is_refused_in_words() -> None:
-    with pytest.raises(WorkError, match="fp8 kernels are not measured"):
-        Maker(torch.device("cpu")).build(Kernel("gemm", "forward", (8, 8, 8), "fp8"))
+@pytest.mark.parametrize("way", ["forward", "dgrad", "wgrad"])
+def test_grouped_products_in_one_kernel_are_the_experts_one_by_one(way: str) -> None:
+    kernel = Kernel("fused_grouped_gemm", way, (2, 32, 24, 16))
+    call, name = Maker(torch.device("cpu")).build(kernel)
+    assert name == "torch/grouped_mm"
+    shape = {"forward": (32, 24), "dgrad": (32, 16), "wgrad": (2, 24, 16)}[way]
+    assert tuple(call().shape) == shape
+    maker = Maker(torch.device("cpu"))  # draws the same numbers in the same order
+    if way == "wgrad":
+        g = maker._normal(32, 24, dtype=torch.bfloat16)
+        x = maker._normal(32, 16, dtype=torch.bfloat16)
+        expected = torch.stack([g[:16].t() @ x[:16], g[16:].t() @ x[16:]])
+        torch.testing.assert_close(call(), expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "shape"), [("forward", (16, 32)), ("dgrad", (16, 48)), ("wgrad", (32, 48))]
+)
+def test_fp8_products_have_the_shapes_of_their_direction(way: str, shape: tuple[int, int]) -> None:
+    call, name = Maker(torch.device("cpu")).build(Kernel("gemm", way, (16, 32, 48), "fp8"))
+    out = call()
+    assert tuple(out.shape) == shape
+    assert out.dtype == torch.bfloat16
+    assert name.endswith("scaled_mm-tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (Kernel("gemm", "forward", (8, 8, 8), "fp8"), "multiples of 16"),
+        (Kernel("attention", "forward", (1, 8, 2, 2, 8), "fp8"), "gemm only"),
+    ],
+)
+def test_what_fp8_cannot_do_is_refused_in_words(kernel: Kernel, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        Maker(torch.device("cpu")).build(kernel)
+
+
+def test_what_this_torch_lacks_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
+    monkeypatch.delattr(torch, "_grouped_mm", raising=False)
+    monkeypatch.delattr(torch, "_scaled_mm", raising=False)
+    for kernel in (
+        Kernel("fused_grouped_gemm", "forward", (2, 32, 16, 16)),
+        Kernel("gemm", "forward", (16, 16, 16), "fp8"),
+    ):
+        with pytest.raises(Refused, match=r"has no _?(grouped|scaled)_mm"):
+            Maker(torch.device("cpu")).build(kernel)
+
+
+def test_what_torch_does_not_run_here_is_refused_and_what_fails_is_not() -> None:
+    def absent() -> None:
+        raise NotImplementedError("not compiled for this device")
+
+    def faulted() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(Refused, match="not compiled for this device"):
+        tried(absent)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        tried(faulted)
 
 
 def test_a_burst_keeps_its_repeats() -> None:

@@ -20,7 +20,8 @@ PLAN = """\
 kernels:
 - {op: gemm, shape: m=16 n=16 k=16}
 - {op: rmsnorm, direction: backward, shape: rows=8 width=16}
-- {op: gemm, shape: m=16 n=16 k=16, dtype: fp8}
+- {op: router, shape: rows=8 experts=2 top_k=4}
+- {op: gemm, shape: m=16 n=8 k=16, dtype: fp8}
 - {op: adam, shape: elements=80000000000}
 collectives:
 - {collective: all_reduce, ranks: 2, bytes: 4096}
@@ -36,8 +37,9 @@ def test_measures_fails_skips_and_resumes(
     words = ["--kind", "fake:2", "--suite", "kernels,collectives", "--out", str(out), "--json"]
     assert run(main, [*words, "--plan", str(plan)]) == 0
     first = json.loads(capsys.readouterr().out)
-    assert (first["status"], first["planned"], first["finished"]) == ("complete", 5, 3)
-    assert "fp8" in first["failed"]["gemm-forward-16x16x16-fp8-burst"]
+    assert (first["status"], first["planned"], first["finished"]) == ("complete", 6, 3)
+    assert "out of range" in first["failed"]["router-forward-8x2x4-bf16-burst"]
+    assert "multiples of 16" in first["skipped"]["gemm-forward-16x8x16-fp8-burst"]
     assert "GiB" in first["skipped"]["adam-forward-80000000000-bf16-burst"]
 
     (found,) = find_result_sets(out)
