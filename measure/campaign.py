@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat
+from measure import checks, heat, nccl_choice
 from measure.devices import Device
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store
@@ -26,6 +26,9 @@ def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> flo
     total = float(sum(case.seconds for case in cases))
     if suite == "kernels":
         total /= devices
+    if suite == "collectives" and kind in START_S:
+        asked = nccl_choice.wanted(cases)
+        total += sum(case.seconds for case in asked) + (START_S[kind] if asked else 0.0)
     return total + (START_S.get(kind, 5.0) if cases and suite != "training" else 0.0)
 
 
@@ -86,6 +89,7 @@ class Campaign:
         """One after the other, all devices at once."""
         from measure.collectives import group_times_us, row
 
+        choices = self._choices(pool, cases, until)
         sent = [one.bytes for one in cases if one.collective == "send_recv" and one.groups > 1]
         largest = max(sent, default=0)
         for case in cases:
@@ -98,10 +102,24 @@ class Campaign:
                 else:
                     if case.collective == "send_recv" and case.bytes == largest:
                         self.group_us[case.case_id] = group_times_us(case.message(), replies)
-                    self.store.append(
-                        "collectives", [row(case.message(), case.role, self.kind, replies)]
-                    )
+                    measured = row(case.message(), case.role, self.kind, replies)
+                    algorithm, protocol = choices.get(case.case_id, (None, None))
+                    more = {"algorithm": algorithm, "protocol": protocol}
+                    self.store.append("collectives", [measured.model_copy(update=more)])
             self.show(case.case_id, 1)
+
+    def _choices(
+        self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None
+    ) -> dict[str, nccl_choice.Choice]:
+        """What NCCL says it runs for each case, where there is NCCL and time to ask it."""
+        asked = nccl_choice.wanted(cases) if self.kind in START_S else []
+        need = START_S.get(self.kind, 0.0) + sum(case.seconds for case in asked)
+        if not asked or (until is not None and time.monotonic() + 5 * need > until):
+            return {}
+        choices, problem = nccl_choice.read_choices(self.kind, pool.world, self.nodes, asked)
+        if problem is not None:
+            self.store.note(problem)
+        return choices
 
     def interference(
         self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None

@@ -141,9 +141,9 @@ def measure(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def repeats_of(nbytes: int, gpu: bool) -> int:
-    """Timed repeats of a size; fewer of the largest, which vary least."""
+    """Timed repeats of a size, 20 at least; fewer of the larger, which vary least."""
     if gpu:
-        return 10 if nbytes > 2**28 else 20 if nbytes > 2**24 else 40
+        return 20 if nbytes > 2**24 else 40
     return 20 if nbytes > 2**16 else 40
 
 
@@ -188,11 +188,35 @@ def group_times_us(
     if case["groups"] < 2:
         return {}
     return {
-        tuple(members): statistics.median(
-            statistics.fmean(repeat)
-            for repeat in zip(*(replies[rank]["times_us"] for rank in members), strict=True)
-        )
+        tuple(members): statistics.median(statistics.fmean(repeat) for repeat in repeats)
+        for members, repeats in _by_group(case, replies)
+    }
+
+
+def _by_group(
+    case: dict[str, Any], replies: Sequence[dict[str, Any]]
+) -> list[tuple[list[int], list[tuple[float, ...]]]]:
+    """(ranks, repeats) of each group; a repeat is every rank's duration, us."""
+    return [
+        (members, list(zip(*(replies[rank]["times_us"] for rank in members), strict=True)))
         for members in case["members"]
+    ]
+
+
+def arrival(case: dict[str, Any], replies: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Transfer and skew of a case, mean over its groups.
+
+    Ranks of a collective end it together, so their durations differ by when they came to it: the
+    shortest is the transfer, the longest holds the whole wait. No common clock is needed.
+    """
+    groups = [repeats for _, repeats in _by_group(case, replies)]
+    return {
+        "transfer_us": statistics.fmean(
+            statistics.median(min(repeat) for repeat in repeats) for repeats in groups
+        ),
+        "skew_us": statistics.fmean(
+            statistics.median(max(repeat) - min(repeat) for repeat in repeats) for repeats in groups
+        ),
     }
 
 
@@ -216,5 +240,6 @@ def row(case: dict[str, Any], role: str, kind: str, replies: Sequence[dict[str, 
         bytes=exact,
         dtype="bf16" if gpu else "fp32",
         busbw_gbytes_per_s=exact / numbers["median_us"] * factor * 1e-3,
+        **arrival(case, replies),
         **numbers,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
+from spec.model import load_model
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class Defaults:
 
 GPU = Defaults(("llama3-8b", "llama3-70b"), (1, 2, 4, 8), (4096, 8192), (2, 4))
 CPU = Defaults(("tiny",), (1, 2), (), (2, 4))
+
+# models whose stages' messages are timed through several pipelines at once
+PIPELINED = ("llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x22b")
 
 # (m, n, k): squares, launch-bound, and the hidden sizes of cut-down models
 _GPU_GEMM = (
@@ -153,6 +157,12 @@ def _linear(tokens: int, hidden: int, qkv: int, up: int, tp: int) -> list[tuple[
         (tokens, up, hidden),
         (tokens, hidden, up // 2),
     ]
+
+
+def stage_bytes() -> set[int]:
+    """Bytes that pipeline stages send for one sequence: bf16 activations, split over TP 1 to 8."""
+    models = [load_model(name) for name in PIPELINED]
+    return {2 * one.seq_len * one.hidden // tp for one in models for tp in GPU.tp}
 
 
 def reference(gpu: bool) -> Kernel:

@@ -328,6 +328,8 @@ def collective_cases(
                 seconds = (0.1 if gpu else 0.03) + 30 * 2**exponent / (2e11 if gpu else 1e9)
                 case = CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
                 cases.append(_placed(case, world, nodes))
+        if groups > 1 and nodes == 1 and gpu and not quick:
+            cases += _pipelines(ranks, stride, groups)
         if nodes > 1:
             largest = [
                 CollectiveCase(kind, ranks, 2**emulation.LARGEST_REDUCED, stride, groups)
@@ -336,6 +338,21 @@ def collective_cases(
             placed = [_placed(case, world, nodes) for case in largest]
             cases += [case for case in placed if case.nodes > 1]
     return cases
+
+
+def _pipelines(ranks: int, stride: int, groups: int) -> list[CollectiveCase]:
+    """Two stages each of several pipelines, all at once, in the sizes that models send.
+
+    A group of two both sends and receives, as the steady state of 1F1B does: activations one way,
+    gradients the other.
+    """
+    if ranks != 2:
+        return []
+    swept = {2**exponent for exponent in range(10, 31, 2)}
+    return [
+        CollectiveCase("send_recv", ranks, size, stride, groups, seconds=0.15)
+        for size in sorted(grid.stage_bytes() - swept)
+    ]
 
 
 def _placed(case: CollectiveCase, world: int, nodes: int) -> CollectiveCase:

@@ -30,7 +30,6 @@ MAX_REPEATS = 100
 BURST_S = 0.06  # aim of all repeats of a burst together
 SETTLE_S = 0.8  # sustained: load before the timed part, for the power cap to act
 CPU_SHORT_S = 5e-5
-CPU_LONG_S = 0.5
 PROBES = 12  # of the SM clock among the repeats of a burst
 PROBE_CYCLES = 60_000  # of the shorter of a probe's two spins; 30 us at 2 GHz
 
@@ -90,8 +89,6 @@ class CpuTimer:
         once = self.once_s(call)
         inner = max(1, min(1000, round(CPU_SHORT_S / max(once, 1e-7))))
         repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(BURST_S / (once * inner))))
-        if once > CPU_LONG_S:  # a large model's shapes on a CPU: a minute each is too long
-            repeats = 5
         began = time.perf_counter()
         times = self._repeat(call, repeats, inner)
         readings.take()

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -75,6 +75,7 @@ class Worker:
         port: int,
         events: "queue.Queue[Any]",
         nodes: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.rank = rank
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as the worker does
@@ -87,7 +88,10 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ | {"PYTHONPATH": path} | rank_environment(rank, world, nodes),
+            env=os.environ
+            | {"PYTHONPATH": path}
+            | rank_environment(rank, world, nodes)
+            | dict(environment or {}),
             text=True,
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
@@ -132,11 +136,17 @@ class Pool:
     """The workers of this host's devices, restarted as needed."""
 
     def __init__(
-        self, kind: str, world: int, program: str = "measure.workers", nodes: int = 1
+        self,
+        kind: str,
+        world: int,
+        program: str = "measure.workers",
+        nodes: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self.world = world
         self.nodes = nodes  # emulated ones
+        self._environment = environment  # of the workers, beside this process's own
         self._program = program
         self._workers: list[Worker] = []
         self._events: queue.Queue[Any] = queue.Queue()
@@ -145,7 +155,16 @@ class Pool:
     def _start(self, ranks: Iterable[int]) -> None:
         port = free_port()
         fresh = [
-            Worker(self._program, self.kind, rank, self.world, port, self._events, self.nodes)
+            Worker(
+                self._program,
+                self.kind,
+                rank,
+                self.world,
+                port,
+                self._events,
+                self.nodes,
+                self._environment,
+            )
             for rank in ranks
         ]
         kept = [one for one in self._workers if one.rank not in {new.rank for new in fresh}]
@@ -302,7 +321,7 @@ def main(arguments: Sequence[str]) -> int:
         os.sched_setaffinity(0, {core})
     import torch
 
-    from measure import collectives, interference, kernels
+    from measure import collectives, interference, kernels, nccl_choice
     from measure.heat import burn
     from measure.load import load
     from measure.products import Refused
@@ -320,6 +339,8 @@ def main(arguments: Sequence[str]) -> int:
                 reply({"row": row.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
+            elif case["suite"] == "choice":
+                reply(nccl_choice.measure(case, group))
             elif case["suite"] == "load":
                 reply(load(case, timer))
             elif case["suite"] == "heat":

@@ -118,6 +118,14 @@ class CollectiveRow(Repeated):
     )
     algorithm: str | None = Field(default=None, description="ring, tree, ... where NCCL says it")
     protocol: str | None = Field(default=None, description="simple, LL, LL128, where NCCL says it")
+    transfer_us: Positive | None = Field(
+        default=None,
+        description="median duration on the rank that came last to a repeat and waited for nobody",
+    )
+    skew_us: NonNegative | None = Field(
+        default=None,
+        description="median over the repeats of what the first rank to come waited for the last",
+    )
 
 
 class InterferenceRow(Repeated):

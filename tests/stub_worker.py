@@ -9,6 +9,11 @@ rank = sys.argv[sys.argv.index("--rank") + 1]
 print(json.dumps({"ready": rank}), flush=True)
 for line in sys.stdin:
     case = json.loads(line)
+    if case.get("suite") == "choice":
+        log = os.environ["NCCL_DEBUG_FILE"]
+        told = [] if rank != "0" or case["bytes"] > 2**20 else ["ring", log]
+        print(json.dumps({"choice": told}), flush=True)
+        continue
     if case["op"] == "die":
         print("segmentation fault, so to say", file=sys.stderr, flush=True)
         os._exit(3)

@@ -33,6 +33,27 @@ def test_ids_are_unique_and_roles_split_about_one_in_five() -> None:
     assert 0.15 < judged < 0.25
 
 
+def test_stages_of_several_pipelines_send_in_the_sizes_of_real_models() -> None:
+    sent = {
+        (case.stride, case.groups): set[int]()
+        for case in collective_cases("nvidia", 4, False, PlanFile())
+        if case.groups > 1
+    }
+    for case in collective_cases("nvidia", 4, False, PlanFile()):
+        if case.collective == "send_recv" and case.groups > 1:
+            sent[case.stride, case.groups].add(case.bytes)
+    for sizes in sent.values():
+        assert {2 * 8192 * 8192 // tp for tp in (1, 2, 4, 8)} <= sizes  # Llama 3 70B
+        assert {2 * 2048 * 12288 // tp for tp in (1, 2, 4, 8)} <= sizes  # GPT-3 175B
+
+
+def test_every_median_stands_on_twenty_repeats() -> None:
+    pytest.importorskip("torch")
+    from measure.collectives import repeats_of
+
+    assert min(repeats_of(2**e, gpu) for e in range(10, 31) for gpu in (False, True)) >= 20
+
+
 def test_roles_never_change() -> None:
     # committed results were split by this hash
     assert role_of("kernel gemm forward m=1 n=1 k=1 bf16") == "fit"
