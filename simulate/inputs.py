@@ -37,6 +37,9 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME|FILE", help=f"one of {', '.join(model_names())}, or a file"
     )
     group.add_argument("--seq-len", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument(
+        "--lora-rank", type=int, metavar="N", help="train adapters of this rank, the rest is frozen"
+    )
     group.add_argument("--system", metavar="NAME", help="measured system under --results")
     group.add_argument("--calibration", metavar="FILE", help="a calibration file instead")
     group.add_argument("--results", default=RESULTS, metavar="DIR", help="default: %(default)s")
@@ -58,6 +61,13 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         if arguments.seq_len < 1:
             raise UserError(f"--seq-len is {arguments.seq_len}; it must be at least 1")
         model = model.resized(seq_len=arguments.seq_len)
+    if arguments.lora_rank is not None:
+        if not 1 <= arguments.lora_rank <= model.hidden:
+            raise UserError(
+                f"--lora-rank is {arguments.lora_rank}; it must be between 1 and the model's "
+                f"width, {model.hidden}"
+            )
+        model = model.resized(lora_rank=arguments.lora_rank)
     node = load_node(arguments.node) if arguments.node else default_node(calibration)
     calibration = calibration_for(calibration, node)
     return Inputs(

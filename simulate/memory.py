@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from simulate import overhead
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import shapes, stage_parameters
+from spec.step import shapes, stage_parameters, trained_parameters
 
 GIB = 2.0**30
 
@@ -40,7 +40,9 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.recompute == "full":
         return outside
     # both norms' inputs and outputs; a gathered input is gathered again, not kept
-    return 4 * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    kept = 4 * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
+    return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
 
 
 def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -109,7 +111,7 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, one_batch: fl
     found = [layer]
     if stage == p.pp - 1:
         found.append(6.0 * s.tokens * vocab + 4 * 2.0 * s.local_tokens * model.hidden)
-    if stage == 0:
+    if stage == 0 and not model.lora_rank:
         found.append(2.0 * vocab * model.hidden - one_batch)
     return max(found)
 
@@ -117,6 +119,9 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, one_batch: fl
 def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) -> float:
     """The scaled copy of the largest gradient, fp32, that clipping makes (optimizer/clip_grads.py:
     without Apex `gradient.copy_(gradient * scale)`); nothing is kept for a backward pass then."""
+    if model.lora_rank:
+        wide = max(model.ffn_hidden * (2 if model.gated else 1) / p.tp, model.hidden)
+        return 4.0 * min(model.lora_rank * wide, owned)
     ends = stage in (0, p.pp - 1)
     sizes = [float(model.hidden * model.ffn_hidden * (2 if model.gated else 1) / p.tp)]
     if ends:
@@ -125,15 +130,17 @@ def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) 
 
 
 def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
-    """Memory of one GPU of `stage`."""
-    dense, expert = stage_parameters(model, p, stage)
+    """Memory of one GPU of `stage`; frozen weights have neither gradients nor optimizer states."""
+    dense, expert = trained_parameters(model, p, stage)
+    held = sum(stage_parameters(model, p, stage))
     replicas = p.dp * p.cp
-    dense_share = replicas if p.zero else 1
-    expert_share = replicas // p.ep if p.zero else 1
-    owned = dense / dense_share + expert / expert_share
-    held = dense + expert
+    owned = float(dense + expert)
+    if p.zero:
+        owned = dense / replicas + expert / (replicas // p.ep)
     weights = 2.0 * (owned if p.zero >= 3 else held)
-    gradients = 4.0 * (owned if p.zero >= 2 else held)
+    if model.lora_rank:
+        weights = 2.0 * (held + dense)
+    gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     optimizer = 12.0 * owned
     layers = p.stage_layers(model)[stage]
     in_flight: float = min(p.pp - stage, p.microbatches)

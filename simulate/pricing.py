@@ -26,8 +26,8 @@ from spec.step import (
     optimizer,
     shapes,
     sharded,
-    stage_parameters,
-    tied_embedding,
+    shared_gradients,
+    trained_parameters,
 )
 
 Array = NDArray[np.float64]
@@ -357,9 +357,8 @@ def _update(
     zero = np.zeros(costs.draws.count)
     buckets = _buckets(model, p, stage)
     reduced = _beside(reduction, costs, p.overlap, passes[stage, 0, True], buckets)
-    tied = tied_embedding(model, p)
-    if tied is not None and stage in (0, p.pp - 1):
-        reduced += ((tied, costs.collective_us(tied)),)
+    shared = shared_gradients(model, p, stage)
+    reduced += tuple((one, costs.collective_us(one)) for one in shared)
     return UpdateCost(
         reduction=reduced,
         kernels=kernels,
@@ -378,7 +377,7 @@ def _buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
     if stage > 0:
         return 1
     size = max(40_000_000, 1_000_000 * p.dp * p.cp)
-    return max(round(sum(stage_parameters(model, p, stage)) / p.vpp / size), 1)
+    return max(round(sum(trained_parameters(model, p, stage)) / p.vpp / size), 1)
 
 
 def _beside(

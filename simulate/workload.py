@@ -124,7 +124,8 @@ class _Stage:
     def _update(self) -> None:
         update = self.priced.updates[self.stage]
         for one, time in update.reduction:
-            name = "tied embedding" if one.axis == "embd" else "reduce gradients"
+            name = {"embd": "tied embedding", "tp": "shared gradients"}.get(one.axis)
+            name = name or "reduce gradients"
             self._collective(name, self._exposed(one, time), time)
         norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
         host_us = float(self.priced.norm_us[0]) - sum(float(time[0]) for time in norm_us)

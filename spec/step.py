@@ -17,50 +17,10 @@ from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_experts import expert_mlp
+from spec.step_linear import adapter_parameters, column, row
 from spec.step_parts import Part, Segment, Shapes, copied, shapes
 
 __all__ = ["Part", "Segment", "Shapes", "copied", "shapes"]
-
-
-def _column(name: str, m: int, n: int, k: int, p: Parallelism, nbytes: float) -> tuple[Part, Part]:
-    """Forward and backward of a column-parallel linear layer with local output width `n`."""
-    gather = Collective("all_gather", "tp", nbytes)
-    scatter = Collective("reduce_scatter", "tp", nbytes)
-    forward = Kernel("gemm", "forward", (m, n, k))
-    dgrad = Kernel("gemm", "dgrad", (m, n, k))
-    wgrad = Kernel("gemm", "wgrad", (m, n, k))
-    grad = Kernel("grad_accumulate", "forward", (n * k,))
-    if p.tp == 1:
-        return Part(name, (forward,)), Part(name, (dgrad, wgrad, grad))
-    if p.sequence_parallel:
-        # the input is gathered again beside dgrad; its gradient is scattered beside wgrad
-        return (
-            Part(name, (forward,), exposed=(gather,)),
-            Part(name, (dgrad, wgrad, grad), hidden=(gather, scatter)),
-        )
-    reduce = Collective("all_reduce", "tp", nbytes)
-    return Part(name, (forward,)), Part(name, (dgrad, wgrad, grad), hidden=(reduce,))
-
-
-def _row(name: str, m: int, n: int, k: int, p: Parallelism, nbytes: float) -> tuple[Part, Part]:
-    """Forward and backward of a row-parallel linear layer with local input width `k`."""
-    forward = Kernel("gemm", "forward", (m, n, k))
-    backward = (
-        Kernel("gemm", "dgrad", (m, n, k)),
-        Kernel("gemm", "wgrad", (m, n, k)),
-        Kernel("grad_accumulate", "forward", (n * k,)),
-    )
-    if p.tp == 1:
-        return Part(name, (forward,)), Part(name, backward)
-    if p.sequence_parallel:
-        return (
-            Part(name, (forward,), exposed=(Collective("reduce_scatter", "tp", nbytes),)),
-            Part(name, backward, exposed=(Collective("all_gather", "tp", nbytes),)),
-        )
-    return (
-        Part(name, (forward,), exposed=(Collective("all_reduce", "tp", nbytes),)),
-        Part(name, backward),
-    )
 
 
 def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
@@ -75,10 +35,9 @@ def _biased(pair: tuple[Part, Part], model: ModelSpec, elements: int) -> tuple[P
     if not model.linear_bias:
         return pair
     forward, backward = pair
-    return (
-        replace(forward, kernels=(*forward.kernels, copied(4 * elements))),
-        replace(backward, kernels=(*backward.kernels, copied(2 * elements))),
-    )
+    if not model.lora_rank:
+        backward = replace(backward, kernels=(*backward.kernels, copied(2 * elements)))
+    return replace(forward, kernels=(*forward.kernels, copied(4 * elements))), backward
 
 
 def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
@@ -86,7 +45,7 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     kv_heads = max(model.kv_heads // p.tp, 1)
     dim = model.head_dim
     qkv_width = (heads + 2 * kv_heads) * dim
-    parts = [_column("qkv", s.tokens, qkv_width, model.hidden, p, s.activation_bytes)]
+    parts = [column("qkv", s.tokens, qkv_width, model.hidden, model, p)]
     parts[0] = _biased(parts[0], model, s.tokens * qkv_width)
     # grouped queries are copied out of the product's output; their gradients are joined by a copy
     queries = (copied(4 * s.tokens * heads * dim),) if heads != kv_heads else ()
@@ -109,7 +68,7 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
         )
     else:
         parts.append(_pair("attention", "attention", core))
-    parts.append(_row("proj", s.tokens, model.hidden, heads * dim, p, s.activation_bytes))
+    parts.append(row("proj", s.tokens, model.hidden, heads * dim, model, p))
     return parts
 
 
@@ -117,11 +76,11 @@ def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     ffn = model.ffn_hidden // p.tp
     up = ffn * (2 if model.gated else 1)
     activation = "swiglu" if model.gated else "gelu"
-    fc1 = _column("fc1", s.tokens, up, model.hidden, p, s.activation_bytes)
+    fc1 = column("fc1", s.tokens, up, model.hidden, model, p)
     return [
         _biased(fc1, model, s.tokens * up),
         _pair(activation, activation, (s.tokens, ffn)),
-        _row("fc2", s.tokens, model.hidden, ffn, p, s.activation_bytes),
+        row("fc2", s.tokens, model.hidden, ffn, model, p),
     ]
 
 
@@ -167,6 +126,8 @@ def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         sums = (Collective(kind, "tp", s.activation_bytes),)
     if p.sequence_parallel:
         gather = (Collective("all_gather", "tp", s.activation_bytes),)
+    if model.lora_rank:  # frozen: nothing needs a gradient
+        return (Part("embedding", forward.kernels, exposed=sums),), ()
     return (
         (Part("embedding", forward.kernels, exposed=sums),),
         (Part("embedding", (*backward.kernels, grad), exposed=gather),),
@@ -178,7 +139,7 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     s = shapes(model, p)
     vocab = max(model.vocab // p.tp, 1)
     norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
-    logits = _column("logits", s.tokens, vocab, model.hidden, p, s.activation_bytes)
+    logits = column("logits", s.tokens, vocab, model.hidden, model, p, adapted=False)
     loss = _pair("cross_entropy", "cross_entropy", (s.tokens, vocab))
     if p.tp > 1:  # maximum, predicted logit and denominator of each token, fp32
         sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
@@ -189,16 +150,13 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
 
 @lru_cache(maxsize=4096)
 def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
-    """Parameters that one GPU of pipeline stage `stage` holds: (dense, expert).
+    """Parameters that one GPU of pipeline stage `stage` holds, adapters apart: (dense, expert).
 
-    Tensor parallelism does not split norms, the router, learned positions and the biases that are
-    added after a sum over ranks (of the attention's and the MLP's output).
+    Learned positions are whole on every rank, see also `_unsplit`.
     """
     layers = p.stage_layers(model)[stage]
     experts = model.mlp_parameters * model.experts // p.ep // p.tp if model.experts else 0
-    norm = model.hidden * (2 if model.norm == "layernorm" else 1)
-    whole = 2 * norm + model.hidden * model.experts
-    whole += 2 * model.hidden if model.linear_bias else 0
+    whole = _unsplit(model)
     split = model.layer_parameters() - whole - model.mlp_parameters * model.experts
     table = model.vocab * model.hidden
     dense = layers * (split // p.tp + whole)
@@ -206,8 +164,15 @@ def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int,
         dense += table // p.tp + model.embedding_parameters() - table
     if stage == p.pp - 1:
         shared = model.tied_embeddings and p.pp == 1
-        dense += norm + (0 if shared else table // p.tp)
+        dense += _norm_parameters(model) + (0 if shared else table // p.tp)
     return dense, layers * experts
+
+
+def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
+    """Of `stage_parameters`, or with LoRA of the adapters, what has gradients: (dense, expert)."""
+    if not model.lora_rank:
+        return stage_parameters(model, p, stage)
+    return p.stage_layers(model)[stage] * sum(adapter_parameters(model, p)), 0
 
 
 def optimizer(
@@ -252,11 +217,37 @@ def optimizer(
     return kernels, reduction, gather
 
 
-def tied_embedding(model: ModelSpec, p: Parallelism) -> Collective | None:
-    """Sum of the tied table's two gradients, fp32, between the first and the last stage."""
-    if not model.tied_embeddings or p.pp == 1:
-        return None
-    return Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp)
+def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Collective, ...]:
+    """Sums of gradients of parameters that several GPUs of a replica hold, fp32, once a step.
+
+    Under sequence parallelism, of what tensor parallelism does not split: each rank saw its own
+    tokens only. Of a tied table, between the first and the last stage. Source: Megatron-Core's
+    `distributed/finalize_model_grads.py`, which waits for each.
+    """
+    found: tuple[Collective, ...] = ()
+    if p.sequence_parallel:
+        layers = p.stage_layers(model)[stage]
+        whole = layers * (adapter_parameters(model, p)[1] or _unsplit(model))
+        if stage == p.pp - 1 and not model.lora_rank:
+            whole += _norm_parameters(model)
+        found += (Collective("all_reduce", "tp", 4.0 * whole),)
+    if model.tied_embeddings and p.pp > 1 and stage in (0, p.pp - 1) and not model.lora_rank:
+        found += (Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp),)
+    return found
+
+
+def _norm_parameters(model: ModelSpec) -> int:
+    return model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+def _unsplit(model: ModelSpec) -> int:
+    """Parameters of a layer that tensor parallelism does not split.
+
+    Norms, the router, and the biases added after a sum over ranks (of the attention's and the
+    MLP's output).
+    """
+    biases = 2 * model.hidden if model.linear_bias else 0
+    return 2 * _norm_parameters(model) + model.hidden * model.experts + biases
 
 
 def sharded(
@@ -280,7 +271,7 @@ def sharded(
 
 def _replicated(model: ModelSpec, p: Parallelism, stage: int) -> tuple[tuple[str, int, int], ...]:
     """(axis, its size, parameters of a GPU that are replicated over it): dense, then expert."""
-    dense, expert = stage_parameters(model, p, stage)
+    dense, expert = trained_parameters(model, p, stage)
     replicas = p.dp * p.cp
     return ("dp", replicas, dense), ("edp", replicas // p.ep, expert)
 

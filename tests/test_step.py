@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from simulate.costs import Costs, Draws
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
+from simulate.memory import stage_memory
 from simulate.pricing import kept_share, layer_clock
 from simulate.projection import Request, project
 from spec.calibration import Calibration
@@ -18,7 +19,7 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.step import embedding, head, layer, optimizer
+from spec.step import embedding, head, layer, optimizer, stage_parameters, trained_parameters
 from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
 
@@ -152,7 +153,8 @@ def test_communicated_bytes_match_megatrons_formulas() -> None:
     per_layer = 8 + 2  # as above
     ends = 2 + 3  # embedding: scatter, gather; head: gather, and gather and scatter behind
     sums = 3 * 4.0 * MODEL.seq_len * p.microbatches  # of the cross-entropy
-    expected = (per_layer * layers + ends * p.microbatches) * buffer + sums
+    norms = 4.0 * MODEL.hidden * (2 * MODEL.layers + 1)  # gradients of what tp does not split
+    expected = (per_layer * layers + ends * p.microbatches) * buffer + sums + norms
     assert traffic["tp"].bytes == pytest.approx(expected)
     parameters = MODEL.parameters() / 2
     assert traffic["dp"].bytes == pytest.approx((4 + 2) * parameters, rel=1e-3)
@@ -276,3 +278,49 @@ def test_bytes_of_expert_exchange() -> None:
     one_layer = 4 * 2.0 * rows * MOE.hidden + 2 * 4.0 * rows + 8.0 * MOE.experts * 8
     assert traffic.bytes == pytest.approx(MOE.layers * one_layer)
     assert traffic.calls == MOE.layers * 7
+
+
+LORA = MODEL.resized(lora_rank=16)
+
+
+def test_adapters_are_all_that_lora_trains() -> None:
+    """arXiv 2106.09685: A and B of every linear layer; no gradient of a frozen weight."""
+    p = Parallelism(tp=2, dp=2, global_batch=4, sequence_parallel=True)
+    width, kv = MODEL.heads * MODEL.head_dim, MODEL.kv_heads * MODEL.head_dim
+    ends = [(MODEL.hidden, width + 2 * kv), (width, MODEL.hidden)]
+    ends += [(MODEL.hidden, 2 * MODEL.ffn_hidden), (MODEL.ffn_hidden, MODEL.hidden)]
+    alone = Parallelism(global_batch=1)
+    adapters = MODEL.layers * sum(16 * (into + out_of) for into, out_of in ends)
+    assert trained_parameters(LORA, alone, 0) == (adapters, 0)
+    backward = [kernel for part in layer(LORA, p)[1] for kernel in part.kernels]
+    wgrads = [kernel.dims for kernel in backward if kernel.direction == "wgrad"]
+    assert len(wgrads) == 8
+    assert all(16 in dims[1:] for dims in wgrads)
+    frozen, trained = simulate(p, model=LORA), simulate(p)
+    assert frozen.step_time_s[0] < 0.85 * trained.step_time_s[0]
+    mine = trained_parameters(LORA, p, 0)[0]
+    assert frozen.traffic["dp"].bytes == pytest.approx((4 + 2) * mine)
+    held = stage_memory(LORA, p, 0)
+    assert held.gradients == 4.0 * mine
+    assert held.optimizer == 12.0 * mine / 2
+    base = sum(stage_parameters(MODEL, p, 0))
+    assert held.weights == 2.0 * (base + mine)
+
+
+def test_lora_sends_what_is_between_the_adapters_two_matrices() -> None:
+    """Activations as without (a frozen layer gathers its input once); and `rank` wide, in each of
+    four layers a gather or scatter each way; the whole matrices' gradients once."""
+    p = Parallelism(tp=2, global_batch=1, sequence_parallel=True)
+    buffer, narrow = 2.0 * MODEL.seq_len * MODEL.hidden, 2.0 * MODEL.seq_len * 16
+    per_layer = 8 * buffer + 8 * narrow
+    ends = (1 + 2) * buffer + 3 * 4.0 * MODEL.seq_len  # embedding; head, cross-entropy
+    whole = 4.0 * 4 * 16 * MODEL.hidden * MODEL.layers
+    expected = MODEL.layers * per_layer + ends + whole
+    assert simulate(p, model=LORA).traffic["tp"].bytes == pytest.approx(expected)
+
+
+def test_lora_of_experts_and_of_sharded_weights_is_refused() -> None:
+    with pytest.raises(UserError, match="LoRA of a mixture of experts"):
+        simulate(Parallelism(global_batch=1), model=MOE.resized(lora_rank=8))
+    with pytest.raises(UserError, match="LoRA with zero 2 or 3"):
+        simulate(Parallelism(dp=2, zero=3, global_batch=2), model=LORA)

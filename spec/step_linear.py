@@ -1,0 +1,107 @@
+"""Linear layers split over tensor-parallel ranks, trained or frozen with a low-rank adapter.
+
+Sources: Shoeybi et al. 2019 (arXiv 1909.08053); Megatron-Core 0.16's `tensor_parallel/layers.py`,
+where a frozen weight has no weight gradient and its backward pass waits for what it sends
+(`linear_with_frozen_weight`); Hu et al. 2021 (arXiv 2106.09685) for the adapter, y = W x + B (A x).
+The adapter's matrix on the split side of W is split, the other one whole, and ranks exchange what
+is between the two, `rank` wide (`measure/megatron_lora.py`).
+"""
+
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step_parts import Part, copied
+
+
+def _products(m: int, n: int, k: int, frozen: bool) -> tuple[Kernel, tuple[Kernel, ...]]:
+    forward, dgrad = Kernel("gemm", "forward", (m, n, k)), Kernel("gemm", "dgrad", (m, n, k))
+    if frozen:
+        return forward, (dgrad,)
+    wgrad = Kernel("gemm", "wgrad", (m, n, k))
+    return forward, (dgrad, wgrad, Kernel("grad_accumulate", "forward", (n * k,)))
+
+
+def column(
+    name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism, adapted: bool = True
+) -> tuple[Part, Part]:
+    """Forward and backward of a column-parallel layer: `m` tokens, local output width `n`."""
+    frozen = model.lora_rank > 0
+    forward, backward = _products(m, n, k, frozen)
+    gather = _sent("all_gather", m * k)
+    scatter, reduce = _sent("reduce_scatter", m * k), _sent("all_reduce", m * k)
+    if p.tp == 1:
+        pair = Part(name, (forward,)), Part(name, backward)
+    elif frozen:
+        exposed = (scatter,) if p.sequence_parallel else (reduce,)
+        there = (gather,) if p.sequence_parallel else ()
+        pair = Part(name, (forward,), exposed=there), Part(name, backward, exposed=exposed)
+    elif p.sequence_parallel:
+        # the input is gathered again beside dgrad; its gradient is scattered beside wgrad
+        pair = (
+            Part(name, (forward,), exposed=(gather,)),
+            Part(name, backward, hidden=(gather, scatter)),
+        )
+    else:
+        pair = Part(name, (forward,)), Part(name, backward, hidden=(reduce,))
+    if not frozen or not adapted:
+        return pair
+    rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
+    into, out_of = _products(local, rank, k, False), _products(m, n, rank, False)
+    narrow = _narrow(p, m * rank)
+    return (
+        _joined(pair[0], (into[0], out_of[0], copied(6 * m * n)), narrow[0]),
+        _joined(pair[1], (*out_of[1], *into[1], copied(6 * local * k)), narrow[1]),
+    )
+
+
+def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> tuple[Part, Part]:
+    """Forward and backward of a row-parallel layer: `m` tokens, local input width `k`."""
+    frozen = model.lora_rank > 0
+    forward, backward = _products(m, n, k, frozen)
+    if p.tp == 1:
+        pair = Part(name, (forward,)), Part(name, backward)
+    elif p.sequence_parallel:
+        pair = (
+            Part(name, (forward,), exposed=(_sent("reduce_scatter", m * n),)),
+            Part(name, backward, exposed=(_sent("all_gather", m * n),)),
+        )
+    else:
+        reduce = _sent("all_reduce", m * n)
+        pair = Part(name, (forward,), exposed=(reduce,)), Part(name, backward)
+    if not frozen:
+        return pair
+    rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
+    into, out_of = _products(m, rank, k, False), _products(local, n, rank, False)
+    back, there = _narrow(p, m * rank)  # a column's the other way round
+    return (
+        _joined(pair[0], (into[0], out_of[0], copied(6 * local * n)), there),
+        _joined(pair[1], (*out_of[1], *into[1], copied(6 * m * k)), back),
+    )
+
+
+def _sent(kind: str, elements: int) -> Collective:
+    """A collective of bf16 activations over the tensor-parallel group."""
+    return Collective(kind, "tp", 2.0 * elements)
+
+
+def _narrow(p: Parallelism, elements: int) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """What a column-parallel adapter sends forward and backward."""
+    if p.tp == 1:
+        return (), ()
+    if p.sequence_parallel:
+        return (_sent("all_gather", elements),), (_sent("reduce_scatter", elements),)
+    return (), (_sent("all_reduce", elements),)
+
+
+def _joined(base: Part, kernels: tuple[Kernel, ...], sent: tuple[Collective, ...]) -> Part:
+    """The part with the adapter's kernels and messages behind its own."""
+    return Part(base.name, base.kernels + kernels, base.exposed + sent, base.hidden)
+
+
+def adapter_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
+    """Parameters of one layer's adapters that a GPU has: (split over ranks, whole on each)."""
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    outer = (width + 2 * kv_width) + width  # qkv's output, proj's input
+    outer += model.ffn_hidden * (3 if model.gated else 2)  # fc1's output, fc2's input
+    return model.lora_rank * outer // p.tp, 4 * model.lora_rank * model.hidden
