@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from calibrate.devices import fit_devices
 from calibrate.evidence import (
     Z90,
     Evidence,
@@ -262,6 +263,7 @@ def fit_clock(
         jitter_sd=rounded(jitter_sd),
         jitter_mean=rounded(jitter_mean),
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
+        devices=fit_devices(evidence, state, ledger),
     )
 
 

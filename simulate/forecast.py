@@ -34,6 +34,8 @@ class Forecasted(BaseModel):
     allocated_gib: float
     breakdown_s: dict[str, float]
     modelled_share: float
+    power_w: dict[str, float] | None = None
+    clock_mhz: dict[str, float] | None = None
 
 
 class Forecast(BaseModel):
@@ -67,14 +69,18 @@ def seal(
     node: Node,
     fabric: Fabric,
     draws: int,
+    devices: Sequence[str] = (),
 ) -> Forecast:
-    """Predict every configuration of a plan and write it down."""
+    """Predict every configuration of a plan and write it down.
+
+    `devices` are as `predict` takes them.
+    """
     if out.exists():
         raise UserError(f"{out}: exists already; a forecast is written once, give another name")
     cases = []
     for config in read_plan(plan_path):
         fields = config.model_dump(include=set(TrainingConfig.model_fields))
-        predicted = predict(config, calibration, node, fabric, draws)
+        predicted = predict(config, calibration, node, fabric, draws, devices=devices)
         made = {key: item for key, item in asdict(predicted).items() if key != "astra_sim_s"}
         cases.append({"config": fields} | made)
     forecast = {
@@ -101,6 +107,12 @@ def read_forecast(path: Path) -> Forecast:
     if schema != SCHEMA:
         raise UserError(f"{path}: schema is {schema!r}; this version reads {SCHEMA!r}")
     return parse(Forecast, value, str(path))
+
+
+def limits(found: ResultSet) -> tuple[float | None, float | None]:
+    """Power limit, W, and largest clock, MHz, of a run's devices."""
+    device = found.manifest.hosts[0].devices[0]
+    return device.power_limit_w, device.max_clock_mhz
 
 
 def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, Any]]:
@@ -130,9 +142,11 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
                 one.allocated_gib,
                 one.breakdown_s,
                 one.modelled_share,
+                one.power_w,
+                one.clock_mhz,
             )
             unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-            cases.append(Case(unique, predicted))
+            cases.append(Case(unique, predicted, *limits(found)))
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,

@@ -8,7 +8,7 @@ from typing import Any
 
 from simulate.draw import draw
 from simulate.engines import wanted_binary
-from simulate.forecast import match, read_forecast, seal
+from simulate.forecast import limits, match, read_forecast, seal
 from simulate.inputs import (
     CPU_FABRIC,
     DEFAULT_FABRIC,
@@ -22,7 +22,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import write_table, write_text
-from spec.records import TrainingConfig, TrainingRow
+from spec.records import KernelRow, TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
 from topologies import load_fabric
 
@@ -70,6 +70,11 @@ def parser(form: str) -> Parser:
         )
         options.add_argument("--plan-out", metavar="PLAN.csv", help="where to write the drawn plan")
         options.add_argument("--out", required=True, metavar="SEALED.json")
+        options.add_argument(
+            "--same-devices",
+            action="store_true",
+            help="the plan will run on the devices whose kernels were measured last",
+        )
         options.add_argument(
             "--results", default=RESULTS, metavar="DIR", help="default: %(default)s"
         )
@@ -133,9 +138,12 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
             arguments.fabric or (CPU_FABRIC if emulated else fabric_of(calibration))
         )
         node = default_node(calibration)
-        predicted = predict(row, calibration, node, fabric, arguments.draws, binary=binary)
+        devices = [one.uuid_hash for one in found.manifest.hosts[0].devices]
+        predicted = predict(
+            row, calibration, node, fabric, arguments.draws, binary=binary, devices=devices
+        )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-        cases.append(Case(unique, predicted))
+        cases.append(Case(unique, predicted, *limits(found)))
     return cases, used
 
 
@@ -206,6 +214,21 @@ def draw_plan(arguments: Any, calibration: Calibration) -> Path:
     return out
 
 
+def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
+    """Hashes of the devices of the newest run that measured kernels, in order."""
+    known = {one.uuid_hash for one in calibration.clock.devices}
+    for found in reversed(find_result_sets(Path(arguments.results), calibration.system)):
+        hashes = [one.uuid_hash for one in found.manifest.hosts[0].devices]
+        if found.table(KernelRow):
+            if not known & set(hashes):
+                break
+            return hashes
+    raise UserError(
+        f"--same-devices: the calibration of {calibration.system} knows no device of its newest "
+        "kernels; it needs a product that every device sustained under its power cap"
+    )
+
+
 def main_predict(words: Sequence[str]) -> int:
     """Write predictions down before measuring."""
     arguments = parser("predict").parse_args(words)
@@ -222,6 +245,7 @@ def main_predict(words: Sequence[str]) -> int:
         default_node(calibration),
         load_fabric(arguments.fabric or fabric_of(calibration)),
         arguments.draws,
+        measured_last(arguments, calibration) if arguments.same_devices else (),
     )
     lines = [
         f"{one.config.case_id}: {one.step_time_s['median']:.4g} s "

@@ -19,6 +19,7 @@ from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
 from simulate.projection import LEVEL, interval
+from simulate.whatif import on_devices
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node
 from spec.records import TrainingConfig, TrainingRow
@@ -36,15 +37,19 @@ class Prediction:
     allocated_gib: float  # torch's peak, of the fullest rank
     breakdown_s: dict[str, float]
     modelled_share: float
+    power_w: Interval | None = None  # mean of one device
+    clock_mhz: Interval | None = None  # mean over the step and all devices
     astra_sim_s: float | None = None  # the same step through Astra-Sim, where that was asked for
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measured row and its prediction."""
+    """A measured row and its prediction, and what its devices cannot exceed."""
 
     row: TrainingRow
     predicted: Prediction
+    power_limit_w: float | None = None
+    max_clock_mhz: float | None = None
 
 
 def predict(
@@ -55,13 +60,16 @@ def predict(
     draws: int = 200,
     seed: int = 0,
     binary: Binary | None = None,
+    devices: Sequence[str] = (),
 ) -> Prediction:
     """Simulate one configuration on the node it was (or will be) measured on.
 
-    With `binary`, Astra-Sim runs the same step too.
+    `devices` are the hashes of the host's devices in order, where they are known: those that ran
+    kernels have power of their own. With `binary`, Astra-Sim runs the same step too.
     """
     model, p = config.model_spec(), config.parallelism()
     p.check(model)
+    calibration = on_devices(calibration, devices[: p.gpus])
     node = node.model_copy(update={"gpus": max(p.gpus // config.nodes, 1)})
     simulator = StepSimulator(
         model, p, node, fabric, calibration, draws=draws, seed=seed, measured_gpus=p.gpus
@@ -73,6 +81,8 @@ def predict(
         allocated_gib=max(memory(model, p, node.memory_gib).allocated_by_stage_gib),
         breakdown_s=estimate.breakdown_s,
         modelled_share=estimate.modelled_share,
+        power_w=interval(estimate.power_w),
+        clock_mhz=interval(estimate.mean_clock_mhz * estimate.clock_mhz / estimate.clock_mhz[0]),
         astra_sim_s=astra_sim_s(estimate, binary) if binary else None,
     )
 
@@ -162,6 +172,10 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
         if other is not None:
             scaled = measured_s(other) * flops_per_gpu(row) / flops_per_gpu(other)
             entry |= {f"{name}_s": scaled, f"{name}_from": other.case_id}
+            if name == "baseline" and other.energy_per_step_j is not None:
+                gpus = row.parallelism().gpus / other.parallelism().gpus
+                per_flop = flops_per_gpu(row) / flops_per_gpu(other)
+                entry["baseline_energy_j"] = other.energy_per_step_j * gpus * per_flop
     if predicted.astra_sim_s is not None:
         entry["astra_sim_s"] = predicted.astra_sim_s
     if row.energy_per_step_j is not None:
@@ -171,6 +185,16 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
                 key: predicted.energy_j[key] for key in ("median", "low", "high")
             },
         }
+    for name, real_one, guess, limit in (
+        ("power_w", row.power_mean_w, predicted.power_w, case.power_limit_w),
+        ("clock_mhz", row.clock_mean_mhz, predicted.clock_mhz, case.max_clock_mhz),
+    ):
+        if real_one is not None and guess is not None:
+            entry |= {
+                f"real_{name}": real_one,
+                f"predicted_{name}": {key: guess[key] for key in ("median", "low", "high")},
+            }
+            entry |= {} if limit is None else {f"limit_{name}": limit}
     if row.peak_allocated_gib:
         entry |= {
             "real_memory_gib": max(float(part) for part in row.peak_allocated_gib.split(",")),
@@ -202,6 +226,14 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "winkler": _mean(winkler(real, low, high) / real),
         "baseline_winkler": _baseline_winkler(entries),
         "energy_mape": _mape(entries, "predicted_energy_j", "real_energy_j"),
+        "baseline_energy_mape": _mape(entries, "baseline_energy_j", "real_energy_j"),
+        "energy_inside_90": _inside(entries, "energy_j"),
+        "power_mape": _mape(entries, "predicted_power_w", "real_power_w"),
+        "limit_power_mape": _mape(entries, "limit_power_w", "real_power_w"),
+        "power_inside_90": _inside(entries, "power_w"),
+        "clock_mape": _mape(entries, "predicted_clock_mhz", "real_clock_mhz"),
+        "limit_clock_mape": _mape(entries, "limit_clock_mhz", "real_clock_mhz"),
+        "clock_inside_90": _inside(entries, "clock_mhz"),
         "memory_mape": _mape(entries, "predicted_memory_gib", "real_memory_gib"),
     }
 
@@ -246,6 +278,18 @@ def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | 
     return _mean(np.array(errors))
 
 
+def _inside(entries: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Share of a quantity's intervals that held the measured value."""
+    rows = [entry for entry in entries if f"predicted_{name}" in entry]
+    held = [
+        entry[f"predicted_{name}"]["low"]
+        <= entry[f"real_{name}"]
+        <= entry[f"predicted_{name}"]["high"]
+        for entry in rows
+    ]
+    return _mean(np.array(held, dtype=np.float64))
+
+
 def _median(value: Any) -> float:
     return float(value["median"]) if isinstance(value, dict) else float(value)
 
@@ -270,6 +314,8 @@ def table(value: dict[str, Any]) -> str:
         "inside 90 %",
         "half-width",
         "energy",
+        "power",
+        "clock",
         "memory",
     )
     lines: list[tuple[str, ...]] = [header]
@@ -286,6 +332,8 @@ def table(value: dict[str, Any]) -> str:
                 f"{held['value']:.0%} [{held['low']:.0%}, {held['high']:.0%}]" if held else "-",
                 percent(one["median_half_width"]),
                 percent(one["energy_mape"]),
+                percent(one["power_mape"]),
+                percent(one["clock_mape"]),
                 percent(one["memory_mape"]),
             )
         )
@@ -293,6 +341,18 @@ def table(value: dict[str, Any]) -> str:
     text = [
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
     ]
+    every = value["summary"]["all"]
+    for name, baseline, words in (
+        ("energy", "baseline_energy", "the constant-rate row's energy per FLOP"),
+        ("power", "limit_power", "the power limit"),
+        ("clock", "limit_clock", "the largest clock"),
+    ):
+        if every[f"{name}_mape"] is not None:
+            text.append(
+                f"{name}: MAPE {percent(every[f'{name}_mape'])}, inside 90 % "
+                f"{percent(every[f'{name}_inside_90'])}; {words} as a baseline: "
+                f"{percent(every[f'{baseline}_mape'])}"
+            )
     astra = value["summary"]["all"]["astra_sim_mape"]
     if astra is not None:
         text.append(f"the same steps through Astra-Sim: MAPE {astra:.1%}")

@@ -38,6 +38,7 @@ __all__ = [
     "CollectiveFit",
     "CollectivePoint",
     "CollectiveStructure",
+    "DeviceFit",
     "Finite",
     "HeldOut",
     "HostFit",
@@ -90,6 +91,13 @@ class InputFile(Record):
     rows: int = Field(description="rows used, of role fit")
 
 
+class DeviceFit(Record):
+    """A device that was measured, beside the calibration's central one."""
+
+    uuid_hash: str
+    power: Positive = Field(description="of its products at a clock, as a factor")
+
+
 class ClockFit(Record):
     """Board power and the clock that a power cap leaves.
 
@@ -127,6 +135,9 @@ class ClockFit(Record):
         default=0.0, description="mean duration under the cap beyond the median, a share"
     )
     visit_sd: NonNegative = Field(description="whole speed, one visit to the machine to another")
+    devices: tuple[DeviceFit, ...] = Field(
+        default=(), description="those that ran the same product under the cap, in order"
+    )
 
     @property
     def cap_w(self) -> float | None:

@@ -8,6 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from calibrate.clocks import _onset_exponent, _visit_power
+from calibrate.devices import fit_devices
 from calibrate.evidence import Evidence, Ledger
 from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
@@ -19,6 +20,8 @@ from calibrate.variability import spread_interval
 from spec.calibration import ClockFit
 from spec.kernel import Kernel
 from spec.records import InterferenceRow, KernelRow
+from spec.results import ResultSet
+from tests.synthetic import Truth, manifest
 from tests.test_calibrate_fit import write_small
 
 
@@ -230,3 +233,25 @@ def test_power_is_that_of_the_newest_visit(monkeypatch: pytest.MonkeyPatch) -> N
     assert _visit_power(evidence, state, Ledger()) == pytest.approx(1500 / 1440 / pooled)
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows[:3])
     assert _visit_power(evidence, state, Ledger()) == 1
+
+
+def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    about = manifest("made-up", "run", 3, Truth(), "2030-01-01T00:00:00Z")
+    evidence = Evidence("made-up", [ResultSet(Path("results/made-up/run"), about)])
+    clocks = (1440.0, 1500.0, 1560.0)
+    rows = [("run", capped(8192, 1000.0, clock, i)) for i, clock in enumerate(clocks)]
+    rows.append(("run", capped(4096, 100.0, 1300.0, 0)))  # no other device ran it
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=2.0, visit_power=0.98)
+    ledger = Ledger()
+    found = fit_devices(evidence, state, ledger)
+    assert [one.power for one in found] == pytest.approx(
+        [(1500 / clock) ** 2 / 0.98 for clock in clocks], rel=1e-5
+    )
+    assert ledger.parameters[0].low == found[2].power
+    state = ClockState(1980.0, 700.0, 80.0)
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows[-1:])
+    assert fit_devices(evidence, state, Ledger()) == ()

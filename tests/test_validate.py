@@ -47,6 +47,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = []
     for config in configs():
         predicted = predict(config, calibration, node, fabric, draws=20)
+        assert predicted.power_w is not None
+        assert predicted.clock_mhz is not None
         step = predicted.step_time_s["median"] * (1 + ERROR)
         fields = config.model_dump() | {
             "status": "done",
@@ -54,6 +56,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "steps": 10,
             "step_time_median_s": step,
             "energy_per_step_j": predicted.energy_j["median"] * 1.1,
+            "power_mean_w": predicted.power_w["median"] * 1.05,
+            "clock_mean_mhz": predicted.clock_mhz["median"] / 1.02,
             "peak_allocated_gib": f"{predicted.allocated_gib},1.0",
         }
         rows.append(TrainingRow.model_validate(fields))
@@ -87,12 +91,37 @@ def test_errors_and_baselines(results: Path, capsys: Any) -> None:
     # power and time enter energy together
     assert every["energy_mape"] == pytest.approx(1 - 1 / 1.1, rel=1e-3)
     assert every["memory_mape"] == pytest.approx(0, abs=1e-3)
+    assert every["power_mape"] == pytest.approx(1 - 1 / 1.05, rel=1e-3)
+    assert every["clock_mape"] == pytest.approx(0.02, rel=1e-3)
+    assert every["clock_inside_90"] == 1
+    assert every["limit_power_mape"] > every["power_mape"]
+    assert every["limit_clock_mape"] > 0
     assert every["baseline_mape"] > every["mape"]
     assert set(value["summary"]) == {"all", "1 GPU", "TP", "PP", "DP", "TP+DP"}
     for case in value["cases"]:
         assert case["baseline_from"] != case["id"]
         inside = case["predicted_s"]["low"] <= case["real_s"] <= case["predicted_s"]["high"]
         assert case["inside_interval"] == inside
+
+
+def test_devices_that_were_measured_have_power_of_their_own(results: Path, capsys: Any) -> None:
+    path = results / "4x-h200" / "calibration.json"
+    value = json.loads(path.read_text())
+    names = [
+        one.uuid_hash for one in manifest("4x-h200", "run-1", 4, Truth(), "x").hosts[0].devices
+    ]
+    powers = (1.6, 1.0, 1.0, 1.0)
+    before = json.loads(call(capsys, str(results), "--json")[1])["cases"]
+    value["clock"]["devices"] = [
+        {"uuid_hash": name, "power": power} for name, power in zip(names, powers, strict=True)
+    ]
+    write_json(path, value)
+    after = json.loads(call(capsys, str(results), "--json")[1])["cases"]
+    slower = [
+        one["predicted_clock_mhz"]["median"] / other["predicted_clock_mhz"]["median"]
+        for one, other in zip(after, before, strict=True)
+    ]
+    assert slower[0] < slower[1] < slower[2] < 1  # one, two and four devices, the first one hot
 
 
 def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:

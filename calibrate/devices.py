@@ -1,0 +1,57 @@
+"""What each measured device's products draw at a clock, beside the calibration's central one."""
+
+from collections import defaultdict
+from statistics import median
+
+from calibrate.evidence import Evidence, Ledger, rounded
+from calibrate.state import ClockState
+from spec.calibration import DeviceFit
+from spec.records import KernelRow
+
+Shape = tuple[str, str, str]
+
+
+def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[DeviceFit, ...]:
+    """From shapes that several devices of a run sustained under the power cap.
+
+    All are held at the same power (the readings of a second or two scatter around it by 2 %), so
+    what differs is the clock that it leaves them: power goes as its inverse to `power_exponent`.
+    """
+    hashes = {
+        (one.manifest.run, device.index): device.uuid_hash
+        for one in evidence.runs
+        for host in one.manifest.hosts
+        for device in host.devices
+    }
+    clocks: dict[tuple[str, Shape], dict[int, float]] = defaultdict(dict)
+    for run, row in evidence.rows(KernelRow):
+        if row.op != "gemm" or not row.clock_mhz or not state.shows_power(row):
+            continue
+        if "power_cap" in (row.throttle or ""):
+            clocks[run, (row.direction, row.dtype, row.shape)][row.device] = row.clock_mhz
+    shared = {key: own for key, own in clocks.items() if len(own) > 1}
+    by_shape: dict[Shape, list[float]] = defaultdict(list)
+    for (_, shape), own in shared.items():
+        by_shape[shape] += own.values()
+    found: dict[str, list[float]] = defaultdict(list)
+    for (run, shape), own in shared.items():
+        usual = median(by_shape[shape])
+        for device, clock in own.items():
+            power = float((usual / clock) ** state.power_exponent) / state.visit_power
+            found[hashes[run, device]].append(power)
+    powers = {name: rounded(float(median(factors))) for name, factors in found.items()}
+    if powers:
+        ledger.note(
+            "clock.device_power",
+            float(median(powers.values())),
+            "factor",
+            (min(powers.values()), max(powers.values())),
+            "measured",
+            f"{evidence.where(KernelRow, sum(map(len, shared.values())))}: power of products at a "
+            f"clock, least and most of {len(powers)} devices; used for steps on those devices",
+        )
+    return tuple(
+        DeviceFit(uuid_hash=name, power=powers[name])
+        for name in dict.fromkeys(hashes.values())
+        if name in powers
+    )
