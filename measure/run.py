@@ -282,12 +282,9 @@ def main(words: Sequence[str]) -> int:
         status = "partial" if campaign.out_of_time else "complete"
     finally:
         bar.close()
-        if (ended := sampler.ended()) is not None:
-            store.note(
-                f"the telemetry process ended before the run did (exit status {ended}); samples "
-                "are missing"
-            )
         sampler.stop()
+        for sentence in sampler.notes:
+            store.note(sentence)
         if status == "complete" and not campaign.failed:
             (store.folder / PLAN).unlink(missing_ok=True)
         store.save(status)

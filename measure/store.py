@@ -80,6 +80,9 @@ class Store:
     @classmethod
     def reopen(cls, folder: Path) -> "Store":
         """Continue a result set: half-written last lines and steps of unfinished cases go."""
+        for half in folder.glob(".*"):  # what `replacing` was writing when the run was killed
+            if half.is_file():
+                half.unlink()
         result = read_result_set(folder)
         store = cls(folder, result.manifest)
         for name, row in TABLES.items():

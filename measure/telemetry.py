@@ -1,140 +1,29 @@
-"""Samples every device from a process of its own, tagged with the case in flight.
+"""Telemetry of a run: the handle on the sampler process, and the file that its parts become.
 
-Two loops: a fast one for what costs microseconds, and a slow one for the energy counter (about
-4 ms a query), the link counters and PCIe (a 20 ms window per direction), each giving rows of its
-own with the time they were read. Rows go to part files every few seconds, so memory stays bounded
-and a kill loses seconds; the parts are merged into `telemetry.parquet` at the end, or on resume.
-
-The parent speaks through the sampler's standard input: `DEVICE<tab>CASE` per line (`*` for all
-devices; `!` with `pause` or `go`), end of file for "finish". A killed parent closes the pipe, so
-the sampler also ends then.
+The sampler (`measure.sampling`) reads every device from a process of its own, in a session of its
+own, so that a signal to the run's process group does not end it. The parent speaks through its
+standard input: `DEVICE<tab>CASE` per line (`*` for all devices; `!` with `pause` or `go`), end of
+file for "finish". A killed parent closes the pipe, so the sampler also ends then.
 """
 
-import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure.devices import Device, open_devices
 from spec.files import replacing
 from spec.records import TELEMETRY
 
 COLUMNS = tuple(name for name, _, _ in TELEMETRY)
 PARTS = "telemetry.parts"
-FAST_S = 0.05
-SLOW_S = 0.5
-PART_S = 10.0
+PART_S = 10.0  # seconds between two parts: what a kill loses
 ROW_GROUP = 65536  # rows; many small groups would compress worse
-
-Sample = dict[str, Any]
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def read_fast(device: Device) -> Sample:
-    """The quantities that cost microseconds each."""
-    return {
-        # a tenth of a watt is far below the sensor's error, and compresses
-        "power_w": _rounded(device.power_w(), 1),
-        "power_average_w": _rounded(device.power_average_w(), 1),
-        "temperature_c": device.temperature_c(),
-        "sm_clock_mhz": device.sm_clock_mhz(),
-        "memory_clock_mhz": device.memory_clock_mhz(),
-        "utilisation_pct": device.utilisation_pct(),
-        "throttle_reasons": device.throttle_reasons(),
-    }
-
-
-def read_slow(device: Device) -> Sample:
-    """The quantities that cost milliseconds each; PCIe, the slowest, apart in `read_pcie`."""
-    links = device.nvlink_bytes()
-    return {
-        "energy_j": _rounded(device.energy_j(), 3),
-        "memory_temperature_c": device.memory_temperature_c(),
-        "nvlink_tx_bytes": links[0] if links else None,
-        "nvlink_rx_bytes": links[1] if links else None,
-    }
-
-
-def read_pcie(device: Device) -> Sample:
-    """PCIe throughput; blocks for its two windows."""
-    rates = device.pcie_kb_per_s()
-    return {
-        "pcie_tx_kb_per_s": rates[0] if rates else None,
-        "pcie_rx_kb_per_s": rates[1] if rates else None,
-    }
-
-
-class Recorder:
-    """Collects samples of some devices and writes them to part files."""
-
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        folder: Path,
-        *,
-        offset: int = 0,
-        label: str = "host0",
-        clock: Callable[[], float] = time.monotonic,
-        zero: float = 0.0,
-    ) -> None:
-        self._devices = devices
-        self._folder = folder / PARTS
-        self._offset = offset
-        self._label = f"{label}-{os.getpid()}"
-        self._clock = clock
-        self._zero = zero
-        self._lock = threading.Lock()
-        self._rows: list[Sample] = []
-        self._cases = [""] * len(devices)
-        self._part = 0
-        self.paused = False
-
-    def tag(self, device: int | None, case_id: str) -> None:
-        """From now on samples of a device (or all) belong to `case_id`; empty for none."""
-        with self._lock:
-            for number in range(len(self._cases)):
-                if device is None or device == number + self._offset:
-                    self._cases[number] = case_id
-
-    def sample(self, read: Callable[[Device], Sample]) -> None:
-        """Read all devices once, unless paused; a row without any value is not kept."""
-        if self.paused:
-            return
-        for number, device in enumerate(self._devices):
-            case = self._cases[number]
-            at = self._clock() - self._zero
-            values = read(device)
-            if any(value is not None for value in values.values()):
-                row = {"time_s": round(at, 4), "device": number + self._offset, "case_id": case}
-                with self._lock:
-                    self._rows.append(row | values)
-
-    def flush(self) -> None:
-        """Write what was collected as one part file."""
-        with self._lock:
-            rows, self._rows = self._rows, []
-        if not rows:
-            return
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        table = pa.table(
-            {name: [row.get(name) for row in rows] for name in COLUMNS}, schema=arrow_schema()
-        )
-        self._part += 1
-        path = self._folder / f"{self._label}-{self._part:06d}.parquet"
-        with replacing(path) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+MOST_NOTES = 50
+MERGED = "merged_parts"  # key of the file's metadata
 
 
 def arrow_schema() -> Any:
@@ -156,14 +45,21 @@ def arrow_schema() -> Any:
 def merge(folder: Path) -> int:
     """Merge part files into `telemetry.parquet` (behind what is there); returns its rows.
 
-    Unreadable parts (cut off by a full disk, say) are left where they are.
+    Unreadable parts (cut off by a full disk, say) are left where they are. A kill at any moment
+    neither loses nor doubles samples: the file names the parts that the last merge took.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     target = folder / "telemetry.parquet"
+    taken = _merged(target)
+    for path in (folder / PARTS).glob("*"):
+        if path.name in taken or path.suffix != ".parquet":  # or half-written when killed
+            path.unlink(missing_ok=True)
     parts = sorted((folder / PARTS).glob("*.parquet"))
     if not parts:
+        with contextlib.suppress(OSError):
+            (folder / PARTS).rmdir()
         return int(pq.read_metadata(target).num_rows) if target.exists() else 0
     merged: list[Path] = []
     total = 0
@@ -191,6 +87,8 @@ def merge(folder: Path) -> int:
                     waiting = []
             if waiting:
                 writer.write_table(pa.concat_tables(waiting), row_group_size=ROW_GROUP)
+            names = ",".join(path.name for path in merged if path != target)
+            writer.add_key_value_metadata({MERGED: names})
     for path in merged:
         if path != target:
             path.unlink(missing_ok=True)
@@ -199,116 +97,122 @@ def merge(folder: Path) -> int:
     return total
 
 
-def record(recorder: Recorder, finish: threading.Event) -> None:
-    """Run the fast and slow loops until `finish` is set, writing a part every `PART_S`."""
+def _merged(target: Path) -> set[str]:
+    """The parts that the last merge took."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    def slow() -> None:
-        turn = 0
-        while not finish.wait(SLOW_S):
-            recorder.sample(read_slow)
-            if turn % 4 == 0:
-                recorder.sample(read_pcie)
-            turn += 1
-
-    recorder.sample(read_slow)
-    beside = threading.Thread(target=slow, daemon=True)
-    beside.start()
-    written = due = time.monotonic()
-    while not finish.is_set():
-        recorder.sample(read_fast)
-        now = time.monotonic()
-        if now - written >= PART_S:
-            recorder.flush()
-            written = now
-        due = max(due + FAST_S, now)
-        finish.wait(max(due - time.monotonic(), 0.0))
-    beside.join(timeout=2 * SLOW_S)
-    recorder.sample(read_slow)
-    recorder.flush()
-
-
-def listen(recorder: Recorder, lines: Any, finish: threading.Event) -> None:
-    """Follow the parent's tags until it closes the pipe."""
     try:
-        for line in lines:
-            device, _, case_id = line.rstrip("\n").partition("\t")
-            if device == "!":
-                recorder.paused = case_id == "pause"
-                continue
-            recorder.tag(None if device == "*" else int(device), case_id)
-    finally:
-        finish.set()
+        found = pq.read_metadata(target).metadata or {}
+    except (pa.ArrowException, OSError):
+        return set()
+    return set(found.get(MERGED.encode(), b"").decode().split(","))
 
 
 class Sampler:
-    """The parent's handle on the sampler process of this host."""
+    """The parent's handle on the sampler process of this host. One that dies is started once more.
+
+    `notes` are sentences for the manifest: what could not be read, and where samples are missing.
+    """
 
     def __init__(
-        self, folder: Path, kind: str, *, epoch: float, offset: int = 0, label: str = "host0"
+        self,
+        folder: Path,
+        kind: str,
+        *,
+        epoch: float,
+        offset: int = 0,
+        label: str = "host0",
+        program: str = "measure.sampling",
     ) -> None:
-        command = [sys.executable, "-m", "measure.telemetry", str(folder), "--kind", kind]
-        command += ["--epoch", repr(epoch), "--offset", str(offset), "--label", label]
+        self._command = [sys.executable, "-m", program, str(folder), "--kind", kind]
+        self._command += ["--epoch", repr(epoch), "--offset", str(offset), "--label", label]
+        self._folder = folder
+        self._epoch = epoch
+        self._lock = threading.RLock()
+        self._said: dict[str, str] = {}  # what a fresh sampler must be told again
+        self._stopping = False
+        self._starts = 0
+        self.notes: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._folder = folder
+        self._starts += 1
         self._process = subprocess.Popen(
-            command,
+            self._command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             text=True,
+            start_new_session=True,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a stuck one must not stop the run
+        self._ear = threading.Thread(target=self._hear, args=(self._process,), daemon=True)
+        self._ear.start()
+
+    def _hear(self, process: "subprocess.Popen[str]") -> None:
+        """Gather its notes until it ends; start it again where that was not asked for."""
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, ValueError), process.stdout:
+            for line in process.stdout:
+                if len(self.notes) < MOST_NOTES:
+                    self.notes.append(line.strip())
+        status = process.wait()
+        with self._lock:
+            if self._stopping:
+                return
+            at = f"{time.time() - self._epoch:.0f} s into the run"
+            ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+            if self._starts > 1:
+                self.notes.append(
+                    f"the telemetry process ended again, {at} ({ended}); samples after are missing"
+                )
+                return
+            self.notes.append(
+                f"the telemetry process ended {at} ({ended}) and was started again; up to "
+                f"{PART_S:.0f} s of samples before and a few after are missing"
+            )
+            self._start()
+            for device, word in self._said.items():
+                self._write(device, word)
 
     def tag(self, case_id: str, device: int | None = None) -> None:
         """Tag what a device (or all) does from now on; empty ends the case."""
         self._say("*" if device is None else str(device), case_id)
 
+    def pause(self, paused: bool) -> None:
+        """Have the sampler read nothing for a while, or go on: to see what it costs."""
+        self._say("!", "pause" if paused else "go")
+
     def _say(self, device: str, word: str) -> None:
+        with self._lock:
+            if device == "*":  # the last word on every device
+                self._said = {key: kept for key, kept in self._said.items() if key == "!"}
+            self._said[device] = word
+            self._write(device, word)
+
+    def _write(self, device: str, word: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # a dead sampler must not end the run
             self._process.stdin.write(f"{device}\t{word}\n")
             self._process.stdin.flush()
 
-    def pause(self, paused: bool) -> None:
-        """Have the sampler read nothing for a while, or go on: to see what it costs."""
-        self._say("!", "pause" if paused else "go")
-
-    def ended(self) -> int | None:
-        """Exit status of a sampler that ended on its own, negative for a signal; None: it runs."""
-        return self._process.poll()
-
     def stop(self, *, merge_parts: bool = True) -> None:
         """Finish sampling and merge the parts."""
+        with self._lock:
+            self._stopping = True
+            process = self._process
         with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            assert process.stdin is not None
+            process.stdin.close()
         try:
-            self._process.wait(timeout=15)
+            process.wait(timeout=15)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            process.kill()
+            self.notes.append("the telemetry process did not end when told to; it was killed")
+        self._ear.join(timeout=5)
         if merge_parts:
             merge(self._folder)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Entry of the sampler process."""
-    parser = argparse.ArgumentParser(prog="python -m measure.telemetry")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--epoch", type=float, required=True, help="UNIX time of second zero")
-    parser.add_argument("--offset", type=int, default=0)
-    parser.add_argument("--label", default="host0")
-    asked = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    devices = open_devices(asked.kind)
-    # one wall-clock reading ties the monotonic clock to the run's beginning
-    zero = time.monotonic() - (time.time() - asked.epoch)
-    recorder = Recorder(devices, asked.folder, offset=asked.offset, label=asked.label, zero=zero)
-    finish = threading.Event()
-    threading.Thread(target=listen, args=(recorder, sys.stdin, finish), daemon=True).start()
-    record(recorder, finish)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -110,6 +110,8 @@ def wrap(
         state = window.result
     finally:
         sampler.stop()
+        for sentence in sampler.notes:
+            store.note(sentence)
         value = summary(status, state, store)
         write_json(store.folder / FILE, value)
         store.save("complete" if status == 0 else "partial")

@@ -281,7 +281,7 @@ TABLES: dict[str, type[Row]] = {
 # telemetry.parquet: (column, Arrow type, unit and meaning). One row per device and sample.
 TELEMETRY: tuple[tuple[str, str, str], ...] = (
     ("time_s", "double", "monotonic seconds since the run's telemetry began"),
-    ("device", "int16", "index of the device into the manifest's list"),
+    ("device", "int16", "index of the device into the manifest's list; -1: the host, or a port"),
     ("case_id", "string", "case in flight when the sample was taken; empty between cases"),
     ("power_w", "float", "instantaneous board power"),
     ("power_average_w", "float", "driver's one-second average board power"),
@@ -296,6 +296,25 @@ TELEMETRY: tuple[tuple[str, str, str], ...] = (
     ("nvlink_rx_bytes", "int64", "NVLink data received, all links, counter"),
     ("pcie_tx_kb_per_s", "float", "PCIe throughput sent, 20 ms window"),
     ("pcie_rx_kb_per_s", "float", "PCIe throughput received, 20 ms window"),
+    # files written before these columns existed lack them: a reader takes that for null
+    ("power_violation_ns", "int64", "time below the wanted clock for power, counter"),
+    ("thermal_violation_ns", "int64", "time below the wanted clock for heat, counter"),
+    ("sm_utilisation_pct", "float", "GPM: share of SMs busy, mean since the previous reading"),
+    ("sm_occupancy_pct", "float", "GPM: active warps as a share of the most possible, mean"),
+    ("tensor_activity_pct", "float", "GPM: share of time the SMs' tensor cores were active, mean"),
+    ("dram_bandwidth_pct", "float", "GPM: DRAM bandwidth used as a share of the most, mean"),
+    ("nvlink_tx_bytes_per_s", "double", "GPM: NVLink sent, all links, mean"),
+    ("nvlink_rx_bytes_per_s", "double", "GPM: NVLink received, all links, mean"),
+    ("pcie_tx_bytes_per_s", "double", "GPM: PCIe sent, mean"),
+    ("pcie_rx_bytes_per_s", "double", "GPM: PCIe received, mean"),
+    ("port", "string", "InfiniBand or RoCE port of the host, as mlx5_0/1; device is -1"),
+    ("port_tx_bytes", "int64", "port data sent, counter"),
+    ("port_rx_bytes", "int64", "port data received, counter"),
+    ("port_xmit_wait", "int64", "ticks with data to send but no credit, counter"),
+    ("port_ecn_marked", "int64", "RoCE packets received with a congestion mark, counter"),
+    ("port_cnp_handled", "int64", "RoCE congestion notifications obeyed as a sender, counter"),
+    ("port_out_of_sequence", "int64", "RoCE packets that came out of sequence, counter"),
+    ("host_energy_j", "double", "RAPL energy of the host's CPU packages, counter; device is -1"),
 )
 
 

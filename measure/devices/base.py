@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Literal
 
 from spec.records import Device as DeviceRecord
@@ -109,6 +110,21 @@ class Device(ABC):
     def pcie_kb_per_s(self) -> tuple[float, float] | None:
         """PCIe throughput sent and received, kB/s over a 20 ms window. Blocks for the windows."""
         return None
+
+    def violation_ns(self) -> tuple[int, int] | None:
+        """Time spent below the wanted clock for power and for heat, ns since the driver loaded."""
+        return None
+
+    def activity(self) -> dict[str, float] | None:
+        """Means since the previous call, by column of `telemetry.parquet` (see `gpm.METRICS`).
+
+        Only one caller per process: a second would end the first one's interval.
+        """
+        return None
+
+    def refused(self) -> Mapping[str, str]:
+        """What the driver refused for good so far: the query, and why in a few words."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - most devices hold nothing
         """Release the vendor library."""

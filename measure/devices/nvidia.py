@@ -1,13 +1,17 @@
 """NVIDIA GPUs through NVML (nvidia-ml-py). Reads only: no setting is ever changed."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from measure.devices.base import Device, Kind
+from measure.devices.gpm import Gpm
 from spec.errors import UserError
 
 T = TypeVar("T")
+# errors that will not go away; others may be a moment's
+PERMANENT = ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument")
+PATIENCE = 3  # other errors in a row after which a query is dropped
 UINT_MAX = 0xFFFFFFFF  # scope of NVLink fields that means all links together
 
 
@@ -58,7 +62,7 @@ def _text(value: Any) -> str:
 
 
 class NvidiaDevice(Device):
-    """One GPU. A quantity that NVML refuses once is not asked for again."""
+    """One GPU. A quantity that NVML lacks, or refuses three times in a row, is not asked again."""
 
     kind: Kind = "nvidia"
 
@@ -66,18 +70,28 @@ class NvidiaDevice(Device):
         self.index = index
         self._nvml = nvml
         self._handle = handle
-        self._lacking: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._failures: dict[str, int] = {}
+        self._gpm: Gpm | None = None
+        names = [f"NVMLError_{name}" for name in PERMANENT]
+        known = [getattr(nvml, name) for name in names if hasattr(nvml, name)]
+        self._permanent = (AttributeError, *known)  # the package, or the driver, has it not
 
     def _ask(self, what: str, query: Callable[[], T]) -> T | None:
-        if what in self._lacking:
+        if what in self._refused:
             return None
         try:
-            return query()
+            answer = query()
         except Exception as error:
-            transient = getattr(self._nvml, "NVMLError_Timeout", ())
-            if not (transient and isinstance(error, transient)):
-                self._lacking.add(what)
+            self._failures[what] = self._failures.get(what, 0) + 1
+            if isinstance(error, self._permanent) or self._failures[what] >= PATIENCE:
+                self._refused[what] = " ".join(str(error).split()) or type(error).__name__
             return None
+        self._failures.pop(what, None)
+        return answer
+
+    def refused(self) -> Mapping[str, str]:
+        return dict(self._refused)
 
     def _call(self, function: str, *arguments: Any) -> Any | None:
         return self._ask(
@@ -90,7 +104,7 @@ class NvidiaDevice(Device):
             field = getattr(self._nvml, name)
             value = self._nvml.nvmlDeviceGetFieldValues(self._handle, [(field, scope)])[0]
             if value.nvmlReturn != self._nvml.NVML_SUCCESS:
-                raise RuntimeError(f"NVML returns {value.nvmlReturn} for {name}")
+                raise self._nvml.NVMLError(value.nvmlReturn)
             wide = (
                 self._nvml.NVML_VALUE_TYPE_UNSIGNED_LONG,
                 self._nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG,
@@ -168,6 +182,22 @@ class NvidiaDevice(Device):
         sent = self._call("nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_TX_BYTES)  # KB/s
         received = self._call("nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_RX_BYTES)
         return None if sent is None or received is None else (float(sent), float(received))
+
+    def violation_ns(self) -> tuple[int, int] | None:
+        power = self._call("nvmlDeviceGetViolationStatus", self._nvml.NVML_PERF_POLICY_POWER)
+        heat = self._call("nvmlDeviceGetViolationStatus", self._nvml.NVML_PERF_POLICY_THERMAL)
+        if power is None or heat is None:
+            return None
+        return int(power.violationTime), int(heat.violationTime)  # ns
+
+    def activity(self) -> dict[str, float] | None:
+        def query() -> dict[str, float] | None:
+            if self._gpm is None:
+                self._gpm = Gpm(self._nvml, self._handle)
+                return None  # a mean needs two samples
+            return self._gpm.read()
+
+        return self._ask("GPM", query)
 
     def links(self, other: "NvidiaDevice") -> str:
         """How this GPU reaches `other`: `NV18` for 18 NVLinks, else the PCIe level."""
