@@ -1,17 +1,21 @@
 """The telemetry suite: what the sampler costs, and whether what it reads is true.
 
-Three checks, into `telemetry_checks.json` of the run: how long each query takes; the energy counter
-against the integral of power over the same window; and the time of the same work with the sampler
-reading and paused, in turns. A host without power sensors answers the second with null.
+Checks, each into `telemetry_checks.json` of the run: how long each query takes; the energy counter
+against the integral of power; what the power sensors average over, from steps of load; activity
+counters against counted operations; and the time of the same work with the sampler reading and
+paused, in turns: training steps where Megatron-Core is installed, products and small kernels
+elsewhere. What a host has no sensor for is null.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from measure import sensors
 from measure.devices import Device
 from measure.telemetry import Sampler
 from measure.window import Window
@@ -31,37 +35,70 @@ QUERIES = (
     "memory_clock_mhz",
     "utilisation_pct",
     "throttle_reasons",
+    "violation_ns",
     "nvlink_bytes",
+    "activity",
     "pcie_kb_per_s",
 )
-LATENCY_S = 0.2  # spent on each query
+LATENCY_S = 0.1  # spent on each query
 ENERGY_S = 6.0  # the counter moves ten times a second: its error is then below 3 %
+CYCLES, CYCLE_S = 3, 1.6  # of nothing, and then of load: longer than the longest window known
+SHARES, SHARE_S = (0.25, 0.5, 1.0), 1.5
+SLICE_S = 0.05  # of the load, when it runs only a share of the time
 PAIRS = 10
 BLOCK_S = 0.6
 
 
 @dataclass(frozen=True)
 class LoadCase:
-    """Work for all devices, `block_s` long; a telemetry check runs it once or more."""
+    """Work for all devices; a telemetry check runs it once or more."""
 
     case_id: str
-    block_s: float
-    seconds: float
+    block_s: float  # of load
+    seconds: float  # of the whole check
+    idle_s: float = 0.0
+    cycles: int = 0  # of idleness and load; 0: load alone
+    products: bool = False  # without launch-bound sums between them
 
     def message(self) -> dict[str, Any]:
         """The case as JSON."""
-        return {"suite": "load", "case_id": self.case_id, "seconds": self.block_s}
+        more = {"idle_s": self.idle_s, "cycles": self.cycles} if self.cycles else {}
+        return {
+            "suite": "load",
+            "case_id": self.case_id,
+            "seconds": self.block_s,
+            "products": self.products,
+            **more,
+        }
 
 
-def cases(quick: bool) -> list[LoadCase]:
-    """The three checks."""
+def cases(kind: str, devices: int, quick: bool) -> list[LoadCase]:
+    """The checks of so many devices. The last one is on training steps where they can run."""
     energy = ENERGY_S / (3 if quick else 1)
-    pairs = PAIRS // (2 if quick else 1)
-    return [
+    cycles = CYCLES - quick
+    cycle = LoadCase("telemetry-power-window", CYCLE_S, 2 * cycles * CYCLE_S, CYCLE_S, cycles, True)
+    found = [
         LoadCase("telemetry-latency", 0.0, LATENCY_S * len(QUERIES)),
         LoadCase("telemetry-energy", energy, energy + 1.0),
-        LoadCase("telemetry-overhead", BLOCK_S, 2 * pairs * (BLOCK_S + 0.1)),
+        cycle,
+        LoadCase("telemetry-activity", SHARE_S, len(SHARES) * SHARE_S, products=True),
     ]
+    if on_steps(kind):
+        from measure import training_overhead
+
+        seconds = training_overhead.training_case(kind, devices).seconds
+        found.append(LoadCase("telemetry-overhead-steps", 0.0, seconds + (10 if quick else 20)))
+    else:
+        pairs = PAIRS // (2 if quick else 1)
+        found.append(LoadCase("telemetry-overhead", BLOCK_S, 2 * pairs * (BLOCK_S + 0.1)))
+    return found
+
+
+def on_steps(kind: str) -> bool:
+    """Whether training steps can run here."""
+    from measure.training import _has_megatron
+
+    return kind in ("nvidia", "amd", "cpu") and _has_megatron()
 
 
 def done(folder: Path) -> set[str]:
@@ -75,16 +112,45 @@ def measure(
     case: LoadCase, devices: Sequence[Device], pool: Pool, sampler: Sampler, folder: Path
 ) -> None:
     """Run one check and add its result to the run's file."""
+
+    def work(part: LoadCase) -> list[dict[str, Any]]:
+        replies = pool.together(part)
+        if isinstance(replies, str):
+            raise WorkError(replies)
+        return replies
+
     if case.case_id == "telemetry-latency":
         found: Any = latencies(devices[0])
     elif case.case_id == "telemetry-energy":
         found = energy(case, devices, pool)
+    elif case.case_id == "telemetry-power-window":
+        pool.start()
+        found = sensors.windows(devices, lambda: work(case))
+    elif case.case_id == "telemetry-activity":
+        found = []
+        for share in SHARES:
+            found += sensors.activity(devices, partial(work, _part(case, share)), share)
+    elif case.case_id == "telemetry-overhead-steps":
+        from measure import training_overhead
+
+        pool.close()  # free the devices' memory
+        steps = training_overhead.training_case(pool.kind, len(devices))
+        found = training_overhead.overhead(steps, pool.kind, sampler)
     else:
         pairs = round(case.seconds / (2 * (BLOCK_S + 0.1)))
         found = overhead(lambda: _block(case, pool), sampler, pairs)
     path = folder / FILE
     before = read_json(path, "a run's telemetry checks") if path.exists() else {"schema": SCHEMA}
     write_json(path, before | {case.case_id: found})
+
+
+def _part(case: LoadCase, share: float) -> LoadCase:
+    """The same load during a share of the time, in slices."""
+    if share == 1.0:
+        return case
+    cycles = round(case.block_s / SLICE_S)
+    idle, busy = SLICE_S * (1 - share), SLICE_S * share
+    return replace(case, block_s=busy, idle_s=idle, cycles=cycles)
 
 
 def latencies(device: Device, seconds: float = LATENCY_S) -> dict[str, Any]:

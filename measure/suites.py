@@ -45,7 +45,7 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "training":
             cases[suite] = steps
         elif suite == "telemetry":
-            cases[suite] = list(checks.cases(options.quick))
+            cases[suite] = list(checks.cases(kind, devices, options.quick))
         elif suite == "heat":
             cases[suite] = list(heat.cases(options.quick))
     return cases

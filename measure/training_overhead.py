@@ -1,0 +1,87 @@
+"""What the sampler costs training steps: blocks of steps with it and without it, in turns."""
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from measure.checks import interval
+from measure.telemetry import Sampler
+from measure.training import START_S, _Ranks
+from measure.training_plan import TrainingCase, case_of
+from spec.model import load_model
+from spec.parallelism import Parallelism
+
+PAIRS = 12
+BLOCK_STEPS = 5
+LAYERS = 4
+
+
+def training_case(kind: str, devices: int) -> TrainingCase:
+    """Steps of about 0.15 s that keep all devices of a host, and their launches, busy."""
+    tp = 2 if devices > 1 else 1
+    dp = devices // tp
+    parallelism = Parallelism(
+        tp=tp, dp=dp, sequence_parallel=tp > 1, overlap=dp > 1, global_batch=2 * dp
+    )
+    gpu = kind in ("nvidia", "amd")
+    model = load_model("llama3-8b" if gpu else "tiny").resized(
+        layers=LAYERS, seq_len=4096 if gpu else 128
+    )
+    return case_of(model, parallelism, kind, quick=True)
+
+
+def overhead(
+    case: TrainingCase, kind: str, sampler: Sampler, pairs: int = PAIRS, steps: int = BLOCK_STEPS
+) -> dict[str, Any]:
+    """Share by which steps last longer while the sampler runs, with a 95 % interval.
+
+    One run of the case; blocks of `steps` alternate on, off, off, on, ... The first step of a
+    block, in which the sampler may still be at a query, does not count. Raises WorkError where the
+    case fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _Ranks(case, kind, folder)
+        try:
+            ports = [one["port"] for one in ranks.gather(START_S)]
+            ranks.send({"port": max(ports)})
+            slowest = max(one["ready"] for one in ranks.gather(START_S + 5 * case.seconds))
+
+            def block() -> list[float]:
+                ranks.send({"go": steps + 1})
+                reports = ranks.gather(60.0 + 4 * (steps + 1) * slowest)
+                times = zip(*(one["times"] for one in reports), strict=True)
+                return [max(step) for step in times][1:]
+
+            found = compare(block, sampler, pairs)
+            ranks.send({"bye": True})
+            ranks.join(10.0)
+        finally:
+            ranks.close()
+    return {"case_id": case.case_id} | found
+
+
+def compare(block: Callable[[], list[float]], sampler: Sampler, pairs: int) -> dict[str, Any]:
+    """The comparison itself: `block` gives the times of some steps, s."""
+    block()  # warm
+    shares: list[float] = []
+    kept: dict[bool, list[float]] = {True: [], False: []}
+    for pair in range(pairs):
+        medians = {}
+        for running in (True, False) if pair % 2 == 0 else (False, True):
+            sampler.pause(not running)
+            try:
+                times = block()
+            finally:
+                sampler.pause(False)
+            kept[running] += times
+            medians[running] = statistics.median(times)
+        shares.append(medians[True] / medians[False] - 1)
+    return interval(shares) | {
+        "unit": "share of step time",
+        "pairs": pairs,
+        "steps_each": len(kept[True]),
+        "step_time_with_s": statistics.median(kept[True]),
+        "step_time_without_s": statistics.median(kept[False]),
+        "shares": [round(share, 5) for share in shares],
+    }
