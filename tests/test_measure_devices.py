@@ -1,76 +1,146 @@
 """Vendors' devices against stand-ins for their libraries, and the CPU's counters."""
 
-import ast
 import importlib.util
 import re
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from measure.devices import amd, find_kind, nvidia, open_devices, throttle_names
-from measure.devices.amd import AmdDevice, open_amd
+from measure.devices import Device, find_kind, nvidia, open_devices, throttle_names
+from measure.devices.amd import open_amd
 from measure.devices.cpu import Rapl
 from measure.devices.fake import FakeDevice
 from measure.devices.nvidia import NvidiaDevice
 from spec.errors import UserError
+from spec.records import TELEMETRY
+from tests.vendor_libraries import Answer, Function, Library, amdsmi_over
+
+pynvml: Any = pytest.importorskip("pynvml")
+needs_amdsmi = pytest.mark.skipif(
+    importlib.util.find_spec("amdsmi") is None, reason="amdsmi is not installed"
+)
+QUANTITIES = ("_w", "_j", "_c", "_mhz", "_pct", "_ns", "_bytes", "_reasons", "_per_s", "activity")
 
 
-class FakeNvml:
-    """NVML's functions with plain answers; units as NVML's."""
-
-    NVML_SUCCESS = 0
-    NVML_VALUE_TYPE_UNSIGNED_LONG = 2
-    NVML_VALUE_TYPE_UNSIGNED_LONG_LONG = 3
-    NVML_FI_DEV_POWER_INSTANT = 186
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
-    NVML_CLOCK_SM = 1
-    NVML_CLOCK_MEM = 2
-    NVML_TEMPERATURE_GPU = 0
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
-        self.energy_calls = 0
-
-    def nvmlDeviceGetFieldValues(self, handle: Any, fields: list[tuple[int, int]]) -> list[Any]:
-        self.asked += fields
-        answers = {186: (0, 700_123), 138: (3, 10), 139: (3, 20)}
-        kind, number = answers[fields[0][0]]
-        value = SimpleNamespace(uiVal=number, ullVal=number)
-        return [SimpleNamespace(nvmlReturn=0, valueType=kind, value=value)]
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
-        self.energy_calls += 1
-        raise RuntimeError("Not Supported")
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, clock: int) -> int:
-        return {1: 1980, 2: 3201}[clock]
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int:
-        return 0x5
+def fields(*arguments: Any) -> None:
+    """Answers of nvmlDeviceGetFieldValues: (type, value), or a status, by field and scope."""
+    known = {
+        (pynvml.NVML_FI_DEV_POWER_INSTANT, 0): (pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 700_123),
+        (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, 0xFFFFFFFF): (
+            pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG,
+            2**33,  # more than 32 bits of KiB
+        ),
+        (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, 0xFFFFFFFF): (
+            pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG,
+            20,
+        ),
+    }
+    for one in arguments[2]._obj:
+        kind, value = known.get((one.fieldId, one.scopeId), (None, None))
+        if kind is None:
+            one.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
+        elif kind == pynvml.NVML_VALUE_TYPE_UNSIGNED_INT:
+            one.valueType, one.value.uiVal = kind, value
+        else:
+            one.valueType, one.value.ullVal = kind, value
 
 
-def test_nvml_units_and_scopes() -> None:
-    library = FakeNvml()
-    device = NvidiaDevice(library, object(), 0)
+def clock(handle: Any, kind: Any, target: Any) -> None:
+    target._obj.value = {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 3201}[kind.value]
+
+
+def violation(handle: Any, policy: Any, target: Any) -> None:
+    power = policy.value == pynvml.NVML_PERF_POLICY_POWER
+    target._obj.violationTime = 5_000_000 if power else 70
+
+
+def gpm_metrics(target: Any) -> None:
+    asked = target._obj
+    assert asked.version == pynvml.NVML_GPM_METRICS_GET_VERSION
+    for metric in asked.metrics[: asked.numMetrics]:
+        metric.value = float(metric.metricId)
+        if metric.metricId == pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL:
+            metric.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
+        if metric.metricId == pynvml.NVML_GPM_METRIC_SM_OCCUPANCY:
+            metric.value = float("nan")
+
+
+NVML: dict[str, Answer] = {
+    "nvmlDeviceGetFieldValues": fields,
+    "nvmlDeviceGetClockInfo": clock,
+    "nvmlDeviceGetViolationStatus": violation,
+    "nvmlGpmQueryDeviceSupport": {"isSupportedDevice": 1},
+    "nvmlGpmSampleAlloc": [],
+    "nvmlGpmSampleGet": [],
+    "nvmlGpmMetricsGet": gpm_metrics,
+    # an older driver has the older name only
+    "nvmlDeviceGetCurrentClocksThrottleReasons": [0x5],
+}
+
+
+def nvidia_device(monkeypatch: pytest.MonkeyPatch, **answers: Answer) -> NvidiaDevice:
+    """A device of the installed pynvml over a made-up library."""
+    library = Library(NVML | answers)
+    library.functions["nvmlGpmSampleAlloc"] = Function(lambda sample: None)
+    monkeypatch.setattr(pynvml, "nvmlLib", library)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return NvidiaDevice(pynvml, pynvml.c_nvmlDevice_t(), 0)
+
+
+def test_nvml_units_and_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = nvidia_device(monkeypatch)
     assert device.power_w() == pytest.approx(700.123)
     assert device.sm_clock_mhz() == 1980
-    assert device.nvlink_bytes() == (10 * 1024, 20 * 1024)
-    # all links together
-    assert (138, 0xFFFFFFFF) in library.asked
-    # an older driver has the older name only
+    assert device.memory_clock_mhz() == 3201
+    assert device.nvlink_bytes() == (2**43, 20 * 1024)  # all links together, 64 bits
     assert throttle_names(device.throttle_reasons() or 0) == "power_cap"
+    assert device.violation_ns() == (5_000_000, 70)
 
 
-def test_what_nvml_refuses_is_asked_once() -> None:
-    library = FakeNvml()
-    device = NvidiaDevice(library, object(), 0)
-    assert [device.energy_j() for _ in range(3)] == [None] * 3
-    assert library.energy_calls == 1
-    assert device.power_average_w() is None  # a field this library does not know
+def test_activity_is_the_mean_since_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = nvidia_device(monkeypatch)
+    assert device.activity() is None  # a mean needs two samples
+    found = device.activity()
+    assert found is not None
+    assert found["tensor_activity_pct"] == pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
+    assert found["nvlink_tx_bytes_per_s"] == pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC * 2**20
+    # what this GPU refuses, or has no number for, is left out, never zero
+    assert not {"dram_bandwidth_pct", "sm_occupancy_pct"} & set(found)
+    assert set(found) <= {name for name, _, _ in TELEMETRY}
+
+
+def test_a_gpu_without_counters_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking: Answer = {"isSupportedDevice": 0}
+    device = nvidia_device(monkeypatch, nvmlGpmQueryDeviceSupport=lacking)
+    assert [device.activity() for _ in range(3)] == [None] * 3
+    assert pynvml.nvmlLib.functions["nvmlGpmQueryDeviceSupport"].calls == 1
+    assert device.refused() == {"GPM": "Not Supported"}
+
+
+@pytest.mark.parametrize(
+    ("status", "calls"),
+    [("NVML_ERROR_NOT_SUPPORTED", 1), ("NVML_ERROR_NO_PERMISSION", 1), ("NVML_ERROR_UNKNOWN", 3)],
+)
+def test_what_nvml_refuses_is_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch, status: str, calls: int
+) -> None:
+    refusing: Answer = int(getattr(pynvml, status))
+    device = nvidia_device(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=refusing)
+    assert [device.energy_j() for _ in range(5)] == [None] * 5
+    assert pynvml.nvmlLib.functions["nvmlDeviceGetTotalEnergyConsumption"].calls == calls
+    assert list(device.refused()) == ["nvmlDeviceGetTotalEnergyConsumption()"]
+    assert device.power_average_w() is None  # a field that this driver does not know
+
+
+def test_an_error_of_a_moment_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = iter([pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_TIMEOUT, 0] * 3)
+    device = nvidia_device(
+        monkeypatch, nvmlDeviceGetTotalEnergyConsumption=lambda *_: next(statuses)
+    )
+    assert [device.energy_j() for _ in range(9)] == [None, None, 0.0] * 3
+    assert device.refused() == {}
 
 
 def test_hidden_gpus_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,77 +149,70 @@ def test_hidden_gpus_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_kind() in ("cpu", "amd")
 
 
-AMD_SOURCE = Path(amd.__file__)
+AMD: dict[str, Answer] = {
+    "amdsmi_get_power_info": {"current_socket_power": 512, "average_socket_power": 0xFFFF},
+    "amdsmi_get_power_cap_info": {"power_cap": 750_000_000},
+    "amdsmi_get_energy_count": [2_000_000, 15.25, 1],
+    "amdsmi_get_clock_info": {"clk": 1900, "max_clk": 2100},
+    "amdsmi_get_gpu_activity": {"gfx_activity": 99},
+    "amdsmi_get_temp_metric": [71],
+    "amdsmi_get_gpu_memory_total": [192 * 2**30],
+    "amdsmi_get_violation_status": {
+        "active_ppt_pwr": 1,
+        "active_hbm_thrm": 0xFF,  # not told
+        "active_prochot_thrm": 0,
+    },
+    "amdsmi_get_gpu_driver_info": {"driver_version": b"6.12.12"},
+    "amdsmi_get_gpu_asic_info": {"market_name": b"AMD Instinct MI300X", "asic_serial": b"0"},
+    "amdsmi_get_gpu_device_uuid": lambda handle, length, text: setattr(text, "value", b"amd-1"),
+}
 
 
-def amd_functions() -> dict[str, ast.FunctionDef]:
-    """Functions of the installed amdsmi package, read without importing it."""
-    found = importlib.util.find_spec("amdsmi")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("amdsmi is not installed")
-    path = Path(next(iter(found.submodule_search_locations))) / "amdsmi_interface.py"
-    tree = ast.parse(path.read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+def links(handle: Any, target: Any) -> None:
+    """Two xGMI links and one that is PCIe."""
+    found = target._obj
+    kinds = sys.modules["amdsmi"].AmdSmiLinkType
+    found.num_links = 3
+    for number, kind in enumerate(
+        (kinds.AMDSMI_LINK_TYPE_XGMI,) * 2 + (kinds.AMDSMI_LINK_TYPE_PCIE,)
+    ):
+        found.links[number].link_type = kind
+        found.links[number].read, found.links[number].write = 10, 20
 
 
-def fake_amd(answers: dict[str, Any]) -> Any:
-    """A stand-in with the package's own signatures and result keys."""
-    functions = amd_functions()
-
-    def stand_in(name: str, answer: Any) -> Callable[..., Any]:
-        node = functions[name]
-        words = {
-            one.value
-            for one in ast.walk(node)
-            if isinstance(one, ast.Constant) and isinstance(one.value, str)
-        }
-        if isinstance(answer, dict):
-            assert set(answer) <= words, f"{name} answers no {set(answer) - words}"
-
-        def call(*arguments: Any) -> Any:
-            assert len(arguments) == len(node.args.args), f"{name} takes {len(node.args.args)}"
-            return answer
-
-        return call
-
-    library = SimpleNamespace(**{name: stand_in(name, value) for name, value in answers.items()})
-    library.AmdSmiClkType = SimpleNamespace(GFX=0, MEM=1)
-    return library
+@needs_amdsmi
+def test_amd_units_through_the_installed_package() -> None:
+    with amdsmi_over(AMD | {"amdsmi_get_link_metrics": links}) as library:
+        library.amdsmi_init()
+        (device,) = open_amd(library)
+        assert device.name() == "AMD Instinct MI300X"
+        assert device.uuid() == "amd-1"
+        assert device.driver() == "6.12.12"
+        assert device.memory_bytes() == 192 * 2**30
+        assert device.power_w() == 512
+        assert device.power_average_w() is None
+        assert device.power_limit_w() == 750
+        assert device.energy_j() == pytest.approx(30.5)
+        assert (device.sm_clock_mhz(), device.max_clock_mhz()) == (1900, 2100)
+        assert device.temperature_c() == device.memory_temperature_c() == 71
+        assert device.utilisation_pct() == 99
+        assert device.throttle_reasons() == 0x4
+        assert device.nvlink_bytes() == (2 * 20 * 1024, 2 * 10 * 1024)
+        assert device.refused() == {}
 
 
-def test_amd_units() -> None:
-    library = fake_amd(
-        {
-            "amdsmi_get_processor_handles": ["handle"],
-            "amdsmi_get_power_info": {
-                "current_socket_power": 512,
-                "average_socket_power": "N/A",
-            },
-            "amdsmi_get_power_cap_info": {"power_cap": 750_000_000},
-            "amdsmi_get_energy_count": {
-                "energy_accumulator": 2_000_000,
-                "counter_resolution": 15.25,
-            },
-            "amdsmi_get_clock_info": {"clk": 1900, "max_clk": 2100},
-            "amdsmi_get_gpu_activity": {"gfx_activity": 99},
-            "amdsmi_get_violation_status": {"active_ppt_pwr": True, "active_hbm_thrm": "N/A"},
-        }
-    )
-    (device,) = open_amd(library)
-    assert device.power_w() == 512
-    assert device.power_average_w() is None
-    assert device.power_limit_w() == 750
-    assert device.energy_j() == pytest.approx(30.5)
-    assert (device.sm_clock_mhz(), device.max_clock_mhz()) == (1900, 2100)
-    assert device.throttle_reasons() == 0x4
-
-
-def test_every_amdsmi_function_asked_for_exists() -> None:
-    functions = amd_functions()
-    asked = set(re.findall(r'"(amdsmi_get_\w+)"', AMD_SOURCE.read_text()))
-    assert asked
-    assert asked <= set(functions)
-    assert AmdDevice.kind == "amd"
+@needs_amdsmi
+def test_an_amd_gpu_that_answers_nothing_is_none_everywhere() -> None:
+    with amdsmi_over({}) as library:
+        (device,) = open_amd(library)
+        getters = [
+            name for name in dir(Device) if name.endswith(QUANTITIES) and name != "memory_bytes"
+        ]
+        assert len(getters) > 12
+        assert {name: getattr(device, name)() for name in getters} == dict.fromkeys(getters)
+        assert len(device.refused()) >= 8
+        assert device.name() == "AMD GPU"
+        assert device.describe().memory_gib is None
 
 
 def test_rapl_carries_the_counter_over_its_wrap(tmp_path: Path) -> None:

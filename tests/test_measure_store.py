@@ -1,12 +1,10 @@
-"""Result sets survive kills at any moment; telemetry parts merge; windows add up."""
+"""Result sets survive kills at any moment; windows add up."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
-from measure import checks
 from measure.campaign import by_worth
 from measure.checks import LoadCase
 from measure.devices import Device
@@ -95,37 +93,6 @@ def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
         new_store(tmp_path)
 
 
-def test_telemetry_parts_become_one_file_and_keep_their_tags(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    from measure.telemetry import PARTS, Recorder, listen, merge, read_fast, read_slow
-
-    ticks = iter(range(1000))
-    devices = [FakeDevice(0), FakeDevice(1)]
-    recorder = Recorder(devices, tmp_path, clock=lambda: float(next(ticks)))
-    recorder.sample(read_fast)
-    finish = threading.Event()
-    listen(recorder, ["1\tcase-a\n", "*\tcase-b\n", "0\t\n"], finish)
-    assert finish.is_set()
-    recorder.sample(read_slow)
-    recorder.flush()
-    listen(recorder, ["!\tpause\n"], finish)
-    recorder.sample(read_fast)  # not read
-    listen(recorder, ["!\tgo\n"], finish)
-    recorder.sample(read_fast)
-    recorder.flush()
-    (tmp_path / PARTS / "zz.parquet").write_text("cut off by a full disk")
-    assert merge(tmp_path) == 6
-    table = parquet.read_table(tmp_path / "telemetry.parquet")
-    assert table["case_id"].to_pylist() == ["", "", "", "case-b", "", "case-b"]
-    assert table["time_s"].to_pylist() == [0, 1, 2, 3, 4, 5]
-    # each loop leaves the other's columns empty, never zero
-    assert [value is None for value in table["energy_j"].to_pylist()] == [1, 1, 0, 0, 1, 1]
-    # what a resumed run adds goes behind
-    recorder.sample(read_fast)
-    recorder.flush()
-    assert merge(tmp_path) == 8
-
-
 def test_a_window_reads_energy_at_both_ends() -> None:
     devices: list[Device] = [FakeDevice(0), FakeDevice(1)]
     with Window(devices) as window:
@@ -134,28 +101,6 @@ def test_a_window_reads_energy_at_both_ends() -> None:
     assert window.result.energy_j == pytest.approx(2 * 7.25)
     assert window.result.temperature_max_c == 51
     assert window.result.samples >= 1
-
-
-def test_overhead_of_known_shares() -> None:
-    class Paused:
-        paused = False
-
-        def pause(self, value: bool) -> None:
-            self.paused = value
-
-    sampler = Paused()
-    found = checks.overhead(lambda: 100.0 if sampler.paused else 101.0, sampler, 4)  # type: ignore[arg-type]
-    assert found["mean"] == pytest.approx(0.01)
-    assert found["low"] == pytest.approx(found["high"])
-    assert not sampler.paused
-    spread = checks.interval([0.0, 0.02])
-    assert spread["high"] - spread["mean"] == pytest.approx(12.706 * 0.01, rel=1e-3)
-
-
-def test_latencies_tell_missing_from_fast() -> None:
-    found = checks.latencies(FakeDevice(0), seconds=0.0)
-    assert found["memory_temperature_c"] is None
-    assert found["power_w"]["calls"] == 3
 
 
 def test_a_short_budget_begins_with_cheap_cases() -> None:

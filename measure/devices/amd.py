@@ -5,14 +5,19 @@ Reads only: no setting is ever changed. amdsmi answers "N/A" for what a GPU lack
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from measure.devices.base import Device, Kind
+from measure.devices.base import Device, Kind, Queries
 from spec.errors import UserError
 
 DRIVER_NODE = Path("/dev/kfd")  # present where an AMD GPU's compute driver is loaded
+
+# amdsmi.h: AMDSMI_STATUS_NOT_SUPPORTED, NOT_YET_IMPLEMENTED and NO_PERM stay; others may not
+NOT_HERE = (2, 3, 10)
+_OLD = (AttributeError, KeyError)  # an older package has no such function, or no such entry
+LARGEST = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)  # the driver's "not available"
 
 # amdsmi_get_violation_status: which activity flag means which of our (NVML's) reason bits
 _VIOLATIONS = {
@@ -64,16 +69,13 @@ class AmdDevice(Device):
         self.index = index
         self._smi = smi
         self._handle = handle
-        self._lacking: set[str] = set()
+        self._queries = Queries(
+            lambda error: getattr(error, "err_code", None) in NOT_HERE or isinstance(error, _OLD)
+        )
+        self._ask = self._queries.ask
 
-    def _ask(self, what: str, query: Callable[[], Any]) -> Any | None:
-        if what in self._lacking:
-            return None
-        try:
-            return query()
-        except Exception:
-            self._lacking.add(what)
-            return None
+    def refused(self) -> Mapping[str, str]:
+        return dict(self._queries.refused)
 
     def _call(self, function: str, *arguments: Any) -> Any | None:
         return self._ask(
@@ -84,7 +86,9 @@ class AmdDevice(Device):
     def _entry(self, function: str, key: str, *arguments: Any) -> float | None:
         answer = self._call(function, *arguments)
         value = answer.get(key) if isinstance(answer, dict) else None
-        return None if value is None or isinstance(value, str) else float(value)
+        if value is None or isinstance(value, str) or value in LARGEST:
+            return None
+        return float(value)
 
     def name(self) -> str:
         answer = self._call("amdsmi_get_gpu_asic_info")
@@ -151,6 +155,16 @@ class AmdDevice(Device):
             if answer.get(key) is True or answer.get(key) == 1:
                 mask |= bit
         return mask
+
+    def nvlink_bytes(self) -> tuple[int, int] | None:
+        def query() -> tuple[int, int]:
+            xgmi = self._smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI
+            links = self._smi.amdsmi_get_link_metrics(self._handle)["links"]
+            own = [one for one in links if one["link_type"] == xgmi]
+            # accumulated KB (amdsmi.h), taken as 1024 bytes
+            return 1024 * sum(one["write"] for one in own), 1024 * sum(one["read"] for one in own)
+
+        return self._ask("amdsmi_get_link_metrics", query)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

@@ -2,11 +2,12 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar
 
 from spec.records import Device as DeviceRecord
 
+T = TypeVar("T")
 Kind = Literal["nvidia", "amd", "cpu", "fake"]
 
 # NVML's clocks-event-reason bits (nvml.h, nvmlClocksEventReason*); other vendors map onto them.
@@ -32,6 +33,36 @@ def throttle_names(mask: int) -> str | None:
 def hashed(identifier: str) -> str:
     """First 16 hex digits of SHA-256: tells devices apart without naming them."""
     return hashlib.sha256(identifier.encode()).hexdigest()[:16]
+
+
+PATIENCE = 3  # errors in a row after which a query is dropped
+
+
+class Queries:
+    """Asks a vendor's library; what it lacks, or fails at three times in a row, is asked no more.
+
+    `lacking` tells an error that will not go away from one that may be a moment's.
+    """
+
+    def __init__(self, lacking: Callable[[Exception], bool]) -> None:
+        self._lacking = lacking
+        self._failures: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+
+    def ask(self, what: str, query: Callable[[], T]) -> T | None:
+        """The answer; None where there is none."""
+        if what in self.refused:
+            return None
+        try:
+            answer = query()
+        except Exception as error:
+            self._failures[what] = self._failures.get(what, 0) + 1
+            if self._lacking(error) or self._failures[what] >= PATIENCE:
+                words = " ".join(str(error).split())
+                self.refused[what] = words[:100] or type(error).__name__
+            return None
+        self._failures.pop(what, None)
+        return answer
 
 
 class Device(ABC):
@@ -136,7 +167,7 @@ class Device(ABC):
             kind=self.kind,
             name=self.name(),
             uuid_hash=hashed(self.uuid()),
-            memory_gib=self.memory_bytes() / 2**30,
+            memory_gib=self.memory_bytes() / 2**30 or None,  # 0: the driver does not tell
             max_clock_mhz=self.max_clock_mhz(),
             power_limit_w=self.power_limit_w(),
             driver=self.driver(),

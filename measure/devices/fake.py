@@ -12,6 +12,7 @@ class FakeDevice(Device):
         self.index = index
         self._reads = 0
         self._energy_j = 1000.0
+        self._activity_reads = 0
 
     def name(self) -> str:
         return "Fake accelerator"
@@ -59,3 +60,10 @@ class FakeDevice(Device):
 
     def nvlink_bytes(self) -> tuple[int, int] | None:
         return self._reads * 1024, self._reads * 2048
+
+    def violation_ns(self) -> tuple[int, int] | None:
+        return self._reads * 1000, 0
+
+    def activity(self) -> dict[str, float] | None:
+        self._activity_reads += 1
+        return {"tensor_activity_pct": 50.0} if self._activity_reads > 1 else None

@@ -1,17 +1,15 @@
 """NVIDIA GPUs through NVML (nvidia-ml-py). Reads only: no setting is ever changed."""
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from measure.devices.base import Device, Kind
+from measure.devices.base import Device, Kind, Queries
 from measure.devices.gpm import Gpm
 from spec.errors import UserError
 
-T = TypeVar("T")
 # errors that will not go away; others may be a moment's
 PERMANENT = ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument")
-PATIENCE = 3  # other errors in a row after which a query is dropped
 UINT_MAX = 0xFFFFFFFF  # scope of NVLink fields that means all links together
 
 
@@ -62,7 +60,7 @@ def _text(value: Any) -> str:
 
 
 class NvidiaDevice(Device):
-    """One GPU. A quantity that NVML lacks, or refuses three times in a row, is not asked again."""
+    """One GPU."""
 
     kind: Kind = "nvidia"
 
@@ -70,28 +68,15 @@ class NvidiaDevice(Device):
         self.index = index
         self._nvml = nvml
         self._handle = handle
-        self._refused: dict[str, str] = {}
-        self._failures: dict[str, int] = {}
         self._gpm: Gpm | None = None
         names = [f"NVMLError_{name}" for name in PERMANENT]
         known = [getattr(nvml, name) for name in names if hasattr(nvml, name)]
-        self._permanent = (AttributeError, *known)  # the package, or the driver, has it not
-
-    def _ask(self, what: str, query: Callable[[], T]) -> T | None:
-        if what in self._refused:
-            return None
-        try:
-            answer = query()
-        except Exception as error:
-            self._failures[what] = self._failures.get(what, 0) + 1
-            if isinstance(error, self._permanent) or self._failures[what] >= PATIENCE:
-                self._refused[what] = " ".join(str(error).split()) or type(error).__name__
-            return None
-        self._failures.pop(what, None)
-        return answer
+        permanent = (AttributeError, *known)  # the package, or the driver, has it not
+        self._queries = Queries(lambda error: isinstance(error, permanent))
+        self._ask = self._queries.ask
 
     def refused(self) -> Mapping[str, str]:
-        return dict(self._refused)
+        return dict(self._queries.refused)
 
     def _call(self, function: str, *arguments: Any) -> Any | None:
         return self._ask(
