@@ -1,4 +1,4 @@
-"""The only file that knows Megatron-Core: builds a model of ours with it and runs its steps.
+"""Builds a model of ours with Megatron-Core and runs its steps; only megatron_*.py know it too.
 
 Without Transformer Engine and Apex, Megatron-Core 0.16 runs from its local layer spec, in which
 three modules are replaced: the norm (torch's, but marked for sequence parallelism, which Megatron
@@ -7,7 +7,6 @@ and Adam (torch's fused kernel on GPUs). Everything else is Megatron-Core's: ten
 layers, embedding, cross-entropy, pipeline schedules, DistributedDataParallel, the optimizers.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,22 +17,29 @@ import megatron.core
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    torch_fully_sharded_data_parallel,
+)
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import record_function
 
+from measure.megatron_context import ContextAttention, choose, own_part
+from measure.megatron_layers import Attention, Norm, attention_backend, layer_spec, seed_weights
+from measure.megatron_lora import freeze
 from measure.training_plan import refuse
 from spec.errors import WorkError
 from spec.model import ModelSpec
@@ -45,74 +51,8 @@ DTYPE = "bf16"
 ROTARY_BASE = 500_000  # Llama 3's; it changes values, not work
 LEARNING_RATE = 1e-4
 CLIP_GRADIENT = 1.0
-_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-_SHORT = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "memory"}
 
 Tensor = torch.Tensor
-
-
-def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
-    """The fastest backend of torch's attention that runs this shape both ways, and its name."""
-    problem = "none is known"
-    for name in _BACKENDS:
-        backend = getattr(SDPBackend, name, None)
-        if backend is None or (name == "CUDNN_ATTENTION" and device.type == "cpu"):
-            continue
-        heads, kv = model.heads // p.tp, model.kv_heads // p.tp
-        shape = (model.seq_len, p.microbatch)
-        sizes = ((*shape, n, model.head_dim) for n in (heads, kv, kv))
-        inputs = [torch.randn(s, dtype=torch.bfloat16, device=device) for s in sizes]
-        try:
-            with sdpa_kernel(backend):
-                out = _attend(*(one.requires_grad_() for one in inputs))
-            torch.autograd.backward(out, torch.randn_like(out))
-        except RuntimeError as error:  # this backend does not take this shape here
-            problem = str(error).splitlines()[0]
-            continue
-        return backend, _SHORT.get(name, name.lower())
-    raise WorkError(f"no attention backend takes heads of {model.head_dim}: {problem}")
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention over [seq, batch, heads, head_dim]; output [seq, batch, heads * dim]."""
-    q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=query.shape[2] != key.shape[2]
-    )
-    return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
-
-
-class Attention(torch.nn.Module):
-    """Core attention of a layer, in place of Megatron-Core's unfused DotProductAttention."""
-
-    def __init__(self, backend: Any, **_: Any) -> None:
-        super().__init__()
-        self._backend = backend
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
-    ) -> Tensor:
-        """Attention of one layer; shapes as in `_attend`. The mask is always causal."""
-        del attention_mask
-        with sdpa_kernel(self._backend):
-            return _attend(query, key, value)
-
-
-def _norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-    """Torch's norm with every parameter marked, so that sequence parallelism sums its gradient."""
-    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = kind(hidden_size, eps=eps, device=torch.cuda.current_device())
-    for parameter in norm.parameters():
-        marked: Any = parameter
-        marked.sequence_parallel = config.sequence_parallel
-    return norm
-
-
-class _Norm:
-    """What Megatron-Core's spec builds a norm from: a class whose instances are torch's norms."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _norm(*args, **kwargs)
 
 
 def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
@@ -157,6 +97,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         tensor_model_parallel_size=p.tp,
+        context_parallel_size=p.cp,
         sequence_parallel=p.sequence_parallel,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
@@ -170,24 +111,14 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     )
 
 
-def _chunk(model: ModelSpec, config: Any, backend: Any, number: int | None) -> Any:
+def _chunk(model: ModelSpec, config: Any, layer: Any, number: int | None) -> Any:
     """One GPTModel: all of this rank's layers, or those of its virtual stage `number`."""
-    if model.experts:
-        _mend_experts()
-    layer = get_gpt_layer_local_spec(
-        num_experts=model.experts or None,
-        moe_grouped_gemm=False,
-        normalization=config.normalization,
-    )
-    layer.submodules.input_layernorm = _Norm
-    layer.submodules.pre_mlp_layernorm = _Norm
-    layer.submodules.self_attention.submodules.core_attention = partial(Attention, backend)
     count = get_num_layers_to_build(config, vp_stage=number)
     where = {"ignore_virtual": False, "vp_stage": number}
-    return GPTModel(
+    chunk = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * count, layer_norm=_Norm
+            layer_specs=[layer] * count, layer_norm=Norm
         ),
         vocab_size=model.vocab,
         max_sequence_length=model.seq_len,
@@ -199,29 +130,17 @@ def _chunk(model: ModelSpec, config: Any, backend: Any, number: int | None) -> A
         rotary_base=ROTARY_BASE,
         vp_stage=number,
     )
-
-
-def _mend_experts() -> None:
-    """Two gaps of Megatron-Core 0.16's mixture of experts, which Transformer Engine would fill.
-
-    The router asks for a name that only Transformer Engine's import defines, and the token
-    exchange hands arrays to a collective that, in newer torch, takes lists.
-    """
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    original = token_dispatcher.all_to_all
-
-    def all_to_all(group: Any, tensor: Tensor, *splits: Any) -> Any:
-        lists = (None if one is None else [int(size) for size in one] for one in splits)
-        return original(group, tensor, *lists)
-
-    token_dispatcher.all_to_all = all_to_all
+    if model.lora_rank:
+        freeze(chunk)
+    return chunk
 
 
 def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean of the tokens' losses [batch, seq] of one microbatch."""
     mean = losses.float().mean()
-    return mean, {"loss": mean.detach().clone()}  # the schedule divides `mean` in place
+    found = {"loss": mean.detach().clone()}  # the schedule divides `mean` in place
+    # and multiplies it by the number of ranks that a sequence is split over
+    return mean / parallel_state.get_context_parallel_world_size(), found
 
 
 def _forward(batches: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -251,16 +170,22 @@ class Trainer:
         m, p = self.model, self.parallelism
         generator = torch.Generator().manual_seed(1000 + step)
         text = torch.randint(m.vocab, (p.global_batch, m.seq_len + 1), generator=generator)
-        positions = torch.arange(m.seq_len).expand(p.microbatch, -1).contiguous().to(self.device)
+        positions = own_part(torch.arange(m.seq_len).expand(p.microbatch, -1)).contiguous()
+        positions = positions.to(self.device)
         found = []
         for index in range(p.microbatches):
             first = (index * p.dp + self.replica) * p.microbatch
             mine = text[first : first + p.microbatch].to(self.device)
-            found.append((mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions))
+            both = (own_part(one).contiguous() for one in (mine[:, :-1], mine[:, 1:]))
+            found.append((*both, positions))
         return found
 
-    def step(self, batches: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-        """One training step: the losses of its microbatches on a last stage, else nothing."""
+    def step(self, batches: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], float]:
+        """One training step: the losses of its microbatches (on a last stage), and gradient norm.
+
+        The norm is Megatron-Core's, over all parameters and replicas, before clipping.
+        Raises WorkError where the optimizer refused the step.
+        """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -275,8 +200,18 @@ class Trainer:
             micro_batch_size=self.parallelism.microbatch,
             forward_only=False,
         )
-        self.optimizer.step()
-        return [one["loss"] for one in losses]
+        with record_function("optimizer"):
+            updated, norm, _ = self.optimizer.step()
+        if not updated or norm is None:
+            raise WorkError("the optimizer skipped a step: a gradient is not finite")
+        return [one["loss"] for one in losses], float(norm)
+
+    def sample(self) -> list[Tensor]:
+        """The first values of every trained matrix on this rank: they change as it learns."""
+        parameters = (one for chunk in self.chunks for one in chunk.parameters())
+        trained = [one for one in parameters if one.requires_grad and one.dim() > 1]
+        local = (getattr(one, "_local_tensor", one) for one in trained)  # of FSDP's shards
+        return [one.detach().flatten()[:256].clone() for one in local]
 
     def parameters(self) -> int:
         """Parameters that this rank holds."""
@@ -294,13 +229,15 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
         expert_model_parallel_size=p.ep,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
     config = transformer_config(model, p, device.type == "cuda")
-    backend, name = attention_backend(model, p, device)
+    core_attention, name = _core_attention(model, p, device)
+    layer = layer_spec(model, core_attention)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=p.overlap,
@@ -309,21 +246,20 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     )
     chunks = []
     for number in range(p.vpp):
-        chunk = _chunk(model, config, backend, number if p.vpp > 1 else None)
+        chunk = _chunk(model, config, layer, number if p.vpp > 1 else None)
         chunk.model_type = ModelType.encoder_or_decoder
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if seeded:
             seed_weights(chunk, parallel_state.get_tensor_model_parallel_rank(), p.tp)
         chunk = Float16Module(config, chunk.to(device))
+        wrap = _fully_sharded if p.zero == 3 else DistributedDataParallel
         chunks.append(
-            DistributedDataParallel(
-                config=config, ddp_config=ddp, module=chunk, disable_bucketing=number > 0
-            )
+            wrap(config=config, ddp_config=ddp, module=chunk, disable_bucketing=number > 0)
         )
     for chunk in chunks:
         chunk.train()
-    if p.overlap:
+    if p.overlap and p.zero < 3:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs[0] if len(syncs) == 1 else syncs
     config.finalize_model_grads_func = finalize_model_grads
@@ -333,6 +269,12 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
         f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, {DTYPE}; "
         f"local spec with torch norms, torch attention ({name}), {adam}"
     )
+    if p.cp > 1:
+        framework += ", ring attention over context-parallel ranks"
+    if p.zero == 3:
+        framework += ", Megatron's wrapper of PyTorch's FSDP, gradients reduced in fp32"
+    if model.lora_rank:
+        framework += ", LoRA modules of ours on all linear layers"
     if model.experts:
         framework += ", sequential experts, forced even routing"
     if connections := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"):
@@ -347,6 +289,25 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
         framework,
         parallel_state.get_data_parallel_rank(),
     )
+
+
+def _core_attention(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
+    """The module that computes attention in a layer, and its kernel's name."""
+    if p.cp == 1:
+        backend, name = attention_backend(model, p, device)
+        return partial(Attention, backend), name
+    heads, kv_heads = model.heads // p.tp, model.kv_heads // p.tp
+    length = model.seq_len // p.cp
+    kernels = choose(heads, kv_heads, model.head_dim, length, p.microbatch, device)
+    return partial(ContextAttention, kernels), kernels.name
+
+
+def _fully_sharded(**arguments: Any) -> Any:
+    """Megatron-Core's wrapper of PyTorch's FSDP, with gradients reduced in fp32 as elsewhere."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    module: Any = torch_fully_sharded_data_parallel
+    module.fully_shard = partial(fully_shard, mp_policy=policy)
+    return TorchFullyShardedDataParallel(**arguments)
 
 
 def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple[Any, str]:
@@ -369,30 +330,3 @@ def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple
             for group in inner.param_groups:  # before the first step, which makes its state so
                 group["fused"], group["foreach"] = True, False
     return optimizer, kind
-
-
-def seed_weights(chunk: Any, rank: int, tp: int, scale: float = 0.02) -> None:
-    """Normal weights from a generator seeded by each parameter's global name, then sharded.
-
-    Norm weights and biases keep their initial ones and zeros.
-    """
-    first = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
-    for name, parameter in chunk.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        words = name.split(".")
-        if words[:2] == ["decoder", "layers"]:
-            words[2] = str(int(words[2]) + first)
-        if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            words = ["embedding", "word_embeddings", "weight"]
-        seed = int.from_bytes(hashlib.sha256(".".join(words).encode()).digest()[:6])
-        shape = list(parameter.shape)
-        split = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
-        axis = parameter.partition_dim if split else 0
-        shape[axis] *= tp if split else 1
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-        if split:  # a gated input layer holds its two halves side by side: stride 2
-            parts = whole.chunk(tp * parameter.partition_stride, dim=axis)
-            whole = torch.cat(parts[rank::tp], dim=axis)
-        with torch.no_grad():
-            parameter.copy_(whole)

@@ -28,6 +28,7 @@ def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
     return make
@@ -75,6 +76,12 @@ def install() -> None:
     stream = _Stream()  # a mixture of experts copies its token counts on a second one
     cuda.Stream = cuda.current_stream = lambda *_, **__: stream
     cuda.stream = contextlib.nullcontext
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh: Any = DeviceMesh
+    of_group = mesh.from_group
+    mesh.from_group = staticmethod(lambda group, _, *more: of_group(group, "cpu", *more))
 
     from megatron.core.tensor_parallel import random
 

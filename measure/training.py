@@ -237,10 +237,18 @@ def _losses(reports: Sequence[Report], key: str = "losses") -> list[float | None
 
 
 def _steps(case: TrainingCase, reports: Sequence[Report]) -> list[StepRow]:
-    pairs = zip(_slowest(reports), _losses(reports), strict=True)
+    norms = reports[0]["norms"]  # the same on every rank
+    triples = zip(_slowest(reports), _losses(reports), norms, strict=True)
     return [
-        StepRow(case_id=case.case_id, role="judge", step=n, step_time_s=seconds, loss=loss)
-        for n, (seconds, loss) in enumerate(pairs)
+        StepRow(
+            case_id=case.case_id,
+            role="judge",
+            step=n,
+            step_time_s=seconds,
+            loss=loss,
+            grad_norm=norm,
+        )
+        for n, (seconds, loss, norm) in enumerate(triples)
     ]
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from measure import megatron_cpu
+from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -105,15 +106,15 @@ class Ranks:
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value.item())
 
-    def timed(self, trainer: Any, number: int) -> tuple[float, list[Any]]:
-        """One step: seconds from a common start to this device's end, and its losses."""
+    def timed(self, trainer: Any, number: int) -> tuple[float, list[Any], float]:
+        """One step: seconds from a common start to this device's end, losses, gradient norm."""
         batches = trainer.batches(number)
         self.barrier()
         begin = time.perf_counter()
-        losses = trainer.step(batches)
+        losses, norm = trainer.step(batches)
         if self.gpu:
             _cuda.synchronize()
-        return time.perf_counter() - begin, losses
+        return time.perf_counter() - begin, losses, norm
 
     def memory(self) -> dict[str, float | None]:
         """Peak memory since warm-up began, GiB; on a CPU only the process's resident peak."""
@@ -143,33 +144,41 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
     trainer = build(model, parallelism, ranks.device, seeded=not ranks.gpu)
     if ranks.gpu:
         _cuda.reset_peak_memory_stats()
-    before, number, warm_losses = 0.0, 0, []
+    before, number = 0.0, 0
+    warm_losses, warm_norms = [], []
+    weights = trainer.sample()
     while True:
-        seconds, losses = ranks.timed(trainer, number)
+        seconds, losses, norm = ranks.timed(trainer, number)
         warm_losses.append(_mean(losses))
+        warm_norms.append(norm)
         seconds = ranks.slowest(seconds)
         number += 1
         stable = abs(seconds / before - 1) < STABLE if before else False
         if number >= case["warmup"] and (stable or number >= case["warmup"] + MORE_WARM_UP):
             break
         before = seconds
+    if weights and all(map(torch.equal, weights, trainer.sample())):
+        raise WorkError(f"no weight changed in {number} steps, so these are not training steps")
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection in one rank would delay all of them
     pipe.send({"ready": seconds})
     while "go" in (message := messages.get()):  # else the parent needs nothing more of this rank
-        times, kept = [], []
+        times, kept, norms = [], [], []
         for _ in range(message["go"]):
-            took, losses = ranks.timed(trainer, number)
+            took, losses, norm = ranks.timed(trainer, number)
             number += 1
             times.append(took)
             kept.append(losses)
+            norms.append(norm)
         ranks.barrier()
         pipe.send(
             {
                 "times": times,
                 "losses": [_mean(losses) for losses in kept],
                 "warm_losses": warm_losses,
+                "norms": norms,
+                "warm_norms": warm_norms,
                 "memory": ranks.memory(),
                 "framework": trainer.framework,
                 "parameters": trainer.parameters(),

@@ -212,7 +212,9 @@ class TrainingConfig(Row):
         parts = [model.name, f"L{model.layers}", f"s{model.seq_len}"]
         parts += [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
         parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
+        parts += [f"CP{p.cp}"] if p.cp > 1 else []
         parts += [f"EP{p.ep}"] if p.ep > 1 else []
+        parts += [f"lora{model.lora_rank}"] if model.lora_rank else []
         parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]
         parts += ["SP"] if p.sequence_parallel else []
         parts += [f"z{p.zero}"]
@@ -267,6 +269,9 @@ class StepRow(Row):
     step: NonNegativeInt = Field(description="index of the step after warm-up")
     step_time_s: Positive = Field(description="slowest rank, device-synchronised, s")
     loss: FiniteFloat | None = Field(default=None, description="training loss, last stage's mean")
+    grad_norm: NonNegative | None = Field(
+        default=None, description="norm of all gradients before clipping, as the optimizer has it"
+    )
 
 
 TABLES: dict[str, type[Row]] = {

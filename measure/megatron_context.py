@@ -1,0 +1,263 @@
+"""Context parallelism: causal attention over a sequence whose chunks lie on several GPUs.
+
+Ring attention as Transformer Engine's `p2p` does it (Liu et al. 2023, arXiv 2310.01889; Megatron's
+zigzag): of 2 * cp chunks of the sequence, rank r has chunks r and 2 * cp - 1 - r, so that all have
+the same work under a causal mask. Keys and values go around the ring beside the attention to those
+that are here; in the backward pass they do again, and behind them their gradients. Each of the cp
+pieces of attention is half a square: this rank's own keys under the causal mask; all queries to the
+first half of the keys of a rank before it; the second half of the queries to all keys of a rank
+after it. Pieces are joined through the logarithm of their softmax denominators.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from spec.errors import WorkError
+
+Tensor = torch.Tensor
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Fused attention that also gives the softmax's denominators; [batch, heads, seq, dim]."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Any, ...]]  # (output, logsumexp, ...)
+    # (gradient, q, k, v, output, logsumexp, causal) -> gradients of q, k and v
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _seeds(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a kernel without dropout wants as the state of its random numbers."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return zero, zero
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+    return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
+
+
+def _cudnn_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
+) -> Any:
+    seed, offset = _seeds(q.device)
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        gradient, q, k, v, out, sums, seed, offset, None, None, None,
+        q.shape[2], k.shape[2], 0.0, causal,
+    )  # fmt: skip
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+
+def _flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
+) -> Any:
+    seed, offset = _seeds(q.device)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        gradient, q, k, v, out, sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
+    )
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def _cpu_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
+) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, sums, 0.0, causal
+    )
+
+
+def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = (q.float() @ k.float().transpose(2, 3)) * q.shape[-1] ** -0.5
+    if causal:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+    """The definition, unfused: what the kernels are checked against."""
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+    scores = _plain_scores(q, k, causal)
+    sums = scores.logsumexp(dim=-1)
+    return ((scores - sums[..., None]).exp() @ v.float()).to(q.dtype), sums
+
+
+_GPU = (
+    Kernels("cudnn", _cudnn_forward, _cudnn_backward),
+    Kernels("flash", _flash_forward, _flash_backward),
+)
+_CPU = (Kernels("flash", _cpu_forward, _cpu_backward),)
+
+
+def choose(
+    heads: int, kv_heads: int, dim: int, length: int, batch: int, device: torch.device
+) -> Kernels:
+    """The first fused attention that runs these shapes here, both ways, and gives right values."""
+    problem = "none is known"
+    for kernels in _CPU if device.type == "cpu" else _GPU:
+        try:
+            _check(kernels, heads, kv_heads, dim, min(length, 256), batch, device)
+        except (RuntimeError, TypeError) as error:  # not this shape, or not in this torch
+            problem = f"{kernels.name}: {str(error).splitlines()[0]}"
+            continue
+        return kernels
+    raise WorkError(f"no attention kernel for context parallelism takes this shape: {problem}")
+
+
+def _check(
+    kernels: Kernels, heads: int, kv_heads: int, dim: int, length: int, batch: int, device: Any
+) -> None:
+    """Raise RuntimeError where values or gradients are not those of the definition."""
+    sizes = ((batch, n, length, dim) for n in (heads, kv_heads, kv_heads))
+    like = {"dtype": torch.bfloat16, "device": device}
+    q, k, v = (torch.randn(size, **like).requires_grad_() for size in sizes)
+    for causal, cut in ((True, length), (False, length // 2)):
+        expected, sums = plain_forward(q, k[:, :, :cut], v[:, :, :cut], causal)
+        gradient = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, (q, k, v), gradient)
+        with torch.no_grad():
+            a, b, c = q, *(one[:, :, :cut].contiguous() for one in (k, v))
+            out, found = kernels.forward(a, b, c, causal)
+            got = kernels.backward(gradient, a, b, c, out, found, causal)
+        pairs = [(out, expected), (found.reshape(sums.shape), sums), (got[0], wanted[0])]
+        pairs += [(got[n], wanted[n][:, :, :cut]) for n in (1, 2)]
+        for mine, right in pairs:
+            error = (mine.float() - right.float()).abs().max() / right.float().abs().max()
+            if not error < 0.05:
+                raise RuntimeError(f"wrong values, by {float(error):.3f} of the largest")
+
+
+class _Exchange:
+    """One message to the next rank of the ring and one from the one before, under way."""
+
+    def __init__(self, group: Any, tensor: Tensor) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        here = dist.get_rank(group)
+        self._sent = tensor  # alive until it has gone
+        self._received = torch.empty_like(tensor)
+        self._work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group),
+                dist.P2POp(dist.irecv, self._received, ranks[here - 1], group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What the rank before sent."""
+        for one in self._work:
+            one.wait()
+        return self._received
+
+
+def _half(step: int, rank: int, length: int) -> tuple[slice, slice, bool]:
+    """(queries, keys, causal) that count at `step`, when keys of rank - step are here."""
+    half, every = length // 2, slice(None)
+    if step == 0:
+        return every, every, True
+    if step <= rank:
+        return every, slice(0, half), False
+    return slice(half, None), every, False
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of all; [batch, heads, seq / cp, dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, kernels: Kernels) -> Tensor:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        here = torch.stack((k, v))
+        joined = sums = torch.empty(0)
+        for step in range(size):
+            coming = _Exchange(group, here) if step < size - 1 else None
+            queries, keys, causal = _half(step, rank, q.shape[2])
+            piece, found = kernels.forward(
+                q[:, :, queries].contiguous(), *here[:, :, :, keys].contiguous(), causal
+            )
+            piece, found = piece.float(), found.reshape(piece.shape[:3])
+            if step == 0:
+                joined, sums = piece, found
+            else:
+                before = sums[:, :, queries]
+                both = torch.logaddexp(before, found)
+                old, new = (before - both).exp(), (found - both).exp()
+                joined[:, :, queries] *= old[..., None]
+                joined[:, :, queries] += piece * new[..., None]
+                sums[:, :, queries] = both
+            if coming is not None:
+                here = coming.wait()
+        out = joined.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.group, ctx.kernels = group, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        q, k, v, out, sums = ctx.saved_tensors
+        size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        here = torch.stack((k, v))
+        grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        own = torch.empty(0)
+        returning: _Exchange | None = None  # gradients of the keys that are here, so far
+        for step in range(size):
+            coming = _Exchange(ctx.group, here) if step < size - 1 else None
+            queries, keys, causal = _half(step, rank, q.shape[2])
+            cut = (one[:, :, queries].contiguous() for one in (gradient, q, out))
+            some, mine, whole = cut
+            found = sums[:, :, queries].contiguous()
+            if ctx.kernels.name == "cudnn":
+                found = found[..., None]  # its own form
+            grads = ctx.kernels.backward(
+                some, mine, *here[:, :, :, keys].contiguous(), whole, found, causal
+            )
+            grad_q[:, :, queries] += grads[0]
+            if step == 0:
+                own = torch.stack(grads[1:])
+            else:
+                so_far = torch.zeros_like(here) if returning is None else returning.wait()
+                so_far[:, :, :, keys] += torch.stack(grads[1:])
+                returning = _Exchange(ctx.group, so_far)
+            if coming is not None:
+                here = coming.wait()
+        if returning is not None:
+            own = own + returning.wait()
+        return grad_q.to(q.dtype), own[0], own[1], None, None
+
+
+class ContextAttention(torch.nn.Module):
+    """Core attention of a layer under context parallelism."""
+
+    def __init__(self, kernels: Kernels, **_: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
+    ) -> Tensor:
+        """[seq / cp, batch, heads, dim] in, [seq / cp, batch, heads * dim] out; always causal."""
+        del attention_mask
+        q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        group = parallel_state.get_context_parallel_group()
+        out: Tensor = _Ring.apply(q, k, v, group, self._kernels)
+        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+def own_part(tensor: Tensor, axis: int = 1) -> Tensor:
+    """This rank's two chunks of a sequence that lies along `axis`."""
+    size = parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return tensor
+    rank = parallel_state.get_context_parallel_rank()
+    chunks = tensor.chunk(2 * size, dim=axis)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=axis)

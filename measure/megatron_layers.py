@@ -1,0 +1,148 @@
+"""A transformer layer of Megatron-Core, with the modules that replace its own and why.
+
+See `measure.megatron`.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from measure.megatron_lora import adapt
+from spec.errors import WorkError
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+_SHORT = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "memory"}
+
+Tensor = torch.Tensor
+
+
+def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
+    """The fastest backend of torch's attention that runs this shape both ways, and its name."""
+    problem = "none is known"
+    for name in _BACKENDS:
+        backend = getattr(SDPBackend, name, None)
+        if backend is None or (name == "CUDNN_ATTENTION" and device.type == "cpu"):
+            continue
+        heads, kv = model.heads // p.tp, model.kv_heads // p.tp
+        shape = (model.seq_len, p.microbatch)
+        sizes = ((*shape, n, model.head_dim) for n in (heads, kv, kv))
+        inputs = [torch.randn(s, dtype=torch.bfloat16, device=device) for s in sizes]
+        try:
+            with sdpa_kernel(backend):
+                out = _attend(*(one.requires_grad_() for one in inputs))
+            torch.autograd.backward(out, torch.randn_like(out))
+        except RuntimeError as error:  # this backend does not take this shape here
+            problem = str(error).splitlines()[0]
+            continue
+        return backend, _SHORT.get(name, name.lower())
+    raise WorkError(f"no attention backend takes heads of {model.head_dim}: {problem}")
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention over [seq, batch, heads, head_dim]; output [seq, batch, heads * dim]."""
+    q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=query.shape[2] != key.shape[2]
+    )
+    return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+class Attention(torch.nn.Module):
+    """Core attention of a layer, in place of Megatron-Core's unfused DotProductAttention."""
+
+    def __init__(self, backend: Any, **_: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
+    ) -> Tensor:
+        """Attention of one layer; shapes as in `_attend`. The mask is always causal."""
+        del attention_mask
+        with sdpa_kernel(self._backend):
+            return _attend(query, key, value)
+
+
+def _norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """Torch's norm with every parameter marked, so that sequence parallelism sums its gradient."""
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = kind(hidden_size, eps=eps, device=torch.cuda.current_device())
+    for parameter in norm.parameters():
+        marked: Any = parameter
+        marked.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+class Norm:
+    """What Megatron-Core's spec builds a norm from: a class whose instances are torch's norms."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _norm(*args, **kwargs)
+
+
+def layer_spec(model: ModelSpec, core_attention: Any) -> Any:
+    """Megatron-Core's local layer with our norm and attention, and adapters where there are."""
+    if model.experts:
+        _mend_experts()
+    layer = get_gpt_layer_local_spec(
+        num_experts=model.experts or None,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+    )
+    layer.submodules.input_layernorm = Norm
+    layer.submodules.pre_mlp_layernorm = Norm
+    layer.submodules.self_attention.submodules.core_attention = core_attention
+    if model.lora_rank:
+        adapt(layer, model.lora_rank)
+    return layer
+
+
+def _mend_experts() -> None:
+    """Two gaps of Megatron-Core 0.16's mixture of experts, which Transformer Engine would fill.
+
+    The router asks for a name that only Transformer Engine's import defines, and the token
+    exchange hands arrays to a collective that, in newer torch, takes lists.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    original = token_dispatcher.all_to_all
+
+    def all_to_all(group: Any, tensor: Tensor, *splits: Any) -> Any:
+        lists = (None if one is None else [int(size) for size in one] for one in splits)
+        return original(group, tensor, *lists)
+
+    token_dispatcher.all_to_all = all_to_all
+
+
+def seed_weights(chunk: Any, rank: int, tp: int, scale: float = 0.02) -> None:
+    """Normal weights from a generator seeded by each parameter's global name, then sharded.
+
+    Norm weights and biases keep their initial ones and zeros.
+    """
+    first = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            words[2] = str(int(words[2]) + first)
+        if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            words = ["embedding", "word_embeddings", "weight"]
+        seed = int.from_bytes(hashlib.sha256(".".join(words).encode()).digest()[:6])
+        shape = list(parameter.shape)
+        split = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
+        axis = parameter.partition_dim if split else 0
+        shape[axis] *= tp if split else 1
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+        if split:  # a gated input layer holds its two halves side by side: stride 2
+            parts = whole.chunk(tp * parameter.partition_stride, dim=axis)
+            whole = torch.cat(parts[rank::tp], dim=axis)
+        with torch.no_grad():
+            parameter.copy_(whole)

@@ -1,0 +1,105 @@
+"""LoRA adapters for Megatron-Core, which has none: low-rank products beside frozen linear layers.
+
+Every linear layer of attention and MLP gets one: `y = W x + B (A x)`, A of [rank, in], B of
+[out, rank], alpha equal to the rank (Hu et al. 2021, arXiv 2106.09685). Where W is split over
+tensor-parallel ranks, so is the adapter's matrix on that side; the other one is whole on every
+rank and works on the tokens that the rank has (a tp-th of them under sequence parallelism). The
+activations between the two, `rank` wide, are what ranks exchange:
+
+- column-parallel W: A whole, B split. Under sequence parallelism `A x` is gathered (its gradient
+  scattered); else the gradient of `A x` is all-reduced.
+- row-parallel W: A split, B whole. Under sequence parallelism `A x` is reduce-scattered (its
+  gradient gathered); else `A x` is all-reduced.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+Tensor = torch.Tensor
+STD = 0.02  # of A's initial values; B begins at zero
+
+
+def _adapter(layer: Any, rank: int, split: str) -> None:
+    """Give `layer` its two matrices; `split` names the one that tensor parallelism splits."""
+    rows, columns = layer.weight.shape
+    shapes = {"lora_a": (rank, columns), "lora_b": (rows, rank)}
+    like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    for name, shape in shapes.items():
+        values = (
+            torch.randn(shape, **like) * STD if name == "lora_a" else torch.zeros(shape, **like)
+        )
+        parameter: Any = torch.nn.Parameter(values)
+        axis = 0 if name == "lora_b" else 1
+        stride = getattr(layer.weight, "partition_stride", 1)  # 2 where gate and input lie in one
+        tensor_parallel.set_tensor_model_parallel_attributes(parameter, name == split, axis, stride)
+        # a whole matrix that saw only this rank's tokens: its gradient is summed over ranks
+        parameter.sequence_parallel = layer.sequence_parallel and name != split
+        layer.register_parameter(name, parameter)
+
+
+class _Column(ColumnParallelLinear):  # type: ignore[misc]
+    """A frozen column-parallel layer with an adapter."""
+
+    lora_rank = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _adapter(self, self.lora_rank, "lora_b")
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer itself, its low-rank update added."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        narrow = F.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            narrow = mappings.gather_from_sequence_parallel_region(
+                narrow, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=self.tp_group)
+        return output + F.linear(narrow, self.lora_b), bias
+
+
+class _Row(RowParallelLinear):  # type: ignore[misc]
+    """A frozen row-parallel layer with an adapter."""
+
+    lora_rank = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _adapter(self, self.lora_rank, "lora_a")
+
+    def forward(self, input_: Tensor) -> Any:
+        """As the layer itself, its low-rank update added."""
+        output, bias = super().forward(input_)
+        narrow = F.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            narrow = mappings.reduce_scatter_to_sequence_parallel_region(
+                narrow, group=self.tp_group
+            )
+        else:
+            narrow = mappings.reduce_from_tensor_model_parallel_region(narrow, group=self.tp_group)
+        return output + F.linear(narrow, self.lora_b), bias
+
+
+def adapt(layer: Any, rank: int) -> None:
+    """Put layers with adapters of `rank` into a layer spec of Megatron-Core."""
+    column = type("LoraColumnParallelLinear", (_Column,), {"lora_rank": rank})
+    row = type("LoraRowParallelLinear", (_Row,), {"lora_rank": rank})
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = column, row
+    mlp = layer.submodules.mlp.submodules
+    mlp.linear_fc1, mlp.linear_fc2 = column, row
+
+
+def freeze(chunk: Any) -> None:
+    """Leave only adapters to be trained; every layer still hands a gradient to the one before."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    if chunk.pre_process:
+        # recomputation runs no backward pass where no input needs a gradient
+        chunk.embedding.register_forward_hook(lambda *seen: seen[-1].requires_grad_())
