@@ -17,12 +17,7 @@ import megatron.core
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    TorchFullyShardedDataParallel,
-    torch_fully_sharded_data_parallel,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -34,12 +29,12 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
 from measure.megatron_context import ContextAttention, choose, own_part
 from measure.megatron_layers import Attention, Norm, attention_backend, layer_spec, seed_weights
 from measure.megatron_lora import freeze
+from measure.megatron_sharded import Sharded
 from measure.training_plan import refuse
 from spec.errors import WorkError
 from spec.model import ModelSpec
@@ -107,6 +102,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         # NCCL's streams keep a sent output alive; gloo reads it after it would be gone
         deallocate_pipeline_outputs=p.pp > 1 and (gpu or p.vpp == 1),
         gradient_accumulation_fusion=False,
+        transformer_impl="local",
         **more,
     )
 
@@ -176,8 +172,8 @@ class Trainer:
         for index in range(p.microbatches):
             first = (index * p.dp + self.replica) * p.microbatch
             mine = text[first : first + p.microbatch].to(self.device)
-            both = (own_part(one).contiguous() for one in (mine[:, :-1], mine[:, 1:]))
-            found.append((*both, positions))
+            tokens, labels = (own_part(one).contiguous() for one in (mine[:, :-1], mine[:, 1:]))
+            found.append((tokens, labels, positions))
         return found
 
     def step(self, batches: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], float]:
@@ -253,7 +249,7 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
         if seeded:
             seed_weights(chunk, parallel_state.get_tensor_model_parallel_rank(), p.tp)
         chunk = Float16Module(config, chunk.to(device))
-        wrap = _fully_sharded if p.zero == 3 else DistributedDataParallel
+        wrap = Sharded if p.zero == 3 else DistributedDataParallel
         chunks.append(
             wrap(config=config, ddp_config=ddp, module=chunk, disable_bucketing=number > 0)
         )
@@ -300,14 +296,6 @@ def _core_attention(model: ModelSpec, p: Parallelism, device: torch.device) -> t
     length = model.seq_len // p.cp
     kernels = choose(heads, kv_heads, model.head_dim, length, p.microbatch, device)
     return partial(ContextAttention, kernels), kernels.name
-
-
-def _fully_sharded(**arguments: Any) -> Any:
-    """Megatron-Core's wrapper of PyTorch's FSDP, with gradients reduced in fp32 as elsewhere."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    module: Any = torch_fully_sharded_data_parallel
-    module.fully_shard = partial(fully_shard, mp_policy=policy)
-    return TorchFullyShardedDataParallel(**arguments)
 
 
 def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple[Any, str]:

@@ -39,7 +39,7 @@ def _seeds(device: torch.device) -> tuple[Tensor, Tensor]:
     return zero, zero
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
     return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
 
 
@@ -53,7 +53,7 @@ def _cudnn_backward(
     )  # fmt: skip
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
 
@@ -66,7 +66,7 @@ def _flash_backward(
     )
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Any, ...]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
@@ -79,7 +79,7 @@ def _cpu_backward(
 
 
 def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    scores = (q.float() @ k.float().transpose(2, 3)) * q.shape[-1] ** -0.5
+    scores: Tensor = (q.float() @ k.float().transpose(2, 3)) * q.shape[-1] ** -0.5
     if causal:
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
@@ -182,9 +182,8 @@ class _Ring(torch.autograd.Function):
         for step in range(size):
             coming = _Exchange(group, here) if step < size - 1 else None
             queries, keys, causal = _half(step, rank, q.shape[2])
-            piece, found = kernels.forward(
-                q[:, :, queries].contiguous(), *here[:, :, :, keys].contiguous(), causal
-            )
+            some_k, some_v = here[:, :, :, keys].contiguous()
+            piece, found = kernels.forward(q[:, :, queries].contiguous(), some_k, some_v, causal)
             piece, found = piece.float(), found.reshape(piece.shape[:3])
             if step == 0:
                 joined, sums = piece, found
@@ -249,7 +248,8 @@ class ContextAttention(torch.nn.Module):
         del attention_mask
         q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         group = parallel_state.get_context_parallel_group()
-        out: Tensor = _Ring.apply(q, k, v, group, self._kernels)
+        ring: Any = _Ring.apply
+        out: Tensor = ring(q, k, v, group, self._kernels)
         return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
 

@@ -8,6 +8,7 @@ from spec.model import load_model
 from spec.parallelism import Parallelism
 
 TINY = load_model("tiny")
+MIXED = TINY.resized(name="tiny-moe", experts=4, top_k=2)
 
 
 @pytest.mark.parametrize("kind", ["nvidia", "cpu"])
@@ -48,9 +49,14 @@ def test_the_first_twelve_of_four_gpus_cover_the_axes() -> None:
     ("model", "split", "reason"),
     [
         (TINY, {"dp": 2, "zero": 2, "global_batch": 2}, "zero 2 steps are not measured"),
-        (TINY, {"dp": 2, "zero": 3, "global_batch": 2}, "zero 3 steps are not measured"),
-        (TINY, {"cp": 2}, "does not split a sequence"),
-        (TINY.resized(lora_rank=4), {}, "no adapters"),
+        (TINY, {"dp": 2, "zero": 3, "global_batch": 2}, "add overlap"),
+        (
+            TINY,
+            {"dp": 2, "pp": 2, "zero": 3, "global_batch": 2, "overlap": True},
+            "zero 3 with pp is not measured",
+        ),
+        (MIXED, {"cp": 2}, "cp 2 with experts"),
+        (MIXED.resized(lora_rank=4), {}, "LoRA .*mixture of experts"),
         (TINY.resized(vocab=511), {"tp": 2}, "padded vocabulary, such as 512"),
         (TINY, {"tp": 4}, "would be repeated"),
         (TINY, {"pp": 3, "global_batch": 3}, "does not divide the 4 layers"),

@@ -119,6 +119,7 @@ def test_a_case_makes_a_row_and_its_steps() -> None:
     assert "megatron-core" in row.framework
     assert "torch attention" in row.framework
     assert [step.step for step in steps] == [0, 1, 2, 3, 4]
+    assert all(step.grad_norm > 0 for step in steps)
     assert row.parallelism() == WHOLE.parallelism
 
 
