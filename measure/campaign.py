@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, nccl_choice
+from measure import checks, heat, nccl_choice, placement
 from measure.devices import Device
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store
@@ -29,7 +29,8 @@ def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> flo
     if suite == "collectives" and kind in START_S:
         asked = nccl_choice.wanted(cases)
         total += sum(case.seconds for case in asked) + (START_S[kind] if asked else 0.0)
-    return total + (START_S.get(kind, 5.0) if cases and suite != "training" else 0.0)
+    own = suite in ("training", "placement")  # which start processes of their own
+    return total + (START_S.get(kind, 5.0) if cases and not own else 0.0)
 
 
 @dataclass
@@ -195,6 +196,19 @@ class Campaign:
                     self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)
 
+    def placement(self, cases: Sequence[placement.PlacementCase], until: float | None) -> None:
+        """In processes of its own: the symmetric pipeline beside the one predicted to be best."""
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                try:
+                    placement.measure(case, self.devices, self.kind, self.store)
+                    self.store.mark("placement", [case.case_id])
+                except (UserError, WorkError) as error:
+                    self.fail(case.case_id, str(error))
+            self.show(case.case_id, 1)
+
     @contextlib.contextmanager
     def _tagged(self, case_id: str) -> Iterator[None]:
         self.sampler.tag(case_id)
@@ -235,9 +249,9 @@ def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> 
                 continue
             if until is not None and suite in ("kernels", "collectives"):
                 todo = by_worth(todo)
-            if suite == "training":
+            if suite in ("training", "placement"):
                 pool.close()  # free the devices' memory
-                campaign.training(todo, until)
+                getattr(campaign, suite)(todo, until)
             else:
                 getattr(campaign, suite)(pool, todo, until)
             campaign.store.save()

@@ -23,7 +23,7 @@ from spec.records import TrainingConfig
 from spec.step import kernels_of
 
 SUITES = ("kernels", "collectives", "interference", "training", "telemetry")
-ON_REQUEST = ("heat",)  # minutes of load that only a thermal model needs
+ON_REQUEST = ("heat", "placement")  # minutes that only a thermal model, or a placement, needs
 JUDGE_SHARE = 0.2
 State = Literal["burst", "sustained"]
 

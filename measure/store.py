@@ -16,6 +16,8 @@ from spec.files import format_row, parse, write_json
 from spec.records import SCHEMA, TABLES, Host, Manifest, Row, StepRow, TrainingRow
 from spec.results import read_result_set
 
+COMPARED = "placement-compared.json"  # ends a comparison of placements
+
 
 def now() -> str:
     """Now as ISO 8601 in UTC, to the second."""
@@ -96,6 +98,9 @@ class Store:
             keep = [one for one in result.table(StepRow) if one.case_id in finished]
             store._rewrite("steps", keep)
             store._done["steps"] = {one.case_id for one in keep}
+        if not (folder / COMPARED).exists():  # the steps of a comparison that was cut short
+            (folder / "placement.csv").unlink(missing_ok=True)
+            store._done["placement"] = set()
         store.manifest.status = "running"
         return store
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, emulation_plan, heat
+from measure import checks, emulation, emulation_plan, heat, placement
 from measure.campaign import estimate_s
 from measure.plan import PlanFile, collective_cases, interference_cases, kernel_cases
 from measure.training_plan import TrainingCase, case_of_config
@@ -48,6 +48,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = list(checks.cases(kind, devices, options.quick))
         elif suite == "heat":
             cases[suite] = list(heat.cases(options.quick))
+        elif suite == "placement":
+            cases[suite] = placement.cases(kind, devices, options.quick)
     return cases
 
 

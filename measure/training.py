@@ -48,10 +48,18 @@ class _Failed(WorkError):
     """The case failed; the message says in which rank and why."""
 
 
-class _Ranks:
+class Processes:
     """The processes of one case."""
 
-    def __init__(self, case: TrainingCase, device_kind: str, folder: str) -> None:
+    def __init__(
+        self,
+        case: TrainingCase,
+        device_kind: str,
+        folder: str,
+        devices: Sequence[int] = (),
+        passes: bool = False,
+    ) -> None:
+        """Start them, rank r on devices[r] (device r by default); `passes` times each pass too."""
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._logs = [Path(folder) / f"rank-{rank}.log" for rank in range(case.gpus)]
@@ -67,15 +75,22 @@ class _Ranks:
             "model": case.model.model_dump(),
             "parallelism": case.parallelism.model_dump(),
             "environment": ENVIRONMENT,
+            "passes": passes,
         }
-        own = [rank_environment(rank, case.gpus, case.nodes) for rank in range(case.gpus)]
+        own = [
+            {
+                "forced": rank_environment(rank, case.gpus, case.nodes),
+                "device": devices[rank] if devices else rank,
+            }
+            for rank in range(case.gpus)
+        ]
         try:
             for rank in range(case.gpus):
                 mine, theirs = context.Pipe()
                 self._pipes.append(mine)
                 process = context.Process(
                     target=_enter,
-                    args=(message | {"forced": own[rank]}, rank, theirs, str(self._logs[rank])),
+                    args=(message | own[rank], rank, theirs, str(self._logs[rank])),
                     daemon=True,
                 )
                 process.start()
@@ -115,6 +130,12 @@ class _Ranks:
             late = [str(n) for n in range(len(self._pipes)) if n not in reports]
             raise _Failed(f"rank {', '.join(late)} said nothing for {seconds:.0f} s and was ended")
         return [reports[rank] for rank in sorted(reports)]
+
+    def warmed_up(self, case: TrainingCase) -> list[Report]:
+        """Let the ranks find each other, build and warm up; one report of each."""
+        ports = [one["port"] for one in self.gather(START_S)]
+        self.send({"port": max(ports)})  # rank 0's; the others say 0
+        return self.gather(START_S + 5 * case.seconds)
 
     def _receive(self, rank: int) -> Report:
         try:
@@ -204,11 +225,9 @@ def _measure(
     """Start, warm up, time, stop."""
     gpu = kind in ("nvidia", "amd")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = _Ranks(case, kind, folder)
+        ranks = Processes(case, kind, folder)
         try:
-            ports = [one["port"] for one in ranks.gather(START_S)]
-            ranks.send({"port": max(ports)})  # rank 0's; the others say 0
-            ready = ranks.gather(START_S + 5 * case.seconds)
+            ready = ranks.warmed_up(case)
             slowest = max(one["ready"] for one in ready)
             steps = case.steps
             if gpu:

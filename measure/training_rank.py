@@ -74,13 +74,14 @@ class Ranks:
         """`meet` tells every rank the port that rank 0 listens on, see `rendezvous`."""
         self.gpu = case["device_kind"] in ("nvidia", "amd")
         options: dict[str, Any] = {}
+        device = case["device"]
         if self.gpu:
-            _cuda.set_device(rank)
-            self.device = torch.device("cuda", rank)
+            _cuda.set_device(device)
+            self.device = torch.device("cuda", device)
             options["timeout"] = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         else:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+            os.sched_setaffinity(0, {cores[device % len(cores)]})
             torch.set_num_threads(1)
             megatron_cpu.install()
             self.device = torch.device("cpu")
@@ -162,15 +163,21 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection in one rank would delay all of them
+    passes = None
+    if case["passes"]:
+        from measure.pass_times import PassTimes
+
+        passes = PassTimes(trainer, ranks.gpu)
     pipe.send({"ready": seconds})
     while "go" in (message := messages.get()):  # else the parent needs nothing more of this rank
-        times, kept, norms = [], [], []
+        times, kept, norms, spans = [], [], [], []
         for _ in range(message["go"]):
             took, losses, norm = ranks.timed(trainer, number)
             number += 1
             times.append(took)
             kept.append(losses)
             norms.append(norm)
+            spans += [passes.read()] if passes else []
         ranks.barrier()
         pipe.send(
             {
@@ -182,8 +189,11 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
                 "memory": ranks.memory(),
                 "framework": trainer.framework,
                 "parameters": trainer.parameters(),
+                "passes": spans,
             }
         )
+        if ranks.gpu and passes:  # other processes on this device need the memory now
+            _cuda.empty_cache()
 
 
 def _mean(losses: list[Any]) -> float | None:

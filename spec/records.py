@@ -274,6 +274,29 @@ class StepRow(Row):
     )
 
 
+class PlacementRow(Row):
+    """placement.csv: one training step under one placement of layers and devices.
+
+    Lists are by pipeline stage, first to last, comma-separated. Placements take turns in blocks;
+    the first step of a block, before clocks and memory have settled, is not here.
+    """
+
+    role: Literal["judge"]
+    step: NonNegativeInt = Field(description="running number over the whole case")
+    block: NonNegativeInt
+    phase: Literal["probe", "uneven", "optimised"] = Field(
+        description="probe: before the prediction; else what the symmetric placement turns with"
+    )
+    placement: Literal["symmetric", "optimised", "uneven"]
+    layers: str = Field(description="of each stage")
+    devices: str = Field(description="that hold the stages")
+    step_time_s: Positive = Field(description="slowest rank, device-synchronised, s")
+    busy_s: str = Field(description="each stage's time in passes")
+    clock_mhz: str | None = Field(default=None, description="mean SM clock over the block")
+    power_w: str | None = Field(default=None, description="mean power over the block, W")
+    temperature_c: str | None = Field(default=None, description="highest over the block")
+
+
 TABLES: dict[str, type[Row]] = {
     "kernels": KernelRow,
     "collectives": CollectiveRow,
@@ -281,6 +304,7 @@ TABLES: dict[str, type[Row]] = {
     "heat": HeatRow,
     "training": TrainingRow,
     "steps": StepRow,
+    "placement": PlacementRow,
 }
 
 # telemetry.parquet: (column, Arrow type, unit and meaning). One row per device and sample.

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
-from spec.records import SCHEMA, TABLES, Manifest, Row, StepRow
+from spec.records import SCHEMA, TABLES, Manifest, PlacementRow, Row, StepRow
 
 R = TypeVar("R", bound=Row)
 
@@ -37,7 +37,8 @@ class ResultSet:
 
 def _refuse_duplicates(path: Path, rows: list[R]) -> None:
     keys = Counter(
-        (row.case_id, row.step) if isinstance(row, StepRow) else (row.case_id,) for row in rows
+        (row.case_id, row.step) if isinstance(row, StepRow | PlacementRow) else (row.case_id,)
+        for row in rows
     )
     if keys:
         key, count = keys.most_common(1)[0]

@@ -1,0 +1,213 @@
+"""Placement of layers and GPUs: the best of all, an honest gain, and none where there is none."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulate.place import main, predict
+from simulate.placement import (
+    Pipeline,
+    Placement,
+    bottleneck,
+    durations,
+    fastest,
+    grouped,
+    pipeline_s,
+    symmetric,
+)
+from spec.calibration import read_calibration
+from spec.errors import UserError
+from spec.probe import PlacementProbe
+
+ROOT = Path(__file__).parent.parent
+SLOWNESS = st.floats(0.7, 1.6).map(lambda x: round(x, 3))
+
+
+@st.composite
+def pipelines(draw: Any) -> tuple[Pipeline, list[float]]:
+    stages = draw(st.integers(1, 3))
+    extra = [(0.0, 0.0)] * stages
+    extra[0] = (draw(st.floats(0, 1)), draw(st.floats(0, 1)))
+    extra[-1] = (draw(st.floats(0, 2)), draw(st.floats(0, 4)))
+    layers = draw(st.integers(stages, 7))
+    made = Pipeline(layers, draw(st.integers(1, 6)), (1.0, draw(st.floats(1, 3))), tuple(extra))
+    return made, draw(st.lists(SLOWNESS, min_size=stages, max_size=stages))
+
+
+def every(pipeline: Pipeline) -> list[Placement]:
+    stages = pipeline.stages
+    cuts = itertools.combinations(range(1, pipeline.layers), stages - 1)
+    counts = [
+        tuple(b - a for a, b in itertools.pairwise((0, *one, pipeline.layers))) for one in cuts
+    ]
+    return [
+        Placement(one, gpus) for one in counts for gpus in itertools.permutations(range(stages))
+    ]
+
+
+def step_s(pipeline: Pipeline, placement: Placement, slowness: list[float]) -> float:
+    passes = durations(pipeline, placement, np.array(slowness)[:, None])
+    return float(pipeline_s(pipeline, passes)[0])
+
+
+def slowest_s(pipeline: Pipeline, placement: Placement, slowness: list[float]) -> float:
+    passes = durations(pipeline, placement, np.array(slowness)[:, None])
+    return float(passes.sum(axis=1).max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_no_placement_at_all_has_a_shorter_step(case: tuple[Pipeline, list[float]]) -> None:
+    pipeline, slowness = case
+    found, proven = fastest(pipeline, slowness)
+    best = min(step_s(pipeline, one, slowness) for one in every(pipeline))
+    assert proven
+    assert step_s(pipeline, found, slowness) == pytest.approx(best, rel=1e-8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pipelines())
+def test_no_placement_has_a_faster_slowest_stage(case: tuple[Pipeline, list[float]]) -> None:
+    pipeline, slowness = case
+    found = bottleneck(pipeline, slowness)
+    assert sum(found.layers) == pipeline.layers
+    assert min(found.layers) >= 1
+    assert sorted(found.gpus) == list(range(pipeline.stages))
+    best = min(slowest_s(pipeline, one, slowness) for one in every(pipeline))
+    assert slowest_s(pipeline, found, slowness) == pytest.approx(best, rel=1e-8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines())
+def test_the_best_other_placement(case: tuple[Pipeline, list[float]]) -> None:
+    pipeline, slowness = case
+    but = fastest(pipeline, slowness)[0]
+
+    def paces(one: Placement) -> tuple[Any, ...]:
+        return one.layers, [slowness[gpu] for gpu in one.gpus]
+
+    others = [one for one in every(pipeline) if paces(one) != paces(but)]
+    if not others or pipeline.stages == 1:
+        return
+    found, _ = fastest(pipeline, slowness, but=but)
+    assert found != but
+    best = min(step_s(pipeline, one, slowness) for one in others)
+    assert step_s(pipeline, found, slowness) == pytest.approx(best, rel=1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SLOWNESS, min_size=6, max_size=6))
+def test_no_grouping_is_better_at_any_place(slowness: list[float]) -> None:
+    def paces(groups: Any) -> list[float]:
+        return sorted(max(slowness[gpu] for gpu in group) for group in groups)
+
+    mine = paces(grouped(slowness, 3))
+    for order in itertools.permutations(range(6)):
+        theirs = paces([order[:2], order[2:4], order[4:]])
+        assert all(one <= other for one, other in zip(mine, theirs, strict=True))
+
+
+def test_many_stages_are_placed_by_the_slowest_alone() -> None:
+    slowness = [1 + 0.04 * number for number in range(16)]
+    pipeline = Pipeline(96, 64, (1.0, 2.0), ((0.0, 0.0),) * 16)
+    found, proven = fastest(pipeline, slowness)
+    assert not proven
+    assert slowest_s(pipeline, found, slowness) < slowest_s(pipeline, symmetric(96, 16), slowness)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(UserError, match="3 stages for 2 layers"):
+        fastest(Pipeline(2, 4, (1.0, 2.0), ((0.0, 0.0),) * 3), [1.0] * 3)
+
+
+def probe(
+    clocks: list[float], powers: tuple[float, ...] = (690.0,) * 4, **more: Any
+) -> PlacementProbe:
+    """Four GPUs whose layers take as long as their clocks say."""
+    stages = [
+        {
+            "device": number,
+            "layers": 16,
+            "layers_forward_s": 0.016 * 1700 / clock,
+            "layers_backward_s": 0.032 * 1700 / clock,
+            "other_forward_s": 0.0,
+            "other_backward_s": 0.0,
+            "step_cv": 0.005,
+            "clock_mhz": clock,
+            "power_w": powers[number],
+        }
+        for number, clock in enumerate(clocks)
+    ]
+    value = {
+        "schema": "placement-probe/1",
+        "written": "2026-01-01T00:00:00Z",
+        "model": "made-up",
+        "microbatches": 24,
+        "steps": 6,
+        "step_time_s": 1.5,
+        "stages": stages,
+    }
+    return PlacementProbe.model_validate(value | more)
+
+
+def test_nothing_is_promised_where_gpus_are_alike() -> None:
+    value = predict(probe([1700.0] * 4), None)
+    assert not value["pays"]
+    assert "keep the symmetric" in value["advice"]
+    assert value["placements"]["optimised"]["gain"]["median"] <= 0
+
+
+def test_a_much_slower_gpu_gets_fewer_layers() -> None:
+    value = predict(probe([1400.0, 1800.0, 1800.0, 1800.0]), None)
+    best = value["placements"]["optimised"]
+    assert value["pays"]
+    assert best["layers"][best["devices"].index(0)] == min(best["layers"]) < 16
+    assert 0.05 < best["gain"]["median"] < 0.3
+
+
+def test_a_plan_follows_when_another_gpu_becomes_hot() -> None:
+    before = predict(probe([1400.0, 1800.0, 1800.0, 1800.0]), None)
+    after = predict(probe([1800.0, 1800.0, 1400.0, 1800.0]), None)
+
+    def layers_of(value: dict[str, Any], gpu: int) -> int:
+        best = value["placements"]["optimised"]
+        return int(best["layers"][best["devices"].index(gpu)])
+
+    assert layers_of(before, 0) < layers_of(before, 2)
+    assert layers_of(after, 2) < layers_of(after, 0)
+
+
+def test_a_power_cap_takes_back_part_of_the_gain() -> None:
+    # the fast GPUs wait in the symmetric placement; at work all the time they clock lower
+    calibration = read_calibration(ROOT / "results/4x-h200/calibration.json")
+    one = probe([1400.0, 1800.0, 1800.0, 1800.0])
+    free = predict(one, None)["placements"]["optimised"]["gain"]["median"]
+    capped = predict(one, calibration)["placements"]["optimised"]["gain"]["median"]
+    assert 0 < capped < 0.9 * free
+
+
+def test_the_command_reads_a_probe_and_refuses_a_broken_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, target = tmp_path / "probe.json", tmp_path / "placement.json"
+    others = {"uneven": {"layers": [15, 16, 16, 17], "devices": [0, 1, 2, 3]}}
+    value = probe([1500.0, 1700.0, 1700.0, 1700.0], others=others).model_dump(
+        mode="json", by_alias=True
+    )
+    path.write_text(json.dumps(value))
+    assert main(["--probe", str(path), "--json", str(target)]) == 0
+    found = json.loads(target.read_text())
+    best, uneven = (found["placements"][name]["gain"] for name in ("optimised", "uneven"))
+    assert uneven["median"] < best["median"]
+    assert best["low"] <= best["median"] <= best["high"]
+    assert "optimised" in capsys.readouterr().out
+    value["stages"][1]["device"] = 0
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match="GPU of its own"):
+        main(["--probe", str(path)])
