@@ -7,7 +7,7 @@ from typing import Any
 
 from measure.checks import interval
 from measure.telemetry import Sampler
-from measure.training import START_S, _Ranks
+from measure.training import Processes
 from measure.training_plan import TrainingCase, case_of
 from spec.model import load_model
 from spec.parallelism import Parallelism
@@ -41,11 +41,9 @@ def overhead(
     case fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        ranks = _Ranks(case, kind, folder)
+        ranks = Processes(case, kind, folder)
         try:
-            ports = [one["port"] for one in ranks.gather(START_S)]
-            ranks.send({"port": max(ports)})
-            slowest = max(one["ready"] for one in ranks.gather(START_S + 5 * case.seconds))
+            slowest = max(one["ready"] for one in ranks.warmed_up(case))
 
             def block() -> list[float]:
                 ranks.send({"go": steps + 1})
