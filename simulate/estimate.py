@@ -21,7 +21,7 @@ from simulate.pricing import (
     price,
     product_share,
 )
-from simulate.schedule import ScheduleName, graph
+from simulate.schedule import graph
 from simulate.timeline import Timeline, execute
 from spec.calibration import Calibration, Parameter
 from spec.collective import Collective, busbw_factor
@@ -111,14 +111,13 @@ class StepSimulator:
         *,
         draws: int | Draws = 200,
         seed: int = 0,
-        schedule: ScheduleName = "1f1b",
         measured_gpus: int = 4,
         clock_mhz: float | None = None,
     ) -> None:
         """Check the combination; nothing is simulated yet."""
         parallelism.check(model)
         self.model, self.p, self.calibration = model, parallelism, calibration
-        self.schedule, self.measured_gpus = schedule, measured_gpus
+        self.measured_gpus = measured_gpus
         self._fixed_clock_mhz = clock_mhz
         drawn = draws if isinstance(draws, Draws) else Draws(draws, seed)
         self._costs = Costs(calibration, node, fabric, parallelism, drawn)
@@ -186,7 +185,7 @@ class StepSimulator:
         p = self.p
         duration = np.array([one.total for one in priced.pass_list])
         both = execute(  # the last column is the central one again, without transfers
-            graph(p.pp, p.microbatches, p.vpp, self.schedule),
+            graph(p.pp, p.microbatches, p.vpp, p.schedule),
             np.column_stack([duration, duration[:, :1]]),
             np.append(priced.transfer_us, 0.0),
         )
@@ -363,11 +362,11 @@ class StepSimulator:
         """Bytes, calls and time of each kind of communication on a GPU of `stage`."""
         p, priced = self.p, self.priced
         sent: list[tuple[Collective, float]] = []
-        for (of, _, backward), cost in priced.passes.items():
+        for (of, _, way), cost in priced.passes.items():
             if of != stage:
                 continue
             for count, name in cost.segments:
-                for part in priced.stages[stage].segments[name][backward].parts:
+                for part in priced.stages[stage].segments[name][way].parts:
                     both = (*part.exposed, *part.hidden)
                     sent.extend((one, count * p.microbatches) for one in both)
             sent.extend((one, p.microbatches / p.vpp) for one, _ in cost.sharded)

@@ -3,13 +3,14 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from simulate.transfer import transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec, load_model, model_names
+from spec.parallelism import Schedule
 from topologies import fabric_names, load_fabric, load_node, node_names
 
 RESULTS = "results"
@@ -175,6 +176,9 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     for name, kind, text in PARALLELISM_OPTIONS:
         group.add_argument(f"--{name}", type=kind, metavar="N", help=text)
     group.add_argument("--recompute", choices=("none", "selective", "full"))
+    group.add_argument(
+        "--schedule", choices=get_args(Schedule), help="of the pipeline (default: 1f1b)"
+    )
     for name, text in (
         ("sequence-parallel", "split activations outside tensor-parallel regions too"),
         ("overlap", "hide data-parallel communication behind the backward pass"),
@@ -189,7 +193,7 @@ def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Parallelism` that the user has set (global_batch apart)."""
     names = [name.replace("-", "_") for name, _, _ in PARALLELISM_OPTIONS]
     names = [name for name in names if name != "global_batch"]
-    names += ["recompute", "sequence_parallel", "overlap"]
+    names += ["recompute", "schedule", "sequence_parallel", "overlap"]
     fixed = {name: getattr(arguments, name) for name in names}
     for name, value in fixed.items():
         low = 0 if name == "zero" else 1

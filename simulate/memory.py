@@ -144,7 +144,11 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     optimizer = 12.0 * owned
     layers = p.stage_layers(model)[stage]
     in_flight: float = min(p.pp - stage, p.microbatches)
-    if p.vpp > 1:
+    if p.schedule == "gpipe":
+        in_flight = p.microbatches
+    elif p.schedule == "zb-h1":  # `stage` microbatches wait for their weights' gradients
+        in_flight = min(p.pp, p.microbatches)
+    elif p.vpp > 1:
         chunks = min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, p.microbatches * p.vpp)
         in_flight = chunks / p.vpp
     one_batch = layers * layer_activation_bytes(model, p)

@@ -84,6 +84,7 @@ def candidates(
                     continue
                 eps = divisors(model.experts, dp * cp) if model.experts else [1]
                 chunks = divisors(model.layers // pp, 8) if pp > 1 and not uneven else [1]
+                schedule = fixed.get("schedule", "1f1b")
                 for ep, microbatch, vpp, recompute, zero in itertools.product(
                     options("ep", eps),
                     options("microbatch", [1, 2, 4, 8]),
@@ -97,7 +98,7 @@ def candidates(
                         p = Parallelism(
                             tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, microbatch=microbatch,
                             global_batch=global_batch, recompute=recompute, zero=zero,
-                            layers_per_stage=uneven, **switches,
+                            layers_per_stage=uneven, schedule=schedule, **switches,
                         )  # fmt: skip
                         p.check(model, gpus)
                     except (ValueError, UserError):

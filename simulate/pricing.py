@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Cost, Costs, Draws, Energy, total
+from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -28,6 +29,7 @@ from spec.step import (
     sharded,
     shared_gradients,
     trained_parameters,
+    without_weights,
 )
 
 Array = NDArray[np.float64]
@@ -87,8 +89,8 @@ class StagePrices:
 
     clock_mhz: float
     costs: Costs
-    # forward, backward; embedding and head only at their stages' clocks
-    segments: dict[str, tuple[PricedSegment, PricedSegment]]
+    # of each way, see `simulate.schedule`; embedding and head only at their stages' clocks
+    segments: dict[str, tuple[PricedSegment, ...]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class PricedStep:
     model: ModelSpec
     parallelism: Parallelism
     stages: tuple[StagePrices, ...]
-    passes: dict[tuple[int, int, bool], PassCost]  # by stage, chunk, backward
+    passes: dict[tuple[int, int, int], PassCost]  # by stage, chunk, way
     updates: tuple[UpdateCost, ...]  # by stage
     alike: tuple[int, ...]  # by stage, the first one that costs the same
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
@@ -117,8 +119,9 @@ class PricedStep:
 
     def passes_of(self, stage: int) -> list[PassCost]:
         """The passes of one stage, in that order."""
-        chunks = range(self.parallelism.vpp)
-        return [self.passes[stage, chunk, way] for chunk in chunks for way in (False, True)]
+        p = self.parallelism
+        every = range(ways(p.schedule))
+        return [self.passes[stage, chunk, way] for chunk in range(p.vpp) for way in every]
 
     @property
     def transfer_us(self) -> Array:
@@ -129,9 +132,12 @@ class PricedStep:
 
 
 @lru_cache(maxsize=256)
-def _parts(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, Segment]]:
-    """Forward and backward of what a step repeats for every microbatch."""
-    return {"layer": layer(model, p), "embedding": embedding(model, p), "head": head(model, p)}
+def _parts(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, ...]]:
+    """Each way of what a step repeats for every microbatch."""
+    both = {"layer": layer(model, p), "embedding": embedding(model, p), "head": head(model, p)}
+    if ways(p.schedule) == 2:
+        return dict(both)
+    return {name: (first, *without_weights(second)) for name, (first, second) in both.items()}
 
 
 def price(
@@ -153,12 +159,9 @@ def price(
         if clock not in priced:
             priced[clock] = StagePrices(clock, costs.with_(clock_ratio=reference / clock), {})
         at, segments = priced[clock].costs, priced[clock].segments
-        for name, (first, second) in _parts(model, p).items():
+        for name, parts in _parts(model, p).items():
             if name not in segments and ends.get(name, clock) == clock:
-                segments[name] = (
-                    PricedSegment(first, at.segment(first)),
-                    PricedSegment(second, at.segment(second)),
-                )
+                segments[name] = tuple(PricedSegment(one, at.segment(one)) for one in parts)
     stages = tuple(priced[clock] for clock in of_stage)
     layers = p.stage_layers(model)
     kinds = [
@@ -166,14 +169,14 @@ def price(
     ]
     first_of: dict[tuple[object, ...], int] = {}
     alike = tuple(first_of.setdefault(kind, stage) for stage, kind in enumerate(kinds))
-    passes: dict[tuple[int, int, bool], PassCost] = {}
+    passes: dict[tuple[int, int, int], PassCost] = {}
     shared: dict[tuple[object, ...], tuple[PassCost, ...]] = {}
     for stage, same in enumerate(alike):
         for chunk in range(p.vpp):
             key = same, stage == 0 and chunk == 0, stage == p.pp - 1 and chunk == p.vpp - 1
             if key not in shared:
                 shared[key] = tuple(_passes(model, p, stages[stage], stage, chunk))
-            passes[stage, chunk, False], passes[stage, chunk, True] = shared[key]
+            passes |= {(stage, chunk, way): cost for way, cost in enumerate(shared[key])}
     norm = tuple(
         Collective("all_reduce", axis, 4.0)
         for axis in ("tp", "dp", "pp")
@@ -316,8 +319,8 @@ def _passes(
         pieces.append((1, "head"))
     groups = sharded(model, p, stage)
     zero = np.zeros(costs.draws.count)
-    for backward in (0, 1):
-        mine = [(count, segments[name][backward].cost) for count, name in pieces]
+    for way in range(ways(p.schedule)):
+        mine = [(count, segments[name][way].cost) for count, name in pieces]
         exposed: dict[str, Array] = {}
         for count, cost in mine:
             for axis, time in cost.exposed.items():
@@ -326,10 +329,10 @@ def _passes(
         host = sum((count * cost.host for count, cost in mine), zero)
         room = compute + host + sum(exposed.values(), zero)
         sent = []
-        for one in groups[backward]:
+        for one in groups[way] if way < WEIGHTS else ():
             time = costs.collective_us(one) / p.vpp
             if p.overlap:  # beside the layers' work, slowing it; the first has nothing before it
-                share = room / len(groups[backward])
+                share = room / len(groups[way])
                 left = np.maximum(time - share / costs.slowed, time / max(layers, 1))
                 compute = compute + costs.slowing(time - left)
                 time = left
@@ -341,7 +344,7 @@ def _passes(
             exposed=exposed,
             host=host,
             energy=total(cost.energy * count for count, cost in mine),
-            segments=tuple(pieces) if not backward else tuple(reversed(pieces)),
+            segments=tuple(reversed(pieces)) if way else tuple(pieces),
             sharded=tuple(sent),
         )
 
@@ -351,12 +354,12 @@ def _update(
     p: Parallelism,
     costs: Costs,
     stage: int,
-    passes: dict[tuple[int, int, bool], PassCost],
+    passes: dict[tuple[int, int, int], PassCost],
 ) -> UpdateCost:
     kernels, reduction, gather = optimizer(model, p, stage)
     zero = np.zeros(costs.draws.count)
     buckets = _buckets(model, p, stage)
-    reduced = _beside(reduction, costs, p.overlap, passes[stage, 0, True], buckets)
+    reduced = _beside(reduction, costs, p.overlap, passes[stage, 0, BACKWARD], buckets)
     shared = shared_gradients(model, p, stage)
     reduced += tuple((one, costs.collective_us(one)) for one in shared)
     return UpdateCost(
@@ -364,7 +367,9 @@ def _update(
         kernels=kernels,
         kernels_us=sum((costs.kernel_us(kernel) for kernel in kernels), zero),
         energy=total(costs.energy(kernel) for kernel in kernels),
-        gather=_beside(gather, costs, p.overlap and p.zero == 1, passes[stage, 0, False], buckets),
+        gather=_beside(
+            gather, costs, p.overlap and p.zero == 1, passes[stage, 0, FORWARD], buckets
+        ),
     )
 
 

@@ -1,50 +1,68 @@
 """Pipeline schedules: the order in which each stage runs its forward and backward passes.
 
 Sources: GPipe (arXiv 1811.06965); 1F1B and its interleaved form as in Megatron-LM
-(arXiv 2104.04473, section 2.2) and Megatron-Core's `pipeline_parallel/schedules.py`.
+(arXiv 2104.04473, section 2.2) and Megatron-Core's `pipeline_parallel/schedules.py`; ZB-H1, which
+takes weight gradients out of the backward pass (Qi et al. 2023, arXiv 2401.10241, section 2.1).
 """
 
 import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-ScheduleName = Literal["1f1b", "gpipe"]
+from spec.parallelism import Schedule
+
+FORWARD, BACKWARD, WEIGHTS = 0, 1, 2  # ways; the last one only where a schedule tells it apart
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward or backward pass of one model chunk for one microbatch."""
+    """One pass of one model chunk for one microbatch, in one of the ways above."""
 
-    backward: bool
+    way: int
     microbatch: int
     chunk: int
 
+    @property
+    def name(self) -> str:
+        """What it is called in an emitted graph."""
+        return f"{('forward', 'backward', 'weights')[self.way]} {self.microbatch}.{self.chunk}"
+
+
+def ways(name: Schedule) -> int:
+    """Kinds of passes: forward and backward, or also that of the weights' gradients."""
+    return 3 if name == "zb-h1" else 2
+
 
 def order(
-    stage: int, stages: int, microbatches: int, chunks: int = 1, name: ScheduleName = "1f1b"
+    stage: int, stages: int, microbatches: int, chunks: int = 1, name: Schedule = "1f1b"
 ) -> list[Pass]:
     """The passes of one stage in the order they run."""
     total = microbatches * chunks
 
-    def virtual(k: int, backward: bool) -> Pass:
+    def virtual(k: int, way: int) -> Pass:
         if chunks == 1:
-            return Pass(backward, k, 0)
+            return Pass(way, k, 0)
         chunk = (k // stages) % chunks
         microbatch = k // (stages * chunks) * stages + k % stages
-        return Pass(backward, microbatch, chunks - 1 - chunk if backward else chunk)
+        return Pass(way, microbatch, chunks - 1 - chunk if way else chunk)
 
     early = warmup(stage, stages, microbatches, chunks, name)
-    passes = [virtual(k, False) for k in range(early)]
-    for k in range(early, total):
-        passes += [virtual(k, False), virtual(k - early, True)]
-    return passes + [virtual(k, True) for k in range(total - early, total)]
+    passes = [virtual(k, FORWARD) for k in range(early)]
+    for k in range(early, total + early):
+        passes += [virtual(k, FORWARD)] if k < total else []
+        passes.append(virtual(k - early, BACKWARD))
+        # ZB-H1: as late as memory allows, which is as many passes as earlier stages are ahead
+        if name == "zb-h1" and k - early >= stage:
+            passes.append(Pass(WEIGHTS, k - early - stage, 0))
+    if name == "zb-h1":
+        passes += [Pass(WEIGHTS, k, 0) for k in range(max(total - stage, 0), total)]
+    return passes
 
 
-def warmup(stage: int, stages: int, microbatches: int, chunks: int, name: ScheduleName) -> int:
+def warmup(stage: int, stages: int, microbatches: int, chunks: int, name: Schedule) -> int:
     """Forward passes of a stage before its first backward pass follows one."""
     total = microbatches * chunks
     if name == "gpipe":
@@ -75,7 +93,7 @@ class Level:
 class Arrays:
     """All passes of a pipeline, ordered so that what a pass waits for comes before it.
 
-    Row 0 stands for the start of the step. A pass's kind = (stage * chunks + chunk) * 2 + backward
+    Row 0 stands for the start of the step. A pass's kind = (stage * chunks + chunk) * ways + way
     indexes its duration; `crosses` says of each kind whether its input comes from another stage.
     """
 
@@ -83,7 +101,7 @@ class Arrays:
     rows: int
     crosses: NDArray[np.bool_]
     last_row: Rows  # of each stage
-    row: Rows  # (stages, 2, microbatches * chunks): rows of forward and backward passes, in order
+    row: Rows  # (stages, ways, microbatches * chunks): rows of the passes of each way, in order
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ class Graph:
     stages: int
     microbatches: int
     chunks: int
-    name: ScheduleName
+    name: Schedule
 
     @property
     def period(self) -> int:
@@ -140,17 +158,18 @@ class Graph:
     def arrays(self) -> Arrays:
         """The graph as arrays.
 
-        A pass's number is (stage * 2 + backward) * passes + its place in that direction's order.
+        A pass's number is (stage * ways + way) * passes + its place in the order of its way.
         """
         stages, chunks, passes = self.stages, self.chunks, self.microbatches * self.chunks
+        count = ways(self.name)
         place = np.arange(passes)
         stage = np.arange(stages)[:, None]
-        forward = stage * 2 * passes + place
+        forward = stage * count * passes + place
         backward = forward + passes
         chunk = place // stages % chunks if chunks > 1 else np.zeros_like(place)
-        nothing = 2 * stages * passes  # the number of what is there from the start
+        nothing = count * stages * passes  # the number of what is there from the start
 
-        sender = np.full((stages, 2, passes), nothing)
+        sender = np.full((stages, count, passes), nothing)
         sender[1:, 0] = forward[:-1]
         sender[:-1, 1] = backward[1:]
         if chunks > 1:  # from the last stage's chunk to the first stage's next one, and back
@@ -159,10 +178,12 @@ class Graph:
             sender[-1, 1, inner] = backward[0, inner - stages]
         first = np.flatnonzero(chunk == 0)  # backward passes of the last chunk: after their forward
         sender[-1, 1, first] = forward[-1, first + (chunks - 1) * stages]
-        crosses = np.full((stages, chunks, 2), stages > 1)
+        crosses = np.full((stages, chunks, count), stages > 1)
         crosses[-1, -1, 1] = crosses[0, 0, 0] = False
-        numbers = stage[:, :, None] * chunks * 2 + np.array([0, 1])[:, None]
-        kind = numbers + 2 * np.stack([chunk, chunks - 1 - chunk])
+        crosses[:, :, WEIGHTS:] = False
+        numbers = stage[:, :, None] * chunks * count + np.arange(count)[:, None]
+        chunk_of = np.stack([chunk, chunks - 1 - chunk, chunk])[:count]  # ZB-H1 has one chunk
+        kind = numbers + count * chunk_of
 
         order_of = self._order(forward, backward)
         before = np.full(nothing, nothing)
@@ -183,15 +204,20 @@ class Graph:
             rows=nothing + 1,
             crosses=crosses.ravel(),
             last_row=row[order_of[:, -1]],
-            row=row[:-1].reshape(stages, 2, passes),
+            row=row[:-1].reshape(stages, count, passes),
         )
 
     def _order(self, forward: Rows, backward: Rows) -> Rows:
-        """(stages, passes of both directions): the passes of each stage as `order` lists them."""
+        """(stages, passes of all ways): the passes of each stage as `order` lists them."""
         stages, passes = forward.shape
         place = np.arange(passes)
-        found = np.empty((stages, 2 * passes), dtype=np.intp)
+        found = np.empty((stages, ways(self.name) * passes), dtype=np.intp)
         for stage in range(stages):
+            if self.name == "zb-h1":
+                listed = order(stage, stages, self.microbatches, 1, self.name)
+                numbers = [one.way * passes + one.microbatch for one in listed]
+                found[stage] = forward[stage, 0] + np.array(numbers)
+                continue
             early = warmup(stage, stages, self.microbatches, self.chunks, self.name)
             found[stage, np.where(place < early, place, 2 * place - early)] = forward[stage]
             steady = place < passes - early
@@ -224,6 +250,6 @@ def _levels(order_of: Rows, sender: Rows, nothing: int) -> tuple[Rows, list[int]
 
 
 @lru_cache(maxsize=1024)
-def graph(stages: int, microbatches: int, chunks: int = 1, name: ScheduleName = "1f1b") -> Graph:
+def graph(stages: int, microbatches: int, chunks: int = 1, name: Schedule = "1f1b") -> Graph:
     """The dependency graph of a schedule; cached, since many projections share one."""
     return Graph(stages, microbatches, chunks, name)

@@ -31,9 +31,9 @@ class Timeline:
 def execute(graph: Graph, duration: Array, delay: Array, *, whole: bool = False) -> Timeline:
     """Run `graph` with each pass starting as soon as its stage and its input are ready.
 
-    duration: (stages * chunks * 2, draws), indexed by the passes' kinds (`Arrays`).
-    delay: (draws,) or (stages * chunks * 2, draws), time an activation or gradient needs to reach
-    the pass that waits for it, by the kind of that pass.
+    duration: (stages * chunks * ways, draws), indexed by the passes' kinds (`Arrays`).
+    delay: (draws,), or by kind as well: time an activation or gradient needs to reach the pass that
+    waits for it, by the kind of that pass.
     `whole` runs every pass even where the steady phase can be continued.
     """
     busy = graph.microbatches * duration.reshape(graph.stages, -1, duration.shape[1]).sum(axis=1)

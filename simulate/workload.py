@@ -12,7 +12,7 @@ from typing import Any, Literal
 from simulate.costs import Array
 from simulate.pricing import PassCost, PricedStep
 from simulate.program import Kind, Program, StageProgram, Task
-from simulate.schedule import Pass, ScheduleName, order
+from simulate.schedule import BACKWARD, WEIGHTS, Pass, order
 from spec.collective import Collective
 from spec.errors import UserError
 
@@ -30,9 +30,7 @@ FOLDED = {
 _SPANNED = {"dp": ("cp", "ep", "dp"), "edp": ("dp",), "embd": ("pp",)}
 
 
-def program(
-    priced: PricedStep, granularity: Granularity = "stage", schedule: ScheduleName = "1f1b"
-) -> Program:
+def program(priced: PricedStep, granularity: Granularity = "stage") -> Program:
     """The step's graph with central durations.
 
     Its end is the step's `ideal_step_time_s`, stragglers not included, but for what the engine
@@ -48,7 +46,7 @@ def program(
     sizes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "dp": p.dp // p.ep, "pp": p.pp}
     axes = {axis: size for axis, size in sizes.items() if size > 1}
     builders = (_Stage(priced, stage, tuple(axes)) for stage in range(p.pp))
-    return Program(axes, tuple(one.build(granularity, schedule) for one in builders))
+    return Program(axes, tuple(one.build(granularity) for one in builders))
 
 
 class _Stage:
@@ -60,27 +58,27 @@ class _Stage:
         self.last: tuple[int, ...] = ()  # what the next task waits for
         self._pending: tuple[str, float] | None = None  # compute not yet written: name, us
 
-    def build(self, granularity: Granularity, schedule: ScheduleName) -> StageProgram:
+    def build(self, granularity: Granularity) -> StageProgram:
         """All tasks: the pipeline's passes, then reduction, norm, update and gather."""
         p = self.priced.parallelism
-        for one in order(self.stage, p.pp, p.microbatches, p.vpp, schedule):
+        for one in order(self.stage, p.pp, p.microbatches, p.vpp, p.schedule):
             self._pass(one, granularity)
         self._update()
         return StageProgram(tuple(self.tasks))
 
     def _pass(self, one: Pass, granularity: Granularity) -> None:
         p, transfer = self.priced.parallelism, self.priced.transfer
-        name = f"{'backward' if one.backward else 'forward'} {one.microbatch}.{one.chunk}"
-        cost = self.priced.passes[self.stage, one.chunk, one.backward]
+        name, backward = one.name, one.way == BACKWARD
+        cost = self.priced.passes[self.stage, one.chunk, one.way]
         at = one.chunk * p.pp + self.stage  # position among all model chunks
-        sender, receiver = (at + 1, at - 1) if one.backward else (at - 1, at + 1)
-        inside = range(p.pp * p.vpp)
+        sender, receiver = (at + 1, at - 1) if backward else (at - 1, at + 1)
+        inside = range(p.pp * p.vpp if one.way != WEIGHTS else 0)
         if transfer is not None and sender in inside:
             self.last = (*self.last, self._message("recv", name, one, sender, at))
         if granularity == "stage":
             self._compute(name, float(cost.total[0]))
         else:
-            self._layers(name, cost, one.backward)
+            self._layers(name, cost, one.way)
         self._flush()
         if transfer is not None and receiver in inside:
             self._message("send", name, one, receiver, receiver)
@@ -89,7 +87,7 @@ class _Stage:
         """A send or recv of the pass; `to` is the position of the chunk that receives it."""
         p, transfer = self.priced.parallelism, self.priced.transfer
         assert transfer is not None
-        tag = (one.microbatch * p.pp * p.vpp + to) * 2 + one.backward + 1
+        tag = (one.microbatch * p.pp * p.vpp + to) * 2 + (one.way == BACKWARD) + 1
         deps = self.last if kind == "send" else ()
         fields = {"peer": peer % p.pp, "tag": tag, "bytes": round(transfer.bytes)}
         return self._add(f"{kind} {name}", kind, deps, **fields, time_ns=self._transfer_ns)
@@ -98,12 +96,12 @@ class _Stage:
     def _transfer_ns(self) -> float:
         return float(self.priced.transfer_us[0]) * 1e3
 
-    def _layers(self, name: str, cost: PassCost, backward: bool) -> None:
+    def _layers(self, name: str, cost: PassCost, way: int) -> None:
         """A pass at layer granularity; a chunk has whole layers, embedding and head once."""
         prices = self.priced.stages[self.stage]
         costs = prices.costs
         for count, segment in cost.segments:
-            priced = prices.segments[segment][backward]
+            priced = prices.segments[segment][way]
             for _ in range(round(count)):
                 for part in priced.parts:
                     of_part = costs.part(part)
@@ -116,7 +114,7 @@ class _Stage:
                     for one, time in zip(part.exposed, of_part.exposed, strict=True):
                         self._collective(label, one, time)
                 self._compute(f"{name} host", float(priced.cost.host[0]))
-        inside = sum(n * prices.segments[key][backward].cost.compute for n, key in cost.segments)
+        inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
         self._compute(f"{name} slowed", float((cost.compute - inside)[0]))
         for one, time in cost.sharded:
             self._collective(f"{name} shard", self._exposed(one, time), time)

@@ -8,6 +8,7 @@ from spec.errors import UserError
 from spec.model import ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "gpipe", "zb-h1"]
 
 
 LARGEST_PP = 1024
@@ -37,6 +38,9 @@ class Parallelism(BaseModel):
     )
     layers_per_stage: tuple[PositiveInt, ...] | None = Field(
         default=None, description="uneven pipeline stages, first to last"
+    )
+    schedule: Schedule = Field(
+        default="1f1b", description="of the pipeline; Megatron-Core has 1f1b, others are what-ifs"
     )
 
     @model_validator(mode="after")
@@ -69,6 +73,16 @@ class Parallelism(BaseModel):
                 f"the interleaved schedule needs microbatches ({self.microbatches}) "
                 f"to be a multiple of pp ({self.pp})"
             )
+        if self.schedule != "1f1b":
+            if self.pp == 1 or self.vpp > 1:
+                raise ValueError(
+                    f"schedule {self.schedule} is for pp above 1 and vpp 1, "
+                    f"not pp {self.pp} and vpp {self.vpp}; use 1f1b"
+                )
+            if self.schedule == "zb-h1" and self.zero > 1:
+                raise ValueError(
+                    f"schedule zb-h1 with zero {self.zero} is not supported; use zero 0 or 1"
+                )
         if self.layers_per_stage is not None:
             if len(self.layers_per_stage) != self.pp:
                 raise ValueError(
@@ -160,4 +174,5 @@ def describe(parallelism: Parallelism) -> str:
     parts += [f"ZeRO{p.zero}"] if p.zero != 1 else []
     parts += [f"recompute={p.recompute}"] if p.recompute != "none" else []
     parts += ["overlap"] if p.overlap else []
+    parts += [p.schedule] if p.schedule != "1f1b" else []
     return " ".join(parts)

@@ -18,9 +18,9 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_experts import expert_mlp
 from spec.step_linear import adapter_parameters, column, row
-from spec.step_parts import Part, Segment, Shapes, copied, shapes
+from spec.step_parts import Part, Segment, Shapes, copied, shapes, without_weights
 
-__all__ = ["Part", "Segment", "Shapes", "copied", "shapes"]
+__all__ = ["Part", "Segment", "Shapes", "copied", "shapes", "without_weights"]
 
 
 def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:

@@ -44,3 +44,25 @@ def shapes(model: ModelSpec, p: Parallelism) -> Shapes:
 def copied(nbytes: int) -> Kernel:
     """A copy that moves `nbytes`, read and written bytes counted together."""
     return Kernel("copy", "forward", (max(nbytes // 4, 1),))
+
+
+def without_weights(backward: Segment) -> tuple[Segment, Segment]:
+    """A backward segment as (gradients of inputs, gradients of weights), for zero-bubble schedules.
+
+    What was hidden beside weight gradients is exposed when those run later, but for the inputs
+    that they gather again.
+    """
+    inputs, weights = [], []
+    for part in backward:
+        later = tuple(
+            k for k in part.kernels if k.direction == "wgrad" or k.op == "grad_accumulate"
+        )
+        if not later:
+            inputs.append(part)
+            continue
+        now = tuple(kernel for kernel in part.kernels if kernel not in later)
+        again = tuple(one for one in part.hidden if one.kind == "all_gather")
+        behind = tuple(one for one in part.hidden if one.kind != "all_gather")
+        inputs.append(Part(part.name, now, (*behind, *part.exposed)))
+        weights.append(Part(part.name, later, hidden=again))
+    return tuple(inputs), tuple(weights)

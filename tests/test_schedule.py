@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulate.schedule import graph, order
+from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, ways
 from simulate.timeline import execute
 
 
@@ -24,6 +24,26 @@ def test_bubble_of_1f1b_and_gpipe(stages: int, microbatches: int) -> None:
     assert run(stages, microbatches, 1, "gpipe") == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize("took", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.5)])
+def test_bubble_of_zero_bubble_h1(
+    stages: int, microbatches: int, took: tuple[float, float, float]
+) -> None:
+    """(p - 1) (T_F + T_B - T_W), a third of 1F1B's where the three are equal: arXiv 2401.10241,
+    table 2. No more microbatches are in flight than on 1F1B's first stage."""
+    forward, backward, weights = took
+    pipeline = graph(stages, microbatches, 1, "zb-h1")
+    found = execute(pipeline, np.array(took * stages)[:, None], np.zeros(1)).end.max()
+    bubble = (stages - 1) * (forward + backward - weights)
+    assert found == pytest.approx(microbatches * sum(took) + bubble, rel=1e-12)
+    for stage in range(stages):
+        held = most = 0
+        for one in order(stage, stages, microbatches, 1, "zb-h1"):
+            held += {FORWARD: 1, BACKWARD: 0, WEIGHTS: -1}[one.way]
+            most = max(most, held)
+        assert most == stages
+
+
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_bubble_of_interleaving(stages: int, microbatches: int, chunks: int) -> None:
@@ -32,13 +52,18 @@ def test_bubble_of_interleaving(stages: int, microbatches: int, chunks: int) -> 
     assert run(stages, microbatches, chunks) == pytest.approx(expected, rel=1e-12)
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["1f1b", "gpipe"]))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+)
 def test_every_pass_runs_once(stages: int, rounds: int, chunks: int, name: str) -> None:
     chunks = chunks if stages > 1 and name == "1f1b" else 1
     microbatches = rounds * stages
     for stage in range(stages):
         passes = order(stage, stages, microbatches, chunks, name)  # type: ignore[arg-type]
-        assert len(passes) == len(set(passes)) == 2 * microbatches * chunks
+        assert len(passes) == len(set(passes)) == ways(name) * microbatches * chunks  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 5), st.integers(1, 6), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))
@@ -60,25 +85,27 @@ def plainly(
 ) -> list[float]:
     """Ends of the stages' last passes: pass by pass from `order`, nothing clever."""
     orders = [order(s, stages, microbatches, chunks, name) for s in range(stages)]  # type: ignore[arg-type]
-    ends: dict[tuple[int, bool, int, int], float] = {}
+    ends: dict[tuple[int, int, int, int], float] = {}
     at, free = [0] * stages, [0.0] * stages
     while any(position < len(orders[0]) for position in at):
         for stage in range(stages):
             while at[stage] < len(orders[stage]):
                 one = orders[stage][at[stage]]
-                where = one.chunk * stages + stage + (1 if one.backward else -1)
+                where = one.chunk * stages + stage + (1 if one.way == BACKWARD else -1)
                 ready: float | None = 0.0
-                if 0 <= where < stages * chunks:
-                    key = (where % stages, one.backward, one.microbatch, where // stages)
+                if one.way == WEIGHTS:
+                    ready = ends.get((stage, BACKWARD, one.microbatch, one.chunk))
+                elif 0 <= where < stages * chunks:
+                    key = (where % stages, one.way, one.microbatch, where // stages)
                     ready = ends.get(key)
                     ready = None if ready is None else ready + delay * (stages > 1)
-                elif one.backward:
-                    ready = ends.get((stage, False, one.microbatch, one.chunk))
+                elif one.way == BACKWARD:
+                    ready = ends.get((stage, FORWARD, one.microbatch, one.chunk))
                 if ready is None:
                     break
-                kind = (stage * chunks + one.chunk) * 2 + one.backward
+                kind = (stage * chunks + one.chunk) * ways(name) + one.way  # type: ignore[arg-type]
                 free[stage] = max(free[stage], ready) + took[kind]
-                ends[(stage, one.backward, one.microbatch, one.chunk)] = free[stage]
+                ends[(stage, one.way, one.microbatch, one.chunk)] = free[stage]
                 at[stage] += 1
     return free
 
@@ -92,8 +119,8 @@ few = settings(max_examples=40, deadline=None)
 def test_timeline_is_what_the_order_gives(
     stages: int, rounds: int, chunks: int, numbers: list[float], delay: float
 ) -> None:
-    for name, parts in (("1f1b", chunks if stages > 1 else 1), ("gpipe", 1)):
-        took = numbers[: stages * parts * 2]
+    for name, parts in (("1f1b", chunks if stages > 1 else 1), ("gpipe", 1), ("zb-h1", 1)):
+        took = numbers[: stages * parts * ways(name)]  # type: ignore[arg-type]
         pipeline = graph(stages, rounds * stages, parts, name)  # type: ignore[arg-type]
         found = execute(pipeline, np.array(took)[:, None], np.array([delay])).end[:, 0]
         assert found == pytest.approx(

@@ -57,6 +57,8 @@ def parallelisms(draw: st.DrawFn) -> Parallelism:
         "overlap": draw(st.booleans()) if dp > 1 else False,
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
     }
+    if pp > 1 and fields["vpp"] == 1 and fields["zero"] < 2:
+        fields["schedule"] = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
     try:
         return Parallelism.model_validate(fields)
     except ValidationError:  # pragma: no cover - the strategy should not make these
@@ -324,3 +326,44 @@ def test_lora_of_experts_and_of_sharded_weights_is_refused() -> None:
         simulate(Parallelism(global_batch=1), model=MOE.resized(lora_rank=8))
     with pytest.raises(UserError, match="LoRA with zero 2 or 3"):
         simulate(Parallelism(dp=2, zero=3, global_batch=2), model=LORA)
+
+
+def test_schedules_differ_in_bubble_and_memory_only() -> None:
+    """Without tensor parallelism nothing that ZB-H1 takes apart had hidden communication."""
+    plain = Parallelism(pp=4, global_batch=8)
+    every = {
+        name: plain.model_copy(update={"schedule": name}) for name in ("1f1b", "gpipe", "zb-h1")
+    }
+    steps = {name: simulate(p, clock_mhz=1980.0) for name, p in every.items()}
+    computes = [one.breakdown_s["compute"] for one in steps.values()]
+    assert computes == pytest.approx([computes[0]] * 3, rel=1e-9)
+    assert steps["zb-h1"].breakdown_s["bubble"] < 0.6 * steps["1f1b"].breakdown_s["bubble"]
+    held = {
+        name: [stage_memory(MODEL, p, stage).activations for stage in range(4)]
+        for name, p in every.items()
+    }
+    one = held["1f1b"][3]
+    assert held["gpipe"] == pytest.approx([8 * one] * 4)
+    assert held["zb-h1"] == pytest.approx([4 * one] * 4)  # as 1F1B's first stage
+    assert [round(kept / one) for kept in held["1f1b"]] == [4, 3, 2, 1]
+
+
+def test_zero_bubble_exposes_what_weight_gradients_hid() -> None:
+    p = Parallelism(tp=4, pp=4, global_batch=64, sequence_parallel=True)
+    zero_bubble = p.model_copy(update={"schedule": "zb-h1"})
+    before, after = simulate(p, clock_mhz=1980.0), simulate(zero_bubble, clock_mhz=1980.0)
+    assert after.breakdown_s["tp_exposed"] > before.breakdown_s["tp_exposed"]
+    assert after.traffic["tp"].bytes == before.traffic["tp"].bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"pp": 1}, "schedule zb-h1 is for pp above 1"),
+        ({"pp": 2, "vpp": 2}, "schedule zb-h1 is for pp above 1 and vpp 1"),
+        ({"pp": 2, "dp": 2, "zero": 2}, "schedule zb-h1 with zero 2"),
+    ],
+)
+def test_schedules_without_effect_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        Parallelism(global_batch=8, schedule="zb-h1", **fields)
