@@ -45,7 +45,7 @@ PROBE, PREDICTION = "placement-probe.json", "placement-prediction.json"
 PROBE_STEPS = 6
 SETTLING = 1  # steps at the start of a block that do not count
 BLOCK_STEPS = 2  # that do
-BLOCKS = {"optimised": 8, "uneven": 4}  # of either placement
+BLOCKS = {"optimised": 8, "uneven": 3}  # of either placement
 BLOCK_S = 60.0  # at least so long is waited for a block, beyond what its steps should take
 PREDICT_S = 120.0
 LEVEL = 0.9
@@ -74,7 +74,7 @@ def cases(kind: str, devices: int, quick: bool) -> list[PlacementCase]:
     if devices < 2:
         return []
     if kind in ("nvidia", "amd"):
-        layers, microbatches, seconds = 16 * devices, 3 * devices, 190.0
+        layers, microbatches, seconds = 16 * devices, 5 * devices // 2, 180.0
         model = load_model("llama3.2-3b").resized(
             name="llama3.2-3b-deep", layers=layers, vocab=32000, seq_len=4096, tied_embeddings=False
         )

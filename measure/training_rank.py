@@ -117,6 +117,11 @@ class Ranks:
             _cuda.synchronize()
         return time.perf_counter() - begin, losses, norm
 
+    def lend_memory(self) -> None:
+        """Give back what holds nothing now: other processes on this device run next."""
+        if self.gpu:
+            _cuda.empty_cache()
+
     def memory(self) -> dict[str, float | None]:
         """Peak memory since warm-up began, GiB; on a CPU only the process's resident peak."""
         if not self.gpu:
@@ -168,6 +173,7 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
         from measure.pass_times import PassTimes
 
         passes = PassTimes(trainer, ranks.gpu)
+        ranks.lend_memory()
     pipe.send({"ready": seconds})
     while "go" in (message := messages.get()):  # else the parent needs nothing more of this rank
         times, kept, norms, spans = [], [], [], []
@@ -192,8 +198,8 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
                 "passes": spans,
             }
         )
-        if ranks.gpu and passes:  # other processes on this device need the memory now
-            _cuda.empty_cache()
+        if passes:
+            ranks.lend_memory()
 
 
 def _mean(losses: list[Any]) -> float | None:
