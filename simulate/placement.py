@@ -135,12 +135,13 @@ def bottleneck(pipeline: Pipeline, slowness: Sequence[float]) -> Placement:
 
 
 def fastest(
-    pipeline: Pipeline, slowness: Sequence[float], but: Placement | None = None
-) -> tuple[Placement, bool]:
+    pipeline: Pipeline, slowness: Sequence[float], but: Placement | None = None, near: float = 0.0
+) -> tuple[list[Placement], bool]:
     """The placement whose step is shortest, and whether that is proven for the whole step.
 
-    `but` leaves one placement out. Beyond MOST_EXACT placements worth weighing, the answer is
-    `bottleneck`'s (exact in the steady state) and False.
+    After it those whose step is longer by a share of `near` at most, shortest first. `but` leaves
+    one placement out. Beyond MOST_EXACT placements worth weighing, the answer is `bottleneck`'s or
+    a neighbour of it (exact in the steady state) and False.
     """
     speed = np.asarray(slowness, dtype=float)
     start = bottleneck(pipeline, slowness)
@@ -155,22 +156,22 @@ def fastest(
     if not known:
         raise UserError("there is no other placement: one stage, or one layer each on equal GPUs")
     times = _steps(pipeline, known, speed)
-    best, best_s = known[int(times.argmin())], float(times.min())
-    listed = _worth(pipeline, speed, best_s, MOST_EXACT)
+    listed = _worth(pipeline, speed, float(times.min()), MOST_EXACT)
     if listed is None:
-        return best, False
+        return [known[int(times.argmin())]], False
     listed = [one for one in listed if not same(one)]
     bounds = np.array([_bound(pipeline, one, speed) for one in listed])
-    order = np.argsort(bounds, kind="stable")
-    for begin in range(0, len(order), AT_ONCE):
-        some = order[begin : begin + AT_ONCE]
-        if bounds[some[0]] > best_s * (1 + TIE):
+    listed = [listed[place] for place in np.argsort(bounds, kind="stable")]
+    bounds.sort()
+    best_s, found = float(times.min()), list[tuple[float, Placement]]()
+    for begin in range(0, len(listed), AT_ONCE):
+        if bounds[begin] > best_s * (1 + near + TIE):
             break
-        times = _steps(pipeline, [listed[place] for place in some], speed)
-        place = int(times.argmin())
-        if times[place] < best_s * (1 - TIE):
-            best, best_s = listed[some[place]], float(times[place])
-    return best, True
+        some = listed[begin : begin + AT_ONCE]
+        found += zip(_steps(pipeline, some, speed).tolist(), some, strict=True)
+        best_s = min(best_s, min(time for time, _ in found))
+    found.sort(key=lambda pair: pair[0])
+    return [one for time, one in found if time <= best_s * (1 + near + TIE)], True
 
 
 def _neighbours(placement: Placement) -> list[Placement]:

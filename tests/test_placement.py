@@ -65,7 +65,7 @@ def slowest_s(pipeline: Pipeline, placement: Placement, slowness: list[float]) -
 @given(pipelines())
 def test_no_placement_at_all_has_a_shorter_step(case: tuple[Pipeline, list[float]]) -> None:
     pipeline, slowness = case
-    found, proven = fastest(pipeline, slowness)
+    (found, *_), proven = fastest(pipeline, slowness)
     best = min(step_s(pipeline, one, slowness) for one in every(pipeline))
     assert proven
     assert step_s(pipeline, found, slowness) == pytest.approx(best, rel=1e-8)
@@ -87,7 +87,7 @@ def test_no_placement_has_a_faster_slowest_stage(case: tuple[Pipeline, list[floa
 @given(pipelines())
 def test_the_best_other_placement(case: tuple[Pipeline, list[float]]) -> None:
     pipeline, slowness = case
-    but = fastest(pipeline, slowness)[0]
+    but = fastest(pipeline, slowness)[0][0]
 
     def paces(one: Placement) -> tuple[Any, ...]:
         return one.layers, [slowness[gpu] for gpu in one.gpus]
@@ -95,7 +95,7 @@ def test_the_best_other_placement(case: tuple[Pipeline, list[float]]) -> None:
     others = [one for one in every(pipeline) if paces(one) != paces(but)]
     if not others or pipeline.stages == 1:
         return
-    found, _ = fastest(pipeline, slowness, but=but)
+    found = fastest(pipeline, slowness, but=but)[0][0]
     assert found != but
     best = min(step_s(pipeline, one, slowness) for one in others)
     assert step_s(pipeline, found, slowness) == pytest.approx(best, rel=1e-8)
@@ -113,10 +113,20 @@ def test_no_grouping_is_better_at_any_place(slowness: list[float]) -> None:
         assert all(one <= other for one, other in zip(mine, theirs, strict=True))
 
 
+def test_what_is_nearly_as_good_is_listed_too() -> None:
+    slowness, pipeline = [1.0, 1.001, 1.1], Pipeline(9, 8, (1.0, 2.0), ((0.0, 0.0),) * 3)
+    listed, _ = fastest(pipeline, slowness, near=0.02)
+    times = [step_s(pipeline, one, slowness) for one in listed]
+    near = [one for one in every(pipeline) if step_s(pipeline, one, slowness) <= times[0] * 1.02]
+    assert times == sorted(times)
+    assert set(listed) == set(near)
+    assert len(listed) > 1
+
+
 def test_many_stages_are_placed_by_the_slowest_alone() -> None:
     slowness = [1 + 0.04 * number for number in range(16)]
     pipeline = Pipeline(96, 64, (1.0, 2.0), ((0.0, 0.0),) * 16)
-    found, proven = fastest(pipeline, slowness)
+    (found,), proven = fastest(pipeline, slowness)
     assert not proven
     assert slowest_s(pipeline, found, slowness) < slowest_s(pipeline, symmetric(96, 16), slowness)
 
