@@ -17,7 +17,7 @@ from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit, launches
 from spec.parallelism import Parallelism
-from spec.step import EXPERTS, Part
+from spec.step import Part
 from topologies.placement import group_path
 
 __all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost"]
@@ -155,7 +155,6 @@ class Costs:
     draws: Draws
     layout: Layout = field(init=False)
     network: NetworkFit | None = field(init=False)
-    fullest: Array | None = None  # load of the fullest expert-parallel rank over the mean
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
     _priced: dict[Kernel, KernelCost] = field(default_factory=dict)
@@ -180,7 +179,6 @@ class Costs:
         """The same layout with other draws or another clock."""
         other = copy(self)
         if "draws" in changes:
-            other.fullest = None if self.fullest is None else self.fullest[:1]  # the central one
             other.modelled, other._known, other._sent = set(), {}, {}
         other._priced, other._parts, other._factors = {}, {}, {}
         for name, value in changes.items():
@@ -197,12 +195,9 @@ class Costs:
         return Energy(one.compute, one.memory)
 
     def collective_us(self, collective: Collective) -> Array:
-        """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
+        """Duration of a collective on its group's path."""
         if collective not in self._sent:
-            time = self._collective_us(collective)
-            if self.fullest is not None and collective.kind == "all_to_all":
-                time = time * self.fullest
-            self._sent[collective] = time
+            self._sent[collective] = self._collective_us(collective)
         return self._sent[collective]
 
     def _kernel(self, kernel: Kernel) -> KernelCost:
@@ -219,9 +214,9 @@ class Costs:
         time_us = float(time[0])
         watt_us = fit.active_power_w * time_us
         if not fit.tflops:
-            return KernelCost(time, 0.0, watt_us, fit.host_us)
+            return KernelCost(time, 0.0, watt_us, fit.issue_us(kernel.dims))
         idle = (1 - BUSY_SHARE) * min(started_us / (time_us / slower), 1.0)
-        return KernelCost(time, watt_us * (1 - idle), 0.0, fit.host_us)
+        return KernelCost(time, watt_us * (1 - idle), 0.0, fit.issue_us(kernel.dims))
 
     def _know(self, kernel: Kernel) -> Known:
         fit = self.calibration.kernel(kernel)
@@ -332,8 +327,6 @@ class Costs:
             host_us += one.host_us
             compute += one.compute
             memory += one.memory
-        if self.fullest is not None and part.name == EXPERTS:  # energy is of the mean rank
-            own = own * self.fullest
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
             alone = sum(hidden, zero)

@@ -10,13 +10,26 @@ from simulate.transfer import changed
 from spec.calibration import Calibration
 from spec.kernel_fit import KernelFit
 
-# Bytes moved per element of the score matrix, 16-bit scores and 8-bit dropout masks. Forward:
-# written by the product (2), masked softmax in place (4), dropout (2 + 2 + 1), read again (2).
-# Backward: gradient written (2), dropout (2 + 1 + 2), softmax with its output (2 + 2 + 2), read
-# for queries and keys (4), dropped-out scores read for the values (2).
-FORWARD_BYTES, BACKWARD_BYTES = 13.0, 19.0
+# Bytes moved per element of the score matrix, 16-bit scores and 8-bit dropout masks, by kernels
+# between the products. Forward: masked softmax (4), dropout (2 + 2 + 1). Backward: dropout
+# (2 + 1 + 2), softmax with its output (2 + 2 + 2). Each product writes or reads the scores once
+# more, beside its multiplications.
+FORWARD_BYTES, BACKWARD_BYTES, PRODUCT_BYTES = 9.0, 11.0, 2.0
+# Where the fused softmax refuses: cast to fp32 (6), scaled (8), masked (8), softmax (8), cast back
+# (6) instead of its 4; backward the same and the softmax's output read again, instead of 6.
+REFUSED_FORWARD_BYTES, REFUSED_BACKWARD_BYTES, REFUSED_LAUNCHES = 32.0, 34.0, 4
 # One after another: product, softmax, dropout, product; and their gradients.
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4, 6
+
+
+def fused_softmax(batch: int, heads: int, seq: int) -> bool:
+    """Whether Megatron-LM's fused softmax takes a GPU's scores.
+
+    Megatron-LM, megatron/model/fused_softmax.py, `is_kernel_available`: lengths over 16 and up to
+    2048 that 4 divides, and batch times heads of the GPU that 4 divides. Eight-way tensor
+    parallelism of 16 heads misses it with one sequence at a time.
+    """
+    return 16 < seq <= 2048 and seq % 4 == 0 and batch * heads % 4 == 0
 
 
 class UnfusedAttention(KernelFit):
@@ -27,12 +40,24 @@ class UnfusedAttention(KernelFit):
         batch, seq, heads, _, head_dim = dims
         scores = float(batch * heads * seq**2)
         backward = self.direction == "backward"
-        flops = 4.0 * scores * head_dim * (2 if backward else 1)
-        moved = scores * (BACKWARD_BYTES if backward else FORWARD_BYTES)
-        launches = BACKWARD_LAUNCHES if backward else FORWARD_LAUNCHES
         assert self.tflops is not None
-        time = self.launch_us * launches + flops / (self.tflops * 1e6)
-        return time + moved / (self.gbytes_per_s * 1e3), self.amplitude
+        rate = self.gbytes_per_s * 1e3
+        product = scores * max(2.0 * head_dim / (self.tflops * 1e6), PRODUCT_BYTES / rate)
+        moved = scores * (BACKWARD_BYTES if backward else FORWARD_BYTES) / rate
+        if not fused_softmax(batch, heads, seq):
+            moved += scores * (REFUSED_BACKWARD_BYTES if backward else REFUSED_FORWARD_BYTES) / rate
+        time = self.launch_us * self.launches(dims) + product * (4 if backward else 2) + moved
+        return time, self.amplitude
+
+    def launches(self, dims: tuple[int, ...]) -> int:
+        """Kernels one after another."""
+        count = BACKWARD_LAUNCHES if self.direction == "backward" else FORWARD_LAUNCHES
+        batch, seq, heads, _, _ = dims
+        return count + (0 if fused_softmax(batch, heads, seq) else REFUSED_LAUNCHES)
+
+    def issue_us(self, dims: tuple[int, ...]) -> float:
+        """The host issues every one of them."""
+        return self.host_us * self.launches(dims)
 
 
 def with_unfused_attention(calibration: Calibration) -> Calibration:
@@ -45,6 +70,7 @@ def with_unfused_attention(calibration: Calibration) -> Calibration:
             fields = {name: getattr(fit, name) for name in type(fit).model_fields}
             fields |= {
                 "launch_us": gemm.launch_us,
+                "host_us": gemm.host_us,
                 "tflops": gemm.tflops,
                 "gbytes_per_s": copy.gbytes_per_s,
             }

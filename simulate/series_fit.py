@@ -11,7 +11,7 @@ of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log2, sqrt
 
@@ -23,6 +23,7 @@ from simulate.estimate import StepEstimate, StepSimulator
 from simulate.inputs import calibration_for
 from simulate.series_attention import with_unfused_attention
 from simulate.series_plan import Plan
+from simulate.series_software import fused_gradients, tensor_exposure
 from simulate.transfer import with_fp8
 from spec.calibration import Calibration
 from spec.hardware import Node
@@ -60,16 +61,14 @@ class Shifts(Draws):
         points: Array,
         latency_sd: float,
         efficiency_sd: float,
-        frozen: bool = False,
-        graphs: bool = False,
+        free: tuple[str, ...] = (),
     ) -> None:
         """`points` is (entries, factors); the spreads are those of the network model.
 
-        `frozen` weights have no gradient: those kernels take no time. Under `graphs` the host
-        takes none.
+        What ends in one of `free` takes no time.
         """
         super().__init__(len(points) - 1)
-        self._points, self._frozen, self._graphs = points, frozen, graphs
+        self._points, self._free = points, free
         self._network = {
             "network latency": latency_sd or 1.0,
             "network efficiency": efficiency_sd or 1.0,
@@ -85,9 +84,7 @@ class Shifts(Draws):
     def factor(self, name: str, sd: float) -> Array:
         """exp of the log factor that a group of parameters belongs to."""
         del sd
-        if self._frozen and name.endswith((" wgrad", "grad_accumulate forward")):
-            return np.full(self.count, 1e-6)
-        if self._graphs and name == "host":
+        if name.endswith(self._free):
             return np.full(self.count, 1e-6)
         group = name.split()[0]
         index = {"kernel": 0, "collective": 2, "host": 3}.get(group)
@@ -124,8 +121,9 @@ def simulate(
     `at_reference` takes the calibration's reference clock, to rank rows by, in a third of the time.
 
     Low-rank adapters leave the weights' gradients out, and reduce and update next to nothing.
-    Where gradients are reduced in 16 bits, what leaves a node takes half the time that the step,
-    which reduces 32, gives it; what passes between pipeline stages is little beside it.
+    Captured graphs take no time of the host. Where gradients are reduced in 16 bits, what leaves a
+    node takes half the time that the step, which reduces 32, gives it; what passes between pipeline
+    stages is little beside it. Tensor-parallel communication is exposed as the row's software does.
     """
     calibration = calibrations.of(one)
     network = next(
@@ -140,7 +138,7 @@ def simulate(
         one.node,
         one.fabric,
         calibration,
-        draws=Shifts(points, *spreads, one.row.lora, one.row.graphs),
+        draws=Shifts(points, *spreads, _free(one)),
         measured_gpus=one.parallelism.gpus,
         clock_mhz=calibration.clock.reference_mhz if at_reference else None,
     ).run()
@@ -149,7 +147,41 @@ def simulate(
         updates = estimate.priced.updates
         after = [one.reduction_us + one.kernels_us + one.gather_us for one in updates]
         times = times - np.max(np.broadcast_arrays(*after, times)[:-1], axis=0) / 1e6
+    more = (_tensor_exposure(one, estimate) - 1) * estimate.breakdown_s["tp_exposed"]
+    if more:
+        times = times + more * np.exp(points[:, 2] - points[0, 2])
+        parts = estimate.breakdown_s | {"tp_exposed": estimate.breakdown_s["tp_exposed"] + more}
+        estimate = replace(estimate, breakdown_s=parts)
     return np.maximum(times, 1e-9), estimate
+
+
+def _free(one: Plan) -> tuple[str, ...]:
+    """Ends of the names of what takes no time in a row's software."""
+    free = ["wgrad"] * one.row.lora + ["host"] * one.row.graphs
+    # grouped products of experts do not add up
+    fused = fused_gradients(one.row) and not one.model.experts
+    return (*free, *["grad_accumulate forward"] * (one.row.lora or fused))
+
+
+def _tensor_exposure(one: Plan, estimate: StepEstimate) -> float:
+    """See `series_software.tensor_exposure`: the sums over a layer that it needs, priced."""
+    if one.parallelism.tp == 1:
+        return 1.0
+    prices = estimate.priced.stages[0]
+    exposed, hidden = [], 0.0
+    for segment in prices.segments["layer"]:
+        sent = [
+            (time, kind)
+            for part in segment.parts
+            for kind, all_of in (("hidden", part.hidden), ("exposed", part.exposed))
+            for time in (float(prices.costs.collective_us(c)[0]) for c in all_of if c.axis == "tp")
+        ]
+        exposed.append(sum(time for time, kind in sent if kind == "exposed"))
+        hidden += sum(time for time, kind in sent if kind == "hidden")
+    forward, backward = exposed
+    if one.parallelism.recompute == "full":  # the backward pass has the forward pass's again
+        forward, backward = 2 * forward, backward - forward
+    return tensor_exposure(one.row, one.parallelism, (forward, backward), hidden)
 
 
 def around(one: Plan, calibrations: Calibrations, at: Array) -> tuple[float, Array, StepEstimate]:

@@ -41,7 +41,13 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         r"h200[- ]nvl",
         "hgx-h200",
-        {"peak_bf16_tflops": 835.5, "power_limit_w": 600.0, "gpus": 4, "nics": 4},
+        {
+            "peak_bf16_tflops": 835.5,
+            "power_limit_w": 600.0,
+            "gpus": 4,
+            "nics": 4,
+            "mesh": True,
+        },
     ),
     (r"h200", "hgx-h200", {}),
     (r"h100|hopper|gh200", "hgx-h100", {}),
@@ -57,6 +63,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "max_clock_mhz": 2400.0,
             "power_limit_w": 1400.0,
             "scale_up_gbytes_per_s": 537.0,
+            "mesh": True,
         },
     ),
     (
@@ -70,6 +77,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "max_clock_mhz": 2100.0,
             "power_limit_w": 750.0,
             "scale_up_gbytes_per_s": 448.0,
+            "mesh": True,
         },
     ),
     (
@@ -123,6 +131,9 @@ def _printed(words: str, base: str) -> dict[str, Any]:
     per_node = re.search(r"(\d+) per node", words)
     if per_node and int(per_node.group(1)) > 0:
         found["gpus"] = found["nics"] = int(per_node.group(1))
+        # SXM GPUs in fours are on boards whose NVLinks join them in pairs, without a switch
+        if found["gpus"] == 4 and base != "gb200-nvl72":
+            found |= {"mesh": True, "calibration": None}
     return found
 
 

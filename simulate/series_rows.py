@@ -242,7 +242,10 @@ def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recomp
         return batch * model.seq_len / (value * gpus)
     if kind == "tokens_total":
         return batch * model.seq_len / value
-    flops = model.step_flops(batch) * (4 / 3 if again and recompute == "full" else 1.0)
+    flops = model.step_flops(batch)
+    if again and recompute == "full":  # layers only: logits are not computed again
+        logits = 2 * model.vocab * model.hidden * model.seq_len * batch
+        flops += flops / 3 - logits
     return flops / (value * 1e12 * gpus)
 
 

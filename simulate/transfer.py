@@ -238,6 +238,40 @@ def _collective(fit: CollectiveFit, ratio: float) -> CollectiveFit:
     return changed(fit, curves=tuple(curves), structure_sd=structure_sd, structure=structure)
 
 
+def meshed(calibration: Calibration, node: Node) -> Calibration:
+    """The calibration on a node whose GPUs no switch joins; the same object where one does.
+
+    A switch gives a group of any size all links of its GPUs. Without one a pair has its own links
+    only, so a collective of n GPUs uses (n - 1) / (gpus - 1) of them, and a message one share.
+    (NVIDIA HGX H100 and A100 4-GPU boards: "NVLink, GPU to GPU", 300 and 200 GB/s of 900 and 600;
+    AMD Instinct MI300X: 7 links of 128 GB/s, one to each peer.)
+    """
+    if not node.mesh or node.gpus < 3:
+        return calibration
+    fits = tuple(_without_switch(fit, node.gpus) for fit in calibration.collectives)
+    return changed(calibration, collectives=fits)
+
+
+def _without_switch(fit: CollectiveFit, gpus: int) -> CollectiveFit:
+    """Curves for every group inside the node, their share of the links in the bandwidth part."""
+    sizes = sorted({point.bytes for curve in fit.curves for point in curve.points})
+    curves = []
+    for ranks in range(2, gpus + 1):
+        share = (1 if fit.collective == "send_recv" else ranks - 1) / (gpus - 1)
+        times = [fit.time_us(ranks, size) for size in sizes]
+        least = min(time for time, _ in times)
+        points = tuple(
+            CollectivePoint(
+                bytes=size,
+                time_us=least + (time - least) / share,
+                sd=max(sd, SCALE_UP_SD),
+            )
+            for size, (time, sd) in zip(sizes, times, strict=True)
+        )
+        curves.append(CollectiveCurve(ranks=ranks, points=points))
+    return changed(fit, curves=tuple(curves))
+
+
 def _rule(by: Ratios, where: str) -> list[Parameter]:
     """What was multiplied, as parameters of their own."""
 

@@ -29,7 +29,6 @@ from spec.files import parse, read_json
 from spec.fitted import Finite, NonNegative, Positive, Record, Source
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
-from spec.thermal import ThermalFit
 
 __all__ = [
     "SCHEMA",
@@ -51,7 +50,6 @@ __all__ = [
     "Parameter",
     "Positive",
     "Source",
-    "ThermalFit",
     "read_calibration",
     "ring_steps",
     "wave_quantisation",
@@ -78,18 +76,11 @@ class HeldOut(Record):
     model: str
     split: str = Field(description="what was held out")
     rows: int
-    unit: Literal["share", "C"] = Field(
-        default="share", description="of the errors: |predicted / measured - 1|, or degrees"
-    )
-    median_error: NonNegative
+    median_error: NonNegative = Field(description="median of |predicted / measured - 1|")
     p90_error: NonNegative
     baseline: str
     baseline_median_error: NonNegative
     inside_90: NonNegative = Field(description="share of rows inside the model's 90 % interval")
-
-    def shown(self, error: float) -> str:
-        """An error with its unit."""
-        return f"{error:.1f} C" if self.unit == "C" else f"{error:.1%}"
 
 
 class InputFile(Record):
@@ -212,7 +203,6 @@ class Calibration(BaseModel):
     interference: NonNegative = Field(
         description="a kernel beside a collective lasts this share longer"
     )
-    thermal: ThermalFit | None = Field(default=None, description="temperature of the GPUs")
     communication_slowed: NonNegative = Field(
         default=0.0, description="a collective beside kernels lasts this share longer"
     )

@@ -30,6 +30,10 @@ class Node(BaseModel):
     power_limit_w: Positive = Field(description="board power limit of one GPU")
     idle_power_w: Positive = Field(description="board power of one idle GPU")
     scale_up_gbytes_per_s: Positive = Field(description="NVLink, xGMI or host memory link")
+    mesh: bool = Field(
+        default=False,
+        description="no switch: each pair of GPUs has links of its own, an equal share of them all",
+    )
     nics: NonNegativeInt = Field(default=0, description="network ports of the node")
     overhead_w: float = Field(
         default=0, ge=0, description="power of the node outside its GPUs: CPUs, NICs, fans"

@@ -17,6 +17,7 @@ from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import named_shape
 from simulate.series_plan import TooLittle, plan
 from simulate.series_rows import SeriesRow, metric_kind, number, read_rows
+from simulate.series_software import fused_gradients, tensor_exposure
 from spec.calibration import Calibration
 from spec.command import run
 from tests.made_up import write_calibration
@@ -99,9 +100,11 @@ def test_metrics_become_seconds() -> None:
     }
     for metric, value in ways.items():
         assert plan(row(metric=metric, value=repr(value))).real_s == pytest.approx(1.0), metric
+    # eq. 3 of arXiv 2104.04473: the layers' forward pass again, the logits not
+    again = flops / 3 - 64 * 2048 * 2 * 32000 * 4096
     hardware = row(
         metric="TFLOP/s/GPU (hardware incl. recompute)",
-        value=repr(flops / 8e12 * 4 / 3),
+        value=repr((flops + again) / 8e12),
         recompute="full",
     )
     assert plan(hardware).real_s == pytest.approx(1.0)
@@ -215,6 +218,8 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert of("A100 40GB").memory_gbytes_per_s == 1555
     assert of("H100 96GB HBM2e, 500W power cap").power_limit_w == 500
     assert of("H200 141GB (4 per node)").gpus == 4
+    assert of("H200 141GB (4 per node)").mesh
+    assert not of("H200 141GB").mesh
     assert of("NVIDIA Blackwell GPU (GB200)").gpus == 72
     assert of("AMD Instinct MI300X").gpu == "MI300X"
     assert node_of("") is None
@@ -376,3 +381,45 @@ def test_misprints_end_quickly(calibration: Calibration, tmp_path: Path) -> None
             plan(row(**{name: "999999999"}))
     with pytest.raises(TooLittle, match=r"passes|misprint"):
         plan(row(global_batch="4000000"))
+
+
+def test_tensor_parallel_communication_is_exposed_as_the_software_does() -> None:
+    """Sums over a layer: 4 us exposed forward, 2 backward, 4 hidden."""
+
+    def of(**changes: str) -> float:
+        one = row(**changes)
+        return tensor_exposure(one, plan(one).parallelism, (4.0, 2.0), 4.0)
+
+    assert of() == 1.0
+    assert of(flags="--tp-comm-overlap") == 0.5
+    assert of(source="pytorch/torchtitan README", flags="async TP compile") == 0.5
+    assert of(source="pytorch/torchtitan README") == pytest.approx(8 / 6)
+    assert of(notes="measured, Megatron-DeepSpeed") == pytest.approx(10 / 6)
+    assert of(source="KempnerInstitute/KempnerForge x") == pytest.approx((7 + 7) / 6)
+    assert of(source="KempnerInstitute/KempnerForge x", tp="1") == 1.0
+
+
+def test_what_software_fuses(calibration: Calibration) -> None:
+    """Megatron-LM's products add gradients up; the rest has a kernel for it."""
+    assert fused_gradients(row(source="NVIDIA/Megatron-LM README.md"))
+    assert not fused_gradients(row(source="microsoft/Megatron-DeepSpeed README.md"))
+    assert not fused_gradients(row())
+    by = Calibrations(calibration)
+    times = [
+        around(plan(row(source=source)), by, np.zeros(4))[0]
+        for source in ("NVIDIA/Megatron-LM README.md", "some/where README.md")
+    ]
+    assert times[0] < times[1]
+
+
+def test_the_fused_softmax_takes_multiples_of_four_heads(calibration: Calibration) -> None:
+    early = {"notes": "measured, Megatron-DeepSpeed", "tp": "8", "pp": "1", "heads": "16"}
+    early |= {"kv_heads": "16", "global_batch": "4"}
+    by = Calibrations(calibration)
+    attention = by.of(plan(row(**early))).kernel_fits["attention", "forward", "bf16"]
+    refused, taken = (
+        attention.time_us((1, 2048, 2, 2, 128)),
+        attention.time_us((2, 2048, 2, 2, 128)),
+    )
+    assert refused[0] > taken[0]
+    assert attention.issue_us((1, 2048, 2, 2, 128)) > attention.issue_us((2, 2048, 2, 2, 128))

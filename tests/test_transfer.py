@@ -145,3 +145,20 @@ def test_projection_on_another_gpu_says_so(
     names = [one["parameter" if "parameter" in one else "name"] for one in value["provenance"]]
     assert "transfer.matrix" in names
     assert default_node(calibration).gpu == "NVIDIA H200"
+
+
+def test_without_a_switch_a_pair_has_its_own_links_only(calibration: Calibration) -> None:
+    """Four GPUs wired in pairs: all of them have all links, two a third, a message a third."""
+    board = load_node("4x-h200").model_copy(update={"mesh": True, "calibration": None})
+    moved = calibration_for(calibration, board)
+    big = 2.0**28
+    for kind, ranks, share in (
+        ("all_reduce", 4, 1.0),
+        ("all_reduce", 2, 1 / 3),
+        ("all_gather", 3, 2 / 3),
+        ("send_recv", 2, 1 / 3),
+    ):
+        before = calibration.collective_fits[kind].time_us(ranks, big)[0]
+        after = moved.collective_fits[kind].time_us(ranks, big)[0]
+        assert after == pytest.approx(before / share, rel=0.03), kind
+    assert moved.kernels == calibration.kernels
