@@ -18,6 +18,7 @@ from measure.workers import Pool
 from spec.errors import UserError, WorkError
 from spec.records import KernelRow
 
+OWN_PROCESSES = ("training", "placement", "profile")  # suites that start their own
 START_S = {"nvidia": 15.0, "amd": 15.0}  # workers' start; a CPU's is shorter
 
 
@@ -29,8 +30,7 @@ def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> flo
     if suite == "collectives" and kind in START_S:
         asked = nccl_choice.wanted(cases)
         total += sum(case.seconds for case in asked) + (START_S[kind] if asked else 0.0)
-    own = suite in ("training", "placement")  # which start processes of their own
-    return total + (START_S.get(kind, 5.0) if cases and not own else 0.0)
+    return total + (START_S.get(kind, 5.0) if cases and suite not in OWN_PROCESSES else 0.0)
 
 
 @dataclass
@@ -145,12 +145,7 @@ class Campaign:
         """Each in fresh processes of its own, which measure.training starts."""
         from measure.training import run_case
 
-        for case in cases:
-            if case.gpus > len(self.devices):
-                here = len(self.devices)
-                self.store.skip(case.case_id, f"needs {case.gpus} devices; {here} are here")
-                self.show(case.case_id, 1)
-                continue
+        for case in self._that_fit(cases):
             if not self.admit(case.seconds, until):
                 continue
             with self._tagged(case.case_id):
@@ -165,6 +160,33 @@ class Campaign:
                     self.store.append("training", [row])
                     if row.status == "failed":
                         self.failed[case.case_id] = row.error or "failed"
+                except UserError as error:
+                    self.store.skip(case.case_id, str(error))
+                except Exception as error:  # whatever a case does, the run goes on
+                    self.fail(case.case_id, f"{type(error).__name__}: {error}")
+            self.show(case.case_id, 1)
+
+    def _that_fit(self, cases: Sequence[Any]) -> Iterator[Any]:
+        """The training cases that this machine has devices for; the others are skipped."""
+        here = len(self.devices)
+        for case in cases:
+            if case.gpus <= here:
+                yield case
+            else:
+                self.store.skip(case.case_id, f"needs {case.gpus} devices; {here} are here")
+                self.show(case.case_id, 1)
+
+    def profile(self, cases: Sequence[Any], until: float | None) -> None:
+        """Training cases again, in fresh processes under a profiler."""
+        from measure.training_profile import run_profile
+
+        for case in self._that_fit(cases):
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                try:
+                    rows = run_profile(case, device_kind=self.kind)
+                    self.store.append("profile", rows)
                 except UserError as error:
                     self.store.skip(case.case_id, str(error))
                 except Exception as error:  # whatever a case does, the run goes on
@@ -249,7 +271,7 @@ def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> 
                 continue
             if until is not None and suite in ("kernels", "collectives"):
                 todo = by_worth(todo)
-            if suite in ("training", "placement"):
+            if suite in OWN_PROCESSES:
                 pool.close()  # free the devices' memory
                 getattr(campaign, suite)(todo, until)
             else:

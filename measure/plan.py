@@ -23,7 +23,8 @@ from spec.records import TrainingConfig
 from spec.step import kernels_of
 
 SUITES = ("kernels", "collectives", "interference", "training", "telemetry")
-ON_REQUEST = ("heat", "placement")  # minutes that only a thermal model, or a placement, needs
+# minutes that only a thermal model, or a placement, needs; training steps again, under a profiler
+ON_REQUEST = ("heat", "placement", "profile")
 JUDGE_SHARE = 0.2
 State = Literal["burst", "sustained"]
 

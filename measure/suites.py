@@ -46,6 +46,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = steps
         elif suite == "telemetry":
             cases[suite] = list(checks.cases(kind, devices, options.quick))
+        elif suite == "profile":
+            cases[suite] = steps
         elif suite == "heat":
             cases[suite] = list(heat.cases(options.quick))
         elif suite == "placement":

@@ -11,11 +11,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from measure.emulation import rank_environment
 from measure.training_plan import TrainingCase, case_of, cases, refuse
@@ -41,6 +42,7 @@ _DRIVER_OPEN = ("forked subprocess", "initialization error", "driver initializat
 
 MakeWindow = Callable[[], AbstractContextManager[Window]]
 Report = dict[str, Any]
+R = TypeVar("R")
 _method = "forkserver"
 
 
@@ -193,23 +195,48 @@ def run_case(
     A case that dies or hangs gives a row with status `failed` and its error. Raises UserError
     where the case cannot run here at all, with the reason.
     """
-    global _method
+    prepared(case)
+    try:
+        reports, state = _again(partial(_measure, case, window, device_kind.partition(":")[0]))
+        return _row(case, reports, state), _steps(case, reports)
+    except _Failed as error:
+        return _failed(case, str(error)), []
+
+
+def prepared(case: TrainingCase) -> None:
+    """Raise UserError, with the reason, where the case cannot run here at all."""
     if importlib.util.find_spec("torch") is None or not _has_megatron():
         raise UserError(
             "training steps need torch and megatron-core; pip install '.[measure]' brings both"
         )
     refuse(case.model, case.parallelism)
-    for _ in range(2):
-        try:
-            reports, state = _measure(case, window, device_kind.partition(":")[0])
-            return _row(case, reports, state), _steps(case, reports)
-        except _Failed as error:
-            opened = any(words in str(error).lower() for words in _DRIVER_OPEN)
-            if _method == "forkserver" and opened:
-                _method = "spawn"  # some import had opened the driver: start from nothing instead
-                continue
-            return _failed(case, str(error)), []
-    return _failed(case, "its processes could not open a device"), []
+
+
+def profiled(case: TrainingCase, kind: str, steps: int) -> list[Report]:
+    """Each rank's `measure.training_trace.read_trace` of some steps; WorkError where it fails."""
+
+    def run() -> list[Report]:
+        with _started(case, kind) as (ranks, slowest):
+            ranks.send({"profile": steps})
+            reports = ranks.gather(120.0 + 20 * steps * slowest)  # a trace takes long to write
+            ranks.send({"bye": True})
+            ranks.join(10.0)
+            return reports
+
+    return _again(run)
+
+
+def _again(attempt: Callable[[], R]) -> R:
+    """Try once more with other processes where those forked could not open their device."""
+    global _method
+    try:
+        return attempt()
+    except _Failed as error:
+        opened = any(words in str(error).lower() for words in _DRIVER_OPEN)
+        if _method != "forkserver" or not opened:
+            raise
+        _method = "spawn"  # some import had opened the driver: start from nothing instead
+        return attempt()
 
 
 def _has_megatron() -> bool:
@@ -223,21 +250,26 @@ def _measure(
     case: TrainingCase, window: MakeWindow, kind: str
 ) -> tuple[list[Report], WindowResult | None]:
     """Start, warm up, time, stop."""
-    gpu = kind in ("nvidia", "amd")
+    with _started(case, kind) as (ranks, slowest):
+        steps = case.steps
+        if kind in ("nvidia", "amd"):
+            steps = max(steps, min(MOST_STEPS, int(WINDOW_S / slowest) + 1))
+        with window() as watched:
+            ranks.send({"go": steps})
+            reports = ranks.gather(60.0 + 4 * steps * slowest)
+        ranks.send({"bye": True})
+        ranks.join(10.0)
+        return reports, watched.result
+
+
+@contextmanager
+def _started(case: TrainingCase, kind: str) -> Iterator[tuple[Processes, float]]:
+    """The processes of a case, warmed up, and the seconds of a step; ended on leaving."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = Processes(case, kind, folder)
         try:
             ready = ranks.warmed_up(case)
-            slowest = max(one["ready"] for one in ready)
-            steps = case.steps
-            if gpu:
-                steps = max(steps, min(MOST_STEPS, int(WINDOW_S / slowest) + 1))
-            with window() as watched:
-                ranks.send({"go": steps})
-                reports = ranks.gather(60.0 + 4 * steps * slowest)
-            ranks.send({"bye": True})
-            ranks.join(10.0)
-            return reports, watched.result
+            yield ranks, max(one["ready"] for one in ready)
         finally:
             ranks.close()
 

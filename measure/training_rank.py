@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from measure import megatron_cpu
+from measure.training_trace import STEP, record
 from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -122,6 +124,20 @@ class Ranks:
         if self.gpu:
             _cuda.empty_cache()
 
+    def profiled(self, trainer: Any, number: int, steps: int) -> dict[str, Any]:
+        """What `steps` steps from `number` on were made of, see `measure.training_trace`."""
+
+        def run() -> None:
+            for index in range(steps):
+                batches = trainer.batches(number + index)
+                self.barrier()
+                with record_function(STEP):
+                    trainer.step(batches)
+                    if self.gpu:
+                        _cuda.synchronize()
+
+        return record(run, self.gpu)
+
     def memory(self) -> dict[str, float | None]:
         """Peak memory since warm-up began, GiB; on a CPU only the process's resident peak."""
         if not self.gpu:
@@ -175,7 +191,10 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
         passes = PassTimes(trainer, ranks.gpu)
         ranks.lend_memory()
     pipe.send({"ready": seconds})
-    while "go" in (message := messages.get()):  # else the parent needs nothing more of this rank
+    while (message := messages.get()).keys() & {"go", "profile"}:  # else no more is needed
+        if "profile" in message:
+            pipe.send(ranks.profiled(trainer, number, message["profile"]))
+            continue
         times, kept, norms, spans = [], [], [], []
         for _ in range(message["go"]):
             took, losses, norm = ranks.timed(trainer, number)

@@ -297,6 +297,46 @@ class PlacementRow(Row):
     temperature_c: str | None = Field(default=None, description="highest over the block")
 
 
+class ProfileRow(Row):
+    """profile.csv: where one rank's time went in profiled steps, which are never the timed ones.
+
+    `step` is the whole; gemm, attention, memory and optimizer are compute by class; tp, pp, dp, ep
+    and cp are communication by communicator, other is what the trace tells nothing of; idle is time
+    in which nothing ran. In the simulator's breakdown gemm, attention and memory are `compute`, and
+    `exposed_s` of tp is `tp_exposed`.
+    """
+
+    role: Literal["judge"]
+    rank: NonNegativeInt
+    part: Literal[
+        "step",
+        "gemm",
+        "attention",
+        "memory",
+        "optimizer",
+        "tp",
+        "pp",
+        "dp",
+        "ep",
+        "cp",
+        "other",
+        "idle",
+    ]
+    time_s: NonNegative = Field(description="in one step, mean over the profiled ones")
+    exposed_s: NonNegative | None = Field(
+        default=None, description="communication: that part of time_s beside which nothing computed"
+    )
+    waiting_s: NonNegative | None = Field(
+        default=None,
+        description="communication: that part of time_s beyond the fastest rank's, call by call; "
+        "of messages between two ranks, beyond the fastest one as large",
+    )
+    calls: NonNegative | None = Field(default=None, description="kernels or collectives in a step")
+    bytes: NonNegative | None = Field(
+        default=None, description="communication: nccl-tests' bytes of all calls in a step"
+    )
+
+
 TABLES: dict[str, type[Row]] = {
     "kernels": KernelRow,
     "collectives": CollectiveRow,
@@ -305,6 +345,7 @@ TABLES: dict[str, type[Row]] = {
     "training": TrainingRow,
     "steps": StepRow,
     "placement": PlacementRow,
+    "profile": ProfileRow,
 }
 
 # telemetry.parquet: (column, Arrow type, unit and meaning). One row per device and sample.

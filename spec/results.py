@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
-from spec.records import SCHEMA, TABLES, Manifest, PlacementRow, Row, StepRow
+from spec.records import SCHEMA, TABLES, Manifest, PlacementRow, ProfileRow, Row, StepRow
 
 R = TypeVar("R", bound=Row)
 
@@ -36,15 +36,19 @@ class ResultSet:
 
 
 def _refuse_duplicates(path: Path, rows: list[R]) -> None:
-    keys = Counter(
-        (row.case_id, row.step) if isinstance(row, StepRow | PlacementRow) else (row.case_id,)
-        for row in rows
-    )
+    keys = Counter(_key(row) for row in rows)
     if keys:
         key, count = keys.most_common(1)[0]
         if count > 1:
-            name = " step ".join(str(part) for part in key)
-            raise UserError(f"{path}: case_id {name} stands there {count} times; keep one")
+            raise UserError(f"{path}: case_id {key} stands there {count} times; keep one")
+
+
+def _key(row: Row) -> str:
+    if isinstance(row, StepRow | PlacementRow):
+        return f"{row.case_id} step {row.step}"
+    if isinstance(row, ProfileRow):
+        return f"{row.case_id} rank {row.rank} part {row.part}"
+    return row.case_id
 
 
 def read_result_set(path: Path) -> ResultSet:

@@ -1,0 +1,165 @@
+"""Profiles of training steps: hand-written traces of GPUs, and real steps on the CPU."""
+
+from typing import Any
+
+import pytest
+
+from measure.training_profile import rows, run_profile
+from measure.training_trace import MARK, OPTIMIZER, STEP, overlap, read_trace
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.records import ProfileRow
+from spec.step import optimizer
+
+Event = dict[str, Any]
+
+
+def host(name: str, begin: float, time: float, cat: str = "cpu_op", **arguments: Any) -> Event:
+    place = {"pid": 1, "tid": 1, "ts": begin, "dur": time}
+    return {"ph": "X", "cat": cat, "name": name, **place, "args": arguments}
+
+
+def kernel(name: str, begin: float, time: float, number: int = 0, **arguments: Any) -> Event:
+    """A kernel as Kineto writes it, launched by the operation or call with this number."""
+    arguments |= {"External id": number, "correlation": number, "stream": 7}
+    place = {"pid": 0, "tid": 7, "ts": begin, "dur": time}
+    return {"ph": "X", "cat": "kernel", "name": name, **place, "args": arguments}
+
+
+def collective(kind: str, group: str, begin: float, time: float, elements: int) -> Event:
+    described = {
+        "Collective name": kind,
+        "Process Group Name": "14",
+        "Process Group Description": group,
+        "In msg nelems": elements // 2,
+        "Out msg nelems": elements,
+        "Group size": 2,
+        "dtype": "BFloat16",
+    }
+    return kernel(f"ncclDevKernel_{kind}_RING_LL(ncclDevKernelArgs)", begin, time, **described)
+
+
+def trace(late: float = 0.0) -> dict[str, Any]:
+    """One step of 1000 us; this rank comes `late` to its collectives, which end together."""
+    tp, dp = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
+    batch = f"{MARK}PIPELINE_MODEL_PARALLEL_GROUP|16|batch of send and recv|4096|call"
+    return {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
+            host(STEP, 0, 1000, "user_annotation"),
+            host("aten::mm", 5, 3, **{"External id": 1}),
+            host("aten::_scaled_dot_product_cudnn_attention", 10, 3, **{"External id": 2}),
+            host("aten::native_layer_norm", 15, 3, **{"External id": 3}),
+            host(OPTIMIZER, 700, 100, "user_annotation"),
+            host("aten::_fused_adamw_", 710, 5, **{"External id": 4}),
+            host("cudaLaunchKernelExC", 505, 1, "cuda_runtime", correlation=9),
+            host(batch, 500, 10, "user_annotation"),
+            kernel("nvjet_tst_128x256", 100, 100, 1),
+            kernel("cudnn_generated_fort_native_sdpa_sm90", 200, 50, 2),
+            kernel("void vectorized_layer_norm_kernel", 250, 30, 3),
+            collective("_allgather_base", tp, 280 + late, 40 - late, 1000),
+            # beside a product for 60 of its 100 us
+            kernel("sm90_xmma_gemm_bf16", 340, 60),
+            collective("_reduce_scatter_base", dp, 340, 100, 500),
+            kernel("ncclDevKernel_SendRecv(ncclDevKernelArgs)", 600, 80, 9),
+            kernel("multi_tensor_apply_kernel", 800, 90, 4),
+            kernel("ncclDevKernel_AllReduce_Sum", 1200, 80),  # after the step
+        ]
+    }
+
+
+def test_a_trace_is_told_apart_by_class_and_communicator() -> None:
+    found = {row.part: row for row in rows("case", [read_trace(trace())])}
+    us = {part: round(row.time_s * 1e6, 3) for part, row in found.items()}
+    assert us == {
+        "step": 1000, "gemm": 160, "attention": 50, "memory": 30, "optimizer": 90,
+        "tp": 40, "dp": 100, "pp": 80, "idle": 1000 - 330 - 40 - 40 - 80,
+    }  # fmt: skip
+    assert found["dp"].exposed_s == pytest.approx(40e-6)
+    assert found["tp"].exposed_s == pytest.approx(40e-6)
+    assert found["tp"].bytes == 2000  # nccl-tests' bytes: of a gather, the gathered buffer
+    assert (found["pp"].bytes, found["pp"].calls) == (4096, 1)
+    assert found["gemm"].calls == 2
+    assert found["gemm"].exposed_s is None
+
+
+def test_waiting_is_what_a_rank_takes_beyond_the_last_to_come() -> None:
+    both = rows("case", [read_trace(trace()), read_trace(trace(late=30))])
+    waiting = {(row.rank, row.part): row.waiting_s for row in both if row.waiting_s is not None}
+    assert waiting[0, "tp"] == pytest.approx(30e-6)
+    assert waiting[1, "tp"] == 0
+    assert waiting[0, "dp"] == waiting[1, "dp"] == 0
+
+
+def test_communication_without_a_name_is_not_guessed_at() -> None:
+    value = trace()
+    value["traceEvents"] = [one for one in value["traceEvents"] if MARK not in one["name"]]
+    found = {row.part: row for row in rows("case", [read_trace(value)])}
+    assert found["other"].time_s == pytest.approx(80e-6)
+    assert "pp" not in found
+
+
+def test_overlap_of_intervals() -> None:
+    union = [(0.0, 2.0), (5.0, 6.0), (8.0, 9.0)]
+    assert overlap(union, 1.0, 8.5) == 1 + 1 + 0.5
+    assert overlap(union, 2.0, 5.0) == 0
+
+
+def profile_of(**split: Any) -> list[ProfileRow]:
+    pytest.importorskip("torch")
+    pytest.importorskip("megatron.core")
+    from tests.test_training_steps import case
+
+    return run_profile(case(global_batch=4, **split), device_kind="cpu")
+
+
+def test_real_steps_are_profiled_on_every_rank() -> None:
+    found = profile_of(tp=2, pp=2)
+    assert {row.rank for row in found} == {0, 1, 2, 3}
+    for rank in range(4):
+        mine = {row.part: row for row in found if row.rank == rank}
+        assert {"step", "gemm", "attention", "memory", "optimizer", "tp", "pp", "idle"} == set(mine)
+        parts = sum(
+            row.time_s if row.exposed_s is None else row.exposed_s
+            for row in mine.values()
+            if row.part != "step"
+        )
+        assert parts == pytest.approx(mine["step"].time_s, rel=1e-3)
+        assert mine["gemm"].calls == 4 * (4 * 3) + (0 if rank < 2 else 4 * 3)  # and the logits
+        assert mine["pp"].calls == 2 * 4
+        assert all(row.waiting_s <= row.time_s for row in mine.values() if row.waiting_s)
+
+
+def test_bytes_of_a_communicator_are_those_of_the_list_of_operations() -> None:
+    from tests.test_training_steps import SMALL
+
+    p = Parallelism(dp=2, global_batch=4)
+    _, reduction, gather = optimizer(SMALL, p, 0)
+    (dp,) = (row for row in profile_of(dp=2) if row.part == "dp" and row.rank == 0)
+    assert dp.bytes == pytest.approx(sum(one.bytes for one in (*reduction, *gather)), rel=0.02)
+    assert dp.calls == 2
+
+
+def test_the_suite_writes_a_table(tmp_path: Any) -> None:
+    pytest.importorskip("megatron.core")
+    from measure.run import main
+    from spec.files import write_table
+    from spec.records import TrainingConfig
+    from spec.results import find_result_sets
+
+    model = load_model("tiny").resized(layers=1, seq_len=32)
+    config = TrainingConfig.of("alone", model, Parallelism(global_batch=1))
+    write_table(tmp_path / "plan.csv", TrainingConfig, [config])
+    words = ["--suite", "profile", "--plan", str(tmp_path / "plan.csv"), "--kind", "cpu"]
+    assert main([*words, "--out", str(tmp_path / "results")]) == 0
+    (result,) = find_result_sets(tmp_path / "results")
+    found = result.table(ProfileRow)
+    assert {row.part for row in found} == {
+        "step",
+        "gemm",
+        "attention",
+        "memory",
+        "optimizer",
+        "idle",
+    }
+    assert result.manifest.status == "complete"
