@@ -43,6 +43,11 @@ class TrainingCase:
 def refuse(model: ModelSpec, p: Parallelism) -> None:
     """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
     p.check(model)
+    if p.schedule != "1f1b":
+        raise UserError(
+            f"schedule {p.schedule} is not measured: Megatron-Core runs 1f1b, or its interleaved "
+            "form with vpp above 1"
+        )
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "

@@ -55,6 +55,7 @@ def test_the_first_twelve_of_four_gpus_cover_the_axes() -> None:
             {"dp": 2, "pp": 2, "zero": 3, "global_batch": 2, "overlap": True},
             "zero 3 with pp is not measured",
         ),
+        (TINY, {"pp": 2, "global_batch": 2, "schedule": "gpipe"}, "schedule gpipe is not measured"),
         (MIXED, {"cp": 2}, "cp 2 with experts"),
         (MIXED.resized(lora_rank=4), {}, "LoRA .*mixture of experts"),
         (TINY.resized(vocab=511), {"tp": 2}, "padded vocabulary, such as 512"),
