@@ -23,6 +23,7 @@ from calibrate.evidence import (
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
 from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
+from calibrate.pulses import pulse_exponent
 from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
@@ -132,7 +133,11 @@ def _fit_power_exponent(
     rows: Sequence[KernelRow],
     ledger: Ledger,
 ) -> None:
-    """From rows of one shape on one device below the cap at different clocks, if there are any."""
+    """From pulses of products; else rows of one shape on one device below the cap at two clocks."""
+    pulsed = pulse_exponent(evidence, state, ledger)
+    if pulsed is not None:
+        state.power_exponent = pulsed
+        return
     capped = 0.97 * state.limit_w if state.limit_w else float("inf")
     by_shape: dict[tuple[str, str, str, str, int], list[KernelRow]] = defaultdict(list)
     for row in rows:

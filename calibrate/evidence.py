@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
-from spec.records import CollectiveRow, Device, InterferenceRow, KernelRow, Repeated, Row
+from spec.records import (
+    CollectiveRow,
+    Device,
+    HeatRow,
+    InterferenceRow,
+    KernelRow,
+    Repeated,
+    Row,
+)
 from spec.results import ResultSet
 
 R = TypeVar("R", bound=Row)
@@ -24,6 +32,7 @@ FITTED: dict[type[Row], str] = {
     KernelRow: "kernels.csv",
     CollectiveRow: "collectives.csv",
     InterferenceRow: "interference.csv",
+    HeatRow: "heat.csv",
 }
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution

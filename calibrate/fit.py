@@ -23,6 +23,7 @@ from threadpoolctl import threadpool_limits
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
+from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.network import PUBLISHED
@@ -68,6 +69,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     judge_kernels(evidence, state, kernels, ledger)
     judge_collectives(evidence, collectives, ledger)
     judge_power(evidence, clock, kernels, ledger)
+    thermal = fit_heat(evidence, ledger)
     newest = evidence.runs[-1].manifest
     device = evidence.devices()[0]
     return Calibration.model_validate(
@@ -83,6 +85,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "networks": networks,
             "host": host,
             "clock": clock,
+            "thermal": thermal,
             "interference": interference.kernel,
             "communication_slowed": interference.collective,
             "composition_sd": composition,
@@ -161,8 +164,9 @@ def summary(calibration: Calibration, out: Path) -> str:
         "  split",
     ]
     lines += [
-        f"{one.model:<28}{one.rows:>6}{one.median_error:>9.1%}{one.p90_error:>8.1%}"
-        f"{one.baseline_median_error:>10.1%}{one.inside_90:>13.0%}  {one.split}"
+        f"{one.model:<28}{one.rows:>6}{one.shown(one.median_error):>9}"
+        f"{one.shown(one.p90_error):>8}{one.shown(one.baseline_median_error):>10}"
+        f"{one.inside_90:>13.0%}  {one.split}"
         for one in calibration.held_out
     ]
     by_source = {

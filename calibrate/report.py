@@ -61,7 +61,8 @@ def _held_out(rows: Sequence[HeldOut]) -> list[Text | Table | Figure]:
     return [
         Text(
             "Errors on rows that the model had not seen, beside a baseline on the same rows. An "
-            "error is |predicted / measured - 1|. Intervals should contain 90 % of the rows."
+            "error is |predicted / measured - 1|, or degrees. Intervals should contain 90 % of "
+            "the rows."
         ),
         Table(
             ("model", "held out", "rows", "median", "p90", "baseline", "its median", "inside 90 %"),
@@ -70,10 +71,10 @@ def _held_out(rows: Sequence[HeldOut]) -> list[Text | Table | Figure]:
                     one.model,
                     one.split,
                     one.rows,
-                    f"{one.median_error:.1%}",
-                    f"{one.p90_error:.1%}",
+                    one.shown(one.median_error),
+                    one.shown(one.p90_error),
                     one.baseline,
-                    f"{one.baseline_median_error:.1%}",
+                    one.shown(one.baseline_median_error),
                     f"{one.inside_90:.0%}",
                 )
                 for one in rows

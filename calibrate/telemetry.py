@@ -3,8 +3,10 @@
 Only samples between cases and those of collectives that may be fitted on are looked at.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,20 +92,44 @@ def _running(cases: list[NDArray[np.float64]]) -> tuple[float, ...]:
     return tuple(float(np.quantile(samples, RUNNING)) for samples in cases if len(samples))
 
 
-def _columns(
-    path: Path,
-) -> tuple[NDArray[np.str_], NDArray[np.float64], NDArray[np.int64]]:
+def _read(path: Path) -> Any:
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
 
     try:
-        table = parquet.read_table(path)
+        return parquet.read_table(path)
     except (ArrowException, OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: not readable as telemetry ({first})") from None
+
+
+def _texts(column: Any) -> NDArray[np.str_]:
+    return np.array([str(case or "") for case in column.to_pylist()], dtype=np.str_)
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
+    """Columns of telemetry as arrays, numbers with NaN for null; None where one is missing."""
+    table = _read(path)
+    if not set(names) <= set(table.column_names):
+        return None
+    found: dict[str, NDArray[Any]] = {}
+    for name in names:
+        column = table[name]
+        if str(column.type) in ("string", "large_string"):
+            found[name] = _texts(column)
+        else:
+            values = column.to_pylist()
+            found[name] = np.array([np.nan if one is None else float(one) for one in values])
+    return found
+
+
+def _columns(
+    path: Path,
+) -> tuple[NDArray[np.str_], NDArray[np.float64], NDArray[np.int64]]:
+    table = _read(path)
     if not {"case_id", "power_w"} <= set(table.column_names):
         raise UserError(f"{path}: the columns case_id and power_w are missing")
-    cases = np.array([str(case or "") for case in table["case_id"].to_pylist()], dtype=np.str_)
+    cases = _texts(table["case_id"])
     power = np.array(
         [float("nan") if value is None else value for value in table["power_w"].to_pylist()]
     )

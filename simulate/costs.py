@@ -17,7 +17,7 @@ from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit, launches
 from spec.parallelism import Parallelism
-from spec.step import Part
+from spec.step import EXPERTS, Part
 from topologies.placement import group_path
 
 __all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost"]
@@ -155,6 +155,7 @@ class Costs:
     draws: Draws
     layout: Layout = field(init=False)
     network: NetworkFit | None = field(init=False)
+    fullest: Array | None = None  # load of the fullest expert-parallel rank over the mean
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
     _priced: dict[Kernel, KernelCost] = field(default_factory=dict)
@@ -179,6 +180,7 @@ class Costs:
         """The same layout with other draws or another clock."""
         other = copy(self)
         if "draws" in changes:
+            other.fullest = None if self.fullest is None else self.fullest[:1]  # the central one
             other.modelled, other._known, other._sent = set(), {}, {}
         other._priced, other._parts, other._factors = {}, {}, {}
         for name, value in changes.items():
@@ -195,9 +197,12 @@ class Costs:
         return Energy(one.compute, one.memory)
 
     def collective_us(self, collective: Collective) -> Array:
-        """Duration of a collective on its group's path."""
+        """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
         if collective not in self._sent:
-            self._sent[collective] = self._collective_us(collective)
+            time = self._collective_us(collective)
+            if self.fullest is not None and collective.kind == "all_to_all":
+                time = time * self.fullest
+            self._sent[collective] = time
         return self._sent[collective]
 
     def _kernel(self, kernel: Kernel) -> KernelCost:
@@ -327,6 +332,8 @@ class Costs:
             host_us += one.host_us
             compute += one.compute
             memory += one.memory
+        if self.fullest is not None and part.name == EXPERTS:  # energy is of the mean rank
+            own = own * self.fullest
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
             alone = sum(hidden, zero)

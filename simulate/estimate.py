@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Costs, Draws, total
+from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
     REGULATION_US,
     LayerClock,
@@ -23,8 +24,8 @@ from simulate.pricing import (
 )
 from simulate.schedule import graph
 from simulate.timeline import Timeline, execute
+from simulate.traffic import Traffic, kind_of, traffic
 from spec.calibration import Calibration, Parameter
-from spec.collective import Collective, busbw_factor
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -54,17 +55,6 @@ BREAKDOWN = (
     "straggler",
     "other",
 )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Communication of one kind in a step, on the GPU of the busiest stage."""
-
-    total_s: float
-    exposed_s: float
-    bytes: float  # buffers, nccl-tests' definition
-    sent_bytes: float  # over the GPU's links: buffers times the bus-bandwidth factor
-    calls: int
 
 
 @dataclass(frozen=True)
@@ -120,7 +110,14 @@ class StepSimulator:
         self.measured_gpus = measured_gpus
         self._fixed_clock_mhz = clock_mhz
         drawn = draws if isinstance(draws, Draws) else Draws(draws, seed)
-        self._costs = Costs(calibration, node, fabric, parallelism, drawn)
+        self._costs = Costs(
+            calibration,
+            node,
+            fabric,
+            parallelism,
+            drawn,
+            share_of_fullest(model, parallelism, drawn),
+        )
 
     @cached_property
     def priced(self) -> PricedStep:
@@ -230,7 +227,7 @@ class StepSimulator:
             step_time_s=step_us / 1e6,
             ideal_step_time_s=float(finish[0]) / 1e6,
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
-            traffic=self._traffic(breakdown, busiest),
+            traffic=traffic(priced, breakdown, busiest),
             power_w=self._power_w(timeline, float(step_us[0]))
             * priced.costs.draws.factor("power", POWER_SD),
             clock_mhz=np.minimum(
@@ -290,7 +287,15 @@ class StepSimulator:
 
     def _assumptions(self) -> tuple[Parameter, ...]:
         scale = SCALE_SD_PER_DOUBLING * self._doublings()
-        return (
+        uneven = (
+            _assumed(
+                "step.expert_imbalance",
+                self.model.expert_imbalance,
+                IMBALANCE_SD,
+                "coefficient of variation of experts' loads; given, and it differs between layers",
+            ),
+        )
+        return (uneven if self._costs.fullest is not None else ()) + (
             _assumed(
                 "step.scale_error",
                 1.0,
@@ -357,42 +362,3 @@ class StepSimulator:
                 total += time
                 modelled += time * (kernel in costs.modelled)
         return modelled / total if total else 0.0
-
-    def _traffic(self, breakdown: dict[str, float], stage: int) -> dict[str, Traffic]:
-        """Bytes, calls and time of each kind of communication on a GPU of `stage`."""
-        p, priced = self.p, self.priced
-        sent: list[tuple[Collective, float]] = []
-        for (of, _, way), cost in priced.passes.items():
-            if of != stage:
-                continue
-            for count, name in cost.segments:
-                for part in priced.stages[stage].segments[name][way].parts:
-                    both = (*part.exposed, *part.hidden)
-                    sent.extend((one, count * p.microbatches) for one in both)
-            sent.extend((one, p.microbatches / p.vpp) for one, _ in cost.sharded)
-        update = priced.updates[stage]
-        sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))
-        if priced.transfer is not None:
-            sent.append((priced.transfer, 2 * p.microbatches * p.vpp))
-        result: dict[str, Traffic] = {}
-        for kind in ("tp", "pp", "dp", "ep", "cp"):
-            mine = [(one, n) for one, n in sent if kind_of(one.axis) == kind]
-            if not mine:
-                continue
-            result[kind] = Traffic(
-                total_s=sum(float(priced.costs.collective_us(one)[0]) * n for one, n in mine) / 1e6,
-                exposed_s=breakdown[f"{kind}_exposed"] / 1e6,
-                bytes=sum(one.bytes * n for one, n in mine),
-                sent_bytes=sum(self._sent_bytes(one) * n for one, n in mine),
-                calls=round(sum(n for _, n in mine)),
-            )
-        return result
-
-    def _sent_bytes(self, one: Collective) -> float:
-        ranks = self.priced.costs.layout.paths[one.axis].ranks
-        return one.bytes * busbw_factor(one.kind, ranks)
-
-
-def kind_of(axis: str) -> str:
-    """The kind of communication an axis belongs to: expert replicas are data parallel."""
-    return {"edp": "dp", "embd": "pp"}.get(axis, axis)

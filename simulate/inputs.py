@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import ValidationError
+
 from simulate.transfer import meshed, transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
+from spec.files import first_problem
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec, load_model, model_names
 from spec.parallelism import Schedule
@@ -41,6 +44,18 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lora-rank", type=int, metavar="N", help="train adapters of this rank, the rest is frozen"
     )
+    group.add_argument(
+        "--expert-imbalance",
+        type=float,
+        metavar="CV",
+        help="coefficient of variation of experts' loads in a layer (default: as in the model)",
+    )
+    group.add_argument(
+        "--capacity-factor",
+        type=float,
+        metavar="X",
+        help="what an expert takes at most, over its even share",
+    )
     group.add_argument("--system", metavar="NAME", help="measured system under --results")
     group.add_argument("--calibration", metavar="FILE", help="a calibration file instead")
     group.add_argument("--results", default=RESULTS, metavar="DIR", help="default: %(default)s")
@@ -62,6 +77,11 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         if arguments.seq_len < 1:
             raise UserError(f"--seq-len is {arguments.seq_len}; it must be at least 1")
         model = model.resized(seq_len=arguments.seq_len)
+    experts = {name: getattr(arguments, name) for name in ("expert_imbalance", "capacity_factor")}
+    try:
+        model = model.resized(**{k: value for k, value in experts.items() if value is not None})
+    except ValidationError as error:
+        raise UserError(f"{model.name}: {first_problem(error)}") from None
     if arguments.lora_rank is not None:
         if not 1 <= arguments.lora_rank <= model.hidden:
             raise UserError(

@@ -10,6 +10,7 @@ looks into, so values that are a view of the QKV product keep all of that.
 from dataclasses import dataclass
 
 from simulate import overhead
+from simulate.imbalance import largest_share
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import shapes, stage_parameters, trained_parameters
@@ -70,6 +71,8 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
     # else the product with its bias and its activation
     kept = 5 * wide if model.gated else 2 * wide
+    wide *= largest_share(model, p)
+    kept *= largest_share(model, p)
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
         kept += 2.0 * rows * model.hidden + wide
     return kept

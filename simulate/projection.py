@@ -278,6 +278,11 @@ def warnings(projection: Projection) -> list[str]:
             "Memory is tight: the allocator must give back what it keeps, and steps may take "
             "longer than projected."
         )
+    if p.ep > 1 and not r.model.expert_imbalance:
+        said.append(
+            "Experts get even loads, which trained routers do not give them: see "
+            "--expert-imbalance and --capacity-factor."
+        )
     if e.modelled_share > 0:
         said.append(
             f"{e.modelled_share:.0%} of a layer's compute time is in shapes that were not "

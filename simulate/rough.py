@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulate.costs import Costs, Draws
+from simulate.imbalance import share_of_fullest
 from simulate.pricing import layer_us
 from spec.calibration import Calibration
 from spec.collective import Collective
@@ -61,7 +62,10 @@ class Rough:
     def _costs(self, p: Parallelism) -> Costs:
         key = (p.tp, p.pp, p.cp, p.dp, p.ep)
         if key not in self._layouts:
-            self._layouts[key] = Costs(self.calibration, self.node, self.fabric, p, Draws(0))
+            fullest = share_of_fullest(self.model, p, Draws(0))
+            self._layouts[key] = Costs(
+                self.calibration, self.node, self.fabric, p, Draws(0), fullest
+            )
         return self._layouts[key]
 
     def _pass(self, p: Parallelism) -> Pass:

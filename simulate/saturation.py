@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from simulate.costs import Costs, Draws
-from simulate.estimate import kind_of
+from simulate.traffic import kind_of
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism

@@ -29,6 +29,7 @@ from spec.files import parse, read_json
 from spec.fitted import Finite, NonNegative, Positive, Record, Source
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
+from spec.thermal import ThermalFit
 
 __all__ = [
     "SCHEMA",
@@ -50,6 +51,7 @@ __all__ = [
     "Parameter",
     "Positive",
     "Source",
+    "ThermalFit",
     "read_calibration",
     "ring_steps",
     "wave_quantisation",
@@ -76,11 +78,18 @@ class HeldOut(Record):
     model: str
     split: str = Field(description="what was held out")
     rows: int
-    median_error: NonNegative = Field(description="median of |predicted / measured - 1|")
+    unit: Literal["share", "C"] = Field(
+        default="share", description="of the errors: |predicted / measured - 1|, or degrees"
+    )
+    median_error: NonNegative
     p90_error: NonNegative
     baseline: str
     baseline_median_error: NonNegative
     inside_90: NonNegative = Field(description="share of rows inside the model's 90 % interval")
+
+    def shown(self, error: float) -> str:
+        """An error with its unit."""
+        return f"{error:.1f} C" if self.unit == "C" else f"{error:.1%}"
 
 
 class InputFile(Record):
@@ -203,6 +212,7 @@ class Calibration(BaseModel):
     interference: NonNegative = Field(
         description="a kernel beside a collective lasts this share longer"
     )
+    thermal: ThermalFit | None = Field(default=None, description="temperature of the GPUs")
     communication_slowed: NonNegative = Field(
         default=0.0, description="a collective beside kernels lasts this share longer"
     )

@@ -36,6 +36,15 @@ class ModelSpec(BaseModel):
     tied_embeddings: bool = False
     experts: int = Field(default=0, ge=0, description="experts per layer; 0 for a dense model")
     top_k: int = Field(default=0, ge=0, description="experts each token is sent to")
+    expert_imbalance: float = Field(
+        default=0, ge=0, le=10, description="coefficient of variation of experts' loads in a layer"
+    )
+    capacity_factor: float | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="of an expert's even share: what it takes at most, the rest is dropped",
+    )
     lora_rank: int = Field(default=0, ge=0, description="0: every weight is trained")
     source: str = Field(default="", description="where the shape is published")
 
@@ -51,6 +60,8 @@ class ModelSpec(BaseModel):
                 f"experts {self.experts} with top_k {self.top_k}; "
                 "give both, top_k at most experts, or neither"
             )
+        if not self.experts and (self.expert_imbalance or self.capacity_factor):
+            raise ValueError("expert_imbalance and capacity_factor need experts; leave them out")
         return self
 
     @property
@@ -117,7 +128,7 @@ class ModelSpec(BaseModel):
         factor = 2 if self.lora_rank else 3
         return factor * self.forward_flops_per_token() * self.seq_len * sequences
 
-    def resized(self, **changes: int | str) -> "ModelSpec":
+    def resized(self, **changes: int | float | str) -> "ModelSpec":
         """The same model with some fields changed, checked again."""
         return ModelSpec.model_validate(self.model_dump() | changes)
 

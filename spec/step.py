@@ -16,11 +16,11 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_experts import expert_mlp
+from spec.step_experts import EXPERTS, expert_mlp
 from spec.step_linear import adapter_parameters, column, row
 from spec.step_parts import Part, Segment, Shapes, copied, shapes, without_weights
 
-__all__ = ["Part", "Segment", "Shapes", "copied", "shapes", "without_weights"]
+__all__ = ["EXPERTS", "Part", "Segment", "Shapes", "copied", "shapes", "without_weights"]
 
 
 def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:

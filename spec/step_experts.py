@@ -6,6 +6,8 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied, shapes
 
+EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
+
 
 def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     """Router, token exchange and experts. Tokens are routed evenly; imbalance is the simulator's.
@@ -89,7 +91,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
             ),
             Part("dispatch", (moved_back, *sorted_), exposed=weights_sent + exchange + scatter),
         ),
-        (Part("experts", experts("forward")), Part("experts", experts("backward"))),
+        (Part(EXPERTS, experts("forward")), Part(EXPERTS, experts("backward"))),
         (
             # back to their tokens by adding, which is what a gather's gradient is
             Part("combine", (*sorted_, moved_back), exposed=scatter + exchange),

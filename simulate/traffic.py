@@ -1,0 +1,66 @@
+"""Communication of a step by kind: bytes, calls and time."""
+
+from dataclasses import dataclass
+
+from simulate.pricing import PricedStep
+from spec.collective import Collective, busbw_factor
+
+KINDS = ("tp", "pp", "dp", "ep", "cp")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Communication of one kind in a step, on the GPU of the busiest stage."""
+
+    total_s: float
+    exposed_s: float
+    bytes: float  # buffers, nccl-tests' definition
+    sent_bytes: float  # over the GPU's links: buffers times the bus-bandwidth factor
+    calls: int
+
+
+def kind_of(axis: str) -> str:
+    """The kind of communication an axis belongs to: expert replicas are data parallel."""
+    return {"edp": "dp", "embd": "pp"}.get(axis, axis)
+
+
+def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> dict[str, Traffic]:
+    """What a GPU of `stage` sends in a step, by kind; `breakdown_us` says what is exposed."""
+    sent: dict[Collective, float] = {}
+    for one, times in _sent(priced, stage):
+        sent[one] = sent.get(one, 0.0) + times
+    found: dict[str, Traffic] = {}
+    for kind in KINDS:
+        mine = [(one, n) for one, n in sent.items() if kind_of(one.axis) == kind]
+        if not mine:
+            continue
+        costs, paths = priced.costs, priced.costs.layout.paths
+        found[kind] = Traffic(
+            total_s=sum(float(costs.collective_us(one)[0]) * n for one, n in mine) / 1e6,
+            exposed_s=breakdown_us[f"{kind}_exposed"] / 1e6,
+            bytes=sum(one.bytes * n for one, n in mine),
+            sent_bytes=sum(
+                one.bytes * busbw_factor(one.kind, paths[one.axis].ranks) * n for one, n in mine
+            ),
+            calls=round(sum(n for _, n in mine)),
+        )
+    return found
+
+
+def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
+    """Every collective of a stage, and how often a step has it."""
+    p, prices = priced.parallelism, priced.stages[stage]
+    sent: list[tuple[Collective, float]] = []
+    for (of, _, way), cost in priced.passes.items():
+        if of != stage:
+            continue
+        for count, name in cost.segments:
+            for part in prices.segments[name][way].parts:
+                both = (*part.exposed, *part.hidden)
+                sent.extend((one, count * p.microbatches) for one in both)
+        sent.extend((one, p.microbatches / p.vpp) for one, _ in cost.sharded)
+    update = priced.updates[stage]
+    sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))
+    if priced.transfer is not None:
+        sent.append((priced.transfer, 2 * p.microbatches * p.vpp))
+    return sent

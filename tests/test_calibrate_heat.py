@@ -1,0 +1,114 @@
+"""Thermal model and pulses, on traces made with known resistances and exponents."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibrate.evidence import Evidence, Ledger
+from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
+from calibrate.pulses import pulse_exponent
+from calibrate.state import ClockState
+from spec.records import HeatRow
+from spec.results import ResultSet
+from spec.thermal import exponential_mean
+from tests.synthetic import Truth, manifest
+
+FAST, SLOW, REST = (0.034, 0.8), (0.012, 40.0), 26.0
+
+
+def trace(run: str, name: str, seed: int, more: float = 1.0, seconds: int = 240) -> Trace:
+    """Loads of 5 to 30 s, and the temperatures that follow; the sensor tells whole degrees."""
+    rng = np.random.default_rng(seed)
+    power = np.full(seconds, 80.0)
+    at = 5
+    while at < seconds:
+        length = int(rng.integers(5, 30))
+        power[at : at + length] = rng.choice([120.0, 400.0, 690.0])
+        at += length
+    warmth = sum(more * share * exponential_mean(power, time, 1.0) for share, time in (FAST, SLOW))
+    temperature = np.round(REST + warmth + rng.normal(0, 0.3, seconds))
+    return Trace(run, name, np.arange(seconds) + 1.0, power, temperature)
+
+
+def test_resistances_and_times_come_back() -> None:
+    used = [trace(f"run-{i}", f"gpu-{i % 3}", i, 1 + 0.1 * (i % 3)) for i in range(6)]
+    found = model(used)
+    assert found.fast_s == pytest.approx(FAST[1], rel=0.1)
+    assert found.slow_s == pytest.approx(SLOW[1], rel=0.2)
+    total = FAST[0] + SLOW[0]
+    for i in range(3):
+        assert found.of(f"gpu-{i}").total_c_per_w == pytest.approx(total * (1 + 0.1 * i), rel=0.05)
+    assert found.of("unknown") == found.central
+    assert found.rest_c == pytest.approx(REST, abs=0.7)
+    assert found.error_c < 0.6
+
+
+def test_a_constant_load_is_told_from_its_first_minute() -> None:
+    found = model([trace(f"run-{i}", f"gpu-{i}", i) for i in range(4)])
+    power = np.concatenate([np.full(20, 80.0), np.full(150, 690.0)])
+    warmth = sum(1.15 * share * exponential_mean(power, time, 1.0) for share, time in (FAST, SLOW))
+    one = Trace("new", "other", np.arange(170) + 1.0, power, REST + 2 + warmth, (20.0, 170.0))
+    errors = Errors()
+    judge_steady(found, one, errors)
+    assert errors.own[0] < 1.0
+    assert errors.own[0] < errors.held[0]
+    judge_steady(found, trace("new", "other", 9), errors)  # has no constant load
+    assert len(errors.own) == 1
+
+
+def test_the_first_seconds_tell_how_much_a_device_warms() -> None:
+    found = model([trace(f"run-{i}", f"gpu-{i}", i, 1 + 0.1 * i) for i in range(4)])
+    rise = found.rise_c(found.central, np.tile([80.0, 690.0], 30).repeat(5), 1.0)
+    rest, scale = start(found, rise, 30 + 1.2 * rise)
+    assert rest == pytest.approx(30, abs=0.5)
+    assert 1.15 < scale < 1.2
+    assert start(found, rise[:1], np.array([40.0]))[1] == 1  # one second tells nothing of it
+
+
+def test_bins_and_spans() -> None:
+    time = np.array([0.0, 0.5, 1.0, 2.0])
+    assert means(time, np.array([10.0, 20.0, 30.0, 0.0]), np.array([0.0, 1.0, 2.0])).tolist() == [
+        15.0,
+        30.0,
+    ]
+    cases = np.array(["", "a", "a", "b"], dtype=np.str_)
+    assert case_spans(time, cases) == [("a", 0.5, 1.0), ("b", 2.0, 2.0)]
+
+
+def test_no_telemetry_no_thermal_model(tmp_path: Path) -> None:
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    evidence = Evidence("made-up", [ResultSet(tmp_path, about)])
+    assert fit_heat(evidence, Ledger()) is None
+
+
+def heat_row(duty: float, clock: float | None, watts: float) -> HeatRow:
+    both = f"{watts * 20},{watts * 20}"
+    return HeatRow(
+        case_id=f"heat-{duty}",
+        role="fit",
+        duty=duty,
+        seconds=20.0,
+        product=8192,
+        busy_share=f"{duty},{duty}",
+        energy_j=both,
+        clock_median_mhz=clock,
+    )
+
+
+def test_pulses_tell_how_power_goes_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle, exponent = 115.0, 1.4
+
+    def at(duty: float, clock: float) -> HeatRow:
+        return heat_row(duty, clock, idle + duty * 585 * (clock / 1480) ** exponent)
+
+    rows = [at(1.0, 1480), heat_row(0.0, 1980, idle), at(0.7, 1900), at(0.4, 1980)]
+    evidence = Evidence("made-up", [])
+    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows])
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    ledger = Ledger()
+    found = pulse_exponent(evidence, ClockState(1980.0, 700.0, 76.0), ledger)
+    assert found == pytest.approx(exponent, rel=1e-3)
+    assert ledger.parameters[0].low <= 0.9 * exponent * 1.001
+    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows[:2]])
+    assert pulse_exponent(evidence, ClockState(1980.0, 700.0, 76.0), ledger) is None
