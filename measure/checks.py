@@ -57,7 +57,7 @@ class LoadCase:
     block_s: float  # of load
     seconds: float  # of the whole check
     idle_s: float = 0.0
-    cycles: int = 0  # of idleness and load; 0: load alone
+    cycles: int = 0  # of idleness and load, or pairs of blocks; 0: load alone
     products: bool = False  # without launch-bound sums between them
 
     def message(self) -> dict[str, Any]:
@@ -86,8 +86,9 @@ def cases(kind: str, devices: int, quick: bool) -> list[LoadCase]:
     if on_steps(kind):
         from measure import training_overhead
 
-        seconds = training_overhead.training_case(kind, devices).seconds
-        found.append(LoadCase("telemetry-overhead-steps", 0.0, seconds + (10 if quick else 20)))
+        pairs = training_overhead.PAIRS // (3 if quick else 1)
+        seconds = training_overhead.seconds(kind, devices, pairs)
+        found.append(LoadCase("telemetry-overhead-steps", 0.0, seconds, cycles=pairs))
     else:
         pairs = PAIRS // (2 if quick else 1)
         found.append(LoadCase("telemetry-overhead", BLOCK_S, 2 * pairs * (BLOCK_S + 0.1)))
@@ -135,7 +136,7 @@ def measure(
 
         pool.close()  # free the devices' memory
         steps = training_overhead.training_case(pool.kind, len(devices))
-        found = training_overhead.overhead(steps, pool.kind, sampler)
+        found = training_overhead.overhead(steps, pool.kind, sampler, case.cycles)
     else:
         pairs = round(case.seconds / (2 * (BLOCK_S + 0.1)))
         found = overhead(lambda: _block(case, pool), sampler, pairs)

@@ -14,12 +14,12 @@ from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.plan import ON_REQUEST, SUITES, PlanFile, read_plan
 from measure.report import report
-from measure.store import Store, find_run
+from measure.store import PLAN, Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
 from spec.command import Parser, add_json, add_progress, result_name, run
 from spec.errors import UserError
-from spec.files import parse, read_json, write_json
+from spec.files import parse, read_json
 
 EXAMPLES = """\
 examples:
@@ -31,7 +31,6 @@ examples:
   python -m measure.run --emulate-nodes 2                  four GPUs as two nodes of two
   python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
-PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
 
 
 def open_store(
@@ -42,6 +41,13 @@ def open_store(
     name = base = host.system_name([described])
     if options.nodes > 1:
         name = emulation.system_name(base, len(devices), options.nodes)
+    plan = {
+        "suites": options.suites,
+        "models": options.models,
+        "quick": options.quick,
+        "plan": options.plan.model_dump(),
+        "nodes": options.nodes,
+    }
     store = Store.create(
         Path(asked.out),
         system=asked.system or name,
@@ -54,6 +60,7 @@ def open_store(
         suites=options.suites,
         emulated_nodes=options.nodes,
         base_system=base if options.nodes > 1 else None,
+        plan=plan,
     )
     if devices[0].kind == "cpu" and host.sees_gpu():
         store.note(
@@ -65,14 +72,6 @@ def open_store(
         store.note(emulation.note(len(devices), options.nodes))
     elif any(config.nodes > 1 for config in options.plan.training):
         store.note("training steps whose column nodes is above 1 ran on emulated nodes")
-    plan = {
-        "suites": options.suites,
-        "models": options.models,
-        "quick": options.quick,
-        "plan": options.plan.model_dump(),
-        "nodes": options.nodes,
-    }
-    write_json(store.folder / PLAN, plan)
     return store
 
 
@@ -285,9 +284,9 @@ def main(words: Sequence[str]) -> int:
         sampler.stop()
         for sentence in sampler.notes:
             store.note(sentence)
-        if status == "complete" and not campaign.failed:
-            (store.folder / PLAN).unlink(missing_ok=True)
         store.save(status)
+        if status == "complete" and not campaign.failed:
+            (store.folder / PLAN).unlink(missing_ok=True)  # last: without it nothing resumes
     return report(asked.json, campaign, time.monotonic() - began)
 
 

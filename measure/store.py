@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from spec.errors import UserError
 from spec.files import format_row, parse, write_json
@@ -17,6 +18,7 @@ from spec.records import SCHEMA, TABLES, Host, Manifest, Row, StepRow, TrainingR
 from spec.results import read_result_set
 
 COMPARED = "placement-compared.json"  # ends a comparison of placements
+PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
 
 
 def now() -> str:
@@ -52,8 +54,12 @@ class Store:
         suites: Sequence[str],
         emulated_nodes: int = 1,
         base_system: str | None = None,
+        plan: dict[str, Any] | None = None,
     ) -> "Store":
-        """Begin a new result set; refuses a folder that already holds one."""
+        """Begin a new result set; refuses a folder that already holds one.
+
+        `plan` is what --resume needs; it is there before the manifest, which makes it a run.
+        """
         folder = root / system / run
         if (folder / "manifest.json").exists():
             raise UserError(f"{folder}: a result set is there already; continue it with --resume")
@@ -76,6 +82,8 @@ class Store:
         }
         manifest = parse(Manifest, value, "the new result set")
         store = cls(folder, manifest)
+        if plan is not None:
+            write_json(folder / PLAN, plan)
         store.save()
         return store
 

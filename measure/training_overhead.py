@@ -31,8 +31,15 @@ def training_case(kind: str, devices: int) -> TrainingCase:
     return case_of(model, parallelism, kind, quick=True)
 
 
+def seconds(kind: str, devices: int, pairs: int) -> float:
+    """Estimate of the comparison, start of the processes included."""
+    case = training_case(kind, devices)
+    one = case.seconds / (case.steps + case.warmup + 2)  # a step is at most that long
+    return round(case.seconds + 2 * pairs * (BLOCK_STEPS + 1) * min(one, 0.2), 1)
+
+
 def overhead(
-    case: TrainingCase, kind: str, sampler: Sampler, pairs: int = PAIRS, steps: int = BLOCK_STEPS
+    case: TrainingCase, kind: str, sampler: Sampler, pairs: int, steps: int = BLOCK_STEPS
 ) -> dict[str, Any]:
     """Share by which steps last longer while the sampler runs, with a 95 % interval.
 

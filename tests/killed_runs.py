@@ -29,9 +29,9 @@ from spec.command import run
 from spec.records import StepRow, TrainingRow
 
 PLAN = "kernels:\n" + "".join(
-    f"- {{op: gemm, shape: m=16 n=16 k={size}}}\n" for size in (16, 32, 48, 64, 80, 96)
+    f"- {{op: gemm, shape: m=16 n=16 k={size}}}\n" for size in range(16, 208, 16)
 )
-FIRST, MOST = 4, 40  # moments that a run lives before it is killed
+FIRST, MOST = 4, 30  # moments that a run lives before it is killed
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -111,7 +111,7 @@ def killed(folder: Path, seed: int, kills: int) -> dict[str, Any]:
         seen.append({"signal": signalled, "said": log.read_text() if log.exists() else ""})
         if signalled is None:
             break  # it came to its end
-    (path,) = out.glob("mine/*")
+    (path,) = (one.parent for one in out.glob("mine/*/manifest.json"))
     status = (
         once([*words, "--resume", path.name], log, None) if (path / "plan.json").exists() else 0
     )

@@ -30,7 +30,7 @@ def test_ten_kills_in_a_row_lose_at_most_the_case_in_flight(tmp_path: Path) -> N
     assert result.manifest.status == "complete"
     kernels = [row.case_id for row in result.table(KernelRow)]
     training = [row.case_id for row in result.table(TrainingRow)]
-    assert (len(kernels), len(training)) == (6, 4)
+    assert (len(kernels), len(training)) == (12, 4)
     assert len({*kernels, *training}) == result.manifest.finished == result.manifest.planned
     assert set(Counter(row.case_id for row in result.table(StepRow)).values()) == {3}
     # what was said to be on disk before a kill was never measured again
