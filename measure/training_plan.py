@@ -48,6 +48,14 @@ def refuse(model: ModelSpec, p: Parallelism) -> None:
             f"schedule {p.schedule} is not measured: Megatron-Core runs 1f1b, or its interleaved "
             "form with vpp above 1"
         )
+    for what in (model, p):
+        for name, field in type(what).model_fields.items():
+            told = name in TrainingConfig.model_fields or name in ("name", "source")
+            if not told and getattr(what, name) != field.get_default(call_default_factory=True):
+                raise UserError(
+                    f"{name} {getattr(what, name)} is not measured: training steps have no such "
+                    "column; leave it out"
+                )
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "

@@ -228,8 +228,9 @@ class TrainingConfig(Row):
     @classmethod
     def of(cls, case_id: str, model: ModelSpec, p: Parallelism, nodes: int = 1) -> Self:
         """The row of a configuration."""
-        own = model.model_dump(exclude={"name", "source"})
-        own |= p.model_dump(exclude={"schedule"})  # only one is ever measured
+        # what no column tells, such as a what-if's schedule, measure.training_plan refuses
+        columns = set(cls.model_fields)
+        own = model.model_dump(include=columns) | p.model_dump(include=columns)
         if p.layers_per_stage is not None:
             own["layers_per_stage"] = ",".join(map(str, p.layers_per_stage))
         return cls.model_validate(own | {"case_id": case_id, "model": model.name, "nodes": nodes})

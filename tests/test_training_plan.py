@@ -6,6 +6,7 @@ from measure.training_plan import cases, refuse
 from spec.errors import UserError
 from spec.model import load_model
 from spec.parallelism import Parallelism
+from spec.records import TrainingConfig
 
 TINY = load_model("tiny")
 MIXED = TINY.resized(name="tiny-moe", experts=4, top_k=2)
@@ -68,3 +69,11 @@ def test_what_cannot_run_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(UserError, match=reason):
         refuse(model, Parallelism(**split))
+
+
+def test_what_no_column_tells_is_refused() -> None:
+    model = load_model("tiny")
+    plain = Parallelism(pp=2, global_batch=4)
+    assert TrainingConfig.of("x", model, plain).parallelism() == plain
+    with pytest.raises(UserError, match="gpipe is not measured"):
+        refuse(model, Parallelism(pp=2, global_batch=4, schedule="gpipe"))
