@@ -6,36 +6,22 @@ groups are other conditions and stay out of them.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import exp, log, log2
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, median_sd, rounded
-from spec.calibration import (
-    CollectiveCurve,
-    CollectiveFit,
-    CollectivePoint,
-    CollectiveStructure,
-    ring_steps,
-)
+from calibrate.sends import Structure, best_structure
+from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective import busbw_factor
 from spec.records import CollectiveRow
-
-Array = NDArray[np.float64]
 
 # sd of a carried-over time per doubling of the group, where one group size was measured
 STRUCTURE_SD = 0.15
 LEAST_SD = 0.01
 LEAST_STRUCTURE_SD = 0.02
-STRUCTURE_NOISE = 0.05  # how well a formula of five numbers describes a sweep
 UNKNOWN_BEND = 0.1  # between sizes, where fewer than three were measured
-# Priors, (median, sd of the logarithm). A step is about a tenth of the launch: NCCL's
-# src/graph/tuning.cc has 6.6 us and 0.6 us for rings of protocol LL over NVLink.
-STEP_SD = 0.8
-COPY_SHARE = (0.1, 1.0)
-PIPELINING = (0.3, 1.0)
 
 
 def inside_node(evidence: Evidence, role: str = "fit") -> list[CollectiveRow]:
@@ -47,54 +33,83 @@ def inside_node(evidence: Evidence, role: str = "fit") -> list[CollectiveRow]:
     ]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """The measured sizes of one collective, without any spread for what lies between them."""
+
+    name: str
+    curves: tuple[CollectiveCurve, ...]
+    nccl: bool
+    rows: int
+
+    def structure(
+        self, curves: Sequence[CollectiveCurve] = (), system_busbw: float = 0.0
+    ) -> tuple[Structure, dict[str, float]]:
+        """Fitted on all curves or on those given."""
+        return best_structure(self.name, curves or self.curves, system_busbw, self.nccl)
+
+    @property
+    def paired(self) -> bool:
+        """Whether its messages are between two whatever the group."""
+        return self.name == "send_recv" and not self.nccl
+
+
 def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, ...]:
     """A model of every collective that was measured."""
-    rows: dict[str, dict[int, dict[int, list[CollectiveRow]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    for row in inside_node(evidence):
-        rows[row.collective][row.ranks][row.bytes].append(row)
-    best = max((row.busbw_gbytes_per_s for row in inside_node(evidence)), default=0.0)
+    rows = inside_node(evidence)
+    best = max((row.busbw_gbytes_per_s for row in rows), default=0.0)
+    sweeps = []
+    for name in sorted({row.collective for row in rows}):
+        same = [row for row in rows if row.collective == name]
+        by_ranks: dict[int, dict[int, list[CollectiveRow]]] = defaultdict(lambda: defaultdict(list))
+        for row in same:
+            by_ranks[row.ranks][row.bytes].append(row)
+        curves = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
+        nccl = all(row.backend in ("nccl", "rccl") for row in same)
+        sweeps.append(Sweep(name, curves, nccl, len(same)))
+    structures = [sweep.structure(system_busbw=best) for sweep in sweeps]
+    bends = [
+        _bends(sweep.name, structure, sweep.curves)
+        for sweep, (structure, _) in zip(sweeps, structures, strict=True)
+    ]
+    # kinks, where NCCL changes protocol, are few in each sweep: no collective counts as smoother
+    # than all of them together
+    every = [one for some in bends for one in some]
+    least = _spread(every) if every else UNKNOWN_BEND
     return tuple(
-        _fit(name, by_ranks, best, evidence, ledger) for name, by_ranks in sorted(rows.items())
+        _fit(sweep, *structure, max(_spread(own), least) if own else least, evidence, ledger)
+        for sweep, structure, own in zip(sweeps, structures, bends, strict=True)
     )
 
 
 def _fit(
-    name: str,
-    by_ranks: dict[int, dict[int, list[CollectiveRow]]],
-    system_busbw: float,
+    sweep: Sweep,
+    structure: Structure,
+    sds: dict[str, float],
+    bend: float,
     evidence: Evidence,
     ledger: Ledger,
 ) -> CollectiveFit:
-    bare = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
-    structure, sds = fit_structure(name, bare, system_busbw)
-    bends = _bends(name, structure, bare)
-    bend = _spread(bends) if bends else UNKNOWN_BEND  # of sizes between the measured ones
-    curves = tuple(_widened(curve, bend) for curve in bare)
-    count = sum(len(same) for sizes in by_ranks.values() for same in sizes.values())
-    detail = f"{evidence.where(CollectiveRow, count)}: {name}"
+    """`bend` is the spread of sizes between the measured ones."""
+    curves = tuple(_widened(curve, bend) for curve in sweep.curves)
+    detail = f"{evidence.where(CollectiveRow, sweep.rows)}: {sweep.name}"
     for curve in curves:
-        _note_curve(name, curve, ledger, f"{detail}, {curve.ranks} ranks")
-    _note_structure(name, structure, sds, len(curves), ledger, detail)
+        _note_curve(sweep.name, curve, ledger, f"{detail}, {curve.ranks} ranks")
+    _note_structure(sweep.name, structure, sds, len(curves), ledger, detail)
     fit = CollectiveFit(
-        collective=name, curves=curves, structure_sd=0.0, structure=rounded_structure(structure)
+        collective=sweep.name, curves=curves, structure_sd=0.0, structure=_rounded(structure)
     )
-    _judge_sizes(fit, bare, ledger)
-    _judge_groups(fit, ledger)
-    return fit.model_copy(
-        update={"structure_sd": rounded(_structure_sd(name, bare, ledger, detail))}
-    )
+    _judge_sizes(fit, sweep, ledger)
+    _judge_groups(fit, sweep, ledger)
+    return fit.model_copy(update={"structure_sd": rounded(_structure_sd(sweep, ledger, detail))})
 
 
-def _structure_sd(
-    name: str, curves: Sequence[CollectiveCurve], ledger: Ledger, detail: str
-) -> float:
+def _structure_sd(sweep: Sweep, ledger: Ledger, detail: str) -> float:
     """Spread per doubling with which the largest group follows from the smaller ones."""
-    if name == "send_recv":
-        return 0.0  # always between two
-    key, unit = f"collective.{name}.structure_sd", "log per doubling of ranks"
-    if len(curves) < 2:
+    if sweep.paired:
+        return 0.0
+    key, unit = f"collective.{sweep.name}.structure_sd", "log per doubling of ranks"
+    if len(sweep.curves) < 2:
         return ledger.note(
             key,
             STRUCTURE_SD,
@@ -104,9 +119,10 @@ def _structure_sd(
             "one group size measured: growth with the group is a prior (ring steps and bus "
             "bandwidth)",
         )
+    largest, next_to_it = sweep.curves[-1].ranks, sweep.curves[-2].ranks
     errors = [
-        abs(log(row.predicted / row.measured)) / log2(curves[-1].ranks / curves[-2].ranks)
-        for row in _largest_from_smaller(name, curves)
+        abs(log(row.predicted / row.measured)) / log2(largest / next_to_it)
+        for row in _largest_from_smaller(sweep)
     ]
     value = max(float(np.quantile(errors, 0.9)) / Z90, LEAST_STRUCTURE_SD)
     return ledger.note(
@@ -115,61 +131,13 @@ def _structure_sd(
         unit,
         (value / 2, value * 2),
         "measured",
-        f"{detail}: {curves[-1].ranks} ranks from the smaller groups, {len(errors)} sizes",
+        f"{detail}: {largest} ranks from the smaller groups, {len(errors)} sizes",
     )
 
 
-def fit_structure(
-    name: str, curves: Sequence[CollectiveCurve], system_busbw: float = 0.0
-) -> tuple[CollectiveStructure, dict[str, float]]:
-    """Maximum a posteriori structure, and the sd of each parameter's logarithm.
-
-    `system_busbw` is the best bus bandwidth of any collective, 1e9 bytes/s: half of it is expected
-    where this one's own sizes show less.
-    """
-    known = [(curve.ranks, point) for curve in curves for point in curve.points]
-    steps = np.array([float(ring_steps(name, one)) for one, _ in known])
-    factors = np.array([busbw_factor(name, one) for one, _ in known])
-    sizes = np.array([float(point.bytes) for _, point in known])
-    times = np.array([point.time_us for _, point in known])
-    noise = np.hypot(np.array([point.sd for _, point in known]), STRUCTURE_NOISE)
-    latency = float(times.min())
-    centre = {
-        "launch_us": 0.85 * latency,
-        "step_us": 0.085 * latency,
-        "busbw_gbytes_per_s": max(float((sizes * factors / times).max()) / 1e3, system_busbw / 2),
-        "copy_share": COPY_SHARE[0],
-        "pipelining": PIPELINING[0],
-    }
-    widths = np.array([0.5, STEP_SD, 0.5, COPY_SHARE[1], PIPELINING[1]])
-    start = np.log(np.array(list(centre.values())))
-
-    def residuals(x: Array) -> Array:
-        launch, step, busbw, copy, pipelining = np.exp(x)
-        a = launch + steps * step
-        b = sizes * (factors + copy) / (busbw * 1e3)
-        model = a + b + 2 * pipelining * np.sqrt(a * b)
-        return np.concatenate([_soft(np.log(model / times) / noise), (x - start) / widths])
-
-    found = least_squares(residuals, start, x_scale=widths)
-    sds = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
-    values = dict(zip(centre, (float(one) for one in np.exp(found.x)), strict=True))
-    return (
-        CollectiveStructure.model_validate(values),
-        dict(zip(centre, (float(one) for one in sds), strict=True)),
-    )
-
-
-def _soft(errors: Array) -> Array:
-    """Errors beyond two standard deviations count linearly: single timings have outliers."""
-    size = np.abs(errors)
-    linear = np.sqrt(np.maximum(4 * size - 4, 0.0))
-    return np.asarray(np.where(size > 2, np.sign(errors) * linear, errors))
-
-
-def rounded_structure(structure: CollectiveStructure) -> CollectiveStructure:
+def _rounded(structure: Structure) -> Structure:
     """With as many digits as mean something."""
-    return CollectiveStructure.model_validate(
+    return type(structure).model_validate(
         {name: rounded(value) for name, value in structure.model_dump().items()}
     )
 
@@ -201,9 +169,7 @@ def _widened(curve: CollectiveCurve, bend: float) -> CollectiveCurve:
     return CollectiveCurve(ranks=curve.ranks, points=tuple(points))
 
 
-def _bends(
-    name: str, structure: CollectiveStructure, curves: Sequence[CollectiveCurve]
-) -> list[float]:
+def _bends(name: str, structure: Structure, curves: Sequence[CollectiveCurve]) -> list[float]:
     """log(interpolated / measured) of every inner size, from its two neighbours."""
     found = []
     for curve in curves:
@@ -249,7 +215,7 @@ def _note_curve(name: str, curve: CollectiveCurve, ledger: Ledger, detail: str) 
 
 def _note_structure(
     name: str,
-    structure: CollectiveStructure,
+    structure: Structure,
     sds: dict[str, float],
     groups: int,
     ledger: Ledger,
@@ -276,9 +242,9 @@ def constant_busbw(fit: CollectiveFit, ranks: int, nbytes: float) -> float:
     return nbytes * busbw_factor(fit.collective, ranks) / rate
 
 
-def _judge_sizes(fit: CollectiveFit, bare: Sequence[CollectiveCurve], ledger: Ledger) -> None:
+def _judge_sizes(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
     """Whole decades of sizes left out of every curve, one decade at a time."""
-    decades = sorted({_decade(point) for curve in bare for point in curve.points})
+    decades = sorted({_decade(point) for curve in sweep.curves for point in curve.points})
     judged = []
     for decade in decades[1:-1]:  # the ends would be extrapolated
         kept = [
@@ -286,26 +252,26 @@ def _judge_sizes(fit: CollectiveFit, bare: Sequence[CollectiveCurve], ledger: Le
                 ranks=curve.ranks,
                 points=tuple(point for point in curve.points if _decade(point) != decade),
             )
-            for curve in bare
+            for curve in sweep.curves
             if any(_decade(point) != decade for point in curve.points)
         ]
-        structure, _ = fit_structure(fit.collective, kept)
+        structure, _ = sweep.structure(kept)
         # the gap is about twice as wide as one left-out size's
-        bends = _bends(fit.collective, structure, kept)
+        bends = _bends(sweep.name, structure, kept)
         bend = 2 * _spread(bends) if bends else UNKNOWN_BEND
         rest = CollectiveFit(
-            collective=fit.collective,
+            collective=sweep.name,
             curves=tuple(_widened(curve, bend) for curve in kept),
             structure_sd=STRUCTURE_SD,
             structure=structure,
         )
-        for curve in bare:
+        for curve in sweep.curves:
             for point in (one for one in curve.points if _decade(one) == decade):
                 time, sd = rest.time_us(curve.ranks, point.bytes)
                 dumb = constant_busbw(fit, curve.ranks, point.bytes)
                 judged.append(Judged(time, sd, point.time_us, dumb))
     ledger.score(
-        f"collective.{fit.collective}",
+        f"collective.{sweep.name}",
         "whole decades of sizes left out, one at a time",
         judged,
         "constant bus bandwidth",
@@ -316,14 +282,15 @@ def _decade(point: CollectivePoint) -> int:
     return int(np.log10(point.bytes))
 
 
-def _largest_from_smaller(name: str, curves: Sequence[CollectiveCurve]) -> list[Judged]:
+def _largest_from_smaller(sweep: Sweep) -> list[Judged]:
     """The largest group's sizes from the smaller groups, beside constant bus bandwidth per size."""
-    structure, _ = fit_structure(name, curves[:-1])
+    smaller = sweep.curves[:-1]
+    structure, _ = sweep.structure(smaller)
     known = CollectiveFit(
-        collective=name, curves=tuple(curves[:-1]), structure_sd=STRUCTURE_SD, structure=structure
+        collective=sweep.name, curves=smaller, structure_sd=STRUCTURE_SD, structure=structure
     )
-    largest, nearest = curves[-1], curves[-2]
-    grown = busbw_factor(name, largest.ranks) / busbw_factor(name, nearest.ranks)
+    largest, nearest = sweep.curves[-1], smaller[-1]
+    grown = busbw_factor(sweep.name, largest.ranks) / busbw_factor(sweep.name, nearest.ranks)
     judged = []
     for point in largest.points:
         time, sd = known.time_us(largest.ranks, point.bytes)
@@ -332,15 +299,15 @@ def _largest_from_smaller(name: str, curves: Sequence[CollectiveCurve]) -> list[
     return judged
 
 
-def _judge_groups(fit: CollectiveFit, ledger: Ledger) -> None:
+def _judge_groups(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
     """The largest group from the smaller ones, with what is assumed where one size is known."""
-    if len(fit.curves) < 2 or fit.collective == "send_recv":
+    if len(fit.curves) < 2 or sweep.paired:
         return
     smaller = ", ".join(str(curve.ranks) for curve in fit.curves[:-1])
     ledger.score(
         f"collective.{fit.collective}",
         f"groups of {fit.curves[-1].ranks} from groups of {smaller}",
-        _largest_from_smaller(fit.collective, fit.curves),
+        _largest_from_smaller(sweep),
         "bus bandwidth of the same size on the next smaller group",
     )
 

@@ -38,6 +38,7 @@ TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
 INDEPENDENT = 10
+LEAST_ERROR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,18 @@ class Ledger:
                 rows=len(rows),
                 median_error=rounded(float(np.median(errors))),
                 p90_error=rounded(float(np.quantile(errors, 0.9))),
+                geometric_mean_error=rounded(geometric_mean(errors)),
                 baseline=baseline,
                 baseline_median_error=rounded(float(np.median(dumb))),
+                baseline_geometric_mean_error=rounded(geometric_mean(dumb)),
                 inside_90=rounded(float(np.mean(inside))),
             )
         )
+
+
+def geometric_mean(errors: NDArray[np.float64]) -> float:
+    """Of errors, each taken to be 0.01 % at least: an exact one would make it zero."""
+    return float(np.exp(np.mean(np.log(np.maximum(errors, LEAST_ERROR)))))
 
 
 @dataclass(frozen=True)

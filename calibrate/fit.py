@@ -160,13 +160,13 @@ def summary(calibration: Calibration, out: Path) -> str:
         f"{calibration.system} ({calibration.device}): {len(calibration.kernels)} kernel models, "
         f"{len(calibration.collectives)} collectives, {len(calibration.networks)} networks",
         "",
-        f"{'held out':<28}{'rows':>6}{'median':>9}{'p90':>8}{'baseline':>10}{'inside 90 %':>13}"
-        "  split",
+        f"{'held out':<28}{'rows':>6}{'median':>9}{'geo.':>7}{'p90':>8}{'baseline':>10}"
+        f"{'inside 90 %':>13}  split",
     ]
     lines += [
         f"{one.model:<28}{one.rows:>6}{one.shown(one.median_error):>9}"
-        f"{one.shown(one.p90_error):>8}{one.shown(one.baseline_median_error):>10}"
-        f"{one.inside_90:>13.0%}  {one.split}"
+        f"{one.shown(one.geometric_mean_error):>7}{one.shown(one.p90_error):>8}"
+        f"{one.shown(one.baseline_median_error):>10}{one.inside_90:>13.0%}  {one.split}"
         for one in calibration.held_out
     ]
     by_source = {

@@ -65,13 +65,24 @@ def _held_out(rows: Sequence[HeldOut]) -> list[Text | Table | Figure]:
             "the rows."
         ),
         Table(
-            ("model", "held out", "rows", "median", "p90", "baseline", "its median", "inside 90 %"),
+            (
+                "model",
+                "held out",
+                "rows",
+                "median",
+                "geometric mean",
+                "p90",
+                "baseline",
+                "its median",
+                "inside 90 %",
+            ),
             [
                 (
                     one.model,
                     one.split,
                     one.rows,
                     one.shown(one.median_error),
+                    one.shown(one.geometric_mean_error),
                     one.shown(one.p90_error),
                     one.baseline,
                     one.shown(one.baseline_median_error),

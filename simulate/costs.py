@@ -276,7 +276,8 @@ class Costs:
         if path.nodes == 1 or path.local_ranks == 1 or fit is None:
             return self.collective_us(collective)
         crossing = (path.nodes - 1) / (path.ranks - 1)
-        time, sd = fit.time_us(path.ranks, collective.bytes)
+        # in a group that spans nodes NCCL spreads a message over all its channels, as between two
+        time, sd = fit.time_us(2, collective.bytes)
         inside = time * self.draws.factor(f"collective {collective.kind}", sd)
         return crossing * self.collective_us(collective) + (1 - crossing) * inside
 

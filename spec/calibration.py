@@ -83,12 +83,18 @@ class HeldOut(Record):
     )
     median_error: NonNegative
     p90_error: NonNegative
+    geometric_mean_error: NonNegative | None = Field(
+        default=None, description="geometric mean of the same, of 0.01 % at least"
+    )
     baseline: str
     baseline_median_error: NonNegative
+    baseline_geometric_mean_error: NonNegative | None = None
     inside_90: NonNegative = Field(description="share of rows inside the model's 90 % interval")
 
-    def shown(self, error: float) -> str:
-        """An error with its unit."""
+    def shown(self, error: float | None) -> str:
+        """An error with its unit; nothing where there is none."""
+        if error is None:
+            return ""
         return f"{error:.1f} C" if self.unit == "C" else f"{error:.1%}"
 
 

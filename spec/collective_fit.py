@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from itertools import pairwise
-from math import exp, log, log2, sqrt
+from math import ceil, exp, log, log2, sqrt
 from typing import Annotated
 
 import numpy as np
@@ -91,6 +91,54 @@ class CollectiveStructure(Record):
         return a + b + 2 * self.pipelining * sqrt(a * b)
 
 
+# NCCL 2.28, src/enqueue.cc (scheduleP2pTasksToPlan, addP2pToPlan), inside a node. Two ranks have
+# P2P_CHANNELS channels between them, halved until all peers of a group have theirs, and doubled
+# again while a channel's part is above PART bytes; a part is MIN_PART at least. Messages of up to
+# LL_BYTES a channel go by protocol LL. Parts are counted in chunks of 512 KiB (NVLink).
+P2P_CHANNELS = 32  # of GPUs joined by all their links, as through NVSwitch
+LL_BYTES = 16 * 2**10
+MIN_PART, PART = 2**19 // 8, 2**19 * 32
+
+
+def channels(ranks: int, nbytes: float) -> int:
+    """Channels over which NCCL sends a message between two ranks of a group inside a node."""
+    found = P2P_CHANNELS
+    while found * ranks > P2P_CHANNELS and found > 1:
+        found //= 2
+    if nbytes <= LL_BYTES * P2P_CHANNELS:
+        return found
+    found = min(found, max(ceil(nbytes / MIN_PART), 1))
+    while nbytes / found > PART and found <= P2P_CHANNELS // 2:
+        found *= 2
+    return found
+
+
+class SendStructure(Record):
+    """How NCCL's send/recv inside a node grows with bytes, over so many channels.
+
+    a = launch_us, b = bytes / (ll_share * channels * channel) by protocol LL: time = a + b
+    a = launch_us + simple_us, b = bytes / min(channels * channel, busbw) by protocol Simple:
+    time = a + b + 2 * pipelining * sqrt(a * b)
+    """
+
+    launch_us: NonNegative
+    ll_share: Positive = Field(description="of a channel's bandwidth that protocol LL reaches")
+    simple_us: NonNegative = Field(description="what protocol Simple adds to the launch")
+    channel_gbytes_per_s: Positive = Field(description="of one channel, protocol Simple")
+    busbw_gbytes_per_s: Positive = Field(description="of the links, large messages")
+    pipelining: NonNegative
+
+    def time_us(self, collective: str, ranks: int, nbytes: float) -> float:
+        """Duration by structure alone."""
+        assert collective == "send_recv"
+        rate = channels(ranks, nbytes) * self.channel_gbytes_per_s * 1e3
+        if nbytes <= LL_BYTES * P2P_CHANNELS:
+            return self.launch_us + nbytes / (self.ll_share * rate)
+        a = self.launch_us + self.simple_us
+        b = nbytes / min(rate, self.busbw_gbytes_per_s * 1e3)
+        return a + b + 2 * self.pipelining * sqrt(a * b)
+
+
 class CollectiveFit(Record):
     """Duration of one collective inside a node (the scale-up domain).
 
@@ -105,7 +153,7 @@ class CollectiveFit(Record):
     structure_sd: NonNegative = Field(
         description="added per doubling of the group size beyond the measured ones"
     )
-    structure: CollectiveStructure | None = None
+    structure: CollectiveStructure | SendStructure | None = None
 
     @cached_property
     def _residuals(self) -> dict[int, NDArray[np.float64]]:
@@ -137,7 +185,9 @@ class CollectiveFit(Record):
         """Duration and sd for a group of `ranks`."""
         curve = min(self.curves, key=lambda one: abs(log2(one.ranks / ranks)))
         time, sd = curve.time_us(nbytes)
-        same = curve.ranks == ranks or self.collective == "send_recv"
+        same = curve.ranks == ranks or (
+            self.collective == "send_recv" and not isinstance(self.structure, SendStructure)
+        )
         beyond = 0.0 if same else abs(log2(ranks / curve.ranks))
         sd = (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
         if self.structure is not None:
