@@ -35,8 +35,8 @@ from measure.megatron_context import ContextAttention, choose, own_part
 from measure.megatron_layers import Attention, Norm, attention_backend, layer_spec, seed_weights
 from measure.megatron_lora import freeze
 from measure.megatron_sharded import Sharded
-from measure.training_plan import refuse
 from spec.errors import WorkError
+from spec.measurable import refuse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from measure.emulation import rank_environment
-from measure.training_plan import TrainingCase, case_of, cases, refuse
+from measure.training_plan import TrainingCase, case_of, cases
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
+from spec.measurable import refuse
 from spec.records import StepRow, TrainingRow
 
 __all__ = ["TrainingCase", "case_of", "cases", "run_case"]

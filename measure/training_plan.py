@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spec.errors import UserError
+from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
@@ -38,71 +38,6 @@ class TrainingCase:
     def config(self) -> TrainingConfig:
         """Its columns in tables and plans."""
         return TrainingConfig.of(self.case_id, self.model, self.parallelism, self.nodes)
-
-
-def refuse(model: ModelSpec, p: Parallelism) -> None:
-    """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
-    p.check(model)
-    if p.schedule != "1f1b":
-        raise UserError(
-            f"schedule {p.schedule} is not measured: Megatron-Core runs 1f1b, or its interleaved "
-            "form with vpp above 1"
-        )
-    for what in (model, p):
-        for name, field in type(what).model_fields.items():
-            told = name in TrainingConfig.model_fields or name in ("name", "source")
-            if not told and getattr(what, name) != field.get_default(call_default_factory=True):
-                raise UserError(
-                    f"{name} {getattr(what, name)} is not measured: training steps have no such "
-                    "column; leave it out"
-                )
-    if p.zero == 2:
-        raise UserError(
-            "zero 2 steps are not measured: Megatron-Core shards gradients only together with "
-            "weights (zero 3) or reduces them once a step (zero 1)"
-        )
-    if p.zero == 3:
-        _refuse_sharded(model, p)
-    if p.cp > 1 and model.experts:
-        raise UserError(
-            f"cp {p.cp} with experts is not measured: the ring of attention was only checked "
-            "against dense models; use cp 1"
-        )
-    if model.lora_rank and model.experts:
-        raise UserError(
-            "LoRA steps of a mixture of experts are not measured: Megatron-Core has no adapters, "
-            "and those made here are for the linear layers of dense models"
-        )
-    if model.vocab % p.tp:
-        raise UserError(
-            f"tp {p.tp} does not divide vocab {model.vocab} of {model.name}; Megatron-Core needs "
-            f"a padded vocabulary, such as {-(-model.vocab // (128 * p.tp)) * 128 * p.tp}"
-        )
-    if model.kv_heads % p.tp:
-        raise UserError(
-            f"tp {p.tp} with {model.kv_heads} kv_heads is not measured: key/value heads would be "
-            "repeated, which the attention used here does not do"
-        )
-
-
-def _refuse_sharded(model: ModelSpec, p: Parallelism) -> None:
-    """What Megatron-Core's wrapper of PyTorch's FSDP lacks, or does anyway."""
-    for noun, found in (("pp", p.pp > 1), ("experts", model.experts), ("cp", p.cp > 1)):
-        if found:
-            raise UserError(
-                f"zero 3 with {noun} is not measured: Megatron-Core's wrapper of PyTorch's FSDP "
-                "shards over data-parallel ranks of one stage; use zero 1"
-            )
-    if model.tied_embeddings:
-        raise UserError(
-            f"zero 3 is not measured for {model.name}: Megatron-Core's wrapper of PyTorch's FSDP "
-            "does not share the embedding's weights with the output layer; use zero 1"
-        )
-    if not p.overlap:
-        raise UserError(
-            "zero 3 without overlap is not measured: PyTorch's FSDP always gathers the next layer "
-            "beside this one; add overlap"
-        )
 
 
 def case_of(

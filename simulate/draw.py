@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
@@ -18,6 +18,7 @@ from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import parse, read_yaml
 from spec.hardware import Fabric, Node
+from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, Recompute
 from spec.records import TrainingConfig, TrainingRow
@@ -35,6 +36,7 @@ class Family(BaseModel):
     layers: tuple[PositiveInt, ...] = Field(min_length=1)
     seq_len: tuple[PositiveInt, ...] = Field(min_length=1)
     vocab: PositiveInt | None = Field(default=None, description="padded as Megatron-Core pads it")
+    lora_rank: tuple[NonNegativeInt, ...] = Field(default=(0,), description="0: all weights train")
 
 
 class Grid(BaseModel):
@@ -48,6 +50,10 @@ class Grid(BaseModel):
     microbatch: tuple[PositiveInt, ...] = (1, 2, 4)
     microbatches: tuple[PositiveInt, ...] = (1, 2, 4, 8)
     vpp: tuple[PositiveInt, ...] = (1, 2)
+    cp: tuple[PositiveInt, ...] = (1,)
+    uneven: tuple[bool, ...] = Field(
+        default=(False,), description="move a layer from one pipeline stage to another"
+    )
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     zero: tuple[int, ...] = (0, 1)
     switches: tuple[bool, ...] = (False, True)
@@ -113,33 +119,47 @@ def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | N
     changes: dict[str, Any] = {
         "layers": rng.choice(family.layers),
         "seq_len": rng.choice(family.seq_len),
+        "lora_rank": rng.choice(family.lora_rank),
     }
     changes |= {"vocab": family.vocab} if family.vocab else {}
     model = load_model(family.model).resized(**changes)
-    gpus = rng.choice(grid.gpus)
-    if gpus % grid.nodes:
+    gpus, cp = rng.choice(grid.gpus), rng.choice(grid.cp)
+    if gpus % grid.nodes or gpus % cp:
         return None
-    tp, pp, dp = rng.choice(list(_splits(gpus)))
+    tp, pp, dp = rng.choice(list(_splits(gpus // cp)))
+    replicas = dp * cp
     microbatch = rng.choice(grid.microbatch)
-    fields = {
+    fields: dict[str, Any] = {
         "tp": tp,
         "pp": pp,
         "dp": dp,
+        "cp": cp,
         "vpp": rng.choice(grid.vpp) if pp > 1 else 1,
         "ep": rng.choice([e for e in (1, 2, 4) if dp % e == 0]) if model.experts else 1,
         "microbatch": microbatch,
         "global_batch": dp * microbatch * rng.choice(grid.microbatches),
         "sequence_parallel": tp > 1 and (rng.choice(grid.switches) or bool(model.experts)),
-        "overlap": dp > 1 and rng.choice(grid.switches),
-        "zero": rng.choice(grid.zero) if dp > 1 else 1,
+        "overlap": replicas > 1 and rng.choice(grid.switches),
+        "zero": rng.choice(grid.zero) if replicas > 1 else 1,
         "recompute": rng.choice(grid.recompute),
     }
+    if pp > 1 and fields["vpp"] == 1 and model.layers >= 2 * pp and rng.choice(grid.uneven):
+        fields["layers_per_stage"] = _uneven(model.layers, pp, rng)
     try:
         p = Parallelism.model_validate(fields)
-        p.check(model)
+        refuse(model, p)
     except (ValidationError, UserError):
         return None
     return model, p
+
+
+def _uneven(layers: int, stages: int, rng: random.Random) -> tuple[int, ...]:
+    """As even as can be, then a layer moved from one stage to another."""
+    each = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    fewer, more = rng.sample(range(stages), 2)
+    each[fewer] -= 1
+    each[more] += 1
+    return tuple(each)
 
 
 def _splits(gpus: int) -> Iterator[tuple[int, int, int]]:

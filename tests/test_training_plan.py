@@ -2,8 +2,9 @@
 
 import pytest
 
-from measure.training_plan import cases, refuse
+from measure.training_plan import cases
 from spec.errors import UserError
+from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig

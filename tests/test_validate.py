@@ -1,6 +1,7 @@
 """Validation and forecasts, on made-up training steps whose errors are known."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from simulate import validate
+from simulate.draw import Grid, _random
 from simulate.validation import coverage, predict, summarise, winkler
 from spec.command import run
-from spec.files import read_table, write_json, write_table
+from spec.files import parse, read_table, read_yaml, write_json, write_table
+from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import StepRow, TrainingConfig, TrainingRow
@@ -18,6 +21,7 @@ from tests.made_up import write_calibration
 from tests.synthetic import Truth, manifest
 from topologies import load_fabric, load_node
 
+RESULTS = Path(__file__).parent.parent / "results"
 MODEL = load_model("llama3-8b").resized(layers=4, seq_len=2048)
 SPLITS = (
     {},
@@ -266,6 +270,32 @@ def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
     code, _, err = predict_drawn("a", "1a2b3c")
     assert code == 2
     assert "a plan is drawn once" in err
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/forecasts/grid*.yaml")), ids=str)
+def test_what_committed_grids_draw_can_be_measured(path: Path) -> None:
+    """And across the nodes that they say; new kinds of steps come up."""
+    grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
+    rng = random.Random("1a2b3c")
+    drawn = [one for one in (_random(grid, rng) for _ in range(3000)) if one is not None]
+    assert len(drawn) > 100
+    for model, p in drawn:
+        refuse(model, p)
+        assert p.gpus in grid.gpus
+        assert p.gpus % grid.nodes == 0
+    kinds = {
+        "cp": any(p.cp > 1 for _, p in drawn),
+        "uneven": any(p.layers_per_stage for _, p in drawn),
+        "sharded": any(p.zero == 3 for _, p in drawn),
+        "lora": any(model.lora_rank for model, _ in drawn),
+    }
+    wanted = {
+        "cp": max(grid.cp) > 1,
+        "uneven": any(grid.uneven),
+        "sharded": 3 in grid.zero,
+        "lora": any(max(family.lora_rank) for family in grid.families),
+    }
+    assert kinds == wanted
 
 
 def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, capsys: Any) -> None:
