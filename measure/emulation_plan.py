@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from measure.emulation import NETWORK_GBYTES_PER_S
+from measure.namespaces import QUOTA
 from measure.training_plan import WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
 from spec.model import ModelSpec, load_model
@@ -65,15 +66,18 @@ def cases(world: int, nodes: int, device_kind: str, quick: bool) -> list[Trainin
     return found[:QUICK_CASES] if quick else found
 
 
-def emulated(case: TrainingCase, nodes: int) -> TrainingCase:
+def emulated(case: TrainingCase, nodes: int, link_mbit: int | None = None) -> TrainingCase:
     """The case on emulated nodes; raises UserError where its devices do not fill them."""
     p = case.parallelism
+    if link_mbit is not None:
+        case = replace(case, seconds=round(case.seconds / QUOTA, 1), steps=STEPS)
     if nodes == 1:
         return case
     if p.gpus % nodes:
         raise UserError(f"{case.case_id}: {p.gpus} devices do not divide into {nodes} nodes")
     own = case.case_id == TrainingConfig.name_of(case.model, p)
-    seconds = case.seconds + communication_s(case.model, p, nodes) * (STEPS + WARM_UP + 2)
+    rate = NETWORK_GBYTES_PER_S if link_mbit is None else link_mbit / 8e3
+    seconds = case.seconds + communication_s(case.model, p, nodes, rate) * (STEPS + WARM_UP + 2)
     return replace(
         case,
         nodes=nodes,
@@ -94,7 +98,7 @@ def fits(case: TrainingCase, devices: int, nodes: int) -> None:
         )
 
 
-def communication_s(model: ModelSpec, p: Parallelism, nodes: int) -> float:
+def communication_s(model: ModelSpec, p: Parallelism, nodes: int, gbytes_per_s: float) -> float:
     """Rough time of what a step sends between nodes, for the estimate of a case's duration."""
     per_node = p.gpus // nodes
     activations = 2.0 * p.microbatch * model.seq_len * model.hidden  # bytes of one layer's input
@@ -110,4 +114,4 @@ def communication_s(model: ModelSpec, p: Parallelism, nodes: int) -> float:
             sent += 4 * model.top_k * activations * p.microbatches * model.layers * per_node
     if p.pp > 1:
         sent += 2 * activations * p.microbatches * p.dp
-    return sent / (NETWORK_GBYTES_PER_S * 1e9)
+    return sent / (gbytes_per_s * 1e9)

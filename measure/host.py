@@ -116,6 +116,14 @@ def describe_host(devices: Sequence[Device], offset: int = 0) -> Host:
     )
 
 
+def describe_share(device: Device, number: int, cores: float) -> Host:
+    """One of several hosts that stand on this one, with a share of its cores."""
+    whole = describe_host([device], number)
+    return whole.model_copy(
+        update={"name_hash": hashed(f"{platform.node()} host {number}"), "cores": cores}
+    )
+
+
 def interconnect(devices: Sequence[Device]) -> str:
     """How the devices of this host are linked, where the driver says it."""
     with contextlib.suppress(Exception):

@@ -107,6 +107,7 @@ def report(target: str | None, campaign: Campaign, seconds: float) -> int:
         "slow_devices": [_json(one) for one in devices],
         "slow_links": [_json(one) for one in links],
         "seconds": round(seconds, 1),
+        "invalid": manifest.invalid,
     }
     lines = [
         f"{manifest.finished} of {manifest.planned} cases measured in {seconds:.0f} s; "
@@ -127,8 +128,10 @@ def report(target: str | None, campaign: Campaign, seconds: float) -> int:
         lines.append(
             f"{campaign.out_of_time} did not fit the budget; continue with --resume {manifest.run}"
         )
+    if manifest.invalid:
+        lines.append(f"INVALID: {manifest.invalid}")
     emit(target, value, "\n".join(lines))
-    return 0 if manifest.finished else 1
+    return 0 if manifest.finished and not manifest.invalid else 1
 
 
 def _json(one: Slow) -> dict[str, Any]:

@@ -1,24 +1,26 @@
 """`python -m measure.run`: measures this machine's devices and writes results/<system>/<run>/."""
 
 import argparse
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, host, wrap
+from measure import checks, emulation, host, host_check, namespaces, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
+from measure.namespaces import LINK_MBIT, QUOTA, check_machine
 from measure.plan import ON_REQUEST, SUITES, PlanFile, read_plan
 from measure.report import report
 from measure.store import PLAN, Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
-from spec.command import Parser, add_json, add_progress, result_name, run
-from spec.errors import UserError
+from spec.command import Parser, add_json, add_progress, result_name, run, whole
+from spec.errors import UserError, WorkError
 from spec.files import parse, read_json
 
 EXAMPLES = """\
@@ -29,6 +31,7 @@ examples:
   python -m measure.run --list                             what would run, and how long
   python -m measure.run --resume 20260101-120000           continue a run that was cut short
   python -m measure.run --emulate-nodes 2                  four GPUs as two nodes of two
+  python -m measure.run --emulate-nodes 4 --link-mbit 200  no GPU: four hosts on this one
   python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
 
@@ -37,29 +40,34 @@ def open_store(
     asked: argparse.Namespace, options: Options, devices: Sequence[Device], words: Sequence[str]
 ) -> Store:
     """A fresh result set, with the plan beside it."""
-    described = host.describe_host(devices)
-    name = base = host.system_name([described])
+    if options.link_mbit is None:
+        hosts = [host.describe_host(devices)]
+    else:
+        hosts = [host.describe_share(device, n, QUOTA) for n, device in enumerate(devices)]
+    name = base = host.system_name(hosts)
     if options.nodes > 1:
-        name = emulation.system_name(base, len(devices), options.nodes)
+        name = emulation.system_name(base, len(devices), options.nodes, options.link_mbit)
+    within = options.nodes if options.link_mbit is None else 1
     plan = {
         "suites": options.suites,
         "models": options.models,
         "quick": options.quick,
         "plan": options.plan.model_dump(),
         "nodes": options.nodes,
+        "link_mbit": options.link_mbit,
     }
     store = Store.create(
         Path(asked.out),
         system=asked.system or name,
         run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        hosts=[described],
+        hosts=hosts,
         interconnect=host.interconnect(devices),
         software=host.software(),
         environment=host.environment(),
         command=host.command_line(words),
         suites=options.suites,
-        emulated_nodes=options.nodes,
-        base_system=base if options.nodes > 1 else None,
+        emulated_nodes=within,
+        base_system=base if within > 1 else None,
         plan=plan,
     )
     if devices[0].kind == "cpu" and host.sees_gpu():
@@ -69,37 +77,41 @@ def open_store(
         )
         print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
     if options.nodes > 1:
-        store.note(emulation.note(len(devices), options.nodes))
+        store.note(emulation.note(len(devices), options.nodes, options.link_mbit))
     elif any(config.nodes > 1 for config in options.plan.training):
         store.note("training steps whose column nodes is above 1 ran on emulated nodes")
     return store
 
 
-def reopen_store(asked: argparse.Namespace, devices: Sequence[Device]) -> tuple[Store, Options]:
-    """The result set that --resume names, and what it was to measure."""
-    folder = find_run(Path(asked.out), asked.resume)
-    store = Store.reopen(folder)
+def left_to_do(folder: Path) -> Options:
+    """What an unfinished run was to measure."""
     if not (folder / PLAN).exists():
         raise UserError(f"{folder}: this run is complete; there is nothing to resume")
+    value = read_json(folder / PLAN, "what a run still has to do")
+    try:
+        return Options(
+            tuple(value["suites"]),
+            tuple(value["models"]),
+            bool(value["quick"]),
+            parse(PlanFile, value["plan"], str(folder / PLAN)),
+            int(value.get("nodes", 1)),
+            value.get("link_mbit"),
+        )
+    except (KeyError, TypeError):
+        raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
+
+
+def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:
+    """The result set of an unfinished run."""
+    store = Store.reopen(folder)
     here = [device.describe(0).uuid_hash for device in devices]
-    before = [one.uuid_hash for one in store.manifest.hosts[0].devices]
+    before = [one.uuid_hash for some in store.manifest.hosts for one in some.devices]
     if len(here) != len(before):
         raise UserError(
             f"{folder}: measured {len(before)} devices; {len(here)} are here, so it cannot continue"
         )
     if here != before:
         store.note("resumed on other devices than it began on; devices of rows may be either")
-    value = read_json(folder / PLAN, "what a run still has to do")
-    try:
-        options = Options(
-            tuple(value["suites"]),
-            tuple(value["models"]),
-            bool(value["quick"]),
-            parse(PlanFile, value["plan"], str(folder / PLAN)),
-            int(value.get("nodes", 1)),
-        )
-    except (KeyError, TypeError):
-        raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
     store.retry_failed_training()
     store.manifest.skipped = {
         case: reason
@@ -107,7 +119,7 @@ def reopen_store(asked: argparse.Namespace, devices: Sequence[Device]) -> tuple[
         if not reason.startswith("failed: ")
     }
     store.note(f"resumed {datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
-    return store, options
+    return store
 
 
 class Progress:
@@ -171,7 +183,14 @@ def arguments_parser() -> Parser:
         "--emulate-nodes",
         type=int,
         metavar="N",
-        help="have NCCL take the GPUs for N nodes joined by TCP; collectives and training",
+        help="have NCCL take the GPUs for N nodes joined by TCP; on a CPU, N hosts in network "
+        "namespaces with equal shares of the cores (needs root)",
+    )
+    parser.add_argument(
+        "--link-mbit",
+        type=whole(1, 100_000),
+        metavar="N",
+        help=f"rate of the links of a CPU's emulated nodes (default: {LINK_MBIT})",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="list or write the plan of a machine with N GPUs"
@@ -205,8 +224,19 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int) -> Options:
     nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes
     if asked.emulate_nodes is not None:
         emulation.check(nodes, devices, kind)
-    suites = parse_suites(asked.suite, SUITES if nodes == 1 else emulation.SUITES)
-    return Options(suites, tuple(asked.model), asked.quick, plan, nodes)
+    on_cpu = kind == "cpu" and nodes > 1
+    if asked.link_mbit is not None and not on_cpu:
+        raise UserError("--link-mbit is for the emulated nodes of a CPU; see --emulate-nodes")
+    default = emulation.SUITES["cpu" if on_cpu else "gpu"]
+    suites = parse_suites(asked.suite, SUITES if nodes == 1 else default)
+    alone = [one for one in suites if one not in default]
+    if on_cpu and alone:
+        raise UserError(
+            f"suite {alone[0]!r} is not measured on a CPU's emulated nodes; "
+            f"{', '.join(default)} are"
+        )
+    link = (asked.link_mbit or LINK_MBIT) if on_cpu else None
+    return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link)
 
 
 def plan_elsewhere(asked: argparse.Namespace) -> int:
@@ -219,6 +249,27 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
     if asked.write_plan:
         return write_plan(asked.write_plan, options, "nvidia", asked.gpus)
     return list_cases(asked.json, planned(options, "nvidia", asked.gpus), "nvidia", asked.gpus)
+
+
+@contextlib.contextmanager
+def emulated_hosts(store: Store, options: Options) -> Iterator[None]:
+    """The hosts of a CPU, if asked for, checked before the cases and after them."""
+    if options.link_mbit is None:
+        yield
+        return
+
+    def check() -> None:
+        assert options.link_mbit is not None
+        why_not = host_check.record(store.folder, options.nodes, options.link_mbit)
+        store.manifest.invalid = why_not
+
+    shares = max(host_check.counts(options.nodes))
+    with namespaces.hosts(options.nodes, options.link_mbit, shares):
+        check()
+        if store.manifest.invalid:
+            raise WorkError(f"{store.folder}: invalid, nothing measured: {store.manifest.invalid}")
+        yield
+        check()
 
 
 def main(words: Sequence[str]) -> int:
@@ -240,14 +291,17 @@ def main(words: Sequence[str]) -> int:
     host.apply_defaults()
     if asked.gpus is not None:
         return plan_elsewhere(asked)
-    kind = (asked.kind or find_kind()).partition(":")[0]
-    devices = open_devices(asked.kind or kind)
-    options = read_options(asked, kind, len(devices))
     began = time.monotonic()
-    store: Store | None = None
-    if asked.resume:
-        store, options = reopen_store(asked, devices)
-    if options.nodes > 1:
+    chosen = asked.kind or find_kind()
+    kind = chosen.partition(":")[0]
+    folder = find_run(Path(asked.out), asked.resume) if asked.resume else None
+    before = left_to_do(folder) if folder else None
+    nodes = before.nodes if before else asked.emulate_nodes or 1
+    if chosen == "cpu" and nodes > 1:
+        chosen = f"cpu:{nodes}"
+    devices = open_devices(chosen)
+    options = before or read_options(asked, kind, len(devices))
+    if options.nodes > 1 and options.link_mbit is None:
         os.environ.update(emulation.ENVIRONMENT)  # of the workers too, and of the manifest
         os.environ.pop("NCCL_HOSTID", None)  # every worker gets its own
     cases = planned(options, kind, len(devices))
@@ -255,7 +309,9 @@ def main(words: Sequence[str]) -> int:
         return write_plan(asked.write_plan, options, kind, len(devices))
     if asked.list:
         return list_cases(asked.json, cases, kind, len(devices))
-    store = store or open_store(asked, options, devices, words)
+    if options.link_mbit is not None:
+        check_machine()
+    store = reopen_store(folder, devices) if folder else open_store(asked, options, devices, words)
     store.mark("telemetry", checks.done(store.folder))
     manifest = store.manifest
     manifest.planned = sum(len(some) for some in cases.values())
@@ -269,15 +325,14 @@ def main(words: Sequence[str]) -> int:
         for suite, some in cases.items()
     }
     epoch = datetime.fromisoformat(manifest.started).timestamp()
-    sampler = Sampler(store.folder, asked.kind or kind, epoch=epoch)
+    sampler = Sampler(store.folder, chosen, epoch=epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)
     deadline = began + 60 * asked.budget if asked.budget else None
-    campaign = Campaign(
-        asked.kind or kind, devices, store, sampler, bar.show, deadline, options.nodes
-    )
+    campaign = Campaign(chosen, devices, store, sampler, bar.show, deadline, options.nodes)
     status = "partial"
     try:
-        measure_all(campaign, left, len(devices))
+        with emulated_hosts(store, options):
+            measure_all(campaign, left, len(devices))
         status = "partial" if campaign.out_of_time else "complete"
     finally:
         bar.close()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, emulation_plan, heat, placement
+from measure import checks, emulation, emulation_plan, heat, host_plan, placement
 from measure.campaign import estimate_s
 from measure.plan import PlanFile, collective_cases, interference_cases, kernel_cases
 from measure.training_plan import TrainingCase, case_of_config
@@ -24,6 +24,7 @@ class Options:
     quick: bool
     plan: PlanFile
     nodes: int = 1  # emulated on this host
+    link_mbit: int | None = None  # between the emulated nodes of a CPU
 
 
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
@@ -35,10 +36,14 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             shapes = [(case.model, case.parallelism) for case in steps]
             cases[suite] = list(
                 kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
+                if options.link_mbit is None or options.plan.kernels or options.models
+                else host_plan.kernels(shapes)
             )
         elif suite == "collectives":
             cases[suite] = list(
                 collective_cases(kind, devices, options.quick, options.plan, options.nodes)
+                if options.link_mbit is None or options.plan.collectives
+                else host_plan.collectives(devices, options.quick, options.link_mbit)
             )
         elif suite == "interference":
             cases[suite] = list(interference_cases(kind, devices, options.quick))
@@ -61,12 +66,18 @@ def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCas
         cases = []
         for config in options.plan.training:
             case = case_of_config(config, kind, options.quick)
+            if config.nodes > 1 and kind == "cpu" and options.nodes == 1:
+                raise UserError(
+                    f"{case.case_id}: its column nodes says {config.nodes}; add --emulate-nodes"
+                )
             if config.nodes > 1:
                 emulation.check(config.nodes, case.gpus, kind)
-            cases.append(emulation_plan.emulated(case, config.nodes))
+            cases.append(emulation_plan.emulated(case, config.nodes, options.link_mbit))
             if options.nodes > 1:
                 emulation_plan.fits(cases[-1], devices, options.nodes)
         return cases
+    if options.link_mbit is not None:
+        return host_plan.training(devices, options.quick, options.link_mbit)
     if options.nodes > 1:
         return emulation_plan.cases(devices, options.nodes, kind, options.quick)
     return training_cases(devices, kind, options.quick)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from measure import namespaces
 from measure.devices import Device
 from measure.window import Readings, WindowResult
 
@@ -30,6 +31,7 @@ MAX_REPEATS = 100
 BURST_S = 0.06  # aim of all repeats of a burst together
 SETTLE_S = 0.8  # sustained: load before the timed part, for the power cap to act
 CPU_SHORT_S = 5e-5
+TURNS_S = 10e-6 * namespaces.PERIOD_US  # ten of a host's turns
 PROBES = 12  # of the SM clock among the repeats of a burst
 PROBE_CYCLES = 60_000  # of the shorter of a probe's two spins; 30 us at 2 GHz
 
@@ -67,6 +69,8 @@ class CpuTimer:
     def __init__(self, monitor: Device) -> None:
         self.device = torch.device("cpu")
         self._monitor = monitor
+        # a host with a share of a core runs at full speed until its turn is over
+        self._turns = namespaces.on_host()
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
@@ -88,6 +92,8 @@ class CpuTimer:
         readings.take()
         once = self.once_s(call)
         inner = max(1, min(1000, round(CPU_SHORT_S / max(once, 1e-7))))
+        if self._turns:
+            inner = self._within(call, TURNS_S)
         repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(BURST_S / (once * inner))))
         began = time.perf_counter()
         times = self._repeat(call, repeats, inner)
@@ -99,14 +105,24 @@ class CpuTimer:
         readings = Readings([self._monitor])
         began = time.perf_counter()
         times: list[float] = []
+        inner = self._within(call, TURNS_S) if self._turns else 1
         while time.perf_counter() - began < seconds or len(times) < MIN_REPEATS:
-            times += self._repeat(call, MIN_REPEATS, 1)
+            times += self._repeat(call, MIN_REPEATS, inner)
             readings.take()
         return Timing(
             times[-max(len(times) // 2, MIN_REPEATS) :],
             None,
             readings.result(time.perf_counter() - began),
         )
+
+    @staticmethod
+    def _within(call: Call, seconds: float) -> int:
+        """Calls that fit into so many seconds, one at least."""
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            call()
+            count += 1
+        return count
 
     def _repeat(self, call: Call, repeats: int, inner: int) -> list[float]:
         times = []

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from measure import megatron_cpu
+from measure import megatron_cpu, namespaces
 from measure.training_trace import STEP, record
 from spec.errors import WorkError
 from spec.model import ModelSpec
@@ -62,11 +62,12 @@ def rendezvous(rank: int, world: int, meet: Callable[[int], int]) -> Any:
     choice; `meet(port)` (0 on the others) answers the port on all ranks.
     """
     span = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    address = namespaces.rendezvous_address()
     if rank == 0:
-        store = _dist.TCPStore("127.0.0.1", 0, world, True, span, wait_for_workers=False)
+        store = _dist.TCPStore(address, 0, world, True, span, wait_for_workers=False)
         meet(store.port)
         return store
-    return _dist.TCPStore("127.0.0.1", meet(0), world, False, span)
+    return _dist.TCPStore(address, meet(0), world, False, span)
 
 
 class Ranks:
@@ -235,6 +236,8 @@ def main(case: dict[str, Any], rank: int, pipe: Connection, log: str) -> None:
     os.environ.update(case["forced"])  # before any communicator exists
     messages = listen(pipe)
     try:
+        namespaces.enter_network()
+        namespaces.enter_share()
         run(case, rank, pipe, messages)
     except BaseException as error:
         import traceback

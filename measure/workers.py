@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
+from measure import namespaces
 from measure.devices import open_devices
 from measure.emulation import rank_environment
 from spec.errors import WorkError
@@ -313,6 +314,7 @@ def main(arguments: Sequence[str]) -> int:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
+    namespaces.enter_network()
     devices = open_devices(asked.kind)
     monitor = devices[asked.rank]
     core = getattr(monitor, "core", None)
@@ -331,6 +333,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(1)
     timer = open_timer(asked.kind, asked.rank, monitor)
     group = collectives.Ranks(timer, asked.rank, asked.world, asked.port)
+    namespaces.enter_share()  # imports would last long under it
     reply({"ready": asked.rank})
     for case in _messages():
         try:

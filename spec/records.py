@@ -412,7 +412,7 @@ class Host(BaseModel):
 
     name_hash: str
     cpu: str
-    cores: PositiveInt | None = None
+    cores: Positive | None = Field(default=None, description="that it may use; 0.2 of a shared one")
     memory_gib: Positive | None = None
     devices: list[Device]
 
@@ -444,3 +444,6 @@ class Manifest(BaseModel):
     finished: NonNegativeInt = Field(description="cases finished, skipped ones not counted")
     skipped: dict[str, str] = Field(default_factory=dict, description="case: why it was skipped")
     notes: list[str] = Field(default_factory=list)
+    invalid: str | None = Field(
+        default=None, description="why nothing may be concluded from this run; None: it may"
+    )

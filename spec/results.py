@@ -75,7 +75,10 @@ def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
     for table in sorted((*root.glob("*.csv"), *root.glob("*/*.csv"), *root.glob("*/*/*.csv"))):
         if table.stem in TABLES and table.parent not in runs:
             raise UserError(f"{table.parent}: has {table.name} but no manifest.json; restore it")
-    sets = [read_result_set(path.parent) for path in manifests]
+    every = [read_result_set(path.parent) for path in manifests]
+    sets = [one for one in every if one.manifest.invalid is None]
+    if every and not sets:
+        raise UserError(f"{every[0].path}: is invalid: {every[0].manifest.invalid}")
     if system is not None:
         known = sorted({one.manifest.system for one in sets})
         sets = [one for one in sets if one.manifest.system == system]

@@ -22,8 +22,8 @@ def find_kind() -> Kind:
 def open_devices(kind: str | None = None) -> list[Device]:
     """Open this host's visible devices of one kind (the best there is, unless named).
 
-    `kind` may be `fake:N`: N deterministic devices for tests. Raises UserError where the named
-    kind is absent.
+    `kind` may be `fake:N`: N deterministic devices for tests; or `cpu:N`: N devices that share
+    the cores. Raises UserError where the named kind is absent.
     """
     chosen = kind or find_kind()
     if chosen.startswith("fake"):
@@ -39,8 +39,8 @@ def open_devices(kind: str | None = None) -> list[Device]:
         from measure.devices.amd import open_amd
 
         return list(open_amd())
-    if chosen == "cpu":
+    if chosen.partition(":")[0] == "cpu":
         from measure.devices.cpu import open_cpu
 
-        return list(open_cpu())
+        return list(open_cpu(int(chosen.partition(":")[2] or 0)))
     raise UserError(f"device kind {chosen!r} is unknown; known are nvidia, amd, cpu")

@@ -16,12 +16,15 @@ POWERCAP = Path("/sys/class/powercap")
 MAX_DEVICES = 8  # more gloo ranks on one host teach nothing that eight don't
 
 
-def open_cpu(powercap: Path = POWERCAP) -> "list[CpuDevice]":
-    """One device per core this process may use, at most `MAX_DEVICES` (at least two)."""
+def open_cpu(count: int = 0, powercap: Path = POWERCAP) -> "list[CpuDevice]":
+    """One device per core this process may use, at most `MAX_DEVICES` (at least two).
+
+    With `count` so many, several to a core where cores are fewer.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     if len(cores) == 1:
         cores = cores * 2  # two ranks can share a core; without two there is no collective
-    cores = cores[:MAX_DEVICES]
+    cores = [cores[n % len(cores)] for n in range(count)] if count else cores[:MAX_DEVICES]
     rapl = Rapl(powercap)
     return [CpuDevice(index, core, len(cores), rapl) for index, core in enumerate(cores)]
 
