@@ -31,6 +31,7 @@ from calibrate.state import (
     POWER_EXPONENT,
     ClockState,
     is_compute,
+    is_product,
 )
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
@@ -96,7 +97,7 @@ def _visit_power(evidence: Evidence, state: ClockState, ledger: Ledger) -> float
         lambda: defaultdict(list)
     )
     for run, row in evidence.rows(KernelRow):
-        if row.op == "gemm" and state.shows_power(row) and "power_cap" in (row.throttle or ""):
+        if is_product(row) and state.shows_power(row) and "power_cap" in (row.throttle or ""):
             by_run[run][row.direction, row.dtype, row.shape].append(state.active_w(row))
     if len(by_run) < 2:
         return 1.0
@@ -199,7 +200,7 @@ def _onset_exponent(
     capped = [
         row
         for row in rows
-        if row.op == "gemm" and state.shows_power(row) and row.median_us >= LARGE_US
+        if is_product(row) and state.shows_power(row) and row.median_us >= LARGE_US
         if row.clock_mhz and "power_cap" in (row.throttle or "")
     ]
     if onset is None or len(capped) < LEAST_PAIRS:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from statistics import median
 
 from calibrate.evidence import Evidence, Ledger, rounded
-from calibrate.state import ClockState
+from calibrate.state import ClockState, is_product
 from spec.calibration import DeviceFit
 from spec.records import KernelRow
 
@@ -25,7 +25,7 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
     }
     clocks: dict[tuple[str, Shape], dict[int, float]] = defaultdict(dict)
     for run, row in evidence.rows(KernelRow):
-        if row.op != "gemm" or not row.clock_mhz or not state.shows_power(row):
+        if not is_product(row) or not row.clock_mhz or not state.shows_power(row):
             continue
         if "power_cap" in (row.throttle or ""):
             clocks[run, (row.direction, row.dtype, row.shape)][row.device] = row.clock_mhz

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
-from calibrate.state import LARGE_US, ClockState, is_compute, kernel_of
+from calibrate.state import LARGE_US, ClockState, is_compute, is_product, kernel_of
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]
@@ -120,7 +120,7 @@ def _trust(rows: Sequence[KernelRow], exponent: float) -> float:
     """
     rates: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        if row.op == "gemm" and row.state == "burst" and _large(row):
+        if is_product(row) and row.state == "burst" and _large(row):
             clock = log(row.clock_mhz or 1.0)
             rates[row.direction].append((clock, log(kernel_of(row).flops / row.median_us)))
     groups = [np.array(one) for one in rates.values() if len(one) >= LEAST_BURSTS]

@@ -13,7 +13,7 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.correction import Correction, conformal_scale, fit_correction, folds
+from calibrate.correction import LEARN_FROM, Correction, conformal_scale, fit_correction, folds
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, robust_sd, rounded
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
 from calibrate.state import ClockState, is_compute, kernel_of
@@ -68,23 +68,36 @@ def fit_kernels(
     groups = _groups(evidence, clock)
     timings = {key: group.timings for key, group in groups.items()}
     system = system_of(list(timings.values()))
-    gemms = [one for key, one in timings.items() if key[0] == "gemm"]
+    gemms = [one for key, one in timings.items() if key[0] == "gemm" and key[2] != "fp8"]
     system = replace(system, multiprocessors=multiprocessors(gemms, system))
     return tuple(_fit(groups[key], system, clock, evidence, ledger) for key in keys)
 
 
 def kernel_keys(evidence: Evidence) -> list[Key]:
     """The operations that have rows to fit on."""
-    return sorted({(row.op, row.direction, row.dtype) for _, row in evidence.rows(KernelRow)})
+    return sorted(_by_model(evidence))
+
+
+def _by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[KernelRow]]]:
+    """Rows by the model that they are fitted by, and by shape.
+
+    Products narrower than a tile have a model of their own where there are enough of them.
+    """
+    found: dict[Key, dict[Kernel, list[KernelRow]]] = defaultdict(lambda: defaultdict(list))
+    for _, row in evidence.rows(KernelRow):
+        kernel = kernel_of(row)
+        kernel = replace(kernel, op=kernel.modelled)
+        found[kernel.op, row.direction, row.dtype][kernel].append(row)
+    for key in [key for key, shapes in found.items() if key[0] == "narrow_gemm"]:
+        if len(found[key]) < LEARN_FROM:
+            plain = found["gemm", key[1], key[2]]
+            plain.update({replace(one, op="gemm"): rows for one, rows in found.pop(key).items()})
+    return found
 
 
 def _groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
-    by_shape: dict[Key, dict[Kernel, list[KernelRow]]] = defaultdict(lambda: defaultdict(list))
-    for _, row in evidence.rows(KernelRow):
-        kernel = kernel_of(row)
-        by_shape[row.op, row.direction, row.dtype][kernel].append(row)
     groups = {}
-    for key, shapes in by_shape.items():
+    for key, shapes in _by_model(evidence).items():
         rows = [row for timings in shapes.values() for row in timings]
         groups[key] = Group(
             key,
@@ -144,7 +157,7 @@ def _fit(
     used = sum(one.rows for one in shapes)
     detail = f"{evidence.where(KernelRow, used)}: {op} {direction} {dtype}, {len(shapes)} shapes"
     ledger.score(
-        f"kernel.{op}.{direction}",
+        scored(group.key),
         f"families of shapes (all but {_token_dims(op)}) left out in {FOLDS} folds",
         judged,
         BASELINE,
@@ -170,6 +183,12 @@ def _fit(
         host_us=rounded(host_us),
         active_power_w=rounded(active_w),
     )
+
+
+def scored(key: Key) -> str:
+    """What held-out errors of a model are listed under."""
+    op, direction, dtype = key
+    return f"kernel.{op}.{direction}" + (f".{dtype}" if dtype == "fp8" else "")
 
 
 def _points(
@@ -353,7 +372,9 @@ def judge_kernels(
     by_key = {(fit.op, fit.direction, fit.dtype): fit for fit in fits}
     seen: dict[Key, list[KernelRow]] = defaultdict(list)
     for _, row in evidence.rows(KernelRow, "judge"):
-        seen[row.op, row.direction, row.dtype].append(row)
+        op = kernel_of(row).modelled
+        op = op if (op, row.direction, row.dtype) in by_key else row.op
+        seen[op, row.direction, row.dtype].append(row)
     for key, rows in sorted(seen.items()):
         fit = by_key.get(key)
         if fit is None:
@@ -374,6 +395,4 @@ def judge_kernels(
             where = known if kernel.dims in fit.measured else new
             where.append(Judged(time * slower, sd, row.median_us, dumb(kernel) * slower))
         for shapes, judged in (("new shapes", new), ("shapes that were also fitted on", known)):
-            ledger.score(
-                f"kernel.{key[0]}.{key[1]}", f"rows of role judge, {shapes}", judged, BASELINE
-            )
+            ledger.score(scored(key), f"rows of role judge, {shapes}", judged, BASELINE)

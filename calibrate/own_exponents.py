@@ -15,11 +15,11 @@ from math import log
 import numpy as np
 
 from calibrate.evidence import Z90, Evidence, Ledger
-from calibrate.state import LARGE_US, SHORT_US, ClockState
+from calibrate.state import LARGE_US, SHORT_US, ClockState, is_product
 from spec.kernel import parse_kernel
 from spec.records import KernelRow
 
-PRODUCTS = ("gemm", "grouped_gemm")  # `calibrate.exponents` fits these
+PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")  # `calibrate.exponents` fits these
 APART = 0.01  # least distance of a pair's clocks (logarithm)
 LEAST = 12  # fewest pairs of all operations together
 # spread of a pair's times beside the clock's effect, and of operations around what is expected of
@@ -127,7 +127,7 @@ def fit_jitter(
 
 
 def _capped(row: KernelRow) -> bool:
-    large = row.op == "gemm" and row.state == "sustained" and row.median_us >= LARGE_US
+    large = is_product(row) and row.state == "sustained" and row.median_us >= LARGE_US
     return large and "power_cap" in (row.throttle or "")
 
 

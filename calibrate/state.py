@@ -9,7 +9,7 @@ from spec.records import KernelRow
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
 # latter are also too long for a cache to matter. Assumed.
 SHORT_US, LARGE_US = 30.0, 100.0
-COMPUTE = ("gemm", "grouped_gemm", "attention")
+COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", "attention")
 
 # Dynamic power goes as clock times voltage squared; near the top voltage rises about with the
 # clock, below it stays: between 1 and 3. Kandiah et al., "AccelWattch", MICRO 2021.
@@ -33,6 +33,14 @@ def is_compute(op: str) -> bool:
 def kernel_of(row: KernelRow) -> Kernel:
     """The kernel that a row timed."""
     return parse_kernel(row.op, row.direction, row.shape, row.dtype)
+
+
+def is_product(row: KernelRow) -> bool:
+    """Whether a row is of a plain matrix product, whose rate tells of clock and power.
+
+    Low-rank products are bound by memory, and those in 8 bits have another rate.
+    """
+    return row.op == "gemm" and row.dtype != "fp8" and kernel_of(row).modelled == "gemm"
 
 
 @dataclass

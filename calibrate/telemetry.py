@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.evidence import TELEMETRY_FILE, Evidence, relative
+from calibrate.state import is_product
 from spec.errors import UserError
 from spec.records import CollectiveRow, KernelRow
 
@@ -71,7 +72,7 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
         rows = [row for row in rows if row.ranks * row.groups >= devices] or rows
         sizes = {row.case_id: row.bytes for row in rows}
         cases, power, device = _columns(path)
-        bursts = [row for row in one.fit(KernelRow) if row.op == "gemm" and row.state == "burst"]
+        bursts = [row for row in one.fit(KernelRow) if is_product(row) and row.state == "burst"]
         in_burst = np.isin(cases, [row.case_id for row in bursts])
         for index in np.unique(device[in_burst]):
             readings = power[in_burst & (device == index)]

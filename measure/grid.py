@@ -117,23 +117,23 @@ def _experts(gpu: bool) -> list[Kernel]:
 
 
 def low_rank(gpu: bool) -> list[Kernel]:
-    """Adapters of LoRA: x A^T to the rank and back up by B, and the addition to the frozen output.
+    """Adapters of LoRA: to the rank by A and back up by B. What adds them is a copy to the step.
 
     Widths are the inputs and outputs of the linear layers of Llama 3 8B at TP 1 and 2 and of 70B
     at TP 4; rank 32, a few others beside it.
     """
     if not gpu:
-        dims = [(128, 8, 256), (128, 256, 8), (256, 16, 256), (256, 256, 16)]
-        return [Kernel("gemm", way, one) for one in dims for way in GEMM_DIRECTIONS]
+        few = [(128, 8, 256), (128, 256, 8), (256, 16, 256), (256, 256, 16)]
+        return [Kernel("gemm", way, one) for one in few for way in GEMM_DIRECTIONS]
     inputs = (1024, 2048, 4096, 7168, 8192, 14336)
     outputs = (2560, 3072, 4096, 6144, 8192, 14336, 28672)
     dims = [(4096, 32, k) for k in inputs] + [(4096, n, 32) for n in outputs]
     dims += [(8192, 32, k) for k in inputs[2::2]] + [(8192, n, 32) for n in outputs[2::3]]
-    dims += [(2048, 32, 4096), (2048, 4096, 32), (16384, 32, 4096), (16384, 4096, 32)]
+    for count, width in ((1024, 8192), (2048, 4096), (16384, 4096)):
+        dims += [(count, 32, width), (count, width, 32)]
     for rank in (8, 16, 64):
         dims += [(4096, rank, 4096), (4096, 4096, rank)]
-    found = [Kernel("gemm", way, one) for one in dims for way in GEMM_DIRECTIONS]
-    return found + [Kernel("residual", "forward", (4096, width)) for width in outputs[1::2]]
+    return [Kernel("gemm", way, one) for one in dims for way in GEMM_DIRECTIONS]
 
 
 def eight_bits(gpu: bool) -> list[Kernel]:

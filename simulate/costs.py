@@ -236,7 +236,7 @@ class Costs:
         key = fit.op, fit.clock_exponent
         if key not in self._factors:
             slower = self.clock_ratio**fit.clock_exponent
-            if fit.op in ("gemm", "grouped_gemm"):
+            if fit.op in ("gemm", "grouped_gemm", "fused_grouped_gemm"):
                 clock = self.calibration.clock
                 slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
             self._factors[key] = float(slower)

@@ -130,10 +130,10 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
     if op == "attention":
         batch, seq, heads, kv_heads, head_dim = logs.T
         return np.column_stack([batch + heads, seq, batch, heads - kv_heads, head_dim])
-    if op == "grouped_gemm":
+    if op in ("grouped_gemm", "fused_grouped_gemm"):
         groups, m, n, k = logs.T
         return np.column_stack([groups, m - groups, n, k])
-    if op != "gemm":
+    if op not in ("gemm", "narrow_gemm"):
         logs[:, 0] = logs.sum(axis=1)
     return logs
 
