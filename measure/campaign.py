@@ -11,7 +11,7 @@ from typing import Any
 from measure import checks, heat, nccl_choice, placement
 from measure.devices import Device
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
-from measure.store import Store
+from measure.store import Store, write_links
 from measure.telemetry import Sampler
 from measure.window import Window
 from measure.workers import Pool
@@ -46,8 +46,6 @@ class Campaign:
     nodes: int = 1  # emulated on this host
     out_of_time: int = 0
     failed: dict[str, str] = field(default_factory=dict)
-    # by case of several groups that sent the largest messages: the time of each group, by its ranks
-    group_us: dict[str, dict[tuple[int, ...], float]] = field(default_factory=dict)
 
     def admit(self, seconds: float, until: float | None) -> bool:
         """Whether a case of `seconds` still fits before `until`."""
@@ -102,7 +100,9 @@ class Campaign:
                     self.fail(case.case_id, replies)
                 else:
                     if case.collective == "send_recv" and case.bytes == largest:
-                        self.group_us[case.case_id] = group_times_us(case.message(), replies)
+                        times = group_times_us(case.message(), replies)
+                        if times:
+                            write_links(self.store.folder, case.case_id, times)
                     measured = row(case.message(), case.role, self.kind, replies)
                     algorithm, protocol = choices.get(case.case_id, (None, None))
                     more = {"algorithm": algorithm, "protocol": protocol}

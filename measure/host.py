@@ -7,11 +7,13 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from measure.devices import Device, hashed
 from measure.devices.cpu import cpu_name
+from spec.errors import UserError
 from spec.records import Host
 
 # NVLink multicast stays off; set before any communicator exists, and recorded with each run.
@@ -87,13 +89,71 @@ def _call(function: Any) -> Any:
     return function()
 
 
-def launched_rank() -> int:
-    """This process's rank under torchrun or srun; 0 where neither started it."""
-    for name, total in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        word = os.environ.get(name, "")
-        if word.isdigit() and total in os.environ:
-            return int(word)
-    return 0
+@dataclass(frozen=True)
+class Launch:
+    """How a launcher started this process; rank 0 of one where none did."""
+
+    by: Literal["", "torchrun", "srun"] = ""
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    nodes: int = 1
+
+
+def launch() -> Launch:
+    """This process's place under torchrun or srun; torchrun's where srun started torchrun.
+
+    Raises UserError where the environment is one that neither leaves: a stale variable would
+    otherwise silently make this process the one that does not measure.
+    """
+    if "RANK" in os.environ:
+        rank, world = _number("RANK"), _number("WORLD_SIZE")
+        local, per_node = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", world)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if world > 1 and not os.environ.get(name):
+                raise UserError(
+                    f"RANK is {rank} but {name} is not set, which torchrun does; start with "
+                    "torchrun, or unset RANK"
+                )
+        found = Launch("torchrun", rank, world, local, -(-world // max(per_node, 1)))
+    elif "SLURM_PROCID" in os.environ:
+        rank, world = _number("SLURM_PROCID"), _number("SLURM_NTASKS", 1)
+        nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1))
+        found = Launch("srun", rank, world, _number("SLURM_LOCALID", 0), max(nodes, 1))
+    else:
+        return Launch()
+    if not found.rank < found.world:
+        raise UserError(
+            f"{found.by} says that this is rank {found.rank} of {found.world}; ranks begin at 0"
+        )
+    return found
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """A launcher's variable; `default` where it is unset."""
+    word = os.environ.get(name)
+    if word is None and default is not None:
+        return default
+    if word is None or not word.isdigit():
+        held = "not set" if word is None else f"{word!r}"
+        raise UserError(f"{name} is {held}; a launcher sets it to a number, so unset them all")
+    return int(word)
+
+
+def launch_notes(started: Launch, devices: int) -> list[str]:
+    """What a reader of the run should know about how it was launched."""
+    notes = []
+    if started.nodes > 1:
+        notes.append(
+            f"{started.by} started {started.world} processes on {started.nodes} nodes; the first "
+            "node was measured"
+        )
+    if started.by == "srun" and started.world > started.nodes and devices == 1:
+        notes.append(
+            "srun started several tasks on this node, and the one that measured sees one device; "
+            "where srun gives each task a device of its own, use one task per node with all of them"
+        )
+    return notes
 
 
 def sees_gpu() -> bool:

@@ -277,16 +277,17 @@ def main(words: Sequence[str]) -> int:
     words, command = wrap.split(words)
     asked = arguments_parser().parse_args(words)
     wrap.check(asked, command)
-    if command and wrap.local_rank() > 0:
+    started = host.launch()
+    if command and started.local_rank > 0:
         os.execvp(command[0], command)  # the first rank of this host records
     if asked.wrap:
         kind = asked.kind or find_kind()
         return wrap.wrap(asked, command, open_devices(kind), kind)
     if asked.budget is not None and not asked.budget > 0:
         raise UserError(f"--budget is {asked.budget}; it must be a positive number of minutes")
-    if host.launched_rank() > 0:
+    if started.rank > 0:
         # a run starts its own workers, so what a launcher started beside the first is not needed
-        print(f"rank {host.launched_rank()}: the first rank measures; ending", file=sys.stderr)
+        print(f"rank {started.rank}: the first rank measures; ending", file=sys.stderr)
         return 0
     host.apply_defaults()
     if asked.gpus is not None:
@@ -312,6 +313,9 @@ def main(words: Sequence[str]) -> int:
     if options.link_mbit is not None:
         check_machine()
     store = reopen_store(folder, devices) if folder else open_store(asked, options, devices, words)
+    for sentence in host.launch_notes(started, len(devices)):
+        store.note(sentence)
+        print(f"note: {sentence}", file=sys.stderr)
     store.mark("telemetry", checks.done(store.folder))
     manifest = store.manifest
     manifest.planned = sum(len(some) for some in cases.values())

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from spec.errors import UserError
-from spec.files import format_row, parse, write_json
+from spec.files import format_row, parse, read_json, write_json
 from spec.records import SCHEMA, TABLES, Host, Manifest, Row, StepRow, TrainingRow
 from spec.results import read_result_set
 
 COMPARED = "placement-compared.json"  # ends a comparison of placements
+LINKS = "links.json"  # times of groups that sent at the same time: which link is slow
 PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
 
 
@@ -173,6 +174,28 @@ class Store:
         self.manifest.finished = self.finished()
         value = self.manifest.model_dump(mode="json", by_alias=True)
         write_json(self.folder / "manifest.json", value)
+
+
+def write_links(folder: Path, case_id: str, times_us: dict[tuple[int, ...], float]) -> None:
+    """Keep the time of each group of a case of several, by its ranks."""
+    path = folder / LINKS
+    found = read_json(path, "a run's links") if path.exists() else {"schema": "links/1"}
+    named = {",".join(map(str, ranks)): round(time, 2) for ranks, time in times_us.items()}
+    write_json(path, found | {case_id: named})
+
+
+def read_links(folder: Path) -> dict[str, dict[tuple[int, ...], float]]:
+    """By case, the time of each group, us, by its ranks; empty where none was kept."""
+    path = folder / LINKS
+    found = read_json(path, "a run's links") if path.exists() else {}
+    try:
+        return {
+            case: {tuple(map(int, ranks.split(","))): float(time) for ranks, time in some.items()}
+            for case, some in found.items()
+            if case != "schema"
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(f"{path}: not written by measure.run; delete it") from None
 
 
 def drop_half_line(path: Path) -> None:

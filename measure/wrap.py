@@ -7,7 +7,6 @@ the command.
 
 import argparse
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -58,15 +57,6 @@ def check(asked: argparse.Namespace, command: Sequence[str]) -> None:
         raise UserError(f"--{option} has no effect with --wrap; leave it out")
 
 
-def local_rank() -> int:
-    """This process's rank on its host under torchrun or srun; 0 where neither started it."""
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        word = os.environ.get(name, "")
-        if word.isdigit():
-            return int(word)
-    return 0
-
-
 def masked(command: Sequence[str]) -> list[str]:
     """The command for the manifest: values of words that look like secrets are left out."""
     words, hidden = [], False
@@ -86,7 +76,7 @@ def wrap(
     """Run the command with telemetry beside it; its exit status."""
     if shutil.which(command[0]) is None:
         raise UserError(f"{command[0]}: cannot be run; no such program")
-    rank = host.launched_rank()
+    rank = host.launch().rank
     described = host.describe_host(devices)
     name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S") + (f"-rank{rank}" if rank else "")
     store = Store.create(

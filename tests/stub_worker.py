@@ -14,7 +14,7 @@ for line in sys.stdin:
         told = [] if rank != "0" or case["bytes"] > 2**20 else ["ring", log]
         print(json.dumps({"choice": told}), flush=True)
         continue
-    if case["op"] == "die":
+    if case["op"] in ("die", f"die-{rank}"):
         print("segmentation fault, so to say", file=sys.stderr, flush=True)
         os._exit(3)
     if case["op"] == "hang":

@@ -4,6 +4,7 @@ import pytest
 
 from measure import host
 from measure.devices.fake import FakeDevice
+from spec.errors import UserError
 from spec.records import Host
 
 
@@ -62,3 +63,67 @@ def test_default_system_names(
     record = FakeDevice(0).describe().model_copy(update={"kind": kind, "name": name})
     one = Host(name_hash="0", cpu="x", cores=1, memory_gib=1.0, devices=[record] * devices)
     assert host.system_name([one] * hosts) == expected
+
+
+TORCHRUN = {
+    "RANK": "13",
+    "WORLD_SIZE": "64",
+    "LOCAL_RANK": "5",
+    "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_PROCID": "13",
+    "SLURM_NTASKS": "64",
+    "SLURM_LOCALID": "5",
+    "SLURM_STEP_NUM_NODES": "8",
+    "SLURM_NNODES": "16",
+    "SLURM_NODELIST": "node[0-15]",
+}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> host.Launch:
+    for name in (*TORCHRUN, *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return host.launch()
+
+
+def test_launchers_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, {}) == host.Launch("", 0, 1, 0, 1)
+    assert launched(monkeypatch, TORCHRUN) == host.Launch("torchrun", 13, 64, 5, 8)
+    assert launched(monkeypatch, SRUN) == host.Launch("srun", 13, 64, 5, 8)
+    # srun starts torchrun once per node: torchrun's ranks are this process's
+    both = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "8"} | TORCHRUN
+    assert launched(monkeypatch, both) == host.Launch("torchrun", 13, 64, 5, 8)
+    # an allocation's shell, in which nothing was started yet
+    shell = {name: SRUN[name] for name in ("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_NNODES")}
+    assert launched(monkeypatch, shell) == host.Launch()
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"RANK": "3"}, "WORLD_SIZE is not set"),
+        (TORCHRUN | {"RANK": "many"}, "RANK is 'many'"),
+        (TORCHRUN | {"RANK": "64"}, "rank 64 of 64"),
+        (SRUN | {"SLURM_LOCALID": "-"}, "SLURM_LOCALID is '-'"),
+    ],
+)
+def test_an_environment_of_no_launcher_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        launched(monkeypatch, variables)
+
+
+def test_a_launch_on_many_nodes_is_noted() -> None:
+    assert host.launch_notes(host.Launch(), 1) == []
+    assert host.launch_notes(host.Launch("srun", 0, 1, 0, 1), 1) == []
+    (nodes,) = host.launch_notes(host.Launch("torchrun", 0, 64, 0, 8), 8)
+    assert nodes == "torchrun started 64 processes on 8 nodes; the first node was measured"
+    (bound,) = host.launch_notes(host.Launch("srun", 0, 8, 0, 1), 1)
+    assert "one task per node" in bound

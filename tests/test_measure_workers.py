@@ -85,3 +85,14 @@ def test_one_ranks_error_is_the_cases(pool: Pool) -> None:
 
 def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
     assert 20000 <= workers.free_port() < 30000
+
+
+def test_one_of_64_ranks_dies_and_the_run_goes_on() -> None:
+    many = Pool("stub", 64, program="tests.stub_worker")
+    try:
+        error = many.together(Case("a", "die-17"))
+        assert error == "rank 17: segmentation fault, so to say"
+        replies = many.together(Case("b"))
+        assert [reply["rank"] for reply in replies] == [str(n) for n in range(64)]  # type: ignore[index]
+    finally:
+        many.close()

@@ -56,7 +56,8 @@ def test_other_ranks_of_a_host_only_run_the_command(
 ) -> None:
     ran = []
     monkeypatch.setattr(os, "execvp", lambda program, words: ran.append((program, words)))
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, value in (("PROCID", "11"), ("NTASKS", "16"), ("LOCALID", "3"), ("NNODES", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
     words = ["--kind", "fake:1", "--wrap", "--out", str(tmp_path), "--"]
     run(main, [*words, "true"])
     assert ran == [("true", ["true"])]
