@@ -23,6 +23,7 @@ from threadpoolctl import threadpool_limits
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
+from calibrate.families import judge_families
 from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
@@ -67,6 +68,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     interference = fit_interference(evidence, ledger)
     composition = composition_sd(evidence, ledger)
     judge_kernels(evidence, state, kernels, ledger)
+    judge_families(evidence, state, kernels, ledger)
     judge_collectives(evidence, collectives, ledger)
     judge_power(evidence, clock, kernels, ledger)
     thermal = fit_heat(evidence, ledger)

@@ -65,12 +65,17 @@ def fit_kernels(
     evidence: Evidence, clock: ClockState, ledger: Ledger, keys: Iterable[Key]
 ) -> tuple[KernelFit, ...]:
     """A model of every operation in `keys` (what a progress bar iterates over)."""
-    groups = _groups(evidence, clock)
+    groups = kernel_groups(evidence, clock)
+    system = system_with(groups)
+    return tuple(_fit(groups[key], system, clock, evidence, ledger) for key in keys)
+
+
+def system_with(groups: Mapping[Key, Group]) -> System:
+    """What all kernels together say, with the multiprocessors that explain the products best."""
     timings = {key: group.timings for key, group in groups.items()}
     system = system_of(list(timings.values()))
     gemms = [one for key, one in timings.items() if key[0] == "gemm" and key[2] != "fp8"]
-    system = replace(system, multiprocessors=multiprocessors(gemms, system))
-    return tuple(_fit(groups[key], system, clock, evidence, ledger) for key in keys)
+    return replace(system, multiprocessors=multiprocessors(gemms, system))
 
 
 def kernel_keys(evidence: Evidence) -> list[Key]:
@@ -95,7 +100,8 @@ def _by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[KernelRow]]]:
     return found
 
 
-def _groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
+def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
+    """Every operation's shapes, at the reference clock."""
     groups = {}
     for key, shapes in _by_model(evidence).items():
         rows = [row for timings in shapes.values() for row in timings]
@@ -127,15 +133,18 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shap
     return Shape(kernel, exp(float(np.median(times))), sd, len(rows))
 
 
-def _residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
+def residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
+    """log(measured / physics), (shapes,)."""
     return np.array([log(one.time_us / physics.time_us(one.kernel)) for one in shapes])
 
 
-def _inputs(shapes: Sequence[Shape]) -> Array:
+def inputs(shapes: Sequence[Shape]) -> Array:
+    """What the correction depends on, (shapes, features)."""
     return features(shapes[0].kernel.op, [one.kernel.dims for one in shapes])
 
 
-def _sds(shapes: Sequence[Shape]) -> Array:
+def spreads(shapes: Sequence[Shape]) -> Array:
+    """The shapes' own sds, (shapes,)."""
     return np.array([one.sd for one in shapes])
 
 
@@ -149,7 +158,7 @@ def _fit(
     op, direction, dtype = group.key
     shapes = group.shapes
     physics, sds = fit_physics(group.timings, system)
-    correction = fit_correction(_inputs(shapes), _residuals(physics, shapes))
+    correction = fit_correction(inputs(shapes), residuals(physics, shapes))
     judged, scale = _leave_out(group, system, correction)
     correction = replace(
         correction, amplitude=correction.amplitude * scale, noise=correction.noise * scale
@@ -195,7 +204,7 @@ def _points(
     shapes: Sequence[Shape], physics: Physics, correction: Correction
 ) -> tuple[KernelPoint, ...]:
     """The shapes to look up, each leaning on the model as far as its own noise asks."""
-    best, sds = correction.lean(_inputs(shapes), _residuals(physics, shapes), _sds(shapes))
+    best, sds = correction.lean(inputs(shapes), residuals(physics, shapes), spreads(shapes))
     return tuple(
         KernelPoint(
             dims=one.kernel.dims,
@@ -240,7 +249,7 @@ def _leave_out(group: Group, system: System, correction: Correction) -> tuple[li
         judged = [shapes[index] for index in sorted(left_out)]
         physics, _ = fit_physics([(one.kernel, one.time_us) for one in kept], system)
         mean, sd = correction.predict(
-            _inputs(kept), _residuals(physics, kept), _inputs(judged), _sds(kept)
+            inputs(kept), residuals(physics, kept), inputs(judged), spreads(kept)
         )
         dumb = Roofline(kept)
         outcomes.append(

@@ -73,6 +73,9 @@ _CPU_ATTENTION_MORE = ((1, 512, 8, 8, 64), (2, 256, 8, 2, 64))
 
 _GPU_ROWS = ((16, 256), (512, 1024), (2048, 2048), (4096, 4096), (8192, 1024), (8192, 8192))
 _CPU_ROWS = ((8, 64), (128, 128), (256, 256), (256, 1024))
+# operations whose time goes by width in steps of its own, at further hidden sizes
+_GPU_WIDTHS = ((4096, 3072), (4096, 5120), (8192, 6144), (2048, 12288))
+_BY_WIDTH = ("rmsnorm", "layernorm", "gelu")
 _WIDE = ("rmsnorm", "layernorm", "swiglu", "gelu", "residual")
 
 
@@ -86,6 +89,10 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
     found = [Kernel("gemm", way, dims) for dims in gemm for way in GEMM_DIRECTIONS]
     found += [Kernel("attention", way, dims) for dims in attention for way in PASSES]
     found += [Kernel(op, way, dims) for op in _WIDE for dims in rows for way in PASSES]
+    if gpu and not quick:
+        found += [
+            Kernel(op, way, dims) for op in _BY_WIDTH for dims in _GPU_WIDTHS for way in PASSES
+        ]
     head = (16, 128) if gpu else (4, 32)
     for count, _ in rows:
         found += [Kernel("rope", way, (count, *head)) for way in PASSES]
