@@ -161,7 +161,8 @@ def judged(series: Series, calibrations: Calibrations) -> tuple[list[dict[str, A
             if all(still) and one.parallelism == other.parallelism:
                 continue
             value = project(other, again, calibrations, 0.0).value
-            effects[index].append(value - middle[index].value)
+            # a rate means other seconds where a batch or a length is taken otherwise
+            effects[index].append(value - middle[index].value - log(other.real_s / one.real_s))
     entries = []
     for one, projected, effect in zip(tests, middle, effects, strict=True):
         # either way is as likely: half the difference is the spread of two equal points

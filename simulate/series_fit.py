@@ -23,7 +23,7 @@ from simulate.estimate import StepEstimate, StepSimulator
 from simulate.inputs import calibration_for
 from simulate.series_attention import with_unfused_attention
 from simulate.series_plan import Plan
-from simulate.series_software import fused_gradients, tensor_exposure
+from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
 from simulate.transfer import with_fp8
 from spec.calibration import Calibration
 from spec.hardware import Node
@@ -102,15 +102,17 @@ class Calibrations:
         self._measured = measured
         self._for = lru_cache(maxsize=64)(self._transferred)
 
-    def _transferred(self, node: Node, fp8: bool, unfused: bool) -> Calibration:
+    def _transferred(self, node: Node, fp8: bool, unfused: bool, graphs: bool) -> Calibration:
         calibration = calibration_for(self._measured, node)
+        if graphs:
+            calibration = with_graphs(calibration)
         if unfused:
             calibration = with_unfused_attention(calibration)
         return with_fp8(calibration) if fp8 else calibration
 
     def of(self, one: Plan) -> Calibration:
         """The calibration that a plan is simulated with."""
-        return self._for(one.node, one.row.fp8, one.row.early)
+        return self._for(one.node, one.row.fp8, one.row.early, one.row.graphs)
 
 
 def simulate(

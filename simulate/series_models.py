@@ -74,7 +74,9 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
 
 
 def named_shape(name: str) -> Shape | None:
-    """The shape of a model by its printed name; None for a name that is not known."""
+    """The shape of a model by its printed name; None where it is not known, or names two."""
+    if "+" in name:
+        return None
     plain = re.sub(r"[\s_]+", "-", name.lower())
     return next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
 

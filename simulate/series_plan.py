@@ -1,10 +1,8 @@
 """From a published row to something that can be simulated, with every assumption on a list.
 
-A row prints part of what a simulation needs. What it leaves out comes, in this order, from its own
-other cells (parameters, batch and accumulation), from the model's published shape, from a search
-for what fits memory, or from what the software does by default. Each such step is a sentence in
-`Plan.assumed`; those that change how time grows are also a `Choice` that the series tries the other
-way, and its effect widens the interval.
+What a row leaves out comes from its own other cells, from the model's published shape, from a
+search for what fits memory, or from what the software does by default: each a sentence in
+`Plan.assumed`. Those that change how time grows are also tried the other way, see `DEFAULTS`.
 """
 
 import re
@@ -26,6 +24,9 @@ from spec.parallelism import Parallelism
 
 Choices = Mapping[str, Any]
 MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
+BATCH_TOKENS = (
+    2**22
+)  # of a step where nothing of the batch is printed: Llama 2's (arXiv 2307.09288)
 # What is taken where a row does not print it, and the other way that is tried for its effect.
 DEFAULTS: dict[str, Any] = {
     "recompute": "none",
@@ -34,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "zero": 1,
     "vpp": 1,
     "microbatch": 1,
+    "seq_len": 2048,
 }
 OTHERS: dict[str, Any] = {
     "recompute": "full",
@@ -42,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "zero": 0,
     "vpp": 4,
     "microbatch": 2,
+    "seq_len": 4096,
 }
 _SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
 
@@ -105,22 +108,20 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         raise TooLittle(problem) from None
     if p.microbatches * p.vpp * p.pp > MOST_PASSES:
         raise TooLittle(f"{p.microbatches} microbatches on {p.pp} stages; a misprint is likelier")
-    words = row.text("interconnect")
-    fabric, printed = fabric_of(words, node.name)
+    fabric, printed = fabric_of(row.text("interconnect"), node.name)
     if not printed and gpus > node.gpus:
         fill.assumed.append(f"fabric {fabric.name} assumed")
     if row.graphs:
         fill.assumed.append("captured graphs assumed: no host time")
     if not memory(model, p, node.memory_gib).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
-    real = step_seconds(row, model, p.global_batch, gpus, p.recompute)
     return Plan(
         row=row,
         model=model,
         parallelism=p,
         node=node,
         fabric=fabric,
-        real_s=real,
+        real_s=step_seconds(row, model, p.global_batch, gpus, p.recompute),
         assumed=tuple(fill.assumed),
         open=frozenset(fill.open),
         network_printed=printed or gpus <= node.gpus,
@@ -131,11 +132,9 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
 def _model(fill: _Filling) -> ModelSpec:
     row, shape = fill.row, named_shape(fill.row.text("model"))
     hidden = row.whole("hidden") or (shape.hidden if shape else None)
-    seq_len = row.whole("seq_len")
     if hidden is None:
         raise TooLittle(f"the shape of model {row.text('model')!r} is neither printed nor known")
-    if seq_len is None:
-        raise TooLittle("seq_len is not printed")
+    seq_len = row.whole("seq_len") or int(fill.choose("seq_len"))
     if shape and row.whole("hidden") not in (None, shape.hidden):
         shape = None  # the name's shape is another model's
     if shape and not row.whole("hidden"):
@@ -233,7 +232,7 @@ def _parallelism(
         raise TooLittle(f"tp {tp} * pp {pp} does not divide {gpus} GPUs")
     cp = cp if gpus % (tp * pp * cp) == 0 else 1
     dp = gpus // (tp * pp * cp)
-    batch, microbatch, dp = _batch(fill, dp, pp)
+    batch, microbatch, dp = _batch(fill, dp, pp, model.seq_len)
     cp = gpus // (tp * pp * dp)
     if (dp * cp) % ep:
         ep = next(size for size in range(ep, 0, -1) if (dp * cp) % size == 0)
@@ -259,7 +258,7 @@ def _parallelism(
     return model, p, searched
 
 
-def _batch(fill: _Filling, dp: int, pp: int) -> tuple[int, int, int]:
+def _batch(fill: _Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int]:
     """Global batch, microbatch and data-parallel size; the printed global batch is trusted."""
     row = fill.row
     batch, microbatch = row.whole("global_batch"), row.whole("micro_batch")
@@ -268,6 +267,9 @@ def _batch(fill: _Filling, dp: int, pp: int) -> tuple[int, int, int]:
         batch = int(per_replica.group(1)) * dp
     if batch is None and pp > 1 and row.whole("grad_accum") is None:
         raise TooLittle("neither global batch nor accumulation is printed: no pipeline's bubble")
+    if batch is None and microbatch is None and row.whole("grad_accum") is None:
+        batch = max(BATCH_TOKENS // seq_len // dp, 1) * dp
+        fill.assumed.append(f"global batch {batch} assumed")
     if batch is None:
         batch = dp * (microbatch or 1) * (row.whole("grad_accum") or 1)
         fill.assumed.append(f"global batch {batch} from micro-batch and accumulation")
@@ -342,10 +344,10 @@ def _least_split(
                 recompute="full" if recompute == "full" else "none",
             )
             p.check(model)
+            if row.lora or memory(model, p, node.memory_gib).fits:
+                return -minus_tp, pp
         except (ValidationError, UserError):
             continue
-        if row.lora or memory(model, p, node.memory_gib).fits:
-            return -minus_tp, pp
     raise TooLittle("tp and pp are not printed, and nothing that was searched fits memory")
 
 
@@ -366,8 +368,8 @@ def _zero(fill: _Filling) -> int:
 
 
 def _recompute(fill: _Filling) -> Any:
-    text = fill.row.text("recompute").lower()
-    if fill.row.cells.get("recompute", "").strip().lower() in ("none", "no", "false", "off"):
+    text = fill.row.cells.get("recompute", "").strip().lower()
+    if text in ("none", "no", "false", "off"):
         return "none"
     for name in ("selective", "full"):
         if name in text:

@@ -166,7 +166,6 @@ def test_the_printed_global_batch_is_trusted() -> None:
         ({"value": "fast"}, "metric 'step_time_s' with value 'fast'"),
         ({"metric": "happiness"}, "happiness"),
         ({"tp": "3"}, "does not divide 8 GPUs"),
-        ({"seq_len": ""}, "seq_len"),
         ({"global_batch": "", "grad_accum": ""}, "bubble"),
         ({"layers": "", "model": "other", "hidden": "4096"}, "number of layers"),
     ],
@@ -174,6 +173,28 @@ def test_the_printed_global_batch_is_trusted() -> None:
 def test_too_little_says_what(changes: dict[str, str], words: str) -> None:
     with pytest.raises(TooLittle, match=words):
         plan(row(**changes))
+
+
+def test_a_length_or_a_batch_that_is_not_printed_is_assumed() -> None:
+    """And the other length is tried; four million tokens are the batch."""
+    names = ("seq_len", "global_batch", "micro_batch", "grad_accum")
+    one = plan(row(tp="1", pp="1", sequence_parallel="", **dict.fromkeys(names, "")))
+    assert (one.model.seq_len, one.parallelism.global_batch) == (2048, 2048)
+    assert "seq_len" in one.open
+    other = plan(one.row, {"seq_len": 4096})
+    assert (other.model.seq_len, other.parallelism.global_batch) == (4096, 1024)
+    assert any("global batch" in sentence for sentence in one.assumed)
+
+
+def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
+    by = Calibrations(calibration)
+    graphs = {"source": "mlcommons/training_results_v5.0", "flags": "LAYER_CUDA_GRAPH"}
+    usual = by.of(plan(row())).kernel_fits["gemm", "forward", "bf16"]
+    replayed = by.of(plan(row(**graphs))).kernel_fits["gemm", "forward", "bf16"]
+    assert replayed.launch_us < usual.launch_us
+    small, large = (128, 128, 128), (16384, 8192, 8192)
+    assert replayed.time_us(small)[0] < 0.9 * usual.time_us(small)[0]
+    assert replayed.time_us(large)[0] == pytest.approx(usual.time_us(large)[0], rel=0.02)
 
 
 def test_sharding_words() -> None:
