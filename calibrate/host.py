@@ -38,7 +38,7 @@ COMPOSITION_SD, CPU_COMPOSITION_SD = 0.025, 0.3
 def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     """Issue times of single operations, and what is assumed to go with them."""
     if evidence.devices()[0].kind == "cpu":
-        return _on_cpu(ledger)
+        return _on_cpu(ledger, core_share(evidence))
     rows = [row for _, row in evidence.rows(KernelRow) if row.op in SINGLE_CALLS]
     times = [row.host_us for row in rows if row.host_us is not None]
     if times:
@@ -82,10 +82,19 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     return HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
 
 
-def _on_cpu(ledger: Ledger) -> HostFit:
+def core_share(evidence: Evidence) -> float:
+    """Part of a core that a CPU device may use: 1 but where hosts share the cores of another."""
+    first = evidence.runs[-1].manifest.hosts[0]
+    return min((first.cores or len(first.devices)) / len(first.devices), 1.0)
+
+
+def _on_cpu(ledger: Ledger, share: float) -> HostFit:
     """A CPU computes and issues: what Python adds comes on top of the kernels' own calls."""
     why = "Python, modules and autograd around {}; a CPU spends it between kernels"
-    part, step = CPU_PART_US, CPU_PARTS_PER_STEP * CPU_PART_US
+    if share < 1:
+        why += f", in {share:g} of a core"
+    part = CPU_PART_US / share
+    step = CPU_PARTS_PER_STEP * part
     for name, value, what in (("part", part, "a part of a layer"), ("step", step, "a step")):
         interval = log_interval(value, CPU_HOST_SD)
         ledger.note(f"host.{name}_us", value, "us", interval, "assumed", why.format(what))
