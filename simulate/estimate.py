@@ -7,14 +7,13 @@ from math import exp, hypot, log2
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate import stragglers
 from simulate.costs import Costs, Draws, total
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
-    REGULATION_US,
     LayerClock,
     PricedStep,
     StagePrices,
-    expected_maximum,
     kept_share,
     layer_clock,
     layer_us,
@@ -23,6 +22,7 @@ from simulate.pricing import (
     product_share,
 )
 from simulate.schedule import graph
+from simulate.stragglers import SlowGpus
 from simulate.timeline import Timeline, execute
 from simulate.traffic import Traffic, kind_of, traffic
 from spec.calibration import Calibration, Parameter
@@ -36,10 +36,6 @@ Array = NDArray[np.float64]
 # the GPU count beyond the measured one. vTrain reports 8.4 % on one node and 14.7 % on up to 512
 # GPUs (arXiv 2312.12391), about one point per doubling.
 SCALE_SD_PER_DOUBLING = 0.01
-# How far the slowest of many GPUs lies from the mean, in standard deviations of the GPUs' spread,
-# at most: four GPUs cannot identify a tail, and clocks have a floor. Assumed, with an interval.
-WORST_DEVIATION = 2.5
-WORST_DEVIATION_SD = 0.35
 POWER_SD = 0.036  # of mean power: 90 % of the judged sustained kernels lie within 5.9 % on H200
 CLOCK_SD = 0.025  # of the clock, beside the devices' spread: assumed, so that steps lie inside
 
@@ -63,6 +59,7 @@ class StepEstimate:
 
     step_time_s: Array
     ideal_step_time_s: float  # central, without stragglers: what Astra-Sim is given
+    step_spread: Array  # 95th percentile of a run's steps over their median, less 1
     breakdown_s: dict[str, float]  # of the central estimate; sums to step_time_s[0]
     traffic: dict[str, Traffic]
     power_w: Array  # mean board power of one GPU
@@ -103,12 +100,13 @@ class StepSimulator:
         seed: int = 0,
         measured_gpus: int = 4,
         clock_mhz: float | None = None,
+        slow_gpus: SlowGpus | None = None,
     ) -> None:
         """Check the combination; nothing is simulated yet."""
         parallelism.check(model)
         self.model, self.p, self.calibration = model, parallelism, calibration
         self.measured_gpus = measured_gpus
-        self._fixed_clock_mhz = clock_mhz
+        self._fixed_clock_mhz, self._slow_gpus = clock_mhz, slow_gpus
         drawn = draws if isinstance(draws, Draws) else Draws(draws, seed)
         self._costs = Costs(
             calibration,
@@ -226,6 +224,7 @@ class StepSimulator:
         return StepEstimate(
             step_time_s=step_us / 1e6,
             ideal_step_time_s=float(finish[0]) / 1e6,
+            step_spread=self._step_spread(step_us / 1e6, busiest),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
             traffic=traffic(priced, breakdown, busiest),
             power_w=self._power_w(timeline, float(step_us[0]))
@@ -304,13 +303,6 @@ class StepSimulator:
                 "1 % each: vTrain (arXiv 2312.12391) reports 8.4 % on one node, 14.7 % on 512 GPUs",
             ),
             _assumed(
-                "step.worst_gpu_deviation",
-                WORST_DEVIATION,
-                WORST_DEVIATION_SD,
-                "how many standard deviations the slowest of many GPUs lies from the mean, at "
-                "most; four GPUs cannot identify a tail",
-            ),
-            _assumed(
                 "step.power_error", 1.0, POWER_SD, "mean power, as wrong as of judged kernels"
             ),
             _assumed("step.clock_error", 1.0, CLOCK_SD, "clock, as wrong as on 76 measured steps"),
@@ -326,31 +318,32 @@ class StepSimulator:
         )
 
     def _straggler(self, finish: Array, stage: int) -> Array:
-        """Extra time because all wait for the slowest GPU.
+        """Extra time because all wait for the slowest GPU, see `simulate.stragglers`.
 
-        A balanced pipeline takes (m - 1) * slowest stage + the sum of its stages, so a share
-        (m - 1) / (m + p - 1) of its time goes at the pace of the slowest of all GPUs, the rest at
-        the mean over its stages: of the slowest of a tensor-parallel group at least, and of the
-        replica where that mean is largest, for all wait at the gradients' reduction (one stage and
-        one microbatch: for the slowest GPU). Persistent differences between devices; and
-        while the cap acts on `stage`, what it makes of products for some tens of milliseconds: a
-        tensor-parallel group waits for its slowest at every collective, others average over a step.
+        Persistent differences between devices, or the slow GPUs asked for where these are slower;
+        and while the cap acts on `stage`, what it makes of products for some tens of milliseconds.
         """
-        p, draws, fit = self.p, self._costs.draws, self.calibration.clock
-        worst = WORST_DEVIATION * draws.factor("worst deviation", WORST_DEVIATION_SD)
-        everywhere = np.minimum(expected_maximum(p.gpus), worst)
-        group = np.minimum(expected_maximum(p.tp), worst)
-        steady = (p.microbatches * p.vpp - 1) / (p.microbatches * p.vpp + p.pp - 1)
-        replica = np.minimum(expected_maximum(p.gpus // p.pp) / p.pp**0.5, worst)
-        deviation = steady * everywhere + (1 - steady) * np.maximum(group, replica)
-        late = finish * fit.device_spread_sd * deviation
-        if self.priced.stages[stage].clock_mhz < 0.9999 * fit.max_mhz and fit.cap_w is not None:
-            windows = np.maximum(finish / REGULATION_US, 1.0)
-            slower = fit.jitter_mean + fit.jitter_sd * (
-                group + np.minimum(expected_maximum(p.gpus // p.tp), worst) / np.sqrt(windows)
-            )
-            late = late + finish * product_share(self.priced, stage, float(finish[0])) * slower
+        p, fit = self.p, self.calibration.clock
+        shape = stragglers.shapes(self._costs.draws)
+        share = fit.device_spread_sd * stragglers.lateness(p, shape)
+        if self._slow_gpus is not None:
+            share = np.maximum(share, self._slow_gpus.lateness(p))
+        late = finish * share
+        if self._capped(stage):
+            products = product_share(self.priced, stage, float(finish[0]))
+            late = late + finish * products * stragglers.jitter(p, fit, finish, shape)
         return np.asarray(late)
+
+    def _capped(self, stage: int) -> bool:
+        fit = self.calibration.clock
+        below = self.priced.stages[stage].clock_mhz < 0.9999 * fit.max_mhz
+        return below and fit.cap_w is not None
+
+    def _step_spread(self, step_s: Array, stage: int) -> Array:
+        """95th percentile over median of a run's steps, less 1."""
+        products = product_share(self.priced, stage, float(step_s[0]) * 1e6)
+        sd = self.calibration.clock.jitter_sd * products if self._capped(stage) else 0.0
+        return stragglers.step_spread(self.p.gpus, self.p.tp, sd, step_s, self._costs.draws)
 
     def _modelled_share(self) -> float:
         """Share of a layer's kernel time in shapes that were not measured."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -272,13 +271,6 @@ def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
     p = priced.parallelism
     layers = p.stage_layers(priced.model)[stage] * p.microbatches
     return min(layers * products / step_us, 1.0)
-
-
-def expected_maximum(count: int) -> float:
-    """Mean of the largest of `count` standard normals (Blom's approximation)."""
-    if count <= 1:
-        return 0.0
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:

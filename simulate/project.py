@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from simulate.inputs import (
 )
 from simulate.plans import search
 from simulate.projection import Projection, Request, project, summary
+from simulate.stragglers import read_slow_gpus
 from spec.command import (
     Parser,
     add_draws,
@@ -54,6 +56,21 @@ def parser() -> Parser:
     options.add_argument("--gpus", type=int, default=8192, metavar="N", help="default: %(default)s")
     add_inputs(options)
     add_parallelism(options)
+    faults = options.add_argument_group("what if a few are slow, or fail")
+    faults.add_argument(
+        "--slow-gpus",
+        metavar="FRACTION:FACTOR",
+        help="that share of GPUs takes FACTOR times as long",
+    )
+    faults.add_argument(
+        "--slow-link",
+        type=float,
+        metavar="FACTOR",
+        help="a link between nodes has 1/FACTOR of its rate, and everybody waits for it",
+    )
+    faults.add_argument(
+        "--gpu-mtbf-hours", type=float, metavar="H", help="between failures of one GPU; for goodput"
+    )
     engine = options.add_argument_group("engine and output")
     engine.add_argument(
         "--engine",
@@ -134,8 +151,29 @@ def project_at(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any])
             draws=arguments.draws,
             seed=arguments.seed,
             chosen=chosen,
+            slow_gpus=read_slow_gpus(arguments.slow_gpus),
+            gpu_mtbf_hours=arguments.gpu_mtbf_hours,
         )
     )
+
+
+def with_slow_link(inputs: Inputs, gpus: int, factor: float) -> Inputs:
+    """The fabric as groups across its one slow link see it: a ring goes at its slowest link's pace,
+    and the step ends when the last group has."""
+    if not 1 < factor <= 1000:
+        raise UserError(f"--slow-link is {factor:g}; give how many times slower, such as 2")
+    if gpus <= inputs.node.gpus:
+        raise UserError(
+            f"--slow-link has no effect on {gpus} GPUs: they are one {inputs.node.name} node"
+        )
+    fabric = inputs.fabric
+    slower = fabric.model_copy(
+        update={
+            "name": f"{fabric.name}, one link {factor:g} times slower",
+            "nic_gbits_per_s": fabric.nic_gbits_per_s / factor,
+        }
+    )
+    return replace(inputs, fabric=slower)
 
 
 def scaling_counts(text: str | None) -> list[int]:
@@ -183,7 +221,11 @@ def main(words: Sequence[str]) -> int:
     check_budget(arguments.tokens, arguments.price_per_gpu_hour)
     counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)
+    if arguments.gpu_mtbf_hours is not None and not 0 < arguments.gpu_mtbf_hours <= 1e12:
+        raise UserError(f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give hours above 0")
     inputs = read_inputs(arguments)
+    if arguments.slow_link is not None:
+        inputs = with_slow_link(inputs, arguments.gpus, arguments.slow_link)
     out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
     symmetric = out / "astra-sim"
     if arguments.emit:

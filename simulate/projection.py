@@ -1,7 +1,7 @@
 """A projection: one request simulated, with intervals, provenance and warnings, as its JSON."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from simulate.overhead import KEPT
 from simulate.plans import fewest_gpus
 from simulate.remedies import Remedy, remedies
 from simulate.saturation import messages
+from simulate.stragglers import SlowGpus, goodput, published_mtbf
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.files import sha256
@@ -41,6 +42,8 @@ class Request:
     draws: int = 200
     seed: int = 0
     chosen: str = "given"  # how the parallelism came about, a sentence
+    slow_gpus: SlowGpus | None = None
+    gpu_mtbf_hours: float | None = None  # None: as published
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Projection:
                     "system": r.calibration.system,
                     "device": r.calibration.device,
                 },
+                "slow_gpus": asdict(r.slow_gpus) if r.slow_gpus else None,
                 "engine": "timeline",
                 "draws": r.draws,
                 "seed": r.seed,
@@ -84,6 +88,8 @@ class Projection:
             "tokens_per_s": interval(tokens / step),
             "tokens_per_s_per_gpu": interval(tokens / step / p.gpus),
             "mfu": interval(flops / step / peak),
+            "step_spread": interval(e.step_spread),
+            "goodput": goodput(p.gpus, r.gpu_mtbf_hours),
             "breakdown_s": e.breakdown_s,
             "communication_s": {
                 kind: {
@@ -152,7 +158,13 @@ def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[
     """Step time with one uncertain factor at either end of its interval, the largest effects."""
     r = request
     simulator = StepSimulator(
-        r.model, r.parallelism, r.node, r.fabric, r.calibration, draws=OneAtATime(names)
+        r.model,
+        r.parallelism,
+        r.node,
+        r.fabric,
+        r.calibration,
+        draws=OneAtATime(names),
+        slow_gpus=r.slow_gpus,
     )
     times = simulator.run().step_time_s
     rows: list[dict[str, Any]] = [
@@ -181,7 +193,14 @@ def project(request: Request) -> Projection:
     """Simulate a request; raises UserError where it cannot run or does not make sense."""
     r = request
     simulator = StepSimulator(
-        r.model, r.parallelism, r.node, r.fabric, r.calibration, draws=r.draws, seed=r.seed
+        r.model,
+        r.parallelism,
+        r.node,
+        r.fabric,
+        r.calibration,
+        draws=r.draws,
+        seed=r.seed,
+        slow_gpus=r.slow_gpus,
     )
     estimate = simulator.run()
     if not (np.isfinite(estimate.step_time_s).all() and np.isfinite(estimate.power_w).all()):
@@ -253,6 +272,7 @@ def provenance(projection: Projection) -> list[Parameter]:
             )
         )
     listed += projection.estimate.assumptions
+    listed += [] if r.gpu_mtbf_hours is not None else [published_mtbf()]
     return listed
 
 
@@ -330,6 +350,10 @@ def _memory(value: Mapping[str, Any]) -> str:
     return f"{', '.join(peaks)} GiB of {value['capacity']:.1f} GiB"
 
 
+def _percent(one: Mapping[str, float]) -> str:
+    return f"{one['median']:.2%} [{one['low']:.2%}, {one['high']:.2%}]"
+
+
 def summary(value: Mapping[str, Any]) -> str:
     """The terminal summary of a projection's JSON."""
     inputs = value["inputs"]
@@ -361,6 +385,9 @@ def summary(value: Mapping[str, Any]) -> str:
         f"{show('tokens_per_s_per_gpu', 1, 4)} per GPU",
         f"MFU               {show('mfu', 100)} %",
         f"breakdown         {parts}",
+        f"within a run      1 step in 20 is {_percent(value['step_spread'])} over the median",
+        f"goodput           {_percent(value['goodput']['share'])}, one failure every "
+        f"{value['goodput']['failure_every_hours']:.3g} h",
         f"power per GPU     {show('power_w_per_gpu')} W at {value['clock_mhz']['median']:.0f} MHz",
         f"energy per step   {show('energy_j_per_step', 1e-3, 5)} kJ, "
         f"{show('tokens_per_j')} tokens/J",

@@ -33,6 +33,7 @@ EXAMPLES = """examples:
       --out sealed.json
   python -m simulate.validate compare sealed.json results/
   python -m simulate.validate --series published.csv --anchor smallest --report series.html
+  python -m simulate.validate --spread step_jitter.csv
 """
 
 
@@ -85,6 +86,9 @@ def parser(form: str) -> Parser:
     if form == "validate":
         options.add_argument(
             "--series", metavar="FILE.csv", help="published series instead; see docs/series.md"
+        )
+        options.add_argument(
+            "--spread", metavar="FILE.csv", help="published spreads of step times instead"
         )
         options.add_argument(
             "--anchor",
@@ -164,6 +168,8 @@ def main_validate(words: Sequence[str]) -> int:
     arguments = parser("validate").parse_args(words)
     if arguments.series:
         return main_series(arguments)
+    if arguments.spread:
+        return main_spread(arguments)
     if arguments.anchor:
         raise UserError("--anchor has no effect without --series FILE.csv")
     sets = find_result_sets(Path(arguments.results), arguments.system)
@@ -192,6 +198,20 @@ def main_series(arguments: Any) -> int:
     )
     value |= {"calibrations": {path.as_posix(): read_calibration(path).system}}
     return finish(arguments, value, title(value))
+
+
+def main_spread(arguments: Any) -> int:
+    """Published spreads of step times within runs; nothing is fitted on them."""
+    from simulate.spread import spread_validation, text_of
+
+    if arguments.report:
+        raise UserError("--report has no effect with --spread; --json FILE writes its numbers")
+    path = find_calibration(arguments)
+    calibration = read_calibration(path)
+    sets = find_result_sets(Path(arguments.results), calibration.system)
+    value = spread_validation(Path(arguments.spread), calibration, sets, arguments.draws)
+    emit(arguments.json, value, text_of(value))
+    return 0
 
 
 def draw_plan(arguments: Any, calibration: Calibration) -> Path:

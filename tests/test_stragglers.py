@@ -1,0 +1,134 @@
+"""Waiting for the slowest: formulas against drawn clusters, what-ifs, and honest tails."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simulate.stragglers import (
+    MTBF_HOURS,
+    SlowGpus,
+    goodput,
+    largest,
+    lateness,
+    quantile,
+    read_slow_gpus,
+    step_spread,
+)
+from simulate.uncertainty import Draws
+from spec.errors import UserError
+from spec.parallelism import Parallelism
+
+NORMAL = np.zeros(1)
+
+
+def plan(tp: int, pp: int, dp: int, microbatches: int) -> Parallelism:
+    return Parallelism(
+        tp=tp, pp=pp, dp=dp, global_batch=dp * microbatches, sequence_parallel=tp > 1
+    )
+
+
+def drawn_steps(p: Parallelism, slowness: Any) -> Any:
+    """Step times of clusters of GPUs (clusters, dp, pp, tp), every stage's mean 1."""
+    stages = slowness.max(axis=3)
+    replicas = (p.microbatches - 1) * stages.max(axis=2) + stages.sum(axis=2)
+    return replicas.max(axis=1) / (p.microbatches + p.pp - 1)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [(1, 1, 4, 1), (4, 1, 1, 8), (1, 4, 1, 8), (8, 4, 8, 8), (4, 8, 16, 64), (8, 1, 128, 4)],
+)
+def test_the_slowest_of_a_structure(split: tuple[int, int, int, int]) -> None:
+    p = plan(*split)
+    random = np.random.default_rng(0)
+    clusters = random.standard_normal((400, p.dp, p.pp, p.tp))
+    steps = drawn_steps(p, 1 + 0.01 * clusters)
+    # maxima of sums are at most sums of maxima, and hardly less
+    expected = 1 + 0.01 * float(lateness(p, NORMAL)[0])
+    assert steps.mean() - 1 == pytest.approx(expected - 1, rel=0.12)
+
+
+def test_a_tail_moves_the_slowest_of_many_but_not_of_four() -> None:
+    shape = np.array([-0.9, 0.0, 0.9])
+    four, many = largest(4, shape), largest(8192, shape)
+    assert np.ptp(four) < 0.2
+    assert many[0] < many[1] < many[2]
+    assert many[2] > 1.5 * many[1]
+    assert largest(1, shape).tolist() == [0, 0, 0]
+
+
+def test_quantiles_of_any_tail_grow() -> None:
+    shape = np.linspace(-1, 1, 9)
+    values = np.array([quantile(share, shape) for share in (0.5, 0.9, 0.99, 0.9999)])
+    assert (np.diff(values, axis=0) >= 0).all()
+
+
+@pytest.mark.parametrize("split", [(1, 4, 4, 8), (8, 4, 4, 8), (2, 8, 16, 16)])
+def test_slow_gpus_somewhere_against_drawn_clusters(split: tuple[int, int, int, int]) -> None:
+    p = plan(*split)
+    slow = SlowGpus(max(0.02, 1.5 / p.gpus), 1.3)
+    random = np.random.default_rng(0)
+    picked = random.random((2000, p.dp, p.pp, p.tp)) < slow.share
+    picked = picked[picked.any(axis=(1, 2, 3))]  # at least one is
+    late = drawn_steps(p, 1 + 0.3 * picked).mean() - 1
+    assert slow.lateness(p) == pytest.approx(late, rel=0.1)
+
+
+def test_slow_gpus_are_asked_for_in_words_that_make_sense() -> None:
+    assert read_slow_gpus("0.01:1.2") == SlowGpus(0.01, 1.2)
+    for text in ("", "0.01", "2:1.1", "0.1:0.9", "nan:2", "0.1:inf", "a:b"):
+        with pytest.raises(UserError, match="FRACTION:FACTOR"):
+            read_slow_gpus(text)
+    with pytest.raises(UserError, match="less than one GPU"):
+        SlowGpus(0.01, 1.2).lateness(plan(1, 1, 8, 1))
+
+
+def test_short_steps_spread_more_and_long_ones_still_do() -> None:
+    long, short = (
+        float(step_spread(8192, 8, 0.02, np.array([seconds]), Draws(0))[0])
+        for seconds in (20.0, 0.1)
+    )
+    assert 0.001 < long < short < 0.05
+
+
+def test_jitter_alone_spreads_as_drawn_clusters_do() -> None:
+    # a hundred groups of one GPU; a step is a mean of 25 windows of the regulator's memory
+    random = np.random.default_rng(0)
+    steps = 1 + 0.02 * random.standard_normal((4000, 100, 25)).mean(axis=2).max(axis=1)
+    drawn = np.quantile(steps, 0.95) / np.median(steps) - 1
+    whole = float(step_spread(100, 1, 0.02, np.array([0.5]), Draws(0))[0])
+    still = float(step_spread(100, 1, 0.0, np.array([0.5]), Draws(0))[0])
+    assert (whole**2 - still**2) ** 0.5 == pytest.approx(drawn, rel=0.1)
+
+
+def test_the_interval_of_a_spread_holds_runs_that_differ_much() -> None:
+    values = step_spread(512, 8, 0.02, np.full(2001, 15.0), Draws(2000))
+    low, high = np.quantile(values[1:], [0.05, 0.95])
+    assert high / low > 10
+
+
+def test_goodput_of_drawn_failures() -> None:
+    found: Any = goodput(16384)
+    assert found["failure_every_hours"] == pytest.approx(54 * 24 / 419)
+    assert found["share"]["low"] < 0.9 < found["share"]["high"]
+    assert found["share"]["median"] == pytest.approx(0.9, abs=0.02)  # "higher than 90 %"
+    # draws: work of a checkpoint's interval until it is done, every failure restarting it
+    random = np.random.default_rng(0)
+    mean_s, work = MTBF_HOURS * 3600 / 16384, found["checkpoint_every_s"]
+    spent, whole = 0.0, 3000
+    for _ in range(whole):
+        while (alive := random.exponential(mean_s)) < work + 30:
+            spent += alive
+            while (again := random.exponential(mean_s)) < 300:  # a restart can fail too
+                spent += again
+            spent += 300
+        spent += work + 30
+    assert whole * work / spent == pytest.approx(found["share"]["median"], abs=0.01)
+
+
+def test_goodput_falls_with_gpus_and_failures_and_never_below_nothing() -> None:
+    shares = [goodput(gpus)["share"]["median"] for gpus in (8, 512, 8192, 10**6)]  # type: ignore[index]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.99
+    assert 0 <= goodput(10**6, 1.0)["share"]["median"] < 1e-6  # type: ignore[index]
