@@ -54,6 +54,16 @@ class Sweep:
         return self.name == "send_recv" and not self.nccl
 
 
+def elsewhere(evidence: Evidence) -> list[CollectiveRow]:
+    """Rows inside a node that no curve is made of: several groups at once, or strided ones."""
+    return [
+        row
+        for role in ("fit", "judge")
+        for _, row in evidence.rows(CollectiveRow, role)
+        if row.nodes == 1 and (row.groups > 1 or row.stride > 1)
+    ]
+
+
 def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, ...]:
     """A model of every collective that was measured."""
     rows = inside_node(evidence)
@@ -313,10 +323,18 @@ def _judge_groups(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
 
 
 def judge_collectives(evidence: Evidence, fits: Sequence[CollectiveFit], ledger: Ledger) -> None:
-    """Errors on rows of role `judge`."""
+    """Errors on rows of role `judge`, and on groups that lie or run otherwise than those fitted."""
+    _judge_rows(inside_node(evidence, "judge"), "rows of role judge", fits, ledger)
+    split = "several groups at once, or strided, from one contiguous group alone"
+    _judge_rows(elsewhere(evidence), split, fits, ledger)
+
+
+def _judge_rows(
+    found: Sequence[CollectiveRow], split: str, fits: Sequence[CollectiveFit], ledger: Ledger
+) -> None:
     by_name = {fit.collective: fit for fit in fits}
     judged: dict[str, list[Judged]] = defaultdict(list)
-    for row in inside_node(evidence, "judge"):
+    for row in found:
         fit = by_name.get(row.collective)
         if fit is not None:
             time, sd = fit.time_us(row.ranks, row.bytes)
@@ -325,4 +343,4 @@ def judge_collectives(evidence: Evidence, fits: Sequence[CollectiveFit], ledger:
                 Judged(time, sd, row.median_us, constant_busbw(fit, row.ranks, row.bytes))
             )
     for name, rows in sorted(judged.items()):
-        ledger.score(f"collective.{name}", "rows of role judge", rows, "constant bus bandwidth")
+        ledger.score(f"collective.{name}", split, rows, "constant bus bandwidth")

@@ -22,6 +22,7 @@ from spec.kernel import Kernel
 from spec.records import InterferenceRow
 
 TOGETHER_S = 0.08
+REPEATS_ALONE = 20
 Call = Callable[[], Any]
 
 
@@ -37,7 +38,7 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     ranks.barrier()
     kernel_alone = statistics.median(timer.burst(compute, 1e12).times_us)  # no flush
     ranks.barrier()
-    collective_alone = statistics.median(time_collective(collective, 10, timer, group))
+    collective_alone = statistics.median(time_collective(collective, REPEATS_ALONE, timer, group))
     count = _agree(TOGETHER_S * 1e6 / collective_alone, timer, group)
     ranks.barrier()
     if isinstance(timer, GpuTimer):

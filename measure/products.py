@@ -105,8 +105,10 @@ class Products:
     def fp8(self, kernel: Kernel) -> tuple[Call, str]:
         """A product of e4m3 operands with one scale each, bf16 out; the casts are not in it.
 
-        Both operands lie along the summed dimension, as cuBLAS wants it on Hopper: dgrad and wgrad
-        take transposed copies, which Transformer Engine keeps beside the others.
+        The forward product sums in the fast way and the backward ones in the exact one, as
+        Transformer Engine's recipes have it. Both operands lie along the summed dimension, as
+        cuBLAS wants it on Hopper: dgrad and wgrad take transposed copies, which Transformer Engine
+        keeps beside the others.
         """
         if kernel.op != "gemm":
             raise Refused(f"fp8 is measured for gemm only, not for {kernel.op}")
@@ -124,11 +126,19 @@ class Products:
         a = self._normal(rows, depth, dtype=torch.bfloat16).to(eight)
         b = self._normal(columns, depth, dtype=torch.bfloat16).to(eight)
         scale = torch.ones((), device=self.device)
+        fast = kernel.direction == "forward"
 
         def product() -> Tensor:
             out: Tensor = torch._scaled_mm(
-                a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
+                a,
+                b.t(),
+                scale_a=scale,
+                scale_b=scale,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
             )
             return out
 
-        return tried(product), f"{self._product_name()}/scaled_mm-tensorwise"
+        return tried(
+            product
+        ), f"{self._product_name()}/scaled_mm-tensorwise{'-fast' if fast else ''}"
