@@ -1,93 +1,29 @@
 """What the parts of a step cost under a calibration, for a vector of uncertainty draws at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.uncertainty import Draws, OneAtATime
+from simulate.works import ByClock, Energy, Slowed, Works, total, works
 from spec.calibration import Calibration, NetworkFit
 from spec.collective import Collective, busbw_factor
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
-from spec.kernel_fit import KernelFit, launches
 from spec.parallelism import Parallelism
-from spec.step import EXPERTS, Part
+from spec.step import EXPERTS, Part, Segment
 from topologies.placement import group_path
 
-__all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost"]
+__all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost", "total"]
 
 Array = NDArray[np.float64]
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-# Of a product's power above idle, what it draws while it starts and ends. Assumed, between 0 and
-# 0.4: on H200 products of 1024 and 2048 cubed draw 0.37 and 0.8 of what large ones do, and 0.77 and
-# 0.3 of their time is the launch.
-BUSY_SHARE = 0.15
-
-
-@dataclass(frozen=True)
-class Energy:
-    """Energy above idle of some kernels, W us: what goes with the clock, and what does not."""
-
-    compute: float = 0.0  # at the reference clock's power, over the time at the step's clock
-    memory: float = 0.0
-
-    def __add__(self, other: "Energy") -> "Energy":
-        return Energy(self.compute + other.compute, self.memory + other.memory)
-
-    def __mul__(self, count: float) -> "Energy":
-        return Energy(self.compute * count, self.memory * count)
-
-
-def total(energies: Iterable[Energy]) -> Energy:
-    """Their sum."""
-    both = [(one.compute, one.memory) for one in energies]
-    return Energy(sum(one for one, _ in both), sum(other for _, other in both))
-
-
-class KernelCost(NamedTuple):
-    """What a kernel costs at the step's clock."""
-
-    time: Array  # us, (draws,)
-    compute: float  # `Energy` at the central duration
-    memory: float
-    host_us: float  # time the host needs to issue it
-
-
-class Known(NamedTuple):
-    """What is known of a kernel at any clock."""
-
-    fit: KernelFit
-    time: Array  # us at the reference clock, (draws,)
-    started_us: float  # of it, while products start and end
-
-
-class Same:
-    """A kernel model compared by identity: hashing its numbers would cost more than it saves."""
-
-    def __init__(self, fit: KernelFit) -> None:
-        """Hold the model, so that its identity stays its own."""
-        self.fit = fit
-
-    def __hash__(self) -> int:
-        """Of the identity."""
-        return id(self.fit)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether it is the same object."""
-        return isinstance(other, Same) and self.fit is other.fit
-
-
-@lru_cache(maxsize=8192)
-def reference_us(same: Same, dims: tuple[int, ...]) -> tuple[float, float]:
-    """`KernelFit.time_us`: plans of a search share most of their shapes."""
-    return same.fit.time_us(dims)
 
 
 class PartCost(NamedTuple):
@@ -155,19 +91,18 @@ class Costs:
     draws: Draws
     layout: Layout = field(init=False)
     network: NetworkFit | None = field(init=False)
+    works: Works = field(init=False)
     fullest: Array | None = None  # load of the fullest expert-parallel rank over the mean
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
-    modelled: set[Kernel] = field(default_factory=set)  # kernels that were not measured
-    _priced: dict[Kernel, KernelCost] = field(default_factory=dict)
-    # by identity, which the part beside the cost keeps: segments repeat parts, hashing them is slow
-    _parts: dict[int, tuple[Part, PartCost]] = field(default_factory=dict)
-    _factors: dict[tuple[str, float], float] = field(default_factory=dict)  # see `_slower`
-    _known: dict[Kernel, Known] = field(default_factory=dict)  # these two hold at any clock
+    _factors: dict[Slowed, float] = field(default_factory=dict)  # see `_slower`
+    # these two hold at any clock; segments by identity, for hashing them is slow
     _sent: dict[Collective, Array] = field(default_factory=dict)
+    _sent_after: dict[int, tuple[Segment, dict[str, Array]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Lay the groups out and pick the network model of the fabric's protocol."""
         self.layout = layout(self.parallelism, self.node, self.fabric)
+        self.works = works(self.calibration, self.draws)
         self.network = network_for(self.calibration, self.fabric)
         if self.network is None and any(path.nodes > 1 for path in self.layout.paths.values()):
             raise UserError(
@@ -181,20 +116,22 @@ class Costs:
         other = copy(self)
         if "draws" in changes:
             other.fullest = None if self.fullest is None else self.fullest[:1]  # the central one
-            other.modelled, other._known, other._sent = set(), {}, {}
-        other._priced, other._parts, other._factors = {}, {}, {}
+            other._sent, other._sent_after = {}, {}
+            other.works = works(self.calibration, changes["draws"])
+        other._factors = {}
         for name, value in changes.items():
             setattr(other, name, value)
         return other
 
     def kernel_us(self, kernel: Kernel) -> Array:
         """Duration of a kernel at the step's clock."""
-        return self._kernel(kernel).time
+        slowed, work = self.works.of(kernel)
+        return np.asarray(work.time * self._slower(slowed))
 
     def energy(self, kernel: Kernel) -> Energy:
         """Energy above idle of a kernel at its central duration."""
-        one = self._kernel(kernel)
-        return Energy(one.compute, one.memory)
+        slowed, work = self.works.of(kernel)
+        return work.energy * self._slower(slowed)
 
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
@@ -205,42 +142,16 @@ class Costs:
             self._sent[collective] = time
         return self._sent[collective]
 
-    def _kernel(self, kernel: Kernel) -> KernelCost:
-        if kernel not in self._priced:
-            self._priced[kernel] = self._price(kernel)
-        return self._priced[kernel]
-
-    def _price(self, kernel: Kernel) -> KernelCost:
-        if kernel not in self._known:
-            self._known[kernel] = self._know(kernel)
-        fit, at_reference, started_us = self._known[kernel]
-        slower = self._slower(fit)
-        time = np.asarray(at_reference * slower)
-        time_us = float(time[0])
-        watt_us = fit.active_power_w * time_us
-        if not fit.tflops:
-            return KernelCost(time, 0.0, watt_us, fit.issue_us(kernel.dims))
-        idle = (1 - BUSY_SHARE) * min(started_us / (time_us / slower), 1.0)
-        return KernelCost(time, watt_us * (1 - idle), 0.0, fit.issue_us(kernel.dims))
-
-    def _know(self, kernel: Kernel) -> Known:
-        fit = self.calibration.kernel(kernel)
-        if kernel.dims not in fit.measured:
-            self.modelled.add(kernel)
-        time, sd = reference_us(Same(fit), kernel.dims)
-        spread = self.draws.factor(f"kernel {fit.op} {fit.direction}", sd)
-        return Known(fit, np.asarray(time * spread), fit.launch_us * launches(kernel))
-
-    def _slower(self, fit: KernelFit) -> float:
+    def _slower(self, slowed: Slowed) -> float:
         """How many times as long as at the reference clock a kernel lasts."""
-        key = fit.op, fit.clock_exponent
-        if key not in self._factors:
-            slower = self.clock_ratio**fit.clock_exponent
-            if fit.op in ("gemm", "grouped_gemm", "fused_grouped_gemm"):
+        if slowed not in self._factors:
+            product, exponent = slowed
+            slower = self.clock_ratio**exponent
+            if product:
                 clock = self.calibration.clock
                 slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
-            self._factors[key] = float(slower)
-        return self._factors[key]
+            self._factors[slowed] = float(slower)
+        return self._factors[slowed]
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]
@@ -319,54 +230,69 @@ class Costs:
 
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
-        if id(part) not in self._parts:
-            self._parts[id(part)] = part, self._part(part)
-        return self._parts[id(part)][1]
-
-    def _part(self, part: Part) -> PartCost:
-        zero = np.zeros(self.draws.count)
-        own, host_us = zero, self.calibration.host.part_us
-        compute = memory = 0.0
-        for kernel in part.kernels:
-            one = self._kernel(kernel)
-            own = own + one.time
-            host_us += one.host_us
-            compute += one.compute
-            memory += one.memory
+        own, host_us, energy = self._kernels(self.works.of_part(part))
         if self.fullest is not None and part.name == EXPERTS:  # energy is of the mean rank
             own = own * self.fullest
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
-            alone = sum(hidden, zero)
+            alone = sum(hidden[1:], hidden[0])
             own, left = self.beside(own, alone)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
             sent_us = float((alone - left)[0]) * self.slowed
-            memory += sent_us * self.communication_w(part.hidden[0].axis)
+            energy += Energy(0.0, sent_us * self.communication_w(part.hidden[0].axis))
             longer = np.where(left > 0, (own + left) / alone, self.slowed)
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
-        return PartCost(own, hidden, exposed, host_us, Energy(compute, memory))
+        return PartCost(own, hidden, exposed, host_us + self.calibration.host.part_us, energy)
 
-    def segment(self, parts: Sequence[Part], costs: Sequence[PartCost] | None = None) -> Cost:
-        """Duration of a forward or backward segment; `costs` of its parts, where they are known."""
-        zero = np.zeros(self.draws.count)
-        costs = costs or [self.part(part) for part in parts]
-        compute = sum((cost.kernels for cost in costs), zero)
-        host_us = sum(cost.host_us for cost in costs)
-        energy, exposed = total(cost.energy for cost in costs), dict[str, Array]()
-        for part, cost in zip(parts, costs, strict=True):
+    def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:
+        """Time at the step's clock, the host's time and the energy."""
+        time, host_us, compute, memory = np.zeros(self.draws.count), 0.0, 0.0, 0.0
+        for slowed, work in works.items():
+            slower = self._slower(slowed)
+            time = time + slower * work.time
+            compute += slower * work.energy.compute
+            memory += slower * work.energy.memory
+            host_us += work.host_us
+        return time, host_us, Energy(compute, memory)
+
+    def _exposed(self, parts: Segment) -> dict[str, Array]:
+        """Communication of a segment with nothing beside it, by axis; no clock changes it."""
+        if id(parts) not in self._sent_after:
+            exposed: dict[str, Array] = {}
+            for part in parts:
+                for one in part.exposed:
+                    time = self.collective_us(one)
+                    exposed[one.axis] = exposed[one.axis] + time if one.axis in exposed else time
+            self._sent_after[id(parts)] = parts, exposed
+        return self._sent_after[id(parts)][1]
+
+    def segment(self, parts: Segment) -> Cost:
+        """Duration of a forward or backward segment."""
+        works, apart = self.works.of_segment(parts, self.fullest is not None)
+        compute, host_us, energy = self._kernels(works)
+        host_us += self.calibration.host.part_us * (len(parts) - len(apart))
+        exposed = dict(self._exposed(parts))
+        for part in apart:
+            cost = self.part(part)
+            compute, energy = compute + cost.kernels, energy + cost.energy
+            host_us += cost.host_us
             if cost.hidden:
                 axis = part.hidden[0].axis
-                left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)
-                exposed[axis] = exposed.get(axis, zero) + left
-            for collective, time in zip(part.exposed, cost.exposed, strict=True):
-                exposed[collective.axis] = exposed.get(collective.axis, zero) + time
-        device = compute + sum(exposed.values(), zero)
+                left = np.maximum(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
+                exposed[axis] = exposed[axis] + left if axis in exposed else left
         fit = self.calibration.host
         spread = self.draws.factor("host", fit.sd)
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, energy)
+        device = sum(exposed.values(), compute)
         return Cost(compute, exposed, np.maximum(host_us * spread - device, 0.0), energy)
+
+    def modelled_share(self, parts: Iterable[Part]) -> float:
+        """Share of the kernels' time in shapes that were not measured, at the reference clock."""
+        works = [work for part in parts for work in self.works.of_part(part).values()]
+        time = sum(float(work.time[0]) for work in works)
+        return sum(work.modelled_us for work in works) / time if time else 0.0
 
 
 def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate import stragglers
-from simulate.costs import Costs, Draws, total
+from simulate.clocks import load, stage_clocks
+from simulate.costs import Costs, Draws
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
-    LayerClock,
     PricedStep,
     StagePrices,
-    kept_share,
-    layer_clock,
+    UpdateCost,
     layer_us,
     mean_clock_mhz,
     price,
@@ -72,6 +71,11 @@ class StepEstimate:
     assumptions: tuple[Parameter, ...]  # of the step itself, beside the calibration's
 
 
+def _updated_us(update: UpdateCost) -> Array:
+    """Time from the gradients' norm to the next step."""
+    return update.kernels_us + update.gather_us
+
+
 def _assumed(name: str, value: float, sd: float, detail: str) -> Parameter:
     """An assumed factor with its 90 % interval; `sd` is of its logarithm."""
     return Parameter(
@@ -123,74 +127,24 @@ class StepSimulator:
         point, known = self._costs, dict[float, StagePrices]()
         if not point.draws.central:
             point = point.with_(draws=Draws(0))
-        clocks = self._fixed_clock_mhz or self._clocks_mhz(point, known)
+        clocks = self._fixed_clock_mhz or stage_clocks(self.model, self.p, point, known)
         known = known if point is self._costs else {}
         return price(self.model, self.p, self._costs, clocks, known)
 
-    def _clocks_mhz(self, point: Costs, known: dict[float, StagePrices]) -> float | list[float]:
-        """Clock of each pipeline stage's products.
-
-        A stage that waits for a slower one after each of its passes draws less on average, as far
-        as passes are short beside the regulator's memory; what is idle at the ends of the step
-        (filling and draining the pipeline, reduction, update) counts likewise against its whole.
-        """
-        fit = self.calibration.clock
-        alone = layer_clock(self.model, self.p, point)
-        if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
-            return alone.clock_mhz
-        clocks: float | list[float] = alone.clock_mhz
-        for _ in range(2):
-            priced = price(self.model, self.p, point, clocks, known)
-            timeline, _, step_us = self._timeline(priced)
-            busy = timeline.busy[:, 0]
-            found = {
-                stage: self._stage_clock_mhz(
-                    alone, priced, timeline, stage, busy, float(step_us[0])
-                )
-                for stage in set(priced.alike)
-            }
-            clocks = [found[stage] for stage in priced.alike]
-        return clocks
-
-    def _stage_clock_mhz(
-        self,
-        alone: LayerClock,
-        priced: PricedStep,
-        timeline: Timeline,
-        stage: int,
-        busy: Array,
-        step_us: float,
-    ) -> float:
-        p, fit = self.p, self.calibration.clock
-        mine, slowest = float(busy[stage]), float(busy.max())
-        kept = kept_share(mine / (2 * p.microbatches * p.vpp))
-        share = kept + (1 - kept) * mine / slowest  # of the time between waits that it works
-        waits = (1 - share) * fit.waiting_w
-        over_step = self._drawn_w(priced, timeline, stage, step_us)
-        kept = kept_share(slowest)
-        seen = fit.clock_mhz(
-            kept * share * alone.compute_w + (1 - kept) * over_step[0],
-            kept * (share * alone.beside_w + waits) + (1 - kept) * over_step[1],
-        )
-        unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-        return round(min(alone.clock_mhz * max(seen / unpaused, 1.0), fit.max_mhz), 1)
-
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
         """The pipeline's timeline, its central end without transfers, and the step's end, us."""
-        p = self.p
-        duration = np.array([one.total for one in priced.pass_list])
+        p, duration = self.p, priced.durations
         both = execute(  # the last column is the central one again, without transfers
             graph(p.pp, p.microbatches, p.vpp, p.schedule),
             np.column_stack([duration, duration[:, :1]]),
             np.append(priced.transfer_us, 0.0),
         )
         timeline = Timeline(both.end[:, :-1], both.busy[:, :-1])
-        reduced = np.array(
-            [timeline.end[stage] + one.reduction_us for stage, one in enumerate(priced.updates)]
-        )
-        updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
-        finish = reduced.max(axis=0) + priced.norm_us + updated.max(axis=0)
-        return timeline, float(both.end[:, -1].max()), finish
+        first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
+        after = np.array([priced.updates[stage].reduction_us for stage in first])
+        reduced = (timeline.end + after[np.searchsorted(first, priced.alike)]).max(axis=0)
+        updated = np.array([_updated_us(priced.updates[stage]) for stage in first]).max(axis=0)
+        return timeline, float(both.end[:, -1].max()), reduced + priced.norm_us + updated
 
     def layer_us(self) -> float:
         """Central time of one layer's forward and backward pass at the step's clock."""
@@ -200,7 +154,6 @@ class StepSimulator:
         """Simulate the step for all draws."""
         p, fit, priced = self.p, self.calibration.clock, self.priced
         timeline, ideal_us, finish = self._timeline(priced)
-        updated = np.array([one.kernels_us + one.gather_us for one in priced.updates])
         busiest = int(timeline.busy[:, 0].argmax())
         straggler = self._straggler(finish, busiest)
         step_us = finish * self._common_factor() + straggler
@@ -213,7 +166,8 @@ class StepSimulator:
             for axis, time in one.exposed.items():
                 breakdown[f"{kind_of(axis)}_exposed"] += float(time[0]) * m
         pipeline_us = float(timeline.end[:, 0].max())
-        slowest_update = priced.updates[int(updated[:, 0].argmax())]
+        updates = [priced.updates[stage] for stage in set(priced.alike)]
+        slowest_update = max(updates, key=lambda one: float(_updated_us(one)[0]))
         optimizer_us = float(slowest_update.kernels_us[0] + priced.norm_us[0])
         breakdown["pp_exposed"] = pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])
@@ -227,8 +181,7 @@ class StepSimulator:
             step_spread=self._step_spread(step_us / 1e6, busiest),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
             traffic=traffic(priced, breakdown, busiest),
-            power_w=self._power_w(timeline, float(step_us[0]))
-            * priced.costs.draws.factor("power", POWER_SD),
+            power_w=self._power_w(float(step_us[0])) * priced.costs.draws.factor("power", POWER_SD),
             clock_mhz=np.minimum(
                 priced.stages[busiest].clock_mhz
                 * priced.costs.draws.factor("clock", hypot(fit.device_spread_sd, CLOCK_SD)),
@@ -236,46 +189,20 @@ class StepSimulator:
             ),
             mean_clock_mhz=mean_clock_mhz(priced, timeline.busy[:, 0] / finish[0]),
             throttled_share=float(priced.stages[busiest].clock_mhz < 0.995 * fit.max_mhz),
-            modelled_share=self._modelled_share(),
+            modelled_share=priced.costs.modelled_share(
+                part for one in priced.stages[0].segments["layer"] for part in one.parts
+            ),
             stage_busy_s=timeline.busy[:, 0] / 1e6,
             priced=priced,
             assumptions=self._assumptions(),
         )
 
-    def _drawn_w(
-        self, priced: PricedStep, timeline: Timeline, stage: int, step_us: float
-    ) -> tuple[float, float]:
-        """Mean power above idle over the step of a GPU of `stage`, as `ClockFit` takes it.
-
-        What is not the stage's own passes, update or communication is waiting for other stages.
-        """
-        fit, update = self.calibration.clock, priced.updates[stage]
-        mine = priced.passes_of(stage)
-        energy = total(cost.energy for cost in mine) * self.p.microbatches
-        energy += update.energy
-        sent_us = float((update.reduction_us + update.gather_us)[0])
-        # all communication draws power, also what is hidden (within passes: see `Costs.part`)
-        both = (*update.reduction, *update.gather)
-        costs = priced.costs
-        communication = sum(
-            float(costs.collective_us(one)[0]) * costs.communication_w(one.axis) for one, _ in both
-        )
-        communication += self.p.microbatches * sum(
-            float(time[0]) * costs.communication_w(axis)
-            for cost in mine
-            for axis, time in cost.exposed.items()
-        )
-        used_us = float(timeline.busy[stage, 0] + update.kernels_us[0]) + sent_us
-        waiting_us = max(step_us - used_us, 0.0)
-        beside = energy.memory + communication + waiting_us * fit.waiting_w
-        return energy.compute / step_us, beside / step_us
-
-    def _power_w(self, timeline: Timeline, step_us: float) -> float:
+    def _power_w(self, step_us: float) -> float:
         """Mean board power over the step and all GPUs, none above what the cap allows."""
         fit = self.calibration.clock
         found = {}
         for stage in set(self.priced.alike):
-            compute_w, beside_w = self._drawn_w(self.priced, timeline, stage, step_us)
+            compute_w, beside_w = load(self.priced, stage).drawn_w(fit, step_us)
             watts = fit.power_w(compute_w, self.priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
         return sum(found[stage] for stage in self.priced.alike) / self.p.pp
@@ -344,14 +271,3 @@ class StepSimulator:
         products = product_share(self.priced, stage, float(step_s[0]) * 1e6)
         sd = self.calibration.clock.jitter_sd * products if self._capped(stage) else 0.0
         return stragglers.step_spread(self.p.gpus, self.p.tp, sd, step_s, self._costs.draws)
-
-    def _modelled_share(self) -> float:
-        """Share of a layer's kernel time in shapes that were not measured."""
-        modelled, total = 0.0, 0.0
-        costs = self.priced.costs
-        for segment in self.priced.stages[0].segments["layer"]:
-            for kernel in (kernel for part in segment.parts for kernel in part.kernels):
-                time = float(costs.kernel_us(kernel)[0])
-                total += time
-                modelled += time * (kernel in costs.modelled)
-        return modelled / total if total else 0.0

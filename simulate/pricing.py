@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from simulate.costs import Cost, Costs, Draws, Energy, total
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
+from simulate.works import Same
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -112,9 +113,15 @@ class PricedStep:
         return self.stages[0].costs
 
     @property
-    def pass_list(self) -> list[PassCost]:
-        """The passes in the order of `simulate.schedule.Graph.kind`, as `price` makes them."""
-        return list(self.passes.values())
+    def durations(self) -> Array:
+        """(passes, draws): of each kind of pass, as `simulate.schedule.Arrays` counts kinds."""
+        place: dict[int, int] = {}
+        totals: list[Array] = []
+        for one in self.passes.values():
+            if id(one) not in place:
+                place[id(one)] = len(totals)
+                totals.append(one.total)
+        return np.array(totals)[[place[id(one)] for one in self.passes.values()]]
 
     def passes_of(self, stage: int) -> list[PassCost]:
         """The passes of one stage, in that order."""
@@ -130,9 +137,31 @@ class PricedStep:
         return self.costs.transfer_us(self.transfer)
 
 
-@lru_cache(maxsize=256)
+class _Split:
+    """A parallelism as far as a layer and the model's ends depend on it."""
+
+    def __init__(self, p: Parallelism) -> None:
+        self.p = p
+        self._key = (
+            *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel),
+            *(ways(p.schedule), p.pp == 1),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Split) and self._key == other._key
+
+
 def _parts(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, ...]]:
-    """Each way of what a step repeats for every microbatch."""
+    """Each way of what a step repeats for every microbatch; plans that split alike share it."""
+    return _parts_of(Same(model), _Split(p))
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(same: Same[ModelSpec], split: _Split) -> dict[str, tuple[Segment, ...]]:
+    model, p = same.held, split.p
     both = {"layer": layer(model, p), "embedding": embedding(model, p), "head": head(model, p)}
     if ways(p.schedule) == 2:
         return dict(both)
@@ -175,7 +204,8 @@ def price(
             key = same, stage == 0 and chunk == 0, stage == p.pp - 1 and chunk == p.vpp - 1
             if key not in shared:
                 shared[key] = tuple(_passes(model, p, stages[stage], stage, chunk))
-            passes |= {(stage, chunk, way): cost for way, cost in enumerate(shared[key])}
+            for way, cost in enumerate(shared[key]):
+                passes[stage, chunk, way] = cost
     norm = tuple(
         Collective("all_reduce", axis, 4.0)
         for axis in ("tp", "dp", "pp")
@@ -228,24 +258,35 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
 
     Kernels much shorter than the regulator's memory share what memory-bound ones between them
     leave; longer ones run into the cap by themselves. The clock is the mean of the products'.
+    Plans whose layers are split and placed alike share it.
     """
-    fit = costs.calibration.clock
-    clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
-    segments = _parts(model, p)["layer"]
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
+    segments, paths = _parts(model, p)["layer"], costs.layout.paths
+    placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
+    where = Same(segments), placed, Same(costs.node), Same(costs.fabric)
+    known = point.works.layer_clocks
+    if where not in known:
+        known[where] = _layer_clock(segments, point)
+    found: LayerClock = known[where]
+    return found
+
+
+def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
+    fit = point.calibration.clock
+    clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
     for _ in range(3):  # the slower the clock, the larger the kernels' share of time
         point = point.with_(clock_ratio=fit.reference_mhz / clock)
         runs: list[tuple[float, Energy]] = []
         whole, sent, energy = 0.0, 0.0, Energy()
         for segment in segments:
-            parts = [point.part(part) for part in segment]
-            cost = point.segment(segment, parts)
+            cost = point.segment(segment)
             whole += float(cost.total[0])
             for axis, time in cost.exposed.items():
                 sent += float(time[0]) * point.communication_w(axis)
             energy += cost.energy
-            for alone in parts:
-                if alone.energy.compute > 0:
+            for part in segment:
+                if any(work.energy.compute for work in point.works.of_part(part).values()):
+                    alone = point.part(part)
                     runs.append((float(alone.kernels[0]), alone.energy))
         compute_w = energy.compute / whole
         beside_w = (energy.memory + sent) / whole

@@ -168,6 +168,7 @@ def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int,
     return dense, layers * experts
 
 
+@lru_cache(maxsize=4096)
 def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
     """Of `stage_parameters`, or with LoRA of the adapters, what has gradients: (dense, expert)."""
     if not model.lora_rank:
@@ -175,6 +176,7 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
     return p.stage_layers(model)[stage] * sum(adapter_parameters(model, p)), 0
 
 
+@lru_cache(maxsize=4096)
 def optimizer(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Kernel, ...], tuple[Collective, ...], tuple[Collective, ...]]:
@@ -217,6 +219,7 @@ def optimizer(
     return kernels, reduction, gather
 
 
+@lru_cache(maxsize=4096)
 def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Collective, ...]:
     """Sums of gradients of parameters that several GPUs of a replica hold, fp32, once a step.
 
@@ -250,6 +253,7 @@ def _unsplit(model: ModelSpec) -> int:
     return 2 * _norm_parameters(model) + model.hidden * model.experts + biases
 
 
+@lru_cache(maxsize=4096)
 def sharded(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from simulate.clocks import _clock_mhz, load
 from simulate.costs import Costs, Draws
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
 from simulate.imbalance import shares
 from simulate.memory import stage_memory
-from simulate.pricing import kept_share, layer_clock
+from simulate.pricing import _parts, kept_share, layer_clock
 from simulate.projection import Request, project
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -402,3 +403,28 @@ def test_uneven_experts_slow_products_and_exchange(cv: float) -> None:
     assert simulate(p, model=bounded).step_time_s[0] < uneven.step_time_s[0]
     more = stage_memory(MOE.resized(expert_imbalance=cv), p, 0).activations
     assert more > stage_memory(bounded, p, 0).activations > stage_memory(MOE, p, 0).activations
+
+
+@many
+@given(parallelisms())
+def test_plans_that_split_layers_alike_share_their_parts(p: Parallelism) -> None:
+    """What a layer depends on must be in the key that shares it."""
+    shared, fresh = _parts(MODEL, p), {"layer": layer(MODEL, p), "head": head(MODEL, p)}
+    fresh["embedding"] = embedding(MODEL, p)
+    for name, (forward, backward) in fresh.items():
+        assert shared[name][0] == forward
+        if p.schedule != "zb-h1":
+            assert shared[name][1] == backward
+
+
+def test_clocks_settle_where_full_timelines_would() -> None:
+    """Clocks from passes scaled in closed form, against pricing and executing every round."""
+    p = Parallelism(pp=4, global_batch=16, layers_per_stage=(1, 1, 1, 5))
+    estimate = simulate(p, capped())
+    fit, step_us = estimate.priced.costs.calibration.clock, estimate.ideal_step_time_s * 1e6
+    alone = layer_clock(MODEL, p, estimate.priced.costs)
+    busy = [float(one) * 1e6 for one in estimate.stage_busy_s]
+    for stage in range(4):
+        over = load(estimate.priced, stage).drawn_w(fit, step_us)
+        again = _clock_mhz(alone, p, fit, over, busy[stage], max(busy))
+        assert again == pytest.approx(estimate.priced.stages[stage].clock_mhz, rel=3e-3)

@@ -1,0 +1,169 @@
+"""Kernels at the reference clock, added up where a clock slows them alike.
+
+A kernel at another clock is the same numbers times one factor, so the kernels of a part, and the
+parts of a segment with nothing beside them, are added up once and then priced at any clock. Central
+works hold for every plan under a calibration and are kept for all of them.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.uncertainty import Draws
+from spec.calibration import Calibration
+from spec.kernel import Kernel
+from spec.kernel_fit import KernelFit, launches
+from spec.step import EXPERTS, Part, Segment
+
+Array = NDArray[np.float64]
+
+# Of a product's power above idle, what it draws while it starts and ends. Assumed, between 0 and
+# 0.4: on H200 products of 1024 and 2048 cubed draw 0.37 and 0.8 of what large ones do, and 0.77 and
+# 0.3 of their time is the launch.
+BUSY_SHARE = 0.15
+
+
+class Energy(NamedTuple):
+    """Energy above idle of some kernels, W us: what goes with the clock, and what does not."""
+
+    compute: float = 0.0  # at the reference clock's power, over the time at the step's clock
+    memory: float = 0.0
+
+    def __add__(self, other: "Energy") -> "Energy":  # type: ignore[override]
+        return Energy(self.compute + other.compute, self.memory + other.memory)
+
+    def __mul__(self, count: float) -> "Energy":  # type: ignore[override]
+        return Energy(self.compute * count, self.memory * count)
+
+
+def total(energies: Iterable[Energy]) -> Energy:
+    """Their sum."""
+    compute = memory = 0.0
+    for one in energies:
+        compute += one.compute
+        memory += one.memory
+    return Energy(compute, memory)
+
+
+class Work(NamedTuple):
+    """Kernels that a clock slows alike, at the reference clock."""
+
+    time: Array  # us, (draws,)
+    energy: Energy  # at the central duration
+    host_us: float  # time the host needs to issue them
+    modelled_us: float  # of the time, in shapes that were not measured
+
+
+# What a kernel's slowing by the clock depends on: whether it is a product, and its exponent.
+Slowed = tuple[bool, float]
+ByClock = dict[Slowed, Work]
+Held = TypeVar("Held")
+PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")
+LIMIT = 50_000  # parts and segments kept; plans that have gone leave theirs behind
+
+
+class Same(Generic[Held]):
+    """Something compared by identity: hashing its numbers would cost more than it saves."""
+
+    def __init__(self, held: Held) -> None:
+        """Hold it, so that its identity stays its own."""
+        self.held = held
+
+    def __hash__(self) -> int:
+        """Of the identity."""
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same object."""
+        return isinstance(other, Same) and self.held is other.held
+
+
+@lru_cache(maxsize=8192)
+def reference_us(same: Same[KernelFit], dims: tuple[int, ...]) -> tuple[float, float]:
+    """`KernelFit.time_us`: plans of a search share most of their shapes."""
+    return same.held.time_us(dims)
+
+
+class Works:
+    """The works of kernels, parts and segments under one calibration and some draws."""
+
+    def __init__(self, calibration: Calibration, draws: Draws) -> None:
+        """Nothing is worked out yet."""
+        self._calibration, self._draws = calibration, draws
+        self.layer_clocks: dict[Any, Any] = {}  # of `simulate.pricing.layer_clock`
+        self._kernels: dict[Kernel, tuple[Slowed, Work]] = {}
+        # by identity; each keeps what it is of
+        self._parts: dict[int, tuple[Part, ByClock]] = {}
+        self._segments: dict[tuple[int, bool], tuple[Segment, ByClock, tuple[Part, ...]]] = {}
+
+    def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
+        """A kernel's work, and how a clock slows it."""
+        if kernel not in self._kernels:
+            self._kernels[kernel] = self._work(kernel)
+        return self._kernels[kernel]
+
+    def _work(self, kernel: Kernel) -> tuple[Slowed, Work]:
+        fit = self._calibration.kernel(kernel)
+        central_us, sd = reference_us(Same(fit), kernel.dims)
+        time = central_us * self._draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+        energy = Energy(0.0, fit.active_power_w * central_us)
+        if fit.tflops:
+            started = min(fit.launch_us * launches(kernel) / central_us, 1.0)
+            energy = Energy(energy.memory * (1 - (1 - BUSY_SHARE) * started), 0.0)
+        modelled_us = 0.0 if kernel.dims in fit.measured else central_us
+        slowed = fit.op in PRODUCTS, fit.clock_exponent
+        return slowed, Work(np.asarray(time), energy, fit.issue_us(kernel.dims), modelled_us)
+
+    def of_part(self, part: Part) -> ByClock:
+        """Works of a part's kernels."""
+        if id(part) not in self._parts:
+            if len(self._parts) > LIMIT:
+                self._parts.clear()
+            self._parts[id(part)] = part, _added(self.of(kernel) for kernel in part.kernels)
+        return self._parts[id(part)][1]
+
+    def of_segment(self, parts: Segment, uneven: bool) -> tuple[ByClock, tuple[Part, ...]]:
+        """Works of a segment's parts, and those that must be priced one by one.
+
+        These have communication beside them, or, where experts are uneven, are theirs.
+        """
+        key = id(parts), uneven
+        if key not in self._segments:
+            if len(self._segments) > LIMIT:
+                self._segments.clear()
+            apart: list[Part] = []
+            rest: list[Part] = []
+            for part in parts:
+                alone = part.hidden or (uneven and part.name == EXPERTS)
+                (apart if alone else rest).append(part)
+            merged = _added(both for part in rest for both in self.of_part(part).items())
+            self._segments[key] = parts, merged, tuple(apart)
+        return self._segments[key][1:]
+
+
+def _added(works: Iterable[tuple[Slowed, Work]]) -> ByClock:
+    found: ByClock = {}
+    for slowed, one in works:
+        if slowed in found:
+            so_far = found[slowed]
+            one = Work(
+                so_far.time + one.time,
+                so_far.energy + one.energy,
+                so_far.host_us + one.host_us,
+                so_far.modelled_us + one.modelled_us,
+            )
+        found[slowed] = one
+    return found
+
+
+@lru_cache(maxsize=4)
+def _central(same: Same[Calibration]) -> Works:
+    return Works(same.held, Draws(0))
+
+
+def works(calibration: Calibration, draws: Draws) -> Works:
+    """The works under a calibration; central ones are shared."""
+    return _central(Same(calibration)) if draws.central else Works(calibration, draws)
