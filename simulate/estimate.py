@@ -141,10 +141,15 @@ class StepSimulator:
         )
         timeline = Timeline(both.end[:, :-1], both.busy[:, :-1])
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
-        after = np.array([priced.updates[stage].reduction_us for stage in first])
+        zero = np.zeros_like(priced.norm_us)
+        after = np.array([zero + priced.updates[stage].reduction_us for stage in first])
         reduced = (timeline.end + after[np.searchsorted(first, priced.alike)]).max(axis=0)
-        updated = np.array([_updated_us(priced.updates[stage]) for stage in first]).max(axis=0)
-        return timeline, float(both.end[:, -1].max()), reduced + priced.norm_us + updated
+        updated = np.array([zero + _updated_us(priced.updates[stage]) for stage in first])
+        return (
+            timeline,
+            float(both.end[:, -1].max()),
+            reduced + priced.norm_us + updated.max(axis=0),
+        )
 
     def layer_us(self) -> float:
         """Central time of one layer's forward and backward pass at the step's clock."""
