@@ -155,7 +155,8 @@ def _connect(address: str, stack: ExitStack) -> str:
         if kind == "dask":
             from distributed import Client
 
-            stack.enter_context(Client(f"tcp://{host}", timeout=10))
+            connect: Any = Client  # not annotated
+            stack.enter_context(connect(f"tcp://{host}", timeout=10))
         else:
             import ray
             from ray.util.joblib import register_ray
