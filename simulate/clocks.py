@@ -7,15 +7,99 @@ other: passes are priced at one clock, and scaled with the clocks until those se
 """
 
 from dataclasses import dataclass
-from math import log
+from math import exp, log
 
-from simulate.costs import Costs, total
-from simulate.pricing import LayerClock, PricedStep, StagePrices, kept_share, layer_clock, price
+from simulate.costs import Costs, Draws, Energy, total
+from simulate.pricing import PricedStep, StagePrices, parts_of, price
+from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.step import Segment
 
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
+
+
+# Memory of the power regulator: bursts of 60 ms of products on H200 start at the largest clock and
+# pass to the sustained one near their middle (`kernels.csv`: p10, median and p90 of 8192 x 8192 x
+# 8192), bursts of 240 ms run at it from their first tenth; an exponential mean that starts low
+# reaches the cap after 1.3 times its constant. Assumed from that, between 10 and 40 ms.
+REGULATION_US = 20_000.0
+
+
+def kept_share(run_us: float) -> float:
+    """How much of its own power the regulator sees in a run of work, the rest being the average.
+
+    It follows a mean that forgets exponentially over REGULATION_US: the mean over the run of
+    1 - exp(-t / REGULATION_US).
+    """
+    runs = run_us / REGULATION_US
+    return 1 - (1 - exp(-runs)) / runs if runs > 1e-6 else 0.0
+
+
+@dataclass(frozen=True)
+class LayerClock:
+    """Clock of a layer's products when nothing pauses, and its mean power above idle, W."""
+
+    clock_mhz: float
+    compute_w: float  # at the reference clock
+    beside_w: float
+
+
+def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
+    """Clock from the power that a layer's forward and backward pass draw.
+
+    Kernels much shorter than the regulator's memory share what memory-bound ones between them
+    leave; longer ones run into the cap by themselves. The clock is the mean of the products'.
+    Plans whose layers are split and placed alike share it.
+    """
+    point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
+    segments, paths = parts_of(model, p)["layer"], costs.layout.paths
+    placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
+    where = Same(segments), placed, Same(costs.node), Same(costs.fabric)
+    known = point.works.layer_clocks
+    if where not in known:
+        known[where] = _layer_clock(segments, point)
+    found: LayerClock = known[where]
+    return found
+
+
+def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
+    fit = point.calibration.clock
+    clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
+    for _ in range(3):  # the slower the clock, the larger the kernels' share of time
+        point = point.with_(clock_ratio=fit.reference_mhz / clock)
+        runs: list[tuple[float, Energy]] = []
+        whole, sent, energy = 0.0, 0.0, Energy()
+        for segment in segments:
+            cost = point.segment(segment)
+            whole += float(cost.total[0])
+            for axis, time in cost.exposed.items():
+                sent += float(time[0]) * point.communication_w(axis)
+            energy += cost.energy
+            for part in segment:
+                if any(work.energy.compute for work in point.works.of_part(part).values()):
+                    alone = point.part(part)
+                    runs.append((float(alone.kernels[0]), alone.energy))
+        compute_w = energy.compute / whole
+        beside_w = (energy.memory + sent) / whole
+        logs = 0.0
+        for run_us, own in runs:
+            kept = kept_share(run_us)
+            seen = fit.clock_mhz(
+                kept * own.compute / run_us + (1 - kept) * compute_w,
+                kept * own.memory / run_us + (1 - kept) * beside_w,
+            )
+            logs += log(seen) * own.compute
+        clock = exp(logs / energy.compute) if energy.compute > 0 else fit.max_mhz
+    return LayerClock(clock, compute_w, beside_w)
+
+
+def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
+    """Central time of one layer's forward and backward pass at the step's clock."""
+    clock = layer_clock(model, p, costs).clock_mhz
+    costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
+    return sum(float(costs.segment(segment).total[0]) for segment in parts_of(model, p)["layer"])
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate import stragglers
-from simulate.clocks import load, stage_clocks
+from simulate.clocks import layer_us, load, stage_clocks
 from simulate.costs import Costs, Draws
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
     PricedStep,
     StagePrices,
     UpdateCost,
-    layer_us,
     mean_clock_mhz,
     price,
     product_share,

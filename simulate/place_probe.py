@@ -1,6 +1,6 @@
 """A measured pipeline as `simulate.placement` takes it: GPU speeds, and how they follow the work.
 
-A power regulator holds the mean over some tens of milliseconds (`simulate.pricing.REGULATION_US`),
+A power regulator holds the mean over some tens of milliseconds (`simulate.clocks.REGULATION_US`),
 so a GPU that waits between short passes may clock higher in them, and one that is given more layers
 slows down. With e the effective duty (1 for passes long beside the regulator's memory; else between
 that and the GPU's busy time over the busiest GPU's, as `simulate.estimate` takes it), and X the
@@ -18,8 +18,8 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.clocks import kept_share
 from simulate.placement import Pipeline, Placement, durations, pipeline_s
-from simulate.pricing import kept_share
 from spec.calibration import Calibration
 from spec.probe import PlacedStages, PlacementProbe
 

@@ -7,12 +7,11 @@ Both engines start here: our timeline executes these durations (`simulate.estima
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, log
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Cost, Costs, Draws, Energy, total
+from simulate.costs import Cost, Costs, Energy, total
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
 from simulate.works import Same
 from spec.collective import Collective
@@ -33,12 +32,6 @@ from spec.step import (
 )
 
 Array = NDArray[np.float64]
-
-# Memory of the power regulator: bursts of 60 ms of products on H200 start at the largest clock and
-# pass to the sustained one near their middle (`kernels.csv`: p10, median and p90 of 8192 x 8192 x
-# 8192), bursts of 240 ms run at it from their first tenth; an exponential mean that starts low
-# reaches the cap after 1.3 times its constant. Assumed from that, between 10 and 40 ms.
-REGULATION_US = 20_000.0
 
 
 @dataclass(frozen=True)
@@ -154,13 +147,13 @@ class _Split:
         return isinstance(other, _Split) and self._key == other._key
 
 
-def _parts(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, ...]]:
+def parts_of(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, ...]]:
     """Each way of what a step repeats for every microbatch; plans that split alike share it."""
-    return _parts_of(Same(model), _Split(p))
+    return _shared_parts(Same(model), _Split(p))
 
 
 @lru_cache(maxsize=1024)
-def _parts_of(same: Same[ModelSpec], split: _Split) -> dict[str, tuple[Segment, ...]]:
+def _shared_parts(same: Same[ModelSpec], split: _Split) -> dict[str, tuple[Segment, ...]]:
     model, p = same.held, split.p
     both = {"layer": layer(model, p), "embedding": embedding(model, p), "head": head(model, p)}
     if ways(p.schedule) == 2:
@@ -187,7 +180,7 @@ def price(
         if clock not in priced:
             priced[clock] = StagePrices(clock, costs.with_(clock_ratio=reference / clock), {})
         at, segments = priced[clock].costs, priced[clock].segments
-        for name, parts in _parts(model, p).items():
+        for name, parts in parts_of(model, p).items():
             if name not in segments and ends.get(name, clock) == clock:
                 segments[name] = tuple(PricedSegment(one, at.segment(one)) for one in parts)
     stages = tuple(priced[clock] for clock in of_stage)
@@ -234,74 +227,6 @@ def price(
     )
 
 
-def kept_share(run_us: float) -> float:
-    """How much of its own power the regulator sees in a run of work, the rest being the average.
-
-    It follows a mean that forgets exponentially over REGULATION_US: the mean over the run of
-    1 - exp(-t / REGULATION_US).
-    """
-    runs = run_us / REGULATION_US
-    return 1 - (1 - exp(-runs)) / runs if runs > 1e-6 else 0.0
-
-
-@dataclass(frozen=True)
-class LayerClock:
-    """Clock of a layer's products when nothing pauses, and its mean power above idle, W."""
-
-    clock_mhz: float
-    compute_w: float  # at the reference clock
-    beside_w: float
-
-
-def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
-    """Clock from the power that a layer's forward and backward pass draw.
-
-    Kernels much shorter than the regulator's memory share what memory-bound ones between them
-    leave; longer ones run into the cap by themselves. The clock is the mean of the products'.
-    Plans whose layers are split and placed alike share it.
-    """
-    point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
-    segments, paths = _parts(model, p)["layer"], costs.layout.paths
-    placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
-    where = Same(segments), placed, Same(costs.node), Same(costs.fabric)
-    known = point.works.layer_clocks
-    if where not in known:
-        known[where] = _layer_clock(segments, point)
-    found: LayerClock = known[where]
-    return found
-
-
-def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
-    fit = point.calibration.clock
-    clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
-    for _ in range(3):  # the slower the clock, the larger the kernels' share of time
-        point = point.with_(clock_ratio=fit.reference_mhz / clock)
-        runs: list[tuple[float, Energy]] = []
-        whole, sent, energy = 0.0, 0.0, Energy()
-        for segment in segments:
-            cost = point.segment(segment)
-            whole += float(cost.total[0])
-            for axis, time in cost.exposed.items():
-                sent += float(time[0]) * point.communication_w(axis)
-            energy += cost.energy
-            for part in segment:
-                if any(work.energy.compute for work in point.works.of_part(part).values()):
-                    alone = point.part(part)
-                    runs.append((float(alone.kernels[0]), alone.energy))
-        compute_w = energy.compute / whole
-        beside_w = (energy.memory + sent) / whole
-        logs = 0.0
-        for run_us, own in runs:
-            kept = kept_share(run_us)
-            seen = fit.clock_mhz(
-                kept * own.compute / run_us + (1 - kept) * compute_w,
-                kept * own.memory / run_us + (1 - kept) * beside_w,
-            )
-            logs += log(seen) * own.compute
-        clock = exp(logs / energy.compute) if energy.compute > 0 else fit.max_mhz
-    return LayerClock(clock, compute_w, beside_w)
-
-
 def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
     """Share of a step in which a GPU of `stage` runs layers' products, which the cap slows."""
     prices, products = priced.stages[stage], 0.0
@@ -322,18 +247,6 @@ def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:
     clocks = np.array([stage.clock_mhz for stage in priced.stages])
     fastest = max(priced.costs.calibration.clock.max_mhz, float(clocks.max()))
     return float((fastest - np.minimum(busy, 1.0) * (fastest - clocks)).mean())
-
-
-def step_clock_mhz(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
-    """Clock of a step without pauses, see `layer_clock`."""
-    return layer_clock(model, p, costs).clock_mhz
-
-
-def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
-    """Central time of one layer's forward and backward pass at the step's clock."""
-    clock = step_clock_mhz(model, p, costs)
-    costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
-    return sum(float(costs.segment(segment).total[0]) for segment in _parts(model, p)["layer"])
 
 
 def _passes(

@@ -22,8 +22,9 @@ from simulate.inputs import (
     read_inputs,
 )
 from simulate.plans import search
-from simulate.projection import Projection, Request, project, summary
+from simulate.projection import Projection, Request, project
 from simulate.stragglers import read_slow_gpus
+from simulate.summary import summary
 from spec.command import (
     Parser,
     add_draws,

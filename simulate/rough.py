@@ -8,9 +8,9 @@ microseconds, so all of thousands are ranked before the promising ones are simul
 from dataclasses import dataclass
 from typing import Any
 
+from simulate.clocks import layer_us
 from simulate.costs import Costs, Draws
 from simulate.imbalance import share_of_fullest
-from simulate.pricing import layer_us
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
-from simulate.pricing import REGULATION_US
+from simulate.clocks import REGULATION_US
 from simulate.uncertainty import Draws
 from spec.calibration import ClockFit, Parameter
 from spec.errors import UserError

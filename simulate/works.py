@@ -93,7 +93,7 @@ class Works:
     def __init__(self, calibration: Calibration, draws: Draws) -> None:
         """Nothing is worked out yet."""
         self._calibration, self._draws = calibration, draws
-        self.layer_clocks: dict[Any, Any] = {}  # of `simulate.pricing.layer_clock`
+        self.layer_clocks: dict[Any, Any] = {}  # of `simulate.clocks.layer_clock`
         self._kernels: dict[Kernel, tuple[Slowed, Work]] = {}
         # by identity; each keeps what it is of
         self._parts: dict[int, tuple[Part, ByClock]] = {}

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simulate.clocks import _clock_mhz, load
+from simulate.clocks import _clock_mhz, kept_share, layer_clock, load
 from simulate.costs import Costs, Draws
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
 from simulate.imbalance import shares
 from simulate.memory import stage_memory
-from simulate.pricing import _parts, kept_share, layer_clock
+from simulate.pricing import parts_of
 from simulate.projection import Request, project
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -409,7 +409,7 @@ def test_uneven_experts_slow_products_and_exchange(cv: float) -> None:
 @given(parallelisms())
 def test_plans_that_split_layers_alike_share_their_parts(p: Parallelism) -> None:
     """What a layer depends on must be in the key that shares it."""
-    shared, fresh = _parts(MODEL, p), {"layer": layer(MODEL, p), "head": head(MODEL, p)}
+    shared, fresh = parts_of(MODEL, p), {"layer": layer(MODEL, p), "head": head(MODEL, p)}
     fresh["embedding"] = embedding(MODEL, p)
     for name, (forward, backward) in fresh.items():
         assert shared[name][0] == forward
