@@ -14,6 +14,7 @@ from reports.page import (
     page,
     svg,
 )
+from reports.power import cap_sweep, power_blocks
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -38,6 +39,7 @@ def render(value: Json, picture: str = "") -> str:
     p = inputs["parallelism"]
     sections = [
         Section("Step", [*_notes(value), _breakdown(value), _quantities(value)]),
+        Section("Power and heat", power_blocks(value)),
         Section("Communication and memory", [_communication(value), _memory(value)]),
     ]
     if value["fabric"]:
@@ -46,6 +48,8 @@ def render(value: Json, picture: str = "") -> str:
         sections.append(Section("A whole training run", [_training(value)]))
     if value.get("scaling"):
         sections.append(Section("Scaling", _scaling(value)))
+    if value.get("power_caps"):
+        sections.append(Section("Power caps", [cap_sweep(value["power_caps"])]))
     sections.append(Section("What the interval rests on", [_sensitivity(value)]))
     if value.get("astra_sim"):
         sections.append(Section("Astra-Sim beside our timeline", _engines(value)))

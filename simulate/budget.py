@@ -3,7 +3,8 @@
 from math import ceil, isfinite
 from typing import Any
 
-from simulate.projection import Projection, interval
+from simulate.projection import Projection
+from simulate.uncertainty import interval
 from spec.errors import UserError
 
 DAY_S = 86_400.0

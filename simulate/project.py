@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from reports.projection import render
 from simulate.budget import budget, check_budget, lines
+from simulate.caps import add_power, read_power, sweep_caps
+from simulate.caps import lines as cap_lines
 from simulate.engines import through_astra_sim
 from simulate.inputs import (
     Inputs,
@@ -25,6 +27,7 @@ from simulate.plans import search
 from simulate.projection import Projection, Request, project
 from simulate.stragglers import read_slow_gpus
 from simulate.summary import summary
+from simulate.whatif import WhatIf, change
 from spec.command import (
     Parser,
     add_draws,
@@ -48,6 +51,8 @@ EXAMPLES = """examples:
   python -m simulate.project --gpus 64 --tp 8 --pp 2 --emit configs/ --granularity layer
   python -m simulate.project --gpus 8192 --scaling 8,64,512,8192 --report scaling.html
   python -m simulate.project --gpus 8192 --tokens 15e12 --price-per-gpu-hour 2.5
+  python -m simulate.project --gpus 1024 --inlet 35 --cooling air
+  python -m simulate.project --gpus 1024 --power-cap 400:700:25 --report caps.html
 """
 
 
@@ -72,6 +77,7 @@ def parser() -> Parser:
     faults.add_argument(
         "--gpu-mtbf-hours", type=float, metavar="H", help="between failures of one GPU; for goodput"
     )
+    add_power(options)
     engine = options.add_argument_group("engine and output")
     engine.add_argument(
         "--engine",
@@ -137,8 +143,12 @@ def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Paral
     return parallelism
 
 
-def project_at(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any]) -> Projection:
-    """Project one GPU count."""
+def project_at(
+    inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any], what: WhatIf
+) -> Projection:
+    """Project one GPU count, with the plan that is fastest under what is asked."""
+    changed = change(what, inputs.calibration, inputs.node)
+    inputs = replace(inputs, calibration=changed.calibration)
     batch = read_batch(arguments, gpus)
     parallelism, chosen = choose(inputs, gpus, batch, fixed)
     return project(
@@ -154,6 +164,7 @@ def project_at(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any])
             chosen=chosen,
             slow_gpus=read_slow_gpus(arguments.slow_gpus),
             gpu_mtbf_hours=arguments.gpu_mtbf_hours,
+            changed=changed,
         )
     )
 
@@ -190,10 +201,12 @@ def scaling_counts(text: str | None) -> list[int]:
     return counts
 
 
-def scaling_point(inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any]) -> Any:
+def scaling_point(
+    inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any], what: WhatIf
+) -> Any:
     """What a scaling curve keeps of a projection; where none is possible, the reason."""
     try:
-        value = project_at(inputs, gpus, arguments, fixed).as_json()
+        value = project_at(inputs, gpus, arguments, fixed, what).as_json()
     except UserError as error:
         return {"gpus": gpus, "impossible": str(error)}
     keep = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "breakdown_s")
@@ -224,6 +237,7 @@ def main(words: Sequence[str]) -> int:
     fixed = fixed_parallelism(arguments)
     if arguments.gpu_mtbf_hours is not None and not 0 < arguments.gpu_mtbf_hours <= 1e12:
         raise UserError(f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give hours above 0")
+    what, caps = read_power(arguments)
     inputs = read_inputs(arguments)
     if arguments.slow_link is not None:
         inputs = with_slow_link(inputs, arguments.gpus, arguments.slow_link)
@@ -231,12 +245,13 @@ def main(words: Sequence[str]) -> int:
     symmetric = out / "astra-sim"
     if arguments.emit:
         check_apart(Path(arguments.emit), symmetric)
-    projection = project_at(inputs, arguments.gpus, arguments, fixed)
+    projection = project_at(inputs, arguments.gpus, arguments, fixed, what)
     value = projection.as_json()
     if arguments.tokens is not None:
         value["training"] = budget(projection, arguments.tokens, arguments.price_per_gpu_hour)
     others = progress(counts, len(counts), "scaling", arguments.progress)
-    value["scaling"] = [scaling_point(inputs, count, arguments, fixed) for count in others]
+    value["scaling"] = [scaling_point(inputs, count, arguments, fixed, what) for count in others]
+    value["power_caps"] = sweep_caps(projection, inputs.calibration, caps)
     value["astra_sim"] = through_astra_sim(
         projection,
         symmetric,
@@ -249,7 +264,13 @@ def main(words: Sequence[str]) -> int:
     report = Path(arguments.report or out / "report.html")
     write_text(report, render(value, projection.picture()))
     write_json(out / "projection.json", value)
-    text = "\n".join([summary(value), *(lines(value["training"]) if "training" in value else [])])
+    text = "\n".join(
+        [
+            summary(value),
+            *cap_lines(value["power_caps"]),
+            *(lines(value["training"]) if "training" in value else []),
+        ]
+    )
     text += f"\nwritten           {out}/"
     if arguments.report:
         text += f", {report}"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simulate import energy
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.memory import Memory, memory
@@ -16,6 +16,8 @@ from simulate.plans import fewest_gpus
 from simulate.remedies import Remedy, remedies
 from simulate.saturation import messages
 from simulate.stragglers import SlowGpus, goodput, published_mtbf
+from simulate.uncertainty import interval
+from simulate.whatif import Changed, widened
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.files import sha256
@@ -26,7 +28,6 @@ from topologies.picture import picture
 from topologies.tiers import AxisTraffic, TierLoad, tier_utilisation
 
 SCHEMA = "projection/1"
-LEVEL = 0.9
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Request:
     chosen: str = "given"  # how the parallelism came about, a sentence
     slow_gpus: SlowGpus | None = None
     gpu_mtbf_hours: float | None = None  # None: as published
+    changed: Changed | None = None  # by a what-if of power or heat, as `calibration` is
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Projection:
         tokens = p.global_batch * r.model.seq_len
         flops = r.model.step_flops(p.global_batch)
         peak = r.node.peak_bf16_tflops * 1e12 * p.gpus
-        energy = step * e.power_w * p.gpus
+        joules = step * e.power_w * p.gpus
         return {
             "schema": SCHEMA,
             "inputs": {
@@ -101,10 +103,12 @@ class Projection:
                 for kind, one in e.traffic.items()
             },
             "power_w_per_gpu": interval(e.power_w),
-            "energy_j_per_step": interval(energy),
-            "tokens_per_j": interval(tokens / energy),
+            "energy_j_per_step": interval(joules),
+            "tokens_per_j": interval(tokens / joules),
+            "edp_js": interval(joules * step),
             "clock_mhz": interval(e.clock_mhz),
             "throttled_share": e.throttled_share,
+            **energy.as_json(e, r),
             "memory_gib": {
                 "peak": self.memory.peak_gib,
                 "capacity": self.memory.capacity_gib,
@@ -175,20 +179,6 @@ def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[
     return rows[:most]
 
 
-def interval(values: NDArray[np.float64]) -> dict[str, float]:
-    """Central value (draw 0) and the 90 % interval of the other draws."""
-    median = float(values[0])
-    if len(values) == 1:
-        return {"median": median, "low": median, "high": median, "level": LEVEL}
-    low, high = np.quantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {
-        "median": median,
-        "low": min(float(low), median),
-        "high": max(float(high), median),
-        "level": LEVEL,
-    }
-
-
 def project(request: Request) -> Projection:
     """Simulate a request; raises UserError where it cannot run or does not make sense."""
     r = request
@@ -203,6 +193,8 @@ def project(request: Request) -> Projection:
         slow_gpus=r.slow_gpus,
     )
     estimate = simulator.run()
+    if r.changed is not None and r.changed.what.asked:
+        estimate = widened(estimate, r.changed, r.model, r.parallelism, r.node, r.fabric)
     if not (np.isfinite(estimate.step_time_s).all() and np.isfinite(estimate.power_w).all()):
         raise UserError(
             f"{r.calibration_path}: its numbers, with this node and fabric, give no finite step "
@@ -271,6 +263,7 @@ def provenance(projection: Projection) -> list[Parameter]:
                 detail=f"{detail}; decides what fits a device",
             )
         )
+    listed += energy.parameters(r.node)
     listed += projection.estimate.assumptions
     listed += [] if r.gpu_mtbf_hours is not None else [published_mtbf()]
     return listed
@@ -335,6 +328,7 @@ def warnings(projection: Projection) -> list[str]:
             "transferred to it by datasheet rates, its efficiencies assumed to carry over; see the "
             "parameters named transfer."
         )
+    said += energy.warnings(e, r)
     said.append(
         "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see straggler."
     )

@@ -24,8 +24,9 @@ from simulate.inputs import (
     read_inputs,
 )
 from simulate.plans import Plans, fitting
-from simulate.projection import Projection, Request, interval, project, warnings
+from simulate.projection import Projection, Request, project, warnings
 from simulate.sweep import Point, Workers, sweep
+from simulate.uncertainty import interval
 from spec.calibration import read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
 from spec.errors import UserError

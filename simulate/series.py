@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from simulate.projection import LEVEL
 from simulate.series_fit import (
     Calibrations,
     Fitted,
@@ -25,6 +24,7 @@ from simulate.series_fit import (
 from simulate.series_plan import DEFAULTS, OTHERS, Choices, Plan, TooLittle, plan
 from simulate.series_rows import read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
+from simulate.uncertainty import LEVEL
 from simulate.validation import SCHEMA, summarise
 from spec.calibration import Calibration
 from spec.errors import UserError

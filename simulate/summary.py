@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from simulate.energy import lines as power_lines
+
 
 def _memory(value: Mapping[str, Any]) -> str:
     """The three peaks of the fullest device."""
@@ -54,6 +56,7 @@ def summary(value: Mapping[str, Any]) -> str:
         f"power per GPU     {show('power_w_per_gpu')} W at {value['clock_mhz']['median']:.0f} MHz",
         f"energy per step   {show('energy_j_per_step', 1e-3, 5)} kJ, "
         f"{show('tokens_per_j')} tokens/J",
+        *power_lines(value),
         f"memory            {_memory(value['memory_gib'])}",
         "sources           "
         + ", ".join(f"{count} parameters {source}" for source, count in sorted(sources.items()))

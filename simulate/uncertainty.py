@@ -13,6 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+LEVEL = 0.9  # of the intervals
+
+
+def interval(values: Array) -> dict[str, float]:
+    """Central value (draw 0) and the 90 % interval of the other draws."""
+    median = float(values[0])
+    if len(values) == 1:
+        return {"median": median, "low": median, "high": median, "level": LEVEL}
+    low, high = np.quantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {
+        "median": median,
+        "low": min(float(low), median),
+        "high": max(float(high), median),
+        "level": LEVEL,
+    }
 
 
 class Draws:

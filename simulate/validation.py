@@ -18,7 +18,7 @@ from simulate.astra import Binary
 from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
-from simulate.projection import LEVEL, interval
+from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node

@@ -173,11 +173,14 @@ class ClockFit(Record):
         It leads from the sustained clock, where durations go with a larger exponent, to the largest
         one, where they hardly change. In between products are faster by
         exp(-product_bend * x * (X - x)), x and X logarithms of largest over this and sustained.
+        Below the sustained clock the exponent stays what it is there: nothing was measured.
         """
         if not self.product_bend or self.sustained_mhz is None:
             return 1.0
         whole = log(self.reference_mhz / self.sustained_mhz)
-        x = min(max(log(self.reference_mhz / clock_mhz), 0.0), whole)
+        x = max(log(self.reference_mhz / clock_mhz), 0.0)
+        if x > whole:
+            return exp(self.product_bend * whole * (x - whole))
         return exp(-self.product_bend * x * (whole - x))
 
     def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:

@@ -1,4 +1,4 @@
-"""A node and a fabric: what a cluster is built of, with cited rates. Data: topologies/."""
+"""A node, a fabric and cooling: what a cluster is built of, with cited figures: topologies/."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
+Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 
 
 class Node(BaseModel):
@@ -28,6 +29,12 @@ class Node(BaseModel):
     multiprocessors: PositiveInt = Field(default=1, description="streaming multiprocessors")
     max_clock_mhz: Positive
     power_limit_w: Positive = Field(description="board power limit of one GPU")
+    least_power_cap_w: Positive | None = Field(
+        default=None, description="lowest power limit that the board accepts"
+    )
+    temperature_limit_c: Celsius | None = Field(
+        default=None, description="core temperature beyond which it slows down"
+    )
     idle_power_w: Positive = Field(description="board power of one idle GPU")
     scale_up_gbytes_per_s: Positive = Field(description="NVLink, xGMI or host memory link")
     mesh: bool = Field(
@@ -112,6 +119,33 @@ def _known_fields(record: BaseModel, names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in type(record).model_fields]
     if unknown:
         raise ValueError(f"`assumed` names {unknown[0]!r}, which is not a field")
+
+
+class Cooling(BaseModel):
+    """What cools the GPUs of a node, by the temperatures that somebody published. topologies/."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    power_w: Positive = Field(description="board power that the temperatures were read at")
+    coolest_c: Celsius = Field(description="core of the best cooled GPU of the node")
+    hottest_c: Celsius = Field(description="core of the worst cooled one")
+    inlet_c: Celsius = Field(description="of the air or the coolant")
+    inlet_low_c: Celsius
+    inlet_high_c: Celsius
+    source: str
+    assumed: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _known_fields(self, self.assumed)
+        rising = (self.inlet_low_c, self.inlet_c, self.inlet_high_c, self.coolest_c, self.hottest_c)
+        if list(rising) != sorted(rising):
+            raise ValueError(
+                "inlet_low_c, inlet_c, inlet_high_c, coolest_c and hottest_c must not fall; they "
+                f"are {', '.join(f'{one:g}' for one in rising)}"
+            )
+        return self
 
 
 class GroupPath(BaseModel):

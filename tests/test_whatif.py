@@ -1,0 +1,250 @@
+"""What-ifs of power and heat: each has an effect, or is refused with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reports.projection import render
+from simulate.caps import sweep_caps
+from simulate.energy import burst_w, facility, peaks_w, spread
+from simulate.estimate import StepSimulator
+from simulate.heat import Assumed, Environment, heat, temperatures_c
+from simulate.project import main
+from simulate.projection import Request, project
+from simulate.uncertainty import Draws
+from simulate.whatif import WhatIf, change
+from spec.calibration import Calibration
+from spec.command import run
+from spec.errors import UserError
+from spec.files import write_json
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from tests.made_up import calibration_json, write_calibration
+from topologies import load_cooling, load_fabric, load_node
+
+NODE, FABRIC = load_node("hgx-h200"), load_fabric("ndr400-rail")
+MODEL = load_model("llama3-8b").resized(layers=4)
+P = Parallelism(dp=16, overlap=True, microbatch=2, global_batch=64)
+THERMAL = {
+    "fast_s": 0.9,
+    "slow_s": 30.0,
+    "central": {"fast_c_per_w": 0.036, "slow_c_per_w": 0.006},
+    "resistance_sd": 0.1,
+    "rest_c": 27.0,
+    "rest_sd_c": 1.5,
+    "error_c": 1.5,
+    "power_w": 700.0,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "calibration.json"
+
+
+@pytest.fixture
+def calibration(path: Path) -> Calibration:
+    clock = calibration_json()["clock"] | {"sustained_mhz": 1600.0, "product_bend": 0.5}
+    return write_calibration(path, thermal=THERMAL, clock=clock)
+
+
+def request(calibration: Calibration, path: Path, what: WhatIf) -> Request:
+    changed = change(what, calibration, NODE)
+    return Request(MODEL, P, NODE, FABRIC, changed.calibration, path, draws=60, changed=changed)
+
+
+def value_of(calibration: Calibration, path: Path, what: WhatIf) -> dict[str, Any]:
+    return project(request(calibration, path, what)).as_json()
+
+
+def test_a_lower_cap_takes_longer_at_less_power(calibration: Calibration, path: Path) -> None:
+    usual = value_of(calibration, path, WhatIf())
+    assert usual["what_if"] is None
+    assert usual["limited_by"] == "power cap"
+    before = usual
+    for cap in (650.0, 500.0, 350.0):
+        value = value_of(calibration, path, WhatIf(power_cap_w=cap))
+        for name in ("power_w_per_gpu", "clock_mhz"):
+            assert value[name]["median"] < before[name]["median"]
+        assert value["step_time_s"]["median"] > before["step_time_s"]["median"]
+        ratio = value["what_if"]["times_step_time"]
+        assert ratio["low"] < ratio["median"] < ratio["high"]
+        # the farther from what was measured, the wider
+        if before is not usual:
+            was = before["what_if"]["times_step_time"]
+            assert ratio["high"] / ratio["low"] > was["high"] / was["low"]
+        before = value
+    assert any("Extrapolated" in sentence for sentence in before["warnings"])
+    assert {one["source"] for one in before["provenance"] if "what-if" in one["name"]} == {
+        "assumed"
+    }
+    assert "Power and heat" in render(before)
+
+
+def test_without_throttling_products_run_at_the_largest_clock(
+    calibration: Calibration, path: Path
+) -> None:
+    value = value_of(calibration, path, WhatIf(no_throttling=True))
+    assert value["clock_mhz"]["median"] == pytest.approx(1980)
+    assert value["limited_by"] == "nothing"
+    assert value["what_if"]["times_step_time"]["median"] < 1
+    assert value["what_if"]["times_energy"]["median"] > 1
+    assert any("a bound, not a plan" in sentence for sentence in value["warnings"])
+
+
+def test_a_warmer_inlet_warms_the_cores_and_costs_clock(
+    calibration: Calibration, path: Path
+) -> None:
+    cool, warm = (value_of(calibration, path, WhatIf(inlet_c=c)) for c in (15.0, 40.0))
+    hotter = warm["heat"]["mean_c"]["median"] - cool["heat"]["mean_c"]["median"]
+    assert hotter == pytest.approx(25, abs=3)
+    assert warm["clock_mhz"]["median"] < cool["clock_mhz"]["median"]
+    assert warm["what_if"]["times_step_time"]["median"] > 1
+    assert any("was not read" in sentence for sentence in warm["warnings"])
+
+
+def test_heat_throttles_where_the_cores_reach_their_limit(
+    calibration: Calibration, path: Path
+) -> None:
+    air = load_cooling("air")
+    value = value_of(calibration, path, WhatIf(inlet_c=45.0, cooling=air))
+    assert value["limited_by"] == "temperature"
+    assert value["heat"]["hottest_c"]["median"] <= 87
+    allowed = (87 - 45) / ((air.hottest_c - air.inlet_c) / air.power_w)
+    assert value["power_w_per_gpu"]["median"] <= allowed + 1
+    liquid = value_of(calibration, path, WhatIf(inlet_c=45.0, cooling=load_cooling("liquid")))
+    assert liquid["step_time_s"]["median"] < value["step_time_s"]["median"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (WhatIf(power_cap_w=700.0), "below the 700 W"),
+        (WhatIf(power_cap_w=150.0), "at least 200 W"),
+        (WhatIf(power_cap_w=500.0, no_throttling=True), "give one of them"),
+        (WhatIf(inlet_c=80.0), "between -10 and 60"),
+        (WhatIf(inlet_c=60.0, cooling=load_cooling("air")), None),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    calibration: Calibration, what: WhatIf, words: str | None
+) -> None:
+    if words is None:
+        change(what, calibration, NODE)
+        hot = NODE.model_copy(update={"temperature_limit_c": 65.0})
+        with pytest.raises(UserError, match="the inlet must be cooler"):
+            change(what, calibration, hot)
+        return
+    with pytest.raises(UserError, match=words):
+        change(what, calibration, NODE)
+
+
+def test_no_model_no_answer(path: Path) -> None:
+    without = write_calibration(path)
+    with pytest.raises(UserError, match="name a published cooling"):
+        change(WhatIf(inlet_c=30.0), without, NODE)
+    assert change(WhatIf(cooling=load_cooling("air")), without, NODE).heat is not None
+    clock = calibration_json()["clock"] | {"power_limit_w": None}
+    uncapped = write_calibration(path, clock=clock)
+    with pytest.raises(UserError, match="have no effect"):
+        change(WhatIf(no_throttling=True), uncapped, NODE)
+
+
+def test_what_changes_nothing_is_refused(path: Path) -> None:
+    value = calibration_json()
+    for kernel in value["kernels"]:
+        kernel["active_power_w"] = 100.0  # no cap is ever reached
+    cool = write_calibration(path, kernels=value["kernels"])
+    for what in (WhatIf(no_throttling=True), WhatIf(power_cap_w=600.0)):
+        with pytest.raises(UserError, match="has no effect on this step"):
+            value_of(cool, path, what)
+
+
+def test_a_sweep_of_caps_marks_its_front(calibration: Calibration, path: Path) -> None:
+    usual = project(request(calibration, path, WhatIf()))
+    points = sweep_caps(usual, calibration, [300.0, 400.0, 500.0, 600.0, 700.0])
+    times = [one["step_time_s"]["median"] for one in points]
+    assert times == sorted(times)
+    assert points[0]["power_cap_w"] == 700
+    assert points[0]["times_step_time"]["median"] == 1
+    front = [one for one in points if one["front"]]
+    joules = [one["energy_j_per_step"]["median"] for one in front]
+    assert joules == sorted(joules, reverse=True)
+    assert len(front) > 1
+    for one in points:
+        worse = [
+            other
+            for other in points
+            if other["step_time_s"]["median"] < one["step_time_s"]["median"]
+            and other["energy_j_per_step"]["median"] <= one["energy_j_per_step"]["median"]
+        ]
+        assert bool(worse) != one["front"]
+    assert [one["extrapolated"] for one in points][-1]
+
+
+def test_the_command_sweeps_and_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / "c.json", calibration_json(thermal=THERMAL))
+    words = ["--calibration", "c.json", "--gpus", "16", "--tp", "8", "--pp", "1", "--draws", "20"]
+    words += ["--engine", "timeline", "--model", "llama3-8b"]
+    assert run(main, [*words, "--power-cap", "500:700:100", "--inlet", "30", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert [one["power_cap_w"] for one in value["power_caps"]] == [700, 600, 500]
+    assert value["what_if"]["asked"] == {"inlet_c": 30}
+    assert "Power caps" in (tmp_path / "projections/llama3-8b-16/report.html").read_text()
+    for text, said in (
+        ("a", "give watts such as 600"),
+        ("700:400:25", "LOW below HIGH"),
+        ("400:700:0.1", "more than 100 caps"),
+        ("nan", "give watts such as 600"),
+        ("100:300:100", "at least 200 W"),
+    ):
+        assert run(main, [*words, "--power-cap", text]) == 2
+        assert said in capsys.readouterr().err
+    assert run(main, [*words, "--cooling", "steam"]) == 2
+    assert "the named ones are air, liquid" in capsys.readouterr().err
+
+
+def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
+    calibration: Calibration,
+) -> None:
+    estimate = StepSimulator(MODEL, P, NODE, FABRIC, calibration, draws=0).run()
+    peaks = peaks_w(estimate, calibration)
+    assert peaks["at_once"] > peaks["over_25_ms"] > peaks["over_1_s"] > 700
+    burst = burst_w(peaks)
+    assert burst["low"] < burst["median"] < burst["high"]
+
+
+def test_the_hottest_of_many_is_hotter_and_none_passes_the_limit(
+    calibration: Calibration,
+) -> None:
+    found = heat(calibration, NODE, Environment(), Assumed())
+    power = np.full(50, 600.0)
+    few, many = (temperatures_c(found, calibration, power, gpus) for gpus in (8, 8192))
+    assert few[0][0] == many[0][0] == pytest.approx(27 + 0.042 * 600)
+    assert few[0][0] < few[1][0] < many[1][0]
+    warm = heat(calibration, NODE, Environment(inlet_c=60.0), Assumed())
+    assert temperatures_c(warm, calibration, power, 8192)[1].max() <= 87
+
+
+def test_node_and_hall_add_to_the_gpus(calibration: Calibration) -> None:
+    estimate = StepSimulator(MODEL, P, NODE, FABRIC, calibration, draws=100).run()
+    found = facility(estimate, NODE, 16, 1e6, 0)
+    gpus = float(estimate.power_w[0])
+    assert found["node_w"]["median"] == pytest.approx(8 * gpus + 0.7 * 4600)
+    assert found["hall_mw"]["median"] == pytest.approx(1.25 * found["it_mw"]["median"])
+    drawn = spread(Draws(4000), "any", (0.7, 0.47, 1.0))
+    assert np.quantile(drawn, [0.05, 0.95]) == pytest.approx([0.47, 1.0], rel=0.03)
+    assert facility(estimate, NODE.model_copy(update={"overhead_w": 0}), 16, 1e6, 0) is None
+
+
+def test_published_cooling_is_read_and_checked(tmp_path: Path) -> None:
+    air = load_cooling("air").model_dump(mode="json")
+    write_json(tmp_path / "mine.yaml", air | {"hottest_c": 50})
+    with pytest.raises(UserError, match="must not fall"):
+        load_cooling(tmp_path / "mine.yaml")
