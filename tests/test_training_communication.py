@@ -23,6 +23,7 @@ GPT = LLAMA.resized(
     name="tiny-gpt", gated=False, norm="layernorm", position="learned",
     linear_bias=True, tied_embeddings=True, kv_heads=4,
 )  # fmt: skip
+ADAPTED = LLAMA.resized(lora_rank=4)
 EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
 
 Sent = Counter[tuple[str, int]]  # (collective, nccl-tests' bytes), by ranks that take part
@@ -77,7 +78,7 @@ def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None
         pipe.send(port)
         return int(pipe.recv())
 
-    ranks = Ranks({"device_kind": "cpu", "gpus": p.gpus}, rank, meet)
+    ranks = Ranks({"device_kind": "cpu", "gpus": p.gpus, "device": rank}, rank, meet)
     trainer = build(model, p, ranks.device, seeded=True)
     trainer.step(trainer.batches(0))
     log.clear()
@@ -99,6 +100,8 @@ def sent(model: ModelSpec, p: Parallelism) -> tuple[dict[tuple[int, ...], Sent],
     ]
     for process in processes:
         process.start()
+    for _, theirs in pairs:
+        theirs.close()  # so that a dead rank is the end of its pipe
     try:
         ports = [mine.recv() for mine, _ in pairs]
         for mine, _ in pairs:
@@ -150,6 +153,41 @@ def test_tensor_parallel_traffic(model: ModelSpec, split: dict[str, Any]) -> Non
     expected = _tensor_parallel(model, p)
     expected["all_reduce", 4] += 1  # the gradient norm
     assert observed == expected
+
+
+@pytest.mark.parametrize("split", [{}, {"sequence_parallel": True}], ids=str)
+def test_adapters_traffic(split: dict[str, Any]) -> None:
+    p = Parallelism(tp=2, global_batch=2, **split)
+    (observed,) = sent(ADAPTED, p)[0].values()
+    expected = _tensor_parallel(ADAPTED, p)
+    expected["all_reduce", 4] += 1  # the gradient norm
+    assert observed == expected
+
+
+def test_ring_of_attention_traffic() -> None:
+    p = Parallelism(cp=2, global_batch=2)
+    ring = [one for one in _collectives(layer(LLAMA, p)) if one.axis == "cp"]
+    assert len({one.bytes for one in ring}) == 1
+    for rank in sent(LLAMA, p):
+        times = len(ring) * LLAMA.layers * p.microbatches
+        messages = {key: count for key, count in rank[0, 1].items() if "send" in key[0]}
+        assert messages == {("isend", ring[0].bytes): times}
+        assert _large(rank[0, 1]) == pytest.approx(_replicas(LLAMA, p), rel=0.01)
+
+
+def _replicas(model: ModelSpec, p: Parallelism) -> Counter[str]:
+    """Bytes of gradient reduction and parameter gather."""
+    _, reduction, gather = optimizer(model, p, 0)
+    return Counter({one.kind: int(one.bytes) for one in (*reduction, *gather)})
+
+
+def _large(observed: Sent) -> Counter[str]:
+    """Bytes by collective, without messages and the gradient norm's."""
+    found: Counter[str] = Counter()
+    for (kind, nbytes), count in observed.items():
+        if nbytes > 4 and kind not in ("isend", "irecv"):
+            found[kind] += nbytes * count
+    return found
 
 
 def test_pipeline_traffic() -> None:

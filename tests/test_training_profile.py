@@ -9,7 +9,7 @@ from measure.training_trace import MARK, OPTIMIZER, STEP, overlap, read_trace
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import ProfileRow
-from spec.step import optimizer
+from spec.step import optimizer, sharded
 
 Event = dict[str, Any]
 
@@ -130,14 +130,16 @@ def test_real_steps_are_profiled_on_every_rank() -> None:
         assert all(row.waiting_s <= row.time_s for row in mine.values() if row.waiting_s)
 
 
-def test_bytes_of_a_communicator_are_those_of_the_list_of_operations() -> None:
+@pytest.mark.parametrize("split", [{}, {"zero": 3, "overlap": True}], ids=str)
+def test_bytes_of_a_communicator_are_those_of_the_list_of_operations(split: Any) -> None:
     from tests.test_training_steps import SMALL
 
-    p = Parallelism(dp=2, global_batch=4)
+    p = Parallelism(dp=2, global_batch=4, **split)
     _, reduction, gather = optimizer(SMALL, p, 0)
-    (dp,) = (row for row in profile_of(dp=2) if row.part == "dp" and row.rank == 0)
-    assert dp.bytes == pytest.approx(sum(one.bytes for one in (*reduction, *gather)), rel=0.02)
-    assert dp.calls == 2
+    each = [one for both in sharded(SMALL, p, 0) for one in both] * p.microbatches
+    (dp,) = (row for row in profile_of(dp=2, **split) if row.part == "dp" and row.rank == 0)
+    expected = sum(one.bytes for one in (*reduction, *gather, *each))
+    assert dp.bytes == pytest.approx(expected, rel=0.02)
 
 
 def test_the_suite_writes_a_table(tmp_path: Any) -> None:
