@@ -117,7 +117,8 @@ class Campaign:
         need = START_S.get(self.kind, 0.0) + sum(case.seconds for case in asked)
         if not asked or (until is not None and time.monotonic() + 5 * need > until):
             return {}
-        choices, problem = nccl_choice.read_choices(self.kind, pool.world, self.nodes, asked)
+        with self._tagged("nccl-choice"):  # or its power would pass for idle
+            choices, problem = nccl_choice.read_choices(self.kind, pool.world, self.nodes, asked)
         if problem is not None:
             self.store.note(problem)
         return choices
