@@ -63,9 +63,11 @@ def case_of_config(config: TrainingConfig, device_kind: str, quick: bool = False
     return replace(case, case_id=config.case_id)
 
 
-# (model, layers, seq_len, parallelism): the first twelve of four devices are the essential ones
+# (model, layers, seq_len, parallelism and lora_rank): of four devices the first twelve come first
 _Wish = tuple[str, int, int, dict[str, Any]]
 _SP = {"sequence_parallel": True}
+_UNEVEN = {"layers_per_stage": (3, 5)}
+_MB2 = {"microbatch": 2, "global_batch": 8}
 _GPU_PLAN: tuple[_Wish, ...] = (
     # four devices, one axis at a time, then two
     ("llama3-8b", 8, 4096, {"tp": 4, "sequence_parallel": True, "global_batch": 8}),
@@ -109,6 +111,19 @@ _GPU_PLAN: tuple[_Wish, ...] = (
         8192,
         {"tp": 4, "sequence_parallel": True, "global_batch": 4, "recompute": "selective"},
     ),
+    # adapters, split sequences, sharded weights, uneven stages
+    ("llama3-8b", 32, 4096, {"lora_rank": 32, "tp": 2, "dp": 2, **_SP, "global_batch": 4}),
+    ("llama3-8b", 8, 8192, {"cp": 2, "tp": 2, **_SP, "global_batch": 4}),
+    ("llama3-8b", 16, 4096, {"dp": 4, "zero": 3, "overlap": True, "global_batch": 8}),
+    ("llama3-70b", 8, 4096, {"tp": 2, "pp": 2, **_SP, **_UNEVEN, "global_batch": 4}),
+    ("llama3-70b", 16, 4096, {"lora_rank": 32, "tp": 4, **_SP, "global_batch": 4}),
+    ("llama3-8b", 8, 8192, {"cp": 2, "dp": 2, "global_batch": 4}),
+    ("llama3-70b", 4, 4096, {"dp": 4, "zero": 3, "overlap": True, "global_batch": 4}),
+    ("llama3-8b", 32, 4096, {"lora_rank": 16, "pp": 2, "dp": 2, "global_batch": 8}),
+    ("llama3-8b", 8, 16384, {"cp": 4, "global_batch": 2}),
+    ("llama3-8b", 16, 4096, {"tp": 2, "dp": 2, **_SP, "zero": 3, "overlap": True, **_MB2}),
+    ("llama3-8b", 16, 8192, {"lora_rank": 32, "dp": 4, "recompute": "full", "global_batch": 4}),
+    ("llama3-8b", 8, 8192, {"cp": 2, "pp": 2, "recompute": "selective", "global_batch": 4}),
     # more of each
     ("llama3-8b", 8, 4096, {"dp": 4, "global_batch": 8}),
     ("llama3-70b", 8, 4096, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
@@ -171,6 +186,10 @@ _CPU_PLAN: tuple[_Wish, ...] = (
     ("tiny", 4, 128, {"global_batch": 4, "recompute": "full"}),
     ("tiny", 4, 128, {"tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8}),
     ("tiny", 4, 128, {"dp": 4, "global_batch": 8}),
+    ("tiny", 4, 128, {"lora_rank": 8, "dp": 2, "global_batch": 8}),
+    ("tiny", 4, 128, {"cp": 2, "global_batch": 4}),
+    ("tiny", 4, 128, {"dp": 2, "zero": 3, "overlap": True, "global_batch": 8}),
+    ("tiny", 4, 128, {"pp": 2, "layers_per_stage": (1, 3), "global_batch": 8}),
 )
 QUICK_CASES = 4
 # Megatron-Core pads vocabularies to a multiple of 128 per tensor-parallel rank
@@ -182,8 +201,9 @@ def cases(world: int, device_kind: str, quick: bool) -> list[TrainingCase]:
     gpu = device_kind in ("nvidia", "amd")
     found = []
     for name, layers, seq_len, split in _GPU_PLAN if gpu else _CPU_PLAN:
-        model = load_model(name).resized(layers=layers, seq_len=seq_len, **_PADDED.get(name, {}))
-        parallelism = Parallelism(**split)
+        own = {"layers": layers, "seq_len": seq_len, "lora_rank": split.get("lora_rank", 0)}
+        model = load_model(name).resized(**own, **_PADDED.get(name, {}))
+        parallelism = Parallelism(**{key: split[key] for key in split if key != "lora_rank"})
         if parallelism.gpus <= world:
             found.append(case_of(model, parallelism, device_kind, quick))
     return found[:QUICK_CASES] if quick else found

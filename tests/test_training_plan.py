@@ -1,9 +1,12 @@
 """The plan of training steps and what it refuses; needs neither torch nor Megatron-Core."""
 
+from pathlib import Path
+
 import pytest
 
-from measure.training_plan import cases
+from measure.training_plan import case_of_config, cases
 from spec.errors import UserError
+from spec.files import read_table
 from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
@@ -25,6 +28,27 @@ def test_a_plan_fits_its_machine(kind: str, world: int) -> None:
         rebuilt = case.config.model_spec()
         assert rebuilt.parameters() == case.model.parameters()
         assert rebuilt.seq_len == case.model.seq_len
+
+
+def test_a_plan_of_four_gpus_has_every_kind_of_step_and_five_splits_of_each_family() -> None:
+    plan = [case for case in cases(4, "nvidia", quick=False) if case.gpus == 4]
+    assert any(case.model.lora_rank for case in plan)
+    assert {case.parallelism.cp for case in plan} == {1, 2, 4}
+    assert {case.parallelism.zero for case in plan} == {0, 1, 3}
+    assert any(case.parallelism.layers_per_stage for case in plan)
+    splits = {(c.model.name, c.parallelism.tp, c.parallelism.pp, c.parallelism.dp) for c in plan}
+    for family in {case.model.name for case in plan}:
+        assert len([one for one in splits if one[0] == family]) >= 5
+
+
+@pytest.mark.parametrize("name", ["new-kinds", "profile"])
+def test_plans_of_the_examples_can_be_measured(name: str) -> None:
+    path = Path(__file__).parents[1] / "examples" / "plans" / f"{name}.csv"
+    plan = read_table(path, TrainingConfig)
+    for config in plan:
+        case = case_of_config(config, "nvidia")
+        assert case.case_id == TrainingConfig.name_of(case.model, case.parallelism)
+        assert case.gpus == 4
 
 
 def test_quick_is_one_case_of_each_kind() -> None:
