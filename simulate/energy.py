@@ -155,8 +155,7 @@ def temperatures(
 def without(changed: Changed, estimate: StepEstimate, r: Any) -> Any:
     """The same step without what is asked, and how much longer and dearer it gets; null if nothing.
 
-    Ratios are taken draw by draw: errors that both share do not widen them. Raises UserError where
-    nothing changes.
+    Ratios are taken draw by draw: errors that both share do not widen them.
     """
     if not changed.what.asked:
         return None
@@ -173,12 +172,6 @@ def without(changed: Changed, estimate: StepEstimate, r: Any) -> Any:
     before = simulator.run()
     time = estimate.step_time_s / before.step_time_s
     energy = time * estimate.power_w / before.power_w
-    clocks = float(estimate.clock_mhz[0]), float(before.clock_mhz[0])
-    if changed.what.only_power and time[0] == 1 and energy[0] == 1 and clocks[0] == clocks[1]:
-        raise UserError(
-            f"{changed.what.flags} has no effect on this step: its products run at "
-            f"{clocks[1]:.0f} MHz, which no cap holds below the largest clock, with it or without"
-        )
     return {
         "asked": changed.what.words(),
         "limited_by": changed.limited_by,
@@ -241,6 +234,20 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
             f"{what.inlet_c:g} C is rests on an assumed one of 18 to 27 C."
         )
     return said
+
+
+def refuse_without_effect(what: WhatIf, value: Mapping[str, Any]) -> None:
+    """Raise UserError where a projection shows nothing of what was asked about power."""
+    asked = value["what_if"]
+    if not asked or not what.only_power:
+        return
+    medians = (asked[name]["median"] for name in ("times_step_time", "times_energy"))
+    before, after = asked["without"]["clock_mhz"]["median"], value["clock_mhz"]["median"]
+    if all(abs(one - 1) < 1e-9 for one in medians) and abs(after / before - 1) < 1e-9:
+        raise UserError(
+            f"{what.flags} has no effect on this step: its products run at {before:.0f} MHz, the "
+            "largest clock, with it or without"
+        )
 
 
 def lines(value: Mapping[str, Any]) -> list[str]:

@@ -32,6 +32,7 @@ class Inputs:
     fabric: Fabric
     calibration: Calibration
     calibration_path: Path
+    what_if: tuple[tuple[str, object], ...] = ()  # that `calibration` was changed by
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:

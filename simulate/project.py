@@ -13,6 +13,7 @@ from reports.projection import render
 from simulate.budget import budget, check_budget, lines
 from simulate.caps import add_power, read_power, sweep_caps
 from simulate.caps import lines as cap_lines
+from simulate.energy import refuse_without_effect
 from simulate.engines import through_astra_sim
 from simulate.inputs import (
     Inputs,
@@ -247,6 +248,7 @@ def main(words: Sequence[str]) -> int:
         check_apart(Path(arguments.emit), symmetric)
     projection = project_at(inputs, arguments.gpus, arguments, fixed, what)
     value = projection.as_json()
+    refuse_without_effect(what, value)
     if arguments.tokens is not None:
         value["training"] = budget(projection, arguments.tokens, arguments.price_per_gpu_hour)
     others = progress(counts, len(counts), "scaling", arguments.progress)

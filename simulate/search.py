@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from reports.search import render
 from simulate.attribution import attribution
+from simulate.caps import add_power, read_power
 from simulate.costs import Draws
 from simulate.inputs import (
     Inputs,
@@ -27,6 +28,7 @@ from simulate.plans import Plans, fitting
 from simulate.projection import Projection, Request, project, warnings
 from simulate.sweep import Point, Workers, sweep
 from simulate.uncertainty import interval
+from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
@@ -57,6 +59,7 @@ def parser() -> Parser:
     options.add_argument("--gpus", type=int, default=512, metavar="N", help="default: %(default)s")
     add_inputs(options)
     add_parallelism(options)
+    add_power(options)
     group = options.add_argument_group("search")
     group.add_argument("--top", type=int, default=10, metavar="K", help="plans to list")
     group.add_argument(
@@ -101,12 +104,16 @@ class Ranking:
     gpus: int
     found: Plans
     points: tuple[Point, ...]
+    changed: Changed
 
 
 def rank(inputs: Inputs, gpus: int, arguments: argparse.Namespace, out: Path | None) -> Ranking:
     """Simulate what fits memory, and sort it by the objective."""
     fixed, batch = fixed_parallelism(arguments), read_batch(arguments, arguments.gpus)
-    i = inputs
+    changed = change(one_what_if(arguments), inputs.calibration, inputs.node)
+    i = inputs = replace(
+        inputs, calibration=changed.calibration, what_if=tuple(changed.what.words().items())
+    )
     cluster = (i.node, i.fabric, i.calibration)
     found = fitting(i.model, gpus, batch, *cluster, fixed, arguments.wide)
     plans = found.plans[: arguments.keep]
@@ -118,7 +125,18 @@ def rank(inputs: Inputs, gpus: int, arguments: argparse.Namespace, out: Path | N
         value = objective(np.array([point.step_time_s]), np.array([point.power_w]))
         return float(value[0]), describe(point.parallelism)
 
-    return Ranking(inputs, gpus, found, tuple(sorted(points, key=badness)))
+    return Ranking(inputs, gpus, found, tuple(sorted(points, key=badness)), changed)
+
+
+def one_what_if(arguments: argparse.Namespace) -> WhatIf:
+    """What the options ask of power and heat."""
+    what, caps = read_power(arguments)
+    if caps:
+        raise UserError(
+            f"--power-cap is {arguments.power_cap!r}; a search takes one cap, and simulate.project "
+            "sweeps them for a plan"
+        )
+    return what
 
 
 def read_workers(text: str | None) -> Workers:
@@ -157,6 +175,7 @@ def projections(ranking: Ranking, count: int, arguments: argparse.Namespace) -> 
             calibration_path=i.calibration_path,
             draws=arguments.draws,
             chosen="searched",
+            changed=ranking.changed,
         )
         for point in ranking.points[:count]
     ]
@@ -293,6 +312,7 @@ def main(words: Sequence[str]) -> int:
     for name in ("top", "draws", "keep"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
+    what = one_what_if(arguments)
     inputs = read_inputs(arguments)
     if arguments.against:
         other_cluster(arguments.against, inputs, arguments.gpus)  # refused before the work
@@ -309,6 +329,7 @@ def main(words: Sequence[str]) -> int:
         "node": inputs.node.name,
         "fabric": inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
+        "what_if": what.words() or None,
         "considered": ranking.found.considered,
         "fitting": len(ranking.found.plans),
         "plans": [plan(one, best[0], arguments.objective) for one in best],

@@ -185,7 +185,7 @@ def _header(inputs: Inputs) -> dict[str, Any]:
         "node": inputs.node.model_dump(mode="json"),
         "fabric": inputs.fabric.model_dump(mode="json"),
         "calibration": sha256(inputs.calibration_path),
-    }
+    } | ({"what_if": dict(inputs.what_if)} if inputs.what_if else {})
 
 
 def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextIO]:
@@ -207,7 +207,7 @@ def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextI
             ) from None
         if not number and value != header:
             raise UserError(
-                f"{path}: holds a sweep of another model, node, fabric or calibration; "
+                f"{path}: holds a sweep of another model, node, fabric or calibration, or what-if; "
                 "name another file with --out"
             )
     if not whole:

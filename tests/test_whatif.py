@@ -9,11 +9,12 @@ import pytest
 
 from reports.projection import render
 from simulate.caps import sweep_caps
-from simulate.energy import burst_w, facility, peaks_w, spread
+from simulate.energy import burst_w, facility, peaks_w, refuse_without_effect, spread
 from simulate.estimate import StepSimulator
 from simulate.heat import Assumed, Environment, heat, temperatures_c
 from simulate.project import main
 from simulate.projection import Request, project
+from simulate.search import main as search
 from simulate.uncertainty import Draws
 from simulate.whatif import WhatIf, change
 from spec.calibration import Calibration
@@ -160,7 +161,7 @@ def test_what_changes_nothing_is_refused(path: Path) -> None:
     cool = write_calibration(path, kernels=value["kernels"])
     for what in (WhatIf(no_throttling=True), WhatIf(power_cap_w=600.0)):
         with pytest.raises(UserError, match="has no effect on this step"):
-            value_of(cool, path, what)
+            refuse_without_effect(what, value_of(cool, path, what))
 
 
 def test_a_sweep_of_caps_marks_its_front(calibration: Calibration, path: Path) -> None:
@@ -208,6 +209,24 @@ def test_the_command_sweeps_and_refuses(
         assert said in capsys.readouterr().err
     assert run(main, [*words, "--cooling", "steam"]) == 2
     assert "the named ones are air, liquid" in capsys.readouterr().err
+
+
+def test_a_search_under_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / "c.json", calibration_json(thermal=THERMAL))
+    words = ["--calibration", "c.json", "--gpus", "8", "--tp", "1", "--recompute", "full"]
+    words += ["--model", "llama3-8b", "--draws", "20", "--keep", "5", "--out", "sweep.jsonl"]
+    found = []
+    for more in (["--out", "usual.jsonl"], ["--power-cap", "400"]):
+        assert run(search, [*words, *more, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    usual, capped = (one["plans"][0]["step_time_s"]["median"] for one in found)
+    assert capped > usual
+    assert [one["what_if"] for one in found] == [None, {"power_cap_w": 400}]
+    assert run(search, [*words, "--power-cap", "500"]) == 2  # another sweep's file
+    assert "or what-if" in capsys.readouterr().err
+    assert run(search, [*words, "--power-cap", "400:500:50"]) == 2
+    assert "a search takes one cap" in capsys.readouterr().err
 
 
 def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
