@@ -7,6 +7,7 @@ paused, in turns: training steps where Megatron-Core is installed, products and 
 elsewhere. What a host has no sensor for is null.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from measure import sensors
 from measure.devices import Device
+from measure.host import quiet_import
 from measure.telemetry import Sampler
 from measure.window import Window
 from measure.workers import Pool
@@ -183,10 +185,19 @@ def latencies(device: Device, seconds: float = LATENCY_S) -> dict[str, Any]:
 
 
 def energy(case: LoadCase, devices: Sequence[Device], pool: Pool) -> list[dict[str, Any]]:
-    """Per device: the energy counter's difference and the integral of power, J."""
+    """Per device: the energy counter's difference and the integral of power, J.
+
+    And what Zeus's window says of the same work, where Zeus is installed.
+    """
     pool.start()
+    zeus = zeus_monitor(devices)
+    if zeus is not None:
+        zeus.begin_window(case.case_id, sync_execution=False)  # no CUDA in this process
     with Window(devices) as window:
         _block(case, pool)
+    of_zeus: dict[int, float] = {}
+    if zeus is not None:
+        of_zeus = zeus.end_window(case.case_id, sync_execution=False).gpu_energy
     result = window.result
     assert result is not None
     found = []
@@ -202,9 +213,21 @@ def energy(case: LoadCase, devices: Sequence[Device], pool: Pool) -> list[dict[s
                 "counter_j": counter,
                 "integrated_j": integral,
                 "integrated_over_counter": ratio,
+                "zeus_j": of_zeus.get(index),
             }
         )
     return found
+
+
+def zeus_monitor(devices: Sequence[Device]) -> Any | None:
+    """A ZeusMonitor of all devices; None where there is no Zeus, or it does not know them."""
+    if devices[0].kind not in ("nvidia", "amd"):
+        return None
+    zeus = quiet_import("zeus.monitor")
+    with contextlib.suppress(Exception):  # whatever it lacks here
+        if zeus is not None:
+            return zeus.ZeusMonitor(gpu_indices=list(range(len(devices))), cpu_indices=[])
+    return None
 
 
 def overhead(block: Callable[[], float], sampler: Sampler, pairs: int) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def open_store(
         base_system=base if within > 1 else None,
         plan=plan,
     )
+    if devices[0].kind == "amd":
+        store.note("AMD GPUs: this path had not been run on hardware when it was written")
     if devices[0].kind == "cpu" and host.sees_gpu():
         store.note(
             "torch sees a GPU but its driver library does not answer, so the CPU was measured; "

@@ -1,5 +1,6 @@
 """The sampler goes on whatever fails; its parts become one file; its checks find known answers."""
 
+import inspect
 import threading
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,44 @@ def test_a_share_of_a_load_is_cut_into_slices() -> None:
     assert part["cycles"] * (part["seconds"] + part["idle_s"]) == pytest.approx(1.5)
     assert part["seconds"] / (part["seconds"] + part["idle_s"]) == pytest.approx(0.25)
     assert checks._part(case, 1.0) is case
+
+
+class Together:
+    """A pool whose devices answer at once."""
+
+    def start(self) -> None:
+        pass
+
+    def together(self, case: Any) -> list[dict[str, Any]]:
+        return [{"times_us": [1.0]}]
+
+
+def test_zeus_windows_stand_beside_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = pytest.importorskip("zeus.monitor")
+    real = monitor.ZeusMonitor
+
+    class Made:
+        """A monitor that is asked as the installed one can be."""
+
+        def __init__(self, **options: Any) -> None:
+            inspect.signature(real.__init__).bind(self, **options)
+            assert options["gpu_indices"] == [0]
+
+        def begin_window(self, *words: Any, **options: Any) -> None:
+            inspect.signature(real.begin_window).bind(self, *words, **options)
+            assert not options["sync_execution"]
+
+        def end_window(self, *words: Any, **options: Any) -> Any:
+            inspect.signature(real.end_window).bind(self, *words, **options)
+            return monitor.Measurement(time=1.0, gpu_energy={0: 7.0})
+
+    monkeypatch.setattr(monitor, "ZeusMonitor", Made)
+    device = FakeDevice(0)
+    case = checks.LoadCase("telemetry-energy", 0.0, 1.0)
+    pool: Any = Together()
+    (without,) = checks.energy(case, [device], pool)
+    assert without["zeus_j"] is None
+    device.kind = "nvidia"
+    (found,) = checks.energy(case, [device], pool)
+    assert found["zeus_j"] == 7.0
+    assert found["counter_j"] == pytest.approx(7.25)
