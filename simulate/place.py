@@ -9,32 +9,51 @@ from typing import Any
 
 import numpy as np
 
-from simulate.inputs import find_calibration
-from simulate.place_probe import Probed
+from simulate.inputs import add_inputs, check_gpus, find_calibration, read_inputs
+from simulate.place_model import break_even, modelled, numbers
+from simulate.place_probe import Probed, Speeds
 from simulate.placement import Placement, fastest
 from spec.calibration import Calibration, read_calibration
-from spec.command import Parser, add_json, emit, run
+from spec.command import Parser, add_json, emit, run, whole
 from spec.errors import UserError
 from spec.files import parse, read_json
+from spec.parallelism import Parallelism
 from spec.probe import SCHEMA, PlacementProbe
 
 EXAMPLES = """\
 examples:
   python -m simulate.place --probe results/4x-h200/RUN/placement-probe.json
+  python -m simulate.place --model llama3-70b --gpus 32 --tp 4 --pp 4 --global-batch 128 \\
+      --slowness 1.1,1,1.1,1 --layers-per-stage 19,21,19,21
+  python -m simulate.place --model gpt3-175b --gpus 32 --tp 4 --pp 8 --slowness gpus.txt
 """
 ROUNDS = 3  # of search and of the clocks that its answer leads to
 NEAR, CANDIDATES = 0.003, 24  # placements as good as equal, and how many of them are looked into
+NEEDED = ("gpus", "pp")  # beside --slowness
 
 
 def parser() -> Parser:
     """The command's options."""
     found = Parser(prog="python -m simulate.place", description=__doc__, epilog=EXAMPLES)
-    found.add_argument(
-        "--probe", required=True, type=Path, metavar="FILE", help="what measure.run found"
+    found.add_argument("--probe", type=Path, metavar="FILE", help="what measure.run found")
+    given = found.add_argument_group("or speeds that you know")
+    given.add_argument(
+        "--slowness",
+        metavar="N,N,...|FILE",
+        help="how many times as long each stage's GPUs take, or each GPU, in the order of ranks",
     )
-    found.add_argument("--system", metavar="NAME", help="measured system under --results")
-    found.add_argument("--calibration", metavar="FILE", help="a calibration file instead")
-    found.add_argument("--results", default="results", metavar="DIR", help="default: %(default)s")
+    given.add_argument(
+        "--slowness-sd", type=float, metavar="X", help="how uncertain these are, a share (0.005)"
+    )
+    given.add_argument("--gpus", type=int, metavar="N")
+    for name, text in (("tp", "tensor"), ("pp", "pipeline")):
+        given.add_argument(f"--{name}", type=whole(1, 1024), metavar="N", help=f"{text} parallel")
+    given.add_argument("--microbatch", type=whole(1, 10**6), metavar="N", help="default: 1")
+    given.add_argument("--global-batch", type=whole(1, 10**8), metavar="N", help="default: 128")
+    given.add_argument(
+        "--layers-per-stage", metavar="N,N,...", help="judge this one too; stages in place"
+    )
+    add_inputs(found)
     add_json(found)
     return found
 
@@ -58,22 +77,22 @@ def calibration_for_clocks(arguments: argparse.Namespace) -> Calibration | None:
         return None
 
 
-def search(probed: Probed) -> tuple[Placement, bool]:
-    """The best placement other than the one that was measured, and whether that is proven.
+def search(speeds: Speeds, but: Placement | None) -> tuple[Placement, bool]:
+    """The best placement other than `but`, and whether that is proven.
 
     A GPU given more work runs slower under its power cap, so the search is repeated at the clocks
     that its own answer leads to. Of what is as good as equal at central speeds, the one whose mean
     over the uncertain speeds is lowest.
     """
-    slowness, proven = probed.slowness[:, 0], True
+    slowness, proven = speeds.slowness[:, 0], True
     found = dict[Placement, float]()
     for _ in range(ROUNDS):
-        listed, exact = fastest(probed.pipeline, list(slowness), probed.measured, NEAR)
+        listed, exact = fastest(speeds.pipeline, list(slowness), but, NEAR)
         proven = proven and exact
         for one in listed[:CANDIDATES]:
             if one not in found:
-                found[one] = float(probed.step_s(one)[0].mean())
-        slowness = probed.step_s(listed[0])[1][:, 0]
+                found[one] = float(speeds.step_s(one)[0].mean())
+        slowness = speeds.step_s(listed[0])[1][:, 0]
     return min(found, key=lambda one: found[one]), proven
 
 
@@ -85,37 +104,98 @@ def _three(values: Any) -> dict[str, float]:
 def predict(probe: PlacementProbe, calibration: Calibration | None) -> dict[str, Any]:
     """The placement and its gain, and the gain of every other placement asked for."""
     probed = Probed(probe, calibration)
-    best, proven = search(probed)
-    measured_s, _ = probed.step_s(probed.measured)
-    known = {name: probed.placement(one) for name, one in probe.others.items()}
-    placements: dict[str, Any] = {}
-    for name, one in {"symmetric": probed.measured, "optimised": best, **known}.items():
-        step_s, _ = probed.step_s(one)
-        gain = measured_s / step_s * probed.error - 1
-        if name == "symmetric":
-            gain = np.zeros_like(gain)
-        placements[name] = {
+    best, proven = search(probed, probed.measured)
+    asked = {name: probed.placement(one) for name, one in probe.others.items()}
+    devices = [one.device for one in probe.stages]
+    found = placements(probed, {"optimised": (probed, best)} | known(probed, asked))
+    for one in found.values():
+        one["devices"] = [devices[gpu] for gpu in one.pop("groups")]
+    return answer(probe.model, probed, found, proven)
+
+
+def known(speeds: Speeds, asked: dict[str, Placement]) -> dict[str, tuple[Speeds, Placement]]:
+    """Placements to judge, all on the same speeds."""
+    return {name: (speeds, one) for name, one in asked.items()}
+
+
+def predict_known(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same for a simulated pipeline on GPUs of given slowness."""
+    missing = [name for name in NEEDED if getattr(arguments, name) is None]
+    if missing:
+        raise UserError(f"--slowness needs --{missing[0]} too; or give what was measured, --probe")
+    check_gpus(arguments.gpus)
+    inputs = read_inputs(arguments)
+    tp, pp = arguments.tp or 1, arguments.pp
+    if arguments.gpus % (tp * pp):
+        raise UserError(f"--tp {tp} * --pp {pp} does not divide --gpus {arguments.gpus}")
+    p = Parallelism(
+        tp=tp,
+        pp=pp,
+        dp=arguments.gpus // (tp * pp),
+        sequence_parallel=tp > 1,
+        microbatch=arguments.microbatch or 1,
+        global_batch=arguments.global_batch or 128,
+    )
+    both = modelled(inputs, p, numbers(arguments.slowness), arguments.slowness_sd)
+    best, proven = search(both.best, None)
+    asked = {}
+    if arguments.layers_per_stage:
+        layers = tuple(int(one) for one in numbers(arguments.layers_per_stage))
+        p.model_copy(update={"layers_per_stage": layers}).check(inputs.model)
+        asked["given"] = Placement(layers, tuple(range(pp)))
+    value = answer(
+        inputs.model.name,
+        both.before,
+        placements(both.before, {"optimised": (both.best, best)} | known(both.before, asked)),
+        proven,
+    )
+    if both.groups:
+        value["gpus_of_groups"] = [list(one) for one in both.groups]
+    if "given" in asked:
+        value["break_even_slowness"] = break_even(both.before, asked["given"])
+    return value
+
+
+def placements(before: Speeds, asked: dict[str, tuple[Speeds, Placement]]) -> dict[str, Any]:
+    """Step time and gain of placements beside the symmetric one, which comes first."""
+    before_s, _ = before.step_s(before.measured)
+    found = {}
+    for name, (speeds, one) in ({"symmetric": (before, before.measured)} | asked).items():
+        step_s, _ = speeds.step_s(one)
+        gain = before_s / step_s * before.error - 1
+        found[name] = {
             "layers": list(one.layers),
-            "devices": [probe.stages[gpu].device for gpu in one.gpus],
+            "groups": list(one.gpus),
             "step_time_s": _three(step_s),
-            "gain": _three(gain),
+            "gain": _three(gain if name != "symmetric" else np.zeros_like(gain)),
         }
-    gain = placements["optimised"]["gain"]
-    pays = gain["low"] > 0
-    interval = f"{gain['median']:+.1%} [{gain['low']:+.1%}, {gain['high']:+.1%}]"
+    return found
+
+
+def answer(model: str, speeds: Speeds, found: dict[str, Any], proven: bool) -> dict[str, Any]:
+    """What the command says: the placements, and whether the best one pays."""
+    best = found["optimised"]
+    gain, pays = best["gain"], best["gain"]["low"] > 0
+    where = best.get("devices") or best["groups"]
     return {
         "schema": "placement/1",
         "written": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "model": probe.model,
-        "microbatches": probe.microbatches,
-        "slowness": [round(float(one), 5) for one in probed.slowness[:, 0]],
-        "placements": placements,
+        "model": model,
+        "microbatches": speeds.pipeline.microbatches,
+        "slowness": [round(float(one), 5) for one in speeds.slowness[:, 0]],
+        "placements": found,
         "proven_best": proven,
         "pays": pays,
-        "advice": f"{best}: {interval} against the symmetric placement; "
+        "advice": f"layers {_listed(best['layers'])} on GPUs {_listed(where)}: "
+        f"{gain['median']:+.1%} [{gain['low']:+.1%}, {gain['high']:+.1%}] against the symmetric "
+        "placement; "
         + ("it pays" if pays else "the interval includes no gain, so keep the symmetric one"),
-        "assumptions": probed.assumptions,
+        "assumptions": speeds.assumptions,
     }
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
 
 
 def text_of(value: dict[str, Any]) -> str:
@@ -124,10 +204,17 @@ def text_of(value: dict[str, Any]) -> str:
     for name, one in value["placements"].items():
         step, gain = one["step_time_s"], one["gain"]
         lines.append(
-            f"{name:12} layers {','.join(map(str, one['layers'])):20} "
-            f"GPUs {','.join(map(str, one['devices'])):12} {step['median']:.4g} s "
+            f"{name:12} layers {_listed(one['layers']):20} "
+            f"GPUs {_listed(one.get('devices') or one['groups']):12} {step['median']:.4g} s "
             f"[{step['low']:.4g}, {step['high']:.4g}]  "
             f"{gain['median']:+.2%} [{gain['low']:+.2%}, {gain['high']:+.2%}]"
+        )
+    even = value.get("break_even_slowness", "")
+    if even != "":
+        lines.append(
+            f"layers as given pay where the GPUs of its smallest stages are {even - 1:.1%} slower"
+            if even is not None
+            else "layers as given pay nowhere"
         )
     proof = "over all placements" if value["proven_best"] else "in the steady state"
     return "\n".join([*lines, value["advice"], f"optimal {proof}", *value["assumptions"]])
@@ -136,8 +223,18 @@ def text_of(value: dict[str, Any]) -> str:
 def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
-    probe = read_probe(arguments.probe)
-    value = predict(probe, calibration_for_clocks(arguments))
+    if (arguments.probe is None) == (arguments.slowness is None):
+        raise UserError("give --probe FILE, or --slowness with --gpus and --pp; not both")
+    if arguments.probe is None:
+        value = predict_known(arguments)
+    else:
+        idle = ("slowness_sd", "gpus", "tp", "pp", "microbatch", "global_batch", "layers_per_stage")
+        odd = [name for name in (*idle, "model", "seq_len") if getattr(arguments, name) is not None]
+        if odd:
+            raise UserError(
+                f"--{odd[0].replace('_', '-')} has no effect with --probe; leave it out"
+            )
+        value = predict(read_probe(arguments.probe), calibration_for_clocks(arguments))
     emit(arguments.json, value, text_of(value))
     return 0
 

@@ -13,6 +13,7 @@ used relative to the same formula at the probe's own duty, so that the probe is 
 Durations go with the clock as calibrated. Without clocks, power or a calibration, speeds stay.
 """
 
+from collections.abc import Sequence
 from math import log
 
 import numpy as np
@@ -35,8 +36,42 @@ COMPUTE_EXPONENT, POWER_EXPONENT = "clock.compute_exponent", "clock.power_expone
 ADAPTATIONS = 12
 
 
-class Probed:
-    """A probe and what follows from it; arrays (GPUs, 1 + DRAWS), the first column central."""
+class Speeds:
+    """A pipeline on GPUs of known speed; arrays (GPUs, 1 + DRAWS), the first column central."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        measured: Placement,
+        slowness: Array,
+        sd: Array,
+        step_s: float,
+        assumptions: Sequence[str],
+    ) -> None:
+        """(GPUs,): slowness and its uncertainty. A step of placement `measured` takes `step_s`."""
+        self.pipeline, self.measured = pipeline, measured
+        random = np.random.default_rng(0)
+        noise = random.standard_normal((len(slowness), 1 + DRAWS)) * sd[:, None]
+        noise[:, 0] = 0.0
+        self.slowness = slowness[:, None] * np.exp(noise)
+        self.error = np.exp(random.standard_normal(1 + DRAWS) * GAIN_SD)
+        self.error[0] = 1.0
+        self.assumptions = list(assumptions)
+        self.assumptions.append(
+            f"assumed: what the timeline leaves out of a gain is {GAIN_SD:.1%} (standard deviation)"
+        )
+        passes = durations(pipeline, measured, self.slowness[:, :1])
+        # update, messages and whatever else a step has: the same for every placement
+        self.beside_s = max(step_s - float(pipeline_s(pipeline, passes)[0]), 0.0)
+
+    def step_s(self, placement: Placement) -> tuple[Array, Array]:
+        """Step time (1 + DRAWS,), s, and the slowness of each GPU at the clocks it leads to."""
+        passes = durations(self.pipeline, placement, self.slowness)
+        return pipeline_s(self.pipeline, passes) + self.beside_s, self.slowness
+
+
+class Probed(Speeds):
+    """A probe and what follows from it."""
 
     def __init__(self, probe: PlacementProbe, calibration: Calibration | None) -> None:
         stages = probe.stages
@@ -49,29 +84,21 @@ class Probed:
         slowness = speed / speed.mean()
         extra = np.array([(s.other_forward_s, s.other_backward_s) for s in stages])
         extra = extra / slowness[:, None]
-        self.pipeline = Pipeline(
-            layers=sum(one.layers for one in stages),
-            microbatches=probe.microbatches,
-            layer_s=(float(mean[0]), float(mean[1])),
-            extra_s=tuple((float(one), float(other)) for one, other in extra),
+        super().__init__(
+            Pipeline(
+                layers=sum(one.layers for one in stages),
+                microbatches=probe.microbatches,
+                layer_s=(float(mean[0]), float(mean[1])),
+                extra_s=tuple((float(one), float(other)) for one, other in extra),
+            ),
+            Placement(tuple(one.layers for one in stages), tuple(range(len(stages)))),
+            slowness,
+            np.array([(one.step_cv**2 / probe.steps + DRIFT_SD**2) ** 0.5 for one in stages]),
+            probe.step_time_s,
+            [f"assumed: speeds drift by {DRIFT_SD:.1%} (standard deviation) after the probe"],
         )
-        self.measured = Placement(tuple(one.layers for one in stages), tuple(range(len(stages))))
-        random = np.random.default_rng(0)
-        sd = np.array([(one.step_cv**2 / probe.steps + DRIFT_SD**2) ** 0.5 for one in stages])
-        noise = random.standard_normal((len(stages), 1 + DRAWS)) * sd[:, None]
-        noise[:, 0] = 0.0
-        self.slowness = slowness[:, None] * np.exp(noise)
-        self.error = np.exp(random.standard_normal(1 + DRAWS) * GAIN_SD)
-        self.error[0] = 1.0
-        self.assumptions = [
-            f"assumed: speeds drift by {DRIFT_SD:.1%} after the probe, and what the timeline "
-            f"leaves out of a gain is {GAIN_SD:.1%} (standard deviations)"
-        ]
         passes = durations(self.pipeline, self.measured, self.slowness)
-        central = float(pipeline_s(self.pipeline, passes[:, :, :1])[0])
-        # update, messages and whatever else a step has: the same for every placement
-        self._beside_s = max(probe.step_time_s - central, 0.0)
-        ends = pipeline_s(self.pipeline, passes) + self._beside_s
+        ends = pipeline_s(self.pipeline, passes) + self.beside_s
         self._clocks = self._read_clocks(calibration, self._busy_s(self.measured, passes) / ends)
 
     def placement(self, stages: PlacedStages) -> Placement:
@@ -110,16 +137,16 @@ class Probed:
         )
 
     def step_s(self, placement: Placement) -> tuple[Array, Array]:
-        """Step time (1 + DRAWS,), s, and the slowness of each GPU at the clocks it leads to."""
+        """As in `Speeds`; under a power cap clocks follow the work."""
+        if self._clocks is None:
+            return super().step_s(placement)
         at = self.slowness
-        for _ in range(ADAPTATIONS if self._clocks else 1):
+        for _ in range(ADAPTATIONS):
             passes = durations(self.pipeline, placement, at)
             ends = pipeline_s(self.pipeline, passes)
-            if self._clocks is None:
-                break
             duty = self._effective_duty(self._busy_s(placement, passes))
             at = (at * self.slowness * self._clocks.factor(duty)) ** 0.5  # damped
-        return ends + self._beside_s, at
+        return ends + self.beside_s, at
 
 
 class _Clocks:

@@ -256,3 +256,28 @@ def grouped(slowness: Sequence[float], groups: int) -> tuple[tuple[int, ...], ..
         raise UserError(f"{len(slowness)} GPUs do not make {groups} groups of equal size")
     order = np.argsort(np.asarray(slowness, dtype=float), kind="stable")
     return tuple(tuple(map(int, one)) for one in order.reshape(groups, -1))
+
+
+def grouped_in_nodes(
+    slowness: Sequence[float], per_node: int, tp: int, stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """GPUs of each of `stages` groups, fastest first, tensor-parallel groups kept inside nodes.
+
+    `grouped` twice: each node's GPUs into tensor-parallel groups, then all of these into stages. A
+    stage goes at the pace of its slowest group, and no other choice makes any k-th slowest group,
+    and so any k-th slowest stage, faster. Groups wider than a node are cut from all GPUs at once.
+    """
+    pace = np.asarray(slowness, dtype=float)
+    whole = len(pace) if tp > per_node else per_node
+    if len(pace) % whole or whole % tp:
+        raise UserError(f"{len(pace)} GPUs in nodes of {per_node} do not make groups of tp {tp}")
+    narrow = [
+        tuple(first + gpu for gpu in one)
+        for first in range(0, len(pace), whole)
+        for one in grouped(pace[first : first + whole].tolist(), whole // tp)
+    ]
+    paces = [float(pace[list(one)].max()) for one in narrow]
+    return tuple(
+        tuple(gpu for number in numbers for gpu in narrow[number])
+        for numbers in grouped(paces, stages)
+    )

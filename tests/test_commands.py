@@ -379,7 +379,8 @@ def test_search_lists_plans(command: Any) -> None:
 PROCESSES = {
     "calibrate.fit": "--system --out --report --json --progress",
     "calibrate.diff": "--json",
-    "simulate.project": "--gpus",
+    "simulate.place": "--probe --slowness",
+    "simulate.project": "--gpus --slow-gpus --slow-link",
     "simulate.search": "--top",
     "simulate.study": "--list",
     "simulate.validate": "--series --anchor",
