@@ -22,6 +22,8 @@ def render(value: Json) -> str:
     sections = [
         Section("Errors, with baselines on the same rows", [*_notes(value), _summary(value)]),
         Section("Every case", [_scatter(cases), _residuals(cases)]),
+        Section("Intervals, by group", _groups(value.get("groups", {}))),
+        *([Section("Error by component", _components(value))] if value.get("components") else ()),
         Section("Worst cases", [_worst(cases)]),
         *(series_sections(value) if series else ()),
         Section("All numbers", [_table(cases)]),
@@ -206,15 +208,131 @@ def _row(case: Json) -> tuple[Any, ...]:
     )
 
 
+def _groups(groups: Mapping[str, Mapping[str, Json]]) -> list[Block]:
+    """Coverage with its Clopper-Pearson interval, width and score of every group."""
+    named = [
+        (f"{grouping} {name}", one)
+        for grouping, summaries in groups.items()
+        for name, one in summaries.items()
+        if one["coverage_90"]
+    ]
+    if not named:
+        return []
+    figure, (axes,) = new_figure(7.0, 1.2 + 0.22 * len(named))
+    for place, (_, one) in enumerate(named):
+        held = one["coverage_90"]
+        axes.plot([100 * held["low"], 100 * held["high"]], [place] * 2, color=COLOURS[0])
+        axes.plot([100 * held["value"]], [place], "o", color=COLOURS[0], markersize=4)
+    axes.axvline(90, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(named)), [name for name, _ in named], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("inside their 90 % interval, %, with its 95 % Clopper-Pearson interval")
+    rows = []
+    for name, one in named:
+        held, width, error = one["coverage_90"], one["median_half_width"], one["median_ape"]
+        rows.append(
+            (
+                name,
+                one["n"],
+                f"{held['value']:.0%} [{held['low']:.0%}, {held['high']:.0%}]",
+                percent(error),
+                percent(width),
+                f"{width / error:.1f}" if error else None,
+                f"{one['winkler']:.3f}",
+                f"{one['baseline_winkler']:.3f}" if one["baseline_winkler"] is not None else None,
+            )
+        )
+    columns = (
+        *("group", "cases", "inside 90 %", "median error", "median half-width"),
+        *("half-width over error", "Winkler score", "constant rate's"),
+    )
+    note = (
+        "An honest interval holds about 90 %; one more than 2.5 median errors wide promises less "
+        "than it could. The Winkler score (in parts of the measured time, smaller is better) "
+        "charges both; the baseline's interval has the spread of its own errors on these rows."
+    )
+    return [Text(note), Figure(svg(figure, "groups"), "Coverage by group", Table(columns, rows))]
+
+
+def _components(value: Json) -> list[Block]:
+    """Where the profiler measured the parts of a step: which part is off, and by how much."""
+    components = value["components"]
+    figure, (axes,) = new_figure(7.0, 3.2)
+    for index, case in enumerate(one for one in value["cases"] if "profile_s" in one):
+        real, made = case["profile_s"], case["components_s"]
+        step = sum(real.values())
+        off = [100 * (made[one["component"]] - real[one["component"]]) / step for one in components]
+        axes.plot(
+            range(len(off)),
+            off,
+            "o",
+            color=COLOURS[0],
+            markersize=4,
+            label="a case" if not index else None,
+        )
+    bias = [100 * one["bias"] for one in components]
+    axes.plot(range(len(bias)), bias, "s", color=COLOURS[1], label="mean")
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xticks(range(len(components)), [one["component"] for one in components], fontsize=8)
+    axes.set_ylabel("simulated - measured, % of the step")
+    axes.legend(fontsize=8)
+    rows = [
+        (
+            one["component"],
+            one["n"],
+            percent(one["share"]),
+            f"{one['bias']:+.1%}",
+            percent(one["error"]),
+            percent(one["mape"]),
+        )
+        for one in components
+    ]
+    columns = (
+        *("component", "profiles", "share of the step", "bias, of the step"),
+        *("mean error, of the step", "of the component, where 2 % of a step and more"),
+    )
+    note = (
+        "Profiled steps are not the timed ones: the profiler slows the host. Both sides are the "
+        "device that computes most; a communicator's time is what it leaves exposed beyond the "
+        "fastest rank's, the rest of it is waiting, with the bubble and the host."
+    )
+    return [
+        Text(note),
+        Figure(svg(figure, "components"), "Which part is off", Table(columns, rows)),
+    ]
+
+
 def _worst(cases: Sequence[Json]) -> Table:
     rows = []
     for case in sorted(cases, key=lambda one: -abs(one["error"]))[:8]:
         parts = sorted(case["breakdown_s"].items(), key=lambda item: -item[1])
         step = sum(case["breakdown_s"].values())
         shares = ", ".join(f"{name} {s / step:.0%}" for name, s in parts if s / step >= 0.01)
-        rows.append((case["id"], f"{case['error']:+.1%}", shares, f"{case['modelled_share']:.0%}"))
-    columns = ("case", "error", "simulated breakdown", "kernel time in shapes not measured")
+        rows.append(
+            (
+                case["id"],
+                f"{case['error']:+.1%}",
+                _off_most(case),
+                shares,
+                f"{case['modelled_share']:.0%}",
+            )
+        )
+    columns = (
+        *("case", "error", "off most", "simulated breakdown"),
+        "kernel time in shapes not measured",
+    )
     return Table(columns, rows)
+
+
+def _off_most(case: Json) -> str:
+    """The component of a profiled case that is off most; else how far each would have to be."""
+    if "profile_s" in case:
+        real, made = case["profile_s"], case["components_s"]
+        name = max(made, key=lambda one: abs(made[one] - real[one]))
+        return f"{name}: {(made[name] - real[name]) / sum(real.values()):+.1%} of the step"
+    name, seconds = max(case["breakdown_s"].items(), key=lambda item: item[1])
+    missing = case["real_s"] - case["predicted_s"]["median"]
+    return f"not profiled; {name} alone would have to change by {missing / seconds:+.0%}"
 
 
 def _table(cases: Sequence[Json]) -> Table:

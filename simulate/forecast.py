@@ -21,6 +21,7 @@ from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet
 
 SCHEMA = "forecast/1"
+UNSEALED = ("astra_sim_s", "components_s")  # of a prediction: for the one that looks into it
 
 
 class Forecasted(BaseModel):
@@ -81,7 +82,7 @@ def seal(
     for config in read_plan(plan_path):
         fields = config.model_dump(include=set(TrainingConfig.model_fields))
         predicted = predict(config, calibration, node, fabric, draws, devices=devices)
-        made = {key: item for key, item in asdict(predicted).items() if key != "astra_sim_s"}
+        made = {key: item for key, item in asdict(predicted).items() if key not in UNSEALED}
         cases.append({"config": fields} | made)
     forecast = {
         "schema": SCHEMA,

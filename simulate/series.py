@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from simulate.scores import grouped, summarise
 from simulate.series_fit import (
     Calibrations,
     Fitted,
@@ -25,7 +26,7 @@ from simulate.series_plan import DEFAULTS, OTHERS, Choices, Plan, TooLittle, pla
 from simulate.series_rows import read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
 from simulate.uncertainty import LEVEL
-from simulate.validation import SCHEMA, summarise
+from simulate.validation import SCHEMA
 from spec.calibration import Calibration
 from spec.errors import UserError
 
@@ -84,6 +85,7 @@ def series_validation(
         "level": LEVEL,
         "cases": entries,
         "summary": summaries(entries),
+        "groups": grouped([e for e in entries if e["anchored"] and not e["vendor_expected"]]),
         "series": fitted,
         "skipped": skipped,
         "scale": by_doublings(entries),

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from simulate.scores import coverage
 from simulate.stragglers import step_spread
 from simulate.uncertainty import Draws
-from simulate.validation import coverage
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.records import StepRow

@@ -22,7 +22,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import write_table, write_text
-from spec.records import KernelRow, TrainingConfig, TrainingRow
+from spec.records import KernelRow, ProfileRow, TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
 from topologies import load_fabric
 
@@ -132,6 +132,12 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     for found in sets:
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
+    profiles: dict[tuple[Path, str], list[ProfileRow]] = {}
+    for found in sets:  # the newest of a system's runs that profiled a case counts
+        rows_of: dict[str, list[ProfileRow]] = {}
+        for one in found.table(ProfileRow):
+            rows_of.setdefault(one.case_id, []).append(one)
+        profiles |= {(found.path.parent, case_id): mine for case_id, mine in rows_of.items()}
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
         path = calibration_for(arguments, found)
@@ -147,7 +153,8 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
             row, calibration, node, fabric, arguments.draws, binary=binary, devices=devices
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-        cases.append(Case(unique, predicted, *limits(found)))
+        profile = profiles.get((found.path.parent, row.case_id), [])
+        cases.append(Case(unique, predicted, *limits(found), profile))
     return cases, used
 
 

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from simulate.astra import Binary
+from simulate.components import Parts, errors, measured, simulated
 from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
+from simulate.scores import grouped, summarise, wide_or_narrow
 from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node
-from spec.records import TrainingConfig, TrainingRow
+from spec.records import ProfileRow, TrainingConfig, TrainingRow
 
 SCHEMA = "validation/1"
 Interval = dict[str, float]
@@ -39,17 +38,19 @@ class Prediction:
     modelled_share: float
     power_w: Interval | None = None  # mean of one device
     clock_mhz: Interval | None = None  # mean over the step and all devices
+    components_s: Parts | None = None  # see `simulate.components`
     astra_sim_s: float | None = None  # the same step through Astra-Sim, where that was asked for
 
 
 @dataclass(frozen=True)
 class Case:
-    """A measured row and its prediction, and what its devices cannot exceed."""
+    """A measured row, its prediction, its profile, and what its devices cannot exceed."""
 
     row: TrainingRow
     predicted: Prediction
     power_limit_w: float | None = None
     max_clock_mhz: float | None = None
+    profile: Sequence[ProfileRow] = ()
 
 
 def predict(
@@ -83,6 +84,7 @@ def predict(
         modelled_share=estimate.modelled_share,
         power_w=interval(estimate.power_w),
         clock_mhz=interval(estimate.mean_clock_mhz * estimate.clock_mhz / estimate.clock_mhz[0]),
+        components_s=simulated(estimate),
         astra_sim_s=astra_sim_s(estimate, binary) if binary else None,
     )
 
@@ -140,13 +142,15 @@ def validation(cases: Sequence[Case]) -> dict[str, Any]:
     for case in cases:
         others = [row for row in rows if row.case_id != case.row.case_id]
         entries.append(_entry(case, others))
-    kinds = sorted({entry["kind"] for entry in entries})
-    groups = {kind: [e for e in entries if e["kind"] == kind] for kind in kinds}
+    groups = grouped(entries)
+    kinds = {kind: groups["kind"][kind] for kind in sorted(groups["kind"])}
     return {
         "schema": SCHEMA,
         "level": LEVEL,
         "cases": entries,
-        "summary": {"all": summarise(entries)} | {k: summarise(v) for k, v in groups.items()},
+        "summary": {"all": summarise(entries)} | kinds,
+        "groups": groups,
+        "components": errors(entries),
     }
 
 
@@ -176,6 +180,9 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
                 gpus = row.parallelism().gpus / other.parallelism().gpus
                 per_flop = flops_per_gpu(row) / flops_per_gpu(other)
                 entry["baseline_energy_j"] = other.energy_per_step_j * gpus * per_flop
+    profile = measured(case.profile)
+    if profile is not None and predicted.components_s is not None:
+        entry |= {"profile_s": profile, "components_s": predicted.components_s}
     if predicted.astra_sim_s is not None:
         entry["astra_sim_s"] = predicted.astra_sim_s
     if row.energy_per_step_j is not None:
@@ -201,101 +208,6 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
             "predicted_memory_gib": predicted.allocated_gib,
         }
     return entry
-
-
-def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors, coverage and baselines of some cases; figures without data are None."""
-    real = np.array([entry["real_s"] for entry in entries])
-    median, low, high = (
-        np.array([entry["predicted_s"][key] for entry in entries])
-        for key in ("median", "low", "high")
-    )
-    errors = np.abs(median / real - 1)
-    inside = int(((low <= real) & (real <= high)).sum())
-    return {
-        "n": len(entries),
-        "mape": _mean(errors),
-        "median_ape": float(np.median(errors)) if len(errors) else None,
-        "max_ape": float(errors.max()) if len(errors) else None,
-        "bias": _mean(median / real - 1),
-        "baseline_mape": _mape(entries, "baseline_s", "real_s"),
-        "neighbour_mape": _mape(entries, "neighbour_s", "real_s"),
-        "astra_sim_mape": _mape(entries, "astra_sim_s", "real_s"),
-        "coverage_90": coverage(inside, len(entries)),
-        "median_half_width": float(np.median((high - low) / 2 / median)) if len(errors) else None,
-        "winkler": _mean(winkler(real, low, high) / real),
-        "baseline_winkler": _baseline_winkler(entries),
-        "energy_mape": _mape(entries, "predicted_energy_j", "real_energy_j"),
-        "baseline_energy_mape": _mape(entries, "baseline_energy_j", "real_energy_j"),
-        "energy_inside_90": _inside(entries, "energy_j"),
-        "power_mape": _mape(entries, "predicted_power_w", "real_power_w"),
-        "limit_power_mape": _mape(entries, "limit_power_w", "real_power_w"),
-        "power_inside_90": _inside(entries, "power_w"),
-        "clock_mape": _mape(entries, "predicted_clock_mhz", "real_clock_mhz"),
-        "limit_clock_mape": _mape(entries, "limit_clock_mhz", "real_clock_mhz"),
-        "clock_inside_90": _inside(entries, "clock_mhz"),
-        "memory_mape": _mape(entries, "predicted_memory_gib", "real_memory_gib"),
-    }
-
-
-def coverage(inside: int, count: int) -> dict[str, float] | None:
-    """Share of intervals that held the truth, with its 95 % Clopper-Pearson interval."""
-    if not count:
-        return None
-    from scipy.stats import binomtest
-
-    bounds = binomtest(inside, count).proportion_ci(0.95, method="exact")
-    return {"value": inside / count, "low": float(bounds.low), "high": float(bounds.high)}
-
-
-def winkler(
-    real: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Interval score: width, and 2 / alpha of what falls outside (Gneiting & Raftery 2007)."""
-    penalty = 2 / (1 - LEVEL)
-    outside = np.maximum(low - real, 0) + np.maximum(real - high, 0)
-    score: NDArray[np.float64] = high - low + penalty * outside
-    return score
-
-
-def _baseline_winkler(entries: Sequence[dict[str, Any]]) -> float | None:
-    """Score of the constant-rate baseline with an interval from its own spread on these rows."""
-    rows = [entry for entry in entries if "baseline_s" in entry]
-    if len(rows) < 3:
-        return None
-    real = np.array([entry["real_s"] for entry in rows])
-    guess = np.array([entry["baseline_s"] for entry in rows])
-    sd = float(np.std(np.log(real / guess), ddof=1))
-    return _mean(winkler(real, guess * np.exp(-1.645 * sd), guess * np.exp(1.645 * sd)) / real)
-
-
-def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | None:
-    errors = [
-        abs(_median(entry[guess]) / entry[truth] - 1)
-        for entry in entries
-        if guess in entry and truth in entry
-    ]
-    return _mean(np.array(errors))
-
-
-def _inside(entries: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Share of a quantity's intervals that held the measured value."""
-    rows = [entry for entry in entries if f"predicted_{name}" in entry]
-    held = [
-        entry[f"predicted_{name}"]["low"]
-        <= entry[f"real_{name}"]
-        <= entry[f"predicted_{name}"]["high"]
-        for entry in rows
-    ]
-    return _mean(np.array(held, dtype=np.float64))
-
-
-def _median(value: Any) -> float:
-    return float(value["median"]) if isinstance(value, dict) else float(value)
-
-
-def _mean(values: NDArray[np.float64]) -> float | None:
-    return float(values.mean()) if len(values) else None
 
 
 def table(value: dict[str, Any]) -> str:
@@ -353,6 +265,16 @@ def table(value: dict[str, Any]) -> str:
                 f"{percent(every[f'{name}_inside_90'])}; {words} as a baseline: "
                 f"{percent(every[f'{baseline}_mape'])}"
             )
+    for one in value.get("components", ()):
+        text.append(
+            f"{one['component']}: {percent(one['share'])} of a profiled step, off by "
+            f"{percent(one['error'])} of the step (bias {one['bias']:+.1%}; {one['n']} profiles)"
+        )
+    off = wide_or_narrow(value.get("groups", {}))
+    text += [f"intervals: {one}" for one in off if "narrow" in one]
+    wide = [one for one in off if "narrow" not in one]
+    if wide:
+        text.append(f"intervals: {len(wide)} groups' wider than they had to be, such as {wide[0]}")
     astra = value["summary"]["all"]["astra_sim_mape"]
     if astra is not None:
         text.append(f"the same steps through Astra-Sim: MAPE {astra:.1%}")

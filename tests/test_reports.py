@@ -103,7 +103,7 @@ def case(name: str, real: float, predicted: float, **more: Any) -> dict[str, Any
 
 
 def test_validation_page() -> None:
-    from simulate.validation import summarise
+    from simulate.scores import summarise
 
     cases = [case(HOSTILE, 1.0, 1.05, baseline_s=1.3), case("b", 2.0, 1.9)]
     summary = summarise(cases)
@@ -117,7 +117,7 @@ def test_validation_page() -> None:
 
 
 def test_judged_forecast_says_when_and_from_what() -> None:
-    from simulate.validation import summarise
+    from simulate.scores import summarise
 
     cases = [case("a", 1.0, 1.05)]
     forecast = {

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulate import validate
+from simulate import components, validate
 from simulate.draw import Grid, _random
-from simulate.validation import coverage, predict, summarise, winkler
+from simulate.scores import coverage, grouped, summarise, wide_or_narrow, winkler
+from simulate.validation import predict
+from spec.calibration import read_calibration
 from spec.command import run
 from spec.files import parse, read_table, read_yaml, write_json, write_table
 from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import StepRow, TrainingConfig, TrainingRow
+from spec.records import ProfileRow, StepRow, TrainingConfig, TrainingRow
 from tests.made_up import write_calibration
 from tests.synthetic import Truth, manifest
 from topologies import load_fabric, load_node
@@ -307,3 +309,78 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
     code, _, err = call(capsys, "predict", "grid.yaml", *words)
     assert code == 2
     assert "grid.yaml: gpus is []" in err
+
+
+def profile(case_id: str, rank: int, **seconds: tuple[float, ...]) -> list[ProfileRow]:
+    """Rows of one rank: {part: (time,) or (time, exposed, waiting)}."""
+    found = []
+    for part, times in seconds.items():
+        fields = dict(zip(("time_s", "exposed_s", "waiting_s"), times, strict=False))
+        row = {"case_id": case_id, "role": "judge", "rank": rank, "part": part} | fields
+        found.append(ProfileRow.model_validate(row))
+    return found
+
+
+def test_components_of_a_profile_are_those_of_the_rank_that_computes_most() -> None:
+    rows = profile("a", 0, step=(1.0,), gemm=(0.2,), tp=(0.7, 0.7, 0.6), idle=(0.1,))
+    rows += profile("a", 1, step=(1.0,), gemm=(0.7,), memory=(0.1,), tp=(0.2, 0.15, 0.05))
+    found = components.measured(rows)
+    assert found is not None
+    assert (found["gemm"], found["memory"]) == (0.7, 0.1)
+    assert found["tp"] == pytest.approx(0.10)
+    assert found["waiting"] == pytest.approx(0.05)
+    assert components.measured([]) is None
+
+
+def test_simulated_components_add_up_to_the_step(results: Path) -> None:
+    calibration = read_calibration(results / "4x-h200" / "calibration.json")
+    for config in configs():
+        found = predict(config, calibration, load_node("4x-h200"), load_fabric("ndr400-rail"), 0)
+        assert found.components_s is not None
+        whole = sum(found.components_s.values())
+        assert whole == pytest.approx(found.step_time_s["median"], rel=1e-6)
+        assert found.components_s["gemm"] > 0.3 * whole
+        assert (found.components_s["tp"] > 0) == (config.tp > 1)
+
+
+def test_errors_by_component(results: Path, tmp_path: Path, capsys: Any) -> None:
+    """A profile in a run of its own: 10 % of the step too little in products, as much too much in
+    waiting."""
+    row = configs()[1]
+    calibration = read_calibration(results / "4x-h200" / "calibration.json")
+    node, fabric = load_node("4x-h200"), load_fabric("ndr400-rail")
+    made = predict(row, calibration, node, fabric, draws=0).components_s
+    assert made is not None
+    step = sum(made.values())
+    real = dict(made) | {"gemm": made["gemm"] + 0.1 * step}
+    real["waiting"] -= 0.1 * step
+    real["waiting"], real["tp"] = max(real["waiting"], 0.0), made["tp"]
+    parts = {name: (real[name],) for name in ("gemm", "attention", "memory", "optimizer")}
+    rows = profile(
+        row.case_id, 0, **parts, tp=(real["tp"], real["tp"], 0.0), idle=(real["waiting"],)
+    )
+    run = next((results / "4x-h200").glob("*/training.csv")).parent
+    write_table(run / "profile.csv", ProfileRow, rows)
+    code, out, err = call(capsys, "results", "--json", "--report", "v.html")
+    assert code == 0, err
+    value = json.loads(out)
+    found = {one["component"]: one for one in value["components"]}
+    assert found["gemm"]["n"] == 1
+    assert found["gemm"]["bias"] < -0.05
+    assert found["tp"]["error"] == pytest.approx(0, abs=1e-9)
+    assert found["waiting"]["bias"] >= 0
+    page = (tmp_path / "v.html").read_text()
+    assert "Which part is off" in page
+    assert "Coverage by group" in page
+
+
+def test_groups_say_what_is_too_narrow_and_what_too_wide() -> None:
+    def entries(width: float, error: float) -> list[dict[str, Any]]:
+        interval = {"median": 1 + error, "low": 1 + error - width, "high": 1 + error + width}
+        one = {"kind": "TP", "model": "m", "gpus": 4, "real_s": 1.0, "predicted_s": interval}
+        return [one | {"error": error}] * 40
+
+    assert "too narrow" in wide_or_narrow(grouped(entries(0.01, 0.05)))[0]
+    assert "4.8 median errors wide" in wide_or_narrow(grouped(entries(0.2, 0.04)))[0]
+    assert wide_or_narrow(grouped(entries(0.08, 0.04))) == []
+    assert set(grouped(entries(0.1, 0.1))) == {"kind", "scale", "model"}

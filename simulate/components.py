@@ -1,0 +1,102 @@
+"""A step taken apart the same way in the simulation and in a profile, to see which part is off.
+
+Both sides look at the device that computes most (the stage that sets the pace): compute by class,
+the optimizer's kernels, what each communicator's transfers leave exposed, and waiting (the bubble,
+slower peers, the host). A profile's exposed time beyond the fastest rank's is waiting too.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from simulate.estimate import StepEstimate
+from spec.records import ProfileRow
+
+COMPUTE = ("gemm", "attention", "memory")
+AXES = ("tp", "pp", "dp", "ep", "cp")
+COMPONENTS = (*COMPUTE, "optimizer", *AXES, "waiting")
+Parts = dict[str, float]
+
+
+def class_of(op: str) -> str:
+    """A kernel's class in profile.csv."""
+    if op in ("gemm", "grouped_gemm"):
+        return "gemm"
+    return "attention" if op == "attention" else "memory"
+
+
+def simulated(estimate: StepEstimate) -> Parts:
+    """Seconds of the central estimate by component; they sum to the step."""
+    parts, priced = estimate.breakdown_s, estimate.priced
+    stage = int(estimate.stage_busy_s.argmax())
+    prices, layers = priced.stages[stage], priced.parallelism.stage_layers(priced.model)[stage]
+    classes: dict[str, float] = defaultdict(float)
+    for name, both in prices.segments.items():
+        last = name == "head" and stage < priced.parallelism.pp - 1
+        if last or (name == "embedding" and stage > 0):
+            continue
+        for kernel in (k for one in both for part in one.parts for k in part.kernels):
+            often = layers if name == "layer" else 1
+            classes[class_of(kernel.op)] += often * float(prices.costs.kernel_us(kernel)[0])
+    whole = sum(classes.values()) or 1.0
+    # slower beside communication, all alike
+    found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
+    update_s = float(priced.updates[stage].kernels_us[0]) / 1e6
+    found["optimizer"] = min(update_s, parts["optimizer"])
+    found |= {axis: parts[f"{axis}_exposed"] for axis in AXES}
+    found["waiting"] = sum(parts[name] for name in ("bubble", "straggler", "other"))
+    found["waiting"] += parts["optimizer"] - found["optimizer"]
+    return found
+
+
+def measured(rows: Iterable[ProfileRow]) -> Parts | None:
+    """The same of a case's profile: of the rank that computes most; None where there is none."""
+    ranks: dict[int, dict[str, ProfileRow]] = defaultdict(dict)
+    for row in rows:
+        ranks[row.rank][row.part] = row
+    if not ranks:
+        return None
+
+    def seconds(rank: int, part: str) -> float:
+        return ranks[rank][part].time_s if part in ranks[rank] else 0.0
+
+    busiest = max(ranks, key=lambda rank: sum(seconds(rank, part) for part in COMPUTE))
+    mine = ranks[busiest]
+    found = {part: seconds(busiest, part) for part in (*COMPUTE, "optimizer")}
+    waiting = seconds(busiest, "idle")
+    for axis in AXES:
+        exposed = (mine[axis].exposed_s or 0.0) if axis in mine else 0.0
+        waited = min((mine[axis].waiting_s or 0.0) if axis in mine else 0.0, exposed)
+        found[axis] = exposed - waited
+        waiting += waited
+    found["waiting"] = waiting
+    return found
+
+
+def errors(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By component, over cases with a profile: shares of the step, and simulated less measured.
+
+    `error` is in parts of the profiled step: mean, and mean of its size; `mape` of the component
+    itself, where it is at least 2 % of a step.
+    """
+    both = [(case["profile_s"], case["components_s"]) for case in cases if "profile_s" in case]
+    found = []
+    for name in COMPONENTS:
+        rows = [
+            (real[name] / sum(real.values()), (made[name] - real[name]) / sum(real.values()))
+            for real, made in both
+        ]
+        if not any(share or off for share, off in rows):
+            continue
+        large = [abs(off) / share for share, off in rows if share >= 0.02]
+        found.append(
+            {
+                "component": name,
+                "n": len(rows),
+                "share": sum(share for share, _ in rows) / len(rows),
+                "bias": sum(off for _, off in rows) / len(rows),
+                "error": sum(abs(off) for _, off in rows) / len(rows),
+                "mape": sum(large) / len(large) if large else None,
+            }
+        )
+    return found
