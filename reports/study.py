@@ -21,6 +21,8 @@ def render(value: Json) -> str:
     sections = [Section("Result", [*([_throughput(value, points)] if points else []), *notes])]
     if points:
         sections.append(Section("Where the time goes", [_breakdown(value, points)]))
+        if any(any(one.get("why", {}).values()) for one in points):
+            sections.append(Section("Why", [_why(points)]))
         sections.append(Section("Links", _links(points)))
     fabric = f", {value['fabric']} fabric" if value["fabric"] else ""
     return page(
@@ -110,6 +112,32 @@ def _breakdown(value: Json, points: Sequence[Json]) -> Figure:
     ]
     caption = "Parts of the central estimate; other: optimizer, stragglers, host, context ring"
     return Figure(svg(figure, "breakdown"), caption, Table(("", *groups), rows))
+
+
+def _why(points: Sequence[Json]) -> Table:
+    """What a sequence takes longer than in the first point of its series, part by part."""
+    parts = [
+        name
+        for name in points[0]["why"]
+        if max(abs(one["why"].get(name, 0.0)) for one in points) >= 5e-4
+    ]
+    rows: list[tuple[Cell, ...]] = [
+        (
+            f"{one['label']}, {one['series']}",
+            *(f"{one['why'].get(name, 0.0):+.1%}" for name in parts),
+            _interval(one["clock_mhz"]),
+            _interval(one["power_w_per_gpu"]),
+            _interval(one["burst_w"]),
+        )
+        for one in points
+    ]
+    return Table(
+        ("", *parts, "MHz", "W", "highest reading, W"),
+        rows,
+        "Time of a sequence beside that of the first of its series, in shares of it (simulated). "
+        "Clock: the same kernels at the clock that power leaves; kernels: larger ones fill the GPU "
+        "better; the parts add up to total",
+    )
 
 
 def _links(points: Sequence[Json]) -> list[Block]:

@@ -54,6 +54,28 @@ def attribution(first: Projection, second: Projection) -> list[dict[str, Any]]:
     ]
 
 
+def per_sequence(first: Projection, second: Projection) -> dict[str, float]:
+    """What a sequence takes longer in the second step, part by part, over the first's time for one.
+
+    Steps of different batches compare by it; `total` is the sum. Compute is told apart into what
+    the clock does to the same kernels, and the kernels: larger ones fill the GPU better.
+    """
+    before, after = parts(first), parts(second)
+    batches = first.request.parallelism.global_batch, second.request.parallelism.global_batch
+    one = float(first.estimate.step_time_s[0]) / batches[0]
+    clock = _compute_s(second) - _compute_s(second, float(first.estimate.clock_mhz[0]))
+    after = after | {"clock": clock, "compute": after["compute"] - clock}
+    names = dict.fromkeys((*before, *after))
+    found = {
+        "kernels" if name == "compute" else name: (
+            after.get(name, 0.0) / batches[1] - before.get(name, 0.0) / batches[0]
+        )
+        / one
+        for name in names
+    }
+    return found | {"total": sum(found.values())}
+
+
 def _compute_s(one: Projection, clock_mhz: float | None = None) -> float:
     """Compute of the step at the clock it runs at, or at another."""
     r = one.request

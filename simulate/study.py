@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from reports.study import render
+from simulate.attribution import per_sequence
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -155,6 +156,9 @@ STUDIES: dict[str, tuple[str, Callable[[Inputs, argparse.Namespace], Cases]]] = 
     "switches": ("recomputation", switches),
 }
 
+# Studies of one plan with something changed: each point is compared with the first of its series.
+COMPARED = ("microbatch", "switches")
+
 
 def parser() -> Parser:
     """The command's options."""
@@ -171,8 +175,11 @@ def parser() -> Parser:
     return options
 
 
-def point(case: Case) -> dict[str, Any]:
-    """What a study keeps of a projection; where none is possible, the reason."""
+def point(case: Case, first: dict[str, Projection] | None = None) -> dict[str, Any]:
+    """What a study keeps of a projection; where none is possible, the reason.
+
+    `first` collects the first projection of each series, with which the others are compared.
+    """
     about = {"series": case.series, "label": case.label}
     try:
         projection = project(case.request())
@@ -181,14 +188,18 @@ def point(case: Case) -> dict[str, Any]:
             raise UserError(f"needs {peak:.0f} GiB a GPU of {capacity:.0f} GiB")
     except UserError as error:
         return about | {"impossible": str(error)}
-    return about | kept(projection)
+    found = about | kept(projection)
+    if first is not None:
+        found["why"] = per_sequence(first.setdefault(case.series, projection), projection)
+    return found
 
 
 def kept(projection: Projection) -> dict[str, Any]:
     """The figures of a point."""
     value = projection.as_json()
     p = value["inputs"]["parallelism"]
-    names = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j", "power_w_per_gpu")
+    names = ["step_time_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j", "power_w_per_gpu"]
+    names += ["clock_mhz", "burst_w"]
     return {
         "gpus": value["inputs"]["gpus"],
         "parallelism": p["name"],
@@ -213,6 +224,10 @@ def table(value: dict[str, Any]) -> str:
             f"MFU {mfu:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  {one['parallelism']}"
             + (f"  saturated: {', '.join(busy)}" if busy else "")
         )
+        told = [(name, share) for name, share in one.get("why", {}).items() if abs(share) >= 5e-4]
+        if told:
+            parts = ", ".join(f"{name} {share:+.1%}" for name, share in told)
+            lines.append(f"{'':55}time of a sequence: {parts}")
     return "\n".join(lines)
 
 
@@ -230,6 +245,7 @@ def main(words: Sequence[str]) -> int:
     inputs = read_inputs(arguments)
     axis, work = STUDIES[arguments.study]
     cases = list(work(inputs, arguments))
+    first: dict[str, Projection] | None = {} if arguments.study in COMPARED else None
     bar = progress(cases, len(cases), arguments.study, arguments.progress)
     value = {
         "schema": "study/1",
@@ -240,7 +256,7 @@ def main(words: Sequence[str]) -> int:
         "node": inputs.node.name,
         "fabric": None if arguments.study == "fabrics" else inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
-        "points": [point(case) for case in bar],
+        "points": [point(case, first) for case in bar],
     }
     report = Path(arguments.report or f"studies/{arguments.study}.html")
     write_text(report, render(value))

@@ -64,6 +64,15 @@ def test_microbatches_are_told_apart_from_the_bubble(command: Any) -> None:
     assert fixed == sorted(fixed)
     assert fixed[-1] > 2 * fixed[0]
     assert max(growing) < 1.3 * min(growing)
+    of_bubble: dict[str, list[float]] = {}
+    for one in value["points"]:
+        if "impossible" not in one:
+            why = one["why"]
+            assert sum(why.values()) == pytest.approx(2 * why["total"])
+            assert one["burst_w"]["median"] >= one["power_w_per_gpu"]["median"]
+            of_bubble.setdefault(one["series"], []).append(why["bubble"])
+    assert of_bubble["fixed global batch"][-1] > 0.1
+    assert max(map(abs, of_bubble["fixed number of microbatches"])) < 0.05
 
 
 def test_a_switch_without_effect_is_said(command: Any) -> None:
