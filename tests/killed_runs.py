@@ -119,7 +119,7 @@ def killed(folder: Path, seed: int, kills: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.alarm(120)
+    signal.alarm(600)
     # what a killed run leaves behind becomes a child of this process, which waits for it
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     print(json.dumps(killed(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
