@@ -253,7 +253,8 @@ class NetworkFit(Record):
     sends it 2 (ranks - 1) / ranks times.
 
     Where groups laid out the same way were measured (`curves`), log(measured / formula) is
-    interpolated over their sizes and held constant beyond them.
+    interpolated over their sizes and held constant beyond them. Else that of the same layout on the
+    nearest count of nodes, with the formula's own spread.
     """
 
     protocol: str = Field(description="kind of network that it holds for")
@@ -294,6 +295,28 @@ class NetworkFit(Record):
         found = self._looked_up(collective, path)
         return found[0] if found else None
 
+    def _nearest(self, collective: str, path: GroupPath) -> "_Lookup | None":
+        """The measured layout of as many ranks and groups per node on the nearest count of nodes.
+
+        How far a collective's software lies from the formula (what gloo does for a reduce-scatter,
+        say) goes with it to other counts, which differ by the formula.
+        """
+
+        if not self.curves:
+            return None
+
+        def apart(key: tuple[str, int, int, int]) -> float:
+            return abs(log2(key[2] / path.nodes))
+
+        same = [
+            key
+            for key in self._residuals
+            if key[0] == collective
+            and -(-key[1] // key[2]) == path.local_ranks
+            and key[3] == path.concurrent
+        ]
+        return self._residuals[min(same, key=apart)] if same else None
+
     def _looked_up(self, collective: str, path: GroupPath) -> "_Lookup | None":
         if not self.curves:
             return None
@@ -325,7 +348,7 @@ class NetworkFit(Record):
     ) -> float:
         """Duration for a group laid out as `path`; `scale_up_busbw` in 1e9 bytes/s."""
         time = self._formula_us(collective, path, nbytes, scale_up_busbw)
-        found = self._looked_up(collective, path)
+        found = self._looked_up(collective, path) or self._nearest(collective, path)
         if found is None:
             return time
         _, sizes, residuals = found
