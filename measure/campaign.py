@@ -1,7 +1,6 @@
 """One run in progress: hands cases to workers, stores what comes back, stays within its time."""
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from measure import checks, heat, nccl_choice, placement
+from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store, write_links
@@ -17,20 +17,6 @@ from measure.window import Window
 from measure.workers import Pool
 from spec.errors import UserError, WorkError
 from spec.records import KernelRow
-
-OWN_PROCESSES = ("training", "placement", "profile")  # suites that start their own
-START_S = {"nvidia": 15.0, "amd": 15.0}  # workers' start; a CPU's is shorter
-
-
-def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> float:
-    """Wall-clock estimate of a suite: kernels are shared by the devices."""
-    total = float(sum(case.seconds for case in cases))
-    if suite == "kernels":
-        total /= devices
-    if suite == "collectives" and kind in START_S:
-        asked = nccl_choice.wanted(cases)
-        total += sum(case.seconds for case in asked) + (START_S[kind] if asked else 0.0)
-    return total + (START_S.get(kind, 5.0) if cases and suite not in OWN_PROCESSES else 0.0)
 
 
 @dataclass
@@ -241,37 +227,22 @@ class Campaign:
             self.sampler.tag("")
 
 
-def by_worth(cases: Sequence[Any]) -> list[Any]:
-    """What to measure first when time is short: cheap cases, drawn so that no kind is left out.
-
-    The draw is a hash of the id: two runs with the same budget begin with the same cases.
-    """
-
-    def draw(case: Any) -> float:
-        digest = hashlib.sha256(case.case_id.encode()).digest()
-        return float(case.seconds) * int.from_bytes(digest[:4]) / 2**32
-
-    return sorted(cases, key=draw)
-
-
 def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> None:
     """Run all suites; with a deadline, each gets its share of the time that is left."""
     pool = Pool(campaign.kind, world, nodes=campaign.nodes)
     try:
-        for position, (suite, todo) in enumerate(cases.items()):
+        for suite, todo in cases.items():
             if not todo:
                 continue
             until = campaign.deadline
             if until is not None:
-                rest = list(cases.items())[position:]
-                need = {name: estimate_s(name, more, campaign.kind, world) for name, more in rest}
-                left = max(until - time.monotonic(), 0.0)
-                until = time.monotonic() + left * need[suite] / max(sum(need.values()), 1e-9)
+                left = until - time.monotonic()
+                until = time.monotonic() + share_s(suite, cases, left, campaign.kind, world)
             if until is not None and until - time.monotonic() < min(one.seconds for one in todo):
                 campaign.out_of_time += len(todo)  # not even workers are started for it
                 continue
-            if until is not None and suite in ("kernels", "collectives"):
-                todo = by_worth(todo)
+            if until is not None:
+                todo = order(suite, todo)
             if suite in OWN_PROCESSES:
                 pool.close()  # free the devices' memory
                 getattr(campaign, suite)(todo, until)

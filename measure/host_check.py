@@ -25,7 +25,7 @@ TOLERANCE = 0.05  # largest difference between their times
 ROUNDS = 3  # of all counts, in turn
 SIZE, PRODUCTS = 200, 1500  # of the matrices, and how many products are timed
 WARM_UP = 50
-SECONDS = 60.0  # rough duration of a check, for estimates
+SECONDS = 15.0  # rough duration of a check, for estimates
 
 
 def counts(hosts: int) -> tuple[int, ...]:

@@ -250,7 +250,8 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
     options = read_options(asked, "nvidia", asked.gpus)
     if asked.write_plan:
         return write_plan(asked.write_plan, options, "nvidia", asked.gpus)
-    return list_cases(asked.json, planned(options, "nvidia", asked.gpus), "nvidia", asked.gpus)
+    cases = planned(options, "nvidia", asked.gpus)
+    return list_cases(asked.json, cases, "nvidia", asked.gpus, asked.budget)
 
 
 @contextlib.contextmanager
@@ -311,7 +312,7 @@ def main(words: Sequence[str]) -> int:
     if asked.write_plan:
         return write_plan(asked.write_plan, options, kind, len(devices))
     if asked.list:
-        return list_cases(asked.json, cases, kind, len(devices))
+        return list_cases(asked.json, cases, kind, len(devices), asked.budget)
     if options.link_mbit is not None:
         check_machine()
     store = reopen_store(folder, devices) if folder else open_store(asked, options, devices, words)
@@ -334,6 +335,8 @@ def main(words: Sequence[str]) -> int:
     sampler = Sampler(store.folder, chosen, epoch=epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)
     deadline = began + 60 * asked.budget if asked.budget else None
+    if deadline and options.link_mbit is not None:
+        deadline -= host_check.SECONDS  # the check after the cases
     campaign = Campaign(chosen, devices, store, sampler, bar.show, deadline, options.nodes)
     status = "partial"
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import checks, emulation, emulation_plan, heat, host_plan, placement
-from measure.campaign import estimate_s
+from measure.budget import affordable, estimate_s
 from measure.plan import PlanFile, collective_cases, interference_cases, kernel_cases
 from measure.training_plan import TrainingCase, case_of_config
 from measure.training_plan import cases as training_cases
@@ -93,18 +93,39 @@ def write_plan(path: Path, options: Options, kind: str, devices: int) -> int:
     return 0
 
 
-def list_cases(target: str | None, cases: dict[str, list[Any]], kind: str, devices: int) -> int:
-    """What would run, with estimated seconds."""
+def list_cases(
+    target: str | None,
+    cases: dict[str, list[Any]],
+    kind: str,
+    devices: int,
+    minutes: float | None = None,
+) -> int:
+    """What would run (within so many minutes, if given), with estimated seconds."""
+    everything = sum(len(some) for some in cases.values())
+    if minutes is not None:
+        cases = affordable(cases, 60 * minutes, kind, devices)
     suites: dict[str, Any] = {}
     lines = []
+    total = 0.0
     for suite, some in cases.items():
         seconds = estimate_s(suite, some, kind, devices)
+        total += seconds
         suites[suite] = {
             "seconds": round(seconds, 1),
             "cases": [{"case_id": one.case_id, "seconds": round(one.seconds, 2)} for one in some],
         }
         lines += [f"{one.seconds:8.2f} s  {suite:12s} {one.case_id}" for one in some]
         lines.append(f"{seconds:8.0f} s  {suite:12s} {len(some)} cases on {devices} devices")
-    value = {"schema": "measure-list/1", "devices": devices, "suites": suites}
+    count = sum(len(some) for some in cases.values())
+    lines.append(f"{total:8.0f} s  {'together':12s} {count} cases, {total / 60:.1f} minutes")
+    if minutes is not None:
+        lines[-1] += f"; {everything - count} more would not fit {minutes:g}"
+    value = {
+        "schema": "measure-list/1",
+        "devices": devices,
+        "seconds": round(total, 1),
+        "left_out": everything - count,
+        "suites": suites,
+    }
     emit(target, value, "\n".join(lines))
     return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from measure.campaign import by_worth
+from measure.budget import by_worth
 from measure.checks import LoadCase
 from measure.devices import Device
 from measure.devices.fake import FakeDevice
