@@ -117,8 +117,10 @@ def _quantities(value: Json) -> Table:
         ("energy_j_per_step", "energy per step, GPUs", "kJ", 1e-3),
         ("tokens_per_j", "tokens per joule, GPUs", "tokens/J", 1.0),
         ("clock_mhz", "clock of the products", "MHz", 1.0),
+        ("step_spread", "a run's 95th percentile step over its median, less 1", "%", 100.0),
+        ("goodput", "time that trains, failures and checkpoints taken off", "%", 100.0),
     ):
-        one = value[name]
+        one = value[name]["share"] if name == "goodput" else value[name]
         numbers = (one["median"] * scale, one["low"] * scale, one["high"] * scale)
         rows.append((label, *numbers, unit, Badge("simulated")))
     return Table(("quantity", "median", "low", "high", "unit", "source"), rows)
