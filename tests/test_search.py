@@ -142,6 +142,29 @@ def test_workers_give_the_same_points(inputs: Inputs) -> None:
     assert set(sweep.sweep(inputs, plans, workers=Workers(count=2))) == here
 
 
+@pytest.mark.filterwarnings("ignore:.*tasks which were still being processed")
+def test_a_dask_cluster_streams_resumes_and_gives_the_same_points(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    distributed = pytest.importorskip("distributed")
+    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:80]
+    here = {point.parallelism: point for point in sweep.sweep(inputs, plans)}
+    out = tmp_path / "sweep.jsonl"
+    options = {"processes": False, "protocol": "tcp://", "dashboard_address": None}
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, **options) as cluster:
+        workers = Workers(address=cluster.scheduler_address.replace("tcp", "dask"))
+        some = sweep.sweep(inputs, plans, out, workers)
+        first = [next(some) for _ in range(5)]
+        some.close()
+        assert 6 <= len(out.read_text().splitlines()) < 81  # what had finished is there
+        again = {one.parallelism: one for one in sweep.sweep(inputs, plans, out, workers)}
+    assert {point.parallelism for point in first} < set(again)
+    assert len(out.read_text().splitlines()) == 81
+    assert set(again) == set(here)
+    for p, point in again.items():
+        assert point.step_time_s == pytest.approx(here[p].step_time_s, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
