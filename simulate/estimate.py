@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from simulate import stragglers
 from simulate.clocks import layer_us, load, stage_clocks
 from simulate.costs import Costs, Draws
+from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
     PricedStep,
@@ -107,6 +108,8 @@ class StepSimulator:
     ) -> None:
         """Check the combination; nothing is simulated yet."""
         parallelism.check(model)
+        if parallelism.fp8:
+            calibration = with_fp8_products(calibration)
         self.model, self.p, self.calibration = model, parallelism, calibration
         self.measured_gpus = measured_gpus
         self._fixed_clock_mhz, self._slow_gpus = clock_mhz, slow_gpus

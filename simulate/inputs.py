@@ -206,6 +206,7 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("sequence-parallel", "split activations outside tensor-parallel regions too"),
         ("overlap", "hide data-parallel communication behind the backward pass"),
+        ("fp8", "products of layers in FP8 (default: bf16)"),
     ):
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     group.add_argument(
@@ -217,7 +218,7 @@ def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Parallelism` that the user has set (global_batch apart)."""
     names = [name.replace("-", "_") for name, _, _ in PARALLELISM_OPTIONS]
     names = [name for name in names if name != "global_batch"]
-    names += ["recompute", "schedule", "sequence_parallel", "overlap"]
+    names += ["recompute", "schedule", "sequence_parallel", "overlap", "fp8"]
     fixed = {name: getattr(arguments, name) for name in names}
     for name, value in fixed.items():
         low = 0 if name == "zero" else 1

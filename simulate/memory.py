@@ -143,6 +143,9 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     weights = 2.0 * (owned if p.zero >= 3 else held)
     if model.lora_rank:
         weights = 2.0 * (held + dense)
+    if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
+        ends = model.vocab / p.tp * model.hidden * ((stage == 0) + (stage == p.pp - 1))
+        weights += 2.0 * max(held - ends, 0.0)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     optimizer = 12.0 * owned
     layers = p.stage_layers(model)[stage]

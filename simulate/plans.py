@@ -98,7 +98,8 @@ def candidates(
                         p = Parallelism(
                             tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, microbatch=microbatch,
                             global_batch=global_batch, recompute=recompute, zero=zero,
-                            layers_per_stage=uneven, schedule=schedule, **switches,
+                            layers_per_stage=uneven, schedule=schedule, fp8=fixed.get("fp8", False),
+                            **switches,
                         )  # fmt: skip
                         p.check(model, gpus)
                     except (ValueError, UserError):

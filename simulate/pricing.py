@@ -136,7 +136,7 @@ class _Split:
     def __init__(self, p: Parallelism) -> None:
         self.p = p
         self._key = (
-            *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel),
+            *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
             *(ways(p.schedule), p.pp == 1),
         )
 

@@ -1,7 +1,7 @@
 """A projection: one request simulated, with intervals, provenance and warnings, as its JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from simulate import energy
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
+from simulate.fp8 import with_fp8_products
 from simulate.memory import Memory, memory
 from simulate.overhead import KEPT
 from simulate.plans import fewest_gpus
@@ -182,6 +183,8 @@ def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[
 def project(request: Request) -> Projection:
     """Simulate a request; raises UserError where it cannot run or does not make sense."""
     r = request
+    if r.parallelism.fp8:
+        r = replace(r, calibration=with_fp8_products(r.calibration))
     simulator = StepSimulator(
         r.model,
         r.parallelism,

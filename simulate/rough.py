@@ -10,6 +10,7 @@ from typing import Any
 
 from simulate.clocks import layer_us
 from simulate.costs import Costs, Draws
+from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
 from spec.calibration import Calibration
 from spec.collective import Collective
@@ -60,17 +61,16 @@ class Rough:
         return pipeline + reduction + update + gather
 
     def _costs(self, p: Parallelism) -> Costs:
-        key = (p.tp, p.pp, p.cp, p.dp, p.ep)
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8)
         if key not in self._layouts:
             fullest = share_of_fullest(self.model, p, Draws(0))
-            self._layouts[key] = Costs(
-                self.calibration, self.node, self.fabric, p, Draws(0), fullest
-            )
+            calibration = with_fp8_products(self.calibration) if p.fp8 else self.calibration
+            self._layouts[key] = Costs(calibration, self.node, self.fabric, p, Draws(0), fullest)
         return self._layouts[key]
 
     def _pass(self, p: Parallelism) -> Pass:
         """Depends on how a layer is split, not on how many layers a stage has."""
-        key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel)
+        key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8)
         if key not in self._passes:
             costs = self._costs(p)
             times = [
@@ -90,7 +90,7 @@ class Rough:
 
     def _slower(self, p: Parallelism, costs: Costs, whole_us: float) -> float:
         """What the clock that power leaves makes of a layer; much the same for all microbatches."""
-        key = (p.tp, p.cp, p.ep, p.sequence_parallel)
+        key = (p.tp, p.cp, p.ep, p.sequence_parallel, p.fp8)
         if key not in self._clocks:
             self._clocks[key] = layer_us(self.model, p, costs) / whole_us
         return self._clocks[key]
@@ -113,7 +113,7 @@ class Rough:
 
     def _update(self, p: Parallelism) -> tuple[float, float, float]:
         """Gradient reduction, parameter gather and update of the slowest stage in each, us."""
-        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.zero, p.layers_per_stage)
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.zero, p.layers_per_stage, p.fp8)
         if key not in self._updates:
             costs = self._costs(p)
             found = []

@@ -36,6 +36,9 @@ class Parallelism(BaseModel):
     overlap: bool = Field(
         default=False, description="hide data-parallel communication behind the backward pass"
     )
+    fp8: bool = Field(
+        default=False, description="products of layers in FP8, as Transformer Engine runs them"
+    )
     layers_per_stage: tuple[PositiveInt, ...] | None = Field(
         default=None, description="uneven pipeline stages, first to last"
     )
@@ -174,5 +177,6 @@ def describe(parallelism: Parallelism) -> str:
     parts += [f"ZeRO{p.zero}"] if p.zero != 1 else []
     parts += [f"recompute={p.recompute}"] if p.recompute != "none" else []
     parts += ["overlap"] if p.overlap else []
+    parts += ["FP8"] if p.fp8 else []
     parts += [p.schedule] if p.schedule != "1f1b" else []
     return " ".join(parts)

@@ -17,10 +17,19 @@ from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_experts import EXPERTS, expert_mlp
-from spec.step_linear import adapter_parameters, column, row
+from spec.step_linear import FP8_PRODUCTS, adapter_parameters, column, row
 from spec.step_parts import Part, Segment, Shapes, copied, shapes, without_weights
 
-__all__ = ["EXPERTS", "Part", "Segment", "Shapes", "copied", "shapes", "without_weights"]
+__all__ = [
+    "EXPERTS",
+    "FP8_PRODUCTS",
+    "Part",
+    "Segment",
+    "Shapes",
+    "copied",
+    "shapes",
+    "without_weights",
+]
 
 
 def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
@@ -139,7 +148,7 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     s = shapes(model, p)
     vocab = max(model.vocab // p.tp, 1)
     norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
-    logits = column("logits", s.tokens, vocab, model.hidden, model, p, adapted=False)
+    logits = column("logits", s.tokens, vocab, model.hidden, model, p, layers=False)
     loss = _pair("cross_entropy", "cross_entropy", (s.tokens, vocab))
     if p.tp > 1:  # maximum, predicted logit and denominator of each token, fp32
         sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
@@ -210,7 +219,11 @@ def optimizer(
         # parameters of both: Megatron-Core 0.16, DistributedOptimizer.step_with_ready_grads
         gather *= 2
     update = (max(owned, 1),)
+    cast: tuple[Kernel, ...] = ()
+    if p.fp8:  # weights cast and transposed once a step: Transformer Engine keeps both copies
+        cast = (copied(4 * sum(stage_parameters(model, p, stage))),)
     kernels = (
+        *cast,
         copied(4 * held + 8 * scaled),
         Kernel("grad_norm", "forward", update),
         copied(16 * owned),

@@ -45,27 +45,34 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     # times the probability (4 + 4), cast down (4 + 2), times the activation (4 + 2 + 4), summed (4)
     weighed, weighed_back = copied(12 * expert_rows * ffn), copied(34 * expert_rows * ffn)
 
+    dtype = "fp8" if p.fp8 else "bf16"
+    # as in spec.step_linear, both inputs and both gradients of outputs
+    casts = (copied(4 * expert_rows * (model.hidden + ffn)),) if p.fp8 else ()
+    casts_back = (copied(4 * expert_rows * (model.hidden + up)),) if p.fp8 else ()
+
     def experts(direction: str) -> tuple[Kernel, ...]:
         first = (local_experts, expert_rows, up, model.hidden)
         second = (local_experts, expert_rows, model.hidden, ffn)
         act = (expert_rows, ffn)
         if direction == "forward":
             return (
-                Kernel("grouped_gemm", "forward", first),
+                *casts,
+                Kernel("grouped_gemm", "forward", first, dtype),
                 Kernel(activation, "forward", act),
                 weighed,
-                Kernel("grouped_gemm", "forward", second),
+                Kernel("grouped_gemm", "forward", second, dtype),
                 *sorted_,  # outputs joined
             )
         weights = local_experts * model.hidden * (up + ffn)
         return (
             *sorted_,
-            Kernel("grouped_gemm", "dgrad", second),
-            Kernel("grouped_gemm", "wgrad", second),
+            *casts_back,
+            Kernel("grouped_gemm", "dgrad", second, dtype),
+            Kernel("grouped_gemm", "wgrad", second, dtype),
             weighed_back,
             Kernel(activation, "backward", act),
-            Kernel("grouped_gemm", "dgrad", first),
-            Kernel("grouped_gemm", "wgrad", first),
+            Kernel("grouped_gemm", "dgrad", first, dtype),
+            Kernel("grouped_gemm", "wgrad", first, dtype),
             Kernel("grad_accumulate", "forward", (weights,)),
         )
 

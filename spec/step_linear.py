@@ -13,44 +13,61 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied
 
+FP8_PRODUCTS = ("gemm", "grouped_gemm")
 
-def _products(m: int, n: int, k: int, frozen: bool) -> tuple[Kernel, tuple[Kernel, ...]]:
-    forward, dgrad = Kernel("gemm", "forward", (m, n, k)), Kernel("gemm", "dgrad", (m, n, k))
+
+def _products(
+    m: int, n: int, k: int, frozen: bool, fp8: bool = False
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Forward and backward kernels of one product.
+
+    In FP8 the input, and in the backward pass the output's gradient, are cast and transposed: 2 B
+    read and twice 1 B written, the transposed copy only where there is a weight gradient.
+    """
+    dtype, cast = "fp8" if fp8 else "bf16", 3 if frozen else 4
+    forward: tuple[Kernel, ...] = (Kernel("gemm", "forward", (m, n, k), dtype),)
+    backward: tuple[Kernel, ...] = (Kernel("gemm", "dgrad", (m, n, k), dtype),)
+    if fp8:
+        forward = (copied(cast * m * k), *forward)
+        backward = (copied(cast * m * n), *backward)
     if frozen:
-        return forward, (dgrad,)
-    wgrad = Kernel("gemm", "wgrad", (m, n, k))
-    return forward, (dgrad, wgrad, Kernel("grad_accumulate", "forward", (n * k,)))
+        return forward, backward
+    wgrad = Kernel("gemm", "wgrad", (m, n, k), dtype)
+    return forward, (*backward, wgrad, Kernel("grad_accumulate", "forward", (n * k,)))
 
 
 def column(
-    name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism, adapted: bool = True
+    name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism, layers: bool = True
 ) -> tuple[Part, Part]:
-    """Forward and backward of a column-parallel layer: `m` tokens, local output width `n`."""
+    """Forward and backward of a column-parallel layer: `m` tokens, local output width `n`.
+
+    `layers` is false for the output layer, which has no adapter and stays in bf16.
+    """
     frozen = model.lora_rank > 0
-    forward, backward = _products(m, n, k, frozen)
+    forward, backward = _products(m, n, k, frozen, p.fp8 and layers)
     gather = _sent("all_gather", m * k)
     scatter, reduce = _sent("reduce_scatter", m * k), _sent("all_reduce", m * k)
     if p.tp == 1:
-        pair = Part(name, (forward,)), Part(name, backward)
+        pair = Part(name, forward), Part(name, backward)
     elif frozen:
         exposed = (scatter,) if p.sequence_parallel else (reduce,)
         there = (gather,) if p.sequence_parallel else ()
-        pair = Part(name, (forward,), exposed=there), Part(name, backward, exposed=exposed)
+        pair = Part(name, forward, exposed=there), Part(name, backward, exposed=exposed)
     elif p.sequence_parallel:
         # the input is gathered again beside dgrad; its gradient is scattered beside wgrad
         pair = (
-            Part(name, (forward,), exposed=(gather,)),
+            Part(name, forward, exposed=(gather,)),
             Part(name, backward, hidden=(gather, scatter)),
         )
     else:
-        pair = Part(name, (forward,)), Part(name, backward, hidden=(reduce,))
-    if not frozen or not adapted:
+        pair = Part(name, forward), Part(name, backward, hidden=(reduce,))
+    if not frozen or not layers:
         return pair
     rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
     into, out_of = _products(local, rank, k, False), _products(m, n, rank, False)
     narrow = _narrow(p, m * rank)
     return (
-        _joined(pair[0], (into[0], out_of[0], copied(6 * m * n)), narrow[0]),
+        _joined(pair[0], (*into[0], *out_of[0], copied(6 * m * n)), narrow[0]),
         _joined(pair[1], (*out_of[1], *into[1], copied(6 * local * k)), narrow[1]),
     )
 
@@ -58,24 +75,24 @@ def column(
 def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> tuple[Part, Part]:
     """Forward and backward of a row-parallel layer: `m` tokens, local input width `k`."""
     frozen = model.lora_rank > 0
-    forward, backward = _products(m, n, k, frozen)
+    forward, backward = _products(m, n, k, frozen, p.fp8)
     if p.tp == 1:
-        pair = Part(name, (forward,)), Part(name, backward)
+        pair = Part(name, forward), Part(name, backward)
     elif p.sequence_parallel:
         pair = (
-            Part(name, (forward,), exposed=(_sent("reduce_scatter", m * n),)),
+            Part(name, forward, exposed=(_sent("reduce_scatter", m * n),)),
             Part(name, backward, exposed=(_sent("all_gather", m * n),)),
         )
     else:
         reduce = _sent("all_reduce", m * n)
-        pair = Part(name, (forward,), exposed=(reduce,)), Part(name, backward)
+        pair = Part(name, forward, exposed=(reduce,)), Part(name, backward)
     if not frozen:
         return pair
     rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
     into, out_of = _products(m, rank, k, False), _products(local, n, rank, False)
     back, there = _narrow(p, m * rank)  # a column's the other way round
     return (
-        _joined(pair[0], (into[0], out_of[0], copied(6 * local * n)), there),
+        _joined(pair[0], (*into[0], *out_of[0], copied(6 * local * n)), there),
         _joined(pair[1], (*out_of[1], *into[1], copied(6 * m * k)), back),
     )
 

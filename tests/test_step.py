@@ -58,6 +58,7 @@ def parallelisms(draw: st.DrawFn) -> Parallelism:
         "zero": draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 1,
         "overlap": draw(st.booleans()) if dp > 1 else False,
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "fp8": draw(st.booleans()),
     }
     if pp > 1 and fields["vpp"] == 1 and fields["zero"] < 2:
         fields["schedule"] = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
@@ -428,3 +429,33 @@ def test_clocks_settle_where_full_timelines_would() -> None:
         over = load(estimate.priced, stage).drawn_w(fit, step_us)
         again = _clock_mhz(alone, p, fit, over, busy[stage], max(busy))
         assert again == pytest.approx(estimate.priced.stages[stage].clock_mhz, rel=3e-3)
+
+
+def test_fp8_products_are_faster_and_casts_cost() -> None:
+    p = Parallelism(tp=2, dp=2, global_batch=4, sequence_parallel=True)
+    eight = p.model_copy(update={"fp8": True})
+    wide, narrow = simulate(p, clock_mhz=1980.0), simulate(eight, clock_mhz=1980.0)
+    assert 0.5 < narrow.step_time_s[0] / wide.step_time_s[0] < 0.95
+    assert narrow.traffic["tp"].bytes == wide.traffic["tp"].bytes  # what is sent stays bf16
+    dtypes = {
+        (part.name, kernel.dtype)
+        for segments in (layer(MODEL, eight), head(MODEL, eight))
+        for segment in segments
+        for part in segment
+        for kernel in part.kernels
+        if kernel.op == "gemm"
+    }
+    assert dtypes == {(n, "fp8") for n in ("qkv", "proj", "fc1", "fc2")} | {("logits", "bf16")}
+    assert stage_memory(MODEL, eight, 0).weights > stage_memory(MODEL, p, 0).weights
+
+
+def test_fp8_that_was_not_measured_is_assumed_and_listed(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write_json(path, calibration_json())
+    p = Parallelism(dp=2, global_batch=4, fp8=True)
+    value = project(Request(MODEL, p, NODE, FABRIC, CALIBRATION, path, draws=5)).as_json()
+    listed = {one["name"]: one["source"] for one in value["provenance"]}
+    assert listed["kernel.fp8_speedup"] == "assumed"
+    assert value["inputs"]["parallelism"]["name"].endswith("FP8")
+    experts = Parallelism(dp=8, ep=8, global_batch=8, fp8=True)
+    assert simulate(experts, model=MOE).step_time_s[0] > 0
