@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from simulate.estimate import StepEstimate
+from spec.kernel import PRODUCTS
 from spec.records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
@@ -20,7 +21,7 @@ Parts = dict[str, float]
 
 def class_of(op: str) -> str:
     """A kernel's class in profile.csv."""
-    if op in ("gemm", "grouped_gemm"):
+    if op in PRODUCTS:
         return "gemm"
     return "attention" if op == "attention" else "memory"
 

@@ -17,6 +17,7 @@ from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
 from simulate.scores import grouped, summarise, wide_or_narrow
+from simulate.twin import pairs
 from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
 from spec.calibration import Calibration
@@ -151,7 +152,22 @@ def validation(cases: Sequence[Case]) -> dict[str, Any]:
         "summary": {"all": summarise(entries)} | kinds,
         "groups": groups,
         "components": errors(entries),
+        "twins": twins(entries, rows),
     }
+
+
+def twins(entries: Sequence[dict[str, Any]], rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
+    """Measured steps whose scaled-down twin was measured too: the twin's FLOP/s carried over."""
+    found = []
+    by_id = {entry["id"]: entry for entry in entries}
+    for row, small in pairs(rows):
+        entry = by_id[row.case_id]
+        rate_s = measured_s(small) * flops_per_gpu(row) / flops_per_gpu(small)
+        one = {"id": row.case_id, "twin": small.case_id, "error": rate_s / entry["real_s"] - 1}
+        if "baseline_s" in entry:
+            one["baseline_error"] = entry["baseline_s"] / entry["real_s"] - 1
+        found.append(one)
+    return found
 
 
 def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
@@ -269,6 +285,11 @@ def table(value: dict[str, Any]) -> str:
         text.append(
             f"{one['component']}: {percent(one['share'])} of a profiled step, off by "
             f"{percent(one['error'])} of the step (bias {one['bias']:+.1%}; {one['n']} profiles)"
+        )
+    for one in value.get("twins", ()):
+        text.append(
+            f"twin {one['twin']} predicts {one['id']}: {one['error']:+.1%}"
+            + (f", constant rate {one['baseline_error']:+.1%}" if "baseline_error" in one else "")
         )
     off = wide_or_narrow(value.get("groups", {}))
     text += [f"intervals: {one}" for one in off if "narrow" in one]
