@@ -187,6 +187,17 @@ def pairs(rows: Sequence[TrainingRow]) -> Iterator[tuple[TrainingRow, TrainingRo
                 yield row, other
 
 
+def carried_over(row: TrainingConfig, small: TrainingRow) -> float:
+    """Seconds of a step at its twin's FLOP/s; the bubble by its formula, 1 + (p - 1) / (v m)."""
+    assert small.step_time_median_s is not None
+    per_gpu = []
+    for one in (row, small):
+        p, model = one.parallelism(), one.model_spec()
+        bubble = 1 + (p.pp - 1) / (p.vpp * p.microbatches)
+        per_gpu.append(model.step_flops(p.global_batch) / p.gpus * bubble)
+    return small.step_time_median_s * per_gpu[0] / per_gpu[1]
+
+
 _KEPT = (
     *("model", "hidden", "seq_len", "tp", "cp", "microbatch", "recompute", "sequence_parallel"),
     "nodes",

@@ -17,7 +17,7 @@ from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
 from simulate.scores import grouped, summarise, wide_or_narrow
-from simulate.twin import pairs
+from simulate.twin import carried_over, pairs
 from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
 from spec.calibration import Calibration
@@ -162,8 +162,8 @@ def twins(entries: Sequence[dict[str, Any]], rows: Sequence[TrainingRow]) -> lis
     by_id = {entry["id"]: entry for entry in entries}
     for row, small in pairs(rows):
         entry = by_id[row.case_id]
-        rate_s = measured_s(small) * flops_per_gpu(row) / flops_per_gpu(small)
-        one = {"id": row.case_id, "twin": small.case_id, "error": rate_s / entry["real_s"] - 1}
+        error = carried_over(row, small) / entry["real_s"] - 1
+        one = {"id": row.case_id, "twin": small.case_id, "error": error}
         if "baseline_s" in entry:
             one["baseline_error"] = entry["baseline_s"] / entry["real_s"] - 1
         found.append(one)

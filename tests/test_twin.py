@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulate import twin as command
-from simulate.twin import pairs, twin
+from simulate.twin import carried_over, pairs, twin
 from spec.command import run
 from spec.errors import UserError
 from spec.files import read_table
@@ -70,6 +70,12 @@ def test_measured_twins_are_found() -> None:
     other = row("other", (full.resized(layers=4), p))
     rows = [row("full", (full, p)), row("twin", small), other]
     assert [(a.case_id, b.case_id) for a, b in pairs(rows)] == [("full", "twin")]
+    # the bubble that a twin of fewer stages lacks is put back by its formula
+    piped = Parallelism(tp=2, pp=2, sequence_parallel=True, global_batch=16)
+    staged = row("staged", (full, piped))
+    assert carried_over(staged, row("one stage", twin(full, piped, 2))) == pytest.approx(
+        17 / 16, rel=0.01
+    )
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -82,7 +88,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert (full["gpus"], small["gpus"]) == (512, 4)
     assert small["arithmetic_intensity"] == pytest.approx(full["arithmetic_intensity"])
     assert small["flops_per_byte"]["tp"] == pytest.approx(full["flops_per_byte"]["tp"], rel=0.05)
-    assert full["bubble_share"] > small["bubble_share"] == 0
+    assert full["bubble_share"] > 0.01
+    assert small["bubble_share"] == pytest.approx(0, abs=1e-9)
     plan = read_table(tmp_path / "twin.csv", TrainingConfig)
     assert [row.layers for row in plan] == [small["layers"]]
     assert run(command.main, ["--gpus", "512", "--tp", "8", "--pp", "4", "--on", "4"]) == 2
