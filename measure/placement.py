@@ -12,7 +12,6 @@ and, at the end, `placement-compared.json`.
 """
 
 import contextlib
-import math
 import os
 import statistics
 import subprocess
@@ -23,8 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scipy.special import stdtrit
-
 from measure.devices import Device
 from measure.store import COMPARED, Store, now
 from measure.training import Processes, Report
@@ -34,21 +31,20 @@ from spec.errors import UserError, WorkError
 from spec.files import read_json, write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.probe import SCHEMA, PlacementProbe
+from spec.placement_gain import LEVEL, gains
+from spec.probe import PREDICTION, PROBE, SCHEMA, PlacementProbe
 from spec.records import PlacementRow
 
 Name = Literal["symmetric", "optimised", "uneven"]
 Turns = Literal["uneven", "optimised"]
 Phase = Literal["probe"] | Turns
 
-PROBE, PREDICTION = "placement-probe.json", "placement-prediction.json"
 PROBE_STEPS = 6
 SETTLING = 1  # steps at the start of a block that do not count
 BLOCK_STEPS = 2  # that do
 BLOCKS = {"optimised": 8, "uneven": 3}  # of either placement
 BLOCK_S = 60.0  # at least so long is waited for a block, beyond what its steps should take
 PREDICT_S = 120.0
-LEVEL = 0.9
 
 
 @dataclass(frozen=True)
@@ -198,7 +194,14 @@ def measure(case: PlacementCase, devices: Sequence[Device], kind: str, store: St
                     work.in_turns(symmetric, phase, placements)
                 except WorkError as error:
                     store.note(f"the {phase} placement was not compared: {error}")
-        value = compared(work.rows, prediction)
+        value = {
+            "schema": "placement-compared/1",
+            "predicted_at": prediction["written"],
+            "written": now(),
+            "pays": prediction["pays"],
+            "level": LEVEL,
+            "gains": gains(work.rows, prediction["placements"]),
+        }
         if "optimised" not in value["gains"]:
             raise WorkError("the optimised placement was not compared, see the manifest's notes")
         write_json(store.folder / COMPARED, value)
@@ -273,56 +276,6 @@ def predict(probe: Path, store: Store) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{target}: not a placement prediction")
     return value
-
-
-def compared(rows: Sequence[PlacementRow], prediction: dict[str, Any]) -> dict[str, Any]:
-    """Predicted gains beside measured ones; a gain is the symmetric step over the other, less 1."""
-    gains = {}
-    for name in ("optimised", "uneven"):
-        measured = measured_gain(rows, name)
-        if measured is None:
-            continue
-        predicted = prediction["placements"][name]["gain"]
-        gains[name] = {
-            "layers": prediction["placements"][name]["layers"],
-            "devices": prediction["placements"][name]["devices"],
-            "predicted": predicted,
-            "measured": measured,
-            "difference_points": 100 * (predicted["median"] - measured["median"]),
-            "inside_interval": predicted["low"] <= measured["median"] <= predicted["high"],
-        }
-    return {
-        "schema": "placement-compared/1",
-        "predicted_at": prediction["written"],
-        "written": now(),
-        "pays": prediction["pays"],
-        "level": LEVEL,
-        "gains": gains,
-    }
-
-
-def measured_gain(rows: Sequence[PlacementRow], name: str) -> dict[str, float] | None:
-    """Gain of a placement over the symmetric one, from pairs of neighbouring blocks.
-
-    {median, low, high}: the mean of the pairs' log ratios and its Student-t interval. None where
-    fewer than two pairs were measured.
-    """
-    blocks: dict[int, list[PlacementRow]] = {}
-    for row in rows:
-        if row.phase == name:
-            blocks.setdefault(row.block, []).append(row)
-    found = {"symmetric": list[float](), name: list[float]()}
-    for block in sorted(blocks):
-        times = [row.step_time_s for row in blocks[block]]
-        found[blocks[block][0].placement].append(math.log(statistics.fmean(times)))
-    ratios = [one - other for one, other in zip(*found.values(), strict=False)]
-    if len(ratios) < 2:
-        return None
-    mean = statistics.fmean(ratios)
-    half = stdtrit(len(ratios) - 1, (1 + LEVEL) / 2) * statistics.stdev(ratios)
-    half /= math.sqrt(len(ratios))
-    low, middle, high = (math.expm1(one) for one in (mean - half, mean, mean + half))
-    return {"median": middle, "low": low, "high": high}
 
 
 def _power_w(state: WindowResult) -> float | None:

@@ -18,11 +18,15 @@ from spec.command import Parser, add_json, emit, run, whole
 from spec.errors import UserError
 from spec.files import parse, read_json
 from spec.parallelism import Parallelism
-from spec.probe import SCHEMA, PlacementProbe
+from spec.placement_gain import gains
+from spec.probe import PREDICTION, PROBE, SCHEMA, PlacedStages, PlacementProbe
+from spec.records import PlacementRow
+from spec.results import find_result_sets
 
 EXAMPLES = """\
 examples:
   python -m simulate.place --probe results/4x-h200/RUN/placement-probe.json
+  python -m simulate.place --judge
   python -m simulate.place --model llama3-70b --gpus 32 --tp 4 --pp 4 --global-batch 128 \\
       --slowness 1.1,1,1.1,1 --layers-per-stage 19,21,19,21
   python -m simulate.place --model gpt3-175b --gpus 32 --tp 4 --pp 8 --slowness gpus.txt
@@ -36,6 +40,11 @@ def parser() -> Parser:
     """The command's options."""
     found = Parser(prog="python -m simulate.place", description=__doc__, epilog=EXAMPLES)
     found.add_argument("--probe", type=Path, metavar="FILE", help="what measure.run found")
+    found.add_argument(
+        "--judge",
+        action="store_true",
+        help="predictions under --results beside what suite placement measured then",
+    )
     given = found.add_argument_group("or speeds that you know")
     given.add_argument(
         "--slowness",
@@ -220,21 +229,75 @@ def text_of(value: dict[str, Any]) -> str:
     return "\n".join([*lines, value["advice"], f"optimal {proof}", *value["assumptions"]])
 
 
+def judge(root: Path, system: str | None, calibration: Calibration | None) -> dict[str, Any]:
+    """Every comparison of placements under `root`: as predicted then, and as it would be today."""
+    runs = []
+    for one in find_result_sets(root, system):
+        rows, path = one.table(PlacementRow), one.path / PREDICTION
+        if not rows or not path.exists():
+            continue
+        sealed = read_json(path, "a placement prediction")
+        try:
+            then = gains(rows, sealed["placements"])
+            best = PlacedStages.model_validate(
+                {name: sealed["placements"]["optimised"][name] for name in ("layers", "devices")}
+            )
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path}: not a placement prediction; restore it") from None
+        probe = read_probe(one.path / PROBE)
+        again = probe.model_copy(update={"others": probe.others | {"then": best}})
+        found = predict(again, calibration)["placements"]
+        found["optimised"] = found.pop("then")
+        runs.append(
+            {
+                "run": f"{one.manifest.system}/{one.manifest.run}",
+                "predicted_at": sealed.get("written"),
+                "sealed": then,
+                "today": gains(rows, found),
+            }
+        )
+    if not runs:
+        raise UserError(f"{root}: no comparison of placements; `measure.run --suite placement`")
+    return {"schema": "placement-judged/1", "runs": runs}
+
+
+def judgement_text(value: dict[str, Any]) -> str:
+    """The terminal summary: the error of a prediction beside that of promising nothing."""
+    lines = []
+    for run_ in value["runs"]:
+        lines.append(f"{run_['run']}, predicted {run_['predicted_at']}")
+        for when in ("sealed", "today"):
+            for name, one in run_[when].items():
+                said, saw = one["predicted"], one["measured"]
+                lines.append(
+                    f"  {when:7}{name:10} layers {_listed(one['layers'])} on GPUs "
+                    f"{_listed(one['devices'])}: predicted {said['median']:+.2%} "
+                    f"[{said['low']:+.2%}, {said['high']:+.2%}], measured {saw['median']:+.2%} "
+                    f"[{saw['low']:+.2%}, {saw['high']:+.2%}], off by "
+                    f"{one['difference_points']:+.2f} points (no gain at all: "
+                    f"{-100 * saw['median']:+.2f})"
+                )
+    return "\n".join(lines)
+
+
 def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
-    if (arguments.probe is None) == (arguments.slowness is None):
-        raise UserError("give --probe FILE, or --slowness with --gpus and --pp; not both")
-    if arguments.probe is None:
+    if [bool(arguments.judge), bool(arguments.probe), bool(arguments.slowness)].count(True) != 1:
+        raise UserError("give one of --probe FILE, --judge, or --slowness with --gpus and --pp")
+    if arguments.slowness:
         value = predict_known(arguments)
     else:
         idle = ("slowness_sd", "gpus", "tp", "pp", "microbatch", "global_batch", "layers_per_stage")
         odd = [name for name in (*idle, "model", "seq_len") if getattr(arguments, name) is not None]
         if odd:
-            raise UserError(
-                f"--{odd[0].replace('_', '-')} has no effect with --probe; leave it out"
-            )
-        value = predict(read_probe(arguments.probe), calibration_for_clocks(arguments))
+            raise UserError(f"--{odd[0].replace('_', '-')} has no effect without --slowness")
+        calibration = calibration_for_clocks(arguments)
+        if arguments.judge:
+            value = judge(Path(arguments.results), arguments.system, calibration)
+            emit(arguments.json, value, judgement_text(value))
+            return 0
+        value = predict(read_probe(arguments.probe), calibration)
     emit(arguments.json, value, text_of(value))
     return 0
 

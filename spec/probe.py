@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from spec.fitted import NonNegative, Positive
 
 SCHEMA = "placement-probe/1"
+PROBE, PREDICTION = "placement-probe.json", "placement-prediction.json"  # in a run's folder
 
 
 class _Form(BaseModel):

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from measure.placement import PlacementCase, cases, compared, measure, measured_gain
+from measure.placement import PlacementCase, cases, measure
 from measure.store import Store
 from measure.training_plan import case_of
+from simulate.place import main
 from spec.model import load_model
 from spec.parallelism import Parallelism
+from spec.placement_gain import gains, measured_gain
 from spec.records import Host, PlacementRow
 from spec.results import read_result_set
 
@@ -94,8 +96,12 @@ def test_the_suite_predicts_before_it_compares(
     assert placed == {",".join(map(str, best["layers"]))}
     for one in rows:
         assert all(0 < float(busy) < one.step_time_s for busy in one.busy_s.split(","))
-    again = compared(rows, prediction)["gains"]["uneven"]["measured"]
+    again = gains(rows, prediction["placements"])["uneven"]["measured"]
     assert again == pytest.approx(value["gains"]["uneven"]["measured"], rel=1e-4)
+    assert main(["--judge", "--results", str(tmp_path), "--json", str(tmp_path / "judged")]) == 0
+    (judged,) = json.loads((tmp_path / "judged").read_text())["runs"]
+    assert judged["sealed"]["uneven"]["predicted"] == value["gains"]["uneven"]["predicted"]
+    assert set(judged["today"]) == {"optimised", "uneven"}
     # what a kill in mid-comparison leaves is dropped when the run is continued
     (folder / "placement-compared.json").unlink()
     assert not Store.reopen(folder).done("placement")

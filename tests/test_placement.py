@@ -184,7 +184,7 @@ def test_speeds_of_every_gpu_are_grouped_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("", "give --probe"),
+        ("", "give one of --probe"),
         ("--slowness 1,1", "needs --gpus"),
         ("--slowness 1,x --gpus 2 --pp 2", "numbers above 0"),
         ("--slowness 1,nan --gpus 2 --pp 2", "numbers above 0"),
@@ -192,6 +192,7 @@ def test_speeds_of_every_gpu_are_grouped_first(tmp_path: Path) -> None:
         ("--slowness 1,9 --gpus 2 --pp 2", "broken"),
         ("--slowness 1,1 --gpus 3 --pp 2", "does not divide"),
         ("--probe x.json --pp 2", "--pp has no effect"),
+        ("--judge", "no comparison of placements"),
     ],
 )
 def test_a_placement_that_makes_no_sense_is_a_sentence(words: str, problem: str) -> None:
