@@ -30,6 +30,7 @@ from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.network import PUBLISHED
 from calibrate.own_network import fit_networks
 from calibrate.telemetry import read_telemetry
+from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration
 from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
@@ -72,6 +73,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     judge_collectives(evidence, collectives, ledger)
     judge_power(evidence, clock, kernels, ledger)
     thermal = fit_heat(evidence, ledger)
+    note_throttling(evidence, ledger)
     newest = evidence.runs[-1].manifest
     device = evidence.devices()[0]
     return Calibration.model_validate(

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from measure.devices import Device, throttle_names
+from measure.devices import Device
+from spec.throttle import throttle_names
 
 
 @dataclass(frozen=True)

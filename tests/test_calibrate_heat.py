@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
 from calibrate.pulses import pulse_exponent
 from calibrate.state import ClockState
+from calibrate.throttle import note_throttling
 from spec.records import HeatRow
 from spec.results import ResultSet
 from spec.thermal import exponential_mean
@@ -112,3 +115,19 @@ def test_pulses_tell_how_power_goes_with_the_clock(monkeypatch: pytest.MonkeyPat
     assert ledger.parameters[0].low <= 0.9 * exponent * 1.001
     monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows[:2]])
     assert pulse_exponent(evidence, ClockState(1980.0, 700.0, 76.0), ledger) is None
+
+
+def test_shares_of_what_held_the_clocks(tmp_path: Path) -> None:
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    masks = [4, 4, 4, 0x60, 0, None, 4, 4]
+    busy = [90.0, 90, 90, 90, 90, 90, 0, None]  # what idles does not count
+    table = pa.table({"throttle_reasons": pa.array(masks, pa.int64()), "utilisation_pct": busy})
+    parquet.write_table(table, tmp_path / "telemetry.parquet")
+    ledger = Ledger()
+    note_throttling(Evidence("made-up", [ResultSet(tmp_path, about)]), ledger)
+    found = {one.name: one.value for one in ledger.parameters}
+    assert found == {
+        "throttle.power_cap_share": 0.6,
+        "throttle.heat_share": 0.2,
+        "throttle.other_share": 0.0,
+    }

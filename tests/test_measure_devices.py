@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from measure.devices import Device, find_kind, nvidia, open_devices, throttle_names
+from measure.devices import Device, find_kind, nvidia, open_devices
 from measure.devices.amd import open_amd
 from measure.devices.cpu import Rapl
 from measure.devices.fake import FakeDevice
 from measure.devices.nvidia import NvidiaDevice
 from spec.errors import UserError
 from spec.records import TELEMETRY
+from spec.throttle import throttle_class, throttle_names
 from tests.vendor_libraries import Answer, Function, Library, amdsmi_over
 
 pynvml: Any = pytest.importorskip("pynvml")
@@ -245,3 +246,15 @@ def test_identifiers_are_hashed() -> None:
 def test_an_unknown_kind_is_one_sentence() -> None:
     with pytest.raises(UserError, match="known are nvidia, amd, cpu"):
         open_devices("tpu")
+
+
+def test_reasons_come_to_the_cap_heat_or_something_else() -> None:
+    assert [throttle_class(mask) for mask in (0x0, 0x1, 0x4, 0x44, 0x48, 0x20, 0x88)] == [
+        None,
+        None,
+        "power_cap",
+        "heat",
+        "heat",
+        "heat",
+        "other",
+    ]

@@ -2,10 +2,10 @@
 
 import os
 
-from measure.devices.base import Device, Kind, hashed, throttle_names
+from measure.devices.base import Device, Kind, hashed
 from spec.errors import UserError
 
-__all__ = ["Device", "Kind", "find_kind", "hashed", "open_devices", "throttle_names"]
+__all__ = ["Device", "Kind", "find_kind", "hashed", "open_devices"]
 
 
 def find_kind() -> Kind:

@@ -10,25 +10,6 @@ from spec.records import Device as DeviceRecord
 T = TypeVar("T")
 Kind = Literal["nvidia", "amd", "cpu", "fake"]
 
-# NVML's clocks-event-reason bits (nvml.h, nvmlClocksEventReason*); other vendors map onto them.
-IDLE = 0x1
-THROTTLE_BITS = {
-    0x2: "application_clocks",
-    0x4: "power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "thermal",
-    0x40: "hw_thermal",
-    0x80: "power_brake",
-    0x100: "display_clocks",
-}
-
-
-def throttle_names(mask: int) -> str | None:
-    """The reasons in a bit mask joined by +, idleness left out; None when there is none."""
-    names = [name for bit, name in THROTTLE_BITS.items() if mask & bit]
-    return "+".join(names) or None
-
 
 def hashed(identifier: str) -> str:
     """First 16 hex digits of SHA-256: tells devices apart without naming them."""
