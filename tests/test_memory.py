@@ -151,3 +151,21 @@ def test_earlier_stages_keep_more_microbatches() -> None:
     kept = [stage_memory(MODEL, p, stage).activations for stage in range(4)]
     assert [round(one / kept[3]) for one in kept] == [4, 3, 2, 1]
     assert kept[3] / GIB > 1
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, True), (8, False)])
+def test_activations_match_korthikantis_formula(tp: int, sequence_parallel: bool) -> None:
+    """arXiv 2205.05198, equations 1, 2 and 4: sbh (10 + 24 / t + 5 as / (ht)), with sequence
+    parallelism all over t. Not kept here: dropout's masks, two outside, and the scores, which
+    fused attention never writes."""
+    model = load_model("gpt3-175b")
+    p = Parallelism(
+        tp=tp, sequence_parallel=sequence_parallel, microbatch=2, global_batch=2,
+        recompute="selective",
+    )  # fmt: skip
+    sbh = model.seq_len * p.microbatch * model.hidden
+    outside, inside = 10 - 2, 24  # two masks of the ten are dropout's
+    expected = sbh * (outside / (tp if sequence_parallel else 1) + inside / tp)
+    assert layer_activation_bytes(model, p) == pytest.approx(expected)
+    full = p.model_copy(update={"recompute": "full"})
+    assert layer_activation_bytes(model, full) == 2 * sbh / (tp if sequence_parallel else 1)

@@ -13,7 +13,7 @@ import pytest
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.step import Segment, embedding, head, layer, optimizer, shared_gradients
+from spec.step import Segment, embedding, head, layer, optimizer, sharded, shared_gradients
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -33,18 +33,28 @@ def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
     """Note every collective of this process."""
     import torch.distributed as dist
 
-    whole = {"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 1}
-    names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+    # what holds all ranks' data, by place and by name; FSDP of newer torch says `single`
+    whole = {"all_reduce": (0, "tensor")}
+    names = {}
+    for ending in ("into_tensor", "single"):
+        whole[f"all_gather_{ending}"] = (0, "output_tensor")
+        names[f"all_gather_{ending}"] = "all_gather"
+    for ending in ("tensor", "single"):
+        whole[f"reduce_scatter_{ending}"] = (1, "input")
+        names[f"reduce_scatter_{ending}"] = "reduce_scatter"
 
     def note(kind: str, tensor: Any, group: Any) -> None:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         log.append((kind, tensor.numel() * tensor.element_size(), ranks))
 
-    def watch(name: str, argument: int) -> None:
-        original = getattr(dist, name)
+    def watch(name: str, place: int, argument: str) -> None:
+        original = getattr(dist, name, None)
+        if original is None:
+            return
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            note(names.get(name, name), args[argument], kwargs.get("group"))
+            tensor = kwargs[argument] if argument in kwargs else args[place]
+            note(names.get(name, name), tensor, kwargs.get("group"))
             return original(*args, **kwargs)
 
         for module in list(sys.modules.values()):  # some keep the function under their own name
@@ -53,8 +63,8 @@ def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
                     if value is original:
                         setattr(module, own, call)
 
-    for name, argument in whole.items():
-        watch(name, argument)
+    for name, (place, argument) in whole.items():
+        watch(name, place, argument)
     messages = dist.batch_isend_irecv
 
     def batch(operations: Any) -> Any:
@@ -210,6 +220,15 @@ def test_data_parallel_traffic(zero: int) -> None:
             sizes = [nbytes for kind, nbytes in observed if kind == one.kind and nbytes > 4]
             # Megatron-Core pads its buffers to a multiple of 64 elements per parameter
             assert sizes == [pytest.approx(one.bytes, rel=0.01)]
+
+
+def test_sharded_weights_traffic() -> None:
+    """In every microbatch: gathered for forward and for backward, scattered once."""
+    p = Parallelism(dp=2, zero=3, overlap=True, global_batch=4)
+    expected: Counter[str] = Counter()
+    for one in (one for way in sharded(LLAMA, p, 0) for one in way):
+        expected[one.kind] += int(one.bytes) * p.microbatches
+    assert _large(sent(LLAMA, p)[0][0, 1]) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
