@@ -258,8 +258,10 @@ class StepSimulator:
         and while the cap acts on `stage`, what it makes of products for some tens of milliseconds.
         """
         p, fit = self.p, self.calibration.clock
-        shape = stragglers.shapes(self._costs.draws)
-        share = fit.device_spread_sd * stragglers.lateness(p, shape)
+        draws = self._costs.draws
+        shape = stragglers.shapes(draws)
+        spread = fit.device_spread_sd * draws.factor("spread of GPUs", stragglers.SPREAD_SD)
+        share = spread * stragglers.lateness(p, shape)
         if self._slow_gpus is not None:
             share = np.maximum(share, self._slow_gpus.lateness(p))
         late = finish * share

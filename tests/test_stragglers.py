@@ -1,10 +1,13 @@
 """Waiting for the slowest: formulas against drawn clusters, what-ifs, and honest tails."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from simulate.project import main
 from simulate.stragglers import (
     MTBF_HOURS,
     SlowGpus,
@@ -19,6 +22,7 @@ from simulate.uncertainty import Draws
 from spec.errors import UserError
 from spec.parallelism import Parallelism
 
+ROOT = Path(__file__).parent.parent
 NORMAL = np.zeros(1)
 
 
@@ -132,3 +136,40 @@ def test_goodput_falls_with_gpus_and_failures_and_never_below_nothing() -> None:
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.99
     assert 0 <= goodput(10**6, 1.0)["share"]["median"] < 1e-6  # type: ignore[index]
+
+
+def projected(tmp_path: Path, words: str) -> Any:
+    common = "--gpus 128 --tp 8 --pp 2 --global-batch 128 --draws 10 --system 4x-h200 --results"
+    known = ["--out", str(tmp_path), "--json", str(tmp_path / "p.json"), *words.split()]
+    assert main([*common.split(), str(ROOT / "results"), *known]) == 0
+    return json.loads((tmp_path / "p.json").read_text())
+
+
+def test_every_what_if_of_a_projection_does_something(tmp_path: Path) -> None:
+    plain = projected(tmp_path, "")
+    slow = projected(tmp_path, "--slow-gpus 0.01:1.3 --gpu-mtbf-hours 1000")
+    link = projected(tmp_path, "--slow-link 4")
+    wait = slow["breakdown_s"]["straggler"]
+    assert wait > 0.2 * plain["step_time_s"]["median"]
+    assert slow["goodput"]["share"]["median"] < plain["goodput"]["share"]["median"]
+    assert slow["inputs"]["slow_gpus"] == {"share": 0.01, "factor": 1.3}
+    names = [{one["name"] for one in value["provenance"]} for value in (plain, slow)]
+    assert "failures.gpu_mtbf" in names[0] - names[1]
+    assert link["step_time_s"]["median"] > plain["step_time_s"]["median"]
+    assert "4 times slower" in link["inputs"]["fabric"]["name"]
+    assert 0 < plain["step_spread"]["low"] < plain["step_spread"]["high"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--gpus 8 --slow-link 2", "no effect on 8 GPUs"),
+        ("--gpus 64 --slow-link 0.5", "how many times slower"),
+        ("--gpus 64 --slow-link nan", "how many times slower"),
+        ("--gpus 64 --gpu-mtbf-hours 0", "hours above 0"),
+        ("--gpus 64 --tp 8 --pp 2 --slow-gpus 1:1", "FRACTION:FACTOR"),
+    ],
+)
+def test_a_what_if_that_makes_no_sense_is_a_sentence(words: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        main([*words.split(), "--system", "4x-h200", "--results", str(ROOT / "results")])
