@@ -96,6 +96,9 @@ def main(words: Sequence[str]) -> int:
         notes.append("each row is the mean of its iterations; quantiles are that mean")
         if found.wrong:
             notes.append(f"{found.wrong} lines failed the tool's own check and were left out")
+        if found.passed_over:
+            names = ", ".join(sorted(found.passed_over))
+            notes.append(f"{names} passed over: no training step uses that collective")
     else:
         tables, hosts = megatron_tables(asked)
         software = {}

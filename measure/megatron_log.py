@@ -23,8 +23,10 @@ MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
 _ARGUMENT = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*) \.{3,} (.*?)\s*$")
 _VOCABULARY = re.compile(r"padded vocab .*new size: (\d+)")
-_TIME = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
-_LOSS = re.compile(r"\blm loss:\s*([\d.E+-]+|nan)")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+# milliseconds; BigScience's and DeepSpeed's print seconds, Primus the mean after a stroke
+_TIME = re.compile(r"elapsed time per iteration \((ms|s)\):\s*([\d.]+)")
+_LOSS = re.compile(r"\blm loss:?\s*([\d.E+-]+|nan)")
 _BATCH = re.compile(r"global batch size:\s*(\d+)")
 _SKIPPED = re.compile(r"number of (?:skipped|nan) iterations:\s*([1-9]\d*)")
 _ENERGY = re.compile(r"energy per GPU \(J/iter/GPU\):\s*([\d.]+)")
@@ -58,7 +60,8 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
     arguments: dict[str, str] = {}
     iterations = []
     memory = {}
-    for line in read_text(path, "a Megatron-LM training log").splitlines():
+    for raw in read_text(path, "a Megatron-LM training log").splitlines():
+        line = _COLOUR.sub("", raw)
         if found := _ARGUMENT.search(line):
             arguments.setdefault(found[1], found[2])
         elif found := _VOCABULARY.search(line):
@@ -67,7 +70,7 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
             if not _SKIPPED.search(line):
                 iterations.append(
                     Iteration(
-                        float(found[1]) / 1e3,
+                        float(found[2]) / (1e3 if found[1] == "ms" else 1.0),
                         int(value) if (value := _number(_BATCH, line)) is not None else None,
                         _number(_LOSS, line),
                         _number(_ENERGY, line),

@@ -1,8 +1,10 @@
 """Reads nccl-tests' (and rccl-tests') printed output into rows of collectives.csv.
 
-The format is that of versions 2.0 to 2.18: a line that begins `# nThread`, one line per rank, a
+The format is that of versions 2.0 to 2.19: a line that begins `# nThread`, one line per rank, a
 line that names the columns, and a line per size. The out-of-place columns are read. A line is the
-mean of its iterations, so a row's quantiles are all that mean.
+mean of its iterations, so a row's quantiles are all that mean. Before lines may stand what mpirun,
+srun and Kubernetes put there. Tests of collectives that no step uses (broadcast, reduce, ...) are
+passed over.
 """
 
 import re
@@ -28,13 +30,16 @@ TYPES = {"float": "fp32", "bfloat16": "bf16", "half": "fp16", "double": "fp64"}
 SAME = 0.1  # printed and computed bus bandwidth agree better than this
 LEAST_BUSBW = 1.0  # 1e9 bytes/s; smaller ones are printed with too few digits to compare
 
-_LABEL = re.compile(r"^\s*(\[[\d,]+\]<\w+>:|\d+:)\s?")  # of mpirun --tag-output and srun --label
-_PROGRAM = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv)_perf\b")
+# of mpirun --tag-output, srun --label, and kubectl logs --timestamps
+_LABEL = re.compile(r"^\s*(\[[\d,]+\]<\w+>:|\d+:|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)\s)\s?")
+_UNUSED = ("broadcast", "reduce", "gather", "scatter", "hypercube", "alltoallv")
+_PROGRAM = re.compile(rf"\b({'|'.join((*PROGRAMS, *_UNUSED))})_perf(?:_mpi)?\b")
 _RANK = re.compile(
     r"^#?\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+"
     r"\[(\S+)\]\s*(.*)$"
 )
-_VERSION = re.compile(r"nccl-tests version (\S+).*nccl-library=(\d+)")
+_VERSION = re.compile(r"\b([nr]ccl)-tests version (\S+).*\b[nr]ccl-library=(\d+)")
+_OLD_RCCL = re.compile(r"\brccl-tests: Version (\S+)")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Imported:
     ranks: dict[tuple[str, int], Rank] = field(default_factory=dict)  # by host and device
     software: dict[str, str] = field(default_factory=dict)
     wrong: int = 0  # lines that failed nccl-tests' own check of the data
+    passed_over: set[str] = field(default_factory=set)  # tests of collectives that no step uses
 
 
 def read(paths: Sequence[Path], collective: str | None = None) -> Imported:
@@ -76,25 +82,36 @@ def read(paths: Sequence[Path], collective: str | None = None) -> Imported:
         before = len(found.rows)
         _read_file(path, collective, found)
         if len(found.rows) == before:
-            raise UserError(f"{path}: no line of results; give the printed output of nccl-tests")
+            others = f" but {', '.join(sorted(found.passed_over))}'s" if found.passed_over else ""
+            raise UserError(
+                f"{path}: no line of results{others}; give the printed output of nccl-tests for "
+                f"{', '.join(PROGRAMS)}"
+            )
     return found
 
 
 def _read_file(path: Path, collective: str | None, found: Imported) -> None:
     text = read_text(path, "nccl-tests output")
-    backend = "rccl" if "rccl-tests" in text or "RCCL" in text else "nccl"
+    amd = any(word in text for word in ("rccl-tests", "RCCL", "AMD Instinct"))
+    backend = "rccl" if amd else "nccl"
     named = _PROGRAM.search(path.name)
-    kind = collective or (PROGRAMS[named[1]] if named else "")
+    kind = collective or PROGRAMS.get(named[1] if named else "", "")
+    used = True  # the test that is being read
     block: Block | None = None
     for number, raw in enumerate(text.splitlines(), start=1):
         line = _LABEL.sub("", raw)
         where = f"{path} line {number}"
         program = _PROGRAM.search(line)
         if program and not collective:
-            kind = PROGRAMS[program[1]]
-        version = _VERSION.search(line)
-        if version:
-            found.software |= {"nccl-tests": version[1], "nccl": library_version(int(version[2]))}
+            used = program[1] in PROGRAMS
+            kind = PROGRAMS.get(program[1], "")
+            if not used:
+                found.passed_over.add(f"{program[1]}_perf")
+        if version := _VERSION.search(line):
+            library = library_version(int(version[3]))
+            found.software |= {f"{version[1]}-tests": version[2], version[1]: library}
+        elif version := _OLD_RCCL.search(line):
+            found.software["rccl-tests"] = version[1]
         if re.match(r"#?\s*nThread\b", line):
             iterations = re.search(r"(?<!warmup )iters:\s*(\d+)", line)
             block = Block(kind, int(iterations[1]) if iterations else 1)
@@ -110,7 +127,7 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             if block is None:
                 raise UserError(f"{where}: results without the line '# nThread' before them")
             block.columns = words
-        elif block is not None and block.columns and words and words[0].isdigit():
+        elif used and block is not None and block.columns and words and words[0].isdigit():
             row = _row(block, words, backend, where, found)
             if row is not None:
                 found.rows.append(row)

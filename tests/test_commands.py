@@ -344,6 +344,21 @@ def test_a_background_job_ends_when_told(tmp_path: Path) -> None:
     assert child.returncode == 130
 
 
+@pytest.mark.parametrize("package", ["measure", "calibrate", "simulate"])
+def test_ctrl_c_while_a_command_imports(package: str) -> None:
+    code = (
+        f"import sys\nsys.argv = ['-m']\nimport {package}\nsys.argv = ['run.py']\n"
+        "raise KeyboardInterrupt\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    as_library = code.replace("['-m']", "['theirs.py']")
+    done = subprocess.run(
+        [sys.executable, "-c", as_library], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "Traceback" in done.stderr
+
+
 def test_validate_without_results(command: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, _, err = command("validate", "empty")

@@ -93,6 +93,48 @@ def test_files_of_older_versions_and_several_at_once(tmp_path: Path) -> None:
     assert (rows[-1].nodes, rows[-1].dtype, rows[-1].repeats) == (1, "bf16", 50)
 
 
+def test_what_launchers_put_before_lines(tmp_path: Path) -> None:
+    """mpirun, srun and Kubernetes; and the name that a build with MPI has."""
+    for number, label in enumerate(("[1,0]<stdout>:", "0: ", "2025-05-27T15:23:07.123456789Z ")):
+        text = "\n".join(
+            label + line.replace("all_reduce_perf", "all_reduce_perf_mpi")
+            for line in ALL_REDUCE.splitlines()
+        )
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rows = imported(folder, "nccl-tests", write(folder, text)).table(CollectiveRow)
+        assert [row.collective for row in rows] == ["all_reduce"] * 3
+
+
+def test_rccl_tests_of_two_generations(tmp_path: Path) -> None:
+    new = ALL_REDUCE.replace(
+        "nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807",
+        "rccl-tests version 2.17.9-develop:2596ca5f71 rccl-headers=22803 rccl-library=22707",
+    )
+    old = "rccl-tests: Version develop:a7809b3\n" + ALL_TO_ALL.replace(
+        "NVIDIA A100-SXM4-40GB", "AMD"
+    )
+    files = [write(tmp_path, new), write(tmp_path, old, "alltoall_perf.log")]
+    found = imported(tmp_path, "nccl-tests", *files)
+    assert {row.backend for row in found.table(CollectiveRow)} == {"rccl"}
+    assert found.manifest.software["rccl"] == "2.27.7"
+    assert found.manifest.software["rccl-tests"] == "develop:a7809b3"
+
+
+def test_collectives_that_no_step_uses_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their lines look the same, and were once taken for the collective before them."""
+    other = ALL_REDUCE.replace("all_reduce_perf", "broadcast_perf").split("# Avg")[0]
+    path = write(tmp_path, ALL_REDUCE + other + ALL_REDUCE)
+    found = imported(tmp_path, "nccl-tests", path)
+    assert len(found.table(CollectiveRow)) == 6
+    assert "broadcast_perf passed over" in found.manifest.notes[-1]
+    alone = write(tmp_path, other, "broadcast.txt")
+    assert run(main, ["nccl-tests", alone, "--system", "x", "--out", str(tmp_path / "no")]) == 2
+    assert "no line of results but broadcast_perf's" in capsys.readouterr().err
+
+
 def test_the_same_size_twice_stays_two_rows(tmp_path: Path) -> None:
     labelled = "\n".join(f"[1,0]<stdout>:{line}" for line in ALL_REDUCE.splitlines())
     files = [write(tmp_path, ALL_REDUCE), write(tmp_path, labelled, "again.txt")]
@@ -177,6 +219,26 @@ def test_a_megatron_log_becomes_a_configuration_and_its_steps(tmp_path: Path) ->
     assert steps[0].loss == 11.0
     assert found.manifest.base_system == "8x-h100"
     assert [len(one.devices) for one in found.manifest.hosts] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("elapsed time per iteration (ms): {:.1f}", "elapsed time per iteration (s): {:.4f}"),
+        ("elapsed time per iteration (ms): {:.1f}", "elapsed time per iteration (ms): {:.1f}/99.9"),
+        (" [2025-05-27 15:24:07] iteration", "\x1b[32m[default7]:\x1b[0m iteration"),
+        ("lm loss: ", "lm loss "),
+    ],
+)
+def test_lines_of_other_versions(tmp_path: Path, old: str, new: str) -> None:
+    """BigScience's and DeepSpeed's seconds, Primus' means, coloured labels, 2020's losses."""
+    assert old in LINE
+    scale = 1e-3 if "(s)" in new else 1.0
+    line = LINE.replace(old, new)
+    text = LOG + "".join(line.format(n + 2, time * scale, 128, 0) for n, time in enumerate(TIMES))
+    found = imported(tmp_path, "megatron-log", write(tmp_path, text), "--nodes", "2")
+    assert found.table(TrainingRow)[0].step_time_median_s == pytest.approx(2.505)
+    assert found.table(StepRow)[0].loss == 11.0
 
 
 def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None:
