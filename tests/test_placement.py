@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulate.clocks import load
+from simulate.estimate import StepSimulator
 from simulate.place import main, predict
 from simulate.placement import (
     Pipeline,
@@ -24,7 +26,10 @@ from simulate.placement import (
 )
 from spec.calibration import read_calibration
 from spec.errors import UserError
+from spec.model import load_model
+from spec.parallelism import Parallelism
 from spec.probe import PlacementProbe
+from topologies import load_fabric, load_node
 
 ROOT = Path(__file__).parent.parent
 SLOWNESS = st.floats(0.7, 1.6).map(lambda x: round(x, 3))
@@ -277,6 +282,43 @@ def test_a_power_cap_takes_back_part_of_the_gain() -> None:
     free = predict(one, None)["placements"]["optimised"]["gain"]["median"]
     capped = predict(one, calibration)["placements"]["optimised"]["gain"]["median"]
     assert 0 < capped < 0.9 * free
+
+
+def test_a_probe_of_simulated_stages_predicts_what_the_simulator_does() -> None:
+    """Two ways to the same gain: clocks carried over from a probe, and the whole power model."""
+    calibration = read_calibration(ROOT / "results/4x-h200/calibration.json")
+    model = load_model("llama3.2-3b").resized(layers=64, vocab=32000, seq_len=4096)
+    node, fabric = load_node("hgx-h200"), load_fabric("ndr400-rail")
+    others = {"a": (15, 16, 16, 17), "b": (16, 16, 17, 15), "c": (17, 17, 17, 13)}
+
+    def simulated(layers: tuple[int, ...]) -> StepSimulator:
+        p = Parallelism(pp=4, global_batch=10, layers_per_stage=layers)
+        return StepSimulator(model, p, node, fabric, calibration, draws=0)
+
+    whole = simulated((16,) * 4)
+    priced, step_s = whole.priced, float(whole.run().step_time_s[0])
+    stages = []
+    for number, stage in enumerate(priced.stages):
+        layer = [16e-6 * float(part.cost.total[0]) for part in stage.segments["layer"]]
+        passes = [1e-6 * float(one.total[0]) for one in priced.passes_of(number)]
+        compute_w, beside_w = load(priced, number).drawn_w(calibration.clock, step_s * 1e6)
+        watts = calibration.clock.power_w(compute_w, stage.clock_mhz, beside_w)
+        stages.append(
+            {
+                "device": number, "layers": 16, "step_cv": 0.005,
+                "layers_forward_s": layer[0], "layers_backward_s": layer[1],
+                "other_forward_s": max(passes[0] - layer[0], 0.0),
+                "other_backward_s": max(passes[1] - layer[1], 0.0),
+                "clock_mhz": stage.clock_mhz,
+                "power_w": min(watts, calibration.clock.cap_w or watts),
+            }
+        )  # fmt: skip
+    placed = {name: {"layers": layers, "devices": [0, 1, 2, 3]} for name, layers in others.items()}
+    one = probe([1.0] * 4, stages=stages, others=placed, step_time_s=step_s, microbatches=10)
+    value = predict(one, calibration)["placements"]
+    for name, layers in others.items():
+        gain = step_s / float(simulated(layers).run().step_time_s[0]) - 1
+        assert value[name]["gain"]["median"] == pytest.approx(gain, abs=0.006)
 
 
 def test_the_command_reads_a_probe_and_refuses_a_broken_one(
