@@ -46,6 +46,14 @@ class Trace:
     steady: tuple[float, float] | None = None  # when STEADY_CASE began and ended
 
 
+def loaded_span(one: Trace, begin: float, end: float) -> tuple[float, float]:
+    """When the load of a case began and ended: workers take a while to start it."""
+    inside = (one.time_s >= begin) & (one.time_s <= end)
+    power = np.where(inside, one.power_w, 0.0)
+    busy = np.flatnonzero(power > 0.5 * float(np.median(power[inside])))
+    return float(one.time_s[busy[0]]), float(one.time_s[busy[-1]])
+
+
 @dataclass
 class Errors:
     """Of temperatures, in degrees; the model's and those of what takes no model."""
@@ -317,7 +325,7 @@ def judge_steady(fitted: ThermalFit, one: Trace, errors: Errors) -> None:
     """The end of a constant load from its first minute, its power taken to stay as it is."""
     if one.steady is None or one.steady[1] - one.steady[0] < KNOWN_S + STEADY_END_S:
         return
-    begin, end = one.steady
+    begin, end = loaded_span(one, *one.steady)
     past = one.time_s < begin + KNOWN_S
     loaded = past & (one.time_s > begin + KNOWN_S / 4)
     last = (one.time_s > end - STEADY_END_S) & (one.time_s <= end)

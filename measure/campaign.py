@@ -195,6 +195,7 @@ class Campaign:
 
     def heat(self, pool: Pool, cases: Sequence[heat.HeatCase], until: float | None) -> None:
         """Constant and pulsed load of all devices."""
+        pool.start()  # not within a case: its telemetry is the load's from the first second
         for case in cases:
             if not self.admit(case.seconds, until):
                 continue

@@ -95,7 +95,6 @@ def _wait_until(moment: float) -> None:
 
 def measure(case: HeatCase, devices: Sequence[Device], pool: Pool) -> HeatRow:
     """Load all devices at once; raises WorkError where a worker could not."""
-    pool.start()
     with Window(devices) as window:
         replies = pool.together(case)
     if isinstance(replies, str):

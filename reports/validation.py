@@ -8,6 +8,8 @@ from reports.projection import percent
 from reports.series import sections as series_sections
 
 MEAN = "mean over sources"
+# each with the baseline beside it
+QUANTITIES = (("energy", "baseline_energy"), ("power", "limit_power"), ("clock", "limit_clock"))
 HEADLINE = "means over sources, without vendor-expected and FP8 rows where there are others"
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -19,8 +21,10 @@ def render(value: Json) -> str:
     series = "series" in value
     summary = value["summary"]
     every = summary.get(MEAN, summary["all"]) if series else summary["all"]
+    metered = summary["all"].get("power_mape") is not None
     sections = [
         Section("Errors, with baselines on the same rows", [*_notes(value), _summary(value)]),
+        *([Section("Energy, power and clock", [_power(value)])] if metered else ()),
         Section("Every case", [_scatter(cases), _residuals(cases)]),
         Section("Intervals, by group", _groups(value.get("groups", {}))),
         *([Section("Error by component", _components(value))] if value.get("components") else ()),
@@ -124,6 +128,32 @@ def _summary(value: Json) -> Table:
         "memory MAPE",
     )
     return Table(columns, rows, "Step time unless it says energy or memory (torch's peak)")
+
+
+def _power(value: Json) -> Table:
+    """Energy, power and clock of steps, each beside what takes no model."""
+    rows = [
+        (
+            kind,
+            *(
+                cell
+                for name, baseline in QUANTITIES
+                for cell in (
+                    percent(one.get(f"{name}_mape")),
+                    percent(one.get(f"{baseline}_mape")),
+                    percent(one.get(f"{name}_inside_90")),
+                )
+            ),
+        )
+        for kind, one in value["summary"].items()
+    ]
+    columns = (
+        "kind",
+        *("energy MAPE", "energy per FLOP of the constant-rate row", "inside 90 %"),
+        *("power MAPE", "the power limit", "inside 90 %"),
+        *("clock MAPE", "the largest clock", "inside 90 %"),
+    )
+    return Table(columns, rows, "Of a step: energy of all GPUs, mean power and clock of one")
 
 
 def _scatter(cases: Sequence[Json]) -> Figure:
