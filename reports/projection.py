@@ -50,7 +50,8 @@ def render(value: Json, picture: str = "") -> str:
         sections.append(Section("Scaling", _scaling(value)))
     if value.get("power_caps"):
         sections.append(Section("Power caps", [cap_sweep(value["power_caps"])]))
-    sections.append(Section("What the interval rests on", [_sensitivity(value)]))
+    rests = [_sensitivity(value), *_scale_growth(value)]
+    sections.append(Section("What the interval rests on", rests))
     if value.get("astra_sim"):
         sections.append(Section("Astra-Sim beside our timeline", _engines(value)))
     sections.append(Section("Where every number comes from", _provenance(value)))
@@ -265,6 +266,35 @@ def _sensitivity(value: Json) -> Figure:
         "Step time when one uncertain factor alone is at either end of its 90 % interval",
         Table(("factor", "s at its low end", "s at its high end"), numbers),
     )
+
+
+def _scale_growth(value: Json) -> list[Block]:
+    """Spread that the distance from what was measured adds, beside what it was learned from."""
+    growth = value["scale_growth"]
+    if not growth["doublings"]:
+        return []
+    figure, (axes,) = new_figure(5.6, 2.8)
+    slope, end = growth["sd_per_doubling"], growth["doublings"]
+    axes.plot([0, end], [0, 164.5 * slope * end], color=COLOURS[0], label="half-width at 90 %")
+    names = ("doublings", "pairs", "median_change")
+    rows = [tuple(row[name] for name in names) for row in growth["learned_from"]]
+    learned = [(apart, 100 * change) for apart, _, change in rows]
+    axes.plot(
+        *zip(*learned, strict=True), "o", color=COLOURS[1], label="published series, median change"
+    )
+    axes.plot([end], [164.5 * slope * end], "s", color=COLOURS[0])
+    axes.set_xlabel("doublings of the GPU count beyond what was measured")
+    axes.set_ylabel("of the step time, %")
+    axes.legend(fontsize=8)
+    rows = [
+        (row["doublings"], row["pairs"], row["median_change"]) for row in growth["learned_from"]
+    ]
+    caption = (
+        f"Growth of the error with scale: {slope:.1%} a doubling, so ±{1.645 * slope * end:.0%} of "
+        f"this step's interval at {end:.1f} doublings; series reach 3, the rest is extrapolation"
+    )
+    table = Table(("doublings apart", "pairs of published rows", "median change of error"), rows)
+    return [Figure(svg(figure, "scale-growth"), caption, table)]
 
 
 def _engines(value: Json) -> list[Block]:

@@ -20,6 +20,7 @@ from simulate.pricing import (
     price,
     product_share,
 )
+from simulate.scale import sd_per_doubling
 from simulate.schedule import graph
 from simulate.stragglers import SlowGpus
 from simulate.timeline import Timeline, execute
@@ -31,10 +32,6 @@ from spec.parallelism import Parallelism
 
 Array = NDArray[np.float64]
 
-# Spread that no measurement of ours covers, assumed: a whole step's error for each doubling of
-# the GPU count beyond the measured one. vTrain reports 8.4 % on one node and 14.7 % on up to 512
-# GPUs (arXiv 2312.12391), about one point per doubling.
-SCALE_SD_PER_DOUBLING = 0.01
 POWER_SD = 0.036  # of mean power: 90 % of the judged sustained kernels lie within 5.9 % on H200
 CLOCK_SD = 0.025  # of the clock, beside the devices' spread: assumed, so that steps lie inside
 
@@ -68,6 +65,7 @@ class StepEstimate:
     modelled_share: float  # share of compute time whose kernels were not measured
     stage_busy_s: Array  # (stages,), central
     priced: PricedStep
+    doublings: float  # of the GPU count beyond the measured one
     assumptions: tuple[Parameter, ...]  # of the step itself, beside the calibration's
 
 
@@ -201,6 +199,7 @@ class StepSimulator:
             ),
             stage_busy_s=timeline.busy[:, 0] / 1e6,
             priced=priced,
+            doublings=self.doublings,
             assumptions=self._assumptions(),
         )
 
@@ -214,12 +213,13 @@ class StepSimulator:
             found[stage] = min(watts, fit.cap_w or watts)
         return sum(found[stage] for stage in self.priced.alike) / self.p.pp
 
-    def _doublings(self) -> float:
+    @property
+    def doublings(self) -> float:
         """Doublings of the GPU count beyond the measured one."""
         return max(log2(self.p.gpus / self.measured_gpus), 0.0)
 
     def _assumptions(self) -> tuple[Parameter, ...]:
-        scale = SCALE_SD_PER_DOUBLING * self._doublings()
+        scale = sd_per_doubling() * self.doublings
         uneven = (
             _assumed(
                 "step.expert_imbalance",
@@ -233,8 +233,8 @@ class StepSimulator:
                 "step.scale_error",
                 1.0,
                 scale,
-                f"{self._doublings():.1f} doublings beyond the measured {self.measured_gpus} GPUs, "
-                "1 % each: vTrain (arXiv 2312.12391) reports 8.4 % on one node, 14.7 % on 512 GPUs",
+                f"{self.doublings:.1f} doublings beyond the measured {self.measured_gpus} GPUs, "
+                f"{sd_per_doubling():.1%} each: learned from published series, docs/series.md",
             ),
             _assumed(
                 "step.power_error", 1.0, POWER_SD, "mean power, as wrong as of judged kernels"
@@ -248,7 +248,7 @@ class StepSimulator:
         return (
             draws.factor("composition", calibration.composition_sd)
             * draws.factor("visit", calibration.clock.visit_sd)
-            * draws.factor("scale", SCALE_SD_PER_DOUBLING * self._doublings())
+            * draws.factor("scale", sd_per_doubling() * self.doublings)
         )
 
     def _straggler(self, finish: Array, stage: int) -> Array:

@@ -16,6 +16,7 @@ from simulate.overhead import KEPT
 from simulate.plans import fewest_gpus
 from simulate.remedies import Remedy, remedies
 from simulate.saturation import messages
+from simulate.scale import widening
 from simulate.stragglers import SlowGpus, goodput, published_mtbf
 from simulate.uncertainty import interval
 from simulate.whatif import Changed, widened
@@ -121,6 +122,7 @@ class Projection:
                 "enough_gpus": self.enough_gpus,
             },
             "fabric": self.fabric(),
+            "scale_growth": widening(e.doublings),
             "sensitivity": sensitivity(r, e.priced.costs.draws.names),
             "provenance": [one.model_dump() for one in provenance(self)],
             "warnings": warnings(self),

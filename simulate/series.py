@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from simulate.scale import increments
 from simulate.scores import grouped, summarise
 from simulate.series_fit import (
     Calibrations,
@@ -89,6 +90,9 @@ def series_validation(
         "series": fitted,
         "skipped": skipped,
         "scale": by_doublings(entries),
+        "scale_growth": increments(
+            [e for e in entries if e["anchored"] and not e["vendor_expected"]]
+        ),
     }
 
 
@@ -286,5 +290,10 @@ def title(value: dict[str, Any]) -> str:
         f"{one['doublings']} doublings beyond the anchors: {one['n']} rows, "
         f"error {one['mape']:.1%}, constant rate {one['baseline_mape']:.1%}"
         for one in value["scale"]
+    ]
+    lines += [
+        f"rows of one series {one['doublings']} doublings apart: their errors differ by "
+        f"{one['median_change']:.1%} ({one['pairs']} pairs)"
+        for one in value["scale_growth"]
     ]
     return "\n".join(lines)

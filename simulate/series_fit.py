@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from simulate.costs import Draws
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.inputs import calibration_for
+from simulate.scale import ROW_SD, sd_per_doubling
 from simulate.series_attention import with_unfused_attention
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
@@ -41,11 +42,7 @@ UNANCHORED_SD = 0.25
 STEP = 0.05  # of the derivatives, in log factors
 NETWORK_SHARE = 0.03  # anchors must differ by this much of their step to tell the network
 FAMILY = 12  # anchors that make a calibration of their own
-# One run's median beside another's, and rounding in print.
-ROW_SD = 0.02
-# Growth per doubling of the GPU count beyond the anchors, and what a change of shape or split
-# adds; learned from series cut at a scale and judged beyond it, see docs/series.md.
-SCALE_SD_PER_DOUBLING = 0.012
+# What a change of shape or split adds; see docs/series.md.
 CHANGE_SD = 0.03
 NEW_AXIS_SD = 0.1  # an axis that no anchor uses: another code path of the framework
 SEARCHED_SD = 0.1
@@ -297,7 +294,7 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
     value, slopes, estimate = around(one, calibrations, system.factors)
     apart = doublings(one, system.anchors)
     variance = float(slopes @ system.covariance @ slopes) + ROW_SD**2 + choice_sd**2
-    variance += (SCALE_SD_PER_DOUBLING * apart) ** 2
+    variance += (sd_per_doubling() * apart) ** 2
     if system.anchors:
         least = min(changes(one, other) for other in system.anchors)
         variance += CHANGE_SD**2 * least
