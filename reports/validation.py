@@ -112,6 +112,7 @@ def _summary(value: Json) -> Table:
                 percent(one["median_half_width"]),
                 percent(one["energy_mape"]),
                 percent(one["memory_mape"]),
+                percent(one.get("baseline_memory_mape")),
             )
         )
     columns = (
@@ -126,6 +127,7 @@ def _summary(value: Json) -> Table:
         "median half-width",
         "energy MAPE",
         "memory MAPE",
+        "nearest row's memory",
     )
     return Table(columns, rows, "Step time unless it says energy or memory (torch's peak)")
 

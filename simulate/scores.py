@@ -69,6 +69,7 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "limit_clock_mape": _mape(entries, "limit_clock_mhz", "real_clock_mhz"),
         "clock_inside_90": _inside(entries, "clock_mhz"),
         "memory_mape": _mape(entries, "predicted_memory_gib", "real_memory_gib"),
+        "baseline_memory_mape": _mape(entries, "baseline_memory_gib", "real_memory_gib"),
     }
 
 

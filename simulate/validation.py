@@ -156,6 +156,11 @@ def validation(cases: Sequence[Case]) -> dict[str, Any]:
     }
 
 
+def _fullest_gib(row: TrainingRow) -> float:
+    """Torch's peak on the fullest rank."""
+    return max(float(part) for part in (row.peak_allocated_gib or "0").split(","))
+
+
 def twins(entries: Sequence[dict[str, Any]], rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
     """Measured steps whose scaled-down twin was measured too: the twin's FLOP/s carried over."""
     found = []
@@ -192,6 +197,8 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
         if other is not None:
             scaled = measured_s(other) * flops_per_gpu(row) / flops_per_gpu(other)
             entry |= {f"{name}_s": scaled, f"{name}_from": other.case_id}
+            if name == "neighbour" and other.peak_allocated_gib:
+                entry["baseline_memory_gib"] = _fullest_gib(other)
             if name == "baseline" and other.energy_per_step_j is not None:
                 gpus = row.parallelism().gpus / other.parallelism().gpus
                 per_flop = flops_per_gpu(row) / flops_per_gpu(other)
@@ -220,7 +227,7 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
             entry |= {} if limit is None else {f"limit_{name}": limit}
     if row.peak_allocated_gib:
         entry |= {
-            "real_memory_gib": max(float(part) for part in row.peak_allocated_gib.split(",")),
+            "real_memory_gib": _fullest_gib(row),
             "predicted_memory_gib": predicted.allocated_gib,
         }
     return entry
@@ -281,6 +288,11 @@ def table(value: dict[str, Any]) -> str:
                 f"{percent(every[f'{name}_inside_90'])}; {words} as a baseline: "
                 f"{percent(every[f'{baseline}_mape'])}"
             )
+    if every["memory_mape"] is not None:
+        text.append(
+            f"memory: MAPE {percent(every['memory_mape'])}; the nearest row's as a baseline: "
+            f"{percent(every['baseline_memory_mape'])}"
+        )
     for one in value.get("components", ()):
         text.append(
             f"{one['component']}: {percent(one['share'])} of a profiled step, off by "
