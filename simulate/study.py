@@ -149,11 +149,39 @@ def switches(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
             yield Case("with overlap" if overlap else "without overlap", recompute, at)
 
 
+def schedules(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
+    """What the order of passes costs in bubble and memory: 1F1B, interleaved, GPipe, ZB-H1."""
+    base = _with_stages(inputs, arguments)
+    for name, fields in (
+        ("1f1b", {}),
+        ("interleaved 2", {"vpp": 2}),
+        ("interleaved 4", {"vpp": 4}),
+        ("gpipe", {"schedule": "gpipe"}),
+        ("zb-h1", {"schedule": "zb-h1"}),
+    ):
+
+        def at(fields: dict[str, Any] = fields) -> Request:
+            p = changed(base, **fields)
+            p.check(inputs.model)
+            return request(inputs, p, arguments.draws)
+
+        yield Case("same parallelism", name, at)
+
+
+def _with_stages(inputs: Inputs, arguments: argparse.Namespace) -> Parallelism:
+    """The fastest parallelism with a pipeline, of a size that is usual where none was asked for."""
+    for stages in (8, 4, 2):
+        with suppress(UserError):
+            return fastest(inputs, arguments.gpus, arguments, pp=stages, vpp=1)
+    raise UserError(f"{inputs.model.name} has no pipeline on {arguments.gpus} GPUs; name one, --pp")
+
+
 STUDIES: dict[str, tuple[str, Callable[[Inputs, argparse.Namespace], Cases]]] = {
     "scaling": ("GPUs", scaling),
     "fabrics": ("fabric", fabrics),
     "microbatch": ("sequences per microbatch", microbatch),
     "switches": ("recomputation", switches),
+    "schedules": ("schedule", schedules),
 }
 
 # Studies of one plan with something changed: each point is compared with the first of its series.
