@@ -23,7 +23,7 @@ from calibrate.evidence import (
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
 from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
-from calibrate.pulses import pulse_exponent
+from calibrate.pulses import held_w, pulse_exponent
 from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
@@ -36,7 +36,7 @@ from calibrate.state import (
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
-from spec.records import KernelRow
+from spec.records import HeatRow, KernelRow
 
 # shares of the room between idle and power limit, where no telemetry shows them
 COMMUNICATION_SHARE, WAITING_SHARE = 0.35, 0.25
@@ -274,7 +274,22 @@ def fit_clock(
 
 
 def _regulated(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
-    """Mean power of kernels while the cap acts: the sensor's mean lies a little under the limit."""
+    """Mean power of kernels while the cap acts: the sensor's mean lies a little under the limit.
+
+    A load of minutes tells it better than rows of seconds, where there is one.
+    """
+    held = held_w(evidence)
+    if state.limit_w is not None and held:
+        return rounded(
+            ledger.note(
+                "clock.regulated_w",
+                float(median(held)),
+                "W",
+                (min(held), max(held)),
+                "measured",
+                f"{evidence.where(HeatRow, 1)}: products for minutes, {len(held)} devices",
+            )
+        )
     rows = [row for _, row in evidence.rows(KernelRow) if state.shows_power(row)]
     capped = [row.power_w for row in rows if row.power_w and "power_cap" in (row.throttle or "")]
     if state.limit_w is None or len(capped) < LEAST_PAIRS:

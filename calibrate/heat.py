@@ -84,13 +84,16 @@ class Errors:
         kept = [e for e, run in zip(self.own, self.run, strict=True) if run != without]
         return float(np.sqrt(np.mean(np.square(kept)))) if kept else float("nan")
 
-    def inside(self) -> float:
-        """Share inside the 90 % interval that the errors of the other runs give."""
-        sds = [self.rms_c(run) for run in self.run]
-        known = [e <= Z90 * sd for e, sd in zip(self.own, sds, strict=True) if np.isfinite(sd)]
-        return float(np.mean(known)) if known else 0.0
+    def inside(self, usual_c: float) -> float:
+        """Share inside the 90 % interval that the errors of the other runs give.
 
-    def score(self, ledger: Ledger, split: str) -> None:
+        `usual_c` is their root mean square where there is no other run.
+        """
+        sds = [self.rms_c(run) for run in self.run]
+        sds = [sd if np.isfinite(sd) else usual_c for sd in sds]
+        return float(np.mean([e <= Z90 * sd for e, sd in zip(self.own, sds, strict=True)]))
+
+    def score(self, ledger: Ledger, split: str, usual_c: float) -> None:
         """Enter them beside the better baseline; nothing where there are none."""
         if not self.own:
             return
@@ -105,7 +108,7 @@ class Errors:
                 p90_error=rounded(float(np.quantile(self.own, 0.9))),
                 baseline="temperature after 60 s held" if held <= mean else "mean of the 60 s",
                 baseline_median_error=rounded(min(held, mean)),
-                inside_90=rounded(self.inside()),
+                inside_90=rounded(self.inside(usual_c)),
             )
         )
 
@@ -200,8 +203,10 @@ def fit_heat(evidence: Evidence, ledger: Ledger) -> ThermalFit | None:
     _note(ledger, found, used, apart, where)
     if cases.own:
         found = found.model_copy(update={"error_c": rounded(cases.rms_c())})
-    cases.score(ledger, "steady power, each run by a fit on the others and its first 60 s")
-    steady.score(ledger, f"last {STEADY_END_S:.0f} s of a constant load, given its first 60 s")
+    usual = found.error_c
+    cases.score(ledger, "steady power, each run by a fit on the others and its first 60 s", usual)
+    split = f"last {STEADY_END_S:.0f} s of a constant load, given its first 60 s"
+    steady.score(ledger, split, usual)
     return found
 
 

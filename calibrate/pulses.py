@@ -24,6 +24,13 @@ def drawn_w(row: HeatRow) -> list[float]:
     return [energy / row.seconds for energy in energies] or by_device(row.power_w)
 
 
+def held_w(evidence: Evidence) -> list[float]:
+    """What a cap holds each device at under a load without pauses, W, by energy over minutes."""
+    rows = [row for _, row in evidence.rows(HeatRow) if row.duty == 1]
+    capped = [row for row in rows if "power_cap" in (row.throttle or "")]
+    return [watts for row in capped for watts in drawn_w(row)]
+
+
 def pulse_exponent(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
     """The slope of log(power of products above idle) over log(clock), median over devices.
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from calibrate.clocks import _regulated
 from calibrate.evidence import Evidence, Ledger
 from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
 from calibrate.pulses import pulse_exponent
@@ -115,6 +116,18 @@ def test_pulses_tell_how_power_goes_with_the_clock(monkeypatch: pytest.MonkeyPat
     assert ledger.parameters[0].low <= 0.9 * exponent * 1.001
     monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows[:2]])
     assert pulse_exponent(evidence, ClockState(1980.0, 700.0, 76.0), ledger) is None
+
+
+def test_minutes_of_load_tell_what_the_cap_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    capped = heat_row(1.0, 1480, 696.0).model_copy(update={"throttle": "power_cap"})
+    rows = [("run", one) for one in (capped, heat_row(0.4, 1980, 400.0))]
+    evidence = Evidence("made-up", [])
+    monkeypatch.setattr(Evidence, "rows", lambda _, kind, *more: rows if kind is HeatRow else [])
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state = ClockState(1980.0, 700.0, 76.0)
+    assert _regulated(evidence, state, Ledger()) == 696
+    rows.pop(0)
+    assert _regulated(evidence, state, Ledger()) is None
 
 
 def test_shares_of_what_held_the_clocks(tmp_path: Path) -> None:
