@@ -8,6 +8,13 @@ from reports.page import COLOURS, INK, Badge, Figure, Table, Text, new_figure, s
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
 Origin = Literal["assumed", "simulated"]
+ACTIVITIES = {
+    "products": "products and attention: what goes with the clock",
+    "idle": "idle",
+    "memory": "kernels bound by memory",
+    "communication": "communication",
+    "waiting": "waiting for others",
+}
 COLUMNS = ("quantity", "median", "low", "high", "unit", "source")
 
 
@@ -51,7 +58,21 @@ def power_blocks(value: Json) -> list[Block]:
             " Node and hall are the GPUs' simulated power with assumed overheads: see "
             "node.overhead_w and facility.pue."
         )
-    return [*blocks, Text(words), Table(COLUMNS, rows)]
+    power = value["power_w_per_gpu"]["median"]
+    shares: list[Sequence[Any]] = [
+        (ACTIVITIES[name], watts, f"{watts / power:.1%}")
+        for name, watts in value["power_by_activity_w"].items()
+    ]
+    clocks = value["clock_by_stage_mhz"]
+    caption = "Mean power of a GPU by what it does (simulated, central)"
+    if min(clocks) < max(clocks):
+        caption += f"; products run at {min(clocks):.0f} to {max(clocks):.0f} MHz, by stage"
+    return [
+        *blocks,
+        Text(words),
+        Table(COLUMNS, rows),
+        Table(("activity", "W", "share"), shares, caption),
+    ]
 
 
 def _row(words: str, one: Json, unit: str, source: Origin, scale: float = 1.0) -> Sequence[Any]:

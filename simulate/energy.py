@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.clocks import REGULATION_US
+from simulate.clocks import REGULATION_US, load
+from simulate.costs import total
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.heat import Heat, temperatures_c
 from simulate.uncertainty import LEVEL, Draws, interval
@@ -126,6 +127,26 @@ def peaks_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float
     return {name: max(watts, float(estimate.power_w[0])) for name, watts in found.items()}
 
 
+def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float]:
+    """What the mean power of a GPU goes to, central, W; sums to it.
+
+    Products are what the others leave of the mean, which the cap may have clipped.
+    """
+    fit, priced = calibration.clock, estimate.priced
+    step_us, stages = float(estimate.step_time_s[0]) * 1e6, priced.alike
+    found = {"idle": fit.idle_w, "memory": 0.0, "communication": 0.0, "waiting": 0.0}
+    for stage in stages:
+        drawn, update = load(priced, stage), priced.updates[stage]
+        passes = total(cost.energy for cost in priced.passes_of(stage))
+        memory = passes.memory * priced.parallelism.microbatches + update.energy.memory
+        waiting_us = max(step_us - drawn.busy_us - drawn.after_us, 0.0)
+        share = 1 / (step_us * len(stages))
+        found["memory"] += memory * share
+        found["communication"] += (drawn.beside - memory) * share
+        found["waiting"] += waiting_us * fit.waiting_w * share
+    return {"products": float(estimate.power_w[0]) - sum(found.values())} | found
+
+
 def burst_w(peaks: dict[str, float]) -> dict[str, float]:
     """The highest reading of a step: between the peak and what a sensor's 25 ms leave of it."""
     low, high = sorted((peaks["over_25_ms"], peaks["at_once"]))
@@ -195,6 +216,8 @@ def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
     peaks = peaks_w(e, r.calibration)
     return {
         "limited_by": limited_by,
+        "power_by_activity_w": by_activity_w(e, r.calibration),
+        "clock_by_stage_mhz": [stage.clock_mhz for stage in e.priced.stages],
         "burst_w": burst_w(peaks),
         "peak_w": peaks,
         "heat": temperatures(

@@ -9,7 +9,7 @@ import pytest
 
 from reports.projection import render
 from simulate.caps import sweep_caps
-from simulate.energy import burst_w, facility, peaks_w, refuse_without_effect, spread
+from simulate.energy import burst_w, by_activity_w, facility, peaks_w, refuse_without_effect, spread
 from simulate.estimate import StepSimulator
 from simulate.heat import Assumed, Environment, heat, temperatures_c
 from simulate.project import main
@@ -237,6 +237,20 @@ def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
     assert peaks["at_once"] > peaks["over_25_ms"] > peaks["over_1_s"] > 700
     burst = burst_w(peaks)
     assert burst["low"] < burst["median"] < burst["high"]
+
+
+def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path) -> None:
+    stages = Parallelism(pp=4, dp=4, microbatch=1, global_batch=16)
+    for p in (P, stages):
+        estimate = StepSimulator(MODEL, p, NODE, FABRIC, calibration, draws=0).run()
+        found = by_activity_w(estimate, calibration)
+        assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
+        assert min(found.values()) >= 0
+        assert found["products"] == max(found.values())
+    assert found["waiting"] > 0
+    value = value_of(calibration, path, WhatIf())
+    assert len(value["clock_by_stage_mhz"]) == 1
+    assert "kernels bound by memory" in render(value)
 
 
 def test_the_hottest_of_many_is_hotter_and_none_passes_the_limit(
