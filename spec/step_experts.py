@@ -31,7 +31,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     weights_sent: tuple[Collective, ...] = ()
     if p.ep > 1:
         exchange = (Collective("all_to_all", "ep", 2.0 * rows * model.hidden),)
-        weights_sent = (Collective("all_to_all", "ep", 4.0 * rows),)
+        weights_sent = (Collective("all_to_all", "ep", 2.0 * rows),)
         counts = (Collective("all_gather", "ep", 8.0 * model.experts * p.ep),)
     whole = 2.0 * expert_rows * model.hidden
     gather = (Collective("all_gather", "tp", whole),) if p.tp > 1 else ()

@@ -276,11 +276,11 @@ def test_side_by_side_both_are_slower_and_nothing_is_lost() -> None:
 
 def test_bytes_of_expert_exchange() -> None:
     """A layer's tokens to their experts and back, forward and backward: 8 sbhk; their
-    probabilities in fp32 both ways; the counts, gathered from every rank once."""
+    probabilities in bf16 both ways; the counts, gathered from every rank once."""
     p = Parallelism(dp=8, ep=8, global_batch=8)
     traffic = simulate(p, model=MOE).traffic["ep"]
     rows = MOE.seq_len * MOE.top_k
-    one_layer = 4 * 2.0 * rows * MOE.hidden + 2 * 4.0 * rows + 8.0 * MOE.experts * 8
+    one_layer = 4 * 2.0 * rows * MOE.hidden + 2 * 2.0 * rows + 8.0 * MOE.experts * 8
     assert traffic.bytes == pytest.approx(MOE.layers * one_layer)
     assert traffic.calls == MOE.layers * 7
 

@@ -24,6 +24,7 @@ GPT = LLAMA.resized(
     linear_bias=True, tied_embeddings=True, kv_heads=4,
 )  # fmt: skip
 ADAPTED = LLAMA.resized(lora_rank=4)
+FOUR = LLAMA.resized(layers=4)
 EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
 
 Sent = Counter[tuple[str, int]]  # (collective, nccl-tests' bytes), by ranks that take part
@@ -34,8 +35,8 @@ def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
     import torch.distributed as dist
 
     # what holds all ranks' data, by place and by name; FSDP of newer torch says `single`
-    whole = {"all_reduce": (0, "tensor")}
-    names = {}
+    whole = {"all_reduce": (0, "tensor"), "all_to_all_single": (1, "input")}
+    names = {"all_to_all_single": "all_to_all"}
     for ending in ("into_tensor", "single"):
         whole[f"all_gather_{ending}"] = (0, "output_tensor")
         names[f"all_gather_{ending}"] = "all_gather"
@@ -73,6 +74,17 @@ def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
         return messages(operations)
 
     dist.batch_isend_irecv = batch
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    one_by_one = p2p_communication._p2p_ops  # what the interleaved schedule calls
+
+    def operations(**tensors: Any) -> Any:
+        for name, tensor in tensors.items():
+            if name.startswith("tensor_") and tensor is not None:
+                note("isend" if "send" in name else "irecv", tensor, tensors["group"])
+        return one_by_one(**tensors)
+
+    p2p_communication._p2p_ops = operations
 
 
 def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None:
@@ -240,6 +252,33 @@ def test_parameters_beside_split_experts_are_gathered_twice(overlap: bool) -> No
     times = {n: times for (kind, n), times in observed.items() if kind == "all_gather" and n > 1e4}
     total = sum(nbytes * count for nbytes, count in times.items())
     assert total == pytest.approx(sum(one.bytes for one in gather), rel=0.02)
+
+
+def test_experts_exchange_traffic() -> None:
+    """Tokens and their probabilities; what one rank gets more the other gets less."""
+    p = Parallelism(dp=2, ep=2, global_batch=4)
+    calls: Counter[str] = Counter()
+    expected: Counter[str] = Counter()
+    for one in _collectives(layer(EXPERTS, p)):
+        calls[one.kind] += EXPERTS.layers * p.microbatches
+        expected[one.kind] += 2 * int(one.bytes) * EXPERTS.layers * p.microbatches
+    observed: Counter[str] = Counter()
+    for rank in sent(EXPERTS, p):
+        exchanged = {key: n for key, n in rank[0, 1].items() if key[0] == "all_to_all"}
+        assert sum(exchanged.values()) == calls["all_to_all"]
+        for (kind, nbytes), times in exchanged.items():
+            observed[kind] += nbytes * times
+    assert observed["all_to_all"] == expected["all_to_all"]
+
+
+def test_interleaved_pipeline_traffic() -> None:
+    """Each chunk's activations and gradients, but into the first chunk and out of the last one."""
+    p = Parallelism(pp=2, vpp=2, global_batch=4)
+    message = 2 * FOUR.seq_len * FOUR.hidden
+    for rank, observed in enumerate(one[0, 1] for one in sent(FOUR, p)):
+        inside = p.vpp if rank == 0 else p.vpp - 1  # chunks with one after them, or before them
+        passed = (inside + (p.vpp - 1 if rank == 0 else p.vpp)) * p.microbatches
+        assert observed["isend", message] == observed["irecv", message] == passed
 
 
 def test_shared_embeddings_are_reduced_between_first_and_last_stage() -> None:
