@@ -23,8 +23,11 @@ if [ ! -e "$SEALED" ]; then
     $PYTHON -m measure.run --suite kernels,collectives,interference,telemetry --plan "$PLAN" \
         --out "$RESULTS" --system "$SYSTEM" --progress ${RUN:+--resume "$RUN"}
     $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM"
+    # for the devices just measured, where a power cap told them apart
     $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
-        --results "$RESULTS" --system "$SYSTEM"
+        --results "$RESULTS" --system "$SYSTEM" --same-devices ||
+        $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
+            --results "$RESULTS" --system "$SYSTEM"
 fi
 RUN=$(unfinished training)
 $PYTHON -m measure.run --suite training --plan "$PLAN" --budget "$MINUTES" \

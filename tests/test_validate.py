@@ -18,9 +18,9 @@ from spec.files import parse, read_table, read_yaml, write_json, write_table
 from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import ProfileRow, StepRow, TrainingConfig, TrainingRow
+from spec.records import KernelRow, ProfileRow, StepRow, TrainingConfig, TrainingRow
 from tests.made_up import write_calibration
-from tests.synthetic import Truth, manifest
+from tests.synthetic import Truth, kernel_rows, manifest
 from topologies import load_fabric, load_node
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -128,6 +128,28 @@ def test_devices_that_were_measured_have_power_of_their_own(results: Path, capsy
         for one, other in zip(after, before, strict=True)
     ]
     assert slower[0] < slower[1] < slower[2] < 1  # one, two and four devices, the first one hot
+
+
+def test_a_forecast_for_the_devices_measured_last(results: Path, capsys: Any) -> None:
+    plan = results.parent / "plan.csv"
+    write_table(plan, TrainingConfig, configs())
+    words = ("predict", "plan.csv", "--same-devices", "--draws", "20")
+    code, _, err = call(capsys, *words, "--out", "none.json")
+    assert code == 2
+    assert "knows no device of its newest kernels" in err
+    system = results / "4x-h200"
+    row = kernel_rows(Truth(), 4, np.random.default_rng(0))[0]
+    write_table(system / "run-1" / "kernels.csv", KernelRow, [row])
+    value = json.loads((system / "calibration.json").read_text())
+    name = manifest("4x-h200", "run-1", 4, Truth(), "x").hosts[0].devices[0].uuid_hash
+    value["clock"]["devices"] = [{"uuid_hash": name, "power": 1.6}]
+    write_json(system / "calibration.json", value)
+    clocks = []
+    for out, more in (("same.json", words), ("any.json", (*words[:2], *words[3:]))):
+        assert call(capsys, *more, "--out", out)[0] == 0
+        sealed = json.loads((results.parent / out).read_text())
+        clocks.append(sealed["cases"][0]["clock_mhz"]["median"])
+    assert clocks[0] < clocks[1]
 
 
 def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:
