@@ -39,11 +39,16 @@ def kept_share(run_us: float) -> float:
 
 @dataclass(frozen=True)
 class LayerClock:
-    """Clock of a layer's products when nothing pauses, and its mean power above idle, W."""
+    """Clock of a layer's products when nothing pauses, and its mean power above idle, W.
+
+    The layer's time goes as (this clock / another) ** slope, its products' energy by energy_slope.
+    """
 
     clock_mhz: float
     compute_w: float  # at the reference clock
     beside_w: float
+    slope: float = 1.0
+    energy_slope: float = 1.0
 
 
 def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
@@ -92,7 +97,20 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
             )
             logs += log(seen) * own.compute
         clock = exp(logs / energy.compute) if energy.compute > 0 else fit.max_mhz
-    return LayerClock(clock, compute_w, beside_w)
+    if energy.compute == 0 or fit.max_mhz < 1.001 * clock:
+        return LayerClock(clock, compute_w, beside_w)
+    span = log(fit.max_mhz / clock)
+    here, fast = (_of_layer(segments, point, fit.reference_mhz / at) for at in (clock, fit.max_mhz))
+    slopes = (log(slow / quick) / span for slow, quick in zip(here, fast, strict=True))
+    return LayerClock(clock, compute_w, beside_w, *slopes)
+
+
+def _of_layer(
+    segments: tuple[Segment, ...], point: Costs, clock_ratio: float
+) -> tuple[float, float]:
+    """Time of a layer and energy of its products at a clock."""
+    costs = [point.with_(clock_ratio=clock_ratio).segment(segment) for segment in segments]
+    return sum(float(one.total[0]) for one in costs), sum(one.energy.compute for one in costs)
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
@@ -159,36 +177,19 @@ def stage_clocks(
     if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
         return alone.clock_mhz
     priced = price(model, p, point, alone.clock_mhz, known)
-    slope, energy_slope = _slopes(priced, fit)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
     for _ in range(ROUNDS):
         ratios = {stage: alone.clock_mhz / clock for stage, clock in clocks.items()}
-        busy = {stage: one.busy_us * ratios[stage] ** slope for stage, one in loads.items()}
+        busy = {stage: one.busy_us * ratios[stage] ** alone.slope for stage, one in loads.items()}
         step_us = _step_us(priced, [busy[stage] for stage in priced.alike])
         slowest = max(busy.values())
         for stage, one in loads.items():
             over_step = one.drawn_w(
-                fit, step_us, ratios[stage] ** slope, ratios[stage] ** energy_slope
+                fit, step_us, ratios[stage] ** alone.slope, ratios[stage] ** alone.energy_slope
             )
             clocks[stage] = _clock_mhz(alone, p, fit, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike]
-
-
-def _slopes(priced: PricedStep, fit: ClockFit) -> tuple[float, float]:
-    """How a layer's time, and its products' energy, go with the reciprocal of the clock."""
-    stage = priced.stages[0]
-    pairs = [(one.cost, one.parts) for one in stage.segments["layer"]]
-    fast = stage.costs.with_(clock_ratio=fit.reference_mhz / fit.max_mhz)
-    quick = [fast.segment(parts) for _, parts in pairs]
-    span = log(fit.max_mhz / stage.clock_mhz) if fit.max_mhz > stage.clock_mhz else 0.0
-    if span < 1e-3:
-        return 1.0, 1.0
-    time = sum(float(cost.total[0]) for cost, _ in pairs) / sum(float(c.total[0]) for c in quick)
-    energy = (
-        total(cost.energy for cost, _ in pairs).compute / total(c.energy for c in quick).compute
-    )
-    return log(time) / span, log(energy) / span
 
 
 def _step_us(priced: PricedStep, busy: list[float]) -> float:
