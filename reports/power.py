@@ -110,7 +110,8 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
         error = [[centre[0] - time["low"]], [time["high"] - centre[0]]]
         height = [[centre[1] - energy["low"]], [energy["high"] - centre[1]]]
         colour = COLOURS[0] if one["extrapolated"] else COLOURS[1]
-        axes.errorbar(*centre, xerr=error, yerr=height, color=colour, alpha=0.5, linewidth=0.8)
+        bars = {"xerr": error, "yerr": height, "fmt": "o", "markersize": 3}
+        axes.errorbar(*centre, **bars, color=colour, alpha=0.5, linewidth=0.8)
         axes.annotate(
             f"{one['power_cap_w']:.0f} W", centre, textcoords="offset points", xytext=(4, 4),
             fontsize=7,
@@ -126,7 +127,7 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
     )
     axes.axhline(1, color=INK, linewidth=0.6)
     axes.set_xlabel("step time, times that of the projection (simulated)")
-    axes.set_ylabel("energy of a step, times that")
+    axes.set_ylabel("GPUs' energy of a step, times that")
     axes.legend(loc="upper left", frameon=False)
     rows = [
         (
@@ -134,6 +135,7 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
             _interval(one["step_time_s"]),
             _interval(one["times_step_time"]),
             _interval(one["times_energy"]),
+            _interval(one["times_energy_with_node"]),
             _interval(one["tokens_per_j"]),
             one["clock_mhz"]["median"],
             "yes" if one["front"] else "no",
@@ -145,15 +147,17 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
         "cap, W",
         "step time, s",
         "times the step",
-        "times the energy",
+        "times the GPUs' energy",
+        "with their nodes'",
         "tokens/J",
         "MHz",
         "front",
         "extrapolated",
     )
     caption = (
-        "One plan under power caps (simulated), bars: 90 % intervals of the ratios. Extrapolated: "
-        "below the clock at which products were timed and metered"
+        "One plan under power caps (simulated), bars: 90 % intervals of the ratios. Extrapolated "
+        "(blue): below the clock at which products were timed and metered. Nodes draw their "
+        "(assumed) rest for as long as a step lasts"
     )
     return Figure(svg(figure, "caps"), caption, Table(columns, rows))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from simulate.energy import with_node_w
 from simulate.projection import Projection, Request, project
 from simulate.uncertainty import interval
 from simulate.whatif import WhatIf, change
@@ -103,6 +104,9 @@ def _point(cap: float, one: Any, projection: Projection, r: Request) -> dict[str
     e, gpus = projection.estimate, r.parallelism.gpus
     tokens = r.parallelism.global_batch * r.model.seq_len
     joules, usual = (each.step_time_s * each.power_w * gpus for each in (one, e))
+    with_node, usual_with_node = (
+        each.step_time_s * with_node_w(each, r.node, r.seed) for each in (one, e)
+    )
     clock = (r.changed.before if r.changed else r.calibration).clock
     mhz, lowest = float(one.clock_mhz[0]), clock.sustained_mhz
     return {
@@ -114,6 +118,7 @@ def _point(cap: float, one: Any, projection: Projection, r: Request) -> dict[str
         "clock_mhz": interval(one.clock_mhz),
         "times_step_time": interval(one.step_time_s / e.step_time_s),
         "times_energy": interval(joules / usual),
+        "times_energy_with_node": interval(with_node / usual_with_node),
         "extrapolated": lowest is not None and mhz < 0.99 * lowest,
     }
 
@@ -131,7 +136,9 @@ def lines(points: Iterable[dict[str, Any]]) -> list[str]:
         text.append(
             f"cap {point['power_cap_w']:.0f} W".ljust(18)
             + f"{show(point['times_step_time'])} times the step time, "
-            f"{show(point['times_energy'])} the energy, {point['clock_mhz']['median']:.0f} MHz"
+            f"{show(point['times_energy'])} the GPUs' energy, "
+            f"{point['times_energy_with_node']['median']:.3f} with their nodes', "
+            f"{point['clock_mhz']['median']:.0f} MHz"
             + (f" ({', '.join(remarks)})" if remarks else "")
         )
     return text

@@ -79,14 +79,19 @@ def spread(draws: Draws, name: str, ends: tuple[float, float, float]) -> Array:
     return drawn
 
 
+def with_node_w(estimate: StepEstimate, node: Node, seed: int) -> Array:
+    """Power of a GPU and its share of the node's rest, draws of it."""
+    share = spread(Draws(len(estimate.power_w) - 1, seed), "node overhead", OVERHEAD_SHARE)
+    drawn: Array = estimate.power_w + node.overhead_w * share / node.gpus
+    return drawn
+
+
 def facility(estimate: StepEstimate, node: Node, gpus: int, tokens: float, seed: int) -> Any:
     """Power and energy of nodes and hall; null for a node whose overhead nobody gives."""
     if not node.overhead_w:
         return None
-    draws = Draws(len(estimate.power_w) - 1, seed)
-    share = spread(draws, "node overhead", OVERHEAD_SHARE)
-    per_gpu = estimate.power_w + node.overhead_w * share / node.gpus
-    hall = per_gpu * spread(draws, "pue", PUE)
+    per_gpu = with_node_w(estimate, node, seed)
+    hall = per_gpu * spread(Draws(len(per_gpu) - 1, seed), "pue", PUE)
     return {
         "node_w": interval(per_gpu * node.gpus),
         "it_mw": interval(per_gpu * gpus / 1e6),

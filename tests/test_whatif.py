@@ -175,6 +175,9 @@ def test_a_sweep_of_caps_marks_its_front(calibration: Calibration, path: Path) -
     joules = [one["energy_j_per_step"]["median"] for one in front]
     assert joules == sorted(joules, reverse=True)
     assert len(front) > 1
+    # what else a node draws is paid for as long as the step lasts
+    for one in points[1:]:
+        assert one["times_energy_with_node"]["median"] > one["times_energy"]["median"]
     for one in points:
         worse = [
             other
