@@ -23,6 +23,7 @@ from simulate.estimate import StepEstimate, StepSimulator
 from simulate.inputs import calibration_for
 from simulate.scale import ROW_SD, sd_per_doubling
 from simulate.series_attention import with_unfused_attention
+from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
 from simulate.transfer import with_fp8
@@ -201,6 +202,7 @@ class Fitted:
     moved: tuple[str, ...]
     noise: float
     residuals: tuple[float, ...]  # log(simulated / printed) of each anchor after the fit
+    correction: Correction | None = None  # a family's
 
     def as_json(self) -> dict[str, object]:
         """The factors with their spreads, and the anchors with what is left of them."""
@@ -214,6 +216,7 @@ class Fitted:
                 {"id": one.row.row_id, "gpus": one.parallelism.gpus, "left": exp(left) - 1}
                 for one, left in zip(self.anchors, self.residuals, strict=True)
             ],
+            "correction": None if self.correction is None else str(self.correction.process.kernel_),
         }
 
 
@@ -246,6 +249,7 @@ def fit(anchors: Sequence[Plan], calibrations: Calibrations, rounds: int = 4) ->
     spare = len(anchors) - int(free.sum())
     if spare > 0:
         noise = max(noise, sqrt(float((left**2).sum()) / spare))
+    correction = learn(anchors, -left) if len(anchors) >= FAMILY else None
     precision = np.diag(prior**-2.0) + jacobian.T @ jacobian / noise**2
     return Fitted(
         anchors=tuple(anchors),
@@ -254,6 +258,7 @@ def fit(anchors: Sequence[Plan], calibrations: Calibrations, rounds: int = 4) ->
         moved=tuple(name for name, moved in zip(FACTORS, free.tolist(), strict=True) if moved),
         noise=noise,
         residuals=tuple(left.tolist()),
+        correction=correction,
     )
 
 
@@ -303,7 +308,11 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
             and all(getattr(other.parallelism, axis) == 1 for other in system.anchors)
             for axis in ("tp", "pp", "cp", "ep")
         )
-        if len(system.anchors) > len(system.moved):
+        if system.correction is not None:
+            more, unexplained = system.correction.of(one)
+            value += more
+            variance += unexplained**2
+        elif len(system.anchors) > len(system.moved):
             variance += system.noise**2 - ROW_SD**2
     if one.searched:
         variance += SEARCHED_SD**2
