@@ -312,7 +312,8 @@ def main(words: Sequence[str]) -> int:
     if asked.write_plan:
         return write_plan(asked.write_plan, options, kind, len(devices))
     if asked.list:
-        return list_cases(asked.json, cases, kind, len(devices), asked.budget)
+        twice = 0.0 if options.link_mbit is None else 2 * host_check.SECONDS
+        return list_cases(asked.json, cases, kind, len(devices), asked.budget, twice)
     if options.link_mbit is not None:
         check_machine()
     store = reopen_store(folder, devices) if folder else open_store(asked, options, devices, words)

@@ -99,14 +99,20 @@ def list_cases(
     kind: str,
     devices: int,
     minutes: float | None = None,
+    checks_s: float = 0.0,
 ) -> int:
-    """What would run (within so many minutes, if given), with estimated seconds."""
+    """What would run (within so many minutes, if given), with estimated seconds.
+
+    checks_s: what a run spends before and after its cases.
+    """
     everything = sum(len(some) for some in cases.values())
     if minutes is not None:
-        cases = affordable(cases, 60 * minutes, kind, devices)
+        cases = affordable(cases, 60 * minutes - checks_s, kind, devices)
     suites: dict[str, Any] = {}
     lines = []
-    total = 0.0
+    total = checks_s
+    if checks_s:
+        lines.append(f"{checks_s:8.0f} s  {'hosts':12s} whether they compute alike, twice")
     for suite, some in cases.items():
         seconds = estimate_s(suite, some, kind, devices)
         total += seconds

@@ -136,6 +136,24 @@ def test_measured_layouts_are_looked_up(
     assert network.spreads(kind, path, 2**16)[0] > latency
 
 
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_other_counts_of_nodes_take_the_nearest_ones_deviation(
+    network: NetworkFit, kind: str
+) -> None:
+    """What software makes of a collective goes with it; a layout unlike any measured has none."""
+    measured, larger = path_of(4, 2, 1.0), path_of(8, 4, 1.0)
+    for nbytes in (2**12, 2**21, 2**27):
+        off = network.time_us(kind, measured, nbytes, 300.0) / network._formula_us(
+            kind, measured, nbytes, 300.0
+        )
+        expected = network._formula_us(kind, larger, nbytes, 300.0) * off
+        assert network.time_us(kind, larger, nbytes, 300.0) == pytest.approx(expected)
+        other = path_of(12, 4, 1.0)  # three ranks in a node
+        plain = network._formula_us(kind, other, nbytes, 300.0)
+        assert network.time_us(kind, other, nbytes, 300.0) == plain
+    assert network.spreads(kind, larger, 2**21) == (network.latency_sd, network.efficiency_sd)
+
+
 def test_where_all_groups_send_at_once_those_rows_count(network: NetworkFit) -> None:
     # four nodes of one device: pairs never share a node, yet share the host's processors
     spans = {1: 1000.0, 2: 1300.0}

@@ -112,3 +112,26 @@ def test_two_streams_are_fed_in_turns(gpu: tuple[timing.GpuTimer, FakeCuda]) -> 
     assert collectives == pytest.approx([2e3] * len(collectives))
     assert len(kernels) >= 36
     assert len(collectives) >= 18
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_share_of_a_core_is_timed_over_many_turns(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """A call of 1 ms on a host that runs 4 ms of every 20: five times as long, not as fast."""
+    now = 0.0
+
+    def call() -> None:
+        nonlocal now
+        now += 1e-3
+        if shared and round(now * 1e3) % 20 == 4:
+            now += 16e-3  # the turn is over
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing.namespaces, "on_host", lambda: shared)
+    timer = timing.CpuTimer(FakeDevice(0))
+    found = timer.burst(call, 0.0).times_us
+    assert len(found) >= timing.MIN_REPEATS
+    expected = 5000.0 if shared else 1000.0
+    assert sorted(found)[len(found) // 2] == pytest.approx(expected, rel=0.03)
+    assert sorted(timer.sustained(call, 1.0).times_us)[10] == pytest.approx(expected, rel=0.03)
