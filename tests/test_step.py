@@ -14,7 +14,7 @@ from simulate.costs import Costs, Draws
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
 from simulate.imbalance import shares
 from simulate.memory import stage_memory
-from simulate.pricing import parts_of
+from simulate.pricing import _buckets, parts_of
 from simulate.projection import Request, project
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -459,3 +459,19 @@ def test_fp8_that_was_not_measured_is_assumed_and_listed(tmp_path: Path) -> None
     assert value["inputs"]["parallelism"]["name"].endswith("FP8")
     experts = Parallelism(dp=8, ep=8, global_batch=8, fp8=True)
     assert simulate(experts, model=MOE).step_time_s[0] > 0
+
+
+def test_buckets_are_those_of_megatron_and_only_they_overlap() -> None:
+    """distributed_data_parallel.py: at least 40 million parameters, or one million per replica; one
+    bucket on later stages. What is exposed of a reduction is at least the last bucket."""
+    p = Parallelism(dp=16, pp=2, global_batch=64, overlap=True)
+    parameters = sum(stage_parameters(MODEL, p, 0))
+    assert _buckets(MODEL, p, 0) == round(parameters / 40e6)
+    assert _buckets(MODEL, p, 1) == 1
+    many = Parallelism(dp=64, global_batch=64, overlap=True)
+    assert _buckets(MODEL, many, 0) == round(sum(stage_parameters(MODEL, many, 0)) / 64e6)
+    updates = simulate(p).priced.updates
+    alone = simulate(p.model_copy(update={"overlap": False})).priced.updates
+    hidden, whole = (float(one[0].reduction_us[0]) for one in (updates, alone))
+    assert whole / _buckets(MODEL, p, 0) <= hidden < 0.5 * whole
+    assert float(updates[1].reduction_us[0]) == pytest.approx(float(alone[1].reduction_us[0]))
