@@ -6,11 +6,11 @@ the pipeline, reduction, update) counts likewise against its whole. Clocks and t
 other: passes are priced at one clock, and scaled with the clocks until those settle.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, log
 
 from simulate.costs import Costs, Draws, Energy, total
-from simulate.pricing import PricedStep, StagePrices, parts_of, price
+from simulate.pricing import PricedSegment, PricedStep, StagePrices, parts_of, price
 from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
@@ -49,6 +49,8 @@ class LayerClock:
     beside_w: float
     slope: float = 1.0
     energy_slope: float = 1.0
+    # what the segments cost at this clock, as `price` fills it in
+    segments: dict[str, tuple[PricedSegment, ...]] = field(default_factory=dict)
 
 
 def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
@@ -101,8 +103,8 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
         return LayerClock(clock, compute_w, beside_w)
     span = log(fit.max_mhz / clock)
     here, fast = (_of_layer(segments, point, fit.reference_mhz / at) for at in (clock, fit.max_mhz))
-    slopes = (log(slow / quick) / span for slow, quick in zip(here, fast, strict=True))
-    return LayerClock(clock, compute_w, beside_w, *slopes)
+    slope, energy_slope = (log(slow / quick) / span for slow, quick in zip(here, fast, strict=True))
+    return LayerClock(clock, compute_w, beside_w, slope, energy_slope)
 
 
 def _of_layer(
@@ -176,6 +178,8 @@ def stage_clocks(
     alone = layer_clock(model, p, point)
     if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
         return alone.clock_mhz
+    at_clock = point.with_(clock_ratio=fit.reference_mhz / alone.clock_mhz)
+    known[alone.clock_mhz] = StagePrices(alone.clock_mhz, at_clock, alone.segments)
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
