@@ -153,9 +153,9 @@ def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str,
 
 
 def burst_w(peaks: dict[str, float]) -> dict[str, float]:
-    """The highest reading of a step: between the peak and what a sensor's 25 ms leave of it."""
-    low, high = sorted((peaks["over_25_ms"], peaks["at_once"]))
-    return {"median": (low * high) ** 0.5, "low": low, "high": high, "level": LEVEL}
+    """The highest reading of a step: a sensor's mean over 25 ms; from a wider one to the peak."""
+    low, high = (peaks["over_25_ms"] * 0.95, max(peaks["at_once"], peaks["over_25_ms"]))
+    return {"median": peaks["over_25_ms"], "low": low, "high": high, "level": LEVEL}
 
 
 def temperatures(
