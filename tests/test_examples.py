@@ -10,7 +10,7 @@ import pytest
 from measure.run import arguments_parser
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").iterdir())
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
 LAUNCHED = ("torchrun.sh", "slurm.sbatch", "slurm-containers.sbatch")
 
 
