@@ -14,6 +14,7 @@ import numpy as np
 
 from simulate.scale import increments
 from simulate.scores import grouped, summarise
+from simulate.series_choices import DEFAULTS, OTHERS, Choices
 from simulate.series_fit import (
     Calibrations,
     Fitted,
@@ -23,7 +24,7 @@ from simulate.series_fit import (
     fit,
     project,
 )
-from simulate.series_plan import DEFAULTS, OTHERS, Choices, Plan, TooLittle, plan
+from simulate.series_plan import Plan, TooLittle, plan
 from simulate.series_rows import read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
 from simulate.uncertainty import LEVEL

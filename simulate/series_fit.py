@@ -110,7 +110,7 @@ class Calibrations:
 
     def of(self, one: Plan) -> Calibration:
         """The calibration that a plan is simulated with."""
-        return self._for(one.node, one.row.fp8, one.row.early, one.row.graphs)
+        return self._for(one.node, one.fp8, one.row.early, one.row.graphs)
 
 
 def simulate(

@@ -2,17 +2,19 @@
 
 What a row leaves out comes from its own other cells, from the model's published shape, from a
 search for what fits memory, or from what the software does by default: each a sentence in
-`Plan.assumed`. Those that change how time grows are also tried the other way, see `DEFAULTS`.
+`Plan.assumed`. Those that change how time grows are also tried the other way, see
+`simulate.series_choices`.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from simulate import series_choices as ways
 from simulate.memory import memory
+from simulate.series_choices import SHARDED, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import Shape, named_shape, usual_ffn
 from simulate.series_rows import SeriesRow, metric_of, step_seconds, too_large
@@ -22,31 +24,9 @@ from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
-Choices = Mapping[str, Any]
 MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
-BATCH_TOKENS = (
-    2**22
-)  # of a step where nothing of the batch is printed: Llama 2's (arXiv 2307.09288)
-# What is taken where a row does not print it, and the other way that is tried for its effect.
-DEFAULTS: dict[str, Any] = {
-    "recompute": "none",
-    "sequence_parallel": True,
-    "overlap": True,
-    "zero": 1,
-    "vpp": 1,
-    "microbatch": 1,
-    "seq_len": 2048,
-}
-OTHERS: dict[str, Any] = {
-    "recompute": "full",
-    "sequence_parallel": False,
-    "overlap": False,
-    "zero": 0,
-    "vpp": 4,
-    "microbatch": 2,
-    "seq_len": 4096,
-}
-_SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
+# Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288).
+BATCH_TOKENS = 2**22
 
 
 class TooLittle(Exception):
@@ -67,28 +47,12 @@ class Plan:
     open: frozenset[str]  # choices that the row leaves open
     network_printed: bool
     searched: bool  # tensor- and pipeline-parallel sizes are not the row's
-
-
-@dataclass
-class _Filling:
-    """A row on its way to a plan."""
-
-    row: SeriesRow
-    choices: Choices
-    assumed: list[str] = field(default_factory=list)
-    open: set[str] = field(default_factory=set)
-
-    def choose(self, name: str) -> Any:
-        """The choice for something that the row leaves open."""
-        self.open.add(name)
-        value = self.choices.get(name, DEFAULTS[name])
-        self.assumed.append(f"{name.replace('_', ' ')} {value} assumed")
-        return value
+    fp8: bool  # linear layers in 8 bits
 
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     """What a row means; raises TooLittle where too little of it is known."""
-    fill = _Filling(row, choices or {})
+    fill = Filling(row, choices or {})
     if metric_of(row) is None:
         raise TooLittle(f"metric {row.text('metric')!r} with value {row.cells['value']!r}")
     node = node_of(row.text("gpu_type"))
@@ -115,6 +79,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         fill.assumed.append("captured graphs assumed: no host time")
     if not memory(model, p, node.memory_gib).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
+    fp8 = ways.fp8(fill)
     return Plan(
         row=row,
         model=model,
@@ -126,10 +91,11 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         open=frozenset(fill.open),
         network_printed=printed or gpus <= node.gpus,
         searched=searched,
+        fp8=fp8,
     )
 
 
-def _model(fill: _Filling) -> ModelSpec:
+def _model(fill: Filling) -> ModelSpec:
     row, shape = fill.row, named_shape(fill.row.text("model"))
     hidden = row.whole("hidden") or (shape.hidden if shape else None)
     if hidden is None:
@@ -183,7 +149,7 @@ def _gated(row: SeriesRow, hidden: int) -> bool:
     return re.search(r"llama|mistral|mixtral|qwen|grok|deepseek", row.words) is not None
 
 
-def _solved(fill: _Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
+def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
     """Layers or MLP width from the printed number of parameters, where these are not printed."""
     row = fill.row
     total = row.number("params")
@@ -210,7 +176,7 @@ def _solved(fill: _Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
 
 
 def _parallelism(
-    fill: _Filling, model: ModelSpec, node: Node, gpus: int
+    fill: Filling, model: ModelSpec, node: Node, gpus: int
 ) -> tuple[ModelSpec, Parallelism, bool]:
     row = fill.row
     cp, ep = row.whole("cp") or 1, row.whole("ep") or 1
@@ -218,10 +184,10 @@ def _parallelism(
     if pp is not None and pp > model.layers:
         fill.assumed.append(f"pp {pp} is more than the {model.layers} layers; 1 assumed")
         pp = 1
-    zero = _zero(fill)
-    recompute = _recompute(fill)
+    zero = ways.zero(fill)
+    recompute = ways.recompute(fill)
     searched = False
-    if tp is None and pp is None and not _SHARDED.search(row.words) and gpus > 1:
+    if tp is None and pp is None and not SHARDED.search(row.words) and gpus > 1:
         given = fill.choices.get("split")
         split = given or _least_split(fill, model, node, gpus, recompute)
         searched, (tp, pp, cp) = True, split if given else (*split, cp)
@@ -239,7 +205,7 @@ def _parallelism(
         fill.assumed.append(f"ep {ep} assumed")
     vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
     model, vpp = _stages(fill, model, pp, vpp, batch // (dp * microbatch))
-    sequence = tp > 1 and (_sequence(fill) or bool(model.experts))
+    sequence = tp > 1 and (ways.sequence(fill) or bool(model.experts))
     replicas = dp * cp
     p = Parallelism(
         tp=tp,
@@ -253,12 +219,12 @@ def _parallelism(
         microbatch=microbatch,
         global_batch=batch,
         recompute=recompute,
-        overlap=replicas > 1 and _overlap(fill, zero),
+        overlap=replicas > 1 and ways.overlap(fill, zero),
     )
     return model, p, searched
 
 
-def _batch(fill: _Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int]:
+def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int]:
     """Global batch, microbatch and data-parallel size; the printed global batch is trusted."""
     row = fill.row
     batch, microbatch = row.whole("global_batch"), row.whole("micro_batch")
@@ -292,7 +258,7 @@ def _batch(fill: _Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, in
 
 
 def _stages(
-    fill: _Filling, model: ModelSpec, pp: int, vpp: int, microbatches: int
+    fill: Filling, model: ModelSpec, pp: int, vpp: int, microbatches: int
 ) -> tuple[ModelSpec, int]:
     """Layers that fill the stages, and the chunks that the schedule can interleave."""
     if vpp > 1 and microbatches % pp:
@@ -315,7 +281,7 @@ def _stages(
 
 
 def _least_split(
-    fill: _Filling, model: ModelSpec, node: Node, gpus: int, recompute: str
+    fill: Filling, model: ModelSpec, node: Node, gpus: int, recompute: str
 ) -> tuple[int, int]:
     """The smallest tp * pp that fits memory, tensor parallelism inside a node first."""
     row, batch = fill.row, fill.row.whole("global_batch")
@@ -349,53 +315,3 @@ def _least_split(
         except (ValidationError, UserError):
             continue
     raise TooLittle("tp and pp are not printed, and nothing that was searched fits memory")
-
-
-def _zero(fill: _Filling) -> int:
-    words = fill.row.words
-    if re.search(r"shard_grad_op|zero-?2|zero2", words):
-        return 2
-    if _SHARDED.search(words):
-        return 3
-    if re.search(r"zero-?1|distributed.?optimizer", words):
-        return 1
-    if re.search(r"no_shard|\bddp\b", words):
-        return 0
-    if fill.row.early:
-        fill.assumed.append("no distributed optimizer, as in this software's time")
-        return 0
-    return int(fill.choose("zero"))
-
-
-def _recompute(fill: _Filling) -> Any:
-    text = fill.row.cells.get("recompute", "").strip().lower()
-    if text in ("none", "no", "false", "off"):
-        return "none"
-    for name in ("selective", "full"):
-        if name in text:
-            return name
-    if text in ("yes", "true", "on"):
-        return "full"
-    return fill.choose("recompute")
-
-
-def _sequence(fill: _Filling) -> bool:
-    text = f"{fill.row.text('sequence_parallel')} {fill.row.text('recompute')}".lower()
-    if re.search(r"\b(yes|true|on|1)\b|seqpar", text):
-        return True
-    if re.search(r"\b(no|false|off|0)\b", text):
-        return False
-    if fill.row.early:
-        fill.assumed.append("no sequence parallelism, as in this software's time")
-        return False
-    return bool(fill.choose("sequence_parallel"))
-
-
-def _overlap(fill: _Filling, zero: int) -> bool:
-    words = fill.row.words
-    if zero >= 2 or "overlap-grad-reduce" in words or "full overlap" in words:
-        return True
-    if fill.row.early:
-        fill.assumed.append("no overlap of gradient reduction, as in this software's time")
-        return False
-    return bool(fill.choose("overlap"))

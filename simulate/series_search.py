@@ -1,10 +1,11 @@
 """What a row leaves out, searched: the split, the micro-batch and the chunks that are fastest.
 
 A published row is a tuned one, so where it does not print these the fastest that fits memory is
-taken, simulated with the calibration as it is. Whether activations are recomputed is read off the
-anchors: the way that asks for the least surprising compute efficiency.
+taken, simulated with the calibration as it is. Whether activations are recomputed, and a precision
+that is not printed, are read off the anchors: what asks for the least surprising efficiency.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from simulate.memory import memory
+from simulate.series_choices import Choices
 from simulate.series_fit import FACTORS, Calibrations, fit, simulate
-from simulate.series_plan import Choices, Plan, TooLittle, plan
+from simulate.series_plan import Plan, TooLittle, plan
 from spec.errors import UserError
 
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -110,8 +112,7 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     """The choices that all rows of a series share: how they recompute, and their split."""
     choices: dict[str, Any] = {}
     members = [*anchors, *tests]
-    if any("recompute" in one.open for one in members):
-        choices["recompute"] = _recompute(anchors, tests, by)
+    choices |= _plausible(anchors, tests, by)
     searched = [one for one in members if "split" in one.open]
     if searched:
         known = {
@@ -130,16 +131,22 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     return choices
 
 
-def _recompute(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> str:
-    """Whether a series recomputes: what fits, and of that the more plausible."""
-    possible = []
-    for way in ("none", "full"):
-        moved = [replanned(one, {"recompute": way}) for one in anchors or tests]
+def _plausible(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
+    """How a series recomputes, and in how many bits: of what fits, the more plausible."""
+    members = [*anchors, *tests]
+    ways = {"recompute": ("none", "full"), "precision": ("bf16", "fp8")}
+    open_names = [name for name in ways if any(name in one.open for one in members)]
+    possible: list[tuple[float, Choices]] = []
+    for values in itertools.product(*(ways[name] for name in open_names)):
+        choices = dict(zip(open_names, values, strict=True))
+        moved = [replanned(one, choices) for one in anchors or tests]
         if not all(fits(one, MEMORY_SLACK) for one in moved):
             continue
         surprise = abs(float(fit(moved[:4], by, rounds=2).factors[0])) if anchors else 0.0
-        possible.append((surprise, way))
-    return min(possible)[1] if possible else "full"
+        possible.append((surprise, choices))
+    if not possible:
+        return {"recompute": "full"} if "recompute" in open_names else {}
+    return min(possible, key=lambda one: one[0])[1]
 
 
 def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> dict[str, Choices]:

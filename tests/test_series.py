@@ -186,6 +186,15 @@ def test_a_length_or_a_batch_that_is_not_printed_is_assumed() -> None:
     assert any("global batch" in sentence for sentence in one.assumed)
 
 
+def test_a_precision_that_is_not_printed_is_a_choice_where_the_gpu_has_it() -> None:
+    assert not plan(row()).fp8
+    assert plan(row(precision="fp8")).fp8
+    blank = plan(row(precision=""))
+    assert (blank.fp8, "precision" in blank.open) == (False, True)
+    assert plan(blank.row, {"precision": "fp8"}).fp8
+    assert "precision" not in plan(row(precision="", gpu_type="A100 80GB")).open
+
+
 def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
     by = Calibrations(calibration)
     graphs = {"source": "mlcommons/training_results_v5.0", "flags": "LAYER_CUDA_GRAPH"}

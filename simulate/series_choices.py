@@ -1,0 +1,111 @@
+"""What a row leaves open: what is taken, and the other way that is tried for its effect."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulate.series_rows import SeriesRow
+
+Choices = Mapping[str, Any]
+# What is taken where a row does not print it, and the other way that is tried for its effect.
+DEFAULTS: dict[str, Any] = {
+    "recompute": "none",
+    "sequence_parallel": True,
+    "overlap": True,
+    "zero": 1,
+    "vpp": 1,
+    "microbatch": 1,
+    "seq_len": 2048,
+    "precision": "bf16",
+}
+OTHERS: dict[str, Any] = {
+    "recompute": "full",
+    "sequence_parallel": False,
+    "overlap": False,
+    "zero": 0,
+    "vpp": 4,
+    "microbatch": 2,
+    "seq_len": 4096,
+    "precision": "fp8",
+}
+SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
+
+
+@dataclass
+class Filling:
+    """A row on its way to a plan."""
+
+    row: SeriesRow
+    choices: Choices
+    assumed: list[str] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+
+    def choose(self, name: str) -> Any:
+        """The choice for something that the row leaves open."""
+        self.open.add(name)
+        value = self.choices.get(name, DEFAULTS[name])
+        self.assumed.append(f"{name.replace('_', ' ')} {value} assumed")
+        return value
+
+
+def zero(fill: Filling) -> int:
+    """ZeRO stage."""
+    words = fill.row.words
+    if re.search(r"shard_grad_op|zero-?2|zero2", words):
+        return 2
+    if SHARDED.search(words):
+        return 3
+    if re.search(r"zero-?1|distributed.?optimizer", words):
+        return 1
+    if re.search(r"no_shard|\bddp\b", words):
+        return 0
+    if fill.row.early:
+        fill.assumed.append("no distributed optimizer, as in this software's time")
+        return 0
+    return int(fill.choose("zero"))
+
+
+def recompute(fill: Filling) -> Any:
+    """What the backward pass computes again."""
+    text = fill.row.cells.get("recompute", "").strip().lower()
+    if text in ("none", "no", "false", "off"):
+        return "none"
+    for name in ("selective", "full"):
+        if name in text:
+            return name
+    if text in ("yes", "true", "on"):
+        return "full"
+    return fill.choose("recompute")
+
+
+def fp8(fill: Filling) -> bool:
+    """Printed, or a choice on GPUs that have it."""
+    has = not re.search(r"a100|ampere|v100|mi2\d\d", fill.row.text("gpu_type").lower())
+    if fill.row.text("precision") or fill.row.fp8 or not has:
+        return fill.row.fp8
+    return bool(fill.choose("precision") == "fp8")
+
+
+def sequence(fill: Filling) -> bool:
+    """Whether the sequence is split over tensor-parallel ranks."""
+    text = f"{fill.row.text('sequence_parallel')} {fill.row.text('recompute')}".lower()
+    if re.search(r"\b(yes|true|on|1)\b|seqpar", text):
+        return True
+    if re.search(r"\b(no|false|off|0)\b", text):
+        return False
+    if fill.row.early:
+        fill.assumed.append("no sequence parallelism, as in this software's time")
+        return False
+    return bool(fill.choose("sequence_parallel"))
+
+
+def overlap(fill: Filling, stage: int) -> bool:
+    """Whether gradients are reduced beside the backward pass."""
+    words = fill.row.words
+    if stage >= 2 or "overlap-grad-reduce" in words or "full overlap" in words:
+        return True
+    if fill.row.early:
+        fill.assumed.append("no overlap of gradient reduction, as in this software's time")
+        return False
+    return bool(fill.choose("overlap"))
