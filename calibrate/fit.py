@@ -27,6 +27,7 @@ from calibrate.families import judge_families
 from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
+from calibrate.leakage import fit_leakage
 from calibrate.network import PUBLISHED
 from calibrate.own_network import fit_networks
 from calibrate.telemetry import read_telemetry
@@ -73,6 +74,9 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     judge_collectives(evidence, collectives, ledger)
     judge_power(evidence, clock, kernels, ledger)
     thermal = fit_heat(evidence, ledger)
+    leakage = fit_leakage(evidence, state, ledger)
+    if thermal is not None:
+        thermal = thermal.model_copy(update={"leakage_per_c": leakage})
     note_throttling(evidence, ledger)
     newest = evidence.runs[-1].manifest
     device = evidence.devices()[0]

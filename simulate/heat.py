@@ -25,9 +25,10 @@ Array = NDArray[np.float64]
 # Inlet while the calibration's temperatures were measured: not read. ASHRAE TC 9.9 recommends 18 to
 # 27 C (Thermal Guidelines for Data Processing Environments, 5th edition, 2021).
 MEASURED_INLET_C = (22.0, 18.0, 27.0)
-# Board power per degree of the core, at a clock. Transistors leak more the hotter they are (arXiv
-# 1407.8116 shows it on a K20); for Hopper no figure is published. Its upper end lets the two nodes
-# of arXiv 2507.16781, 46 and 54 TFLOP/s a GPU some 18 C apart, differ by leakage alone, nearly.
+# Board power per degree of the core at a clock, where the calibration has none. Transistors leak
+# more the hotter they are (arXiv 1407.8116 shows it on a K20); for Hopper no figure is published.
+# Its upper end lets the two nodes of arXiv 2507.16781, 46 and 54 TFLOP/s a GPU some 18 C apart,
+# differ by leakage alone, nearly.
 LEAKAGE_PER_C = (0.003, 0.0, 0.008)
 ROOM_SHARE = 0.2  # of the room above idle that a GPU needs to work at all
 
@@ -44,7 +45,7 @@ class Environment:
 class Assumed:
     """The figures nobody measured, at their central values or at an end of their interval."""
 
-    leakage_per_c: float = LEAKAGE_PER_C[0]
+    leakage_per_c: float | None = None  # the calibration's, or the assumed one
     measured_inlet_c: float = MEASURED_INLET_C[0]
     cooling_inlet_c: float | None = None  # of the published temperatures
 
@@ -62,6 +63,12 @@ class Heat:
     def allowed_w(self) -> float | None:
         """Board power that keeps the worst cooled GPU at its limit; None without one."""
         return None if self.limit_c is None else (self.limit_c - self.base_c) / self.worst_c_per_w
+
+
+def leakage_per_c(calibration: Calibration) -> tuple[float, float, float]:
+    """Value, low and high: measured where a load has warmed up under its cap, else assumed."""
+    thermal = calibration.thermal
+    return (thermal.leakage_per_c if thermal else None) or LEAKAGE_PER_C
 
 
 def heat(calibration: Calibration, node: Node, place: Environment, assumed: Assumed) -> Heat:

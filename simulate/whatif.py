@@ -21,6 +21,7 @@ from simulate.heat import (
     Heat,
     check_room,
     heat,
+    leakage_per_c,
 )
 from spec.calibration import Calibration, ClockFit, Parameter
 from spec.errors import UserError
@@ -199,7 +200,9 @@ def _apply(
         if not what.no_throttling and allowed is not None and allowed < cap:
             cap, limited_by = allowed, "temperature"
         core = found.base_c + found.worst_c_per_w * cap
-        factor = max(1 + assumed.leakage_per_c * (core - found.measured_c), 0.5)
+        leakage = assumed.leakage_per_c
+        leakage = leakage_per_c(calibration)[0] if leakage is None else leakage
+        factor = max(1 + leakage * (core - found.measured_c), 0.5)
     if exponent is not None:  # through what the products drew at the clock they were sustained at
         anchor = clock.sustained_mhz or 0.75 * clock.reference_mhz
         factor *= (clock.reference_mhz / anchor) ** (exponent - clock.power_exponent)
@@ -231,12 +234,17 @@ def _uncertain(
 
     usual = Assumed()
     if found is not None:
+        ends = leakage_per_c(calibration)
         parameter = add(
-            "leakage_per_c", "1/C", LEAKAGE_PER_C,
+            "leakage_per_c",
+            "1/C",
+            ends,
             "board power at a clock for each degree of the core: arXiv 1407.8116 shows that it "
-            "grows; its upper end from arXiv 2507.16781",
-        )  # fmt: skip
-        low, high = (replace(usual, leakage_per_c=end) for end in LEAKAGE_PER_C[1:])
+            "grows; its upper end from arXiv 2507.16781"
+            if ends == LEAKAGE_PER_C
+            else "as measured over a few degrees (thermal.leakage_per_c), taken to go on",
+        )
+        low, high = (replace(usual, leakage_per_c=end) for end in ends[1:])
         listed.append((parameter, (Given(low), Given(high))))
     if what.inlet_c is not None and what.cooling is None:
         parameter = add(

@@ -51,6 +51,9 @@ class ThermalFit(Record):
     error_c: NonNegative = Field(description="sd of predicted temperatures on runs held out")
     power_w: Positive = Field(description="mean board power of the hottest runs fitted on")
     devices: tuple[DeviceHeat, ...] = ()
+    leakage_per_c: tuple[NonNegative, NonNegative, NonNegative] | None = Field(
+        default=None, description="board power per degree at a clock, a share: value, low, high"
+    )
 
     def of(self, uuid_hash: str) -> Resistance:
         """A device's own resistance, or the central one."""

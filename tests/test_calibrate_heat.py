@@ -10,9 +10,11 @@ import pytest
 from calibrate.clocks import _regulated
 from calibrate.evidence import Evidence, Ledger
 from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
+from calibrate.leakage import fit_leakage
 from calibrate.pulses import pulse_exponent
 from calibrate.state import ClockState
 from calibrate.throttle import note_throttling
+from spec.files import write_table
 from spec.records import HeatRow
 from spec.results import ResultSet
 from spec.thermal import exponential_mean
@@ -144,3 +146,37 @@ def test_shares_of_what_held_the_clocks(tmp_path: Path) -> None:
         "throttle.heat_share": 0.2,
         "throttle.other_share": 0.0,
     }
+
+
+@pytest.mark.parametrize("leakage", [0.0, 0.003])
+def test_the_clock_falls_as_a_capped_load_warms_up(tmp_path: Path, leakage: float) -> None:
+    exponent, idle, samples = 1.4, 76.0, 400
+    time = np.arange(samples) * 0.1
+    load = time >= 5
+    warmth = np.where(load, 55 + 8 * (1 - np.exp(-(time - 5) / 10)), 35.0)
+    more = 1 + leakage * (warmth - 55)  # of board power, at a clock
+    clock = np.where(load, 1480 * more ** (-700 / (700 - idle) / exponent), 1980.0)
+    columns = {
+        "time_s": time,
+        "device": np.zeros(samples, dtype=np.int16),
+        "power_w": np.where(load, 700.0, 120.0),
+        "temperature_c": warmth,
+        "sm_clock_mhz": clock,
+        "case_id": ["heat-100"] * samples,
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "telemetry.parquet")
+    capped = heat_row(1.0, 1480, 700.0).model_copy(
+        update={"throttle": "power_cap", "case_id": "heat-100"}
+    )
+    write_table(tmp_path / "heat.csv", HeatRow, [capped])
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    evidence = Evidence("made-up", [ResultSet(tmp_path, about)])
+    state = ClockState(1980.0, 700.0, idle, power_exponent=exponent)
+    found = fit_leakage(evidence, state, Ledger())
+    assert found is not None
+    value, low, high = found
+    assert value == pytest.approx(leakage, abs=2e-4)
+    assert low <= value <= high
+    write_table(tmp_path / "heat.csv", HeatRow, [heat_row(0.4, 1980, 400.0)])
+    evidence = Evidence("made-up", [ResultSet(tmp_path, about)])
+    assert fit_leakage(evidence, state, Ledger()) is None
