@@ -15,6 +15,7 @@ GROUPS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "kind": lambda entry: str(entry["kind"]),
     "scale": lambda entry: _scale(int(entry["gpus"])),
     "model": lambda entry: str(entry["model"]),
+    "system": lambda entry: str(entry.get("system", "")),
 }
 
 
@@ -25,14 +26,16 @@ def _scale(gpus: int) -> str:
 
 
 def grouped(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summaries by kind, scale and model: {grouping: {group: summary}}."""
+    """Summaries by kind, scale, model and system: {grouping: {group: summary}}."""
     found: dict[str, dict[str, Any]] = {}
     for grouping, of in GROUPS.items():
         names = dict.fromkeys(
             of(entry) for entry in sorted(entries, key=lambda one: (one["gpus"], of(one)))
         )
         found[grouping] = {
-            name: summarise([entry for entry in entries if of(entry) == name]) for name in names
+            name: summarise([entry for entry in entries if of(entry) == name])
+            for name in names
+            if name
         }
     return found
 

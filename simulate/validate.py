@@ -154,7 +154,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         profile = profiles.get((found.path.parent, row.case_id), [])
-        cases.append(Case(unique, predicted, *limits(found), profile))
+        cases.append(Case(unique, predicted, *limits(found), profile, found.path.parent.name))
     return cases, used
 
 

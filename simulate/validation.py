@@ -52,6 +52,7 @@ class Case:
     power_limit_w: float | None = None
     max_clock_mhz: float | None = None
     profile: Sequence[ProfileRow] = ()
+    system: str = ""  # that it was measured on
 
 
 def predict(
@@ -182,6 +183,7 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "id": row.case_id,
         "kind": kind_of(row),
+        "system": case.system,
         "model": row.model,
         "gpus": row.parallelism().gpus,
         "real_s": real,
@@ -276,6 +278,13 @@ def table(value: dict[str, Any]) -> str:
     text = [
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
     ]
+    systems = value.get("groups", {}).get("system", {})
+    for name, one in systems.items() if len(systems) > 1 else ():
+        text.append(
+            f"{name}: {one['n']} cases, MAPE {percent(one['mape'])}, worst "
+            f"{percent(one['max_ape'])}, constant rate {percent(one['baseline_mape'])}, "
+            f"inside 90 % {one['coverage_90']['value']:.0%}"
+        )
     every = value["summary"]["all"]
     for name, baseline, words in (
         ("energy", "baseline_energy", "the constant-rate row's energy per FLOP"),

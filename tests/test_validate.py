@@ -406,4 +406,4 @@ def test_groups_say_what_is_too_narrow_and_what_too_wide() -> None:
     assert "too narrow" in wide_or_narrow(grouped(entries(0.01, 0.05)))[0]
     assert "4.8 median errors wide" in wide_or_narrow(grouped(entries(0.2, 0.04)))[0]
     assert wide_or_narrow(grouped(entries(0.08, 0.04))) == []
-    assert set(grouped(entries(0.1, 0.1))) == {"kind", "scale", "model"}
+    assert set(grouped(entries(0.1, 0.1))) == {"kind", "scale", "model", "system"}
