@@ -1,6 +1,7 @@
 """Builds a model of ours with Megatron-Core and runs its steps; only megatron_*.py know it too.
 
-Without Transformer Engine and Apex, Megatron-Core 0.16 runs from its local layer spec, in which
+Where Transformer Engine can be imported, a GPU's layers are Megatron-Core's on it. Without it and
+Apex, Megatron-Core 0.16 runs from its local layer spec, in which
 three modules are replaced: the norm (torch's, but marked for sequence parallelism, which Megatron
 refuses for torch's own), the core attention (torch's fused attention instead of an unfused softmax)
 and Adam (torch's fused kernel on GPUs). Everything else is Megatron-Core's: tensor-parallel
@@ -32,7 +33,15 @@ from megatron.core.transformer.transformer_block import (
 from torch.profiler import record_function
 
 from measure.megatron_context import ContextAttention, choose, own_part
-from measure.megatron_layers import Attention, Norm, attention_backend, layer_spec, seed_weights
+from measure.megatron_layers import (
+    Attention,
+    Modules,
+    attention_backend,
+    engine_modules,
+    fits_transformer_engine,
+    local_modules,
+    seed_weights,
+)
 from measure.megatron_lora import freeze
 from measure.megatron_sharded import Sharded
 from spec.errors import WorkError
@@ -50,7 +59,7 @@ CLIP_GRADIENT = 1.0
 Tensor = torch.Tensor
 
 
-def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
+def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool, implementation: str) -> Any:
     """Megatron-Core's TransformerConfig of a model split this way."""
     more: dict[str, Any] = {}
     if model.experts:
@@ -102,19 +111,19 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         # NCCL's streams keep a sent output alive; gloo reads it after it would be gone
         deallocate_pipeline_outputs=p.pp > 1 and (gpu or p.vpp == 1),
         gradient_accumulation_fusion=False,
-        transformer_impl="local",
+        transformer_impl=implementation,
         **more,
     )
 
 
-def _chunk(model: ModelSpec, config: Any, layer: Any, number: int | None) -> Any:
+def _chunk(model: ModelSpec, config: Any, modules: Modules, number: int | None) -> Any:
     """One GPTModel: all of this rank's layers, or those of its virtual stage `number`."""
     count = get_num_layers_to_build(config, vp_stage=number)
     where = {"ignore_virtual": False, "vp_stage": number}
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * count, layer_norm=Norm
+            layer_specs=[modules.layer] * count, layer_norm=modules.final_norm
         ),
         vocab_size=model.vocab,
         max_sequence_length=model.seq_len,
@@ -231,9 +240,11 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    config = transformer_config(model, p, device.type == "cuda")
-    core_attention, name = _core_attention(model, p, device)
-    layer = layer_spec(model, core_attention)
+    if fits_transformer_engine(model, p, device):
+        modules = engine_modules(model)
+    else:
+        modules = local_modules(model, *_core_attention(model, p, device))
+    config = transformer_config(model, p, device.type == "cuda", modules.implementation)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=p.overlap,
@@ -242,7 +253,7 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     )
     chunks = []
     for number in range(p.vpp):
-        chunk = _chunk(model, config, layer, number if p.vpp > 1 else None)
+        chunk = _chunk(model, config, modules, number if p.vpp > 1 else None)
         chunk.model_type = ModelType.encoder_or_decoder
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -263,9 +274,9 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     config.grad_scale_func = optimizer.scale_loss
     framework = (
         f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, {DTYPE}; "
-        f"local spec with torch norms, torch attention ({name}), {adam}"
+        f"{modules.name}, {adam}"
     )
-    if p.cp > 1:
+    if p.cp > 1 and modules.implementation == "local":
         framework += ", ring attention over context-parallel ranks"
     if p.zero == 3:
         framework += ", Megatron's wrapper of PyTorch's FSDP, gradients reduced in fp32"

@@ -4,11 +4,16 @@ See `measure.megatron`.
 """
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -87,8 +92,42 @@ class Norm:
         return _norm(*args, **kwargs)
 
 
-def layer_spec(model: ModelSpec, core_attention: Any) -> Any:
-    """Megatron-Core's local layer with our norm and attention, and adapters where there are."""
+@dataclass(frozen=True)
+class Modules:
+    """What the layers of a model are built from."""
+
+    layer: Any
+    final_norm: Any
+    implementation: str  # TransformerConfig's transformer_impl
+    name: str  # as `framework` says it
+
+
+def fits_transformer_engine(model: ModelSpec, p: Parallelism, device: torch.device) -> bool:
+    """Whether Megatron-Core's own layers on Transformer Engine run this step here.
+
+    Adapters are ours and made for the local layers; the wrapper of PyTorch's FSDP runs with them.
+    """
+    importable = bool(transformer_engine.HAVE_TE)
+    return importable and device.type == "cuda" and not model.lora_rank and p.zero < 3
+
+
+def engine_modules(model: ModelSpec) -> Modules:
+    """Megatron-Core's layers on Transformer Engine, nothing replaced."""
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=model.experts or None, moe_grouped_gemm=False
+    )
+    version = transformer_engine.get_te_version()
+    name = f"Transformer Engine {version} layers"
+    return Modules(layer, transformer_engine.TENorm, "transformer_engine", name)
+
+
+def local_modules(model: ModelSpec, core_attention: Any, attention: str) -> Modules:
+    """Megatron-Core's local layers with our norm and attention (whose kernel is `attention`)."""
+    name = f"local spec with torch norms, torch attention ({attention})"
+    return Modules(_local_layer(model, core_attention), Norm, "local", name)
+
+
+def _local_layer(model: ModelSpec, core_attention: Any) -> Any:
     if model.experts:
         _mend_experts()
     layer = get_gpt_layer_local_spec(

@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.extensions import transformer_engine
 
+from measure.megatron_layers import fits_transformer_engine
 from measure.training_plan import TrainingCase
+from spec.parallelism import Parallelism
 from tests.test_training_steps import GPT, SMALL, WHOLE, case, losses, measured
 
 ADAPTED = SMALL.resized(lora_rank=4)
@@ -47,3 +51,14 @@ def test_adapters_learn_the_same(split: dict[str, Any]) -> None:
     whole, other = case(ADAPTED, global_batch=4), case(ADAPTED, global_batch=4, **split)
     assert losses(other) == pytest.approx(losses(whole), abs=3e-3)
     assert norms(other) == pytest.approx(norms(whole), rel=0.02)
+
+
+def test_transformer_engine_runs_where_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu, whole = torch.device("cuda"), torch.device("cpu"), Parallelism()
+    assert not fits_transformer_engine(SMALL, whole, gpu)
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    assert fits_transformer_engine(SMALL, whole, gpu)
+    assert not fits_transformer_engine(SMALL, whole, cpu)
+    assert not fits_transformer_engine(ADAPTED, whole, gpu)
+    sharded = Parallelism(dp=2, zero=3, global_batch=2, overlap=True)
+    assert not fits_transformer_engine(SMALL, sharded, gpu)
