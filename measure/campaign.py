@@ -10,9 +10,9 @@ from typing import Any
 from measure import checks, heat, nccl_choice, placement
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
+from measure.other_hosts import OtherHost, Samplers
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
-from measure.store import Store, write_links
-from measure.telemetry import Sampler
+from measure.store import Store, seconds_since, write_links
 from measure.window import Window
 from measure.workers import Pool
 from spec.errors import UserError, WorkError
@@ -26,12 +26,44 @@ class Campaign:
     kind: str
     devices: Sequence[Device]
     store: Store
-    sampler: Sampler
+    sampler: Samplers
     show: Callable[[str, int], None]
     deadline: float | None = None  # monotonic seconds
     nodes: int = 1  # emulated on this host
+    others: Sequence[OtherHost] = ()  # `devices` are of all hosts
     out_of_time: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._noted: set[int] = set()
+
+    @property
+    def living(self) -> list[Device]:
+        """The devices whose hosts are there; a host that is lost is noted."""
+        for host in self.others:
+            if host.lost and host.node not in self._noted:
+                self._noted.add(host.node)
+                after = seconds_since(self.store.manifest.started)
+                self.store.note(
+                    f"host {host.node} was lost {after:.0f} s into the run; its "
+                    f"{len(host.devices)} devices did no more"
+                )
+        return [one for one in self.devices if one.host is None or not one.host.lost]
+
+    @property
+    def local(self) -> list[Device]:
+        """The devices of this host."""
+        return [one for one in self.devices if one.host is None]
+
+    def lacks(self, case_id: str, devices: int) -> bool:
+        """Whether there are fewer devices; such a case is skipped, with the reason."""
+        here = len(self.living)
+        if devices <= here:
+            return False
+        where = "are here" if here == len(self.devices) else "are left after a host was lost"
+        self.store.skip(case_id, f"needs {devices} devices; {here} {where}")
+        self.show(case_id, 1)
+        return True
 
     def admit(self, seconds: float, until: float | None) -> bool:
         """Whether a case of `seconds` still fits before `until`."""
@@ -49,26 +81,30 @@ class Campaign:
     def kernels(self, pool: Pool, cases: Sequence[KernelCase], until: float | None) -> None:
         """Share the cases among the devices."""
 
-        def begin(rank: int, case: KernelCase) -> None:
-            self.sampler.tag(case.case_id, rank)
+        def begin(device: int, case: KernelCase) -> None:
+            self.sampler.tag(case.case_id, device)
 
-        def finish(rank: int, case: KernelCase, reply: dict[str, Any]) -> None:
-            self.sampler.tag("", rank)
+        def finish(device: int, case: KernelCase, reply: dict[str, Any]) -> None:
+            self.sampler.tag("", device)
             if "row" in reply:
-                self.store.append("kernels", [KernelRow.model_validate(reply["row"])])
+                row = KernelRow.model_validate(reply["row"] | {"device": device})
+                self.store.append("kernels", [row])
             elif "skip" in reply:
                 self.store.skip(case.case_id, reply["skip"])
             else:
                 self.fail(case.case_id, reply["error"])
             self.show(case.case_id, 1)
 
-        pool.each(
+        left = pool.each(
             cases,
             begin,
             finish,
             pinned=lambda case: case.prefer if case.device is None else case.device,
             admit=lambda case: self.admit(case.seconds, until),
         )
+        for case in left:
+            self.fail(case.case_id, "the host of its device was lost")
+            self.show(case.case_id, 1)
 
     def collectives(self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None) -> None:
         """One after the other, all devices at once."""
@@ -78,7 +114,7 @@ class Campaign:
         sent = [one.bytes for one in cases if one.collective == "send_recv" and one.groups > 1]
         largest = max(sent, default=0)
         for case in cases:
-            if not self.admit(case.seconds, until):
+            if self.lacks(case.case_id, case.devices) or not self.admit(case.seconds, until):
                 continue
             with self._tagged(case.case_id):
                 replies = pool.together(case)
@@ -88,7 +124,11 @@ class Campaign:
                     if case.collective == "send_recv" and case.bytes == largest:
                         times = group_times_us(case.message(), replies)
                         if times:
-                            write_links(self.store.folder, case.case_id, times)
+                            by_device = {
+                                tuple(map(pool.device_of, ranks)): time_us
+                                for ranks, time_us in times.items()
+                            }
+                            write_links(self.store.folder, case.case_id, by_device)
                     measured = row(case.message(), case.role, self.kind, replies)
                     algorithm, protocol = choices.get(case.case_id, (None, None))
                     more = {"algorithm": algorithm, "protocol": protocol}
@@ -99,12 +139,15 @@ class Campaign:
         self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None
     ) -> dict[str, nccl_choice.Choice]:
         """What NCCL says it runs for each case, where there is NCCL and time to ask it."""
-        asked = nccl_choice.wanted(cases) if self.kind in START_S else []
+        fitting = [case for case in cases if case.devices <= pool.world]
+        asked = nccl_choice.wanted(fitting) if self.kind in START_S else []
         need = START_S.get(self.kind, 0.0) + sum(case.seconds for case in asked)
         if not asked or (until is not None and time.monotonic() + 5 * need > until):
             return {}
         with self._tagged("nccl-choice"):  # or its power would pass for idle
-            choices, problem = nccl_choice.read_choices(self.kind, pool.world, self.nodes, asked)
+            choices, problem = nccl_choice.read_choices(
+                self.kind, pool.world, self.nodes, asked, devices=self.living
+            )
         if problem is not None:
             self.store.note(problem)
         return choices
@@ -116,7 +159,7 @@ class Campaign:
         from measure.interference import row
 
         for case in cases:
-            if not self.admit(case.seconds, until):
+            if self.lacks(case.case_id, case.ranks) or not self.admit(case.seconds, until):
                 continue
             with self._tagged(case.case_id):
                 replies = pool.together(case)
@@ -132,15 +175,17 @@ class Campaign:
         """Each in fresh processes of its own, which measure.training starts."""
         from measure.training import run_case
 
-        for case in self._that_fit(cases):
-            if not self.admit(case.seconds, until):
+        for case in cases:
+            if self.lacks(case.case_id, case.gpus) or not self.admit(case.seconds, until):
                 continue
+            devices = self.living[: case.gpus]
             with self._tagged(case.case_id):
                 try:
                     row, steps = run_case(
                         case,
-                        window=partial(Window, self.devices[: case.gpus]),
+                        window=partial(Window, devices),
                         device_kind=self.kind,
+                        devices=devices,
                     )
                     # steps first: their configuration's row is what marks the case as done
                     self.store.append("steps", steps)
@@ -153,26 +198,17 @@ class Campaign:
                     self.fail(case.case_id, f"{type(error).__name__}: {error}")
             self.show(case.case_id, 1)
 
-    def _that_fit(self, cases: Sequence[Any]) -> Iterator[Any]:
-        """The training cases that this machine has devices for; the others are skipped."""
-        here = len(self.devices)
-        for case in cases:
-            if case.gpus <= here:
-                yield case
-            else:
-                self.store.skip(case.case_id, f"needs {case.gpus} devices; {here} are here")
-                self.show(case.case_id, 1)
-
     def profile(self, cases: Sequence[Any], until: float | None) -> None:
         """Training cases again, in fresh processes under a profiler."""
         from measure.training_profile import run_profile
 
-        for case in self._that_fit(cases):
-            if not self.admit(case.seconds, until):
+        for case in cases:
+            if self.lacks(case.case_id, case.gpus) or not self.admit(case.seconds, until):
                 continue
+            devices = self.living[: case.gpus]
             with self._tagged(case.case_id):
                 try:
-                    rows = run_profile(case, device_kind=self.kind)
+                    rows = run_profile(case, device_kind=self.kind, devices=devices)
                     self.store.append("profile", rows)
                 except UserError as error:
                     self.store.skip(case.case_id, str(error))
@@ -181,17 +217,21 @@ class Campaign:
             self.show(case.case_id, 1)
 
     def telemetry(self, pool: Pool, cases: Sequence[checks.LoadCase], until: float | None) -> None:
-        """The sampler's cost and truth, into a file of their own."""
-        for case in cases:
-            if not self.admit(case.seconds, until):
-                continue
-            with self._tagged(case.case_id):
-                try:
-                    checks.measure(case, self.devices, pool, self.sampler, self.store.folder)
-                    self.store.mark("telemetry", [case.case_id])
-                except WorkError as error:
-                    self.fail(case.case_id, str(error))
-            self.show(case.case_id, 1)
+        """The sampler's cost and truth on this host, into a file of their own."""
+        if self.others:  # which do nothing meanwhile
+            pool.close()
+            pool = Pool(self.kind, len(self.local))
+        with contextlib.closing(pool):
+            for case in cases:
+                if not self.admit(case.seconds, until):
+                    continue
+                with self._tagged(case.case_id):
+                    try:
+                        checks.measure(case, self.local, pool, self.sampler.own, self.store.folder)
+                        self.store.mark("telemetry", [case.case_id])
+                    except WorkError as error:
+                        self.fail(case.case_id, str(error))
+                self.show(case.case_id, 1)
 
     def heat(self, pool: Pool, cases: Sequence[heat.HeatCase], until: float | None) -> None:
         """Constant and pulsed load of all devices."""
@@ -201,7 +241,7 @@ class Campaign:
                 continue
             with self._tagged(case.case_id):
                 try:
-                    self.store.append("heat", [heat.measure(case, self.devices, pool)])
+                    self.store.append("heat", [heat.measure(case, self.living, pool)])
                 except WorkError as error:
                     self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)
@@ -213,7 +253,7 @@ class Campaign:
                 continue
             with self._tagged(case.case_id):
                 try:
-                    placement.measure(case, self.devices, self.kind, self.store)
+                    placement.measure(case, self.living, self.kind, self.store)
                     self.store.mark("placement", [case.case_id])
                 except (UserError, WorkError) as error:
                     self.fail(case.case_id, str(error))
@@ -228,9 +268,10 @@ class Campaign:
             self.sampler.tag("")
 
 
-def measure_all(campaign: Campaign, cases: dict[str, list[Any]], world: int) -> None:
+def measure_all(campaign: Campaign, cases: dict[str, list[Any]]) -> None:
     """Run all suites; with a deadline, each gets its share of the time that is left."""
-    pool = Pool(campaign.kind, world, nodes=campaign.nodes)
+    world = len(campaign.devices)
+    pool = Pool(campaign.kind, world, nodes=campaign.nodes, devices=campaign.devices)
     try:
         for suite, todo in cases.items():
             if not todo:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from measure.namespaces import on_host, rendezvous_address
+from measure.namespaces import on_host
 from measure.timing import GpuTimer, Timer, quantiles
 from spec.collective import busbw_factor
 from spec.errors import WorkError
@@ -29,12 +29,13 @@ TIMEOUT_S = 60
 class Ranks:
     """The process group of all workers and its subgroups, made when first needed."""
 
-    def __init__(self, timer: Timer, rank: int, world: int, port: int) -> None:
+    def __init__(self, timer: Timer, rank: int, world: int, meet_at: str) -> None:
+        """`meet_at`: address and port where rank 0 listens, as `127.0.0.1:29500`."""
         self.timer = timer
         self.rank = rank
         self.world = world
         self.used = False
-        self._port = port
+        self._meet_at = meet_at
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self) -> None:
@@ -46,7 +47,7 @@ class Ranks:
         self.used = True
         dist.init_process_group(
             self.timer.backend,
-            init_method=f"tcp://{rendezvous_address()}:{self._port}",
+            init_method=f"tcp://{self._meet_at}",
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=TIMEOUT_S),

@@ -32,6 +32,11 @@ _RECORDED = re.compile(
 _PRIVATE = re.compile(
     r"(ADDR|COMM_ID|HOST(?!ID)|TOKEN|KEY|SECRET|PATH|FILE|DIR|HOME|VISIBLE_DEVICES_LIST|UUID)"
 )
+# torch.distributed and Megatron-Core read these
+_LAUNCHERS = re.compile(
+    r"^((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_|GROUP_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_\w+)$"
+)
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -98,6 +103,12 @@ class Launch:
     world: int = 1
     local_rank: int = 0
     nodes: int = 1
+    node: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one process of its node that a run needs."""
+        return self.rank == 0 or (self.local_rank == 0 and self.node > 0)
 
 
 def launch() -> Launch:
@@ -115,18 +126,50 @@ def launch() -> Launch:
                     f"RANK is {rank} but {name} is not set, which torchrun does; start with "
                     "torchrun, or unset RANK"
                 )
-        found = Launch("torchrun", rank, world, local, -(-world // max(per_node, 1)))
+        per_node = max(per_node, 1)
+        node = _number("GROUP_RANK", rank // per_node)
+        found = Launch("torchrun", rank, world, local, -(-world // per_node), node)
     elif "SLURM_PROCID" in os.environ:
         rank, world = _number("SLURM_PROCID"), _number("SLURM_NTASKS", 1)
         nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1))
-        found = Launch("srun", rank, world, _number("SLURM_LOCALID", 0), max(nodes, 1))
+        local, node = _number("SLURM_LOCALID", 0), _number("SLURM_NODEID", 0)
+        found = Launch("srun", rank, world, local, max(nodes, 1), node)
     else:
         return Launch()
     if not found.rank < found.world:
         raise UserError(
             f"{found.by} says that this is rank {found.rank} of {found.world}; ranks begin at 0"
         )
+    if not found.node < found.nodes:
+        raise UserError(
+            f"{found.by} says that this is node {found.node} of {found.nodes}; nodes begin at 0"
+        )
     return found
+
+
+def meeting_point(started: Launch) -> None:
+    """Set MASTER_ADDR and MASTER_PORT where srun left them unset: the first node, a job's own port.
+
+    Raises UserError where srun does not tell the first node.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        # such as `node[01-08,12],gpu-a`: nodes are numbered in the order of this list
+        nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+        first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+        if first is None:
+            raise UserError(
+                f"{started.by} started {started.nodes} nodes and MASTER_ADDR is not set; set it to "
+                "the first node's name"
+            )
+        os.environ["MASTER_ADDR"] = "".join(part or "" for part in first.groups())
+    job = _number("SLURM_JOB_ID", 0) if started.by == "srun" else 0
+    os.environ.setdefault("MASTER_PORT", str(30000 + job % 2000))  # below outgoing connections'
+
+
+def forget_launch() -> None:
+    """Take away what a launcher told this process: its workers are ranks of other groups."""
+    for name in [name for name in os.environ if _LAUNCHERS.match(name)]:
+        del os.environ[name]
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -141,19 +184,13 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def launch_notes(started: Launch, devices: int) -> list[str]:
-    """What a reader of the run should know about how it was launched."""
-    notes = []
-    if started.nodes > 1:
-        notes.append(
-            f"{started.by} started {started.world} processes on {started.nodes} nodes; the first "
-            "node was measured"
-        )
+    """What a reader of the run should know of how this host, with so many devices, was launched."""
     if started.by == "srun" and started.world > started.nodes and devices == 1:
-        notes.append(
-            "srun started several tasks on this node, and the one that measured sees one device; "
+        return [
+            "srun started several tasks on a node, and the one that measured sees one device; "
             "where srun gives each task a device of its own, use one task per node with all of them"
-        )
-    return notes
+        ]
+    return []
 
 
 def sees_gpu() -> bool:

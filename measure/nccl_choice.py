@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measure.devices import Device
 from measure.plan import CollectiveCase
 from measure.workers import Pool
 from spec.errors import WorkError
@@ -110,6 +111,7 @@ def read_choices(
     nodes: int,
     cases: Sequence[ChoiceCase],
     program: str = "measure.workers",
+    devices: Sequence[Device] = (),
 ) -> tuple[dict[str, Choice], str | None]:
     """NCCL's choices by case id, and in words why some are missing."""
     found: dict[str, Choice] = {}
@@ -120,7 +122,7 @@ def read_choices(
             "NCCL_DEBUG_SUBSYS": "TUNING",
             LOG: str(Path(folder) / "%p.log"),
         }
-        pool = Pool(kind, world, program, nodes, environment)
+        pool = Pool(kind, world, program, nodes, environment, devices)
         try:
             for case in cases:
                 replies = pool.together(case)

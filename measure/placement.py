@@ -106,7 +106,8 @@ class _Comparison:
         )
         placed = replace(training, parallelism=split)
         own = tempfile.mkdtemp(dir=self.folder)
-        ranks = Processes(placed, self.kind.partition(":")[0], own, tuple(devices), passes=True)
+        kind = self.kind.partition(":")[0]
+        ranks = Processes(placed, kind, own, [self.devices[one] for one in devices], passes=True)
         try:
             ranks.warmed_up(placed)
             yield ranks

@@ -7,12 +7,13 @@ so a resumed or repeated run gives the same work the same id, and the same role.
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from measure import emulation, grid
+from measure import cluster_plan, emulation, grid
 from spec.collective import COLLECTIVES
 from spec.errors import UserError
 from spec.files import parse, read_table, read_yaml
@@ -99,6 +100,11 @@ class CollectiveCase:
     def role(self) -> Literal["fit", "judge"]:
         """By collective, span and size."""
         return role_of(f"collective {self.case_id}")
+
+    @property
+    def devices(self) -> int:
+        """Devices that it takes."""
+        return 1 + max(max(group) for group in self.members())
 
     def members(self) -> list[list[int]]:
         """Ranks of each group: blocks of ranks * stride, one group per offset within a block."""
@@ -307,16 +313,19 @@ def _seconds(kernel: Kernel, gpu: bool) -> float:
 
 
 def collective_cases(
-    device_kind: str, world: int, quick: bool, plan: PlanFile, nodes: int = 1
+    device_kind: str, world: int, quick: bool, plan: PlanFile, nodes: int = 1, hosts: int = 1
 ) -> list[CollectiveCase]:
     """The collective suite over every power-of-two group that `world` ranks allow.
 
-    With `nodes` emulated nodes each case says how many of them its groups span.
+    With `nodes` emulated on one host, or on several `hosts`, each case says how many of them its
+    groups span.
     """
+    gpu = device_kind in ("nvidia", "amd")
+    rate = emulation.NETWORK_GBYTES_PER_S if hosts == 1 else cluster_plan.GBYTES_PER_S[gpu]
+    place = partial(_placed, world=world, nodes=max(nodes, hosts), gbytes_per_s=rate)
     if plan.collectives:
         asked = [CollectiveCase(**wish.model_dump()) for wish in plan.collectives]
-        return [_placed(case, world, nodes) for case in asked]
-    gpu = device_kind in ("nvidia", "amd")
+        return [place(case) for case in asked]
     top = emulation.LARGEST if nodes > 1 else 30 if gpu else (24 if quick else 26)
     step = 2 if quick else 1
     cases = []
@@ -328,16 +337,15 @@ def collective_cases(
             for kind in COLLECTIVES:
                 seconds = (0.1 if gpu else 0.03) + 30 * 2**exponent / (2e11 if gpu else 1e9)
                 case = CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
-                cases.append(_placed(case, world, nodes))
+                cases.append(place(case))
         if groups > 1 and nodes == 1 and gpu and not quick:
-            cases += _pipelines(ranks, stride, groups)
+            cases += [place(case) for case in _pipelines(ranks, stride, groups)]
         if nodes > 1:
             largest = [
                 CollectiveCase(kind, ranks, 2**emulation.LARGEST_REDUCED, stride, groups)
                 for kind in emulation.REDUCED
             ]
-            placed = [_placed(case, world, nodes) for case in largest]
-            cases += [case for case in placed if case.nodes > 1]
+            cases += [case for case in map(place, largest) if case.nodes > 1]
     return cases
 
 
@@ -356,14 +364,14 @@ def _pipelines(ranks: int, stride: int, groups: int) -> list[CollectiveCase]:
     ]
 
 
-def _placed(case: CollectiveCase, world: int, nodes: int) -> CollectiveCase:
-    """The case with the emulated nodes that its groups span, and the time this takes."""
+def _placed(case: CollectiveCase, world: int, nodes: int, gbytes_per_s: float) -> CollectiveCase:
+    """The case with the nodes that its groups span, and the time this takes."""
     if nodes == 1:
         return case
     across = emulation.nodes_of(case.members(), world, nodes)
     if across == 1:
         return case
-    rate = emulation.NETWORK_GBYTES_PER_S * 1e9 / case.groups
+    rate = gbytes_per_s * 1e9 / case.groups
     return replace(case, nodes=across, seconds=0.1 + 30 * case.bytes / rate)
 
 

@@ -10,12 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, host, host_check, namespaces, wrap
+from measure import checks, emulation, host, host_check, namespaces, other_hosts, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.namespaces import LINK_MBIT, QUOTA, check_machine
+from measure.other_hosts import OtherHost, Samplers
 from measure.plan import ON_REQUEST, SUITES, PlanFile, read_plan
 from measure.report import report
+from measure.serve import serve
 from measure.store import PLAN, Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
@@ -37,11 +39,16 @@ examples:
 
 
 def open_store(
-    asked: argparse.Namespace, options: Options, devices: Sequence[Device], words: Sequence[str]
+    asked: argparse.Namespace,
+    options: Options,
+    devices: Sequence[Device],
+    others: Sequence[OtherHost],
+    words: Sequence[str],
 ) -> Store:
     """A fresh result set, with the plan beside it."""
     if options.link_mbit is None:
-        hosts = [host.describe_host(devices)]
+        own = [device for device in devices if device.host is None]
+        hosts = [host.describe_host(own), *(one.described() for one in others)]
     else:
         hosts = [host.describe_share(device, n, QUOTA) for n, device in enumerate(devices)]
     name = base = host.system_name(hosts)
@@ -55,6 +62,7 @@ def open_store(
         "plan": options.plan.model_dump(),
         "nodes": options.nodes,
         "link_mbit": options.link_mbit,
+        "hosts": options.hosts,
     }
     store = Store.create(
         Path(asked.out),
@@ -98,6 +106,7 @@ def left_to_do(folder: Path) -> Options:
             parse(PlanFile, value["plan"], str(folder / PLAN)),
             int(value.get("nodes", 1)),
             value.get("link_mbit"),
+            int(value.get("hosts", 1)),
         )
     except (KeyError, TypeError):
         raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
@@ -220,8 +229,8 @@ def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[
     return tuple(suite for suite in known if suite in named)
 
 
-def read_options(asked: argparse.Namespace, kind: str, devices: int) -> Options:
-    """What the command asks for on so many devices."""
+def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int = 1) -> Options:
+    """What the command asks for on so many devices of so many hosts together."""
     plan = read_plan(asked.plan) if asked.plan else PlanFile()
     nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes
     if asked.emulate_nodes is not None:
@@ -238,7 +247,7 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int) -> Options:
             f"{', '.join(default)} are"
         )
     link = (asked.link_mbit or LINK_MBIT) if on_cpu else None
-    return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link)
+    return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link, hosts)
 
 
 def plan_elsewhere(asked: argparse.Namespace) -> int:
@@ -288,23 +297,47 @@ def main(words: Sequence[str]) -> int:
         return wrap.wrap(asked, command, open_devices(kind), kind)
     if asked.budget is not None and not asked.budget > 0:
         raise UserError(f"--budget is {asked.budget}; it must be a positive number of minutes")
-    if started.rank > 0:
-        # a run starts its own workers, so what a launcher started beside the first is not needed
-        print(f"rank {started.rank}: the first rank measures; ending", file=sys.stderr)
+    if not started.leads or (started.rank > 0 and asked.gpus is not None):
+        # a run starts its own workers: of what a launcher starts it needs one process on each host
+        print(f"rank {started.rank}: not needed; ending", file=sys.stderr)
         return 0
+    if started.nodes > 1 and asked.emulate_nodes is not None:
+        raise UserError(
+            f"{started.by} started {started.nodes} nodes, so none are emulated; leave out "
+            "--emulate-nodes"
+        )
     host.apply_defaults()
     if asked.gpus is not None:
         return plan_elsewhere(asked)
-    began = time.monotonic()
     chosen = asked.kind or find_kind()
+    if started.node > 0:
+        return serve(started, chosen)
+    with other_hosts.joined(started, chosen) as others:
+        return lead(asked, words, chosen, started, others)
+
+
+def lead(
+    asked: argparse.Namespace,
+    words: Sequence[str],
+    chosen: str,
+    started: host.Launch,
+    others: Sequence[OtherHost],
+) -> int:
+    """The command on the only host, or the first, which alone decides and writes."""
+    began = time.monotonic()
     kind = chosen.partition(":")[0]
     folder = find_run(Path(asked.out), asked.resume) if asked.resume else None
     before = left_to_do(folder) if folder else None
+    hosts = 1 + len(others)
+    if before and before.hosts != hosts:
+        raise UserError(
+            f"{folder}: was begun on {before.hosts} hosts; {hosts} are here, so it cannot continue"
+        )
     nodes = before.nodes if before else asked.emulate_nodes or 1
     if chosen == "cpu" and nodes > 1:
         chosen = f"cpu:{nodes}"
-    devices = open_devices(chosen)
-    options = before or read_options(asked, kind, len(devices))
+    devices: list[Device] = [*open_devices(chosen), *(d for one in others for d in one.devices)]
+    options = before or read_options(asked, kind, len(devices), hosts)
     if options.nodes > 1 and options.link_mbit is None:
         os.environ.update(emulation.ENVIRONMENT)  # of the workers too, and of the manifest
         os.environ.pop("NCCL_HOSTID", None)  # every worker gets its own
@@ -316,8 +349,12 @@ def main(words: Sequence[str]) -> int:
         return list_cases(asked.json, cases, kind, len(devices), asked.budget, twice)
     if options.link_mbit is not None:
         check_machine()
-    store = reopen_store(folder, devices) if folder else open_store(asked, options, devices, words)
-    for sentence in host.launch_notes(started, len(devices)):
+    if folder:
+        store = reopen_store(folder, devices)
+    else:
+        store = open_store(asked, options, devices, others, words)
+    notes = host.launch_notes(started, len(devices) // hosts)
+    for sentence in notes + other_hosts.differences(others, store.manifest):
         store.note(sentence)
         print(f"note: {sentence}", file=sys.stderr)
     store.mark("telemetry", checks.done(store.folder))
@@ -333,16 +370,16 @@ def main(words: Sequence[str]) -> int:
         for suite, some in cases.items()
     }
     epoch = datetime.fromisoformat(manifest.started).timestamp()
-    sampler = Sampler(store.folder, chosen, epoch=epoch)
+    sampler = Samplers(Sampler(store.folder, chosen, epoch=epoch), others, store.folder, epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)
     deadline = began + 60 * asked.budget if asked.budget else None
     if deadline and options.link_mbit is not None:
         deadline -= host_check.SECONDS  # the check after the cases
-    campaign = Campaign(chosen, devices, store, sampler, bar.show, deadline, options.nodes)
+    campaign = Campaign(chosen, devices, store, sampler, bar.show, deadline, options.nodes, others)
     status = "partial"
     try:
         with emulated_hosts(store, options):
-            measure_all(campaign, left, len(devices))
+            measure_all(campaign, left)
         status = "partial" if campaign.out_of_time else "complete"
     finally:
         bar.close()

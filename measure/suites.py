@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, emulation_plan, heat, host_plan, placement
+from measure import checks, cluster_plan, emulation, emulation_plan, heat, host_plan, placement
 from measure.budget import affordable, estimate_s
 from measure.plan import PlanFile, collective_cases, interference_cases, kernel_cases
 from measure.training_plan import TrainingCase, case_of_config
@@ -25,6 +25,7 @@ class Options:
     plan: PlanFile
     nodes: int = 1  # emulated on this host
     link_mbit: int | None = None  # between the emulated nodes of a CPU
+    hosts: int = 1  # real ones, each with as many devices
 
 
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
@@ -41,7 +42,9 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             )
         elif suite == "collectives":
             cases[suite] = list(
-                collective_cases(kind, devices, options.quick, options.plan, options.nodes)
+                collective_cases(
+                    kind, devices, options.quick, options.plan, options.nodes, options.hosts
+                )
                 if options.link_mbit is None or options.plan.collectives
                 else host_plan.collectives(devices, options.quick, options.link_mbit)
             )
@@ -50,7 +53,7 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "training":
             cases[suite] = steps
         elif suite == "telemetry":
-            cases[suite] = list(checks.cases(kind, devices, options.quick))
+            cases[suite] = list(checks.cases(kind, devices // options.hosts, options.quick))
         elif suite == "profile":
             cases[suite] = steps
         elif suite == "heat":
@@ -66,6 +69,10 @@ def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCas
         cases = []
         for config in options.plan.training:
             case = case_of_config(config, kind, options.quick)
+            if options.hosts > 1:
+                cases.append(cluster_plan.on_hosts(case, config.nodes, kind))
+                emulation_plan.fits(cases[-1], devices, options.hosts)
+                continue
             if config.nodes > 1 and kind == "cpu" and options.nodes == 1:
                 raise UserError(
                     f"{case.case_id}: its column nodes says {config.nodes}; add --emulate-nodes"
@@ -80,6 +87,10 @@ def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCas
         return host_plan.training(devices, options.quick, options.link_mbit)
     if options.nodes > 1:
         return emulation_plan.cases(devices, options.nodes, kind, options.quick)
+    if options.hosts > 1:
+        each = devices // options.hosts
+        found = cluster_plan.cases(options.hosts, each, kind, options.quick)
+        return found if options.quick else [*found, *training_cases(each, kind, quick=False)]
     return training_cases(devices, kind, options.quick)
 
 

@@ -126,7 +126,7 @@ class Sampler:
         program: str = "measure.sampling",
     ) -> None:
         self._command = [sys.executable, "-m", program, str(folder), "--kind", kind]
-        self._command += ["--epoch", repr(epoch), "--offset", str(offset), "--label", label]
+        self._command += [f"--epoch={epoch!r}", "--offset", str(offset), "--label", label]
         self._folder = folder
         self._epoch = epoch
         self._lock = threading.RLock()

@@ -8,17 +8,22 @@ that a case starts in seconds and ends with nothing left behind. What happens in
 import importlib.util
 import multiprocessing
 import os
+import queue
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from measure.channels import Channel, Events, Message, end, gather
+from measure.devices import Device
 from measure.emulation import rank_environment
+from measure.other_hosts import rendezvous_address
 from measure.training_plan import TrainingCase, case_of, cases
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
@@ -51,6 +56,59 @@ class _Failed(WorkError):
     """The case failed; the message says in which rank and why."""
 
 
+class Rank:
+    """The parent's end of one rank's process on this host."""
+
+    def __init__(self, message: Message, method: str, folder: str, events: Events) -> None:
+        self.rank = int(message["rank"])
+        self._log = Path(folder) / f"rank-{self.rank}.log"
+        # counting devices must not open the driver in the process that ranks are forked from
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["measure.training_rank"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_enter, args=(message, theirs, str(self._log)), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._ear = threading.Thread(target=self._hear, args=(events,), daemon=True)
+        self._ear.start()
+
+    def _hear(self, events: Events) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                events.put((self, self._pipe.recv()))
+        events.put((self, None))
+
+    def send(self, message: Message) -> None:
+        """Tell it; a dead rank is noticed by its closed pipe."""
+        with suppress(OSError):
+            self._pipe.send(message)
+
+    def last_words(self) -> str:
+        """How it ended, and the last line of its log."""
+        self.join(5)
+        words = _last_line(self._log)
+        return f"rank {self.rank} died with exit status {self._process.exitcode}: {words}"
+
+    def join(self, seconds: float) -> None:
+        """Wait for it."""
+        self._process.join(timeout=seconds)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process.is_alive():
+            self._process.kill()
+
+    def close(self) -> None:
+        """Close its pipe, once nobody reads from it."""
+        self.join(10)
+        self._ear.join(timeout=5)
+        self._pipe.close()
+
+
 class Processes:
     """The processes of one case."""
 
@@ -59,80 +117,61 @@ class Processes:
         case: TrainingCase,
         device_kind: str,
         folder: str,
-        devices: Sequence[int] = (),
+        devices: Sequence[Device] = (),
         passes: bool = False,
     ) -> None:
-        """Start them, rank r on devices[r] (device r by default); `passes` times each pass too."""
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        self._logs = [Path(folder) / f"rank-{rank}.log" for rank in range(case.gpus)]
-        # counting devices must not open the driver in the process that ranks are forked from
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        context: Any = multiprocessing.get_context(_method)
-        if _method == "forkserver":
-            context.set_forkserver_preload(["measure.training_rank"])
-        message = {
+        """Start them, rank r on devices[r] (this host's r by default); `passes` times each too."""
+        self._ranks: list[Channel] = []
+        self._events: Events = queue.Queue()
+        message: Message = {
             "device_kind": device_kind,
             "gpus": case.gpus,
             "warmup": case.warmup,
-            "model": case.model.model_dump(),
-            "parallelism": case.parallelism.model_dump(),
+            "model": case.model.model_dump(mode="json"),
+            "parallelism": case.parallelism.model_dump(mode="json"),
             "environment": ENVIRONMENT,
             "passes": passes,
+            "address": rendezvous_address(devices),
         }
-        own = [
-            {
-                "forced": rank_environment(rank, case.gpus, case.nodes),
-                "device": devices[rank] if devices else rank,
-            }
-            for rank in range(case.gpus)
-        ]
+        # nodes that are hosts are not emulated
+        nodes = 1 if any(one.host for one in devices) else case.nodes
         try:
             for rank in range(case.gpus):
-                mine, theirs = context.Pipe()
-                self._pipes.append(mine)
-                process = context.Process(
-                    target=_enter,
-                    args=(message | own[rank], rank, theirs, str(self._logs[rank])),
-                    daemon=True,
+                place = devices[rank].index if devices else rank
+                forced = rank_environment(rank, case.gpus, nodes)
+                own = message | {"rank": rank, "device": place, "forced": forced}
+                host = devices[rank].host if devices else None
+                self._ranks.append(
+                    host.rank(own, _method, self._events)
+                    if host
+                    else Rank(own, _method, folder, self._events)
                 )
-                process.start()
-                theirs.close()
-                self._processes.append(process)
         except BaseException:
             self.close()
             raise
 
     def send(self, message: Report) -> None:
         """Tell every rank."""
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.send(message)
+        for rank in self._ranks:
+            rank.send(message)
 
     def gather(self, seconds: float) -> list[Report]:
         """One report of each rank; raises _Failed on an error, a death, or too long a wait."""
-        deadline = time.monotonic() + seconds
-        reports: dict[int, Report] = {}
-        errors: list[str] = []
-        while len(reports) < len(self._pipes):
-            waiting = {pipe: n for n, pipe in enumerate(self._pipes) if n not in reports}
-            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                break
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
-                reports[rank] = self._receive(rank)
-                if "error" in reports[rank]:
-                    errors.append(reports[rank]["error"])
-                    deadline = min(deadline, time.monotonic() + LINGER_S)
+        replies = gather(self._ranks, self._events, seconds, LINGER_S)
+        errors = []
+        for rank, reply in replies.items():
+            if reply is None:
+                errors.append(rank.last_words())
+            elif "error" in reply:
+                errors.append(reply["error"])
         if errors:
             # the others' errors are often only that the first one left
             own = [one for one in errors if not _is_echo(one)]
             raise _Failed((own or errors)[0])
-        if len(reports) < len(self._pipes):
-            late = [str(n) for n in range(len(self._pipes)) if n not in reports]
+        if len(replies) < len(self._ranks):
+            late = [str(one.rank) for one in self._ranks if one not in replies]
             raise _Failed(f"rank {', '.join(late)} said nothing for {seconds:.0f} s and was ended")
-        return [reports[rank] for rank in sorted(reports)]
+        return [reply for rank in self._ranks if (reply := replies[rank]) is not None]
 
     def warmed_up(self, case: TrainingCase) -> list[Report]:
         """Let the ranks find each other, build and warm up; one report of each."""
@@ -140,38 +179,22 @@ class Processes:
         self.send({"port": max(ports)})  # rank 0's; the others say 0
         return self.gather(START_S + 5 * case.seconds)
 
-    def _receive(self, rank: int) -> Report:
-        try:
-            report: Report = self._pipes[rank].recv()
-            return report
-        except (EOFError, OSError):
-            self._processes[rank].join(timeout=5)
-            words = _last_line(self._logs[rank])
-            code = self._processes[rank].exitcode
-            return {"error": f"rank {rank} died with exit status {code}: {words}"}
-
     def join(self, seconds: float) -> None:
         """Wait for processes that were told to end."""
         deadline = time.monotonic() + seconds
-        for process in self._processes:
-            process.join(timeout=max(deadline - time.monotonic(), 0.0))
+        for rank in self._ranks:
+            rank.join(max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """End every process that still runs."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-        for process in self._processes:
-            process.join(timeout=10)
+        end(self._ranks)
 
 
-def _enter(case: Report, rank: int, pipe: Connection, log: str) -> None:
+def _enter(case: Report, pipe: Connection, log: str) -> None:
     """Entry of a rank's process; only there is torch imported."""
     from measure.training_rank import main
 
-    main(case, rank, pipe, log)
+    main(case, case["rank"], pipe, log)
 
 
 def _is_echo(words: str) -> bool:
@@ -189,16 +212,18 @@ def _last_line(path: Path) -> str:
 
 
 def run_case(
-    case: TrainingCase, *, window: MakeWindow, device_kind: str
+    case: TrainingCase, *, window: MakeWindow, device_kind: str, devices: Sequence[Device] = ()
 ) -> tuple[TrainingRow, list[StepRow]]:
     """Measure one case. `window()` is entered around the timed steps of all ranks.
 
+    `devices` are its ranks', where some are on other hosts; by default this host's first.
     A case that dies or hangs gives a row with status `failed` and its error. Raises UserError
     where the case cannot run here at all, with the reason.
     """
     prepared(case)
     try:
-        reports, state = _again(partial(_measure, case, window, device_kind.partition(":")[0]))
+        kind = device_kind.partition(":")[0]
+        reports, state = _again(partial(_measure, case, window, kind, devices))
         return _row(case, reports, state), _steps(case, reports)
     except _Failed as error:
         return _failed(case, str(error)), []
@@ -213,11 +238,13 @@ def prepared(case: TrainingCase) -> None:
     refuse(case.model, case.parallelism)
 
 
-def profiled(case: TrainingCase, kind: str, steps: int) -> list[Report]:
+def profiled(
+    case: TrainingCase, kind: str, steps: int, devices: Sequence[Device] = ()
+) -> list[Report]:
     """Each rank's `measure.training_trace.read_trace` of some steps; WorkError where it fails."""
 
     def run() -> list[Report]:
-        with _started(case, kind) as (ranks, slowest):
+        with _started(case, kind, devices) as (ranks, slowest):
             ranks.send({"profile": steps})
             reports = ranks.gather(120.0 + 20 * steps * slowest)  # a trace takes long to write
             ranks.send({"bye": True})
@@ -248,10 +275,10 @@ def _has_megatron() -> bool:
 
 
 def _measure(
-    case: TrainingCase, window: MakeWindow, kind: str
+    case: TrainingCase, window: MakeWindow, kind: str, devices: Sequence[Device] = ()
 ) -> tuple[list[Report], WindowResult | None]:
     """Start, warm up, time, stop."""
-    with _started(case, kind) as (ranks, slowest):
+    with _started(case, kind, devices) as (ranks, slowest):
         steps = case.steps
         if kind in ("nvidia", "amd"):
             steps = max(steps, min(MOST_STEPS, int(WINDOW_S / slowest) + 1))
@@ -264,10 +291,12 @@ def _measure(
 
 
 @contextmanager
-def _started(case: TrainingCase, kind: str) -> Iterator[tuple[Processes, float]]:
+def _started(
+    case: TrainingCase, kind: str, devices: Sequence[Device]
+) -> Iterator[tuple[Processes, float]]:
     """The processes of a case, warmed up, and the seconds of a step; ended on leaving."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = Processes(case, kind, folder)
+        ranks = Processes(case, kind, folder, devices)
         try:
             ready = ranks.warmed_up(case)
             yield ranks, max(one["ready"] for one in ready)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from measure.devices import Device
 from measure.training import Report, prepared, profiled
 from measure.training_plan import TrainingCase
 from spec.errors import WorkError
@@ -23,10 +24,12 @@ COMMUNICATORS = ("tp", "pp", "dp", "ep", "cp", "other")
 _BETWEEN_TWO = ("send", "recv", "coalesced")  # in the name of a message, or of a batch of them
 
 
-def run_profile(case: TrainingCase, *, device_kind: str) -> list[ProfileRow]:
+def run_profile(
+    case: TrainingCase, *, device_kind: str, devices: Sequence[Device] = ()
+) -> list[ProfileRow]:
     """Profile one case; raises WorkError where it fails, UserError where it cannot run here."""
     prepared(case)
-    reports = profiled(case, device_kind.partition(":")[0], STEPS)
+    reports = profiled(case, device_kind.partition(":")[0], STEPS, devices)
     return rows(case.case_id, reports)
 
 

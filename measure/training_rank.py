@@ -55,14 +55,13 @@ def listen(pipe: Connection) -> "queue.Queue[Any]":
     return messages
 
 
-def rendezvous(rank: int, world: int, meet: Callable[[int], int]) -> Any:
+def rendezvous(rank: int, world: int, address: str, meet: Callable[[int], int]) -> Any:
     """The store through which ranks find each other, on a port that the system chose.
 
     A port chosen before it is used can be taken by then. So rank 0 listens on one of the system's
     choice; `meet(port)` (0 on the others) answers the port on all ranks.
     """
     span = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    address = namespaces.rendezvous_address()
     if rank == 0:
         store = _dist.TCPStore(address, 0, world, True, span, wait_for_workers=False)
         meet(store.port)
@@ -90,7 +89,7 @@ class Ranks:
             self.device = torch.device("cpu")
         dist.init_process_group(
             "nccl" if self.gpu else "gloo",
-            store=rendezvous(rank, case["gpus"], meet),
+            store=rendezvous(rank, case["gpus"], case["address"], meet),
             rank=rank,
             world_size=case["gpus"],
             **options,

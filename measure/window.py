@@ -6,9 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from measure.channels import Message
 from measure.devices import Device
 from spec.throttle import throttle_names
+
+if TYPE_CHECKING:
+    from measure.other_hosts import OtherHost
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,14 @@ class Readings:
                 self.temperatures_c.append(temperature)
             self.throttle_mask |= device.throttle_reasons() or 0
 
+    def add(self, places: Sequence[int], told: Message) -> None:
+        """Take in what another host read of the devices at these places."""
+        for place, watts in zip(places, told["power_w"], strict=True):
+            self.power_w[place] = watts
+        self.clocks_mhz += told["clocks_mhz"]
+        self.temperatures_c += told["temperatures_c"]
+        self.throttle_mask |= told["throttle_mask"]
+
     def result(
         self, seconds: float, energies: Sequence[float | None] | None = None
     ) -> WindowResult:
@@ -85,7 +98,7 @@ class Window:
         window.result.energy_j
 
     The energy counter moves about ten times a second: a window under a few seconds has an error
-    of up to 0.1 s of power at each end.
+    of up to 0.1 s of power at each end. Devices of other hosts are read by a window of theirs.
     """
 
     def __init__(
@@ -100,9 +113,21 @@ class Window:
         self._readings = Readings(devices)
         self._finish = threading.Event()
         self._thread: threading.Thread | None = None
+        self._energies: list[float | None] = []
+        places: dict[OtherHost, list[int]] = {}
+        for place, device in enumerate(devices):
+            if device.host is not None:
+                places.setdefault(device.host, []).append(place)
+        self._away = places
+        self._windows: dict[OtherHost, Message] = {}
         self.result: WindowResult | None = None
 
     def __enter__(self) -> "Window":
+        asked = {
+            host: host.ask({"do": "window", "devices": [self._devices[n].index for n in places]})
+            for host, places in self._away.items()
+        }
+        self._windows = {host: told for host, wait in asked.items() if (told := wait())}
         self._energy = [device.energy_j() for device in self._devices]
         self._begin = self._clock()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -121,12 +146,32 @@ class Window:
         trace: TracebackType | None,
     ) -> None:
         end = self._clock()
+        asked = {
+            host: host.ask({"do": "read", "window": window["channel"]})
+            for host, window in self._windows.items()
+        }
         after = [device.energy_j() for device in self._devices]
         self._finish.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
-        energies = [
+        self._energies = [
             None if first is None or last is None else last - first
             for first, last in zip(self._energy, after, strict=True)
         ]
-        self.result = self._readings.result(end - self._begin, energies)
+        for host, wait in asked.items():
+            told = wait()
+            if told is not None:
+                self._readings.add(self._away[host], told)
+                for place, joules in zip(self._away[host], told["energies_j"], strict=True):
+                    self._energies[place] = joules
+        self.result = self._readings.result(end - self._begin, self._energies)
+
+    def told(self) -> Message:
+        """All that was read, for the window of another host."""
+        return {
+            "power_w": self._readings.power_w,
+            "clocks_mhz": self._readings.clocks_mhz,
+            "temperatures_c": self._readings.temperatures_c,
+            "throttle_mask": self._readings.throttle_mask,
+            "energies_j": self._energies,
+        }

@@ -1,4 +1,4 @@
-"""Worker processes: one per device, started and driven by the command through pipes.
+"""Worker processes: one per device, started and driven by the command through channels.
 
 A message is one line of JSON each way. The worker ends itself when its standard input closes, so a
 killed parent leaves none behind; the parent kills a worker that overruns its case, records the
@@ -19,16 +19,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
 from measure import namespaces
-from measure.devices import open_devices
+from measure.channels import Channel, Events, Message, Seat, end, gather
+from measure.devices import Device, open_devices
 from measure.emulation import rank_environment
+from measure.other_hosts import rendezvous_address
 from spec.errors import WorkError
 
-Message = dict[str, Any]
 START_S = 180.0  # imports on a cold disk, and the device's first context
+LINGER_S = 5.0  # after one worker's error, for the others to say theirs
 PATIENCE_S = 60.0  # beyond many times a case's estimate, before its worker is ended
 
 
@@ -65,23 +68,22 @@ def free_port() -> int:
 
 
 class Worker:
-    """The parent's end of one worker process."""
+    """The parent's end of one worker process on this host."""
 
     def __init__(
         self,
         program: str,
         kind: str,
-        rank: int,
-        world: int,
+        seat: Seat,
         port: int,
-        events: "queue.Queue[Any]",
-        nodes: int = 1,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
+        events: Events,
     ) -> None:
-        self.rank = rank
+        self.rank = seat.rank
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as the worker does
-        command = [sys.executable, "-m", program, "--kind", kind]
-        command += ["--rank", str(rank), "--world", str(world), "--port", str(port)]
+        command = [sys.executable, "-m", program, "--kind", kind, "--port", str(port)]
+        for name, value in asdict(seat).items():
+            command += [f"--{name}", str(value)]
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -89,15 +91,12 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ
-            | {"PYTHONPATH": path}
-            | rank_environment(rank, world, nodes)
-            | dict(environment or {}),
+            env=os.environ | {"PYTHONPATH": path} | dict(environment),
             text=True,
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
-    def _read(self, events: "queue.Queue[Any]") -> None:
+    def _read(self, events: Events) -> None:
         assert self._process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
             for line in self._process.stdout:
@@ -122,19 +121,26 @@ class Worker:
                 return words[-1][:200]
         return f"exit status {self._process.poll()}"
 
+    def join(self, seconds: float) -> None:
+        """Wait for it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=seconds)
+
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=10)
-        for end in (self._process.stdin, self._log):
-            if end is not None:
+
+    def close(self) -> None:
+        """Close its pipes and its log."""
+        self.join(10)
+        for end_of_pipe in (self._process.stdin, self._log):
+            if end_of_pipe is not None:
                 with contextlib.suppress(OSError, ValueError):
-                    end.close()
+                    end_of_pipe.close()
 
 
 class Pool:
-    """The workers of this host's devices, restarted as needed."""
+    """The workers of a run's devices, restarted as needed; without those of hosts that are lost."""
 
     def __init__(
         self,
@@ -143,69 +149,62 @@ class Pool:
         program: str = "measure.workers",
         nodes: int = 1,
         environment: Mapping[str, str] | None = None,
+        devices: Sequence[Device] = (),
     ) -> None:
+        """`devices` of ranks 0 to world - 1 where some are on other hosts; by default all here."""
         self.kind = kind
-        self.world = world
         self.nodes = nodes  # emulated ones
-        self._environment = environment  # of the workers, beside this process's own
+        self._devices: Sequence[Device | None] = devices or [None] * world
+        self._environment = dict(environment or {})  # of the workers, beside this process's own
         self._program = program
-        self._workers: list[Worker] = []
-        self._events: queue.Queue[Any] = queue.Queue()
+        self._workers: list[Channel] = []
+        self._seats = self._living()
+        self._events: Events = queue.Queue()
         self._mixed = False  # some were restarted alone, so they cannot all meet
+
+    def _living(self) -> list[int]:
+        """Devices, by their number in the run, whose hosts are there: that of rank 0, 1, ..."""
+        here = enumerate(self._devices)
+        return [n for n, one in here if one is None or one.host is None or not one.host.lost]
+
+    @property
+    def world(self) -> int:
+        """Devices that can work."""
+        return len(self._living())
+
+    def device_of(self, rank: int) -> int:
+        """Number of a rank's device in the run: the rank itself, unless a host was lost."""
+        return self._seats[rank]
 
     def _start(self, ranks: Iterable[int]) -> None:
         port = free_port()
-        fresh = [
-            Worker(
-                self._program,
-                self.kind,
-                rank,
-                self.world,
-                port,
-                self._events,
-                self.nodes,
-                self._environment,
-            )
-            for rank in ranks
-        ]
+        fresh = [self._start_one(rank, port) for rank in ranks]
         kept = [one for one in self._workers if one.rank not in {new.rank for new in fresh}]
         self._workers = sorted([*kept, *fresh], key=lambda one: one.rank)
-        for worker, reply in self._gather(fresh, START_S):
+        replies = gather(fresh, self._events, START_S, LINGER_S)
+        for worker in fresh:
+            reply = replies.get(worker)
             if reply is None or "error" in reply:
                 words = reply["error"] if reply else worker.last_words()
                 self.close()
                 raise WorkError(f"worker {worker.rank} did not start: {words}")
 
-    def _gather(
-        self, workers: Sequence[Worker], timeout: float
-    ) -> list[tuple[Worker, Message | None]]:
-        """One reply from each of some workers; None from the dead and the overdue."""
-        waiting = list(workers)
-        replies: list[tuple[Worker, Message | None]] = []
-        others = []  # what busy workers say meanwhile is kept for whoever waits for them
-        deadline = time.monotonic() + timeout
-        while waiting:
-            try:
-                worker, reply = self._events.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                replies += [(one, None) for one in waiting]
-                break
-            if worker not in waiting:
-                others.append((worker, reply))
-                continue
-            waiting.remove(worker)
-            replies.append((worker, reply))
-            if reply is None or "error" in reply:  # the others may wait for it forever
-                deadline = min(deadline, time.monotonic() + 5.0)
-        for event in others:
-            self._events.put(event)
-        return replies
+    def _start_one(self, rank: int, port: int) -> Channel:
+        number, world = self._seats[rank], len(self._seats)
+        device = self._devices[number]
+        index = number if device is None else device.index
+        seat = Seat(rank, world, index, rendezvous_address(self._devices))
+        if device is not None and device.host is not None:
+            return device.host.worker(seat, port, self._environment, self._events)
+        environment = rank_environment(rank, world, self.nodes) | self._environment
+        return Worker(self._program, self.kind, seat, port, environment, self._events)
 
     def start(self) -> None:
         """Have workers that can all meet."""
-        if self._mixed:
+        if self._mixed or self._seats != self._living():
             self.close()
         if not self._workers:
+            self._seats = self._living()
             self._start(range(self.world))
 
     def each(
@@ -215,20 +214,25 @@ class Pool:
         finish: Callable[[int, C, Message], None],
         pinned: Callable[[C], int | None] = lambda _: None,
         admit: Callable[[C], bool] = lambda _: True,
-    ) -> None:
-        """Run cases that need one device, on all devices at once; `finish` gets each reply."""
-        if not self._workers:
-            self._start(range(self.world))
-        waiting = list(cases)
-        busy: dict[Worker, tuple[C, float]] = {}
+    ) -> list[C]:
+        """Run cases that need one device, on all devices at once; `finish` gets each reply.
 
-        def give(worker: Worker) -> None:
+        `begin`, `finish` and `pinned` speak of devices by their number in the run. Gives back the
+        cases whose device is on a host that was lost.
+        """
+        if not self._workers or self._seats != self._living():
+            self.start()
+        waiting = list(cases)
+        busy: dict[Channel, tuple[C, float]] = {}
+
+        def give(worker: Channel) -> None:
+            device = self.device_of(worker.rank)
             for case in list(waiting):
-                if pinned(case) in (None, worker.rank):
+                if pinned(case) in (None, device):
                     waiting.remove(case)
                     if not admit(case):
                         continue
-                    begin(worker.rank, case)
+                    begin(device, case)
                     busy[worker] = (case, time.monotonic() + PATIENCE_S + 20.0 * case.seconds)
                     worker.send(case.message())
                     return
@@ -247,38 +251,48 @@ class Pool:
             case, _ = busy.pop(worker)
             rank = worker.rank
             dead = reply is None or bool(reply.get("leaving"))
-            finish(rank, case, reply or {"error": f"worker died: {worker.last_words()}"})
+            words = reply or {"error": f"worker died: {worker.last_words()}"}
+            finish(self.device_of(rank), case, words)
             if dead:
-                worker.kill()
-                self._start([rank])
+                end([worker])
                 self._mixed = True
+                if self.device_of(rank) not in self._living():
+                    self._workers.remove(worker)
+                    continue
+                self._start([rank])
                 worker = next(one for one in self._workers if one.rank == rank)
             give(worker)
+        return waiting
 
     def together(self, case: Dispatched) -> list[Message] | str:
         """Run a case that needs all devices: the replies by rank, or what went wrong."""
-        self.start()
+        try:
+            self.start()
+        except WorkError as error:
+            if self._seats == self._living():
+                raise
+            return str(error)  # a host was lost meanwhile; the next case does without it
         for worker in self._workers:
             worker.send(case.message())
-        replies = self._gather(self._workers, PATIENCE_S + 20.0 * case.seconds)
-        errors = [reply["error"] for _, reply in replies if reply and "error" in reply]
-        dead = [worker for worker, reply in replies if reply is None]
-        if dead:
-            words = errors[0] if errors else f"rank {dead[0].rank}: {dead[0].last_words()}"
+        replies = gather(self._workers, self._events, PATIENCE_S + 20.0 * case.seconds, LINGER_S)
+        told = [replies.get(worker) for worker in self._workers]
+        errors = [reply["error"] for reply in told if reply and "error" in reply]
+        silent = [one for one, reply in zip(self._workers, told, strict=True) if reply is None]
+        if silent:
+            dead = next((one for one in silent if one in replies), silent[0])
+            words = errors[0] if errors else f"rank {dead.rank}: {dead.last_words()}"
             self.close()  # a communicator with a dead rank is of no use to the others
             return str(words)
         if errors:
-            leaving = any(reply and reply.get("leaving") for _, reply in replies)
-            if leaving or len(errors) < len(replies):  # some ranks are ahead of others now
+            leaving = any(reply and reply.get("leaving") for reply in told)
+            if leaving or len(errors) < len(told):  # some ranks are ahead of others now
                 self.close()
             return str(errors[0])
-        ordered = sorted(replies, key=lambda pair: pair[0].rank)
-        return [reply for _, reply in ordered if reply is not None]
+        return [reply for reply in told if reply is not None]
 
     def close(self) -> None:
         """End all workers."""
-        for worker in self._workers:
-            worker.kill()
+        end(self._workers)
         self._workers = []
         self._events = queue.Queue()
         self._mixed = False
@@ -302,9 +316,11 @@ def main(arguments: Sequence[str]) -> int:
     """Entry of a worker process."""
     parser = argparse.ArgumentParser(prog="python -m measure.workers")
     parser.add_argument("--kind", required=True)
+    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--device", type=int, required=True)
+    parser.add_argument("--address", required=True)
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     out = os.fdopen(os.dup(1), "w")
@@ -316,7 +332,7 @@ def main(arguments: Sequence[str]) -> int:
 
     namespaces.enter_network()
     devices = open_devices(asked.kind)
-    monitor = devices[asked.rank]
+    monitor = devices[asked.device]
     core = getattr(monitor, "core", None)
     if core is not None:  # a CPU "device" is one core
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -331,8 +347,8 @@ def main(arguments: Sequence[str]) -> int:
 
     if core is not None:
         torch.set_num_threads(1)
-    timer = open_timer(asked.kind, asked.rank, monitor)
-    group = collectives.Ranks(timer, asked.rank, asked.world, asked.port)
+    timer = open_timer(asked.kind, asked.device, monitor)
+    group = collectives.Ranks(timer, asked.rank, asked.world, f"{asked.address}:{asked.port}")
     namespaces.enter_share()  # imports would last long under it
     reply({"ready": asked.rank})
     for case in _messages():

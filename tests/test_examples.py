@@ -61,6 +61,17 @@ def test_a_launcher_gets_options_that_the_command_has(stubs: Path, example: str)
         assert "--container-image=image.sqsh" in words
 
 
+def test_torchrun_is_told_of_several_nodes(stubs: Path) -> None:
+    words = said("torchrun.sh", stubs, "64x-h200", NODES="8", NODE="3", MASTER="node-0")
+    assert words[1:6] == [
+        "--node-rank=3",
+        "--master-addr=node-0",
+        "--master-port=29500",
+        "--nnodes=8",
+        "--nproc-per-node=1",
+    ]
+
+
 @pytest.mark.parametrize("example", LAUNCHED[1:])
 def test_what_is_not_named_is_asked_for(stubs: Path, example: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:

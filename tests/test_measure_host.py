@@ -1,5 +1,7 @@
 """What a manifest says: settings that change results, and nothing that names a person's machine."""
 
+import os
+
 import pytest
 
 from measure import host
@@ -77,6 +79,7 @@ SRUN = {
     "SLURM_PROCID": "13",
     "SLURM_NTASKS": "64",
     "SLURM_LOCALID": "5",
+    "SLURM_NODEID": "3",
     "SLURM_STEP_NUM_NODES": "8",
     "SLURM_NNODES": "16",
     "SLURM_NODELIST": "node[0-15]",
@@ -93,11 +96,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> host
 
 def test_launchers_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched(monkeypatch, {}) == host.Launch("", 0, 1, 0, 1)
-    assert launched(monkeypatch, TORCHRUN) == host.Launch("torchrun", 13, 64, 5, 8)
-    assert launched(monkeypatch, SRUN) == host.Launch("srun", 13, 64, 5, 8)
+    assert launched(monkeypatch, TORCHRUN) == host.Launch("torchrun", 13, 64, 5, 8, 1)
+    assert launched(monkeypatch, SRUN) == host.Launch("srun", 13, 64, 5, 8, 3)
     # srun starts torchrun once per node: torchrun's ranks are this process's
     both = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "8"} | TORCHRUN
-    assert launched(monkeypatch, both) == host.Launch("torchrun", 13, 64, 5, 8)
+    assert launched(monkeypatch, both) == host.Launch("torchrun", 13, 64, 5, 8, 1)
     # an allocation's shell, in which nothing was started yet
     shell = {name: SRUN[name] for name in ("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_NNODES")}
     assert launched(monkeypatch, shell) == host.Launch()
@@ -120,10 +123,46 @@ def test_an_environment_of_no_launcher_is_one_sentence(
         launched(monkeypatch, variables)
 
 
-def test_a_launch_on_many_nodes_is_noted() -> None:
+def test_tasks_that_see_one_device_are_noted() -> None:
     assert host.launch_notes(host.Launch(), 1) == []
     assert host.launch_notes(host.Launch("srun", 0, 1, 0, 1), 1) == []
-    (nodes,) = host.launch_notes(host.Launch("torchrun", 0, 64, 0, 8), 8)
-    assert nodes == "torchrun started 64 processes on 8 nodes; the first node was measured"
+    assert host.launch_notes(host.Launch("torchrun", 0, 64, 0, 8), 8) == []
     (bound,) = host.launch_notes(host.Launch("srun", 0, 8, 0, 1), 1)
     assert "one task per node" in bound
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[01-08]", "node01"),
+        ("node[3,5-6],gpu-a", "node3"),
+        ("gpu-a,node[01-08]", "gpu-a"),
+        ("rack1-node[7-9]-ib,x", "rack1-node7-ib"),
+        ("one", "one"),
+    ],
+)
+def test_hosts_meet_at_the_first_node_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, first: str
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # so that what is set is taken back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    monkeypatch.setenv("SLURM_JOB_ID", "4321")
+    started = host.Launch("srun", 0, 8, 0, 8)
+    host.meeting_point(started)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (first, "30321")
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("SLURM_STEP_NODELIST")
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        host.meeting_point(started)
+
+
+def test_workers_are_not_told_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    host.forget_launch()
+    assert not {name for name in os.environ if "RANK" in name or "MASTER" in name}
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    assert os.environ["NCCL_DEBUG"] == "WARN"

@@ -100,7 +100,8 @@ def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None
         pipe.send(port)
         return int(pipe.recv())
 
-    ranks = Ranks({"device_kind": "cpu", "gpus": p.gpus, "device": rank}, rank, meet)
+    about = {"device_kind": "cpu", "gpus": p.gpus, "device": rank, "address": "127.0.0.1"}
+    ranks = Ranks(about, rank, meet)
     trainer = build(model, p, ranks.device, seeded=True)
     trainer.step(trainer.batches(0))
     log.clear()

@@ -3,9 +3,12 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from spec.records import Device as DeviceRecord
+
+if TYPE_CHECKING:
+    from measure.other_hosts import OtherHost
 
 T = TypeVar("T")
 Kind = Literal["nvidia", "amd", "cpu", "fake"]
@@ -53,7 +56,8 @@ class Device(ABC):
     """
 
     kind: Kind
-    index: int
+    index: int  # on its host
+    host: "OtherHost | None" = None  # None: this one
 
     @abstractmethod
     def name(self) -> str:
