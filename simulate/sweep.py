@@ -163,7 +163,7 @@ def _connect(address: str, stack: ExitStack) -> str:
 
             ray.init(address=address)
             stack.callback(ray.shutdown)
-            register_ray()
+            register_ray()  # type: ignore[no-untyped-call]
     except ImportError:
         package = {"dask": "distributed", "ray": "ray"}[kind]
         raise UserError(
