@@ -1,55 +1,96 @@
 """The report of a validation or of a judged forecast, from its `validation/1` JSON alone."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from reports.page import COLOURS, INK, Badge, Figure, Section, Table, Text, new_figure, page, svg
+from reports.page import Badge, Section, Table, Text, page
 from reports.projection import percent
 from reports.series import sections as series_sections
+from reports.validation_plots import (
+    COLUMNS,
+    Block,
+    Json,
+    by_group,
+    components,
+    residuals,
+    row_of,
+    scatter,
+)
 
 MEAN = "mean over sources"
 # each with the baseline beside it
 QUANTITIES = (("energy", "baseline_energy"), ("power", "limit_power"), ("clock", "limit_clock"))
+MEMORY = {
+    "allocated": "allocated by torch",
+    "reserved": "reserved by torch",
+    "device": "lost to the process (NVML)",
+}
 HEADLINE = "means over sources, without vendor-expected and FP8 rows where there are others"
-Json = Mapping[str, Any]
-Block = Text | Table | Figure
 
 
 def render(value: Json) -> str:
     """The whole page."""
     cases, forecast = value["cases"], value.get("forecast")
     series = "series" in value
-    summary = value["summary"]
-    every = summary.get(MEAN, summary["all"]) if series else summary["all"]
-    metered = summary["all"].get("power_mape") is not None
-    sections = [
-        Section("Errors, with baselines on the same rows", [*_notes(value), _summary(value)]),
-        *([Section("Energy, power and clock", [_power(value)])] if metered else ()),
-        Section("Every case", [_scatter(cases), _residuals(cases)]),
-        Section("Intervals, by group", _groups(value.get("groups", {}))),
-        *([Section("Error by component", _components(value))] if value.get("components") else ()),
-        Section("Worst cases", [_worst(cases)]),
-        *(series_sections(value) if series else ()),
-        Section("All numbers", [_table(cases)]),
-    ]
-    held = every["coverage_90"]
+    systems = systems_of(value)
+    several = len(systems) > 1
+    sections = []
+    if several:
+        rows = {name: one["summary"]["all"] for name, one in systems.items()}
+        blocks = [*_notes(value), _summary(rows, "system")]
+        sections = [Section("Systems, each by itself", blocks)]
+    for name, one in systems.items():
+        own = [case for case in cases if not several or case["system"] == name]
+        notes = _coverage(one) if several else _notes(value)
+        sections += _system(one, own, notes, f"{name}: " if several else "")
+    sections += series_sections(value) if series else []
+    sections.append(Section("All numbers", [_table(cases)]))
     title = "Forecast against measurement" if forecast else "Simulated against measured"
-    subtitle = f"{every['n']} training configurations; no model of time or power is fitted on them"
+    subtitle = f"{len(cases)} training configurations; no model of time or power is fitted on them"
     if series:
         title = "Published series, projected from their anchors"
         subtitle = f"{len(cases)} rows that nothing was fitted on; large: {HEADLINE}"
-    return page(
-        title,
-        sections,
-        subtitle=subtitle,
-        facts=(
-            ("mean absolute error", percent(every["mape"])),
-            ("worst", percent(every["max_ape"])),
-            ("constant-rate baseline", percent(every["baseline_mape"])),
-            ("nearest-row baseline", percent(every["neighbour_mape"])),
-            ("inside their 90 % interval", f"{held['value']:.0%}" if held else "-"),
-        ),
-    )
+    if several:
+        facts = [
+            (f"{name}, mean error", _mape(one["summary"]["all"])) for name, one in systems.items()
+        ]
+    else:
+        facts = _facts(value["summary"].get(MEAN, value["summary"]["all"]))
+    return page(title, sections, subtitle=subtitle, facts=facts)
+
+
+def _facts(every: Json) -> list[tuple[str, str]]:
+    held = every["coverage_90"]
+    return [
+        ("mean absolute error", percent(every["mape"])),
+        ("worst", percent(every["max_ape"])),
+        ("constant-rate baseline", percent(every["baseline_mape"])),
+        ("nearest-row baseline", percent(every["neighbour_mape"])),
+        ("inside their 90 % interval", f"{held['value']:.0%}" if held else "-"),
+    ]
+
+
+def _mape(every: Json) -> str:
+    return f"{percent(every['mape'])} (baseline {percent(every['neighbour_mape'])})"
+
+
+def _system(one: Json, cases: Sequence[Json], notes: list[Block], prefix: str) -> list[Section]:
+    """The sections of one measured system, or of what is judged as one."""
+    metered = one["summary"]["all"].get("power_mape") is not None
+    found = [
+        Section(f"{prefix}Errors beside baselines", [*notes, _summary(one["summary"])]),
+        *([Section(f"{prefix}Energy, power and clock", [_power(one)])] if metered else ()),
+        *([Section(f"{prefix}Memory", _memory(one))] if one.get("memory") else ()),
+        Section(f"{prefix}Every case", [scatter(cases, prefix), residuals(cases, prefix)]),
+        Section(f"{prefix}Intervals, by group", by_group(one.get("groups", {}), prefix)),
+    ]
+    if one.get("components"):
+        found.append(Section(f"{prefix}Error by component", components(one, cases, prefix)))
+    return [*found, Section(f"{prefix}Worst cases", [_worst(cases)])]
+
+
+def systems_of(value: Json) -> dict[str, Json]:
+    """The judged systems by name; published series are not measured systems: one without a name."""
+    return dict(value.get("systems") or {"": value})
 
 
 def _notes(value: Json) -> list[Block]:
@@ -66,16 +107,8 @@ def _notes(value: Json) -> list[Block]:
                 "note",
             )
         )
-    every = value["summary"]["all"]
-    held = every["coverage_90"]
-    if held:
-        blocks.append(
-            Text(
-                f"{held['value']:.0%} of the intervals held the measured median; with "
-                f"{every['n']} cases the true share lies between {held['low']:.0%} and "
-                f"{held['high']:.0%} (95 % Clopper-Pearson). 90 % is meant."
-            )
-        )
+    if len(systems_of(value)) == 1:
+        blocks += _coverage(value)
     if "series" in value:
         blocks.append(
             Text(
@@ -95,9 +128,23 @@ def _notes(value: Json) -> list[Block]:
     return blocks
 
 
-def _summary(value: Json) -> Table:
+def _coverage(value: Json) -> list[Block]:
+    every = value["summary"]["all"]
+    held = every["coverage_90"]
+    if not held:
+        return []
+    return [
+        Text(
+            f"{held['value']:.0%} of the intervals held the measured median; with {every['n']} "
+            f"cases the true share lies between {held['low']:.0%} and {held['high']:.0%} (95 % "
+            "Clopper-Pearson). 90 % is meant."
+        )
+    ]
+
+
+def _summary(summary: Mapping[str, Json], label: str = "kind") -> Table:
     rows = []
-    for kind, one in value["summary"].items():
+    for kind, one in summary.items():
         held = one["coverage_90"]
         rows.append(
             (
@@ -116,20 +163,25 @@ def _summary(value: Json) -> Table:
             )
         )
     columns = (
-        "kind",
+        label,
         "cases",
         "MAPE",
         "worst",
         "bias",
-        "constant rate MAPE",
-        "nearest row MAPE",
+        "constant rate",
+        "nearest row",
         "inside 90 %",
-        "median half-width",
-        "energy MAPE",
-        "memory MAPE",
-        "nearest row's memory",
+        "half-width",
+        "energy",
+        "memory",
+        "nearest row's",
     )
-    return Table(columns, rows, "Step time unless it says energy or memory (torch's peak)")
+    return Table(
+        columns,
+        rows,
+        "MAPE of step time with both baselines on the same rows, of energy, of torch's memory; "
+        "half-width: median of the 90 % intervals",
+    )
 
 
 def _power(value: Json) -> Table:
@@ -151,187 +203,39 @@ def _power(value: Json) -> Table:
     ]
     columns = (
         "kind",
-        *("energy MAPE", "energy per FLOP of the constant-rate row", "inside 90 %"),
+        *("energy MAPE", "constant rate", "inside 90 %"),
         *("power MAPE", "the power limit", "inside 90 %"),
         *("clock MAPE", "the largest clock", "inside 90 %"),
     )
-    return Table(columns, rows, "Of a step: energy of all GPUs, mean power and clock of one")
-
-
-def _scatter(cases: Sequence[Json]) -> Figure:
-    figure, (axes,) = new_figure(5.6, 4.6)
-    kinds = sorted({case["kind"] for case in cases})
-    for index, kind in enumerate(kinds):
-        mine = [case for case in cases if case["kind"] == kind]
-        real = [case["real_s"] for case in mine]
-        middle = [case["predicted_s"]["median"] for case in mine]
-        below = [case["predicted_s"]["median"] - case["predicted_s"]["low"] for case in mine]
-        above = [case["predicted_s"]["high"] - case["predicted_s"]["median"] for case in mine]
-        axes.errorbar(
-            real,
-            middle,
-            yerr=[below, above],
-            fmt="o^sDvP*X"[index % 8],
-            markersize=4,
-            color=COLOURS[index % len(COLOURS)],
-            elinewidth=1,
-            label=kind,
-        )
-    ends = [min(c["real_s"] for c in cases) * 0.9, max(c["real_s"] for c in cases) * 1.1]
-    axes.plot(ends, ends, color=INK, linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured step time, s")
-    axes.set_ylabel("simulated step time, s")
-    axes.legend(fontsize=8)
-    rows = [_row(case) for case in cases]
-    caption = "Measured and simulated, with 90 % intervals; the diagonal is no error"
-    return Figure(svg(figure, "scatter"), caption, Table(COLUMNS, rows))
-
-
-def _residuals(cases: Sequence[Json]) -> Figure:
-    ordered = sorted(cases, key=lambda case: case["real_s"])
-    figure, (axes,) = new_figure(7.0, 3.2)
-    places = range(len(ordered))
-    series = (
-        ("simulated", "o", 0, [case["error"] for case in ordered]),
-        ("constant rate", "x", 1, [_error(case, "baseline_s") for case in ordered]),
-        ("nearest row", "+", 2, [_error(case, "neighbour_s") for case in ordered]),
-    )
-    for label, marker, colour, errors in series:
-        shown = [(x, 100 * y) for x, y in zip(places, errors, strict=True) if y is not None]
-        if shown:
-            axes.plot(*zip(*shown, strict=True), marker, color=COLOURS[colour], label=label)
-    axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xlabel("cases, from the shortest to the longest step")
-    axes.set_ylabel("predicted / measured - 1, %")
-    axes.legend(fontsize=8)
-    rows = [
-        (case["id"], case["error"], _error(case, "baseline_s"), _error(case, "neighbour_s"))
-        for case in ordered
-    ]
-    columns = ("case", "simulated", "constant rate", "nearest row")
-    return Figure(
-        svg(figure, "residuals"),
-        "Errors of the simulation and of both baselines",
-        Table(columns, rows),
+    return Table(
+        columns,
+        rows,
+        "Of a step: energy of all GPUs beside the constant-rate row's per FLOP; mean power and "
+        "clock of one beside their limits",
     )
 
 
-def _error(case: Json, name: str) -> float | None:
-    return case[name] / case["real_s"] - 1 if name in case else None
-
-
-COLUMNS = ("case", "kind", "GPUs", "measured s", "simulated s", "low", "high", "error", "inside")
-
-
-def _row(case: Json) -> tuple[Any, ...]:
-    time = case["predicted_s"]
-    return (
-        case["id"],
-        case["kind"],
-        case["gpus"],
-        case["real_s"],
-        time["median"],
-        time["low"],
-        time["high"],
-        f"{case['error']:+.1%}",
-        "yes" if case["inside_interval"] else "no",
-    )
-
-
-def _groups(groups: Mapping[str, Mapping[str, Json]]) -> list[Block]:
-    """Coverage with its Clopper-Pearson interval, width and score of every group."""
-    named = [
-        (f"{grouping} {name}", one)
-        for grouping, summaries in groups.items()
-        for name, one in summaries.items()
-        if one["coverage_90"]
-    ]
-    if not named:
-        return []
-    figure, (axes,) = new_figure(7.0, 1.2 + 0.22 * len(named))
-    for place, (_, one) in enumerate(named):
-        held = one["coverage_90"]
-        axes.plot([100 * held["low"], 100 * held["high"]], [place] * 2, color=COLOURS[0])
-        axes.plot([100 * held["value"]], [place], "o", color=COLOURS[0], markersize=4)
-    axes.axvline(90, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(named)), [name for name, _ in named], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("inside their 90 % interval, %, with its 95 % Clopper-Pearson interval")
-    rows = []
-    for name, one in named:
-        held, width, error = one["coverage_90"], one["median_half_width"], one["median_ape"]
-        rows.append(
-            (
-                name,
-                one["n"],
-                f"{held['value']:.0%} [{held['low']:.0%}, {held['high']:.0%}]",
-                percent(error),
-                percent(width),
-                f"{width / error:.1f}" if error else None,
-                f"{one['winkler']:.3f}",
-                f"{one['baseline_winkler']:.3f}" if one["baseline_winkler"] is not None else None,
-            )
-        )
-    columns = (
-        *("group", "cases", "inside 90 %", "median error", "median half-width"),
-        *("half-width over error", "Winkler score", "constant rate's"),
-    )
-    note = (
-        "An honest interval holds about 90 %; one more than 2.5 median errors wide promises less "
-        "than it could. The Winkler score (in parts of the measured time, smaller is better) "
-        "charges both; the baseline's interval has the spread of its own errors on these rows."
-    )
-    return [Text(note), Figure(svg(figure, "groups"), "Coverage by group", Table(columns, rows))]
-
-
-def _components(value: Json) -> list[Block]:
-    """Where the profiler measured the parts of a step: which part is off, and by how much."""
-    components = value["components"]
-    figure, (axes,) = new_figure(7.0, 3.2)
-    for index, case in enumerate(one for one in value["cases"] if "profile_s" in one):
-        real, made = case["profile_s"], case["components_s"]
-        step = sum(real.values())
-        off = [100 * (made[one["component"]] - real[one["component"]]) / step for one in components]
-        axes.plot(
-            range(len(off)),
-            off,
-            "o",
-            color=COLOURS[0],
-            markersize=4,
-            label="a case" if not index else None,
-        )
-    bias = [100 * one["bias"] for one in components]
-    axes.plot(range(len(bias)), bias, "s", color=COLOURS[1], label="mean")
-    axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xticks(range(len(components)), [one["component"] for one in components], fontsize=8)
-    axes.set_ylabel("simulated - measured, % of the step")
-    axes.legend(fontsize=8)
+def _memory(one: Json) -> list[Block]:
+    """Peaks of the fullest rank, beside the nearest row's."""
     rows = [
         (
-            one["component"],
-            one["n"],
-            percent(one["share"]),
-            f"{one['bias']:+.1%}",
-            percent(one["error"]),
-            percent(one["mape"]),
+            MEMORY[peak["quantity"]],
+            "those that the surcharges were fitted on" if peak["fitted"] else "not fitted on",
+            peak["n"],
+            percent(peak["mape"]),
+            percent(peak["max_ape"]),
+            f"{peak['bias']:+.1%}",
+            percent(peak["baseline_mape"]),
+            percent(peak["inside_90"]),
         )
-        for one in components
+        for peak in one["memory"]
     ]
-    columns = (
-        *("component", "profiles", "share of the step", "bias, of the step"),
-        *("mean error, of the step", "of the component, where 2 % of a step and more"),
-    )
+    columns = ("peak of the fullest rank", "runs", "cases", "MAPE", "worst", "bias")
     note = (
-        "Profiled steps are not the timed ones: the profiler slows the host. Both sides are the "
-        "device that computes most; a communicator's time is what it leaves exposed beyond the "
-        "fastest rank's, the rest of it is waiting, with the bubble and the host."
+        "What torch allocates follows from the model. What its allocator reserves beyond that, and "
+        "what the device loses beside it, are fitted surcharges: their rows are told apart."
     )
-    return [
-        Text(note),
-        Figure(svg(figure, "components"), "Which part is off", Table(columns, rows)),
-    ]
+    return [Text(note), Table((*columns, "nearest row's MAPE", "inside 90 %"), rows)]
 
 
 def _worst(cases: Sequence[Json]) -> Table:
@@ -373,11 +277,11 @@ def _table(cases: Sequence[Json]) -> Table:
         energy = case.get("predicted_energy_j")
         rows.append(
             (
-                *_row(case),
+                *row_of(case),
                 case.get("real_energy_j"),
                 energy["median"] if energy else None,
                 case.get("real_memory_gib"),
-                case.get("predicted_memory_gib"),
+                case["predicted_memory_gib"]["median"] if "predicted_memory_gib" in case else None,
                 (Badge("measured"), Badge("simulated")),
             )
         )

@@ -37,6 +37,7 @@ class Forecasted(BaseModel):
     modelled_share: float
     power_w: dict[str, float] | None = None
     clock_mhz: dict[str, float] | None = None
+    memory_gib: dict[str, dict[str, float]] | None = None
 
 
 class Forecast(BaseModel):
@@ -145,9 +146,10 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
                 one.modelled_share,
                 one.power_w,
                 one.clock_mhz,
+                one.memory_gib,
             )
             unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-            cases.append(Case(unique, predicted, *limits(found)))
+            cases.append(Case(unique, predicted, *limits(found), system=found.path.parent.name))
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,

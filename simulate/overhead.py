@@ -3,12 +3,15 @@
 PyTorch's caching allocator keeps blocks that later tensors do not fit into; libraries and NCCL's
 communicators take memory of their own. Neither follows from the model, so both are fitted: on the
 73 stages of the first two visits to four H200 (driver 580, CUDA 13, NCCL 2.28 without NVLink
-multicast). The third visit's 27 stages are judged in `tests/test_memory.py`, and the 17 of the
-emulated nodes, where each process had 1.1 to 1.8 GiB less beside what it reserved.
+multicast). Stages of the third visit and the fourth are judged in `tests/test_memory.py` and by
+`simulate.validate`, and those of the emulated nodes, where each process had 1.1 to 1.8 GiB less
+beside what it reserved.
 """
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+
+FITTED_ON = ("20261121-083335", "20261121-085515")  # runs of 4x-h200
 
 # Reserved beyond allocated: clipping's copies find no block large enough among the activations'.
 RESERVED_GIB = 0.9

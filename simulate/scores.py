@@ -76,6 +76,40 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def peaks(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Errors of peak memory by quantity, and by whether `simulate.overhead` was fitted on the run.
+
+    What torch allocates follows from the model alone (`memory`): its rows are not told apart. What
+    it reserves and the device loses has fitted surcharges.
+    """
+    found = []
+    for name in ("memory", "reserved", "device"):
+        rows = [entry for entry in entries if f"real_{name}_gib" in entry]
+        for fitted in (False, True):
+            mine = [
+                entry for entry in rows if fitted == (entry["memory_fitted"] and name != "memory")
+            ]
+            if not mine:
+                continue
+            off = [
+                _median(entry[f"predicted_{name}_gib"]) / entry[f"real_{name}_gib"] - 1
+                for entry in mine
+            ]
+            found.append(
+                {
+                    "quantity": "allocated" if name == "memory" else name,
+                    "fitted": fitted,
+                    "n": len(mine),
+                    "mape": _mean(np.abs(off)),
+                    "max_ape": max(map(abs, off)),
+                    "bias": _mean(np.array(off)),
+                    "baseline_mape": _mape(mine, f"baseline_{name}_gib", f"real_{name}_gib"),
+                    "inside_90": _inside(mine, f"{name}_gib"),
+                }
+            )
+    return found
+
+
 def wide_or_narrow(groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Groups whose intervals are too narrow to hold 90 %, or wide without need, in words."""
     found = []
@@ -132,7 +166,7 @@ def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | 
 
 def _inside(entries: Sequence[dict[str, Any]], name: str) -> float | None:
     """Share of a quantity's intervals that held the measured value."""
-    rows = [entry for entry in entries if f"predicted_{name}" in entry]
+    rows = [entry for entry in entries if "low" in entry.get(f"predicted_{name}", ())]
     held = [
         entry[f"predicted_{name}"]["low"]
         <= entry[f"real_{name}"]

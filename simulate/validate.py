@@ -17,7 +17,8 @@ from simulate.inputs import (
     default_node,
     find_calibration,
 )
-from simulate.validation import Case, predict, table, validation
+from simulate.validation import Case, predict, validation
+from simulate.validation_text import table
 from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
@@ -125,6 +126,17 @@ def fabric_of(calibration: Calibration) -> str:
     return CPU_FABRIC if emulated or calibration.kind == "cpu" else DEFAULT_FABRIC
 
 
+def newest_profiles(sets: Sequence[ResultSet]) -> dict[tuple[Path, str], list[ProfileRow]]:
+    """By system's folder and case: its profile, of the newest run that has one."""
+    profiles: dict[tuple[Path, str], list[ProfileRow]] = {}
+    for found in sets:
+        rows_of: dict[str, list[ProfileRow]] = {}
+        for one in found.table(ProfileRow):
+            rows_of.setdefault(one.case_id, []).append(one)
+        profiles |= {(found.path.parent, case_id): mine for case_id, mine in rows_of.items()}
+    return profiles
+
+
 def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, str]]:
     """Every measured configuration of the result sets, simulated; and the calibrations used."""
     cases, used = [], {}
@@ -132,12 +144,9 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     for found in sets:
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
-    profiles: dict[tuple[Path, str], list[ProfileRow]] = {}
-    for found in sets:  # the newest of a system's runs that profiled a case counts
-        rows_of: dict[str, list[ProfileRow]] = {}
-        for one in found.table(ProfileRow):
-            rows_of.setdefault(one.case_id, []).append(one)
-        profiles |= {(found.path.parent, case_id): mine for case_id, mine in rows_of.items()}
+    profiles = newest_profiles(sets)
+    # a profile stands beside the newest run of its case, once
+    last = {(found.path.parent, row.case_id): found.path for found, row in todo}
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
         path = calibration_for(arguments, found)
@@ -153,7 +162,8 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
             row, calibration, node, fabric, arguments.draws, binary=binary, devices=devices
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-        profile = profiles.get((found.path.parent, row.case_id), [])
+        key = (found.path.parent, row.case_id)
+        profile = profiles.get(key, []) if last[key] == found.path else []
         cases.append(Case(unique, predicted, *limits(found), profile, found.path.parent.name))
     return cases, used
 

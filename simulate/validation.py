@@ -16,7 +16,8 @@ from simulate.components import Parts, errors, measured, simulated
 from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
-from simulate.scores import grouped, summarise, wide_or_narrow
+from simulate.overhead import FITTED_ON
+from simulate.scores import grouped, peaks, summarise
 from simulate.twin import carried_over, pairs
 from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
@@ -25,6 +26,7 @@ from spec.hardware import Fabric, Node
 from spec.records import ProfileRow, TrainingConfig, TrainingRow
 
 SCHEMA = "validation/1"
+PEAKS = {name: f"peak_{name}_gib" for name in ("allocated", "reserved", "device")}
 Interval = dict[str, float]
 
 
@@ -39,6 +41,7 @@ class Prediction:
     modelled_share: float
     power_w: Interval | None = None  # mean of one device
     clock_mhz: Interval | None = None  # mean over the step and all devices
+    memory_gib: dict[str, Interval] | None = None  # allocated, reserved, device; fullest rank
     components_s: Parts | None = None  # see `simulate.components`
     astra_sim_s: float | None = None  # the same step through Astra-Sim, where that was asked for
 
@@ -78,14 +81,16 @@ def predict(
         model, p, node, fabric, calibration, draws=draws, seed=seed, measured_gpus=p.gpus
     )
     estimate = simulator.run()
+    held = memory(model, p, node.memory_gib)
     return Prediction(
         step_time_s=interval(estimate.step_time_s),
         energy_j=interval(estimate.step_time_s * estimate.power_w * p.gpus),
-        allocated_gib=max(memory(model, p, node.memory_gib).allocated_by_stage_gib),
+        allocated_gib=max(held.allocated_by_stage_gib),
         breakdown_s=estimate.breakdown_s,
         modelled_share=estimate.modelled_share,
         power_w=interval(estimate.power_w),
         clock_mhz=interval(estimate.mean_clock_mhz * estimate.clock_mhz / estimate.clock_mhz[0]),
+        memory_gib=held.intervals(),
         components_s=simulated(estimate),
         astra_sim_s=astra_sim_s(estimate, binary) if binary else None,
     )
@@ -139,27 +144,43 @@ def nearest(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow |
 
 def validation(cases: Sequence[Case]) -> dict[str, Any]:
     """The `validation/1` object of some cases."""
-    rows = [case.row for case in cases]
     entries = []
     for case in cases:
-        others = [row for row in rows if row.case_id != case.row.case_id]
+        others = [
+            other.row
+            for other in cases
+            if other.system == case.system and other.row.case_id != case.row.case_id
+        ]
         entries.append(_entry(case, others))
-    groups = grouped(entries)
-    kinds = {kind: groups["kind"][kind] for kind in sorted(groups["kind"])}
+    systems = dict.fromkeys(entry["system"] for entry in entries)
     return {
         "schema": SCHEMA,
         "level": LEVEL,
         "cases": entries,
-        "summary": {"all": summarise(entries)} | kinds,
-        "groups": groups,
-        "components": errors(entries),
-        "twins": twins(entries, rows),
+        **_judged(entries),
+        "systems": {
+            name: _judged([entry for entry in entries if entry["system"] == name])
+            for name in systems
+        },
+        "twins": twins(entries, [case.row for case in cases]),
     }
 
 
-def _fullest_gib(row: TrainingRow) -> float:
-    """Torch's peak on the fullest rank."""
-    return max(float(part) for part in (row.peak_allocated_gib or "0").split(","))
+def _judged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of some cases: over all, by kind and other groups, by component, of memory."""
+    groups = grouped(entries)
+    kinds = {kind: groups["kind"][kind] for kind in sorted(groups["kind"])}
+    return {
+        "summary": {"all": summarise(entries)} | kinds,
+        "groups": groups,
+        "components": errors(entries),
+        "memory": peaks(entries),
+    }
+
+
+def _fullest_gib(column: str) -> float:
+    """The peak of the fullest rank, of a column that has every rank's."""
+    return max(float(part) for part in column.split(","))
 
 
 def twins(entries: Sequence[dict[str, Any]], rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
@@ -199,8 +220,6 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
         if other is not None:
             scaled = measured_s(other) * flops_per_gpu(row) / flops_per_gpu(other)
             entry |= {f"{name}_s": scaled, f"{name}_from": other.case_id}
-            if name == "neighbour" and other.peak_allocated_gib:
-                entry["baseline_memory_gib"] = _fullest_gib(other)
             if name == "baseline" and other.energy_per_step_j is not None:
                 gpus = row.parallelism().gpus / other.parallelism().gpus
                 per_flop = flops_per_gpu(row) / flops_per_gpu(other)
@@ -227,105 +246,24 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
                 f"predicted_{name}": {key: guess[key] for key in ("median", "low", "high")},
             }
             entry |= {} if limit is None else {f"limit_{name}": limit}
-    if row.peak_allocated_gib:
-        entry |= {
-            "real_memory_gib": _fullest_gib(row),
-            "predicted_memory_gib": predicted.allocated_gib,
-        }
-    return entry
+    return entry | _memory(case, nearest(row, others))
 
 
-def table(value: dict[str, Any]) -> str:
-    """The terminal summary: one line per kind and the worst cases."""
-
-    def percent(number: float | None) -> str:
-        return "-" if number is None else f"{number:.1%}"
-
-    header = (
-        "kind",
-        "cases",
-        "MAPE",
-        "worst",
-        "constant rate",
-        "neighbour",
-        "inside 90 %",
-        "half-width",
-        "energy",
-        "power",
-        "clock",
-        "memory",
-    )
-    lines: list[tuple[str, ...]] = [header]
-    for kind, one in value["summary"].items():
-        held = one["coverage_90"]
-        lines.append(
-            (
-                kind,
-                str(one["n"]),
-                percent(one["mape"]),
-                percent(one["max_ape"]),
-                percent(one["baseline_mape"]),
-                percent(one["neighbour_mape"]),
-                f"{held['value']:.0%} [{held['low']:.0%}, {held['high']:.0%}]" if held else "-",
-                percent(one["median_half_width"]),
-                percent(one["energy_mape"]),
-                percent(one["power_mape"]),
-                percent(one["clock_mape"]),
-                percent(one["memory_mape"]),
-            )
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = [
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
-    ]
-    systems = value.get("groups", {}).get("system", {})
-    for name, one in systems.items() if len(systems) > 1 else ():
-        text.append(
-            f"{name}: {one['n']} cases, MAPE {percent(one['mape'])}, worst "
-            f"{percent(one['max_ape'])}, constant rate {percent(one['baseline_mape'])}, "
-            f"inside 90 % {one['coverage_90']['value']:.0%}"
-        )
-    every = value["summary"]["all"]
-    for name, baseline, words in (
-        ("energy", "baseline_energy", "the constant-rate row's energy per FLOP"),
-        ("power", "limit_power", "the power limit"),
-        ("clock", "limit_clock", "the largest clock"),
-    ):
-        if every[f"{name}_mape"] is not None:
-            text.append(
-                f"{name}: MAPE {percent(every[f'{name}_mape'])}, inside 90 % "
-                f"{percent(every[f'{name}_inside_90'])}; {words} as a baseline: "
-                f"{percent(every[f'{baseline}_mape'])}"
-            )
-    if every["memory_mape"] is not None:
-        text.append(
-            f"memory: MAPE {percent(every['memory_mape'])}; the nearest row's as a baseline: "
-            f"{percent(every['baseline_memory_mape'])}"
-        )
-    for one in value.get("components", ()):
-        text.append(
-            f"{one['component']}: {percent(one['share'])} of a profiled step, off by "
-            f"{percent(one['error'])} of the step (bias {one['bias']:+.1%}; {one['n']} profiles)"
-        )
-    for one in value.get("twins", ()):
-        text.append(
-            f"twin {one['twin']} predicts {one['id']}: {one['error']:+.1%}"
-            + (f", constant rate {one['baseline_error']:+.1%}" if "baseline_error" in one else "")
-        )
-    off = wide_or_narrow(value.get("groups", {}))
-    text += [f"intervals: {one}" for one in off if "narrow" in one]
-    wide = [one for one in off if "narrow" not in one]
-    if wide:
-        text.append(f"intervals: {len(wide)} groups' wider than they had to be, such as {wide[0]}")
-    astra = value["summary"]["all"]["astra_sim_mape"]
-    if astra is not None:
-        text.append(f"the same steps through Astra-Sim: MAPE {astra:.1%}")
-    worst = sorted(value["cases"], key=lambda entry: -abs(entry["error"]))[:5]
-    text.append("worst cases (predicted / measured - 1):")
-    text += [
-        f"  {entry['id']}: {entry['error']:+.1%}, measured {entry['real_s']:.4g} s, simulated "
-        f"{entry['predicted_s']['median']:.4g} s "
-        f"[{entry['predicted_s']['low']:.4g}, {entry['predicted_s']['high']:.4g}]"
-        for entry in worst
-    ]
-    return "\n".join(line.rstrip() for line in text)
+def _memory(case: Case, other: TrainingRow | None) -> dict[str, Any]:
+    """Peaks of the fullest rank, GiB; `memory` is what torch allocates; `other` is the baseline."""
+    row, predicted = case.row, case.predicted
+    intervals = predicted.memory_gib or {"allocated": {"median": predicted.allocated_gib}}
+    found: dict[str, Any] = {}
+    for name, column in PEAKS.items():
+        peak = getattr(row, column)
+        if row.peak_allocated_gib and peak and name in intervals:
+            label = "memory" if name == "allocated" else name
+            found |= {
+                f"real_{label}_gib": _fullest_gib(peak),
+                f"predicted_{label}_gib": intervals[name],
+            }
+            theirs = getattr(other, column, None)
+            found |= {f"baseline_{label}_gib": _fullest_gib(theirs)} if theirs else {}
+    if found:
+        found["memory_fitted"] = row.case_id.split("/")[0] in FITTED_ON
+    return found

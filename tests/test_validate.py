@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from simulate import components, validate
 from simulate.draw import Grid, _random
+from simulate.memory import memory
 from simulate.scores import coverage, grouped, summarise, wide_or_narrow, winkler
 from simulate.validation import predict
 from spec.calibration import read_calibration
@@ -158,6 +160,63 @@ def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) 
     for words in ("MAPE", "constant rate", "neighbour", "inside 90 %", "worst cases", "case-",
                   "power: MAPE 4.8%", "clock: MAPE 2.0%", "the largest clock"):  # fmt: skip
         assert words in out
+
+
+def test_systems_are_judged_apart_by_themselves(results: Path, tmp_path: Path, capsys: Any) -> None:
+    """A second system, whose steps took twice as long: neither errors nor baselines are mixed."""
+    alone = json.loads(call(capsys, str(results), "--json")[1])
+    other = results / "slow"
+    shutil.copytree(results / "4x-h200", other)
+    path = other / "run-1" / "manifest.json"
+    path.write_text(path.read_text().replace('"4x-h200"', '"slow"'))
+    rows = read_table(other / "run-1" / "training.csv", TrainingRow)
+    slow = [
+        row.model_copy(update={"step_time_median_s": 2 * (row.step_time_median_s or 0)})
+        for row in rows
+    ]
+    write_table(other / "run-1" / "training.csv", TrainingRow, slow)
+    code, out, err = call(capsys, str(results), "--json", "--report", "v.html")
+    assert code == 0, err
+    value = json.loads(out)
+    assert value["systems"]["4x-h200"]["summary"] == alone["summary"]
+    assert value["systems"]["slow"]["summary"]["all"]["mape"] == pytest.approx(
+        1 - 0.5 / (1 + ERROR), rel=1e-3
+    )
+    text = call(capsys, str(results))[1]
+    kinds = [line.split()[0] for line in text.splitlines()[2:16]]
+    assert kinds.count("4x-h200") == kinds.count("slow") == 1
+    assert "all" not in kinds
+    page = (tmp_path / "v.html").read_text()
+    assert "slow: Worst cases" in page
+    assert "4x-h200, mean error" in page
+
+
+def test_peaks_of_memory_beside_the_nearest_row(results: Path, capsys: Any) -> None:
+    """Reserved and device peaks as predicted, but for one row; rows fitted on are told apart."""
+    path = results / "4x-h200" / "run-1" / "training.csv"
+    rows = read_table(path, TrainingRow)
+    value = json.loads(call(capsys, str(results), "--json")[1])
+    assert [one["quantity"] for one in value["memory"]] == ["allocated"]
+    peaks = [memory(row.model_spec(), row.parallelism(), 141.0).intervals() for row in rows]
+    full = [
+        row.model_copy(
+            update={
+                "peak_reserved_gib": f"{one['reserved']['median'] * (2 if index == 0 else 1)}",
+                "peak_device_gib": f"{one['device']['median']}",
+            }
+        )
+        for index, (row, one) in enumerate(zip(rows, peaks, strict=True))
+    ]
+    write_table(path, TrainingRow, full)
+    by_name = {
+        one["quantity"]: one
+        for one in json.loads(call(capsys, str(results), "--json")[1])["memory"]
+    }
+    assert by_name["reserved"]["max_ape"] == pytest.approx(0.5, rel=1e-3)
+    assert by_name["reserved"]["inside_90"] == pytest.approx(1 - 1 / len(rows))
+    assert by_name["device"]["mape"] == pytest.approx(0, abs=1e-3)
+    assert by_name["device"]["baseline_mape"] > 0.05
+    assert not any(one["fitted"] for one in by_name.values())
 
 
 def test_training_steps_that_failed_are_left_out(results: Path, capsys: Any) -> None:
