@@ -80,14 +80,14 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
         whole, sent, energy = 0.0, 0.0, Energy()
         for segment in segments:
             cost = point.segment(segment)
-            whole += float(cost.total[0])
+            whole += cost.total.item(0)
             for axis, time in cost.exposed.items():
-                sent += float(time[0]) * point.communication_w(axis)
+                sent += time.item(0) * point.communication_w(axis)
             energy += cost.energy
             for part in segment:
                 if any(work.energy.compute for work in point.works.of_part(part).values()):
                     alone = point.part(part)
-                    runs.append((float(alone.kernels[0]), alone.energy))
+                    runs.append((alone.kernels.item(0), alone.energy))
         compute_w = energy.compute / whole
         beside_w = (energy.memory + sent) / whole
         logs = 0.0
@@ -112,14 +112,14 @@ def _of_layer(
 ) -> tuple[float, float]:
     """Time of a layer and energy of its products at a clock."""
     costs = [point.with_(clock_ratio=clock_ratio).segment(segment) for segment in segments]
-    return sum(float(one.total[0]) for one in costs), sum(one.energy.compute for one in costs)
+    return sum(one.total.item(0) for one in costs), sum(one.energy.compute for one in costs)
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     """Central time of one layer's forward and backward pass at the step's clock."""
     clock = layer_clock(model, p, costs).clock_mhz
     costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
-    return sum(float(costs.segment(segment).total[0]) for segment in parts_of(model, p)["layer"])
+    return sum(costs.segment(segment).total.item(0) for segment in parts_of(model, p)["layer"])
 
 
 @dataclass(frozen=True)
@@ -152,17 +152,17 @@ def load(priced: PricedStep, stage: int) -> Load:
     mine = priced.passes_of(stage)
     energy = total(cost.energy for cost in mine) * times
     sent = sum(
-        float(costs.collective_us(one)[0]) * costs.communication_w(one.axis)
+        costs.collective_us(one).item(0) * costs.communication_w(one.axis)
         for one, _ in (*update.reduction, *update.gather)
     )
     sent += times * sum(
-        float(time[0]) * costs.communication_w(axis)
+        time.item(0) * costs.communication_w(axis)
         for cost in mine
         for axis, time in cost.exposed.items()
     )
-    after = float((update.kernels_us + update.reduction_us + update.gather_us)[0])
+    after = (update.kernels_us + update.reduction_us + update.gather_us).item(0)
     return Load(
-        busy_us=times * sum(float(cost.total[0]) for cost in mine),
+        busy_us=times * sum(cost.total.item(0) for cost in mine),
         after_us=after,
         products=energy.compute,
         compute=update.energy.compute,
@@ -205,10 +205,10 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     p = priced.parallelism
     slowest = busy.index(max(busy))
     fill = (sum(busy) - busy[slowest]) / (p.microbatches * p.vpp)
-    sent = 2 * (p.pp - 1) * float(priced.transfer_us[0])
+    sent = 2 * (p.pp - 1) * priced.transfer_us.item(0)
     update = priced.updates[slowest]
     after = update.reduction_us + update.kernels_us + update.gather_us + priced.norm_us
-    return busy[slowest] + fill + sent + float(after[0])
+    return busy[slowest] + fill + sent + after.item(0)
 
 
 def _clock_mhz(

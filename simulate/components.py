@@ -38,11 +38,11 @@ def simulated(estimate: StepEstimate) -> Parts:
             continue
         for kernel in (k for one in both for part in one.parts for k in part.kernels):
             often = layers if name == "layer" else 1
-            classes[class_of(kernel.op)] += often * float(prices.costs.kernel_us(kernel)[0])
+            classes[class_of(kernel.op)] += often * prices.costs.kernel_us(kernel).item(0)
     whole = sum(classes.values()) or 1.0
     # slower beside communication, all alike
     found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
-    update_s = float(priced.updates[stage].kernels_us[0]) / 1e6
+    update_s = priced.updates[stage].kernels_us.item(0) / 1e6
     found["optimizer"] = min(update_s, parts["optimizer"])
     found |= {axis: parts[f"{axis}_exposed"] for axis in AXES}
     found["waiting"] = sum(parts[name] for name in ("bubble", "straggler", "other"))

@@ -47,7 +47,7 @@ class Cost:
     @property
     def total(self) -> Array:
         """The segment's duration."""
-        return self.compute + self.host + sum(self.exposed.values(), np.zeros(1))
+        return sum(self.exposed.values(), self.compute + self.host)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Costs:
         other = object.__new__(Costs)  # `copy.copy` would take longer than what follows
         other.__dict__.update(self.__dict__)
         if "draws" in changes:
-            other.fullest = None if self.fullest is None else self.fullest[:1]  # the central one
+            other.fullest = None if self.fullest is None else np.ravel(self.fullest)[0]  # central
             other._sent, other._sent_after = {}, {}
             other.works = works(self.calibration, changes["draws"])
         other._factors = {}
@@ -126,7 +126,7 @@ class Costs:
     def kernel_us(self, kernel: Kernel) -> Array:
         """Duration of a kernel at the step's clock."""
         slowed, work = self.works.of(kernel)
-        return np.asarray(work.time * self._slower(slowed))
+        return work.time * self._slower(slowed)
 
     def energy(self, kernel: Kernel) -> Energy:
         """Energy above idle of a kernel at its central duration."""
@@ -169,16 +169,18 @@ class Costs:
         busbw = self.scale_up_busbw(collective.kind, path, collective.bytes)
         draws = self.draws
         time = network.time_us(collective.kind, path, collective.bytes, busbw)
+        if draws.central:
+            return time + draws.zero
         # what the latency and the efficiency being wrong would change, to first order in each
         latency_part = network.time_us(collective.kind, path, 1.0, busbw) / time
         latency_sd, efficiency_sd = network.spreads(collective.kind, path, collective.bytes)
         beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
-        spread = np.exp(
+        spread: Array = np.exp(
             latency_part * latency_sd * draws.normal("network latency")
             + (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
             + beyond * network.scale_sd * draws.normal("network scale")
         )
-        return np.asarray(time * spread)
+        return time * spread
 
     def transfer_us(self, collective: Collective) -> Array:
         """Mean time of a message between neighbouring pipeline stages: few of them change nodes."""
@@ -221,12 +223,12 @@ class Costs:
         """
         longer = (1 + self.calibration.interference) / self.slowed
         left = np.maximum(sent - kernels * longer, 0.0)
-        return np.asarray(kernels + self.slowing(sent - left)), np.asarray(left)
+        return kernels + self.slowing(sent - left), left
 
     def slowing(self, hidden: Array) -> Array:
         """How much longer kernels last beside communication that alone takes `hidden`."""
         interference = self.calibration.interference
-        return np.asarray(hidden * self.slowed * interference / (1 + interference))
+        return hidden * (self.slowed * interference / (1 + interference))
 
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
@@ -238,7 +240,7 @@ class Costs:
             alone = sum(hidden[1:], hidden[0])
             own, left = self.beside(own, alone)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
-            sent_us = float((alone - left)[0]) * self.slowed
+            sent_us = (alone - left).item(0) * self.slowed
             energy += Energy(0.0, sent_us * self.communication_w(part.hidden[0].axis))
             longer = np.where(left > 0, (own + left) / alone, self.slowed)
             hidden = [time * longer for time in hidden]
@@ -247,7 +249,7 @@ class Costs:
 
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:
         """Time at the step's clock, the host's time and the energy."""
-        time, host_us, compute, memory = np.zeros(self.draws.count), 0.0, 0.0, 0.0
+        time, host_us, compute, memory = self.draws.zero, 0.0, 0.0, 0.0
         for slowed, work in works.items():
             slower = self._slower(slowed)
             time = time + slower * work.time
@@ -291,7 +293,7 @@ class Costs:
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""
         works = [work for part in parts for work in self.works.of_part(part).values()]
-        time = sum(float(work.time[0]) for work in works)
+        time = sum(work.time.item(0) for work in works)
         return sum(work.modelled_us for work in works) / time if time else 0.0
 
 

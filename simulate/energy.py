@@ -118,7 +118,7 @@ def peaks_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float
     }
     hottest = max(
         (
-            prices.costs.energy(kernel).compute / float(prices.costs.kernel_us(kernel)[0])
+            prices.costs.energy(kernel).compute / prices.costs.kernel_us(kernel).item(0)
             for kernel in products
         ),
         default=0.0,

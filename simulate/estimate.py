@@ -134,20 +134,21 @@ class StepSimulator:
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
         """The pipeline's timeline, its central end without transfers, and the step's end, us."""
         p, duration = self.p, priced.durations
-        both = execute(  # the last column is the central one again, without transfers
+        executed = execute(  # the last column is the central one again, without transfers
             graph(p.pp, p.microbatches, p.vpp, p.schedule),
             np.column_stack([duration, duration[:, :1]]),
             np.append(priced.transfer_us, 0.0),
         )
-        timeline = Timeline(both.end[:, :-1], both.busy[:, :-1])
+        timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
-        zero = np.zeros_like(priced.norm_us)
-        after = np.array([zero + priced.updates[stage].reduction_us for stage in first])
+        both = [
+            (one.reduction_us, _updated_us(one)) for one in map(priced.updates.__getitem__, first)
+        ]
+        after, updated = np.array(both).reshape(len(first), 2, -1).swapaxes(0, 1)
         reduced = (timeline.end + after[np.searchsorted(first, priced.alike)]).max(axis=0)
-        updated = np.array([zero + _updated_us(priced.updates[stage]) for stage in first])
         return (
             timeline,
-            float(both.end[:, -1].max()),
+            float(executed.end[:, -1].max()),
             reduced + priced.norm_us + updated.max(axis=0),
         )
 
@@ -165,15 +166,15 @@ class StepSimulator:
 
         mine = [(cost, p.microbatches) for cost in priced.passes_of(busiest)]
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
-        breakdown["compute"] = sum(float(one.compute[0]) * m for one, m in mine)
-        breakdown["other"] = sum(float(one.host[0]) * m for one, m in mine)
+        breakdown["compute"] = sum(one.compute.item(0) * m for one, m in mine)
+        breakdown["other"] = sum(one.host.item(0) * m for one, m in mine)
         for one, m in mine:
             for axis, time in one.exposed.items():
-                breakdown[f"{kind_of(axis)}_exposed"] += float(time[0]) * m
+                breakdown[f"{kind_of(axis)}_exposed"] += time.item(0) * m
         pipeline_us = float(timeline.end[:, 0].max())
         updates = [priced.updates[stage] for stage in set(priced.alike)]
-        slowest_update = max(updates, key=lambda one: float(_updated_us(one)[0]))
-        optimizer_us = float(slowest_update.kernels_us[0] + priced.norm_us[0])
+        slowest_update = max(updates, key=lambda one: _updated_us(one).item(0))
+        optimizer_us = (slowest_update.kernels_us + priced.norm_us).item(0)
         breakdown["pp_exposed"] = pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])
         breakdown["optimizer"] = optimizer_us
@@ -186,11 +187,15 @@ class StepSimulator:
             step_spread=self._step_spread(step_us / 1e6, busiest),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
             traffic=traffic(priced, breakdown, busiest),
-            power_w=self._power_w(float(step_us[0])) * priced.costs.draws.factor("power", POWER_SD),
-            clock_mhz=np.minimum(
-                priced.stages[busiest].clock_mhz
-                * priced.costs.draws.factor("clock", hypot(fit.device_spread_sd, CLOCK_SD)),
-                fit.max_mhz,
+            power_w=np.atleast_1d(
+                self._power_w(float(step_us[0])) * priced.costs.draws.factor("power", POWER_SD)
+            ),
+            clock_mhz=np.atleast_1d(
+                np.minimum(
+                    priced.stages[busiest].clock_mhz
+                    * priced.costs.draws.factor("clock", hypot(fit.device_spread_sd, CLOCK_SD)),
+                    fit.max_mhz,
+                )
             ),
             mean_clock_mhz=mean_clock_mhz(priced, timeline.busy[:, 0] / finish[0]),
             throttled_share=float(priced.stages[busiest].clock_mhz < 0.995 * fit.max_mhz),

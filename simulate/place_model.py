@@ -104,8 +104,8 @@ def _pipeline(simulator: StepSimulator, plain: Placement) -> Pipeline:
     extras, layers = [], []
     for stage, count in enumerate(plain.layers):
         parts = priced.stages[stage].segments["layer"]
-        layer = tuple(float(part.cost.total[0]) / 1e6 for part in parts)
-        whole = tuple(float(one.total[0]) / 1e6 for one in priced.passes_of(stage))
+        layer = tuple(part.cost.total.item(0) / 1e6 for part in parts)
+        whole = tuple(one.total.item(0) / 1e6 for one in priced.passes_of(stage))
         extras.append(tuple(max(w - count * one, 0.0) for w, one in zip(whole, layer, strict=True)))
         layers.append(layer)
     mean = np.array(layers).mean(axis=0)

@@ -60,12 +60,12 @@ class UpdateCost:
     @property
     def reduction_us(self) -> Array:
         """Exposed gradient reduction."""
-        return sum((time for _, time in self.reduction), np.zeros(1))
+        return sum((time for _, time in self.reduction), 0.0 * self.kernels_us)
 
     @property
     def gather_us(self) -> Array:
         """Gather of the updated parameters."""
-        return sum((time for _, time in self.gather), np.zeros(1))
+        return sum((time for _, time in self.gather), 0.0 * self.kernels_us)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class PricedStep:
             if id(one) not in place:
                 place[id(one)] = len(totals)
                 totals.append(one.total)
-        return np.array(totals)[[place[id(one)] for one in self.passes.values()]]
+        rows = [place[id(one)] for one in self.passes.values()]
+        return np.array(totals).reshape(len(totals), -1)[rows]
 
     def passes_of(self, stage: int) -> list[PassCost]:
         """The passes of one stage, in that order."""
@@ -126,7 +127,7 @@ class PricedStep:
     def transfer_us(self) -> Array:
         """Time of an activation or gradient between pipeline stages."""
         if self.transfer is None:
-            return np.zeros(self.costs.draws.count)
+            return self.costs.draws.zero
         return self.costs.transfer_us(self.transfer)
 
 
@@ -204,7 +205,7 @@ def price(
         for axis in ("tp", "dp", "pp")
         if axis in costs.layout.paths
     )
-    zero = np.zeros(costs.draws.count)
+    zero = costs.draws.zero
     transfer = None
     if p.pp > 1:
         rows = shapes(model, p).local_tokens
@@ -233,7 +234,7 @@ def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
     for segment in prices.segments["layer"]:
         for kernel in (kernel for part in segment.parts for kernel in part.kernels):
             if priced.costs.calibration.kernel(kernel).tflops:
-                products += float(prices.costs.kernel_us(kernel)[0])
+                products += prices.costs.kernel_us(kernel).item(0)
     p = priced.parallelism
     layers = p.stage_layers(priced.model)[stage] * p.microbatches
     return min(layers * products / step_us, 1.0)
@@ -264,7 +265,7 @@ def _passes(
     if stage == p.pp - 1 and chunk == p.vpp - 1:
         pieces.append((1, "head"))
     groups = sharded(model, p, stage)
-    zero = np.zeros(costs.draws.count)
+    zero = costs.draws.zero
     for way in range(ways(p.schedule)):
         mine = [(count, segments[name][way].cost) for count, name in pieces]
         exposed: dict[str, Array] = {}
@@ -303,7 +304,7 @@ def _update(
     passes: dict[tuple[int, int, int], PassCost],
 ) -> UpdateCost:
     kernels, reduction, gather = optimizer(model, p, stage)
-    zero = np.zeros(costs.draws.count)
+    zero = costs.draws.zero
     buckets = _buckets(model, p, stage)
     reduced = _beside(reduction, costs, p.overlap, passes[stage, 0, BACKWARD], buckets)
     shared = shared_gradients(model, p, stage)
@@ -341,7 +342,7 @@ def _beside(
     """
     times = [costs.collective_us(one) for one in sent]
     if overlap and times:
-        whole = sum(times, np.zeros(costs.draws.count))
+        whole = sum(times, costs.draws.zero)
         room = one_pass.total * (1 - 1 / buckets)
         left = np.maximum(whole - room / costs.slowed, whole / buckets)
         times = [time * (left + costs.slowing(whole - left)) / whole for time in times]

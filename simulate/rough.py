@@ -74,7 +74,7 @@ class Rough:
         if key not in self._passes:
             costs = self._costs(p)
             times = [
-                [float(costs.segment(segment).total[0]) for segment in both]
+                [costs.segment(segment).total.item(0) for segment in both]
                 for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
             ]
             whole = [sum(both) for both in times]
@@ -97,7 +97,7 @@ class Rough:
 
     def _transfer_us(self, p: Parallelism) -> float:
         size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
-        return float(self._costs(p).transfer_us(Collective("send_recv", "pp", size))[0])
+        return self._costs(p).transfer_us(Collective("send_recv", "pp", size)).item(0)
 
     def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
         """What zero 2 and 3 send beside every microbatch."""
@@ -119,7 +119,7 @@ class Rough:
             found = []
             for stage in {0, p.pp - 1}:
                 kernels, reduction, gather = optimizer(self.model, p, stage)
-                update = sum(float(costs.kernel_us(kernel)[0]) for kernel in kernels)
+                update = sum(costs.kernel_us(kernel).item(0) for kernel in kernels)
                 found.append((self._sent_us(p, reduction), self._sent_us(p, gather), update))
             reductions, gathers, updates = (max(times) for times in zip(*found, strict=True))
             self._updates[key] = reductions, gathers, updates + self.calibration.host.step_us
@@ -127,7 +127,7 @@ class Rough:
 
     def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> float:
         costs = self._costs(p)
-        return sum(float(costs.collective_us(one)[0]) for one in sent)
+        return sum(costs.collective_us(one).item(0) for one in sent)
 
 
 def _pipeline_us(stages: list[float], microbatches: int, chunks: int, transfer: float) -> float:

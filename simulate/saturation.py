@@ -47,7 +47,7 @@ def collectives(model: ModelSpec, p: Parallelism) -> list[Collective]:
 
 def saturating_size(costs: Costs, kind: str, axis: str) -> float:
     """Bytes of buffer from which a collective is bound by its links."""
-    times = [float(costs.collective_us(Collective(kind, axis, size))[0]) for size in SIZES]
+    times = [costs.collective_us(Collective(kind, axis, size)).item(0) for size in SIZES]
     rates = SIZES / np.array(times)
     below = np.flatnonzero(rates < SATURATED * rates.max())
     return float(SIZES[below[-1] + 1]) if len(below) else float(SIZES[0])

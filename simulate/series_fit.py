@@ -174,7 +174,7 @@ def _tensor_exposure(one: Plan, estimate: StepEstimate) -> float:
             (time, kind)
             for part in segment.parts
             for kind, all_of in (("hidden", part.hidden), ("exposed", part.exposed))
-            for time in (float(prices.costs.collective_us(c)[0]) for c in all_of if c.axis == "tp")
+            for time in (prices.costs.collective_us(c).item(0) for c in all_of if c.axis == "tp")
         ]
         exposed.append(sum(time for time, kind in sent if kind == "exposed"))
         hidden += sum(time for time, kind in sent if kind == "hidden")

@@ -36,7 +36,7 @@ def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> d
             continue
         costs, paths = priced.costs, priced.costs.layout.paths
         found[kind] = Traffic(
-            total_s=sum(float(costs.collective_us(one)[0]) * n for one, n in mine) / 1e6,
+            total_s=sum(costs.collective_us(one).item(0) * n for one, n in mine) / 1e6,
             exposed_s=breakdown_us[f"{kind}_exposed"] / 1e6,
             bytes=sum(one.bytes * n for one, n in mine),
             sent_bytes=sum(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 LEVEL = 0.9  # of the intervals
+ONE: Array = np.ones(())[()]
 
 
 def interval(values: Array) -> dict[str, float]:
@@ -31,13 +32,19 @@ def interval(values: Array) -> dict[str, float]:
 
 
 class Draws:
-    """Random factors by name. Draw 0 is the central estimate: every factor is 1 there."""
+    """Random factors by name. Draw 0 is the central estimate: every factor is 1 there.
+
+    Where there is nothing else, all that is drawn is a number, not an array of one: that costs a
+    fifth of the time. `item(0)` is the central value of both.
+    """
 
     def __init__(self, count: int, seed: int = 0) -> None:
         """`count` draws besides the central one; the same seed gives the same factors."""
         self.count = count + 1
         self._seed = seed
         self._normals: dict[str, Array] = {}
+        # the sum of nothing: of the shape that all durations have
+        self.zero: Array = np.zeros(() if self.central else self.count)[()]
 
     @property
     def central(self) -> bool:
@@ -51,8 +58,8 @@ class Draws:
 
     def normal(self, name: str) -> Array:
         """Standard normals of the group `name`; independent of the order of asking."""
-        if name not in self._normals and self.count == 1:
-            self._normals[name] = np.zeros(1)
+        if name not in self._normals and self.central:
+            self._normals[name] = self.zero
         if name not in self._normals:
             generator = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
             values = generator.standard_normal(self.count)
@@ -62,6 +69,9 @@ class Draws:
 
     def factor(self, name: str, sd: float) -> Array:
         """Lognormal factors with median 1."""
+        if self.central:
+            self._normals[name] = self.zero
+            return ONE
         factors: Array = np.exp(sd * self.normal(name))
         return factors
 

@@ -76,7 +76,7 @@ class _Stage:
         if transfer is not None and sender in inside:
             self.last = (*self.last, self._message("recv", name, one, sender, at))
         if granularity == "stage":
-            self._compute(name, float(cost.total[0]))
+            self._compute(name, cost.total.item(0))
         else:
             self._layers(name, cost, one.way)
         self._flush()
@@ -94,7 +94,7 @@ class _Stage:
 
     @property
     def _transfer_ns(self) -> float:
-        return float(self.priced.transfer_us[0]) * 1e3
+        return self.priced.transfer_us.item(0) * 1e3
 
     def _layers(self, name: str, cost: PassCost, way: int) -> None:
         """A pass at layer granularity; a chunk has whole layers, embedding and head once."""
@@ -106,16 +106,16 @@ class _Stage:
                 for part in priced.parts:
                     of_part = costs.part(part)
                     label = f"{name} {part.name}"
-                    kernels_us = float(of_part.kernels[0])
+                    kernels_us = of_part.kernels.item(0)
                     if part.hidden:
                         self._beside(label, kernels_us, part.hidden, of_part.hidden)
                     else:
                         self._compute(label, kernels_us)
                     for one, time in zip(part.exposed, of_part.exposed, strict=True):
                         self._collective(label, one, time)
-                self._compute(f"{name} host", float(priced.cost.host[0]))
+                self._compute(f"{name} host", priced.cost.host.item(0))
         inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
-        self._compute(f"{name} slowed", float((cost.compute - inside)[0]))
+        self._compute(f"{name} slowed", (cost.compute - inside).item(0))
         for one, time in cost.sharded:
             self._collective(f"{name} shard", self._exposed(one, time), time)
 
@@ -126,10 +126,10 @@ class _Stage:
             name = name or "reduce gradients"
             self._collective(name, self._exposed(one, time), time)
         norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
-        host_us = float(self.priced.norm_us[0]) - sum(float(time[0]) for time in norm_us)
+        host_us = self.priced.norm_us.item(0) - sum(time.item(0) for time in norm_us)
         for one, time in zip(self.priced.norm, norm_us, strict=True):
             self._collective("gradient norm", one, time)
-        self._compute("update", host_us + float(update.kernels_us[0]))
+        self._compute("update", host_us + update.kernels_us.item(0))
         for one, time in update.gather:
             self._collective("gather parameters", self._exposed(one, time), time)
         self._flush()
@@ -137,7 +137,7 @@ class _Stage:
     def _exposed(self, one: Collective, time: Array) -> Collective:
         """The part of a collective that is not hidden: fewer bytes, at the same rate."""
         whole = self.priced.stages[self.stage].costs.collective_us(one)
-        return replace(one, bytes=one.bytes * min(float(time[0] / whole[0]), 1.0))
+        return replace(one, bytes=one.bytes * min((time / whole).item(0), 1.0))
 
     def _compute(self, name: str, time_us: float) -> None:
         """Compute that follows; neighbouring pieces become one task."""
@@ -175,7 +175,7 @@ class _Stage:
             deps,
             axes=tuple(axis for axis in spanned if axis in self.axes),
             bytes=max(round(one.bytes), 1),
-            time_ns=float(time[0]) * 1e3,
+            time_ns=time.item(0) * 1e3,
         )
 
     def _add(self, name: str, kind: Kind, deps: tuple[int, ...], **fields: Any) -> int:

@@ -115,7 +115,7 @@ class Works:
             energy = Energy(energy.memory * (1 - (1 - BUSY_SHARE) * started), 0.0)
         modelled_us = 0.0 if kernel.dims in fit.measured else central_us
         slowed = fit.op in PRODUCTS, fit.clock_exponent
-        return slowed, Work(np.asarray(time), energy, fit.issue_us(kernel.dims), modelled_us)
+        return slowed, Work(time, energy, fit.issue_us(kernel.dims), modelled_us)
 
     def of_part(self, part: Part) -> ByClock:
         """Works of a part's kernels."""

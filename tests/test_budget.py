@@ -68,7 +68,7 @@ def test_the_size_from_which_links_are_the_limit() -> None:
         size = saturating_size(costs, kind, axis)
 
         def rate(nbytes: float, kind: str = kind, axis: str = axis) -> float:
-            return nbytes / float(costs.collective_us(Collective(kind, axis, nbytes))[0])
+            return nbytes / costs.collective_us(Collective(kind, axis, nbytes)).item(0)
 
         best = max(rate(2.0**power) for power in range(10, 35))
         assert rate(size) >= SATURATED * best > rate(size / 2)

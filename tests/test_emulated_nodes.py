@@ -175,7 +175,7 @@ def test_few_messages_between_stages_leave_a_node(network: NetworkFit, tmp_path:
     for split in ({"pp": 4}, {"pp": 2, "dp": 2}):
         p = Parallelism(**split, global_batch=8)
         costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
-        times[p.pp] = float(costs.transfer_us(message)[0]), float(costs.collective_us(message)[0])
+        times[p.pp] = costs.transfer_us(message).item(0), costs.collective_us(message).item(0)
     assert times[2][0] == times[2][1]  # every message changes the node
     inside, _ = used.collective_fits["send_recv"].time_us(2, 2**25)
     assert times[4][0] == pytest.approx((times[4][1] + 2 * inside) / 3, rel=0.01)

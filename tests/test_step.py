@@ -472,6 +472,6 @@ def test_buckets_are_those_of_megatron_and_only_they_overlap() -> None:
     assert _buckets(MODEL, many, 0) == round(sum(stage_parameters(MODEL, many, 0)) / 64e6)
     updates = simulate(p).priced.updates
     alone = simulate(p.model_copy(update={"overlap": False})).priced.updates
-    hidden, whole = (float(one[0].reduction_us[0]) for one in (updates, alone))
+    hidden, whole = (one[0].reduction_us.item(0) for one in (updates, alone))
     assert whole / _buckets(MODEL, p, 0) <= hidden < 0.5 * whole
-    assert float(updates[1].reduction_us[0]) == pytest.approx(float(alone[1].reduction_us[0]))
+    assert updates[1].reduction_us.item(0) == pytest.approx(alone[1].reduction_us.item(0))
