@@ -28,6 +28,13 @@ class Shape:
 
 _LLAMA2, _LLAMA3 = "arXiv 2307.09288", "arXiv 2407.21783, table 3"
 _GPT3 = "arXiv 2005.14165, table 2.1"
+_NARAYANAN = "arXiv 2104.04473, table 1"
+
+
+def _gpt(layers: int, hidden: int, heads: int) -> Shape:
+    """A GPT of Megatron-LM's weak scaling in 2021: names are parameter counts."""
+    return Shape(layers, hidden, 4 * hidden, heads, heads, 51200, False, _NARAYANAN)
+
 
 # Pattern of the name (lower case, blanks and underscores as -), most particular first.
 SHAPES: tuple[tuple[str, Shape], ...] = (
@@ -70,6 +77,16 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
         r"gpt-?3?-?5b",
         Shape(24, 4096, 16384, 32, 32, 51200, False, "NeMo recipe gpt3/5b, launcher_scripts"),
     ),
+    (r"^gpt-1\.7b$", _gpt(24, 2304, 24)),
+    (r"^gpt-3\.6b$", _gpt(30, 3072, 32)),
+    (r"^gpt-7\.5b$", _gpt(36, 4096, 32)),
+    (r"^gpt-18\.4b$", _gpt(40, 6144, 48)),
+    (r"^gpt-39\.1b$", _gpt(48, 8192, 64)),
+    (r"^gpt-76\.1b$", _gpt(60, 10240, 80)),
+    (r"^gpt-145\.6b$", _gpt(80, 12288, 96)),
+    (r"^gpt-310\.1b$", _gpt(96, 16384, 128)),
+    (r"^gpt-529\.6b$", _gpt(105, 20480, 128)),
+    (r"^gpt-1008(\.0)?b$|^gpt-1t$", _gpt(128, 25600, 160)),
 )
 
 

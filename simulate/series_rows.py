@@ -151,6 +151,14 @@ class SeriesRow:
         return self.early and "fp16" in self.text("precision").lower()
 
     @property
+    def recompute_counted(self) -> bool:
+        """Whether the source says that its FLOPs hold the recomputation, whatever the metric.
+
+        In the row's notes; or in the paper: the tables of arXiv 2104.04473 count by its eq. 3.
+        """
+        return re.search(r"includes recompute|2104\.04473", self.words) is not None
+
+    @property
     def lora(self) -> bool:
         """Whether only low-rank adapters are trained."""
         return "lora" in f"{self.words} {self.pair_id.lower()}"
@@ -227,13 +235,12 @@ def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recomp
     """Seconds per step that a row's metric means.
 
     Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
-    weight and token (arXiv 2104.04473, eq. 3); a source that says so in its notes is taken at its
-    word whatever the metric is called.
+    weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
     """
     found = metric_of(row)
     assert found is not None
     kind, value = found
-    again = kind == "hardware" or "includes recompute" in row.words
+    again = kind == "hardware" or row.recompute_counted
     if kind == "step":
         return value
     if kind == "samples":

@@ -239,6 +239,17 @@ def test_model_shapes_by_name_and_by_parameters() -> None:
     assert solved.model.layers == 32
 
 
+def test_a_paper_that_counts_recomputation_is_taken_at_its_word() -> None:
+    """arXiv 2104.04473 counts by its eq. 3 and names heads of 96; others count the model's."""
+    printed = {"metric": "TFLOP/s/GPU", "value": "100", "recompute": "full", "model": "GPT 1.7B"}
+    printed |= {"hidden": "2304", "layers": "24", "heads": "", "kv_heads": "", "ffn_hidden": ""}
+    printed |= {"vocab": "51200", "tp": "1", "pp": "1"}
+    plain = plan(row(**printed))
+    paper = plan(row(source="Narayanan et al. 2021 arXiv:2104.04473 Table 1", **printed))
+    assert 1.28 < paper.real_s / plain.real_s < 4 / 3
+    assert (plain.model.heads, plain.model.head_dim) == (24, 96)
+
+
 def test_nodes_and_fabrics_from_their_words() -> None:
     def of(words: str) -> Any:
         node = node_of(words)
