@@ -24,6 +24,7 @@ from simulate.series_fit import (
     fit,
     project,
 )
+from simulate.series_misses import misses
 from simulate.series_plan import Plan, TooLittle, plan
 from simulate.series_rows import read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
@@ -38,6 +39,7 @@ VENDOR = "vendor-expected tables"
 EIGHT_BITS = "FP8"
 UNANCHORED = "without anchor"
 MEAN = "mean over sources"
+LONELY = "an anchor whose series has no row to project"
 
 
 @dataclass
@@ -77,10 +79,9 @@ def series_validation(
     entries.sort(key=lambda entry: order[entry["id"]])
     skipped.sort(key=lambda entry: order[entry["id"]])
     if not entries:
-        reasons = {entry["reason"] for entry in skipped}
+        first = min(skipped, key=lambda entry: entry["reason"] == LONELY)
         raise UserError(
-            f"{path}: no row of it can be projected"
-            + (f"; the first reason: {skipped[0]['reason']}" if reasons else "")
+            f"{path}: no row of it can be projected; row {first['id']}: {first['reason']}"
         )
     return {
         "schema": SCHEMA,
@@ -90,6 +91,7 @@ def series_validation(
         "groups": grouped([e for e in entries if e["anchored"] and not e["vendor_expected"]]),
         "series": fitted,
         "skipped": skipped,
+        "misses": misses(entries),
         "scale": by_doublings(entries),
         "scale_growth": increments(
             [e for e in entries if e["anchored"] and not e["vendor_expected"]]
@@ -114,6 +116,9 @@ def arrange(plans: list[Plan], anchor: Anchor, skipped: list[dict[str, str]]) ->
             skipped.append({"id": row.row_id, "reason": "no pair_id: it belongs to no series"})
     for pair, members in by_pair.items():
         found += _of_pair(pair, members, anchor, has_use)
+    for series in found:
+        if not series.tests:
+            skipped += [{"id": one.row.row_id, "reason": LONELY} for one in series.anchors]
     return [one for one in found if one.tests]
 
 

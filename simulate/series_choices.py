@@ -81,10 +81,32 @@ def recompute(fill: Filling) -> Any:
 
 def fp8(fill: Filling) -> bool:
     """Printed, or a choice on GPUs that have it."""
-    has = not re.search(r"a100|ampere|v100|mi2\d\d", fill.row.text("gpu_type").lower())
+    has = has_fp8(fill.row)
+    if fill.row.fp8 and not has:
+        fill.assumed.append("bf16, as this GPU has no 8-bit products")
+        return False
     if fill.row.text("precision") or fill.row.fp8 or not has:
         return fill.row.fp8
     return bool(fill.choose("precision") == "fp8")
+
+
+def has_fp8(row: SeriesRow) -> bool:
+    """Whether the GPU multiplies in 8 bits."""
+    return not re.search(r"a[18]00|ampere|v100|mi2\d\d", row.text("gpu_type").lower())
+
+
+def rate_limit(row: SeriesRow) -> float:
+    """Most model FLOP/s that a row can have, in bf16 peaks of its GPU.
+
+    8-bit products have twice the rate, 4-bit ones (Blackwell, MI350) four times. Low-rank adapters
+    need no gradients of the weights, a third of the model's FLOPs.
+    """
+    words = f"{row.text('precision')} {row.text('flags')}".lower()
+    most = 1.0
+    if has_fp8(row) and (row.fp8 or not row.text("precision")):
+        four = re.search(r"gb?[23]00|blackwell|mi35", row.text("gpu_type").lower())
+        most = 4.0 if four and re.search(r"fp4|^ *$", words) else 2.0
+    return most * (1.5 if row.lora else 1.0)
 
 
 def sequence(fill: Filling) -> bool:

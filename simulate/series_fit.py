@@ -147,12 +147,22 @@ def simulate(
         updates = estimate.priced.updates
         after = [one.reduction_us + one.kernels_us + one.gather_us for one in updates]
         times = times - np.max(np.broadcast_arrays(*after, times)[:-1], axis=0) / 1e6
+        estimate = replace(estimate, breakdown_s=_without_updates(estimate, float(times[0])))
     more = (_tensor_exposure(one, estimate) - 1) * estimate.breakdown_s["tp_exposed"]
     if more:
         times = times + more * np.exp(points[:, 2] - points[0, 2])
         parts = estimate.breakdown_s | {"tp_exposed": estimate.breakdown_s["tp_exposed"] + more}
         estimate = replace(estimate, breakdown_s=parts)
     return np.maximum(times, 1e-9), estimate
+
+
+def _without_updates(estimate: StepEstimate, step_s: float) -> dict[str, float]:
+    """The breakdown of a step that neither reduces nor updates its weights; sums to `step_s`."""
+    parts = dict(estimate.breakdown_s)
+    updates = ("dp_exposed", "optimizer")
+    kept = step_s - sum(seconds for name, seconds in parts.items() if name not in updates)
+    before = sum(parts[name] for name in updates) or 1.0
+    return parts | {name: parts[name] * max(kept, 0.0) / before for name in updates}
 
 
 def _free(one: Plan) -> tuple[str, ...]:
@@ -314,6 +324,8 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
             variance += unexplained**2
         elif len(system.anchors) > len(system.moved):
             variance += system.noise**2 - ROW_SD**2
+        else:  # what no factor in reach explains of the anchors
+            variance += max(system.residuals, key=abs) ** 2
     if one.searched:
         variance += SEARCHED_SD**2
     return Projected(value, sqrt(variance), estimate, apart)

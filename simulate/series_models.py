@@ -71,7 +71,10 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
         r"gpt-oss-120b",
         Shape(36, 2880, 2880, 64, 8, 201088, True, "Hugging Face config.json", 128, 4, 64),
     ),
-    (r"bloom.*", Shape(70, 14336, 57344, 112, 112, 250880, False, "arXiv 2211.05100, table 3")),
+    (
+        r"bloom(?!z?-?(560m|1b\d|3b|7b\d))",
+        Shape(70, 14336, 57344, 112, 112, 250880, False, "arXiv 2211.05100, table 3"),
+    ),
     (r"gpt-?3?-?175b|nemo-megatron", Shape(96, 12288, 49152, 96, 96, 51200, False, _GPT3)),
     (
         r"gpt-?3?-?5b",
@@ -96,6 +99,11 @@ def named_shape(name: str) -> Shape | None:
         return None
     plain = re.sub(r"[\s_]+", "-", name.lower())
     return next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
+
+
+def is_mixture(name: str) -> bool:
+    """Whether a name says that the model has experts."""
+    return re.search(r"moe|\d+x\d+b|-a\d+b\b|deepseek-?v[2-9]", name.lower()) is not None
 
 
 def usual_ffn(model: ModelSpec) -> int:

@@ -16,7 +16,7 @@ from simulate import series_choices as ways
 from simulate.memory import memory
 from simulate.series_choices import SHARDED, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
-from simulate.series_models import Shape, named_shape, usual_ffn
+from simulate.series_models import Shape, is_mixture, named_shape, usual_ffn
 from simulate.series_rows import SeriesRow, metric_of, step_seconds, too_large
 from spec.errors import UserError
 from spec.files import first_problem
@@ -27,6 +27,7 @@ from spec.parallelism import Parallelism
 MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
 # Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288).
 BATCH_TOKENS = 2**22
+LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
 
 
 class TooLittle(Exception):
@@ -54,13 +55,15 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     """What a row means; raises TooLittle where too little of it is known."""
     fill = Filling(row, choices or {})
     if metric_of(row) is None:
-        raise TooLittle(f"metric {row.text('metric')!r} with value {row.cells['value']!r}")
+        raise TooLittle(
+            f"metric {row.text('metric')!r} with value {row.cells['value']!r} gives no step time"
+        )
     node = node_of(row.text("gpu_type"))
     if node is None:
-        raise TooLittle(f"gpu_type {row.text('gpu_type')!r} is not known")
+        raise TooLittle(_unread(row, "gpu_type", "known GPU"))
     gpus = row.whole("gpus")
     if gpus is None:
-        raise TooLittle("the number of GPUs is not printed")
+        raise TooLittle(_unread(row, "gpus", "number of GPUs"))
     if (wrong := too_large(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
@@ -80,13 +83,15 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if not memory(model, p, node.memory_gib).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     fp8 = ways.fp8(fill)
+    real_s = step_seconds(row, model, p.global_batch, gpus, p.recompute)
+    _check_rate(row, node, model.step_flops(p.global_batch) / gpus / real_s)
     return Plan(
         row=row,
         model=model,
         parallelism=p,
         node=node,
         fabric=fabric,
-        real_s=step_seconds(row, model, p.global_batch, gpus, p.recompute),
+        real_s=real_s,
         assumed=tuple(fill.assumed),
         open=frozenset(fill.open),
         network_printed=printed or gpus <= node.gpus,
@@ -95,8 +100,26 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     )
 
 
+def _unread(row: SeriesRow, column: str, meaning: str) -> str:
+    text = row.text(column)
+    return f"{column} {text!r} is no {meaning}" if text else f"{column} is not printed"
+
+
+def _check_rate(row: SeriesRow, node: Node, flops_per_s: float) -> None:
+    """Refuse what no such GPU does: a time, a batch or a shape of the row is another run's."""
+    share = flops_per_s / (node.peak_bf16_tflops * 1e12)
+    most = ways.rate_limit(row)
+    if not LEAST_SHARE < share < most:
+        raise TooLittle(
+            f"its numbers ask for {share:.3g} of the GPU's bf16 peak, and {LEAST_SHARE:g} to "
+            f"{most:g} are possible: the batch, the shape or the time is another one's"
+        )
+
+
 def _model(fill: Filling) -> ModelSpec:
     row, shape = fill.row, named_shape(fill.row.text("model"))
+    if shape is None and (is_mixture(row.text("model")) or (row.whole("ep") or 1) > 1):
+        raise TooLittle(f"the experts of model {row.text('model')!r} are not known")
     hidden = row.whole("hidden") or (shape.hidden if shape else None)
     if hidden is None:
         raise TooLittle(f"the shape of model {row.text('model')!r} is neither printed nor known")

@@ -160,8 +160,9 @@ def test_the_printed_global_batch_is_trusted() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gpu_type": "abacus"}, "gpu_type 'abacus' is not known"),
-        ({"gpus": "nan"}, "number of GPUs"),
+        ({"gpu_type": "abacus"}, "gpu_type 'abacus' is no known GPU"),
+        ({"gpus": "nan"}, "gpus is not printed"),
+        ({"gpus": "-8"}, "gpus '-8' is no number of GPUs"),
         ({"hidden": "", "model": "secret"}, "shape of model 'secret'"),
         ({"value": "fast"}, "metric 'step_time_s' with value 'fast'"),
         ({"metric": "happiness"}, "happiness"),
@@ -178,7 +179,7 @@ def test_too_little_says_what(changes: dict[str, str], words: str) -> None:
 def test_a_length_or_a_batch_that_is_not_printed_is_assumed() -> None:
     """And the other length is tried; four million tokens are the batch."""
     names = ("seq_len", "global_batch", "micro_batch", "grad_accum")
-    one = plan(row(tp="1", pp="1", sequence_parallel="", **dict.fromkeys(names, "")))
+    one = plan(row(tp="1", pp="1", value="9", sequence_parallel="", **dict.fromkeys(names, "")))
     assert (one.model.seq_len, one.parallelism.global_batch) == (2048, 2048)
     assert "seq_len" in one.open
     other = plan(one.row, {"seq_len": 4096})
@@ -220,7 +221,7 @@ def test_sharding_words() -> None:
 
 def test_layers_that_stages_do_not_divide() -> None:
     """126 layers on 8 stages: the embedding and the head take the place of a layer each."""
-    one = plan(row(layers="126", pp="4", tp="2", vpp="8", global_batch="64"))
+    one = plan(row(value="9", layers="126", pp="4", tp="2", vpp="8", global_batch="64"))
     assert one.model.layers == 128
     assert one.parallelism.vpp == 8
     assert any("slots for 126 layers" in sentence for sentence in one.assumed)

@@ -13,7 +13,9 @@ from tests.test_series import row
 def one(hidden: int, tp: int, microbatch: int) -> Plan:
     heads = str(hidden // 128)
     changes = {"hidden": str(hidden), "heads": heads, "kv_heads": heads, "tp": str(tp), "pp": "1"}
-    return plan(row(**changes, gpus=str(tp), micro_batch=str(microbatch), ffn_hidden="8192"))
+    return plan(
+        row(value="9", **changes, gpus=str(tp), micro_batch=str(microbatch), ffn_hidden="8192")
+    )
 
 
 def missing(row: Plan) -> float:

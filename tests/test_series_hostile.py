@@ -1,0 +1,107 @@
+"""Files of series that nobody prepared: projected with what was assumed, or refused in words."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulate import validate
+from spec.command import run
+from tests.made_up import write_calibration
+
+BASE = {
+    "row_id": "a",
+    "pair_id": "p",
+    "source": "some/where README.md",
+    "model": "Llama 3 8B",
+    "seq_len": "4096",
+    "global_batch": "128",
+    "micro_batch": "1",
+    "gpus": "8",
+    "gpu_type": "H100 80GB SXM",
+    "tp": "2",
+    "pp": "1",
+    "precision": "bf16",
+    "metric": "tokens/s/GPU",
+    "value": "9000",
+}
+LARGER = {"row_id": "b", "gpus": "64", "global_batch": "1024"}
+DEEPSEEK = {"model": "DeepSeek-V3 671B", "layers": "61", "hidden": "7168", "ep": "8", "pp": "1"}
+LONG = {"seq_len": "131072", "cp": "8", "tp": "4", "gpus": "32", "global_batch": "4"}
+LONG |= {"value": "2000", "recompute": "full"}
+
+
+def judge(tmp_path: Path, rows: list[dict[str, str]], capsys: Any) -> tuple[int, str, str]:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as out:
+        lines = csv.DictWriter(out, list(dict.fromkeys(k for one in rows for k in one)), "")
+        lines.writeheader()
+        lines.writerows(rows)
+    code = run(validate.main, ["--series", str(path), "--json"])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.fixture(autouse=True)
+def _calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_calibration(tmp_path / "results" / "4x-h200" / "calibration.json")
+
+
+@pytest.mark.parametrize(
+    ("both", "larger", "assumed"),
+    [
+        ({"model": "meta-llama/Meta-Llama-3.1-8B-Instruct"}, {}, "shape of meta-llama"),
+        (dict.fromkeys(("tp", "cp", "vpp", "layers", "recompute"), "NaN"), {}, "recompute"),
+        (dict.fromkeys(("seq_len", "global_batch", "micro_batch"), ""), {}, "global batch"),
+        ({"tp": "", "pp": "", "micro_batch": ""}, {}, "searched"),
+        ({"precision": "fp8", "gpu_type": "A100 80GB", "value": "3000"}, {}, "no 8-bit"),
+        ({"precision": "nvfp4", "gpu_type": "GB300"}, {}, "recompute"),
+        ({"gpu_type": "H800"}, {}, "fabric"),
+        (LONG, {"gpus": "256", "global_batch": "32"}, "fabric"),
+        ({"pp": "2", "vpp": "5"}, {}, "vpp"),
+        ({"model": "Mixtral 8x7B", "ep": "7", "value": "4000"}, {}, "ep"),
+        ({}, {"gpus": "98304", "global_batch": "98304"}, "fabric"),
+        ({}, {"micro_batch": "1024", "global_batch": "1", "value": "200"}, "global batch is"),
+    ],
+)
+def test_projected_with_what_was_assumed(
+    tmp_path: Path, capsys: Any, both: dict[str, str], larger: dict[str, str], assumed: str
+) -> None:
+    rows = [BASE | both, BASE | LARGER | both | larger]
+    code, out, err = judge(tmp_path, rows, capsys)
+    assert code == 0, err
+    (case,) = json.loads(out)["cases"]
+    assert any(assumed in sentence for sentence in case["assumed"])
+    time = case["predicted_s"]
+    assert 0 < time["low"] < time["median"] / 1.03 < time["high"] < 20 * time["median"]
+
+
+@pytest.mark.parametrize(
+    ("both", "larger", "words"),
+    [
+        ({"gpu_type": "TPU v5p"}, {}, "gpu_type 'TPU v5p' is no known GPU"),
+        ({"gpu_type": ""}, {}, "gpu_type is not printed"),
+        ({"gpus": "-8"}, {"gpus": "-9"}, "gpus '-8' is no number of GPUs"),
+        ({"value": "inf"}, {}, "value 'inf' gives no step time"),
+        ({"metric": "MFU"}, {}, "metric 'MFU'"),
+        ({"value": "1e12"}, {}, "of the GPU's bf16 peak"),
+        ({"value": "1e-9"}, {}, "of the GPU's bf16 peak"),
+        (DEEPSEEK, {}, "the experts of model 'DeepSeek-V3 671B' are not known"),
+        ({"model": "bigscience/bloom-7b1"}, {}, "shape of model"),
+        ({"tp": "64", "gpus": "64"}, {"gpus": "128"}, "tp 64 does not divide heads 32"),
+        ({}, {"gpus": "8"}, "an anchor whose series has no row to project"),
+        ({}, {"pair_id": "q"}, "an anchor whose series has no row to project"),
+        ({"pair_id": ""}, {}, "no pair_id"),
+        ({}, {"value": "NaN"}, "value 'NaN' gives no step time"),
+    ],
+)
+def test_refused_in_one_sentence(
+    tmp_path: Path, capsys: Any, both: dict[str, str], larger: dict[str, str], words: str
+) -> None:
+    code, out, err = judge(tmp_path, [BASE | both, BASE | LARGER | both | larger], capsys)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
