@@ -19,8 +19,12 @@ if [ ! -e "$SEALED" ]; then
     $PYTHON -m measure.run --emulate-nodes "$NODES" --suite collectives \
         --out "$RESULTS" --system "$SYSTEM" --progress
     $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM" --kernels-from "$HOST"
+    # for the devices of the host's kernels, where those are this visit's and a power cap told them
+    # apart
     $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
-        --results "$RESULTS" --system "$SYSTEM"
+        --results "$RESULTS" --system "$SYSTEM" --same-devices ||
+        $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
+            --results "$RESULTS" --system "$SYSTEM"
 fi
 $PYTHON -m measure.run --emulate-nodes "$NODES" --suite training --plan "$PLAN" \
     --out "$RESULTS" --system "$SYSTEM" --progress

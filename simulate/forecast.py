@@ -120,7 +120,8 @@ def limits(found: ResultSet) -> tuple[float | None, float | None]:
 def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, Any]]:
     """Measured rows of the forecast's configurations, and what could not be judged.
 
-    Only runs that started after the forecast was made count.
+    Only runs that started after the forecast was made count, and of several of one configuration
+    the first.
     """
 
     def key(row: TrainingConfig) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
         return tuple(getattr(row, name) for name in names)
 
     made = {key(one.config): one for one in forecast.cases}
-    cases, seen, early = [], set(), 0
+    cases, seen, early, again = [], set(), 0, 0
     for found in sets:
         for row in found.table(TrainingRow):
             one = made.get(key(row))
@@ -136,6 +137,9 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
                 continue
             if found.manifest.started <= forecast.created:
                 early += 1
+                continue
+            if key(row) in seen:
+                again += 1
                 continue
             seen.add(key(row))
             predicted = Prediction(
@@ -156,5 +160,6 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
         "forecast_cases": len(forecast.cases),
         "never_measured": [one.config.case_id for k, one in made.items() if k not in seen],
         "measured_before_the_forecast": early,
+        "measured_again": again,
     }
     return cases, notes

@@ -157,9 +157,8 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
             arguments.fabric or (CPU_FABRIC if emulated else fabric_of(calibration))
         )
         node = default_node(calibration)
-        devices = [one.uuid_hash for one in found.manifest.hosts[0].devices]
         predicted = predict(
-            row, calibration, node, fabric, arguments.draws, binary=binary, devices=devices
+            row, calibration, node, fabric, arguments.draws, 0, binary, hashes_of(found)
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         key = (found.path.parent, row.case_id)
@@ -252,18 +251,37 @@ def draw_plan(arguments: Any, calibration: Calibration) -> Path:
 
 
 def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
-    """Hashes of the devices of the newest run that measured kernels, in order."""
-    known = {one.uuid_hash for one in calibration.clock.devices}
-    for found in reversed(find_result_sets(Path(arguments.results), calibration.system)):
-        hashes = [one.uuid_hash for one in found.manifest.hosts[0].devices]
-        if found.table(KernelRow):
-            if not known & set(hashes):
-                break
-            return hashes
-    raise UserError(
-        f"--same-devices: the calibration of {calibration.system} knows no device of its newest "
-        "kernels; it needs a product that every device sustained under its power cap"
-    )
+    """Hashes of the devices of the newest run that measured kernels, in order.
+
+    Emulated nodes have their kernels from another system: then both must be the same devices.
+    """
+    system = calibration.system
+    tables = [one.path.split("/") for one in calibration.inputs]
+    names = {system, *(path[0] for path in tables if path[-1] == "kernels.csv")}
+    sets = [
+        one for one in find_result_sets(Path(arguments.results)) if one.manifest.system in names
+    ]
+    kernels = next((one for one in reversed(sets) if one.table(KernelRow)), None)
+    hashes = hashes_of(kernels) if kernels else []
+    if not {one.uuid_hash for one in calibration.clock.devices} & set(hashes):
+        raise UserError(
+            f"--same-devices: the calibration of {system} knows no device of its newest kernels; "
+            "it needs a product that every device sustained under its power cap"
+        )
+    assert kernels is not None
+    own = [one for one in sets if one.manifest.system == system]
+    if kernels.manifest.system != system and own and hashes_of(own[-1]) != hashes:
+        raise UserError(
+            f"--same-devices: {own[-1].path} ran on other devices than its kernels in "
+            f"{kernels.path}; measure kernels of {kernels.manifest.system} on this visit, or "
+            "leave the option out"
+        )
+    return hashes
+
+
+def hashes_of(found: ResultSet) -> list[str]:
+    """Hashes of the devices of a run's first host, in order."""
+    return [one.uuid_hash for one in found.manifest.hosts[0].devices]
 
 
 def main_predict(words: Sequence[str]) -> int:
@@ -308,6 +326,8 @@ def main_compare(words: Sequence[str]) -> int:
     value = validation(cases) | {"forecast": notes}
     missing = len(notes["never_measured"])
     title = f"{len(cases)} measured after the forecast of {forecast.created}; {missing} never"
+    if notes["measured_again"]:
+        title += f"; {notes['measured_again']} repeats of them do not count"
     return finish(arguments, value, title)
 
 

@@ -152,6 +152,24 @@ def test_a_forecast_for_the_devices_measured_last(results: Path, capsys: Any) ->
         sealed = json.loads((results.parent / out).read_text())
         clocks.append(sealed["cases"][0]["clock_mhz"]["median"])
     assert clocks[0] < clocks[1]
+    # emulated nodes have their kernels from the host's runs, which must be of the same devices
+    emulated = results / "4x-h200-2x2"
+    shutil.copytree(system, emulated)
+    (emulated / "run-1" / "kernels.csv").unlink()
+    about = emulated / "run-1" / "manifest.json"
+    about.write_text(about.read_text().replace('"4x-h200"', '"4x-h200-2x2"'))
+    value |= {"system": "4x-h200-2x2"}
+    value["inputs"] = [{"path": "4x-h200/run-1/kernels.csv", "sha256": "0" * 64, "rows": 1}]
+    write_json(emulated / "calibration.json", value)
+    words = (*words, "--system", "4x-h200-2x2")
+    assert call(capsys, *words, "--out", "emulated.json")[0] == 0
+    sealed = json.loads((results.parent / "emulated.json").read_text())
+    assert sealed["cases"][0]["clock_mhz"]["median"] == pytest.approx(clocks[0])
+    about.write_text(about.read_text().replace(name, "0123456789abcdef"))
+    code, _, err = call(capsys, *words, "--out", "other.json")
+    assert code == 2
+    assert "ran on other devices than its kernels in" in err
+    assert err.count("\n") == 1
 
 
 def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:
@@ -283,6 +301,15 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
     assert value["summary"]["all"]["n"] == len(SPLITS)
     assert value["forecast"]["never_measured"] == []
     assert len(value["forecast"]["calibration"]["sha256"]) == 64
+
+    # nor does what runs again, later
+    shutil.copytree(results / "4x-h200" / "run-1", results / "4x-h200" / "run-2")
+    again = results / "4x-h200" / "run-2" / "manifest.json"
+    again.write_text(again.read_text().replace("run-1", "run-2").replace("2030-01", "2030-02"))
+    repeated = json.loads(call(capsys, "compare", "sealed.json", str(results), "--json")[1])
+    assert repeated["summary"] == value["summary"]
+    assert repeated["forecast"]["measured_again"] == len(SPLITS)
+    shutil.rmtree(again.parent)
 
     # what was measured before the forecast was made does not count
     path = results / "4x-h200" / "run-1" / "manifest.json"
