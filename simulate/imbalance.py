@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from simulate.uncertainty import Draws
 from spec.model import ModelSpec
@@ -36,9 +37,11 @@ def shares(experts: int, ep: int, cv: float, capacity: float | None) -> tuple[fl
     if cv == 0 or ep == 1:
         return 1.0, 1.0
     concentration = ((experts - 1) / min(cv, 0.999 * (experts - 1) ** 0.5) ** 2 - 1) / experts
-    rng = np.random.default_rng(0)
-    loads = rng.standard_gamma(concentration, (SAMPLES, experts))
-    loads *= experts / loads.sum(axis=1, keepdims=True)
+    rng, size = np.random.default_rng(0), (SAMPLES, experts)
+    # a gamma deviate of a small shape underflows: in logs, of one more and a uniform's power
+    logs = np.log(rng.standard_gamma(concentration + 1, size))
+    logs -= rng.standard_exponential(size) / concentration
+    loads = experts * softmax(logs, axis=1)
     if capacity is not None:
         loads = np.minimum(loads, capacity)
     fullest = loads.reshape(SAMPLES, ep, -1).mean(axis=2).max(axis=1)

@@ -62,6 +62,11 @@ class ModelSpec(BaseModel):
             )
         if not self.experts and (self.expert_imbalance or self.capacity_factor):
             raise ValueError("expert_imbalance and capacity_factor need experts; leave them out")
+        if self.experts and self.expert_imbalance > (self.experts - 1) ** 0.5:
+            raise ValueError(
+                f"expert_imbalance is {self.expert_imbalance:g}; loads of {self.experts} experts "
+                f"cannot vary by more than {(self.experts - 1) ** 0.5:.2f}, all on one of them"
+            )
         return self
 
     @property

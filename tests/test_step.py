@@ -384,6 +384,11 @@ def test_the_fullest_expert_rank_by_the_moments_of_its_distribution() -> None:
     assert shares(experts, 8, cv, 1.05)[1] == pytest.approx(1.05)  # capacity
     assert shares(experts, 1, cv, None) == (1, 1)
     assert shares(experts, 8, 0.0, None) == (1, 1)
+    everything, most = shares(experts, 8, (experts - 1) ** 0.5, None)  # all tokens on one expert
+    assert everything == pytest.approx(8, rel=0.01)
+    assert most == pytest.approx(8)
+    with pytest.raises(ValidationError, match=r"cannot vary by more than 2\.65"):
+        MOE.resized(expert_imbalance=2.7)
 
 
 @pytest.mark.parametrize("cv", [0.1, 0.3])
