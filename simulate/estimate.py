@@ -107,7 +107,7 @@ class StepSimulator:
         """Check the combination; nothing is simulated yet."""
         parallelism.check(model)
         if parallelism.fp8:
-            calibration = with_fp8_products(calibration)
+            calibration = with_fp8_products(calibration, node)
         self.model, self.p, self.calibration = model, parallelism, calibration
         self.measured_gpus = measured_gpus
         self._fixed_clock_mhz, self._slow_gpus = clock_mhz, slow_gpus

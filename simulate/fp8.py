@@ -6,6 +6,8 @@ from math import exp
 from simulate.transfer import FP8_SPEEDUP, changed, fp8_speedup, with_points
 from simulate.works import Same
 from spec.calibration import Calibration, Parameter
+from spec.errors import UserError
+from spec.hardware import Node
 from spec.step import FP8_PRODUCTS
 
 # Ratios on five GPUs of two generations lie between 1.77 and 1.98, see `FP8_SPEEDUP`; kernels of
@@ -13,8 +15,13 @@ from spec.step import FP8_PRODUCTS
 SPEEDUP_SD = 0.1
 
 
-def with_fp8_products(calibration: Calibration) -> Calibration:
-    """The calibration with a model for every FP8 product of a step; itself where it has them."""
+def with_fp8_products(calibration: Calibration, node: Node) -> Calibration:
+    """The calibration with a model for every FP8 product of a step; itself where it has them.
+
+    Raises UserError where the node's GPUs have none.
+    """
+    if not node.fp8:
+        raise UserError(f"--fp8: {node.gpu} has no products in FP8; use another node")
     return _with(Same(calibration))
 
 

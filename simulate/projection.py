@@ -186,7 +186,7 @@ def project(request: Request) -> Projection:
     """Simulate a request; raises UserError where it cannot run or does not make sense."""
     r = request
     if r.parallelism.fp8:
-        r = replace(r, calibration=with_fp8_products(r.calibration))
+        r = replace(r, calibration=with_fp8_products(r.calibration, r.node))
     simulator = StepSimulator(
         r.model,
         r.parallelism,

@@ -64,7 +64,9 @@ class Rough:
         key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8)
         if key not in self._layouts:
             fullest = share_of_fullest(self.model, p, Draws(0))
-            calibration = with_fp8_products(self.calibration) if p.fp8 else self.calibration
+            calibration = (
+                with_fp8_products(self.calibration, self.node) if p.fp8 else self.calibration
+            )
             self._layouts[key] = Costs(calibration, self.node, self.fabric, p, Draws(0), fullest)
         return self._layouts[key]
 

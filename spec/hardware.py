@@ -41,6 +41,7 @@ class Node(BaseModel):
         default=False,
         description="no switch: each pair of GPUs has links of its own, an equal share of them all",
     )
+    fp8: bool = Field(default=True, description="whether its GPUs have products in FP8")
     nics: NonNegativeInt = Field(default=0, description="network ports of the node")
     overhead_w: float = Field(
         default=0, ge=0, description="power of the node outside its GPUs: CPUs, NICs, fans"
