@@ -60,7 +60,7 @@ def read_power(arguments: argparse.Namespace) -> tuple[WhatIf, list[float]]:
             )
     if arguments.inlet is not None and not isfinite(arguments.inlet):
         raise UserError(f"--inlet is {arguments.inlet}; it must be a number of degrees C")
-    cooling = load_cooling(arguments.cooling) if arguments.cooling else None
+    cooling = None if arguments.cooling is None else load_cooling(arguments.cooling)
     return WhatIf(cap, arguments.no_throttling, arguments.inlet, cooling), caps
 
 

@@ -226,18 +226,21 @@ def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--{name} is {value}; it must be at least {low}")
     if fixed["zero"] is not None and fixed["zero"] > 3:
         raise UserError(f"--zero is {fixed['zero']}; it must be 0, 1, 2 or 3")
-    if arguments.layers_per_stage is not None:
-        try:
-            stages = tuple(int(part) for part in arguments.layers_per_stage.split(","))
-        except ValueError:
-            stages = ()
-        if not stages or min(stages) < 1:
-            raise UserError(
-                f"--layers-per-stage is {arguments.layers_per_stage!r}; "
-                "give whole numbers such as 19,21"
-            )
-        fixed["layers_per_stage"] = stages
+    fixed["layers_per_stage"] = read_stages(arguments.layers_per_stage)
     return {name: value for name, value in fixed.items() if value is not None}
+
+
+def read_stages(text: str | None) -> tuple[int, ...] | None:
+    """Layers of each stage, as --layers-per-stage has them; raises UserError where it has none."""
+    if text is None:
+        return None
+    try:
+        stages = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        stages = ()
+    if not stages or min(stages) < 1:
+        raise UserError(f"--layers-per-stage is {text!r}; give whole numbers such as 19,21")
+    return stages
 
 
 def read_batch(arguments: argparse.Namespace, gpus: int) -> int:

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from simulate.inputs import add_inputs, check_gpus, find_calibration, read_inputs
+from simulate.inputs import (
+    add_inputs,
+    check_gpus,
+    find_calibration,
+    read_inputs,
+    read_stages,
+)
 from simulate.place_model import break_even, modelled, numbers
 from simulate.place_probe import Probed, Speeds
 from simulate.placement import Placement, fastest
@@ -34,6 +40,10 @@ examples:
 ROUNDS = 3  # of search and of the clocks that its answer leads to
 NEAR, CANDIDATES = 0.003, 24  # placements as good as equal, and how many of them are looked into
 NEEDED = ("gpus", "pp")  # beside --slowness
+OF_SLOWNESS = (  # without effect on a probe, which has what it was measured on
+    *("slowness_sd", "gpus", "tp", "pp", "microbatch", "global_batch", "layers_per_stage"),
+    *("model", "seq_len", "lora_rank", "expert_imbalance", "capacity_factor", "node", "fabric"),
+)
 
 
 def parser() -> Parser:
@@ -148,9 +158,10 @@ def predict_known(arguments: argparse.Namespace) -> dict[str, Any]:
     both = modelled(inputs, p, numbers(arguments.slowness), arguments.slowness_sd)
     best, proven = search(both.best, None)
     asked = {}
-    if arguments.layers_per_stage:
-        layers = tuple(int(one) for one in numbers(arguments.layers_per_stage))
-        p.model_copy(update={"layers_per_stage": layers}).check(inputs.model)
+    layers = read_stages(arguments.layers_per_stage)
+    if layers is not None:
+        fields = p.model_dump() | {"layers_per_stage": layers}
+        parse(Parallelism, fields, "--layers-per-stage").check(inputs.model)
         asked["given"] = Placement(layers, tuple(range(pp)))
     value = answer(
         inputs.model.name,
@@ -283,13 +294,14 @@ def judgement_text(value: dict[str, Any]) -> str:
 def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
-    if [bool(arguments.judge), bool(arguments.probe), bool(arguments.slowness)].count(True) != 1:
+    if [arguments.judge, arguments.probe is not None, arguments.slowness is not None].count(
+        True
+    ) != 1:
         raise UserError("give one of --probe FILE, --judge, or --slowness with --gpus and --pp")
-    if arguments.slowness:
+    if arguments.slowness is not None:
         value = predict_known(arguments)
     else:
-        idle = ("slowness_sd", "gpus", "tp", "pp", "microbatch", "global_batch", "layers_per_stage")
-        odd = [name for name in (*idle, "model", "seq_len") if getattr(arguments, name) is not None]
+        odd = [name for name in OF_SLOWNESS if getattr(arguments, name) is not None]
         if odd:
             raise UserError(f"--{odd[0].replace('_', '-')} has no effect without --slowness")
         calibration = calibration_for_clocks(arguments)

@@ -30,7 +30,7 @@ from simulate.sweep import Point, Workers, sweep
 from simulate.uncertainty import interval
 from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import read_calibration
-from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import write_text
 from spec.parallelism import describe
@@ -86,11 +86,13 @@ def parser() -> Parser:
         help="compare with the best plan on another node, fabric or GPU count",
     )
     add_draws(group)
-    group.add_argument("--out", metavar="FILE", help="write simulated plans there, and go on there")
+    group.add_argument(
+        "--out", type=new_file, metavar="FILE", help="write simulated plans there, and go on there"
+    )
     group.add_argument(
         "--workers", metavar="N|ADDRESS", help="processes, dask://HOST:PORT or ray://HOST:PORT"
     )
-    group.add_argument("--report", metavar="FILE.html", help="write an HTML report")
+    group.add_argument("--report", type=new_file, metavar="FILE.html", help="write an HTML report")
     add_json(options)
     add_progress(options)
     return options

@@ -30,15 +30,20 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     """The rows, their numbers checked; raises UserError at what is none."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            table = csv.DictReader(file, strict=True)
+            names, rows = table.fieldnames or [], list(table)
     except (OSError, UnicodeDecodeError, csv.Error):
         raise UserError(f"{path}: not a readable CSV file") from None
-    missing = [name for name in COLUMNS if not rows or name not in rows[0]]
+    missing = [name for name in COLUMNS if not rows or names.count(name) != 1]
     if missing:
-        raise UserError(f"{path}: no column {missing[0]}, or no rows; needed are {COLUMNS}")
+        raise UserError(
+            f"{path}: no column {missing[0]}, two of them, or no rows; needed are {COLUMNS}"
+        )
     found = []
     for number, row in enumerate(rows, start=2):
         try:
+            if None in row:
+                raise ValueError("more cells than columns")
             gpus, middle, high = (float(row[name]) for name in COLUMNS)
         except (TypeError, ValueError):
             gpus = middle = high = 0.0
@@ -147,7 +152,11 @@ def text_of(value: dict[str, Any]) -> str:
     lines.append(
         f"{s['n']} runs: median {s['real_median']:.2%}, predicted {s['predicted_median']:.2%}"
         + (f" (a factor {s['factor']:.2f})" if s["factor"] else "")
-        + f"; a run's own is off by a factor {s['factor_per_run']:.1f} (median)"
+        + (
+            f"; a run's own is off by a factor {s['factor_per_run']:.1f} (median)"
+            if s["factor_per_run"]
+            else "; no run has any spread"
+        )
     )
     lines.append(
         f"inside the 90 % interval: {inside['value']:.0%} [{inside['low']:.0%}, "

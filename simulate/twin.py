@@ -31,7 +31,7 @@ from simulate.inputs import (
     read_inputs,
 )
 from simulate.project import choose
-from spec.command import Parser, add_json, emit, run
+from spec.command import Parser, add_json, emit, new_file, run
 from spec.errors import UserError
 from spec.files import first_problem, write_table
 from spec.measurable import refuse
@@ -55,7 +55,9 @@ def parser() -> Parser:
         "--on", type=int, default=4, metavar="N", help="GPUs at hand, one node (default: 4)"
     )
     options.add_argument("--layers", type=int, metavar="N", help="of the twin, fewer than it keeps")
-    options.add_argument("--plan-out", metavar="PLAN.csv", help="write the twin for measure.run")
+    options.add_argument(
+        "--plan-out", type=new_file, metavar="PLAN.csv", help="write the twin for measure.run"
+    )
     add_inputs(options)
     add_parallelism(options)
     add_json(options)
@@ -82,7 +84,8 @@ def twin(
     stages = p.stage_layers(model)
     stages = (*stages[: pp - 1], stages[-1])
     if layers is not None and layers != sum(stages):
-        if layers % (pp * (p.vpp if pp > 1 else 1)) or layers > sum(stages):
+        whole = pp * (p.vpp if pp > 1 else 1)
+        if layers < 1 or layers % whole or layers > sum(stages):
             raise UserError(
                 f"--layers is {layers}; the twin has {pp} stages and at most {sum(stages)} layers"
             )

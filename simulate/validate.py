@@ -182,9 +182,9 @@ def finish(arguments: Any, value: dict[str, Any], title: str) -> int:
 def main_validate(words: Sequence[str]) -> int:
     """Every measured step against its simulation."""
     arguments = parser("validate").parse_args(words)
-    if arguments.series:
+    if arguments.series is not None:
         return main_series(arguments)
-    if arguments.spread:
+    if arguments.spread is not None:
         return main_spread(arguments)
     if arguments.anchor:
         raise UserError("--anchor has no effect without --series FILE.csv")

@@ -113,7 +113,12 @@ def emit(target: str | None, value: dict[str, Any], text: str) -> None:
         return
     if target is not None:
         write_json(Path(target), value)
-    print(text)
+    print(plain(text))
+
+
+def plain(text: str) -> str:
+    """`text` without control characters, so that no file's names move a terminal's cursor."""
+    return "".join(one if one == "\n" or one.isprintable() else "?" for one in text)
 
 
 def progress(items: Iterable[T], total: int, label: str, asked: bool) -> Iterable[T]:
@@ -156,10 +161,10 @@ def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | 
     try:
         return main(sys.argv[1:] if arguments is None else arguments) or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return 2
     except WorkError as error:
-        print(f"failed: {error}", file=sys.stderr)
+        print(f"failed: {plain(str(error))}", file=sys.stderr)
         return 1
     except ValidationError as error:
         print(

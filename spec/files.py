@@ -71,15 +71,28 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Parse a JSON file; `what` names its role in error messages."""
+    """Parse a JSON file; `what` names its role in errors. A key given twice is refused."""
     try:
-        return json.loads(read_text(path, what), parse_constant=_refuse_constant)
+        return json.loads(
+            read_text(path, what),
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_refuse_repeated,
+        )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON for {what} ({error})") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} is given twice")
+    return found
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -146,6 +159,10 @@ def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> lis
     ]
     if missing:
         raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
+    names = lines.fieldnames or ()
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise UserError(f"{path}: the column {twice!r} is in the header twice; keep one")
     rows = []
     try:
         for number, cells in enumerate(lines, start=2):

@@ -18,7 +18,7 @@ class StageProbe(_Form):
     """One stage of the pipeline that was measured; times per microbatch, s."""
 
     device: NonNegativeInt = Field(description="index of the GPU that holds it")
-    layers: PositiveInt
+    layers: Annotated[int, Field(ge=1, le=10_000)]
     layers_forward_s: Positive = Field(description="forward pass of its transformer layers")
     layers_backward_s: Positive
     other_forward_s: NonNegative = Field(description="beside them: embedding; head and loss")

@@ -249,6 +249,8 @@ def test_same_seed_same_numbers(command: Any) -> None:
             "the key 'layers' is given twice   in \"<unicode string>\", line 3",
         ),
         (("--emit", ""), "'' names no folder"),
+        (("--cooling", ""), "cooling '' is neither a file nor a named cooling"),
+        (("--gpus", "64", "--node", "dgx-a100", "--fp8"), "has no products in FP8"),
         (("--emit", "deep.yaml"), "deep.yaml: is not a folder"),
         (("--emit", "x", "--out", "x"), "--emit is x, but x/astra-sim gets"),
         (("--emit", "x/astra-sim/whole", "--out", "x"), "name a folder apart from it"),

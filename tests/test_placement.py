@@ -196,7 +196,11 @@ def test_speeds_of_every_gpu_are_grouped_first(tmp_path: Path) -> None:
         ("--slowness 1,1,1 --gpus 2 --pp 2", "3 numbers"),
         ("--slowness 1,9 --gpus 2 --pp 2", "broken"),
         ("--slowness 1,1 --gpus 3 --pp 2", "does not divide"),
+        ("--slowness 1,1 --gpus 2 --pp 2 --layers-per-stage 80", "names 1 stages; pp is 2"),
+        ("--slowness 1,1 --gpus 2 --pp 2 --layers-per-stage 40.5,39.5", "whole numbers"),
         ("--probe x.json --pp 2", "--pp has no effect"),
+        ("--probe x.json --node hgx-h100", "--node has no effect"),
+        ("--judge --lora-rank 8", "--lora-rank has no effect"),
         ("--judge --system 4x-h200-2x2", "no comparison of placements"),
     ],
 )
@@ -339,4 +343,11 @@ def test_the_command_reads_a_probe_and_refuses_a_broken_one(
     value["stages"][1]["device"] = 0
     path.write_text(json.dumps(value))
     with pytest.raises(UserError, match="GPU of its own"):
+        main(["--probe", str(path)])
+    path.write_text('{"schema": "placement-probe/1", ' + json.dumps(value)[1:])
+    with pytest.raises(UserError, match="the key 'schema' is given twice"):
+        main(["--probe", str(path)])
+    value["stages"][0]["layers"] = 10**7
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match=r"stages\.0\.layers is 10000000"):
         main(["--probe", str(path)])

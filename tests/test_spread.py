@@ -32,12 +32,23 @@ def test_runs_are_judged_with_baselines(tmp_path: Path) -> None:
     assert 0.002 < own["value"] < 0.03
 
 
+def test_runs_without_any_spread_and_names_with_escapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "runs.csv", ["\x1b[2Jname,512,12.0,12.0"])
+    assert main_validate([RESULTS, "--spread", file, "--system", "4x-h200"]) == 0
+    out = capsys.readouterr().out
+    assert "no run has any spread" in out
+    assert "?[2Jname" in out
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         (["a,512,12.0,11.0"], "line 2"),
         (["a,512,12.0,12.1", "a,many,1,2"], "line 3"),
         (["a,512,nan,12.1"], "line 2"),
+        (["a,512,12.0,12.1,9"], "line 2"),
         ([], "no rows"),
     ],
 )

@@ -54,6 +54,8 @@ def test_what_a_twin_cannot_keep_is_refused() -> None:
         twin(MODEL, wide, 4)
     with pytest.raises(UserError, match="--layers is 41"):
         twin(MODEL, Parallelism(tp=4, pp=2, global_batch=8), 4, layers=41)
+    with pytest.raises(UserError, match="--layers is 0"):
+        twin(MODEL, Parallelism(tp=4, pp=2, global_batch=8), 4, layers=0)
 
 
 def test_measured_twins_are_found() -> None:
