@@ -68,15 +68,7 @@ def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, 
     """A model of every collective that was measured."""
     rows = inside_node(evidence)
     best = max((row.busbw_gbytes_per_s for row in rows), default=0.0)
-    sweeps = []
-    for name in sorted({row.collective for row in rows}):
-        same = [row for row in rows if row.collective == name]
-        by_ranks: dict[int, dict[int, list[CollectiveRow]]] = defaultdict(lambda: defaultdict(list))
-        for row in same:
-            by_ranks[row.ranks][row.bytes].append(row)
-        curves = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
-        nccl = all(row.backend in ("nccl", "rccl") for row in same)
-        sweeps.append(Sweep(name, curves, nccl, len(same)))
+    sweeps = sweeps_of(rows)
     structures = [sweep.structure(system_busbw=best) for sweep in sweeps]
     bends = [
         _bends(sweep.name, structure, sweep.curves)
@@ -90,6 +82,20 @@ def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, 
         _fit(sweep, *structure, max(_spread(own), least) if own else least, evidence, ledger)
         for sweep, structure, own in zip(sweeps, structures, bends, strict=True)
     )
+
+
+def sweeps_of(rows: Sequence[CollectiveRow]) -> list[Sweep]:
+    """The rows of `inside_node`, by collective."""
+    sweeps = []
+    for name in sorted({row.collective for row in rows}):
+        same = [row for row in rows if row.collective == name]
+        by_ranks: dict[int, dict[int, list[CollectiveRow]]] = defaultdict(lambda: defaultdict(list))
+        for row in same:
+            by_ranks[row.ranks][row.bytes].append(row)
+        curves = tuple(_curve(ranks, sizes) for ranks, sizes in sorted(by_ranks.items()))
+        nccl = all(row.backend in ("nccl", "rccl") for row in same)
+        sweeps.append(Sweep(name, curves, nccl, len(same)))
+    return sweeps
 
 
 def _fit(
@@ -109,7 +115,12 @@ def _fit(
     fit = CollectiveFit(
         collective=sweep.name, curves=curves, structure_sd=0.0, structure=_rounded(structure)
     )
-    _judge_sizes(fit, sweep, ledger)
+    ledger.score(
+        f"collective.{sweep.name}",
+        "whole decades of sizes left out, one at a time",
+        [judged for _, judged in judged_decades(fit, sweep, sweep.curves)],
+        "constant bus bandwidth",
+    )
     _judge_groups(fit, sweep, ledger)
     return fit.model_copy(update={"structure_sd": rounded(_structure_sd(sweep, ledger, detail))})
 
@@ -252,11 +263,14 @@ def constant_busbw(fit: CollectiveFit, ranks: int, nbytes: float) -> float:
     return nbytes * busbw_factor(fit.collective, ranks) / rate
 
 
-def _judge_sizes(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
-    """Whole decades of sizes left out of every curve, one decade at a time."""
+def judged_decades(
+    fit: CollectiveFit, sweep: Sweep, truth: Sequence[CollectiveCurve]
+) -> list[tuple[int, Judged]]:
+    """(ranks, outcome) of the points of `truth`, each decade of sizes left out of every curve that
+    is fitted on, one at a time; the ends of the sweep would be extrapolated and are not judged."""
     decades = sorted({_decade(point) for curve in sweep.curves for point in curve.points})
     judged = []
-    for decade in decades[1:-1]:  # the ends would be extrapolated
+    for decade in decades[1:-1]:
         kept = [
             CollectiveCurve(
                 ranks=curve.ranks,
@@ -275,17 +289,12 @@ def _judge_sizes(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
             structure_sd=STRUCTURE_SD,
             structure=structure,
         )
-        for curve in sweep.curves:
+        for curve in truth:
             for point in (one for one in curve.points if _decade(one) == decade):
                 time, sd = rest.time_us(curve.ranks, point.bytes)
                 dumb = constant_busbw(fit, curve.ranks, point.bytes)
-                judged.append(Judged(time, sd, point.time_us, dumb))
-    ledger.score(
-        f"collective.{sweep.name}",
-        "whole decades of sizes left out, one at a time",
-        judged,
-        "constant bus bandwidth",
-    )
+                judged.append((curve.ranks, Judged(time, sd, point.time_us, dumb)))
+    return judged
 
 
 def _decade(point: CollectivePoint) -> int:
@@ -324,23 +333,30 @@ def _judge_groups(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
 
 def judge_collectives(evidence: Evidence, fits: Sequence[CollectiveFit], ledger: Ledger) -> None:
     """Errors on rows of role `judge`, and on groups that lie or run otherwise than those fitted."""
-    _judge_rows(inside_node(evidence, "judge"), "rows of role judge", fits, ledger)
-    split = "several groups at once, or strided, from one contiguous group alone"
-    _judge_rows(elsewhere(evidence), split, fits, ledger)
+    for rows, split in (
+        (inside_node(evidence, "judge"), "rows of role judge"),
+        (
+            elsewhere(evidence),
+            "several groups at once, or strided, from one contiguous group alone",
+        ),
+    ):
+        found = judged_rows(rows, fits)
+        for name in sorted({row.collective for row, _ in found}):
+            mine = [judged for row, judged in found if row.collective == name]
+            ledger.score(f"collective.{name}", split, mine, "constant bus bandwidth")
 
 
-def _judge_rows(
-    found: Sequence[CollectiveRow], split: str, fits: Sequence[CollectiveFit], ledger: Ledger
-) -> None:
+def judged_rows(
+    rows: Sequence[CollectiveRow], fits: Sequence[CollectiveFit]
+) -> list[tuple[CollectiveRow, Judged]]:
+    """Each row's outcome; rows of collectives without a model are left out."""
     by_name = {fit.collective: fit for fit in fits}
-    judged: dict[str, list[Judged]] = defaultdict(list)
-    for row in found:
+    found = []
+    for row in rows:
         fit = by_name.get(row.collective)
         if fit is not None:
             time, sd = fit.time_us(row.ranks, row.bytes)
             sd = float(np.hypot(sd, median_sd([row])))
-            judged[row.collective].append(
-                Judged(time, sd, row.median_us, constant_busbw(fit, row.ranks, row.bytes))
-            )
-    for name, rows in sorted(judged.items()):
-        ledger.score(f"collective.{name}", split, rows, "constant bus bandwidth")
+            dumb = constant_busbw(fit, row.ranks, row.bytes)
+            found.append((row, Judged(time, sd, row.median_us, dumb)))
+    return found

@@ -32,7 +32,7 @@ from calibrate.network import PUBLISHED
 from calibrate.own_network import fit_networks
 from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
-from spec.calibration import SCHEMA, Calibration
+from spec.calibration import SCHEMA, Calibration, HeldOut
 from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import write_text
@@ -168,14 +168,7 @@ def summary(calibration: Calibration, out: Path) -> str:
         f"{calibration.system} ({calibration.device}): {len(calibration.kernels)} kernel models, "
         f"{len(calibration.collectives)} collectives, {len(calibration.networks)} networks",
         "",
-        f"{'held out':<28}{'rows':>6}{'median':>9}{'geo.':>7}{'p90':>8}{'baseline':>10}"
-        f"{'inside 90 %':>13}  split",
-    ]
-    lines += [
-        f"{one.model:<28}{one.rows:>6}{one.shown(one.median_error):>9}"
-        f"{one.shown(one.geometric_mean_error):>7}{one.shown(one.p90_error):>8}"
-        f"{one.shown(one.baseline_median_error):>10}{one.inside_90:>13.0%}  {one.split}"
-        for one in calibration.held_out
+        *held_out_lines(calibration.held_out),
     ]
     by_source = {
         source: [one.name for one in calibration.parameters if one.source == source]
@@ -186,6 +179,21 @@ def summary(calibration: Calibration, out: Path) -> str:
         lines.append(f"assumed: {', '.join(grouped(by_source['assumed']))}")
     lines.append(f"written: {out}")
     return "\n".join(lines)
+
+
+def held_out_lines(held_out: Sequence[HeldOut]) -> list[str]:
+    """Held-out errors as a table on the terminal."""
+    wide = max((len(one.model) for one in held_out), default=0) + 2
+    return [
+        f"{'held out':<{wide}}{'rows':>6}{'median':>9}{'geo.':>7}{'p90':>8}{'baseline':>10}"
+        f"{'inside 90 %':>13}  split",
+        *(
+            f"{one.model:<{wide}}{one.rows:>6}{one.shown(one.median_error):>9}"
+            f"{one.shown(one.geometric_mean_error):>7}{one.shown(one.p90_error):>8}"
+            f"{one.shown(one.baseline_median_error):>10}{one.inside_90:>13.0%}  {one.split}"
+            for one in held_out
+        ),
+    ]
 
 
 def grouped(names: Sequence[str]) -> list[str]:

@@ -378,30 +378,45 @@ def judge_kernels(
     evidence: Evidence, clock: ClockState, fits: Sequence[KernelFit], ledger: Ledger
 ) -> None:
     """Errors on rows of role `judge`, beside the roofline of the rows fitted on."""
+    rows = [row for _, row in evidence.rows(KernelRow, "judge")]
+    seen: dict[Key, list[tuple[bool, Judged]]] = defaultdict(list)
+    for kernel, known, judged in judged_rows(rows, clock, fits):
+        seen[kernel.op, kernel.direction, kernel.dtype].append((known, judged))
+    for key, found in sorted(seen.items()):
+        for wanted, shapes in ((False, "new shapes"), (True, "shapes that were also fitted on")):
+            mine = [judged for known, judged in found if known == wanted]
+            ledger.score(scored(key), f"rows of role judge, {shapes}", mine, BASELINE)
+
+
+def judged_rows(
+    rows: Iterable[KernelRow], clock: ClockState, fits: Sequence[KernelFit]
+) -> list[tuple[Kernel, bool, Judged]]:
+    """(kernel as it was modelled, whether its shape was fitted on, outcome) of each row.
+
+    At the row's own clock. Rows of operations without a model are left out.
+    """
     by_key = {(fit.op, fit.direction, fit.dtype): fit for fit in fits}
-    seen: dict[Key, list[KernelRow]] = defaultdict(list)
-    for _, row in evidence.rows(KernelRow, "judge"):
-        op = kernel_of(row).modelled
-        op = op if (op, row.direction, row.dtype) in by_key else row.op
-        seen[op, row.direction, row.dtype].append(row)
-    for key, rows in sorted(seen.items()):
-        fit = by_key.get(key)
-        if fit is None:
-            continue
-        dumb = Roofline(
+    dumb = {
+        key: Roofline(
             [
                 Shape(Kernel(*key[:2], point.dims, key[2]), point.time_us, point.sd, 1)
                 for point in fit.points
             ]
         )
-        known: list[Judged] = []
-        new: list[Judged] = []
-        for row in rows:
-            kernel = kernel_of(row)
-            time, sd = fit.time_us(kernel.dims)
-            slower = clock.factor(row)
-            sd = max(float(np.hypot(sd, clock.repeat_sd(row.op))), LEAST_SD)
-            where = known if kernel.dims in fit.measured else new
-            where.append(Judged(time * slower, sd, row.median_us, dumb(kernel) * slower))
-        for shapes, judged in (("new shapes", new), ("shapes that were also fitted on", known)):
-            ledger.score(scored(key), f"rows of role judge, {shapes}", judged, BASELINE)
+        for key, fit in by_key.items()
+    }
+    found = []
+    for row in rows:
+        kernel = kernel_of(row)
+        if (kernel.modelled, row.direction, row.dtype) in by_key:
+            kernel = replace(kernel, op=kernel.modelled)
+        fit = by_key.get((kernel.op, row.direction, row.dtype))
+        if fit is None:
+            continue
+        time, sd = fit.time_us(kernel.dims)
+        slower = clock.factor(row)
+        sd = max(float(np.hypot(sd, clock.repeat_sd(row.op))), LEAST_SD)
+        baseline = dumb[fit.op, fit.direction, fit.dtype](kernel) * slower
+        judged = Judged(time * slower, sd, row.median_us, baseline)
+        found.append((kernel, kernel.dims in fit.measured, judged))
+    return found

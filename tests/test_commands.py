@@ -396,6 +396,7 @@ def test_search_lists_plans(command: Any) -> None:
 PROCESSES = {
     "calibrate.fit": "--system --out --report --json --progress",
     "calibrate.diff": "--json",
+    "calibrate.judge": "--system --fit-until --json",
     "simulate.place": "--probe --slowness",
     "simulate.project": "--gpus --slow-gpus --slow-link",
     "simulate.search": "--top",
