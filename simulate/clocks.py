@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 
 from simulate.costs import Costs, Draws, Energy, total
-from simulate.pricing import PricedSegment, PricedStep, StagePrices, parts_of, price
+from simulate.pricing import Known, PricedSegment, PricedStep, StagePrices, parts_of, price
 from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
@@ -171,7 +171,7 @@ def load(priced: PricedStep, stage: int) -> Load:
 
 
 def stage_clocks(
-    model: ModelSpec, p: Parallelism, point: Costs, known: dict[float, StagePrices]
+    model: ModelSpec, p: Parallelism, point: Costs, known: Known
 ) -> float | list[float]:
     """Clock of every stage, or one for all; `point` prices centrally, `known` as in `price`."""
     fit = point.calibration.clock
@@ -179,7 +179,7 @@ def stage_clocks(
     if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
         return alone.clock_mhz
     at_clock = point.with_(clock_ratio=fit.reference_mhz / alone.clock_mhz)
-    known[alone.clock_mhz] = StagePrices(alone.clock_mhz, at_clock, alone.segments)
+    known.stages[alone.clock_mhz] = StagePrices(alone.clock_mhz, at_clock, alone.segments)
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)

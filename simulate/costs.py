@@ -133,6 +133,15 @@ class Costs:
         slowed, work = self.works.of(kernel)
         return work.energy * self._slower(slowed)
 
+    def kernels(self, kernels: Iterable[Kernel]) -> tuple[Array, Energy]:
+        """Duration of kernels one after another at the step's clock, and their energy."""
+        time, energy = self.draws.zero, Energy()
+        for kernel in kernels:
+            slowed, work = self.works.of(kernel)
+            slower = self._slower(slowed)
+            time, energy = time + work.time * slower, energy + work.energy * slower
+        return time, energy
+
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
         if collective not in self._sent:
@@ -242,7 +251,7 @@ class Costs:
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
             sent_us = (alone - left).item(0) * self.slowed
             energy += Energy(0.0, sent_us * self.communication_w(part.hidden[0].axis))
-            longer = np.where(left > 0, (own + left) / alone, self.slowed)
+            longer = np.where(left > 0, (own + left) / alone, self.slowed)[()]
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
         return PartCost(own, hidden, exposed, host_us + self.calibration.host.part_us, energy)

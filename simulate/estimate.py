@@ -1,7 +1,7 @@
 """One training step under a calibration: the timeline, what follows it, power and clock."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import exp, hypot, log2
 
 import numpy as np
@@ -13,8 +13,8 @@ from simulate.costs import Costs, Draws
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
+    Known,
     PricedStep,
-    StagePrices,
     UpdateCost,
     mean_clock_mhz,
     price,
@@ -74,6 +74,7 @@ def _updated_us(update: UpdateCost) -> Array:
     return update.kernels_us + update.gather_us
 
 
+@lru_cache(maxsize=256)
 def _assumed(name: str, value: float, sd: float, detail: str) -> Parameter:
     """An assumed factor with its 90 % interval; `sd` is of its logarithm."""
     return Parameter(
@@ -124,11 +125,11 @@ class StepSimulator:
     @cached_property
     def priced(self) -> PricedStep:
         """The durations of everything in the step, at the clocks that the power cap leaves it."""
-        point, known = self._costs, dict[float, StagePrices]()
+        point, known = self._costs, Known()
         if not point.draws.central:
             point = point.with_(draws=Draws(0))
         clocks = self._fixed_clock_mhz or stage_clocks(self.model, self.p, point, known)
-        known = known if point is self._costs else {}
+        known = known if point is self._costs else Known()
         return price(self.model, self.p, self._costs, clocks, known)
 
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:

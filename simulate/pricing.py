@@ -5,8 +5,9 @@ Both engines start here: our timeline executes these durations (`simulate.estima
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ from spec.step import (
 )
 
 Array = NDArray[np.float64]
+Sent = tuple[tuple[Collective, Array], ...]  # and the time of each, us, (draws,)
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,18 @@ class PassCost:
     host: Array
     energy: Energy
     segments: tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)
-    sharded: tuple[tuple[Collective, Array], ...]  # zero 2 and 3: what is exposed of each
+    sharded: Sent  # zero 2 and 3: what is exposed of each
 
 
 @dataclass(frozen=True)
 class UpdateCost:
     """What a stage does once a step, after its last backward pass; arrays in us, (draws,)."""
 
-    reduction: tuple[tuple[Collective, Array], ...]  # the exposed part of each reduction
+    reduction: Sent  # the exposed part of each reduction
     kernels: tuple[Kernel, ...]
     kernels_us: Array
     energy: Energy  # of the kernels
-    gather: tuple[tuple[Collective, Array], ...]
+    gather: Sent
 
     @property
     def reduction_us(self) -> Array:
@@ -84,6 +86,24 @@ class StagePrices:
     costs: Costs
     # of each way, see `simulate.schedule`; embedding and head only at their stages' clocks
     segments: dict[str, tuple[PricedSegment, ...]]
+
+
+class Alone(NamedTuple):
+    """What a stage does after its passes, each by itself; no clock of a stage changes it."""
+
+    kernels: tuple[Kernel, ...]
+    kernels_us: Array
+    energy: Energy
+    sent: tuple[Sent, Sent, Sent]  # reduction and gather, which passes may hide; what none hides
+    buckets: int
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is priced already of a step, for pricing it at other clocks."""
+
+    stages: dict[float, StagePrices] = field(default_factory=dict)  # by clock
+    updates: dict[tuple[int, float], Alone] = field(default_factory=dict)  # stage, clock ratio
 
 
 @dataclass(frozen=True)
@@ -167,16 +187,17 @@ def price(
     p: Parallelism,
     costs: Costs,
     clocks: float | Sequence[float],
-    known: dict[float, StagePrices] | None = None,
+    known: Known | None = None,
 ) -> PricedStep:
     """Price a step at a clock, or at one for each pipeline stage.
 
-    `known` are prices of the same step and draws by clock; what is missing there is added.
+    `known` is of the same step and draws; what is missing there is added.
     """
     of_stage = [clocks] * p.pp if isinstance(clocks, int | float) else list(clocks)
     reference = costs.calibration.clock.reference_mhz
     ends = {"embedding": of_stage[0], "head": of_stage[-1]}
-    priced = {} if known is None else known
+    known = known or Known()
+    priced = known.stages
     for clock in dict.fromkeys(of_stage):
         if clock not in priced:
             priced[clock] = StagePrices(clock, costs.with_(clock_ratio=reference / clock), {})
@@ -212,7 +233,14 @@ def price(
         transfer = Collective("send_recv", "pp", 2.0 * rows * model.hidden)
     # the update only moves memory, which leaves the clock at its largest
     fastest = costs.with_(clock_ratio=reference / max(costs.calibration.clock.max_mhz, *of_stage))
-    updates = {stage: _update(model, p, fastest, stage, passes) for stage in set(alike)}
+    updates = {}
+    for stage in set(alike):
+        which = stage, fastest.clock_ratio
+        if which not in known.updates:
+            known.updates[which] = _alone(model, p, fastest, stage)
+        updates[stage] = _update(
+            known.updates[which], p, fastest, passes[stage, 0, FORWARD], passes[stage, 0, BACKWARD]
+        )
     return PricedStep(
         model,
         p,
@@ -296,28 +324,27 @@ def _passes(
         )
 
 
-def _update(
-    model: ModelSpec,
-    p: Parallelism,
-    costs: Costs,
-    stage: int,
-    passes: dict[tuple[int, int, int], PassCost],
-) -> UpdateCost:
-    kernels, reduction, gather = optimizer(model, p, stage)
-    zero = costs.draws.zero
-    buckets = _buckets(model, p, stage)
-    reduced = _beside(reduction, costs, p.overlap, passes[stage, 0, BACKWARD], buckets)
-    shared = shared_gradients(model, p, stage)
-    reduced += tuple((one, costs.collective_us(one)) for one in shared)
-    return UpdateCost(
-        reduction=reduced,
-        kernels=kernels,
-        kernels_us=sum((costs.kernel_us(kernel) for kernel in kernels), zero),
-        energy=total(costs.energy(kernel) for kernel in kernels),
-        gather=_beside(
-            gather, costs, p.overlap and p.zero == 1, passes[stage, 0, FORWARD], buckets
-        ),
+def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
+    kernels, *sent = optimizer(model, p, stage)
+    sent.append(shared_gradients(model, p, stage))
+    reduction, gather, shared = (
+        tuple((one, costs.collective_us(one)) for one in group) for group in sent
     )
+    kernels_us, energy = costs.kernels(kernels)
+    return Alone(
+        kernels, kernels_us, energy, (reduction, gather, shared), _buckets(model, p, stage)
+    )
+
+
+def _update(
+    alone: Alone, p: Parallelism, costs: Costs, forward: PassCost, backward: PassCost
+) -> UpdateCost:
+    reduction, gather, shared = alone.sent
+    if p.overlap:
+        reduction = _beside(reduction, costs, backward, alone.buckets)
+    if p.overlap and p.zero == 1:
+        gather = _beside(gather, costs, forward, alone.buckets)
+    return UpdateCost(reduction + shared, alone.kernels, alone.kernels_us, alone.energy, gather)
 
 
 def _buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
@@ -332,18 +359,14 @@ def _buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
     return max(round(sum(trained_parameters(model, p, stage)) / p.vpp / size), 1)
 
 
-def _beside(
-    sent: tuple[Collective, ...], costs: Costs, overlap: bool, one_pass: PassCost, buckets: int
-) -> tuple[tuple[Collective, Array], ...]:
+def _beside(sent: Sent, costs: Costs, one_pass: PassCost, buckets: int) -> Sent:
     """What a step waits for of `sent`, beside a pass of the pipeline's first or last microbatch.
 
     Buckets start as layers finish (or are needed); one bucket has nothing beside it. The pass is
     slowed by what runs beside it.
     """
-    times = [costs.collective_us(one) for one in sent]
-    if overlap and times:
-        whole = sum(times, costs.draws.zero)
-        room = one_pass.total * (1 - 1 / buckets)
-        left = np.maximum(whole - room / costs.slowed, whole / buckets)
-        times = [time * (left + costs.slowing(whole - left)) / whole for time in times]
-    return tuple(zip(sent, times, strict=True))
+    whole = sum((time for _, time in sent), costs.draws.zero)
+    room = one_pass.total * (1 - 1 / buckets)
+    left = np.maximum(whole - room / costs.slowed, whole / buckets)
+    longer = left + costs.slowing(whole - left)
+    return tuple((one, time * longer / whole) for one, time in sent)

@@ -105,6 +105,30 @@ class Arrays:
 
 
 @dataclass(frozen=True)
+class Steady:
+    """A phase in which the passes of each level are those of the level a period before it.
+
+    From any level of `levels` on, a period ago included, whole periods can be left out as long as
+    they lie before the last level and a period.
+    """
+
+    levels: range
+    period: int  # in levels
+    rows: int  # in passes
+    window: int  # passes before a level that this and later levels can wait for
+
+    @property
+    def checks(self) -> list[tuple[int, int]]:
+        """(level, periods that can be left out from there on), the most first."""
+        most = (self.levels[-1] + self.period - self.levels.start) // self.period
+        found = []
+        while most:
+            found.append((self.levels[-1] - (most - 1) * self.period, most))
+            most //= 4
+        return found
+
+
+@dataclass(frozen=True)
 class Graph:
     """The dependency graph of a schedule; its arrays are made when they are first needed."""
 
@@ -118,41 +142,43 @@ class Graph:
         """Microbatches after which the order of passes repeats."""
         return self.stages if self.chunks > 1 else 1
 
-    @property
-    def reach(self) -> int:
-        """Microbatches that a pass and the one before it on its stage lie apart, at most.
-
-        A stage has warmed up after `stages` - 1 microbatches, interleaved after
-        2 (stages - 1) + (chunks - 1) * stages passes of a chunk: less than three rounds.
-        """
-        return 3 * self.stages if self.chunks > 1 else self.stages
-
     def shortened(self, rounds: int) -> "Graph | None":
         """The same schedule of fewer microbatches: start and end, and `rounds` periods more.
 
-        None where that would not be far shorter, or the schedule has no steady phase.
+        None where that would not be shorter, or the schedule has no steady phase.
         """
-        if self.name != "1f1b":
-            return None
-        count = 3 * self.reach + (1 + rounds) * self.period
-        return graph(self.stages, count, self.chunks) if 3 * count <= self.microbatches else None
+        warm_up = (4 if self.chunks > 1 else 3) * self.stages
+        count = warm_up + rounds * self.period
+        shorter = self.name == "1f1b" and count < self.microbatches
+        return graph(self.stages, count, self.chunks) if shorter else None
 
     @cached_property
-    def steady_rows(self) -> tuple[Rows, Rows]:
-        """Rows of the steady phase's last `reach` microbatches, and those one period later."""
-        end = self.microbatches - self.reach - self.period
-        microbatch = np.arange(end - self.reach, end)
-        indices = np.concatenate([self._virtual(microbatch, chunk) for chunk in range(self.chunks)])
-        later = indices + self.period * self.chunks
-        row = self.arrays.row
-        return row[:, :, indices].ravel(), row[:, :, later].ravel()
-
-    def _virtual(self, microbatch: Rows, chunk: int) -> Rows:
-        """Place of a chunk's pass among the passes of one direction of a stage."""
-        if self.chunks == 1:
-            return microbatch
-        rounds = microbatch // self.stages * self.stages * self.chunks
-        return rounds + chunk * self.stages + microbatch % self.stages
+    def steady(self) -> "Steady | None":
+        """Where the order of passes repeats while every stage is busy in every level."""
+        if self.name != "1f1b":
+            return None
+        levels, rows = self.arrays.levels, 2 * self.stages * self.chunks * self.period
+        period = rows // self.stages
+        begin, end = _longest([level.count == self.stages for level in levels])
+        if end - begin <= period:
+            return None
+        inputs = np.array([level.inputs for level in levels[begin:end]])
+        kinds = np.array([level.kinds for level in levels[begin:end]])
+        moved = np.where(inputs > 0, inputs + rows, 0)
+        alike = (inputs[period:] == moved[:-period]) & (kinds[period:] == kinds[:-period])
+        first, last = _longest(alike.all(axis=1).tolist())
+        if last - first < period:
+            return None
+        found = range(begin + first + period, begin + last + 1)
+        starts = np.array([level.rows.start for level in levels])
+        window = max(
+            int((start - level.inputs[level.inputs > 0]).max())
+            for start, level in zip(starts[found.start :], levels[found.start :], strict=True)
+        )
+        leaves = starts[found[-1]] + rows - window  # later rows are what the end can wait for
+        if self.arrays.last_row.min() < leaves or starts[found.start] - rows - window < 1:
+            return None
+        return Steady(found, period, rows, window)
 
     @cached_property
     def arrays(self) -> Arrays:
@@ -223,6 +249,18 @@ class Graph:
             steady = place < passes - early
             found[stage, np.where(steady, early + 2 * place + 1, passes + place)] = backward[stage]
         return found
+
+
+def _longest(marks: list[bool]) -> tuple[int, int]:
+    """Begin and end of the longest run of True; equal where there is none."""
+    best, begin = (0, 0), 0
+    for at, mark in enumerate([*marks, False]):
+        if mark:
+            continue
+        if at - begin > best[1] - best[0]:
+            best = begin, at
+        begin = at + 1
+    return best
 
 
 def _levels(order_of: Rows, sender: Rows, nothing: int) -> tuple[Rows, list[int]]:

@@ -23,6 +23,7 @@ collective. What is left of them over a step of seconds is small (`step_spread`)
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, sqrt
 
 import numpy as np
@@ -69,6 +70,8 @@ def quantile(share: float, shape: Array) -> Array:
     """Deviation that a share of all GPUs stays below, in standard deviations; `shape` (draws,)."""
     normal = float(ndtri(share))
     light = normal + np.minimum(shape, 0.0) * max(normal - FLOOR, 0.0)
+    if np.max(shape) <= 0:
+        return np.asarray(light)
     free = HEAVIEST / np.maximum(shape, 1e-3)
     heavy = stdtrit(free, share) * np.sqrt((free - 2) / free)
     return np.asarray(np.where(shape > 0, heavy, light))
@@ -81,6 +84,7 @@ def largest(count: int, shape: Array) -> Array:
     return np.maximum(quantile((count - 0.375) / (count + 0.25), shape), 0.0)
 
 
+@lru_cache(maxsize=1024)
 def spread_of_largest(count: int) -> float:
     """Standard deviation of the largest of `count` standard normals."""
     high, low = (float(ndtri(float(ndtr(z)) ** (1 / count))) for z in (1.0, -1.0))

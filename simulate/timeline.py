@@ -3,16 +3,18 @@
 Every pass starts as soon as its stage and its input are ready, so the end of a pass is a maximum of
 sums of durations: a max-plus linear system (Baccelli et al., "Synchronization and Linearity",
 1992). Once all passes that later ones can wait for have moved by the same time from one period to
-the next, every further period moves by that time too. Long pipelines are therefore executed for a
-few periods and continued exactly; `tests/test_schedule.py` compares with the whole graph.
+the next, every further period moves by that time too. Pipelines are therefore executed until that
+holds, and again from where they end; the periods between are left out, exactly.
+`tests/test_schedule.py` compares with the whole graph.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.schedule import Graph
+from simulate.schedule import Graph, Level, Steady
 
 Array = NDArray[np.float64]
 
@@ -39,25 +41,55 @@ def execute(graph: Graph, duration: Array, delay: Array, *, whole: bool = False)
     busy = graph.microbatches * duration.reshape(graph.stages, -1, duration.shape[1]).sum(axis=1)
     rounds = 1
     while not whole and (short := graph.shortened(rounds)) is not None:
-        end = _ends(short, duration, delay)
-        earlier, later = (end[rows] for rows in short.steady_rows)
-        moved = later - earlier
-        if float(np.ptp(moved, axis=0).max()) <= ROUNDING * float(end.max()):
-            periods = (graph.microbatches - short.microbatches) / graph.period
-            return Timeline(end[short.arrays.last_row] + periods * moved[0], busy)
+        more = (graph.microbatches - short.microbatches) // graph.period
+        end = _ends(short, duration, delay, more)
+        if end is not None:
+            return Timeline(end, busy)
         rounds = 4 * rounds + 2 * graph.stages
-    return Timeline(_ends(graph, duration, delay)[graph.arrays.last_row], busy)
+    end = _ends(graph, duration, delay, None if whole else 0)
+    assert end is not None
+    return Timeline(end, busy)
 
 
-def _ends(graph: Graph, duration: Array, delay: Array) -> Array:
-    """(rows, draws): when each pass of `graph.arrays` ends."""
+def _ends(graph: Graph, duration: Array, delay: Array, more: int | None) -> Array | None:
+    """(stages, draws): when the last pass of each stage ends.
+
+    `more` periods than the graph has are continued, and None is returned where its passes do not
+    move alike. Where `more` is None every pass is run.
+    """
     a = graph.arrays
     arrived = duration + np.where(a.crosses[:, None], delay, 0.0)
     added = np.concatenate([duration, arrived])  # to the end of the pass before, and of the sender
     end = np.empty((a.rows, duration.shape[1]))
     end[0] = 0.0
-    for level in a.levels:
+    at, steady = 0, None if more is None else graph.steady
+    if steady is not None:
+        for check, periods in steady.checks:
+            _run(a.levels[at:check], added, end)
+            at, row = check, a.levels[check].rows.start
+            moved = _moved(end, row, steady)
+            if moved is not None:
+                held = end[row - steady.window : row] + (periods + (more or 0)) * moved
+                row += periods * steady.rows
+                end[row - steady.window : row] = held
+                at, more = check + periods * steady.period, 0
+                break
+    if more:
+        return None
+    _run(a.levels[at:], added, end)
+    return end[a.last_row]
+
+
+def _run(levels: Sequence[Level], added: Array, end: Array) -> None:
+    for level in levels:
         both = end.take(level.inputs, axis=0)
         both += added.take(level.kinds, axis=0)
         np.maximum(both[: level.count], both[level.count :], out=end[level.rows])
-    return end
+
+
+def _moved(end: Array, row: int, steady: Steady) -> Array | None:
+    """(draws,): by how much later all that `row` can wait for ended than a period before."""
+    now = end[row - steady.window : row]
+    moved = now - end[row - steady.rows - steady.window : row - steady.rows]
+    alike = np.ptp(moved, axis=0).max() <= ROUNDING * now.max()
+    return moved[-1] if alike else None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from simulate.pricing import PricedStep
+from simulate.schedule import ways
 from spec.collective import Collective, busbw_factor
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")
@@ -51,11 +52,10 @@ def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
     """Every collective of a stage, and how often a step has it."""
     p, prices = priced.parallelism, priced.stages[stage]
     sent: list[tuple[Collective, float]] = []
-    for (of, _, way), cost in priced.passes.items():
-        if of != stage:
-            continue
+    every = ways(p.schedule)
+    for place, cost in enumerate(priced.passes_of(stage)):
         for count, name in cost.segments:
-            for part in prices.segments[name][way].parts:
+            for part in prices.segments[name][place % every].parts:
                 both = (*part.exposed, *part.hidden)
                 sent.extend((one, count * p.microbatches) for one in both)
         sent.extend((one, p.microbatches / p.vpp) for one, _ in cost.sharded)

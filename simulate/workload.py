@@ -6,7 +6,6 @@ timeline uses, so the two engines differ only in how they execute the graph.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from simulate.costs import Array
@@ -137,7 +136,7 @@ class _Stage:
     def _exposed(self, one: Collective, time: Array) -> Collective:
         """The part of a collective that is not hidden: fewer bytes, at the same rate."""
         whole = self.priced.stages[self.stage].costs.collective_us(one)
-        return replace(one, bytes=one.bytes * min((time / whole).item(0), 1.0))
+        return one._replace(bytes=one.bytes * min((time / whole).item(0), 1.0))
 
     def _compute(self, name: str, time_us: float) -> None:
         """Compute that follows; neighbouring pieces become one task."""

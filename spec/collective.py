@@ -1,12 +1,11 @@
 """One collective operation: what is sent, by nccl-tests' definition of bytes and bus bandwidth."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective over the parallel axis `axis` (tp, pp, dp, cp, ep, or a product as edp, dp_cp).
 
     `bytes` is nccl-tests': the whole buffer of a rank for all-reduce, all-to-all and send/recv, the
