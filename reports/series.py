@@ -30,37 +30,36 @@ def _off_note() -> Text:
 
 
 def _off(misses: Mapping[str, Mapping[str, Json]]) -> list[Table]:
-    columns = (
-        *("", "rows", "bias", "rms log error", "component", "of the step", "times"),
-        *("rows one by one", "leaves", "in words"),
-    )
+    columns = ("", "rows", "mean error", "rms", "what would explain it")
     captions = {"source": "By source", "series": "Series with a row that is 5 % off or more"}
-    tables = []
-    for grouping, groups in misses.items():
-        rows = [
-            (
-                name,
-                one["rows"],
-                f"{one['bias']:+.1%}",
-                f"{one['before']:.1%}",
-                one["component"].replace("_", " "),
-                f"{one['share']:.0%}",
-                f"{one['factor']:.2f}",
-                f"{one['low']:.2f} to {one['high']:.2f}" if one["low"] is not None else None,
-                f"{one['left']:.1%}",
-                one["in_words"],
-            )
-            for name, one in sorted(groups.items(), key=lambda item: -item[1]["before"])
-        ]
-        tables.append(Table(columns, rows, captions[grouping]))
-    return tables
+    return [
+        Table(
+            columns,
+            [
+                (name, one["rows"], f"{one['bias']:+.1%}", f"{one['before']:.1%}", one["in_words"])
+                for name, one in sorted(groups.items(), key=lambda item: -item[1]["before"])
+            ],
+            captions[grouping],
+        )
+        for grouping, groups in misses.items()
+    ]
+
+
+def headline(cases: Sequence[Json]) -> Sequence[Json]:
+    """The cases of series that the large figures are of, where there are any; else all."""
+    mine = [
+        case
+        for case in cases
+        if case.get("anchored") and not case["vendor_expected"] and case["precision"] != "fp8"
+    ]
+    return mine or cases
 
 
 def _note() -> Text:
     return Text(
-        "Factors multiply times: 1 is the calibration as transferred. Fitted ones are marked; the "
-        "others keep their prior, whose spread widens the intervals. What is left of an anchor "
-        "after the fit is simulated / printed - 1."
+        "Factors multiply times: 1 is the calibration as transferred. Fitted ones have a star, the "
+        "others keep their prior; their spread (one sd) widens the intervals. What is left of an "
+        "anchor after the fit is simulated / printed - 1."
     )
 
 
@@ -71,6 +70,7 @@ def _scale(rows: Sequence[Json]) -> Figure:
         errors = [100 * (row[name] or 0) for row in rows]
         axes.plot(places, errors, "os"[index], linestyle="-", color=COLOURS[index], label=label)
     axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xticks(places)
     axes.set_xlabel("doublings of the GPU count beyond the nearest anchor")
     axes.set_ylabel("mean absolute error, %")
     axes.legend(fontsize=8)
@@ -90,22 +90,31 @@ def _scale(rows: Sequence[Json]) -> Figure:
     return Figure(svg(figure, "scale"), caption, Table(columns, cells))
 
 
+FACTORS = {
+    "compute": "kernels",
+    "network": "between nodes",
+    "scale_up": "inside nodes",
+    "host": "host",
+}
+
+
 def _systems(series: Mapping[str, Json]) -> Table:
     rows = []
     for name, one in series.items():
-        factors = ", ".join(
-            f"{key} {f['value']:.3g}{' fitted' if f['fitted'] else ''} (sd {f['sd']:.2f})"
-            for key, f in one["factors"].items()
+        factors = (
+            f"{f['value']:.2f}{'*' if f['fitted'] else ''}\u00a0\u00b1\u00a0{f['sd']:.0%}"
+            for f in (one["factors"][key] for key in FACTORS)
         )
         anchors = ", ".join(
-            f"{a['id']} ({a['gpus']} GPUs, {a['left']:+.1%})" for a in one["anchors"][:4]
+            f"{a['id']} ({a['gpus']} GPUs, {a['left']:+.1%})".replace("-0.0%", "+0.0%")
+            for a in one["anchors"][:4]
         )
         if len(one["anchors"]) > 4:
             anchors += f" and {len(one['anchors']) - 4} more"
         if one["borrowed"]:
             anchors += "; of other shapes"
-        rows.append((name, factors, anchors or "none"))
-    return Table(("series", "factors", "anchors, and what is left of them"), rows)
+        rows.append((name, *factors, anchors or "none"))
+    return Table(("series", *FACTORS.values(), "anchors (what is left)"), rows)
 
 
 def _assumed(cases: Sequence[Json]) -> Table:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from reports.page import Badge, Section, Table, Text, page
 from reports.projection import percent
+from reports.series import headline
 from reports.series import sections as series_sections
 from reports.validation_plots import (
     COLUMNS,
@@ -85,7 +86,7 @@ def _system(one: Json, cases: Sequence[Json], notes: list[Block], prefix: str) -
     ]
     if one.get("components"):
         found.append(Section(f"{prefix}Error by component", components(one, cases, prefix)))
-    return [*found, Section(f"{prefix}Worst cases", [_worst(cases)])]
+    return [*found, Section(f"{prefix}Worst cases", [_worst(headline(cases))])]
 
 
 def systems_of(value: Json) -> dict[str, Json]:

@@ -209,7 +209,7 @@ def _entry(
         "error": median / one.real_s - 1,
         "inside_interval": low <= one.real_s <= high,
         "breakdown_s": projected.estimate.breakdown_s,
-        "modelled_share": projected.estimate.modelled_share,
+        "modelled_share": min(projected.estimate.modelled_share, 1.0),
         "parallelism": one.parallelism.model_dump(),
         "precision": "fp8" if row.fp8 else "bf16",
         "vendor_expected": row.vendor_expected,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 FACTORS = np.geomspace(0.1, 10.0, 461)  # 1 % apart
 WORTH_NAMING = 0.05  # error of a series' worst row
-SMALLEST_SHARE = 0.005
+SMALLEST_SHARE = 0.01
 # A component explains rows where it leaves no more than runs differ by anyway, and half the error.
 ALIKE, PART = 0.03, 0.5
 SAME = 1.25  # explanations that leave up to this much more than the best are as good
@@ -115,18 +115,26 @@ def _rms(values: Array) -> float:
 
 def sentence(one: Mapping[str, Any]) -> str:
     """A group's finding in words."""
-    name, factor = one["component"].replace("_", " "), one["factor"]
     if one["before"] < 0.02:
         return "nothing beyond what runs of one row differ by"
-    said = f"{name} would have to take {factor:.2f} of its time"
+    said = _times(one)
+    if one["low"] is not None and one["rows"] > 1:
+        said += f", rows one by one {one['low']:.2f} to {one['high']:.2f}"
     if one["alike"] is None:
         return f"{said}; one row does not tell components apart"
     if not one["alike"]:
-        return f"{said} and leaves {one['left']:.1%}: the rows do not agree on one component"
-    if name == "compute":
-        return f"{said} in all rows alike: the anchor's kernels are not as fast as the others'"
-    said = f"{said}, and the rows agree"
-    for other in one["otherwise"]:
-        instead, leaves = other["component"].replace("_", " "), other["left"]
-        said += f"; {instead} at {other['factor']:.2f} would leave {leaves:.1%}"
-    return said
+        return f"no component explains its rows: {said}, leaves {one['left']:.1%}"
+    if one["component"] == "compute":
+        faster = "slower" if one["factor"] < 1 else "faster"
+        return f"{said}: the anchor's kernels are {faster} than those of its other rows"
+    said += f", leaves {one['left']:.1%}"
+    return "; ".join([said, *(f"or {_times(o)}, {o['left']:.1%}" for o in one["otherwise"])])
+
+
+def _times(one: Mapping[str, Any]) -> str:
+    name = one["component"].removesuffix("_exposed").replace("_", " ")
+    exposed = name in ("tp", "pp", "dp", "ep", "cp")
+    share = f" ({one['share']:.0%} of the step)" if "share" in one else ""
+    return (
+        f"{name.upper() + ' communication' if exposed else name}{share} \u00d7 {one['factor']:.2f}"
+    )

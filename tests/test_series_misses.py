@@ -42,7 +42,7 @@ def test_one_row_does_not_tell_and_rows_may_disagree() -> None:
     rows = [case(1.0, 0.1, {"compute": factor}) for factor in (0.7, 1.4)]
     one = named(rows)
     assert not one["alike"]
-    assert "do not agree" in one["in_words"]
+    assert "no component" in one["in_words"]
     exact = named([case(1.0, 0.1, {})] * 2)
     assert "nothing beyond" in exact["in_words"]
 
