@@ -37,7 +37,7 @@ class Away:
         self.rank = rank
         self._host = host
         self._events = events
-        self._words = "its host was lost"
+        self._words = "nothing was heard of it"
         self._ended = threading.Event()
         self._number = host.listen(self._hear)
 
@@ -49,8 +49,7 @@ class Away:
     def _hear(self, message: Message | None) -> None:
         said = message["said"] if message else None
         if said is None:
-            if message:
-                self._words = message["words"]
+            self._words = message["words"] if message else "its host was lost"
             self._ended.set()
         self._events.put((self, said))
 
@@ -145,7 +144,7 @@ class OtherHost:
         with contextlib.suppress(OSError):
             self._link.send(message)
 
-    def ask(self, message: Message, seconds: float = ANSWER_S) -> Callable[[], Message | None]:
+    def ask(self, message: Message) -> Callable[[], Message | None]:
         """Ask it; what this gives waits for the answer, None where none comes."""
         answers: queue.Queue[Message | None] = queue.Queue()
         number = self.listen(answers.put)
@@ -153,7 +152,7 @@ class OtherHost:
 
         def answer() -> Message | None:
             try:
-                return answers.get(timeout=seconds)
+                return answers.get(timeout=ANSWER_S)
             except queue.Empty:
                 return None
             finally:
@@ -182,6 +181,10 @@ class OtherHost:
                 return 0.0
             found.append((after - before, float(answer["time"]) - (before + after) / 2))
         return min(found)[1]  # the quickest answer is off by the least
+
+    def leave(self) -> None:
+        """End the connection: it does no more, and what is asked of it has no answer."""
+        self._link.close()
 
     def described(self) -> Host:
         """For the manifest, its devices numbered behind those of the hosts before it."""
@@ -247,6 +250,16 @@ class Samplers:
             for sentence in answer["notes"] if answer else []:
                 self.notes.append(f"host {host.node}: {sentence}")
         self.own.stop()
+
+
+def ask_after(devices: Sequence[Device | None]) -> None:
+    """Count hosts as lost that have stopped answering although their connection stands."""
+    hosts = {one.host for one in devices if one is not None and one.host is not None}
+    asked = [(host, host.ask({"do": "time"})) for host in hosts]
+    for host, answered in asked:
+        if answered() is None:
+            host.leave()
+            host.lost = True
 
 
 def rendezvous_address(devices: Sequence[Device | None]) -> str:

@@ -6,24 +6,24 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from measure import checks, emulation, host, host_check, namespaces, other_hosts, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
-from measure.namespaces import LINK_MBIT, QUOTA, check_machine
+from measure.namespaces import LINK_MBIT, check_machine
 from measure.other_hosts import OtherHost, Samplers
 from measure.plan import ON_REQUEST, SUITES, PlanFile, read_plan
 from measure.report import report
+from measure.result_set import left_to_do, open_store, reopen_store
 from measure.serve import serve
 from measure.store import PLAN, Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
 from spec.command import Parser, add_json, add_progress, result_name, run, whole
 from spec.errors import UserError, WorkError
-from spec.files import parse, read_json
 
 EXAMPLES = """\
 examples:
@@ -36,101 +36,6 @@ examples:
   python -m measure.run --emulate-nodes 4 --link-mbit 200  no GPU: four hosts on this one
   python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
-
-
-def open_store(
-    asked: argparse.Namespace,
-    options: Options,
-    devices: Sequence[Device],
-    others: Sequence[OtherHost],
-    words: Sequence[str],
-) -> Store:
-    """A fresh result set, with the plan beside it."""
-    if options.link_mbit is None:
-        own = [device for device in devices if device.host is None]
-        hosts = [host.describe_host(own), *(one.described() for one in others)]
-    else:
-        hosts = [host.describe_share(device, n, QUOTA) for n, device in enumerate(devices)]
-    name = base = host.system_name(hosts)
-    if options.nodes > 1:
-        name = emulation.system_name(base, len(devices), options.nodes, options.link_mbit)
-    within = options.nodes if options.link_mbit is None else 1
-    plan = {
-        "suites": options.suites,
-        "models": options.models,
-        "quick": options.quick,
-        "plan": options.plan.model_dump(),
-        "nodes": options.nodes,
-        "link_mbit": options.link_mbit,
-        "hosts": options.hosts,
-    }
-    store = Store.create(
-        Path(asked.out),
-        system=asked.system or name,
-        run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        hosts=hosts,
-        interconnect=host.interconnect(devices),
-        software=host.software(),
-        environment=host.environment(),
-        command=host.command_line(words),
-        suites=options.suites,
-        emulated_nodes=within,
-        base_system=base if within > 1 else None,
-        plan=plan,
-    )
-    if devices[0].kind == "amd":
-        store.note("AMD GPUs: this path had not been run on hardware when it was written")
-    if devices[0].kind == "cpu" and host.sees_gpu():
-        store.note(
-            "torch sees a GPU but its driver library does not answer, so the CPU was measured; "
-            "install nvidia-ml-py (or amdsmi)"
-        )
-        print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
-    if options.nodes > 1:
-        store.note(emulation.note(len(devices), options.nodes, options.link_mbit))
-    elif any(config.nodes > 1 for config in options.plan.training):
-        store.note("training steps whose column nodes is above 1 ran on emulated nodes")
-    return store
-
-
-def left_to_do(folder: Path) -> Options:
-    """What an unfinished run was to measure."""
-    if not (folder / PLAN).exists():
-        raise UserError(f"{folder}: this run is complete; there is nothing to resume")
-    value = read_json(folder / PLAN, "what a run still has to do")
-    try:
-        return Options(
-            tuple(value["suites"]),
-            tuple(value["models"]),
-            bool(value["quick"]),
-            parse(PlanFile, value["plan"], str(folder / PLAN)),
-            int(value.get("nodes", 1)),
-            value.get("link_mbit"),
-            int(value.get("hosts", 1)),
-        )
-    except (KeyError, TypeError):
-        raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
-
-
-def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:
-    """The result set of an unfinished run."""
-    store = Store.reopen(folder)
-    here = [device.describe(0).uuid_hash for device in devices]
-    before = [one.uuid_hash for some in store.manifest.hosts for one in some.devices]
-    if len(here) != len(before):
-        raise UserError(
-            f"{folder}: measured {len(before)} devices; {len(here)} are here, so it cannot continue"
-        )
-    if here != before:
-        store.note("resumed on other devices than it began on; devices of rows may be either")
-    store.retry_failed_training()
-    store.manifest.skipped = {
-        case: reason
-        for case, reason in store.manifest.skipped.items()
-        if not reason.startswith("failed: ")
-    }
-    store.note(f"resumed {datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
-    return store
 
 
 class Progress:
@@ -207,6 +112,9 @@ def arguments_parser() -> Parser:
         "--gpus", type=int, metavar="N", help="list or write the plan of a machine with N GPUs"
     )
     parser.add_argument(
+        "--hosts", type=whole(1, 100_000), metavar="N", help="with --gpus: of N hosts together"
+    )
+    parser.add_argument(
         "--wrap",
         action="store_true",
         help="record telemetry while a command of yours runs, given after --",
@@ -256,7 +164,13 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
         raise UserError("--gpus is for --list and --write-plan; a run takes the GPUs that are here")
     if asked.gpus < 1:
         raise UserError(f"--gpus is {asked.gpus}; it must be at least 1")
-    options = read_options(asked, "nvidia", asked.gpus)
+    hosts = asked.hosts or 1
+    if asked.gpus % hosts or (hosts > 1 and asked.emulate_nodes is not None):
+        raise UserError(
+            f"--hosts is {hosts}: it must divide --gpus ({asked.gpus}), and hosts are not emulated "
+            "nodes, too"
+        )
+    options = read_options(asked, "nvidia", asked.gpus, hosts)
     if asked.write_plan:
         return write_plan(asked.write_plan, options, "nvidia", asked.gpus)
     cases = planned(options, "nvidia", asked.gpus)
@@ -306,6 +220,8 @@ def main(words: Sequence[str]) -> int:
             f"{started.by} started {started.nodes} nodes, so none are emulated; leave out "
             "--emulate-nodes"
         )
+    if asked.hosts is not None and asked.gpus is None:
+        raise UserError("--hosts is for --gpus; a run takes the hosts that its launcher starts")
     host.apply_defaults()
     if asked.gpus is not None:
         return plan_elsewhere(asked)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from measure.channels import Channel, Events, Message, end, gather
 from measure.devices import Device
 from measure.emulation import rank_environment
-from measure.other_hosts import rendezvous_address
+from measure.other_hosts import ask_after, rendezvous_address
 from measure.training_plan import TrainingCase, case_of, cases
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
@@ -122,6 +122,7 @@ class Processes:
     ) -> None:
         """Start them, rank r on devices[r] (this host's r by default); `passes` times each too."""
         self._ranks: list[Channel] = []
+        self._devices = devices
         self._events: Events = queue.Queue()
         message: Message = {
             "device_kind": device_kind,
@@ -169,6 +170,7 @@ class Processes:
             own = [one for one in errors if not _is_echo(one)]
             raise _Failed((own or errors)[0])
         if len(replies) < len(self._ranks):
+            ask_after(self._devices)
             late = [str(one.rank) for one in self._ranks if one not in replies]
             raise _Failed(f"rank {', '.join(late)} said nothing for {seconds:.0f} s and was ended")
         return [reply for rank in self._ranks if (reply := replies[rank]) is not None]

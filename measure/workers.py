@@ -27,7 +27,7 @@ from measure import namespaces
 from measure.channels import Channel, Events, Message, Seat, end, gather
 from measure.devices import Device, open_devices
 from measure.emulation import rank_environment
-from measure.other_hosts import rendezvous_address
+from measure.other_hosts import ask_after, rendezvous_address
 from spec.errors import WorkError
 
 START_S = 180.0  # imports on a cold disk, and the device's first context
@@ -269,6 +269,7 @@ class Pool:
         try:
             self.start()
         except WorkError as error:
+            ask_after(self._devices)
             if self._seats == self._living():
                 raise
             return str(error)  # a host was lost meanwhile; the next case does without it
@@ -281,6 +282,7 @@ class Pool:
         if silent:
             dead = next((one for one in silent if one in replies), silent[0])
             words = errors[0] if errors else f"rank {dead.rank}: {dead.last_words()}"
+            ask_after(self._devices)
             self.close()  # a communicator with a dead rank is of no use to the others
             return str(words)
         if errors:

@@ -23,13 +23,15 @@ from measure.devices import open_devices
 from measure.host import Launch, describe_host
 from measure.link import Link
 from measure.other_hosts import OtherHost, Samplers, differences
-from measure.plan import CollectiveCase, KernelCase, PlanFile, collective_cases
+from measure.plan import CollectiveCase, KernelCase, PlanFile, collective_cases, read_plan
+from measure.run import main
 from measure.serve import serve
 from measure.store import Store
 from measure.suites import Options, planned
 from measure.telemetry import PARTS, Sampler
 from measure.window import Window
 from measure.workers import Pool, free_port
+from spec.command import run
 from spec.errors import UserError
 from spec.kernel import Kernel
 from spec.model import load_model
@@ -124,6 +126,20 @@ def test_a_host_that_dies_under_a_case_ends_the_case_with_the_reason(
         assert pool.together(Case("a", "hang", seconds=5.0)) == "rank 2: its host was lost"
         timer.join()
         assert len(pool.together(Case("b"))) == 2
+
+
+def test_a_host_that_stops_answering_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "START_S", 2.0)
+    monkeypatch.setattr(other_hosts, "ANSWER_S", 0.1)
+    ours, theirs = pair()
+    about = describe_host(open_devices("fake:2")).model_dump(mode="json")
+    hello = {"node": 1, "kind": "fake", "host": about, "software": {}, "environment": {}}
+    theirs.send(hello)  # and nothing more
+    host = OtherHost(ours, "127.0.0.1")
+    with closing(pool_of([host], 2)) as pool:
+        assert pool.together(Case("a")) == "worker 2 did not start: nothing was heard of it"
+        assert len(pool.together(Case("b"))) == 2
+    theirs.close()
 
 
 def test_single_device_cases_go_on_without_a_lost_host(others: Make) -> None:
@@ -289,6 +305,20 @@ def test_a_plans_nodes_must_be_the_hosts() -> None:
     options = Options(("training",), (), False, PlanFile(training=[config]), hosts=8)
     with pytest.raises(UserError, match="16 devices in nodes of 8 are 2 nodes"):
         planned(options, "nvidia", 64)
+
+
+def test_the_plan_of_hosts_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.csv"
+    words = ["--gpus", "64", "--hosts", "8", "--quick", "--write-plan", str(path)]
+    assert run(main, words) == 0
+    plan = read_plan(path)
+    assert {config.nodes for config in plan.training} == {8}
+    options = Options(("training",), (), True, plan, hosts=8)
+    assert len(planned(options, "nvidia", 64)["training"]) == len(plan.training)
+    assert run(main, [*words[:3], "7", *words[4:]]) == 2
+    assert "must divide --gpus (64)" in capsys.readouterr().err
+    assert run(main, ["--hosts", "8", "--list"]) == 2
+    assert "--hosts is for --gpus" in capsys.readouterr().err
 
 
 def launch(tmp_path: Path, words: list[str]) -> list["subprocess.Popen[str]"]:

@@ -1,0 +1,112 @@
+"""Begins the result set of a run, or continues one."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from measure import emulation, host
+from measure.devices import Device
+from measure.namespaces import QUOTA
+from measure.other_hosts import OtherHost
+from measure.plan import PlanFile
+from measure.store import PLAN, Store
+from measure.suites import Options
+from spec.errors import UserError
+from spec.files import parse, read_json
+
+
+def open_store(
+    asked: argparse.Namespace,
+    options: Options,
+    devices: Sequence[Device],
+    others: Sequence[OtherHost],
+    words: Sequence[str],
+) -> Store:
+    """A fresh result set, with the plan beside it."""
+    if options.link_mbit is None:
+        own = [device for device in devices if device.host is None]
+        hosts = [host.describe_host(own), *(one.described() for one in others)]
+    else:
+        hosts = [host.describe_share(device, n, QUOTA) for n, device in enumerate(devices)]
+    name = base = host.system_name(hosts)
+    if options.nodes > 1:
+        name = emulation.system_name(base, len(devices), options.nodes, options.link_mbit)
+    within = options.nodes if options.link_mbit is None else 1
+    plan = {
+        "suites": options.suites,
+        "models": options.models,
+        "quick": options.quick,
+        "plan": options.plan.model_dump(),
+        "nodes": options.nodes,
+        "link_mbit": options.link_mbit,
+        "hosts": options.hosts,
+    }
+    store = Store.create(
+        Path(asked.out),
+        system=asked.system or name,
+        run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        hosts=hosts,
+        interconnect=host.interconnect(devices),
+        software=host.software(),
+        environment=host.environment(),
+        command=host.command_line(words),
+        suites=options.suites,
+        emulated_nodes=within,
+        base_system=base if within > 1 else None,
+        plan=plan,
+    )
+    if devices[0].kind == "amd":
+        store.note("AMD GPUs: this path had not been run on hardware when it was written")
+    if devices[0].kind == "cpu" and host.sees_gpu():
+        store.note(
+            "torch sees a GPU but its driver library does not answer, so the CPU was measured; "
+            "install nvidia-ml-py (or amdsmi)"
+        )
+        print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
+    if options.nodes > 1:
+        store.note(emulation.note(len(devices), options.nodes, options.link_mbit))
+    elif any(config.nodes > 1 for config in options.plan.training):
+        store.note("training steps whose column nodes is above 1 ran on emulated nodes")
+    return store
+
+
+def left_to_do(folder: Path) -> Options:
+    """What an unfinished run was to measure."""
+    if not (folder / PLAN).exists():
+        raise UserError(f"{folder}: this run is complete; there is nothing to resume")
+    value = read_json(folder / PLAN, "what a run still has to do")
+    try:
+        return Options(
+            tuple(value["suites"]),
+            tuple(value["models"]),
+            bool(value["quick"]),
+            parse(PlanFile, value["plan"], str(folder / PLAN)),
+            int(value.get("nodes", 1)),
+            value.get("link_mbit"),
+            int(value.get("hosts", 1)),
+        )
+    except (KeyError, TypeError):
+        raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
+
+
+def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:
+    """The result set of an unfinished run."""
+    store = Store.reopen(folder)
+    here = [device.describe(0).uuid_hash for device in devices]
+    before = [one.uuid_hash for some in store.manifest.hosts for one in some.devices]
+    if len(here) != len(before):
+        raise UserError(
+            f"{folder}: measured {len(before)} devices; {len(here)} are here, so it cannot continue"
+        )
+    if here != before:
+        store.note("resumed on other devices than it began on; devices of rows may be either")
+    store.retry_failed_training()
+    store.manifest.skipped = {
+        case: reason
+        for case, reason in store.manifest.skipped.items()
+        if not reason.startswith("failed: ")
+    }
+    store.note(f"resumed {datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
+    return store
