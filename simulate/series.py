@@ -26,7 +26,7 @@ from simulate.series_fit import (
 )
 from simulate.series_misses import misses
 from simulate.series_plan import Plan, TooLittle, plan
-from simulate.series_rows import read_rows
+from simulate.series_rows import metric_of, read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
 from simulate.uncertainty import LEVEL
 from simulate.validation import SCHEMA
@@ -196,7 +196,8 @@ def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:
 def _entry(
     one: Plan, projected: Projected, sd: float, anchors: Sequence[Plan], series: Series
 ) -> dict[str, Any]:
-    row, median = one.row, exp(projected.value)
+    row, median, metric = one.row, exp(projected.value), metric_of(one.row)
+    assert metric is not None  # a row without one has no plan
     low, high = median * exp(-Z90 * sd), median * exp(Z90 * sd)
     entry: dict[str, Any] = {
         "id": row.row_id,
@@ -207,6 +208,11 @@ def _entry(
         "real_s": one.real_s,
         "predicted_s": {"median": median, "low": low, "high": high},
         "error": median / one.real_s - 1,
+        "printed": {
+            "metric": metric.name,
+            "value": metric.value,
+            "predicted": metric.at(median / one.real_s),
+        },
         "inside_interval": low <= one.real_s <= high,
         "breakdown_s": projected.estimate.breakdown_s,
         "modelled_share": min(projected.estimate.modelled_share, 1.0),

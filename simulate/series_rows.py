@@ -222,12 +222,26 @@ def metric_kind(name: str) -> str | None:
     return None
 
 
-def metric_of(row: SeriesRow) -> tuple[str, float] | None:
-    """The first of a row's metrics that can be turned to seconds, and its value."""
+@dataclass(frozen=True)
+class Metric:
+    """What a row prints of its speed."""
+
+    name: str
+    kind: str
+    value: float
+
+    def at(self, times: float) -> float:
+        """The value of a step that takes so many times the printed one's time."""
+        return self.value * times if self.kind == "step" else self.value / times
+
+
+def metric_of(row: SeriesRow) -> Metric | None:
+    """The first of a row's metrics that can be turned to seconds."""
     for suffix in ("", "2", "3"):
-        kind, value = metric_kind(row.text(f"metric{suffix}")), row.number(f"value{suffix}")
+        name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
+        kind = metric_kind(name)
         if kind is not None and value is not None:
-            return kind, value
+            return Metric(name, kind, value)
     return None
 
 
@@ -239,7 +253,7 @@ def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recomp
     """
     found = metric_of(row)
     assert found is not None
-    kind, value = found
+    kind, value = found.kind, found.value
     again = kind == "hardware" or row.recompute_counted
     if kind == "step":
         return value

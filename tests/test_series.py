@@ -314,6 +314,9 @@ def test_the_published_rows(calibration: Calibration, tmp_path: Path, capsys: An
     cases = {case["id"]: case for case in value["cases"]}
     assert set(cases) == {"T00012", "T01298", "T00526", "T00532"}
     assert cases["T00012"]["real_s"] == pytest.approx(768 * 2048 / 128 / 10475)
+    printed = cases["T00012"]["printed"]
+    assert (printed["metric"], printed["value"]) == ("tokens/s/GPU", 10475)
+    assert printed["predicted"] * (1 + cases["T00012"]["error"]) == pytest.approx(10475)
     assert cases["T00012"]["baseline_s"] == pytest.approx(6 * 2048 / 10643)
     assert cases["T00526"]["vendor_expected"]
     assert cases["T00532"]["kind"].endswith("FP8")
