@@ -44,7 +44,7 @@ TABLE: dict[str, tuple[str, str, float]] = {
     "cold_s": ("simulate.project --gpus 8192 --json, whole process, 200 draws, report", "s", 1.5),
     "cold_cpu_s": ("its processor time, which other load changes less", "s", 1.5),
     "memory_mb": ("its peak memory", "MB", 400),
-    "projection_ms": ("projection in process, PP16 x 64 microbatches x VPP4, 200 draws", "ms", 30),
+    "projection_ms": ("projecting a new plan: PP16, VPP4, 64 microbatches, 200 draws", "ms", 30),
     "point_ms": ("the same, point estimate", "ms", 2),
     "growth": ("the same pipeline on 131,072 against 1,024 GPUs, 200 draws", "times", 1.5),
     "search_s": ("search of 10,000 plans that fit, and intervals for the best 50", "s", 60),
@@ -105,7 +105,12 @@ def _median_s(work: Callable[[], object], repeats: int) -> float:
 
 
 def in_process(repeats: int) -> dict[str, float]:
-    """Milliseconds of one simulation, and how they grow with the cluster."""
+    """Milliseconds of one simulation, and how they grow with the cluster.
+
+    Each is of a plan that was not simulated before, under a calibration and a model that were: what
+    a search pays for each plan more. The pipeline's graph and the layer, which do not depend on the
+    number of replicas, are known.
+    """
     i = inputs(layers=128)
 
     def simulated(dp: int, draws: int) -> Callable[[], object]:

@@ -148,21 +148,21 @@ class Load:
 def load(priced: PricedStep, stage: int) -> Load:
     """The load of a stage. All communication draws power, also what is hidden (within passes: see
     `Costs.part`)."""
-    costs, update, times = priced.costs, priced.updates[stage], priced.parallelism.microbatches
-    mine = priced.passes_of(stage)
-    energy = total(cost.energy for cost in mine) * times
+    costs, update = priced.costs, priced.updates[stage]
+    mine = [(cost, times) for cost, _, times in priced.work_of(stage)]
+    energy = total(cost.energy * times for cost, times in mine)
     sent = sum(
         costs.collective_us(one).item(0) * costs.communication_w(one.axis)
         for one, _ in (*update.reduction, *update.gather)
     )
-    sent += times * sum(
-        time.item(0) * costs.communication_w(axis)
-        for cost in mine
+    sent += sum(
+        times * time.item(0) * costs.communication_w(axis)
+        for cost, times in mine
         for axis, time in cost.exposed.items()
     )
     after = (update.kernels_us + update.reduction_us + update.gather_us).item(0)
     return Load(
-        busy_us=times * sum(cost.total.item(0) for cost in mine),
+        busy_us=sum(times * cost.total.item(0) for cost, times in mine),
         after_us=after,
         products=energy.compute,
         compute=update.energy.compute,

@@ -142,6 +142,10 @@ class Costs:
             time, energy = time + work.time * slower, energy + work.energy * slower
         return time, energy
 
+    def products_us(self, parts: Segment) -> float:
+        """Central time of a segment's products at the step's clock."""
+        return self._kernels(self.works.products_of(parts))[0].item(0)
+
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
         if collective not in self._sent:

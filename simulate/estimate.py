@@ -159,13 +159,13 @@ class StepSimulator:
 
     def run(self) -> StepEstimate:
         """Simulate the step for all draws."""
-        p, fit, priced = self.p, self.calibration.clock, self.priced
+        fit, priced = self.calibration.clock, self.priced
         timeline, ideal_us, finish = self._timeline(priced)
         busiest = int(timeline.busy[:, 0].argmax())
         straggler = self._straggler(finish, busiest)
         step_us = finish * self._common_factor() + straggler
 
-        mine = [(cost, p.microbatches) for cost in priced.passes_of(busiest)]
+        mine = [(cost, times) for cost, _, times in priced.work_of(busiest)]
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
         breakdown["compute"] = sum(one.compute.item(0) * m for one, m in mine)
         breakdown["other"] = sum(one.host.item(0) * m for one, m in mine)

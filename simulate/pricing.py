@@ -143,6 +143,15 @@ class PricedStep:
         every = range(ways(p.schedule))
         return [self.passes[stage, chunk, way] for chunk in range(p.vpp) for way in every]
 
+    def work_of(self, stage: int) -> list[tuple[PassCost, int, int]]:
+        """(pass, its way, how often a step has it) of one stage; those alike only once."""
+        p, every = self.parallelism, ways(self.parallelism.schedule)
+        found: dict[int, tuple[PassCost, int, int]] = {}
+        for place, cost in enumerate(self.passes_of(stage)):
+            so_far = found[id(cost)][2] if id(cost) in found else 0
+            found[id(cost)] = cost, place % every, so_far + p.microbatches
+        return list(found.values())
+
     @property
     def transfer_us(self) -> Array:
         """Time of an activation or gradient between pipeline stages."""
@@ -258,11 +267,8 @@ def price(
 
 def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
     """Share of a step in which a GPU of `stage` runs layers' products, which the cap slows."""
-    prices, products = priced.stages[stage], 0.0
-    for segment in prices.segments["layer"]:
-        for kernel in (kernel for part in segment.parts for kernel in part.kernels):
-            if priced.costs.calibration.kernel(kernel).tflops:
-                products += prices.costs.kernel_us(kernel).item(0)
+    prices = priced.stages[stage]
+    products = sum(prices.costs.products_us(one.parts) for one in prices.segments["layer"])
     p = priced.parallelism
     layers = p.stage_layers(priced.model)[stage] * p.microbatches
     return min(layers * products / step_us, 1.0)

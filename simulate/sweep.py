@@ -165,7 +165,7 @@ def _connect(address: str, stack: ExitStack) -> str:
             stack.callback(ray.shutdown)
             register_ray()  # type: ignore[no-untyped-call]
     except ImportError:
-        package = {"dask": "distributed", "ray": "ray"}[kind]
+        package = {"dask": "distributed", "ray": "ray[client]"}[kind]
         raise UserError(
             f"--workers {address} needs the package {package}; install it with pip"
         ) from None

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from simulate.pricing import PricedStep
-from simulate.schedule import ways
 from spec.collective import Collective, busbw_factor
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")
@@ -52,13 +51,12 @@ def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
     """Every collective of a stage, and how often a step has it."""
     p, prices = priced.parallelism, priced.stages[stage]
     sent: list[tuple[Collective, float]] = []
-    every = ways(p.schedule)
-    for place, cost in enumerate(priced.passes_of(stage)):
+    for cost, way, times in priced.work_of(stage):
         for count, name in cost.segments:
-            for part in prices.segments[name][place % every].parts:
+            for part in prices.segments[name][way].parts:
                 both = (*part.exposed, *part.hidden)
-                sent.extend((one, count * p.microbatches) for one in both)
-        sent.extend((one, p.microbatches / p.vpp) for one, _ in cost.sharded)
+                sent.extend((one, count * times) for one in both)
+        sent.extend((one, times / p.vpp) for one, _ in cost.sharded)
     update = priced.updates[stage]
     sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))
     if priced.transfer is not None:

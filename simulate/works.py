@@ -97,6 +97,7 @@ class Works:
         self._kernels: dict[Kernel, tuple[Slowed, Work]] = {}
         # by identity; each keeps what it is of
         self._parts: dict[int, tuple[Part, ByClock]] = {}
+        self._products: dict[int, tuple[Segment, ByClock]] = {}
         self._segments: dict[tuple[int, bool], tuple[Segment, ByClock, tuple[Part, ...]]] = {}
 
     def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
@@ -124,6 +125,16 @@ class Works:
                 self._parts.clear()
             self._parts[id(part)] = part, _added(self.of(kernel) for kernel in part.kernels)
         return self._parts[id(part)][1]
+
+    def products_of(self, parts: Segment) -> ByClock:
+        """Works of those of a segment's kernels that arithmetic binds."""
+        if id(parts) not in self._products:
+            if len(self._products) > LIMIT:
+                self._products.clear()
+            kernels = (kernel for part in parts for kernel in part.kernels)
+            bound = (one for one in kernels if self._calibration.kernel(one).tflops)
+            self._products[id(parts)] = parts, _added(self.of(kernel) for kernel in bound)
+        return self._products[id(parts)][1]
 
     def of_segment(self, parts: Segment, uneven: bool) -> tuple[ByClock, tuple[Part, ...]]:
         """Works of a segment's parts, and those that must be priced one by one.
