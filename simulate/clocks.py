@@ -15,7 +15,7 @@ from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import Segment
+from spec.step import Segment, layer_parameters, trained_parameters
 
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 
@@ -128,6 +128,7 @@ class Load:
 
     busy_us: float  # in passes
     after_us: float  # update, and communication beside no pass
+    shards: float  # share of that in which it waits for layers' sharded weights and gradients
     products: float  # energy of the passes that goes with the clock
     compute: float  # the same of the update
     beside: float  # all other energy
@@ -161,9 +162,16 @@ def load(priced: PricedStep, stage: int) -> Load:
         for axis, time in cost.exposed.items()
     )
     after = (update.kernels_us + update.reduction_us + update.gather_us).item(0)
+    busy = sum(times * cost.total.item(0) for cost, times in mine)
+    shards = sum(times * time.item(0) for cost, times in mine for _, time in cost.sharded)
+    if shards:
+        p, model = priced.parallelism, priced.model
+        layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
+        shards *= layers / sum(trained_parameters(model, p, stage))
     return Load(
-        busy_us=sum(times * cost.total.item(0) for cost, times in mine),
+        busy_us=busy,
         after_us=after,
+        shards=shards / busy,
         products=energy.compute,
         compute=update.energy.compute,
         beside=energy.memory + update.energy.memory + sent,
@@ -192,7 +200,11 @@ def stage_clocks(
             over_step = one.drawn_w(
                 fit, step_us, ratios[stage] ** alone.slope, ratios[stage] ** alone.energy_slope
             )
-            clocks[stage] = _clock_mhz(alone, p, fit, over_step, busy[stage], slowest)
+            of_layer = (  # its waits recur in every layer
+                (1 - one.shards) * alone.compute_w,
+                (1 - one.shards) * alone.beside_w + one.shards * point.communication_w("dp"),
+            )
+            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike]
 
 
@@ -215,6 +227,7 @@ def _clock_mhz(
     alone: LayerClock,
     p: Parallelism,
     fit: ClockFit,
+    of_layer: tuple[float, float],
     over_step: tuple[float, float],
     busy_us: float,
     slowest_us: float,
@@ -224,8 +237,8 @@ def _clock_mhz(
     waits = (1 - share) * fit.waiting_w
     kept = kept_share(slowest_us)
     seen = fit.clock_mhz(
-        kept * share * alone.compute_w + (1 - kept) * over_step[0],
-        kept * (share * alone.beside_w + waits) + (1 - kept) * over_step[1],
+        kept * share * of_layer[0] + (1 - kept) * over_step[0],
+        kept * (share * of_layer[1] + waits) + (1 - kept) * over_step[1],
     )
     unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
     return round(min(alone.clock_mhz * max(seen / unpaused, 1.0), fit.max_mhz), 1)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from simulate.costs import Cost, Costs, Energy, total
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
+from simulate.sharding import in_one_queue
 from simulate.works import Same
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -26,6 +27,7 @@ from spec.step import (
     layer,
     optimizer,
     shapes,
+    shard_kernels,
     sharded,
     shared_gradients,
     trained_parameters,
@@ -167,7 +169,7 @@ class _Split:
         self.p = p
         self._key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            *(ways(p.schedule), p.pp == 1),
+            *(ways(p.schedule), p.pp == 1, p.zero == 3),
         )
 
     def __hash__(self) -> int:
@@ -298,7 +300,7 @@ def _passes(
         pieces.insert(0, (1, "embedding"))
     if stage == p.pp - 1 and chunk == p.vpp - 1:
         pieces.append((1, "head"))
-    groups = sharded(model, p, stage)
+    groups, shards = sharded(model, p, stage), shard_kernels(model, p, stage)
     zero = costs.draws.zero
     for way in range(ways(p.schedule)):
         mine = [(count, segments[name][way].cost) for count, name in pieces]
@@ -307,12 +309,20 @@ def _passes(
             for axis, time in cost.exposed.items():
                 exposed[axis] = exposed.get(axis, zero) + count * time
         compute = sum((count * cost.compute for count, cost in mine), zero)
+        energy = total(cost.energy * count for count, cost in mine)
+        if shards and way < WEIGHTS:
+            compute = compute + costs.kernel_us(shards[way]) / p.vpp
+            energy += costs.energy(shards[way]) * (1 / p.vpp)
         host = sum((count * cost.host for count, cost in mine), zero)
         room = compute + host + sum(exposed.values(), zero)
         sent = []
         for one in groups[way] if way < WEIGHTS else ():
             time = costs.collective_us(one) / p.vpp
-            if p.overlap:  # beside the layers' work, slowing it; the first has nothing before it
+            if p.overlap and p.zero == 3 and costs.calibration.one_queue:
+                work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
+                time, hidden = in_one_queue(one, way, pieces, work, costs, model, p)
+                compute = compute + costs.slowing(hidden)
+            elif p.overlap:  # beside the layers' work, slowing it; the first has nothing before it
                 share = room / len(groups[way])
                 left = np.maximum(time - share / costs.slowed, time / max(layers, 1))
                 compute = compute + costs.slowing(time - left)
@@ -324,7 +334,7 @@ def _passes(
             compute=compute,
             exposed=exposed,
             host=host,
-            energy=total(cost.energy * count for count, cost in mine),
+            energy=energy,
             segments=tuple(reversed(pieces)) if way else tuple(pieces),
             sharded=tuple(sent),
         )

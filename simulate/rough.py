@@ -72,7 +72,10 @@ class Rough:
 
     def _pass(self, p: Parallelism) -> Pass:
         """Depends on how a layer is split, not on how many layers a stage has."""
-        key = (p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8)
+        key = (
+            *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
+            p.zero == 3,
+        )
         if key not in self._passes:
             costs = self._costs(p)
             times = [
@@ -105,8 +108,12 @@ class Rough:
         """What zero 2 and 3 send beside every microbatch."""
         if p.zero < 2:
             return 0.0
+        forward, backward = sharded(self.model, p, stage)
+        if p.overlap and p.zero == 3 and self.calibration.one_queue:  # see `simulate.sharding`
+            scatters = tuple(one for one in backward if one.kind == "reduce_scatter")
+            return self._sent_us(p, forward) + self._sent_us(p, scatters)
         total = 0.0
-        for sent in sharded(self.model, p, stage):
+        for sent in (forward, backward):
             time = self._sent_us(p, sent)
             layers = p.stage_layers(self.model)[stage]
             half = one.layer * layers / 2

@@ -225,6 +225,11 @@ class Calibration(BaseModel):
     communication_slowed: NonNegative = Field(
         default=0.0, description="a collective beside kernels lasts this share longer"
     )
+    one_queue: bool = Field(
+        default=True,
+        exclude=True,  # of the software, not of the measurements
+        description="kernels start in the order of issue: CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
     composition_sd: NonNegative = Field(
         description="what adding up kernels leaves out of a whole step, common to all of it"
     )

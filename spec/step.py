@@ -19,6 +19,7 @@ from spec.parallelism import Parallelism
 from spec.step_experts import EXPERTS, expert_mlp
 from spec.step_linear import FP8_PRODUCTS, adapter_parameters, column, row
 from spec.step_parts import Part, Segment, Shapes, copied, shapes, without_weights
+from spec.step_sharded import of_shards, shard_copies
 
 __all__ = [
     "EXPERTS",
@@ -97,7 +98,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     """Forward and backward segment of one transformer layer for one microbatch.
 
     The backward segment includes what is run again under recomputation: the whole forward under
-    `full`, the attention core under `selective`.
+    `full`, the attention core under `selective`. Under zero 3 see `spec.step_sharded`.
     """
     s = shapes(model, p)
     norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
@@ -113,7 +114,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     elif p.recompute == "selective":
         again = tuple(part for part in forward if part.name == "attention")
         backward = again + backward
-    return forward, backward
+    return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
 
 
 def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
@@ -137,7 +138,9 @@ def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         gather = (Collective("all_gather", "tp", s.activation_bytes),)
     if model.lora_rank:  # frozen: nothing needs a gradient
         return (Part("embedding", forward.kernels, exposed=sums),), ()
-    return (
+    return of_shards(
+        p,
+        end_parameters(model, p)[0],
         (Part("embedding", forward.kernels, exposed=sums),),
         (Part("embedding", (*backward.kernels, grad), exposed=gather),),
     )
@@ -154,7 +157,8 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
         loss = (Part("cross_entropy", loss[0].kernels, exposed=sums), loss[1])
     pairs = (norm, logits, loss)
-    return tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
+    forward, backward = tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
+    return of_shards(p, end_parameters(model, p)[1], forward, backward)
 
 
 @lru_cache(maxsize=4096)
@@ -164,17 +168,32 @@ def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int,
     Learned positions are whole on every rank, see also `_unsplit`.
     """
     layers = p.stage_layers(model)[stage]
+    dense, experts = (layers * one for one in _whole_layer(model, p))
+    first, last = end_parameters(model, p)
+    return dense + (first if stage == 0 else 0) + (last if stage == p.pp - 1 else 0), experts
+
+
+def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
+    """Parameters of a layer that one GPU holds, adapters apart: (dense, expert)."""
     experts = model.mlp_parameters * model.experts // p.ep // p.tp if model.experts else 0
     whole = _unsplit(model)
     split = model.layer_parameters() - whole - model.mlp_parameters * model.experts
+    return split // p.tp + whole, experts
+
+
+def layer_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
+    """Of a layer's parameters that one GPU holds, those that have gradients: (dense, expert)."""
+    return (sum(adapter_parameters(model, p)), 0) if model.lora_rank else _whole_layer(model, p)
+
+
+def end_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
+    """Parameters of a GPU outside layers: (embedding, final norm and output layer)."""
     table = model.vocab * model.hidden
-    dense = layers * (split // p.tp + whole)
-    if stage == 0:
-        dense += table // p.tp + model.embedding_parameters() - table
-    if stage == p.pp - 1:
-        shared = model.tied_embeddings and p.pp == 1
-        dense += _norm_parameters(model) + (0 if shared else table // p.tp)
-    return dense, layers * experts
+    shared = model.tied_embeddings and p.pp == 1
+    return (
+        table // p.tp + model.embedding_parameters() - table,
+        _norm_parameters(model) + (0 if shared else table // p.tp),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -182,7 +201,7 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
     """Of `stage_parameters`, or with LoRA of the adapters, what has gradients: (dense, expert)."""
     if not model.lora_rank:
         return stage_parameters(model, p, stage)
-    return p.stage_layers(model)[stage] * sum(adapter_parameters(model, p)), 0
+    return p.stage_layers(model)[stage] * layer_parameters(model, p)[0], 0
 
 
 @lru_cache(maxsize=4096)
@@ -198,7 +217,8 @@ def optimizer(
     What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
     parameter), scaling them by the number of replicas (8 B), and clipping, which Megatron-Core
     without Apex does as `gradient.copy_(gradient * scale)` (16 B). Clipping is taken to happen, as
-    it does early in training.
+    it does early in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast
+    (2 + 4 B).
     """
     owned = held = scaled = 0
     reduction: tuple[Collective, ...] = ()
@@ -224,7 +244,7 @@ def optimizer(
         cast = (copied(4 * sum(stage_parameters(model, p, stage))),)
     kernels = (
         *cast,
-        copied(4 * held + 8 * scaled),
+        copied(6 * owned if p.zero == 3 else 4 * held + 8 * scaled),
         Kernel("grad_norm", "forward", update),
         copied(16 * owned),
         Kernel("adam", "forward", update),
@@ -284,6 +304,15 @@ def sharded(
         forward += gather
         backward += (*gather, Collective("reduce_scatter", axis, 4.0 * elements))
     return forward, backward
+
+
+@lru_cache(maxsize=4096)
+def shard_kernels(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, ...]:
+    """What passes of a microbatch do to a GPU's shards under zero 3: forward, backward; or none."""
+    if p.zero < 3:
+        return ()
+    owned = sum(elements // size for _, size, elements in _replicated(model, p, stage))
+    return shard_copies(p, owned, False), shard_copies(p, owned, True)
 
 
 def _replicated(model: ModelSpec, p: Parallelism, stage: int) -> tuple[tuple[str, int, int], ...]:

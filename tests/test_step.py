@@ -432,7 +432,8 @@ def test_clocks_settle_where_full_timelines_would() -> None:
     busy = [float(one) * 1e6 for one in estimate.stage_busy_s]
     for stage in range(4):
         over = load(estimate.priced, stage).drawn_w(fit, step_us)
-        again = _clock_mhz(alone, p, fit, over, busy[stage], max(busy))
+        drawn = alone.compute_w, alone.beside_w
+        again = _clock_mhz(alone, p, fit, drawn, over, busy[stage], max(busy))
         assert again == pytest.approx(estimate.priced.stages[stage].clock_mhz, rel=3e-3)
 
 
