@@ -16,6 +16,7 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.step_context import ring_attention
 from spec.step_experts import EXPERTS, expert_mlp
 from spec.step_linear import FP8_PRODUCTS, adapter_parameters, column, row
 from spec.step_parts import Part, Segment, Shapes, copied, shapes, without_weights
@@ -63,20 +64,10 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     parts.append((Part("split", queries), Part("split", joined)))
     if model.position == "rope":
         parts.append(_pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
-    core = (p.microbatch, model.seq_len // p.cp, heads, kv_heads, dim)
     if p.cp > 1:
-        # ring attention: each GPU attends to cp blocks of keys, half of them masked away
-        ring = Collective("send_recv", "cp", 2.0 * 2 * s.tokens * kv_heads * dim)
-        block = (p.microbatch, model.seq_len // p.cp, heads, kv_heads, dim)
-        forward = (Kernel("attention", "forward", block),) * p.cp
-        backward = (Kernel("attention", "backward", block),) * p.cp
-        parts.append(
-            (
-                Part("attention", forward, hidden=(ring,) * (p.cp - 1)),
-                Part("attention", backward, hidden=(ring, ring) * (p.cp - 1)),
-            )
-        )
+        parts.append(ring_attention(model, p, heads, kv_heads))
     else:
+        core = (p.microbatch, model.seq_len, heads, kv_heads, dim)
         parts.append(_pair("attention", "attention", core))
     parts.append(row("proj", s.tokens, model.hidden, heads * dim, model, p))
     return parts

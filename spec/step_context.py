@@ -1,0 +1,61 @@
+"""Attention over a sequence that lies on several GPUs: `measure/megatron_context.py`'s kernels.
+
+Of the ring's `cp` pieces of attention each is half a square, so each is counted as causal attention
+over this GPU's part of the sequence. The kernels are the last rank's, all of whose later pieces are
+of all queries to half the keys: it does most, and the others wait for its keys. The ring of
+Transformer Engine joins pieces in fp32, too.
+"""
+
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step_parts import Part, copied
+
+
+def ring_attention(
+    model: ModelSpec, p: Parallelism, heads: int, kv_heads: int
+) -> tuple[Part, Part]:
+    """Forward and backward of the attention of one layer of a GPU with so many heads."""
+    length, dim = model.seq_len // p.cp, model.head_dim
+    rows = p.microbatch * length
+    queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
+    ring = Collective("send_recv", "cp", 2.0 * 2 * keys)
+    block = (p.microbatch, length, heads, kv_heads, dim)
+    later = p.cp - 1
+    stacked, half = copied(8 * keys), copied(4 * keys)  # keys and values: all of them, half
+    ordered = copied(4 * queries)  # by head, as the kernel wants them
+    # scaled by exp of differences of log-sums, both summands read and one written, in fp32
+    joined = (
+        copied(12 * sums),  # logaddexp
+        *(copied(8 * sums),) * 5,  # two differences, two exponentials, and where they stay
+        *(copied(8 * queries),) * 2,
+        copied(12 * queries),
+    )
+    there = (ordered, Kernel("attention", "forward", block), copied(6 * queries))  # cast to fp32
+    forward = (
+        stacked,
+        *there,
+        *((half, *there, *joined) * later),
+        copied(6 * queries),  # cast back
+        ordered,  # by token again
+    )
+    # gradient and queries by head; gradients of queries are summed in fp32
+    back = (ordered, ordered, Kernel("attention", "backward", block), copied(10 * queries))
+    # gradients of half the keys and values, added in bf16 to those that came around
+    passed_on = (half, copied(6 * keys))
+    backward = (
+        stacked,
+        ordered,  # zeros in fp32
+        *back,
+        stacked,
+        half,  # zeros in bf16, before the first gradients go around
+        *((half, *back, *passed_on) * later),
+        copied(12 * keys),  # this GPU's and those that came back
+        copied(6 * queries),  # cast
+    )
+    # keys go around beside attention, gradients behind them; the last of these come back at the end
+    return (
+        Part("attention", forward, hidden=(ring,) * later),
+        Part("attention", backward, exposed=(ring,), hidden=(ring,) * (2 * later - 1)),
+    )
