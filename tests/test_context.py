@@ -1,0 +1,79 @@
+"""The ring of attention: the bytes of its kernels, counted while it runs."""
+
+from typing import Any
+
+import pytest
+
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.step import layer
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from measure import megatron_context  # noqa: E402
+
+MODEL = load_model("tiny").resized(layers=2, seq_len=1024, head_dim=64)
+CHANGED = ("fill_", "zeros_like", "copy_.")  # the first argument is not read
+
+
+def _bytes(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return int(values.numel() * values.element_size())
+    return sum(map(_bytes, values)) if isinstance(values, (list, tuple)) else 0
+
+
+class Moved(TorchDispatchMode):  # type: ignore[misc]
+    """Bytes that operations read and write, attention's own apart."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        views = func.is_view or "_unsafe_view" in name or "detach" in name
+        # `a[i] *= b` ends in a copy of a view onto itself, which copies nothing
+        itself = "copy_." in name and args[0].data_ptr() == args[1].data_ptr()
+        if views or itself or "attention" in name or "empty" in name:
+            return out
+        read = args[1:] if any(one in name for one in CHANGED) else args
+        self.total += _bytes(read) + _bytes(out)
+        return out
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_of_the_last_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = Parallelism(cp=size, global_batch=1)
+    monkeypatch.setattr(megatron_context.dist, "get_world_size", lambda group: size)
+    monkeypatch.setattr(megatron_context.dist, "get_rank", lambda group: size - 1)
+    monkeypatch.setattr(megatron_context.parallel_state, "get_context_parallel_group", lambda: None)
+
+    class Exchange:
+        def __init__(self, group: Any, tensor: Any) -> None:
+            self._tensor = tensor
+
+        def wait(self) -> Any:
+            return self._tensor
+
+    monkeypatch.setattr(megatron_context, "_Exchange", Exchange)
+    ours = megatron_context.ContextAttention(megatron_context._CPU[0])
+    rows = MODEL.seq_len // size
+    like = {"dtype": torch.bfloat16, "requires_grad": True}
+    inputs = [
+        torch.randn(rows, 1, heads, MODEL.head_dim, **like)
+        for heads in (MODEL.heads, MODEL.kv_heads, MODEL.kv_heads)
+    ]
+    moved = []
+    with Moved() as there:
+        out = ours(*inputs)
+    moved.append(there.total)
+    gradient = torch.randn_like(out)
+    with Moved() as back:
+        torch.autograd.grad(out, inputs, gradient)
+    moved.append(back.total)
+    for total, segment in zip(moved, layer(MODEL, p), strict=True):
+        (part,) = (one for one in segment if one.name == "attention")
+        expected = sum(kernel.bytes for kernel in part.kernels if kernel.op == "copy")
+        assert total == pytest.approx(expected, rel=0.02)

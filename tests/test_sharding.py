@@ -1,0 +1,93 @@
+"""Weights sharded over replicas: what PyTorch's FSDP runs, and what it waits for in one queue."""
+
+import pytest
+
+from simulate.pricing import PassCost
+from simulate.schedule import BACKWARD, FORWARD
+from simulate.transfer import changed
+from spec.collective import Collective
+from spec.parallelism import Parallelism
+from spec.step import (
+    end_parameters,
+    layer,
+    layer_parameters,
+    optimizer,
+    sharded,
+    trained_parameters,
+)
+from tests.test_step import CALIBRATION, MODEL, MOE, capped, simulate
+
+P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)
+
+
+def passes(p: Parallelism = P, one_queue: bool = True) -> tuple[PassCost, PassCost]:
+    calibration = changed(CALIBRATION, one_queue=one_queue)
+    priced = simulate(p, calibration).priced
+    return priced.passes[0, 0, FORWARD], priced.passes[0, 0, BACKWARD]
+
+
+def units_us(kind: str, each: float) -> float:
+    """Every unit's collective alone."""
+    costs = simulate(P).priced.costs
+    sizes = [sum(layer_parameters(MODEL, P))] * MODEL.layers + list(end_parameters(MODEL, P))
+    return sum(float(costs.collective_us(Collective(kind, "dp", each * n))) for n in sizes)
+
+
+def test_units_are_all_that_is_sharded() -> None:
+    for model, p in ((MODEL, P), (MODEL, Parallelism(tp=2, pp=2, dp=2, global_batch=2)), (MOE, P)):
+        units = p.stage_layers(model)[0] * sum(layer_parameters(model, p))
+        first, last = end_parameters(model, p)
+        held = sum(trained_parameters(model, p, 0))
+        assert held == units + first + (last if p.pp == 1 else 0)
+
+
+def test_gathers_forward_and_scatters_are_waited_for() -> None:
+    forward, backward = passes()
+    assert float(forward.exposed["dp"]) == pytest.approx(units_us("all_gather", 2.0))
+    scattered = [time for one, time in backward.sharded if one.kind == "reduce_scatter"]
+    assert float(scattered[0]) == pytest.approx(units_us("reduce_scatter", 4.0))
+    (gathered,) = (time for one, time in backward.sharded if one.kind == "all_gather")
+    assert 0 < float(gathered) < 0.5 * units_us("all_gather", 2.0)  # the first, and little else
+
+
+def test_several_queues_hide_more() -> None:
+    for one, many in zip(passes(), passes(one_queue=False), strict=True):
+        assert float(many.exposed["dp"]) < float(one.exposed["dp"])
+
+
+def test_the_calibration_file_says_nothing_of_queues() -> None:
+    assert "one_queue" not in CALIBRATION.model_dump(mode="json")
+
+
+def test_gradients_are_copied_into_messages_not_added_up() -> None:
+    whole = Parallelism(dp=4, overlap=True, global_batch=8)
+    elements = sum(layer_parameters(MODEL, P))
+    kernels = {}
+    for p in (P, whole):
+        segments = layer(MODEL, p)
+        kernels[p.zero] = [[k for part in one for k in part.kernels] for one in segments]
+    assert any(k.op == "grad_accumulate" for k in kernels[1][1])
+    assert not any(k.op == "grad_accumulate" for k in kernels[3][1])
+    for way, extra in ((0, 4), (1, 4 + 6)):  # bytes an element
+        more = sum(k.bytes for k in kernels[3][way] if k.op == "copy")
+        more -= sum(k.bytes for k in kernels[1][way] if k.op == "copy")
+        assert more == pytest.approx(extra * elements, rel=1e-3)
+    assert sum(k.bytes for k in optimizer(MODEL, P, 0)[0]) < sum(
+        k.bytes for k in optimizer(MODEL, whole, 0)[0]
+    )
+
+
+def test_waits_for_shards_leave_a_higher_clock() -> None:
+    clocks = [
+        float(simulate(p, capped()).clock_mhz[0])
+        for p in (P, Parallelism(dp=4, overlap=True, global_batch=8))
+    ]
+    assert clocks[0] > clocks[1]
+
+
+def test_experts_are_gathered_over_their_own_replicas() -> None:
+    p = Parallelism(dp=8, ep=2, zero=3, overlap=True, global_batch=8)
+    axes = {one.axis for one in sharded(MOE, p, 0)[0]}
+    assert axes == {"dp", "edp"}
+    priced = simulate(p, model=MOE).priced
+    assert all(float(time) > 0 for _, time in priced.passes[0, 0, FORWARD].sharded)
