@@ -14,7 +14,6 @@ Source: torch/distributed/fsdp/_fully_shard, `FSDPParamGroup.pre_forward`, `pre_
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from simulate.costs import Array, Costs
 from simulate.schedule import BACKWARD
@@ -45,7 +44,10 @@ def in_one_queue(
         sizes = {"layer": expert}
     each = 2.0 if one.kind == "all_gather" else 4.0
     mine = [(count, name) for count, name in units if sizes.get(name)]
-    times = {name: costs.collective_us(replace(one, bytes=each * sizes[name])) for _, name in mine}
+    times = {
+        name: costs.collective_us(Collective(one.kind, one.axis, each * sizes[name]))
+        for _, name in mine
+    }
     zero = costs.draws.zero
     whole = sum((count * times[name] for count, name in mine), zero)
     if way != BACKWARD or one.kind != "all_gather":
