@@ -2,7 +2,8 @@
 
 Both sides look at the device that computes most (the stage that sets the pace): compute by class,
 the optimizer's kernels, what each communicator's transfers leave exposed, and waiting (the bubble,
-slower peers, the host). A profile's exposed time beyond the fastest rank's is waiting too.
+slower peers, the host). A profile's exposed time beyond the fastest rank's is waiting too, and so is
+the optimizer's.
 """
 
 from collections import defaultdict
@@ -63,8 +64,11 @@ def measured(rows: Iterable[ProfileRow]) -> Parts | None:
 
     busiest = max(ranks, key=lambda rank: sum(seconds(rank, part) for part in COMPUTE))
     mine = ranks[busiest]
-    found = {part: seconds(busiest, part) for part in (*COMPUTE, "optimizer")}
-    waiting = seconds(busiest, "idle")
+    found = {part: seconds(busiest, part) for part in COMPUTE}
+    # the norm of all gradients is a collective amid the optimizer's kernels: a stage that is done
+    # early waits in it for the first one's last backward pass
+    found["optimizer"] = min(seconds(rank, "optimizer") for rank in ranks)
+    waiting = seconds(busiest, "idle") + seconds(busiest, "optimizer") - found["optimizer"]
     for axis in AXES:
         exposed = (mine[axis].exposed_s or 0.0) if axis in mine else 0.0
         waited = min((mine[axis].waiting_s or 0.0) if axis in mine else 0.0, exposed)

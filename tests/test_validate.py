@@ -431,13 +431,17 @@ def profile(case_id: str, rank: int, **seconds: tuple[float, ...]) -> list[Profi
 
 
 def test_components_of_a_profile_are_those_of_the_rank_that_computes_most() -> None:
-    rows = profile("a", 0, step=(1.0,), gemm=(0.2,), tp=(0.7, 0.7, 0.6), idle=(0.1,))
-    rows += profile("a", 1, step=(1.0,), gemm=(0.7,), memory=(0.1,), tp=(0.2, 0.15, 0.05))
+    early = {"tp": (0.7, 0.7, 0.6), "idle": (0.07,), "optimizer": (0.03,)}
+    rows = profile("a", 0, step=(1.0,), gemm=(0.2,), **early)
+    late = {"tp": (0.15, 0.15, 0.05), "optimizer": (0.05,)}
+    rows += profile("a", 1, step=(1.0,), gemm=(0.7,), memory=(0.1,), **late)
     found = components.measured(rows)
     assert found is not None
     assert (found["gemm"], found["memory"]) == (0.7, 0.1)
     assert found["tp"] == pytest.approx(0.10)
-    assert found["waiting"] == pytest.approx(0.05)
+    assert found["optimizer"] == pytest.approx(0.03)
+    assert found["waiting"] == pytest.approx(0.07)
+    assert sum(found.values()) == pytest.approx(1)
     assert components.measured([]) is None
 
 
