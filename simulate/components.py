@@ -2,8 +2,8 @@
 
 Both sides look at the device that computes most (the stage that sets the pace): compute by class,
 the optimizer's kernels, what each communicator's transfers leave exposed, and waiting (the bubble,
-slower peers, the host). A profile's exposed time beyond the fastest rank's is waiting too, and so is
-the optimizer's.
+slower peers, the host). A profile's exposed time beyond the fastest rank's is waiting too, and so
+is the optimizer's.
 """
 
 from collections import defaultdict
