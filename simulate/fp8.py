@@ -1,15 +1,24 @@
-"""FP8 products where none were measured: bf16 ones at a published ratio, assumed."""
+"""FP8 products where none were measured: bf16 ones at a published ratio, assumed.
+
+A step of ours names its FP8 products and casts (`spec.step`), and gets a model of each. Of a
+published run in FP8 only whole layers are known: its bf16 products are made faster, casts and all.
+"""
 
 from functools import lru_cache
 from math import exp
 
-from simulate.transfer import FP8_SPEEDUP, changed, fp8_speedup, with_points
+from simulate.transfer import changed, with_points
 from simulate.works import Same
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.hardware import Node
+from spec.kernel_fit import KernelFit
 from spec.step import FP8_PRODUCTS
 
+# FP8 matmul over bf16 matmul: stas00/ml-engineering@744d01e, compute/accelerator/README.md,
+# "Maximum Achievable Matmul FLOPS", lines 370-376: H100 1402.6 / 794.5, H200 1453.4 / 794.5,
+# B200 3432.5 / 1745.0, GB200 3615.6 / 1822.0, GH200 1535.0 / 828.6.
+FP8_SPEEDUP = 1.86
 # Ratios on five GPUs of two generations lie between 1.77 and 1.98, see `FP8_SPEEDUP`; kernels of
 # small shapes gain less. Assumed.
 SPEEDUP_SD = 0.1
@@ -32,9 +41,7 @@ def _with(same: Same[Calibration]) -> Calibration:
     for fit in calibration.kernels:
         missing = (fit.op, fit.direction, "fp8") not in fits
         if fit.op in FP8_PRODUCTS and fit.dtype == "bf16" and fit.tflops and missing:
-            faster = fit.tflops * fp8_speedup(calibration, fit)
-            moved = with_points(fit, changed(fit, tflops=faster, dtype="fp8"))
-            found.append(moved)
+            found.append(_in_fp8(calibration, fit, dtype="fp8"))
     if not found:
         return calibration
     listed = ", ".join(sorted({f"{fit.op} {fit.direction}" for fit in found}))
@@ -52,3 +59,25 @@ def _with(same: Same[Calibration]) -> Calibration:
         kernels=(*calibration.kernels, *found),
         parameters=(*calibration.parameters, assumed),
     )
+
+
+def with_fp8(calibration: Calibration) -> Calibration:
+    """The calibration with products of linear layers in FP8 instead, casts and all."""
+    kernels = [
+        _in_fp8(calibration, fit)
+        if fit.op in ("gemm", "grouped_gemm") and fit.tflops and fit.dtype != "fp8"
+        else fit
+        for fit in calibration.kernels
+    ]
+    return changed(calibration, kernels=tuple(kernels))
+
+
+def _in_fp8(calibration: Calibration, fit: KernelFit, **changes: str) -> KernelFit:
+    """A product at the measured ratio of FP8 to its direction's products, else the published."""
+    wide, narrow = (
+        calibration.kernel_fits.get(("gemm", fit.direction, dtype)) for dtype in (fit.dtype, "fp8")
+    )
+    speedup = FP8_SPEEDUP
+    if wide is not None and narrow is not None and wide.tflops and narrow.tflops:
+        speedup = narrow.tflops / wide.tflops
+    return with_points(fit, changed(fit, tflops=(fit.tflops or 0.0) * speedup, **changes))

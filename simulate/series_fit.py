@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from simulate.costs import Draws
 from simulate.estimate import StepEstimate, StepSimulator
+from simulate.fp8 import with_fp8
 from simulate.inputs import calibration_for
 from simulate.scale import ROW_SD, sd_per_doubling
 from simulate.series_attention import with_unfused_attention
 from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
-from simulate.transfer import changed, with_fp8
+from simulate.transfer import changed
 from spec.calibration import Calibration
 from spec.hardware import Node
 

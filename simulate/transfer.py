@@ -61,9 +61,6 @@ UNPUBLISHED_SD = 0.2
 SCALE_UP_SD = 0.15
 SWEEP_SD = 0.05
 HOST_SD = 0.5
-# FP8 matmul over bf16 matmul, same table, lines 370-376: H100 1402.6 / 794.5, H200 1453.4 / 794.5,
-# B200 3432.5 / 1745.0, GB200 3615.6 / 1822.0, GH200 1535.0 / 828.6.
-FP8_SPEEDUP = 1.86
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -337,27 +334,3 @@ def _moved(name: str, by: Ratios) -> tuple[float, float]:
     if last.endswith("_w"):
         return by.power, TRANSFER_SD
     return 1.0, TRANSFER_SD
-
-
-def with_fp8(calibration: Calibration) -> Calibration:
-    """Matrix products of linear layers in FP8, casts and all.
-
-    By the ratio of measured ceilings where FP8 products were measured, else by `FP8_SPEEDUP`.
-    """
-    kernels = []
-    for fit in calibration.kernels:
-        if fit.op in ("gemm", "grouped_gemm") and fit.tflops and fit.dtype != "fp8":
-            faster = fit.tflops * fp8_speedup(calibration, fit)
-            fit = with_points(fit, changed(fit, tflops=faster))
-        kernels.append(fit)
-    return changed(calibration, kernels=tuple(kernels))
-
-
-def fp8_speedup(calibration: Calibration, fit: KernelFit) -> float:
-    """FP8 matmul over bf16 matmul in the direction of `fit`: measured ceilings, else published."""
-    wide, narrow = (
-        calibration.kernel_fits.get(("gemm", fit.direction, dtype)) for dtype in (fit.dtype, "fp8")
-    )
-    if wide is None or narrow is None or not wide.tflops or not narrow.tflops:
-        return FP8_SPEEDUP
-    return narrow.tflops / wide.tflops

@@ -6,7 +6,7 @@ import pytest
 
 from calibrate.fit import fit, systems
 from calibrate.kernels import _by_model
-from simulate.transfer import with_fp8
+from simulate.fp8 import with_fp8
 from spec.calibration import Calibration
 from spec.files import read_table, write_table
 from spec.kernel import GEMM_DIRECTIONS, Kernel, parse_kernel

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from simulate import project
+from simulate.fp8 import FP8_SPEEDUP, with_fp8
 from simulate.inputs import calibration_for, default_node
-from simulate.transfer import FP8_SPEEDUP, same_gpu, transfer, with_fp8
+from simulate.transfer import same_gpu, transfer
 from spec.calibration import Calibration, Parameter
 from spec.command import run
 from tests.made_up import write_calibration
