@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from measure import sensors
 from measure.devices import Device
@@ -23,7 +25,7 @@ from measure.telemetry import Sampler
 from measure.window import Window
 from measure.workers import Pool
 from spec.errors import WorkError
-from spec.files import read_json, write_json
+from spec.files import parse, read_json, write_json
 
 FILE = "telemetry_checks.json"
 SCHEMA = "telemetry-checks/1"
@@ -104,6 +106,39 @@ def on_steps(kind: str) -> bool:
     from measure.training import _has_megatron
 
     return kind in ("nvidia", "amd", "cpu") and _has_megatron()
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Cost(BaseModel):
+    """How much longer the same work took with the sampler: a share, and its 95 % interval."""
+
+    mean: Finite
+    low: Finite
+    high: Finite
+
+
+class Truth(BaseModel):
+    """Integrated power over the energy counter, of one device; None where it has no counter."""
+
+    device: int
+    integrated_over_counter: Finite | None
+
+
+class Checks(BaseModel):
+    """What a report reads of the file."""
+
+    on_steps: Cost | None = Field(default=None, alias="telemetry-overhead-steps")
+    on_products: Cost | None = Field(default=None, alias="telemetry-overhead")
+    energy: tuple[Truth, ...] = Field(default=(), alias="telemetry-energy")
+
+
+def read_checks(folder: Path) -> Checks:
+    """A run's checks, as far as it made them; raises UserError where the file is broken."""
+    path = folder / FILE
+    value = read_json(path, "a run's telemetry checks") if path.exists() else {}
+    return parse(Checks, value, str(path))
 
 
 def done(folder: Path) -> set[str]:

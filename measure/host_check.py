@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import namespaces
-from spec.errors import WorkError
+from spec.errors import UserError, WorkError
 from spec.files import read_json, write_json
 
 FILE = "hosts.json"
@@ -114,7 +114,10 @@ def verdict(checks: Sequence[dict[str, float]]) -> str | None:
 def record(folder: Path, hosts: int, link_mbit: int) -> str | None:
     """Check, add the result to the run's hosts.json, and give the verdict on all its checks."""
     path = folder / FILE
-    before: list[Any] = read_json(path, "checks of hosts")["compute_s"] if path.exists() else []
+    try:
+        before: list[Any] = read_json(path, "checks of hosts")["compute_s"] if path.exists() else []
+    except (KeyError, TypeError):
+        raise UserError(f"{path}: not written by measure.run; delete it") from None
     checks = [*before, compute_s(hosts)]
     why_not = verdict(checks)
     value = {

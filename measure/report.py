@@ -12,11 +12,10 @@ from typing import Any
 
 from measure import compare
 from measure.campaign import Campaign
-from measure.checks import FILE as CHECKS
+from measure.checks import read_checks
 from measure.store import find_run, read_links
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError
-from spec.files import read_json
 from spec.records import KernelRow
 from spec.results import read_result_set
 
@@ -141,26 +140,21 @@ def summary(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 def telemetry_checks(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """The sampler's cost and the energy counter's truth, where the run checked them."""
-    path = folder / CHECKS
-    found = read_json(path, "a run's telemetry checks") if path.exists() else {}
+    found = read_checks(folder)
     value: dict[str, Any] = {}
     lines = []
-    for name, work in (
-        ("telemetry-overhead-steps", "training steps"),
-        ("telemetry-overhead", "products"),
-    ):
-        cost = found.get(name)
+    for cost, work in ((found.on_steps, "training steps"), (found.on_products, "products")):
         if cost:
-            value["overhead"] = {key: cost[key] for key in ("mean", "low", "high")}
-            words = f"{cost['mean']:+.2%} longer (95 % interval {cost['low']:+.2%} to "
-            lines.append(f"with the sampler {work} took {words}{cost['high']:+.2%})")
-            if cost["mean"] > COST or cost["high"] > COST_HIGH:
+            value["overhead"] = cost.model_dump()
+            words = f"{cost.mean:+.2%} longer (95 % interval {cost.low:+.2%} to "
+            lines.append(f"with the sampler {work} took {words}{cost.high:+.2%})")
+            if cost.mean > COST or cost.high > COST_HIGH:
                 lines[-1] += f"; more than {COST:.0%}, or not known to be below {COST_HIGH:.0%}"
             break
     ratios = {
-        one["device"]: one["integrated_over_counter"]
-        for one in found.get("telemetry-energy", ())
-        if one["integrated_over_counter"] is not None
+        one.device: one.integrated_over_counter
+        for one in found.energy
+        if one.integrated_over_counter is not None
     }
     if ratios:
         value["integrated_over_counter"] = ratios

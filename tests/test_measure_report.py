@@ -158,3 +158,10 @@ def test_the_same_cases_in_two_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "+1.0%  same\n" in text + "\n"
     assert run(main, [str(a.folder)] * 3) == 2
     assert "name one, or two to compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"telemetry-energy": [-1]}'])
+def test_broken_checks_are_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "telemetry_checks.json").write_text(text)
+    with pytest.raises(UserError, match=r"telemetry_checks\.json: "):
+        telemetry_checks(tmp_path)
