@@ -133,6 +133,7 @@ def sentence(one: Mapping[str, Any]) -> str:
 
 def _times(one: Mapping[str, Any]) -> str:
     name = one["component"].removesuffix("_exposed").replace("_", " ")
+    name = {"other": "waiting for the host"}.get(name, name)
     exposed = name in ("tp", "pp", "dp", "ep", "cp")
     share = f" ({one['share']:.0%} of the step)" if "share" in one else ""
     return (
