@@ -8,9 +8,11 @@ is the optimizer's.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from simulate.estimate import StepEstimate
+from simulate.pricing import PricedStep, UpdateCost
 from spec.kernel import PRODUCTS
 from spec.records import ProfileRow
 
@@ -43,12 +45,23 @@ def simulated(estimate: StepEstimate) -> Parts:
     whole = sum(classes.values()) or 1.0
     # slower beside communication, all alike
     found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
-    update_s = priced.updates[stage].kernels_us.item(0) / 1e6
-    found["optimizer"] = min(update_s, parts["optimizer"])
+    update = priced.updates[stage]
+    update_s = min(update.kernels_us.item(0) / 1e6, parts["optimizer"])
+    outside_s = _outside_s(priced, update)
+    found["memory"] += outside_s
+    found["optimizer"] = update_s - outside_s
     found |= {axis: parts[f"{axis}_exposed"] for axis in AXES}
     found["waiting"] = sum(parts[name] for name in ("bubble", "straggler", "other"))
-    found["waiting"] += parts["optimizer"] - found["optimizer"]
+    found["waiting"] += parts["optimizer"] - update_s
     return found
+
+
+def _outside_s(priced: PricedStep, update: UpdateCost) -> float:
+    """What an update does before the optimizer's step: gradients are zeroed, and scaled."""
+    if priced.parallelism.zero == 3:
+        return 0.0
+    kernels = takewhile(lambda kernel: kernel.op != "grad_norm", update.kernels)
+    return sum(priced.costs.kernel_us(kernel).item(0) for kernel in kernels) / 1e6
 
 
 def measured(rows: Iterable[ProfileRow]) -> Parts | None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from simulate import components
 from simulate.pricing import PassCost
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.transfer import changed
@@ -91,3 +92,14 @@ def test_experts_are_gathered_over_their_own_replicas() -> None:
     assert axes == {"dp", "edp"}
     priced = simulate(p, model=MOE).priced
     assert all(float(time) > 0 for _, time in priced.passes[0, 0, FORWARD].sharded)
+
+
+def test_only_whole_gradients_are_zeroed_and_scaled_outside_the_optimizer() -> None:
+    for p, more in ((P, False), (Parallelism(dp=4, overlap=True, global_batch=8), True)):
+        estimate = simulate(p)
+        update = estimate.priced.updates[0]
+        own = components.simulated(estimate)["optimizer"]
+        assert (own < float(update.kernels_us) / 1e6 * 0.999) is more
+        assert sum(components.simulated(estimate).values()) == pytest.approx(
+            float(estimate.step_time_s[0])
+        )
