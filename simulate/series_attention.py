@@ -36,6 +36,10 @@ class UnfusedAttention(KernelFit):
     """Duration of unfused attention from the rates of the products and copies beside it."""
 
     def time_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
+        """Duration and its sd."""
+        return self.central_us(dims), self.amplitude
+
+    def central_us(self, dims: tuple[int, ...]) -> float:
         """Products over the whole square of scores (no causal saving), then what memory takes."""
         batch, seq, heads, _, head_dim = dims
         scores = float(batch * heads * seq**2)
@@ -46,8 +50,7 @@ class UnfusedAttention(KernelFit):
         moved = scores * (BACKWARD_BYTES if backward else FORWARD_BYTES) / rate
         if not fused_softmax(batch, heads, seq):
             moved += scores * (REFUSED_BACKWARD_BYTES if backward else REFUSED_FORWARD_BYTES) / rate
-        time = self.launch_us * self.launches(dims) + product * (4 if backward else 2) + moved
-        return time, self.amplitude
+        return self.launch_us * self.launches(dims) + product * (4 if backward else 2) + moved
 
     def launches(self, dims: tuple[int, ...]) -> int:
         """Kernels one after another."""

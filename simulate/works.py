@@ -108,8 +108,12 @@ class Works:
 
     def _work(self, kernel: Kernel) -> tuple[Slowed, Work]:
         fit = self._calibration.kernel(kernel)
-        central_us, sd = reference_us(Same(fit), kernel.dims)
-        time = central_us * self._draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+        if self._draws.central:
+            central_us = fit.central_us(kernel.dims)
+            time = central_us + self._draws.zero
+        else:
+            central_us, sd = reference_us(Same(fit), kernel.dims)
+            time = central_us * self._draws.factor(f"kernel {fit.op} {fit.direction}", sd)
         energy = Energy(0.0, fit.active_power_w * central_us)
         if fit.tflops:
             started = min(fit.launch_us * launches(kernel) / central_us, 1.0)

@@ -105,13 +105,27 @@ class KernelFit(Record):
             return measured.time_us, measured.sd
         return self.model_us(dims)
 
+    def central_us(self, dims: tuple[int, ...]) -> float:
+        """The duration of `time_us` alone, for which its sd need not be worked out."""
+        measured = self.measured.get(dims)
+        if measured is not None:
+            return measured.time_us
+        return self._model_us(dims, self._with_points(dims))
+
     def model_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration by physics and correction, as if the shape were not measured, and its sd."""
-        x, weights, inverse = self._process
+        k = self._with_points(dims)
+        variance = self.amplitude**2 - float(k @ self._process[2] @ k) + self.noise**2
+        return self._model_us(dims, k), max(variance, 0.0) ** 0.5
+
+    def _with_points(self, dims: tuple[int, ...]) -> NDArray[np.float64]:
+        """Covariance of the correction at a shape with that at the points."""
         at = features(self.op, [dims]) / np.array(self.length_scales)
-        k = self._covariance(at, x)[0]
-        variance = self.amplitude**2 - float(k @ inverse @ k) + self.noise**2
-        return self.physics_us(dims) * exp(float(k @ weights)), max(variance, 0.0) ** 0.5
+        found: NDArray[np.float64] = self._covariance(at, self._process[0])[0]
+        return found
+
+    def _model_us(self, dims: tuple[int, ...], k: NDArray[np.float64]) -> float:
+        return self.physics_us(dims) * exp(float(k @ self._process[1]))
 
 
 def launches(kernel: Kernel) -> int:
