@@ -1,5 +1,7 @@
 """The calibration report: fit against data for every model, held-out errors, every parameter."""
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from math import exp
 from pathlib import Path
@@ -58,40 +60,43 @@ def render(calibration: Calibration) -> str:
 
 
 def _held_out(rows: Sequence[HeldOut]) -> list[Text | Table | Figure]:
+    """A table for each way of holding out and its baseline; those with one row together."""
+    groups: dict[tuple[str, str], list[HeldOut]] = defaultdict(list)
+    for one in rows:
+        groups[re.sub(r" \([^)]*\)", "", one.split), one.baseline].append(one)
+    alone = [mine[0] for mine in groups.values() if len(mine) == 1]
+    errors = ("rows", "median", "geometric mean", "p90", "baseline's median", "inside 90 %")
+    tables = [
+        Table(
+            ("model", *errors),
+            [(one.model, *_errors(one)) for one in mine],
+            f"{split[:1].upper()}{split[1:]}; baseline: {baseline}",
+        )
+        for (split, baseline), mine in groups.items()
+        if len(mine) > 1
+    ]
+    if alone:
+        cells = [(one.model, one.split, one.baseline, *_errors(one)) for one in alone]
+        tables.append(Table(("model", "held out", "baseline", *errors), cells, "Others"))
     return [
         Text(
             "Errors on rows that the model had not seen, beside a baseline on the same rows. An "
             "error is |predicted / measured - 1|, or degrees. Intervals should contain 90 % of "
             "the rows."
         ),
-        Table(
-            (
-                "model",
-                "held out",
-                "rows",
-                "median",
-                "geometric mean",
-                "p90",
-                "baseline",
-                "its median",
-                "inside 90 %",
-            ),
-            [
-                (
-                    one.model,
-                    one.split,
-                    one.rows,
-                    one.shown(one.median_error),
-                    one.shown(one.geometric_mean_error),
-                    one.shown(one.p90_error),
-                    one.baseline,
-                    one.shown(one.baseline_median_error),
-                    f"{one.inside_90:.0%}",
-                )
-                for one in rows
-            ],
-        ),
+        *tables,
     ]
+
+
+def _errors(one: HeldOut) -> tuple[str | int, ...]:
+    return (
+        one.rows,
+        one.shown(one.median_error),
+        one.shown(one.geometric_mean_error),
+        one.shown(one.p90_error),
+        one.shown(one.baseline_median_error),
+        f"{one.inside_90:.0%}",
+    )
 
 
 def _kernels(c: Calibration) -> list[Text | Table | Figure]:

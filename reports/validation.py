@@ -175,7 +175,7 @@ def _summary(summary: Mapping[str, Json], label: str = "kind") -> Table:
         "half-width",
         "energy",
         "memory",
-        "nearest row's",
+        "nearest",
     )
     return Table(
         columns,
