@@ -113,6 +113,11 @@ class ModelSpec(BaseModel):
             + self.head_parameters()
         )
 
+    @property
+    def core_flops_per_token(self) -> int:
+        """Forward FLOPs of one layer's attention scores and their application to the values."""
+        return 4 * self.seq_len * self.heads * self.head_dim
+
     def forward_flops_per_token(self) -> float:
         """Matrix FLOPs of one token's forward pass.
 
@@ -120,18 +125,19 @@ class ModelSpec(BaseModel):
         and their application, not halved for the causal mask: the convention of PaLM's MFU
         (arXiv 2204.02311, appendix B) and of Megatron-LM (arXiv 2104.04473, eq. 3).
         """
-        attention = 2 * self.attention_parameters + 4 * self.seq_len * self.heads * self.head_dim
+        attention = 2 * self.attention_parameters + self.core_flops_per_token
         mlp = 2 * self.mlp_parameters * max(self.top_k, 1) + 2 * self.hidden * self.experts
         return self.layers * (attention + mlp) + 2 * self.vocab * self.hidden
 
     def step_flops(self, sequences: int) -> float:
         """Model FLOPs (forward and backward, no recomputation) of a step over `sequences`.
 
-        The backward pass costs twice the forward; with LoRA the frozen weights need no weight
-        gradient, so it costs about once.
+        The backward pass costs twice the forward; with LoRA it costs frozen weights, which need no
+        gradient, once. Its adapters, well below a percent, are left out.
         """
-        factor = 2 if self.lora_rank else 3
-        return factor * self.forward_flops_per_token() * self.seq_len * sequences
+        forward = self.forward_flops_per_token()
+        saved = forward - self.layers * self.core_flops_per_token if self.lora_rank else 0.0
+        return (3 * forward - saved) * self.seq_len * sequences
 
     def resized(self, **changes: int | float | str) -> "ModelSpec":
         """The same model with some fields changed, checked again."""

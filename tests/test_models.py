@@ -34,6 +34,14 @@ def test_flops_of_a_gpt_match_megatrons_formula() -> None:
     assert model.step_flops(1) == pytest.approx(forward_and_backward, rel=1e-9)
 
 
+def test_flops_with_lora_leave_out_the_gradients_of_weights_alone() -> None:
+    model = load_model("llama3-8b")
+    weights = model.layers * (model.attention_parameters + model.mlp_parameters)
+    weights += model.vocab * model.hidden
+    saved = model.step_flops(1) - model.resized(lora_rank=8).step_flops(1)
+    assert saved == 2 * weights * model.seq_len
+
+
 def test_every_named_model_loads() -> None:
     for name in model_names():
         assert load_model(name).name == name

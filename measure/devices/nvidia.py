@@ -104,10 +104,6 @@ class NvidiaDevice(Device):
     def uuid(self) -> str:
         return _text(self._nvml.nvmlDeviceGetUUID(self._handle))
 
-    def pci_bus_id(self) -> str:
-        """PCI address, to tell which CUDA device this is."""
-        return _text(self._nvml.nvmlDeviceGetPciInfo(self._handle).busId)
-
     def memory_bytes(self) -> int:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
 
