@@ -232,14 +232,19 @@ class Fitted:
         }
 
 
-def fit(anchors: Sequence[Plan], calibrations: Calibrations, rounds: int = 4) -> Fitted:
-    """Fit a system's factors to its anchors; without anchors, the priors alone."""
+def fit(
+    anchors: Sequence[Plan], calibrations: Calibrations, rounds: int = 4, host: float = 0.0
+) -> Fitted:
+    """Fit a system's factors to its anchors; without anchors, the priors alone.
+
+    `host` is that factor's logarithm where the anchors do not move it.
+    """
     prior = np.array(PRIOR_SD)
     if not anchors:
         prior[0] = UNANCHORED_SD
     if anchors and not all(one.network_printed for one in anchors):
         prior[1] = UNPRINTED_NETWORK_SD
-    at = np.zeros(len(FACTORS))
+    at = np.array([0.0, 0.0, 0.0, host])
     free = np.array([bool(anchors), False, False, False])
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.real_s for one in anchors])
