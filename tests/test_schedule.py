@@ -143,3 +143,15 @@ def test_steady_phase_is_continued_exactly(
     whole = execute(pipeline, duration, delays, whole=True)
     np.testing.assert_allclose(quick.end, whole.end, rtol=1e-11)
     np.testing.assert_allclose(quick.busy, whole.busy, rtol=1e-12)
+
+
+def test_only_a_steady_phase_is_left_out() -> None:
+    for pipeline in (graph(16, 64, 4), graph(8, 64), graph(1, 100)):
+        steady = pipeline.steady
+        assert steady is not None
+        assert all(
+            level + periods * steady.period <= len(pipeline.arrays.levels)
+            for level, periods in steady.checks
+        )
+    for pipeline in (graph(4, 4), graph(16, 16, 4), graph(8, 64, 1, "gpipe")):
+        assert pipeline.steady is None
