@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
-from spec.records import (
-    CollectiveRow,
-    Device,
-    HeatRow,
-    InterferenceRow,
-    KernelRow,
-    Repeated,
-    Row,
-)
+from spec.manifest import Device
+from spec.records import CollectiveRow, HeatRow, InterferenceRow, KernelRow, Repeated, Row
 from spec.results import ResultSet
 
 R = TypeVar("R", bound=Row)

@@ -39,7 +39,8 @@ from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
 from spec.collective_fit import NetworkCurve
 from spec.hardware import GroupPath
-from spec.records import CollectiveRow, Manifest
+from spec.manifest import Manifest
+from spec.records import CollectiveRow
 
 UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed
 SCALE_UP = 1e6  # 1e9 bytes/s: never what limits a collective over such networks

@@ -3,7 +3,8 @@
 import statistics
 from typing import Any
 
-from spec.records import CollectiveRow, KernelRow, Manifest, TrainingRow
+from spec.manifest import Manifest
+from spec.records import CollectiveRow, KernelRow, TrainingRow
 from spec.results import ResultSet
 
 AGREE = 0.02  # medians of the same configuration on the same machine differ by less

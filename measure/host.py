@@ -14,7 +14,7 @@ from typing import Any, Literal
 from measure.devices import Device, hashed
 from measure.devices.cpu import cpu_name
 from spec.errors import UserError
-from spec.records import Host
+from spec.manifest import Host
 
 # NVLink multicast stays off; set before any communicator exists, and recorded with each run.
 DEFAULTS = {

@@ -17,7 +17,8 @@ from measure.plan import CollectiveCase, role_of
 from spec.collective import busbw_factor
 from spec.errors import UserError
 from spec.files import read_text
-from spec.records import CollectiveRow, Device, Host
+from spec.manifest import Device, Host
+from spec.records import CollectiveRow
 
 PROGRAMS = {
     "all_reduce": "all_reduce",

@@ -23,8 +23,8 @@ from measure.link import Link, lead
 from measure.telemetry import PARTS, Sampler
 from spec.errors import UserError
 from spec.files import parse, replacing
-from spec.records import Device as DeviceRecord
-from spec.records import Host, Manifest
+from spec.manifest import Device as DeviceRecord
+from spec.manifest import Host, Manifest
 
 ANSWER_S = 30.0
 CLOCK_READINGS = 9

@@ -14,7 +14,8 @@ from typing import Any
 
 from spec.errors import UserError
 from spec.files import format_row, parse, read_json, write_json
-from spec.records import SCHEMA, TABLES, Host, Manifest, Row, StepRow, TrainingRow
+from spec.manifest import Host, Manifest
+from spec.records import SCHEMA, TABLES, Row, StepRow, TrainingRow
 from spec.results import read_result_set
 
 COMPARED = "placement-compared.json"  # ends a comparison of placements

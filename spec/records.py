@@ -1,7 +1,7 @@
 """The tables of a result set: columns, types, units and meaning. Every file format is written here.
 
-A result set is `results/<system>/<run>/`: `manifest.json` and the tables below, one CSV each, plus
-`telemetry.parquet`. `SCHEMA` is the version of all of them together.
+A result set is `results/<system>/<run>/`: `manifest.json` (`spec.manifest`) and the tables below,
+one CSV each, plus `telemetry.parquet`. `SCHEMA` is the version of all of them together.
 """
 
 import itertools
@@ -388,62 +388,3 @@ TELEMETRY: tuple[tuple[str, str, str], ...] = (
     ("port_out_of_sequence", "int64", "RoCE packets that came out of sequence, counter"),
     ("host_energy_j", "double", "RAPL energy of the host's CPU packages, counter; device is -1"),
 )
-
-
-class Device(BaseModel):
-    """One GPU (or the CPU) of the measured system; identifiers are hashed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    index: NonNegativeInt
-    kind: Literal["nvidia", "amd", "cpu", "fake"]
-    name: str
-    uuid_hash: str = Field(description="first 16 hex digits of SHA-256 of the device's UUID")
-    memory_gib: Positive | None = None
-    max_clock_mhz: Positive | None = None
-    power_limit_w: Positive | None = None
-    driver: str | None = None
-
-
-class Host(BaseModel):
-    """One host of the measured system; its name is hashed."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name_hash: str
-    cpu: str
-    cores: Positive | None = Field(default=None, description="that it may use; 0.2 of a shared one")
-    memory_gib: Positive | None = None
-    devices: list[Device]
-
-
-class Manifest(BaseModel):
-    """manifest.json: what was measured, on what, with what, when, and whether it is complete."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    schema_version: Literal["results/1"] = Field(alias="schema")
-    system: str = Field(pattern=NAME, max_length=MOST_NAME)
-    run: str = Field(pattern=NAME, max_length=MOST_NAME)
-    hosts: list[Host] = Field(min_length=1)
-    interconnect: str = Field(default="", description="how the devices are linked, where readable")
-    software: dict[str, str]
-    environment: dict[str, str] = Field(description="variables that change results")
-    emulated_nodes: PositiveInt = Field(
-        default=1, description="nodes that each host's devices were split into, for NCCL"
-    )
-    base_system: str | None = Field(
-        default=None, description="system of the same devices that has this one's kernel rows"
-    )
-    command: str
-    suites: list[str]
-    started: str = Field(description="ISO 8601, UTC")
-    ended: str | None = None
-    status: Literal["running", "complete", "partial"]
-    planned: NonNegativeInt = Field(description="cases in the plan")
-    finished: NonNegativeInt = Field(description="cases finished, skipped ones not counted")
-    skipped: dict[str, str] = Field(default_factory=dict, description="case: why it was skipped")
-    notes: list[str] = Field(default_factory=list)
-    invalid: str | None = Field(
-        default=None, description="why nothing may be concluded from this run; None: it may"
-    )

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
-from spec.records import SCHEMA, TABLES, Manifest, PlacementRow, ProfileRow, Row, StepRow
+from spec.manifest import Manifest
+from spec.records import SCHEMA, TABLES, PlacementRow, ProfileRow, Row, StepRow
 
 R = TypeVar("R", bound=Row)
 

@@ -15,9 +15,10 @@ import numpy as np
 from spec.collective import COLLECTIVES, busbw_factor
 from spec.files import write_json, write_table
 from spec.kernel import Kernel, ceil_div
+from spec.manifest import Device, Host, Manifest
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import CollectiveRow, Device, Host, InterferenceRow, KernelRow, Manifest
+from spec.records import CollectiveRow, InterferenceRow, KernelRow
 from spec.step import kernels_of
 
 COMPUTE = ("gemm", "grouped_gemm", "attention")

@@ -7,7 +7,7 @@ import pytest
 from measure import host
 from measure.devices.fake import FakeDevice
 from spec.errors import UserError
-from spec.records import Host
+from spec.manifest import Host
 
 
 @pytest.mark.parametrize(

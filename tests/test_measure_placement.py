@@ -11,10 +11,11 @@ from measure.placement import PlacementCase, cases, measure
 from measure.store import Store
 from measure.training_plan import case_of
 from simulate.place import main
+from spec.manifest import Host
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.placement_gain import gains, measured_gain
-from spec.records import Host, PlacementRow
+from spec.records import PlacementRow
 from spec.results import read_result_set
 
 

@@ -12,7 +12,8 @@ from measure.devices.fake import FakeDevice
 from measure.store import Store, find_run
 from measure.window import Window
 from spec.errors import UserError
-from spec.records import CollectiveRow, Host, Manifest
+from spec.manifest import Host, Manifest
+from spec.records import CollectiveRow
 from spec.results import read_result_set
 
 ROW = CollectiveRow(

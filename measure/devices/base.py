@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from spec.records import Device as DeviceRecord
+from spec.manifest import Device as DeviceRecord
 
 if TYPE_CHECKING:
     from measure.other_hosts import OtherHost
