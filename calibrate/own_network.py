@@ -37,9 +37,9 @@ from calibrate.network import (
 from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, _columns
 from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
-from spec.collective_fit import NetworkCurve
 from spec.hardware import GroupPath
 from spec.manifest import Manifest
+from spec.network_fit import NetworkCurve
 from spec.records import CollectiveRow
 
 UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed

@@ -5,8 +5,8 @@ formula beside them, so that both stages mean the same by a parameter. A calibra
 only; reading one from a stranger runs nothing.
 
 All spreads named `sd` are standard deviations of the natural logarithm of a duration: 0.05 means
-about 5 %. The formulas stand in `spec.kernel_fit` and `spec.collective_fit`; their names are here
-too.
+about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit` and
+`spec.network_fit`; their names are here too.
 """
 
 from functools import cached_property
@@ -21,7 +21,6 @@ from spec.collective_fit import (
     CollectiveFit,
     CollectivePoint,
     CollectiveStructure,
-    NetworkFit,
     ring_steps,
 )
 from spec.errors import UserError
@@ -29,6 +28,7 @@ from spec.files import parse, read_json
 from spec.fitted import Finite, NonNegative, Positive, Record, Source
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
+from spec.network_fit import NetworkFit
 from spec.thermal import ThermalFit
 
 __all__ = [

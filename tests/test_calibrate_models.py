@@ -21,13 +21,7 @@ from calibrate.network import (
 from calibrate.physics import Physics, fit_physics, multiprocessors, system_of
 from calibrate.structure import fit_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
-from spec.collective_fit import (
-    LL_BYTES,
-    P2P_CHANNELS,
-    CollectiveStructure,
-    SendStructure,
-    channels,
-)
+from spec.collective_fit import LL_BYTES, P2P_CHANNELS, CollectiveStructure, SendStructure, channels
 from spec.files import read_table
 from spec.kernel import Kernel
 from spec.kernel_fit import features
