@@ -281,19 +281,7 @@ def overhead(block: Callable[[], float], sampler: Sampler, pairs: int) -> dict[s
             finally:
                 sampler.pause(False)
         shares.append(times[True] / times[False] - 1)
-    return interval(shares) | {"unit": "share of time", "pairs": pairs}
-
-
-def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its 95 % interval by Student's t."""
-    from scipy import stats
-
-    mean = statistics.fmean(values)
-    half = 0.0
-    if len(values) > 1:
-        quantile = float(stats.t.ppf(0.975, len(values) - 1))
-        half = quantile * statistics.stdev(values) / len(values) ** 0.5
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+    return sensors.interval(shares) | {"unit": "share of time", "pairs": pairs}
 
 
 def _block(case: LoadCase, pool: Pool) -> float:

@@ -3,6 +3,7 @@
 The check of the activity counters holds them against products whose operations are counted.
 """
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -158,3 +159,15 @@ def activity(
             }
         )
     return found
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and its 95 % interval by Student's t."""
+    from scipy import stats
+
+    mean = statistics.fmean(values)
+    half = 0.0
+    if len(values) > 1:
+        quantile = float(stats.t.ppf(0.975, len(values) - 1))
+        half = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from measure.checks import interval
+from measure.sensors import interval
 from measure.telemetry import Sampler
 from measure.training import Processes
 from measure.training_plan import TrainingCase, case_of

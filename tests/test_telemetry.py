@@ -252,7 +252,7 @@ def test_overhead_of_known_shares() -> None:
     assert found["mean"] == pytest.approx(0.01)
     assert found["low"] == pytest.approx(found["high"])
     assert not sampler.paused
-    spread = checks.interval([0.0, 0.02])
+    spread = sensors.interval([0.0, 0.02])
     assert spread["high"] - spread["mean"] == pytest.approx(12.706 * 0.01, rel=1e-3)
 
 
