@@ -12,7 +12,7 @@ about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit` and
 from functools import cached_property
 from math import exp, log
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -58,6 +58,10 @@ __all__ = [
 ]
 
 SCHEMA = "calibration/1"
+
+
+# Standard deviation of a logarithm; beyond that nothing is known
+Spread = Annotated[float, Field(ge=0, le=10)]
 
 
 class Parameter(Record):
@@ -133,23 +137,23 @@ class ClockFit(Record):
     regulated_w: Positive | None = Field(
         default=None, description="mean power while the cap acts; the limit where not measured"
     )
-    power_exponent: Positive
+    power_exponent: Annotated[float, Field(ge=0.1, le=10)]
     communication_w: NonNegative = Field(description="above idle, while only communicating")
     waiting_w: NonNegative = Field(description="above idle, while waiting for a peer")
-    device_spread_sd: NonNegative = Field(description="sustained clock, one device to another")
-    product_bend: NonNegative = Field(
+    device_spread_sd: Spread = Field(description="sustained clock, one device to another")
+    product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.0, description="see `product_factor`; how far the exponent changes with the clock"
     )
     sustained_mhz: Positive | None = Field(
         default=None, description="clock of products that ran sustained under the cap"
     )
-    jitter_sd: NonNegative = Field(
+    jitter_sd: Spread = Field(
         default=0.0, description="speed under the cap, from some tens of milliseconds to the next"
     )
     jitter_mean: NonNegative = Field(
         default=0.0, description="mean duration under the cap beyond the median, a share"
     )
-    visit_sd: NonNegative = Field(description="whole speed, one visit to the machine to another")
+    visit_sd: Spread = Field(description="whole speed, one visit to the machine to another")
     devices: tuple[DeviceFit, ...] = Field(
         default=(), description="those that ran the same product under the cap, in order"
     )
@@ -230,7 +234,7 @@ class Calibration(BaseModel):
         exclude=True,  # of the software, not of the measurements
         description="kernels start in the order of issue: CUDA_DEVICE_MAX_CONNECTIONS=1",
     )
-    composition_sd: NonNegative = Field(
+    composition_sd: Spread = Field(
         description="what adding up kernels leaves out of a whole step, common to all of it"
     )
     parameters: tuple[Parameter, ...]

@@ -315,6 +315,18 @@ def test_broken_calibrations(command: Any, calibration: Path, text: str, sentenc
     assert "calibration.json" in err
 
 
+@pytest.mark.parametrize(("name", "value"), [("power_exponent", 1e-12), ("visit_sd", 1e6)])
+def test_a_clock_model_that_cannot_be(
+    command: Any, calibration: Path, name: str, value: float
+) -> None:
+    whole = json.loads(calibration.read_text())
+    whole["clock"][name] = value
+    calibration.write_text(json.dumps(whole))
+    code, _, err = command("project")
+    assert code == 2
+    assert f"calibration.json: clock.{name} is" in err
+
+
 def test_points_of_a_curve_ascend(command: Any, calibration: Path) -> None:
     """Interpolation over descending sizes gives numbers, but wrong ones."""
     value = json.loads(calibration.read_text())
