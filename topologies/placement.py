@@ -35,13 +35,6 @@ Pattern = Literal["ring", "all-to-all", "send-recv"]
 AXIS_PATTERN: dict[str, Pattern] = {"ep": "all-to-all", "pp": "send-recv", "cp": "send-recv"}
 
 
-def pattern_of(kind: str) -> Pattern:
-    """Traffic pattern of a collective kind as `spec.collective` names them."""
-    if kind == "all_to_all":
-        return "all-to-all"
-    return "send-recv" if kind == "send_recv" else "ring"
-
-
 def group_path(
     node: Node,
     fabric: Fabric | None,

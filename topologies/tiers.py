@@ -100,18 +100,3 @@ def tier_utilisation(
         )
         for name in order
     ]
-
-
-def saturating_bytes(
-    kind: str, path: GroupPath, fixed_us: float, share: float = SATURATED
-) -> float:
-    """Buffer size in bytes from which a collective keeps its busiest link at `share` of its rate.
-
-    `fixed_us` is the time of an empty collective on the path: launch, latencies, hops. With
-    time = fixed + bytes / rate, the link is used at `share` where bytes / rate = fixed * share /
-    (1 - share); share 0.5 is Hockney's half-performance length (Parallel Computing 20, 1994).
-    """
-    one = AxisTraffic({"all_to_all": "ep", "send_recv": "pp"}.get(kind, "dp"), 1.0, path)
-    per_byte = (one.outside if path.nodes > 1 else one.inside) / (path.gbytes_per_s * 1e3)
-    per_byte *= busbw_factor(kind, path.ranks)
-    return fixed_us * share / (1 - share) / per_byte
