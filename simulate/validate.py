@@ -182,12 +182,14 @@ def finish(arguments: Any, value: dict[str, Any], title: str) -> int:
 def main_validate(words: Sequence[str]) -> int:
     """Every measured step against its simulation."""
     arguments = parser("validate").parse_args(words)
+    if arguments.series is not None and arguments.spread is not None:
+        raise UserError("--series and --spread are two commands; give one of them")
+    if arguments.anchor and arguments.series is None:
+        raise UserError("--anchor has no effect without --series FILE.csv")
     if arguments.series is not None:
         return main_series(arguments)
     if arguments.spread is not None:
         return main_spread(arguments)
-    if arguments.anchor:
-        raise UserError("--anchor has no effect without --series FILE.csv")
     sets = find_result_sets(Path(arguments.results), arguments.system)
     cases, used = simulate_all(arguments, sets)
     if not cases:
