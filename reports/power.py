@@ -26,6 +26,10 @@ def power_blocks(value: Json) -> list[Block]:
         blocks += _what_if(asked)
     rows: list[Sequence[Any]] = [
         _row("highest reading of a GPU", value["burst_w"], "W", "simulated"),
+        _row(
+            "peak of a GPU, before its regulator acts", value["peak_w"]["at_once"], "W", "simulated"
+        ),
+        _row("highest mean of a GPU over a second", value["peak_w"]["over_1_s"], "W", "simulated"),
         _row("energy-delay product of a step", value["edp_js"], "MJ s", "simulated", 1e-6),
     ]
     warm = value.get("heat")

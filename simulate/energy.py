@@ -224,7 +224,10 @@ def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
         "power_by_activity_w": by_activity_w(e, r.calibration),
         "clock_by_stage_mhz": [stage.clock_mhz for stage in e.priced.stages],
         "burst_w": burst_w(peaks),
-        "peak_w": peaks,
+        # as far off as the step's mean power may be
+        "peak_w": {
+            name: interval(watts / e.power_w[0] * e.power_w) for name, watts in peaks.items()
+        },
         "heat": temperatures(
             e, changed.heat, r.calibration, gpus, published=changed.what.cooling is not None
         ),

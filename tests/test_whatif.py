@@ -252,6 +252,7 @@ def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path
         assert found["products"] == max(found.values())
     assert found["waiting"] > 0
     value = value_of(calibration, path, WhatIf())
+    assert all(one["low"] < one["median"] < one["high"] for one in value["peak_w"].values())
     assert len(value["clock_by_stage_mhz"]) == 1
     assert "kernels bound by memory" in render(value)
 
