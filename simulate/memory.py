@@ -111,12 +111,42 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, one_batch: fl
     layer = _passing_bytes(model, p)
     if p.recompute == "full":
         layer += layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+    logits = 6.0 * s.tokens * vocab + 4 * 2.0 * s.local_tokens * model.hidden
+    table = 2.0 * vocab * model.hidden
+    if p.zero >= 3:
+        # gathered: at the loss, the output layer; in a layer's backward pass, that layer and the
+        # next, while the gradient of the one before is scattered in fp32; the table, both at once
+        one = _layer_elements(model, p, stage)
+        before = vocab * model.hidden if stage == p.pp - 1 else one
+        logits += 2.0 * vocab * model.hidden
+        layer += 2 * 2.0 * one + 4.0 * before
+        table += (2.0 + 4.0) * vocab * model.hidden
     found = [layer]
     if stage == p.pp - 1:
-        found.append(6.0 * s.tokens * vocab + 4 * 2.0 * s.local_tokens * model.hidden)
+        found.append(logits)
     if stage == 0 and not model.lora_rank:
-        found.append(2.0 * vocab * model.hidden - one_batch)
+        found.append(table - one_batch)
     return max(found)
+
+
+def _layer_elements(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Parameters of a GPU in one layer of `stage`."""
+    ends = (stage == 0) + (stage == p.pp - 1)
+    held = sum(stage_parameters(model, p, stage)) - ends * model.vocab / p.tp * model.hidden
+    return held / p.stage_layers(model)[stage]
+
+
+def _other_streams_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Blocks that only FSDP's own streams use: PyTorch's allocator gives no stream another's.
+
+    The largest unit gathered in bf16, and its gradient in fp32 before and after it is scattered.
+    """
+    if p.zero < 3:
+        return 0.0
+    largest = _layer_elements(model, p, stage)
+    if stage in (0, p.pp - 1):
+        largest = max(largest, model.vocab / p.tp * model.hidden)
+    return (2.0 + 4.0 + 4.0 / (p.dp * p.cp)) * largest
 
 
 def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) -> float:
@@ -147,6 +177,8 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         ends = model.vocab / p.tp * model.hidden * ((stage == 0) + (stage == p.pp - 1))
         weights += 2.0 * max(held - ends, 0.0)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
+    if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
+        gradients /= 2
     optimizer = 12.0 * owned
     layers = p.stage_layers(model)[stage]
     in_flight: float = min(p.pp - stage, p.microbatches)
@@ -160,8 +192,6 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     one_batch = layers * layer_activation_bytes(model, p)
     activations = in_flight * one_batch
     temporary = _temporary_bytes(model, p, stage, one_batch)
-    if p.zero >= 3:
-        temporary += 2 * 2.0 * held / max(layers, 1)  # two gathered layers
     temporary = max(temporary, _clipping_bytes(model, p, stage, owned) - activations)
     return StageMemory(weights, gradients, optimizer, activations, temporary)
 
@@ -209,7 +239,9 @@ def memory(model: ModelSpec, p: Parallelism, capacity_gib: float) -> Memory:
         clipping = _clipping_bytes(model, p, stage, held.optimizer / 12) / GIB
         context = overhead.context_gib(model, p, stage)
         allocated.append(held.allocated / GIB)
-        reserved.append(overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB))
+        apart = _other_streams_bytes(model, p, stage) / GIB
+        kept = overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB)
+        reserved.append(kept + apart)
         device.append(reserved[-1] + context)
         needed.append(overhead.needed_gib(allocated[-1]) + context)
     fullest = device.index(max(device))
