@@ -392,7 +392,7 @@ def spans(world: int) -> list[tuple[int, int, int]]:
 
 
 def interference_cases(device_kind: str, world: int, quick: bool) -> list[InterferenceCase]:
-    """GEMM and attention under all-reduce and all-gather of all ranks."""
+    """GEMM and attention under every collective of all ranks; quick: under two of them."""
     if world < 2:
         return []
     gpu = device_kind in ("nvidia", "amd")
@@ -400,6 +400,6 @@ def interference_cases(device_kind: str, world: int, quick: bool) -> list[Interf
     return [
         InterferenceCase(kernel, kind, world, size, 1.0 if gpu else 0.5)
         for kernel in grid.interference(gpu)
-        for kind in ("all_reduce", "all_gather", "reduce_scatter")[: 2 if quick else 3]
+        for kind in COLLECTIVES[: 2 if quick else None]
         for size in (sizes[-1:] if quick else sizes)
     ]
