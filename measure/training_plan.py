@@ -171,6 +171,13 @@ _GPU_PLAN: tuple[_Wish, ...] = (
     ("llama3-8b", 16, 4096, {"tp": 2, **_SP, "global_batch": 2, "recompute": "full"}),
     ("gpt3-30b", 4, 2048, {"pp": 2, "microbatch": 2, "global_batch": 8}),
 )
+# the effect of the microbatch: at a fixed global batch (which lengthens the bubble), and at a fixed
+# number of microbatches
+_GPU_PLAN += tuple(
+    ("llama3-8b", 8, 4096, {"pp": 4, "microbatch": microbatch, "global_batch": batch})
+    for microbatch in (1, 2, 4, 8)
+    for batch in sorted({16, 8 * microbatch} - {8})  # 8 of one are above
+)
 _CPU_PLAN: tuple[_Wish, ...] = (
     ("tiny", 4, 128, {"global_batch": 4}),
     ("tiny", 4, 128, {"tp": 2, "sequence_parallel": True, "global_batch": 4}),
