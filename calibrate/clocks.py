@@ -278,33 +278,22 @@ def _regulated(evidence: Evidence, state: ClockState, ledger: Ledger) -> float |
 
     A load of minutes tells it better than rows of seconds, where there is one.
     """
+
+    def noted(watts: Sequence[float], low: float, high: float, where: str) -> float:
+        value = float(median(watts))
+        return rounded(ledger.note("clock.regulated_w", value, "W", (low, high), "measured", where))
+
     held = held_w(evidence)
     if state.limit_w is not None and held:
-        return rounded(
-            ledger.note(
-                "clock.regulated_w",
-                float(median(held)),
-                "W",
-                (min(held), max(held)),
-                "measured",
-                f"{evidence.where(HeatRow, 1)}: products for minutes, {len(held)} devices",
-            )
-        )
+        where = f"{evidence.where(HeatRow, 1)}: products for minutes, {len(held)} devices"
+        return noted(held, min(held), max(held), where)
     rows = [row for _, row in evidence.rows(KernelRow) if state.shows_power(row)]
     capped = [row.power_w for row in rows if row.power_w and "power_cap" in (row.throttle or "")]
     if state.limit_w is None or len(capped) < LEAST_PAIRS:
         return None
     low, high = np.quantile(capped, [0.05, 0.95])
-    return rounded(
-        ledger.note(
-            "clock.regulated_w",
-            float(median(capped)),
-            "W",
-            (float(low), float(high)),
-            "measured",
-            f"{evidence.where(KernelRow, len(capped))}: sustained rows that the power cap slowed",
-        )
-    )
+    where = f"{evidence.where(KernelRow, len(capped))}: sustained rows that the power cap slowed"
+    return noted(capped, float(low), float(high), where)
 
 
 def draw(fit: KernelFit) -> tuple[float, float]:

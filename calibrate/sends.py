@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from math import log
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from calibrate.physics import BELIEVED
-from calibrate.structure import STRUCTURE_NOISE, Array, fit_structure, soft
+from calibrate.structure import STRUCTURE_NOISE, Array, fit_structure, most_likely, soft
 from spec.collective_fit import (
     LL_BYTES,
     P2P_CHANNELS,
@@ -90,10 +89,5 @@ def fit_send_structure(
         model = np.where(quick, launch + sizes / (share * rate), chunked)
         return np.concatenate([soft(np.log(model / times) / noise), (x - start) / widths])
 
-    found = least_squares(residuals, start, x_scale=widths)
-    sds = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
-    values = dict(zip(priors, (float(one) for one in np.exp(found.x)), strict=True))
-    return (
-        SendStructure.model_validate(values),
-        dict(zip(priors, (float(one) for one in sds), strict=True)),
-    )
+    values, sds = most_likely(list(priors), residuals, start, widths)
+    return SendStructure.model_validate(values), sds

@@ -1,6 +1,6 @@
 """How a collective inside a node grows with bytes and ranks: five numbers, fitted with priors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +51,20 @@ def fit_structure(
         model = a + b + 2 * pipelining * np.sqrt(a * b)
         return np.concatenate([soft(np.log(model / times) / noise), (x - start) / widths])
 
+    values, sds = most_likely(list(centre), residuals, start, widths)
+    return CollectiveStructure.model_validate(values), sds
+
+
+def most_likely(
+    names: Sequence[str], residuals: Callable[[Array], Array], start: Array, widths: Array
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Least squares over logarithms of parameters: their values, and sds of their logarithms."""
     found = least_squares(residuals, start, x_scale=widths)
     sds = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
-    values = dict(zip(centre, (float(one) for one in np.exp(found.x)), strict=True))
+    values = (float(one) for one in np.exp(found.x))
     return (
-        CollectiveStructure.model_validate(values),
-        dict(zip(centre, (float(one) for one in sds), strict=True)),
+        dict(zip(names, values, strict=True)),
+        dict(zip(names, (float(one) for one in sds), strict=True)),
     )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from simulate.clocks import REGULATION_US, load
 from simulate.costs import total
-from simulate.estimate import StepEstimate, StepSimulator
+from simulate.estimate import StepEstimate
 from simulate.heat import Heat, temperatures_c
 from simulate.uncertainty import LEVEL, Draws, interval
 from simulate.whatif import Changed, WhatIf, change
@@ -185,17 +185,7 @@ def without(changed: Changed, estimate: StepEstimate, r: Any) -> Any:
     """
     if not changed.what.asked:
         return None
-    simulator = StepSimulator(
-        r.model,
-        r.parallelism,
-        r.node,
-        r.fabric,
-        changed.before,
-        draws=r.draws,
-        seed=r.seed,
-        slow_gpus=r.slow_gpus,
-    )
-    before = simulator.run()
+    before = r.simulator(changed.before).run()
     time = estimate.step_time_s / before.step_time_s
     energy = time * estimate.power_w / before.power_w
     return {

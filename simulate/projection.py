@@ -49,6 +49,21 @@ class Request:
     gpu_mtbf_hours: float | None = None  # None: as published
     changed: Changed | None = None  # by a what-if of power or heat, as `calibration` is
 
+    def simulator(
+        self, calibration: Calibration | None = None, draws: OneAtATime | None = None
+    ) -> StepSimulator:
+        """Its step, with its own calibration and draws where no others are given."""
+        return StepSimulator(
+            self.model,
+            self.parallelism,
+            self.node,
+            self.fabric,
+            self.calibration if calibration is None else calibration,
+            draws=self.draws if draws is None else draws,
+            seed=self.seed,
+            slow_gpus=self.slow_gpus,
+        )
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -163,17 +178,7 @@ class Projection:
 
 def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[dict[str, Any]]:
     """Step time with one uncertain factor at either end of its interval, the largest effects."""
-    r = request
-    simulator = StepSimulator(
-        r.model,
-        r.parallelism,
-        r.node,
-        r.fabric,
-        r.calibration,
-        draws=OneAtATime(names),
-        slow_gpus=r.slow_gpus,
-    )
-    times = simulator.run().step_time_s
+    times = request.simulator(draws=OneAtATime(names)).run().step_time_s
     rows: list[dict[str, Any]] = [
         {"factor": name, "low_s": float(times[1 + 2 * i]), "high_s": float(times[2 + 2 * i])}
         for i, name in enumerate(names)
@@ -187,17 +192,7 @@ def project(request: Request) -> Projection:
     r = request
     if r.parallelism.fp8:
         r = replace(r, calibration=with_fp8_products(r.calibration, r.node))
-    simulator = StepSimulator(
-        r.model,
-        r.parallelism,
-        r.node,
-        r.fabric,
-        r.calibration,
-        draws=r.draws,
-        seed=r.seed,
-        slow_gpus=r.slow_gpus,
-    )
-    estimate = simulator.run()
+    estimate = r.simulator().run()
     if r.changed is not None and r.changed.what.asked:
         estimate = widened(estimate, r.changed, r.model, r.parallelism, r.node, r.fabric)
     if not (np.isfinite(estimate.step_time_s).all() and np.isfinite(estimate.power_w).all()):

@@ -1,27 +1,13 @@
 """The pool keeps going whatever its workers do: fail, die, or never answer."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from measure import workers
 from measure.workers import Pool
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the stub worker is to do."""
-
-    case_id: str
-    op: str = "work"
-    device: int | None = None
-    seconds: float = 0.0
-
-    def message(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"case_id": self.case_id, "op": self.op}
+from tests.stub_case import Case
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -38,22 +37,9 @@ from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import CollectiveRow, KernelRow, StepRow, TrainingConfig, TrainingRow
 from spec.results import find_result_sets, read_result_set
+from tests.stub_case import Case
 
 ROOT = Path(__file__).parent.parent
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the stub worker is to do."""
-
-    case_id: str
-    op: str = "work"
-    device: int | None = None
-    seconds: float = 0.0
-
-    def message(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"case_id": self.case_id, "op": self.op}
 
 
 def pair() -> tuple[Link, Link]:
