@@ -10,12 +10,14 @@ from spec.errors import UserError
 from spec.model import ModelSpec, load_model, model_names
 from spec.parallelism import Parallelism
 
-# printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783 and the model cards
-# (Llama 3), 2401.04088 and the model cards (Mixtral)
+# printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
+# the model cards (Llama), 2401.04088 and the model cards (Mixtral)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
     "llama3-70b": 70.55e9,
+    "llama3-405b": 405.85e9,
+    "llama2-7b": 6.738e9,
     "mixtral-8x7b": 46.7e9,
     "mixtral-8x22b": 140.6e9,
 }
