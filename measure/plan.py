@@ -9,15 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from measure import cluster_plan, emulation, grid
 from spec.collective import COLLECTIVES
 from spec.errors import UserError
-from spec.files import parse, read_table, read_yaml
+from spec.files import first_problem, parse, read_table, read_yaml
 from spec.kernel import Kernel, parse_kernel
+from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
@@ -196,6 +197,16 @@ class PlanFile(BaseModel):
     kernels: list[_KernelWish] = Field(default_factory=list)
     collectives: list[_CollectiveWish] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        for name in ("models", "tp", "seq_len", "microbatch"):
+            if self.kernels and getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect beside kernels, which replace the shapes of models; "
+                    "leave one of the two out"
+                )
+        return self
+
 
 def read_plan(path: Path) -> PlanFile:
     """Read a plan; raises UserError where a key or value is wrong.
@@ -206,8 +217,23 @@ def read_plan(path: Path) -> PlanFile:
         rows = read_table(path, TrainingConfig, others_ignored=True)
         if not rows:
             raise UserError(f"{path}: the plan has no rows")
+        for number, row in enumerate(rows, start=2):
+            _check_steps(row, f"{path}: line {number}")
         return PlanFile(training=rows)
-    return parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
+    plan = parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
+    for number, row in enumerate(plan.training):
+        _check_steps(row, f"{path}: training.{number}")
+    return plan
+
+
+def _check_steps(row: TrainingConfig, where: str) -> None:
+    """Raise UserError where a row's steps cannot be measured, or would ignore a column."""
+    try:
+        refuse(row.model_spec(), row.parallelism())
+    except ValidationError as error:
+        raise UserError(f"{where}, {row.case_id}: {first_problem(error)}") from None
+    except UserError as error:
+        raise UserError(f"{where}, {row.case_id}: {error}") from None
 
 
 def model_kernels(

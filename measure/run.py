@@ -154,6 +154,12 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int 
             f"suite {alone[0]!r} is not measured on a CPU's emulated nodes; "
             f"{', '.join(default)} are"
         )
+    if asked.model and ("kernels" not in suites or plan.kernels):
+        raise UserError(
+            f"--model {asked.model[0]} has no effect: it gives the kernel suite its shapes, "
+            + ("which the plan's kernels replace" if plan.kernels else "which is not asked for")
+            + "; leave it out"
+        )
     link = (asked.link_mbit or LINK_MBIT) if on_cpu else None
     return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link, hosts)
 

@@ -21,10 +21,10 @@ def training_case(kind: str, devices: int) -> TrainingCase:
     """Steps of about 0.15 s that keep all devices of a host, and their launches, busy."""
     tp = 2 if devices > 1 else 1
     dp = devices // tp
-    parallelism = Parallelism(
-        tp=tp, dp=dp, sequence_parallel=tp > 1, overlap=dp > 1, global_batch=2 * dp
-    )
     gpu = kind in ("nvidia", "amd")
+    parallelism = Parallelism(
+        tp=tp, dp=dp, sequence_parallel=tp > 1, overlap=gpu and dp > 1, global_batch=2 * dp
+    )
     model = load_model("llama3-8b" if gpu else "tiny").resized(
         layers=LAYERS, seq_len=4096 if gpu else 128
     )

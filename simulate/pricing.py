@@ -23,6 +23,7 @@ from spec.parallelism import Parallelism
 from spec.step import (
     Segment,
     embedding,
+    gradient_buckets,
     head,
     layer,
     optimizer,
@@ -30,7 +31,6 @@ from spec.step import (
     shard_kernels,
     sharded,
     shared_gradients,
-    trained_parameters,
     without_weights,
 )
 
@@ -348,7 +348,11 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     )
     kernels_us, energy = costs.kernels(kernels)
     return Alone(
-        kernels, kernels_us, energy, (reduction, gather, shared), _buckets(model, p, stage)
+        kernels,
+        kernels_us,
+        energy,
+        (reduction, gather, shared),
+        gradient_buckets(model, p, stage),
     )
 
 
@@ -361,18 +365,6 @@ def _update(
     if p.overlap and p.zero == 1:
         gather = _beside(gather, costs, forward, alone.buckets)
     return UpdateCost(reduction + shared, alone.kernels, alone.kernels_us, alone.energy, gather)
-
-
-def _buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
-    """Buckets of gradients and parameters that Megatron-Core's DistributedDataParallel makes.
-
-    At least 40 million parameters each, or a million per replica; one bucket on every pipeline
-    stage but the first (megatron/core/distributed/distributed_data_parallel.py).
-    """
-    if stage > 0:
-        return 1
-    size = max(40_000_000, 1_000_000 * p.dp * p.cp)
-    return max(round(sum(trained_parameters(model, p, stage)) / p.vpp / size), 1)
 
 
 def _beside(sent: Sent, costs: Costs, one_pass: PassCost, buckets: int) -> Sent:

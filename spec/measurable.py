@@ -4,6 +4,7 @@ from spec.errors import UserError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
+from spec.step import bucket_parameters, trained_parameters
 
 
 def refuse(model: ModelSpec, p: Parallelism) -> None:
@@ -22,6 +23,7 @@ def refuse(model: ModelSpec, p: Parallelism) -> None:
                     f"{name} {getattr(what, name)} is not measured: training steps have no such "
                     "column; leave it out"
                 )
+    _refuse_without_effect(model, p)
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "
@@ -49,6 +51,39 @@ def refuse(model: ModelSpec, p: Parallelism) -> None:
             f"tp {p.tp} with {model.kv_heads} kv_heads is not measured: key/value heads would be "
             "repeated, which the attention used here does not do"
         )
+
+
+def _refuse_without_effect(model: ModelSpec, p: Parallelism) -> None:
+    """What would run the same steps without it, beside what `Parallelism` refuses everywhere."""
+    even = (model.layers // p.pp,) * p.pp
+    if p.layers_per_stage == even:
+        stages = ",".join(map(str, even))
+        raise UserError(
+            f"layers_per_stage {stages} has no effect: pp {p.pp} splits {model.layers} layers so "
+            "by itself; leave it empty"
+        )
+    if p.overlap and p.zero < 3 and _reduced_at_once(model, p):
+        raise UserError(
+            f"overlap has no effect: the {sum(trained_parameters(model, p, 0)):,} gradients of a "
+            f"GPU of the first stage fit into one of Megatron-Core's buckets of "
+            f"{bucket_parameters(p):,}, whose reduction begins when the last of them is known; "
+            "leave it off"
+        )
+
+
+def _reduced_at_once(model: ModelSpec, p: Parallelism) -> bool:
+    """Whether all gradients of the first stage are one bucket of Megatron-Core's.
+
+    A bucket is closed when it is full, from the model's end on, so that only what comes before the
+    embedding's table can leave another. Model chunks, experts that are split over GPUs and, under
+    the distributed optimizer, a table that two stages share have buckets of their own. Source:
+    0.16's `distributed/param_and_grad_buffer.py`.
+    """
+    shared = model.tied_embeddings and p.pp > 1 and p.zero == 1 and not model.lora_rank
+    if p.vpp > 1 or p.ep > 1 or shared:
+        return False
+    table = 0 if model.lora_rank else model.vocab * model.hidden // p.tp
+    return sum(trained_parameters(model, p, 0)) - table < bucket_parameters(p)
 
 
 def _refuse_sharded(model: ModelSpec, p: Parallelism) -> None:

@@ -263,6 +263,25 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
     return found
 
 
+def bucket_parameters(p: Parallelism) -> int:
+    """Parameters that fill a bucket of Megatron-Core's DistributedDataParallel.
+
+    Source: 0.16's `distributed/distributed_data_parallel.py`, the default `bucket_size`.
+    """
+    return max(40_000_000, 1_000_000 * p.dp)
+
+
+def gradient_buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
+    """About how many buckets of gradients and parameters a model chunk of `stage` has.
+
+    One on every pipeline stage but the first.
+    """
+    if stage > 0:
+        return 1
+    chunk = sum(trained_parameters(model, p, stage)) / p.vpp
+    return max(round(chunk / bucket_parameters(p)), 1)
+
+
 def _norm_parameters(model: ModelSpec) -> int:
     return model.hidden * (2 if model.norm == "layernorm" else 1)
 

@@ -1,5 +1,6 @@
 """Plans are data: stable ids and roles, every model shape covered, nothing impossible asked for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from measure.plan import (
     spans,
 )
 from spec.errors import UserError
+from spec.files import write_table
 from spec.kernel import Kernel
 from spec.model import load_model
 from spec.parallelism import Parallelism
+from spec.records import TrainingConfig
 from spec.step import kernels_of
 
 
@@ -126,10 +129,33 @@ def test_a_plan_of_ones_own(tmp_path: Path) -> None:
         ("kernel: []\n", "unknown key 'kernel'"),
         ("collectives:\n- {collective: gossip, ranks: 2, bytes: 1}\n", "gossip"),
         ("kernels: [\n", "not valid YAML"),
+        (
+            "tp: [2]\nkernels:\n- {op: gemm, shape: m=8 n=8 k=8}\n",
+            "tp has no effect beside kernels",
+        ),
     ],
 )
 def test_a_wrong_plan_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=words):
+        read_plan(path)
+
+
+def test_a_step_that_ignores_its_option_is_refused_by_file_and_line(tmp_path: Path) -> None:
+    tiny = load_model("tiny")
+    rows = [
+        TrainingConfig.of("fine", tiny, Parallelism(dp=2, global_batch=2)),
+        TrainingConfig.of("idle", tiny, Parallelism(dp=2, global_batch=2, overlap=True)),
+    ]
+    path = tmp_path / "plan.csv"
+    write_table(path, TrainingConfig, rows[:1])
+    assert read_plan(path).training == rows[:1]
+    write_table(path, TrainingConfig, rows)
+    with pytest.raises(UserError, match=r"plan\.csv: line 3, idle: overlap has no effect"):
+        read_plan(path)
+    path = tmp_path / "plan.yaml"
+    wrong = rows[0].model_dump(mode="json") | {"vpp": 2}
+    path.write_text(json.dumps({"training": [wrong]}))
+    with pytest.raises(UserError, match=r"plan\.yaml: training\.0, fine: vpp 2 has no effect"):
         read_plan(path)

@@ -98,6 +98,7 @@ def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--budget", "-1"], "must be a positive number"),
         (["--resume", "nothing"], "no run 'nothing'"),
         (["--model", "gpt-9"], "neither a file nor a named model"),
+        (["--model", "tiny", "--suite", "training"], "--model tiny has no effect"),
         (["--plan", "missing.yaml"], "no such file"),
         (["--kind", "tpu"], "device kind 'tpu' is unknown"),
         (["--system", "../x", "--list"], "'../x' is not a name"),

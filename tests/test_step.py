@@ -14,14 +14,22 @@ from simulate.costs import Costs, Draws
 from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
 from simulate.imbalance import shares
 from simulate.memory import stage_memory
-from simulate.pricing import _buckets, parts_of
+from simulate.pricing import parts_of
 from simulate.projection import Request, project
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.step import embedding, head, layer, optimizer, stage_parameters, trained_parameters
+from spec.step import (
+    embedding,
+    gradient_buckets,
+    head,
+    layer,
+    optimizer,
+    stage_parameters,
+    trained_parameters,
+)
 from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
 
@@ -472,12 +480,12 @@ def test_buckets_are_those_of_megatron_and_only_they_overlap() -> None:
     bucket on later stages. What is exposed of a reduction is at least the last bucket."""
     p = Parallelism(dp=16, pp=2, global_batch=64, overlap=True)
     parameters = sum(stage_parameters(MODEL, p, 0))
-    assert _buckets(MODEL, p, 0) == round(parameters / 40e6)
-    assert _buckets(MODEL, p, 1) == 1
+    assert gradient_buckets(MODEL, p, 0) == round(parameters / 40e6)
+    assert gradient_buckets(MODEL, p, 1) == 1
     many = Parallelism(dp=64, global_batch=64, overlap=True)
-    assert _buckets(MODEL, many, 0) == round(sum(stage_parameters(MODEL, many, 0)) / 64e6)
+    assert gradient_buckets(MODEL, many, 0) == round(sum(stage_parameters(MODEL, many, 0)) / 64e6)
     updates = simulate(p).priced.updates
     alone = simulate(p.model_copy(update={"overlap": False})).priced.updates
     hidden, whole = (one[0].reduction_us.item(0) for one in (updates, alone))
-    assert whole / _buckets(MODEL, p, 0) <= hidden < 0.5 * whole
+    assert whole / gradient_buckets(MODEL, p, 0) <= hidden < 0.5 * whole
     assert updates[1].reduction_us.item(0) == pytest.approx(alone[1].reduction_us.item(0))

@@ -42,7 +42,7 @@ def test_sharded_weights_learn_the_same() -> None:
         {"tp": 2},
         {"tp": 2, "sequence_parallel": True},
         {"pp": 2, "recompute": "full"},
-        {"dp": 2, "overlap": True},
+        {"dp": 2},
         {"cp": 2},
     ],
     ids=str,

@@ -1,14 +1,16 @@
 """The plan of training steps and what it refuses; needs neither torch nor Megatron-Core."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from measure.training_plan import case_of_config, cases
 from spec.errors import UserError
 from spec.files import read_table
 from spec.measurable import refuse
-from spec.model import load_model
+from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
 
@@ -94,6 +96,57 @@ def test_what_cannot_run_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(UserError, match=reason):
         refuse(model, Parallelism(**split))
+
+
+LLAMA = load_model("llama3-8b").resized(layers=4)
+TIED = TINY.resized(tied_embeddings=True)
+WIDE = TINY.resized(vocab=400_000)  # its table is over a bucket, what comes before it under one
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "reason"),
+    [
+        # every switch and degree where it would change nothing
+        (TINY, {"sequence_parallel": True}, "no effect with tp 1"),
+        (TINY, {"vpp": 2}, "no effect with pp 1"),
+        (TINY, {"overlap": True}, "nothing to hide with dp 1"),
+        (TINY, {"zero": 3}, "no effect with dp 1"),
+        (TINY, {"dp": 2, "ep": 2, "global_batch": 2}, "which has no experts"),
+        (TINY, {"layers_per_stage": (4,)}, "layers_per_stage 4 has no effect"),
+        (TINY, {"pp": 2, "layers_per_stage": (2, 2)}, "layers_per_stage 2,2 has no effect"),
+        (TINY, {"dp": 2, "overlap": True, "global_batch": 2}, "overlap has no effect"),
+        (TINY, {"cp": 2, "overlap": True}, "overlap has no effect"),
+        (TINY, {"dp": 2, "zero": 0, "overlap": True, "global_batch": 2}, "buckets of 40,000,000"),
+        (WIDE, {"dp": 2, "pp": 2, "overlap": True, "global_batch": 4}, "overlap has no effect"),
+        (LLAMA.resized(lora_rank=16), {"dp": 4, "overlap": True, "global_batch": 4}, "overlap"),
+    ],
+)
+def test_what_changes_nothing_is_refused(
+    model: ModelSpec, split: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises((UserError, ValidationError), match=reason):
+        refuse(model, Parallelism(**split))
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        (LLAMA, {"dp": 4, "overlap": True, "global_batch": 4}),
+        (LLAMA, {"dp": 2, "pp": 2, "overlap": True, "global_batch": 4}),
+        (LLAMA.resized(layers=32, lora_rank=32), {"dp": 2, "overlap": True, "global_batch": 2}),
+        (WIDE, {"dp": 2, "overlap": True, "global_batch": 2}),  # the output layer fills one
+        (TINY, {"pp": 2, "vpp": 2, "dp": 2, "overlap": True, "global_batch": 4}),
+        (MIXED, {"dp": 2, "ep": 2, "overlap": True, "global_batch": 2}),
+        (
+            TINY.resized(tied_embeddings=True),
+            {"pp": 2, "dp": 2, "overlap": True, "global_batch": 4},
+        ),
+        (TINY, {"dp": 2, "zero": 3, "overlap": True, "global_batch": 2}),
+        (TINY, {"pp": 2, "layers_per_stage": (1, 3), "global_batch": 2}),
+    ],
+)
+def test_what_changes_something_is_not_refused(model: ModelSpec, split: dict[str, Any]) -> None:
+    refuse(model, Parallelism(**split))
 
 
 def test_what_no_column_tells_is_refused() -> None:
