@@ -23,7 +23,7 @@ from calibrate.evidence import (
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
 from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
-from calibrate.pulses import held_w, pulse_exponent
+from calibrate.pulses import held_w, pulse_exponent, surge
 from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
@@ -260,6 +260,7 @@ def fit_clock(
         idle_w=rounded(state.idle_w),
         power_limit_w=state.limit_w,
         regulated_w=_regulated(evidence, state, ledger),
+        surge=surge(evidence, ledger),
         power_exponent=rounded(state.power_exponent),
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),

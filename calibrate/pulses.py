@@ -1,16 +1,24 @@
-"""How the power of products goes with the clock, from pulses of them: `heat.csv`."""
+"""What a power cap leaves: how products' power goes with the clock, and what it holds how long.
+
+From the heat suite: `heat.csv`, and telemetry of how its constant load begins.
+"""
 
 from math import log
 from statistics import median
 
 import numpy as np
 
-from calibrate.evidence import Evidence, Ledger
+from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, rounded
 from calibrate.state import ClockState
+from calibrate.telemetry import read_columns
 from spec.records import HeatRow
 
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
 LEAST_SPREAD = 0.1  # of the interval, a share: temperature differs between the loads, too
+# after a load began: the cap's fast regulator has acted, and the one of minutes has not
+SURGE_S = (0.1, 0.6)
+LEAST_SAMPLES = 4
+LATEST_S = 0.15  # between two samples, for the beginning of a load to be known
 
 
 def by_device(listed: str | None) -> list[float]:
@@ -29,6 +37,49 @@ def held_w(evidence: Evidence) -> list[float]:
     rows = [row for _, row in evidence.rows(HeatRow) if row.duty == 1]
     capped = [row for row in rows if "power_cap" in (row.throttle or "")]
     return [watts for row in capped for watts in drawn_w(row)]
+
+
+def surge(evidence: Evidence, ledger: Ledger) -> float:
+    """Mean power for some tenths of a second under the cap, over what it holds for minutes.
+
+    Each device as its constant load of `heat.csv` begins; 1 where no device shows it.
+    """
+    found: list[float] = []
+    used = 0
+    names = ("time_s", "case_id", "device", "power_w")
+    for one in evidence.runs:
+        path = one.path / TELEMETRY_FILE
+        rows = {row.case_id: row for row in one.fit(HeatRow) if row.duty == 1}
+        capped = {name for name, row in rows.items() if "power_cap" in (row.throttle or "")}
+        columns = read_columns(path, names) if capped and path.exists() else None
+        if columns is None:
+            continue
+        used += len(capped)
+        for name in sorted(capped):
+            for device, held in enumerate(drawn_w(rows[name])):
+                mine = (columns["case_id"] == name) & (columns["device"] == device)
+                mine &= np.isfinite(columns["power_w"])
+                order = np.argsort(columns["time_s"][mine])
+                time, power = (columns[key][mine][order] for key in ("time_s", "power_w"))
+                begun = int(np.argmax(power > 0.5 * held)) if len(power) else 0
+                if not begun or time[begun] - time[begun - 1] > LATEST_S:
+                    continue
+                since = time - time[begun]
+                there = (since >= SURGE_S[0]) & (since < SURGE_S[1])
+                if there.sum() >= LEAST_SAMPLES:
+                    found.append(float(power[there].mean()) / held)
+    if not found:
+        return 1.0
+    value = rounded(max(float(median(found)), 1.0))
+    return ledger.note(
+        "clock.surge",
+        value,
+        "factor",
+        (min(*found, value), max(*found, value)),
+        "measured",
+        f"{evidence.where(HeatRow, used)}, and telemetry: power from {SURGE_S[0]} to "
+        f"{SURGE_S[1]} s after a constant load began, over that of minutes, {len(found)} devices",
+    )
 
 
 def pulse_exponent(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:

@@ -127,7 +127,8 @@ class ClockFit(Record):
 
     with both sums weighted by the kernels' shares of time. The regulator holds the mean over many
     kernels at `regulated_w`, so memory-bound kernels between products leave these some room: the
-    clock is the highest f up to max_mhz with power(f) <= regulated_w.
+    clock is the highest f up to max_mhz with power(f) <= regulated_w. For under a second it lets
+    them draw `surge` times that.
     """
 
     reference_mhz: Positive
@@ -136,6 +137,9 @@ class ClockFit(Record):
     power_limit_w: Positive | None
     regulated_w: Positive | None = Field(
         default=None, description="mean power while the cap acts; the limit where not measured"
+    )
+    surge: Annotated[float, Field(ge=1, le=2)] = Field(
+        default=1.0, description="mean power that the cap allows for under a second, over cap_w"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
     communication_w: NonNegative = Field(description="above idle, while only communicating")
@@ -163,11 +167,11 @@ class ClockFit(Record):
         """Mean power that the cap allows; None without one."""
         return self.regulated_w or self.power_limit_w
 
-    def clock_mhz(self, compute_w: float, memory_w: float = 0.0) -> float:
-        """Clock under the cap; both above idle, `compute_w` at the reference clock."""
+    def clock_mhz(self, compute_w: float, memory_w: float = 0.0, surge: float = 1.0) -> float:
+        """Clock under `surge` caps; both above idle, `compute_w` at the reference clock."""
         if self.cap_w is None or compute_w <= 0:
             return self.max_mhz
-        room = max(self.cap_w - self.idle_w - memory_w, 1.0)
+        room = max(surge * self.cap_w - self.idle_w - memory_w, 1.0)
         allowed = self.reference_mhz * float((room / compute_w) ** (1 / self.power_exponent))
         return min(self.max_mhz, allowed)
 

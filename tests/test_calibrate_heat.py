@@ -11,7 +11,7 @@ from calibrate.clocks import _regulated
 from calibrate.evidence import Evidence, Ledger
 from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
 from calibrate.leakage import fit_leakage
-from calibrate.pulses import pulse_exponent
+from calibrate.pulses import pulse_exponent, surge
 from calibrate.state import ClockState
 from calibrate.throttle import note_throttling
 from spec.files import write_table
@@ -180,3 +180,28 @@ def test_the_clock_falls_as_a_capped_load_warms_up(tmp_path: Path, leakage: floa
     write_table(tmp_path / "heat.csv", HeatRow, [heat_row(0.4, 1980, 400.0)])
     evidence = Evidence("made-up", [ResultSet(tmp_path, about)])
     assert fit_leakage(evidence, state, Ledger()) is None
+
+
+@pytest.mark.parametrize(("gap_s", "expected"), [(0.05, 1.05), (1.0, 1.0)])
+def test_what_the_cap_allows_for_tenths_of_a_second(
+    tmp_path: Path, gap_s: float, expected: float
+) -> None:
+    """Without samples just before it, nobody knows when the load began."""
+    time = np.concatenate([np.arange(0, 5 - gap_s, 0.05), np.arange(5, 20, 0.05)])
+    drawn = np.select([time < 5, time < 5.1, time < 5.7], [120.0, 900.0, 726.6], 692.0)
+    columns = {
+        "time_s": time,
+        "device": np.zeros(len(time), dtype=np.int16),
+        "power_w": drawn,
+        "case_id": ["heat-100"] * len(time),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "telemetry.parquet")
+    row = heat_row(1.0, 1480, 692.0).model_copy(
+        update={"throttle": "power_cap", "case_id": "heat-100"}
+    )
+    write_table(tmp_path / "heat.csv", HeatRow, [row])
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    ledger = Ledger()
+    value = surge(Evidence("made-up", [ResultSet(tmp_path, about)]), ledger)
+    assert value == pytest.approx(expected, abs=1e-3)
+    assert [one.name for one in ledger.parameters] == ["clock.surge"] * (expected > 1)

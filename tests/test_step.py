@@ -258,6 +258,21 @@ def test_a_stage_that_waits_keeps_a_higher_clock() -> None:
     assert np.mean(clocks) < estimate.mean_clock_mhz <= 1980  # waiting at the largest clock
 
 
+def test_pauses_leave_short_steps_more_than_the_cap_and_no_pauses_do_not() -> None:
+    """A surge is drawn for under a second, where the mean over the step stays under the cap."""
+
+    def faster(p: Parallelism) -> float:
+        clocks = [
+            min(stage.clock_mhz for stage in simulate(p, capped(surge=surge)).priced.stages)
+            for surge in (1.0, 1.1)
+        ]
+        return clocks[1] / clocks[0]
+
+    assert faster(Parallelism(pp=4, global_batch=4)) > 1.02
+    assert 1 <= faster(Parallelism(global_batch=64)) < faster(Parallelism(global_batch=1))
+    assert faster(Parallelism(global_batch=512)) == pytest.approx(1, abs=0.005)
+
+
 def test_hunting_under_the_cap_costs_tensor_parallel_groups_most() -> None:
     def slower(p: Parallelism) -> float:
         times = [simulate(p, capped(jitter_sd=sd)).step_time_s[0] for sd in (0.0, 0.025)]
