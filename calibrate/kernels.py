@@ -217,7 +217,7 @@ def _points(
     )
 
 
-TOKEN_DIMS = ("m", "rows", "batch", "seq", "elements")
+TOKEN_DIMS = ("m", "rows", "batch", "seq", "queries", "keys", "elements")
 
 
 def _token_dims(op: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from calibrate.evidence import Z90, Evidence, Ledger
 from calibrate.state import LARGE_US, SHORT_US, ClockState, is_product
-from spec.kernel import parse_kernel
+from spec.kernel import ATTENTION, parse_kernel
 from spec.records import KernelRow
 
 PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")  # `calibrate.exponents` fits these
@@ -45,12 +45,12 @@ def fit_own_exponents(
     streams = _streaming(rows)
     keys = {(row.op, row.direction) for row in rows if row.op not in PRODUCTS}
     for alike in (True, False):
-        group = [key for key in keys if (key in streams) == alike and key[0] != "attention"]
+        group = [key for key in keys if (key in streams) == alike and key[0] not in ATTENTION]
         shared = _slope([one for key in group for one in pairs.get(key, [])], 0.0, 1.0)[0]
         for key in sorted(group):
             _note(evidence, state, ledger, key, pairs.get(key, []), shared)
     compute = state.exponents[True]
-    for key in sorted(key for key in keys if key[0] == "attention"):
+    for key in sorted(key for key in keys if key[0] in ATTENTION):
         _note(evidence, state, ledger, key, pairs.get(key, []), compute)
 
 
@@ -187,7 +187,7 @@ def _streaming(rows: Sequence[KernelRow]) -> set[Key]:
     for row in rows:
         kernel = parse_kernel(row.op, row.direction, row.shape, row.dtype)
         # beyond caches, which bursts find empty and loops do not
-        if row.op not in (*PRODUCTS, "attention") and kernel.bytes >= 2**26:
+        if row.op not in (*PRODUCTS, *ATTENTION) and kernel.bytes >= 2**26:
             key = (row.op, row.direction)
             reached[key] = max(reached[key], kernel.bytes / row.median_us)
     best = max(reached.values(), default=0.0)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from math import exp, log
 
-from spec.kernel import Kernel, parse_kernel
+from spec.kernel import ATTENTION, Kernel, parse_kernel
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
 # latter are also too long for a cache to matter. Assumed.
 SHORT_US, LARGE_US = 30.0, 100.0
-COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", "attention")
+COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", *ATTENTION)
 
 # Dynamic power goes as clock times voltage squared; near the top voltage rises about with the
 # clock, below it stays: between 1 and 3. Kandiah et al., "AccelWattch", MICRO 2021.

@@ -93,6 +93,7 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
         found += [
             Kernel(op, way, dims) for op in _BY_WIDTH for dims in _GPU_WIDTHS for way in PASSES
         ]
+    found += blocks(gpu) + shards(gpu)
     head = (16, 128) if gpu else (4, 32)
     for count, _ in rows:
         found += [Kernel("rope", way, (count, *head)) for way in PASSES]
@@ -121,6 +122,36 @@ def _experts(gpu: bool) -> list[Kernel]:
             found += [Kernel("grouped_gemm", way, dims) for way in GEMM_DIRECTIONS]
             found += [Kernel("fused_grouped_gemm", way, dims) for way in GEMM_DIRECTIONS]
     return found
+
+
+def blocks(gpu: bool) -> list[Kernel]:
+    """Pieces of ring attention without mask: all queries to half the keys, or the reverse.
+
+    (batch, queries, keys, heads, kv_heads, head_dim): heads of Llama 3 8B and of 70B at TP 4, at
+    the lengths that CP 2 to 8 leave of sequences of 8 to 32 thousand.
+    """
+    dims: tuple[tuple[int, ...], ...] = ((1, 64, 32, 4, 2, 16), (1, 128, 64, 8, 4, 32))
+    if gpu:
+        dims = (
+            (1, 1024, 512, 32, 8, 128),
+            (1, 2048, 1024, 32, 8, 128),
+            (1, 4096, 2048, 32, 8, 128),
+            (1, 2048, 4096, 32, 8, 128),
+            (1, 4096, 2048, 16, 2, 128),
+            (1, 8192, 4096, 16, 2, 128),
+        )
+    return [Kernel("attention_block", way, one) for one in dims for way in PASSES]
+
+
+def shards(gpu: bool) -> list[Kernel]:
+    """FSDP's copies at sizes of small and large units, gathered from two and four GPUs."""
+    exponents = (18, 26) if gpu else (12, 16)
+    return [
+        Kernel(op, "forward", (2**exponent, ranks))
+        for op in ("gather_copy_out", "scatter_copy_in")
+        for exponent in exponents
+        for ranks in (2, 4)
+    ]
 
 
 def low_rank(gpu: bool) -> list[Kernel]:

@@ -32,7 +32,8 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch.profiler import record_function
 
-from measure.megatron_context import ContextAttention, choose, own_part
+from measure.attention import choose
+from measure.megatron_context import ContextAttention, own_part
 from measure.megatron_layers import (
     Attention,
     Modules,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from measure.attention import choose
 from measure.products import Call, Products, Tensor
 from spec.errors import WorkError
 from spec.kernel import Kernel
@@ -31,6 +32,9 @@ _SHORT = {
     "FLASH_ATTENTION": "flash",
     "EFFICIENT_ATTENTION": "efficient",
 }
+# Of a unit that FSDP gathers, all tensors but the last: a layer of Llama 3 8B without its norms.
+TENSORS = (0.12, 0.08, 0.53)
+ALIGNED = 128  # elements of a shard, as matrices' are
 PARAMETER = 2**26  # elements of one parameter tensor that an optimizer step is split into
 
 # memory an instance takes, as a multiple of `Kernel.bytes`: inputs, outputs, and what is kept
@@ -42,6 +46,8 @@ _FOOTPRINT = {
     "grad_norm": 1.2,
     "grad_accumulate": 0.8,
     "copy": 1.1,
+    "gather_copy_out": 1.1,
+    "scatter_copy_in": 1.1,
 }
 
 
@@ -135,6 +141,19 @@ class Maker(Products):
                 continue
             return backend, f"torch/sdpa-{_SHORT.get(name, name.lower())}", out
         raise WorkError(f"no attention backend takes {kernel.shape}: {problem}")
+
+    def _attention_block(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """All queries to all keys, laid out [batch, heads, seq, head_dim] as the ring has them."""
+        batch, queries, keys, heads, kv_heads, dim = kernel.dims
+        shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+        q, k, v = (self._normal(batch, *shape, dim, dtype=dtype) for shape in shapes)
+        fused = choose(heads, kv_heads, dim, queries, batch, self.device)
+        name = f"torch/sdpa-{fused.name}"
+        if kernel.direction == "forward":
+            return (lambda: fused.forward(q, k, v, False)), name
+        out, sums = fused.forward(q, k, v, False)
+        gradient = torch.randn_like(out)
+        return (lambda: fused.backward(gradient, q, k, v, out, sums, False)), name
 
     def _rmsnorm(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         rows, width = kernel.dims
@@ -304,3 +323,29 @@ class Maker(Products):
         source = self._normal(elements, dtype=dtype)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
+
+    def _shards(self, kernel: Kernel) -> tuple[int, list[int]]:
+        """GPUs that shards lie on, and elements of each tensor's shard."""
+        elements, ranks = kernel.dims
+        left = max(elements // ranks, len(TENSORS) + 1)
+        sizes = [max(int(left * share) // ALIGNED * ALIGNED, 1) for share in TENSORS]
+        return ranks, [*sizes, left - sum(sizes)]
+
+    def _gather_copy_out(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """`torch.distributed.fsdp`'s foreach_all_gather_copy_out."""
+        ranks, sizes = self._shards(kernel)
+        message = self._normal(ranks, sum(sizes), dtype=dtype)
+        weights = [torch.empty(ranks, size, dtype=dtype, device=self.device) for size in sizes]
+
+        def copy_out() -> list[Tensor]:
+            torch.split_with_sizes_copy(message, sizes, dim=1, out=weights)
+            return weights
+
+        return copy_out
+
+    def _scatter_copy_in(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """`torch.distributed.fsdp`'s foreach_reduce_scatter_copy_in; the message is fp32."""
+        ranks, sizes = self._shards(kernel)
+        gradients = [self._normal(ranks, size, dtype=dtype) for size in sizes]
+        message = torch.empty(ranks, sum(sizes), dtype=torch.float32, device=self.device)
+        return lambda: torch._chunk_cat(gradients, 0, ranks, out=message)

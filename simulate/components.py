@@ -13,7 +13,7 @@ from typing import Any
 
 from simulate.estimate import StepEstimate
 from simulate.pricing import PricedStep, UpdateCost
-from spec.kernel import PRODUCTS
+from spec.kernel import ATTENTION, PRODUCTS
 from spec.records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
@@ -26,7 +26,7 @@ def class_of(op: str) -> str:
     """A kernel's class in profile.csv."""
     if op in PRODUCTS:
         return "gemm"
-    return "attention" if op == "attention" else "memory"
+    return "attention" if op in ATTENTION else "memory"
 
 
 def simulated(estimate: StepEstimate) -> Parts:

@@ -69,6 +69,8 @@ def with_unfused_attention(calibration: Calibration) -> Calibration:
     copy = calibration.kernel_fits["copy", "forward", "bf16"]
     kernels = []
     for fit in calibration.kernels:
+        if fit.op == "attention_block":
+            continue  # `attention` stands for it
         if fit.op == "attention":
             fields = {name: getattr(fit, name) for name in type(fit).model_fields}
             fields |= {

@@ -107,6 +107,7 @@ class Works:
         return self._kernels[kernel]
 
     def _work(self, kernel: Kernel) -> tuple[Slowed, Work]:
+        kernel = self._calibration.known(kernel)
         fit = self._calibration.kernel(kernel)
         if self._draws.central:
             central_us = fit.central_us(kernel.dims)

@@ -254,10 +254,17 @@ class Calibration(BaseModel):
         """The scale-up collective models by name."""
         return {fit.collective: fit for fit in self.collectives}
 
-    def kernel(self, kernel: Kernel) -> KernelFit:
-        """The model of one kernel; raises UserError where the system has none."""
+    def known(self, kernel: Kernel) -> Kernel:
+        """The kernel itself, or what stands for an operation that the system never measured."""
+        return kernel if self._fit(kernel) else kernel.stand_in or kernel
+
+    def _fit(self, kernel: Kernel) -> KernelFit | None:
         fits, rest = self.kernel_fits, (kernel.direction, kernel.dtype)
-        fit = fits.get((kernel.modelled, *rest)) or fits.get((kernel.op, *rest))
+        return fits.get((kernel.modelled, *rest)) or fits.get((kernel.op, *rest))
+
+    def kernel(self, kernel: Kernel) -> KernelFit:
+        """The model of one kernel, see `known`; raises UserError where the system has none."""
+        fit = self._fit(self.known(kernel))
         if fit is None:
             raise UserError(
                 f"the calibration of {self.system} has no {kernel.op} {kernel.direction} in "

@@ -7,7 +7,7 @@ may run as several device kernels, and it is timed as the whole.
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import isqrt, prod
 
 from spec.errors import UserError
 
@@ -27,6 +27,11 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # a gemm with an n or k below a tile's: what a model of kernel time is asked for, see `modelled`
     "narrow_gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
     "attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),
+    # a piece of ring attention to other GPUs' keys: no mask, see `spec.step_context`
+    "attention_block": (
+        ("batch", "queries", "keys", "heads", "kv_heads", "head_dim"),
+        PASSES,
+    ),
     "rmsnorm": (("rows", "width"), PASSES),
     "layernorm": (("rows", "width"), PASSES),
     "rope": (("rows", "heads", "head_dim"), PASSES),
@@ -41,6 +46,9 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "adam": (("elements",), ("forward",)),
     "grad_norm": (("elements",), ("forward",)),
     "copy": (("elements",), ("forward",)),  # a contiguous device-to-device copy
+    # FSDP: weights gathered from `ranks` GPUs out of the message; bf16 gradients into one, as fp32
+    "gather_copy_out": (("elements", "ranks"), ("forward",)),
+    "scatter_copy_in": (("elements", "ranks"), ("forward",)),
 }
 
 # Elements touched per output element (rows * width), each counted once in its own dtype's size:
@@ -57,6 +65,7 @@ _TOUCHED = {
 
 
 PRODUCTS = ("gemm", "narrow_gemm", "grouped_gemm", "fused_grouped_gemm")
+ATTENTION = ("attention", "attention_block")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 
 
@@ -95,6 +104,22 @@ class Kernel:
             return "narrow_gemm"
         return self.op
 
+    @property
+    def stand_in(self) -> "Kernel | None":
+        """What a system that never measured this operation takes its time from, if anything.
+
+        A block without mask: causal attention of as many products. FSDP's copies: a plain copy of
+        as many bytes.
+        """
+        d = self.named
+        if self.op == "attention_block":
+            seq = isqrt(2 * d["queries"] * d["keys"])
+            dims = (d["batch"], seq, d["heads"], d["kv_heads"], d["head_dim"])
+            return Kernel("attention", self.direction, dims, self.dtype)
+        if self.op in ("gather_copy_out", "scatter_copy_in"):
+            return Kernel("copy", "forward", (max(int(self.bytes) // 4, 1),))
+        return None
+
     @cached_property
     def flops(self) -> float:
         """Matrix FLOPs; causal attention counts only the half it needs. Zero if memory-bound."""
@@ -104,6 +129,9 @@ class Kernel:
         if self.op == "attention":
             forward = 2.0 * d["batch"] * d["heads"] * d["seq"] ** 2 * d["head_dim"]
             # backward recomputes the scores: five matrix products where the forward has two
+            return forward if self.direction == "forward" else 2.5 * forward
+        if self.op == "attention_block":
+            forward = 4.0 * d["batch"] * d["heads"] * d["queries"] * d["keys"] * d["head_dim"]
             return forward if self.direction == "forward" else 2.5 * forward
         return 0.0
 
@@ -123,6 +151,10 @@ class Kernel:
                 rows = d["batch"] * d["seq"] * d["head_dim"] * size
                 forward = rows * (2 * d["heads"] + 2 * d["kv_heads"])
                 return float(forward if self.direction == "forward" else 2.5 * forward)
+            case "attention_block":
+                rows = d["heads"] * d["queries"] + d["kv_heads"] * d["keys"]
+                forward = 2 * d["batch"] * d["head_dim"] * size * rows
+                return float(forward if self.direction == "forward" else 2.5 * forward)
             case "embedding":
                 return float(d["rows"] * d["width"] * size * 2)
             case "cross_entropy":  # bf16 logits in, fp32 softmax kept, bf16 gradient out
@@ -135,8 +167,10 @@ class Kernel:
                 return float(d["elements"] * (3 * 8 + 4 + 2))
             case "grad_norm":
                 return float(d["elements"] * 4)
-            case "copy":
+            case "copy" | "gather_copy_out":
                 return float(2 * d["elements"] * size)
+            case "scatter_copy_in":
+                return float(d["elements"] * (size + 4))
         touched = _TOUCHED[self.op][self.direction == "backward"]
         return float(prod(self.dims) * size * touched)
 

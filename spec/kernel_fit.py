@@ -144,6 +144,9 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
     if op == "attention":
         batch, seq, heads, kv_heads, head_dim = logs.T
         return np.column_stack([batch + heads, seq, batch, heads - kv_heads, head_dim])
+    if op == "attention_block":
+        batch, queries, keys, heads, kv_heads, head_dim = logs.T
+        return np.column_stack([batch + heads, queries, keys, batch, heads - kv_heads, head_dim])
     if op in ("grouped_gemm", "fused_grouped_gemm"):
         groups, m, n, k = logs.T
         return np.column_stack([groups, m - groups, n, k])

@@ -1,8 +1,9 @@
 """Attention over a sequence that lies on several GPUs: `measure/megatron_context.py`'s kernels.
 
-Of the ring's `cp` pieces of attention each is half a square, so each is counted as causal attention
-over this GPU's part of the sequence. The kernels are the last rank's, all of whose later pieces are
-of all queries to half the keys: it does most, and the others wait for its keys. The ring of
+Of the ring's `cp` pieces of attention each is half a square of this GPU's part of the sequence: its
+own keys under the causal mask, then blocks without one. The kernels are the last rank's, all of
+whose later pieces are of all queries to half the keys: it does most, and the others wait for its
+keys. The ring of
 Transformer Engine joins pieces in fp32, too.
 """
 
@@ -21,7 +22,8 @@ def ring_attention(
     rows = p.microbatch * length
     queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
     ring = Collective("send_recv", "cp", 2.0 * 2 * keys)
-    block = (p.microbatch, length, heads, kv_heads, dim)
+    own = (p.microbatch, length, heads, kv_heads, dim)
+    block = (p.microbatch, length, length // 2, heads, kv_heads, dim)
     later = p.cp - 1
     stacked, half = copied(8 * keys), copied(4 * keys)  # keys and values: all of them, half
     ordered = copied(4 * queries)  # by head, as the kernel wants them
@@ -32,25 +34,30 @@ def ring_attention(
         *(copied(8 * queries),) * 2,
         copied(12 * queries),
     )
-    there = (ordered, Kernel("attention", "forward", block), copied(6 * queries))  # cast to fp32
+
+    def there(attention: Kernel) -> tuple[Kernel, ...]:
+        return ordered, attention, copied(6 * queries)  # cast to fp32
+
+    def back(attention: Kernel) -> tuple[Kernel, ...]:
+        # gradient and queries by head; gradients of queries are summed in fp32
+        return ordered, ordered, attention, copied(10 * queries)
+
     forward = (
         stacked,
-        *there,
-        *((half, *there, *joined) * later),
+        *there(Kernel("attention", "forward", own)),
+        *((half, *there(Kernel("attention_block", "forward", block)), *joined) * later),
         copied(6 * queries),  # cast back
         ordered,  # by token again
     )
-    # gradient and queries by head; gradients of queries are summed in fp32
-    back = (ordered, ordered, Kernel("attention", "backward", block), copied(10 * queries))
     # gradients of half the keys and values, added in bf16 to those that came around
     passed_on = (half, copied(6 * keys))
     backward = (
         stacked,
         ordered,  # zeros in fp32
-        *back,
+        *back(Kernel("attention", "backward", own)),
         stacked,
         half,  # zeros in bf16, before the first gradients go around
-        *((half, *back, *passed_on) * later),
+        *((half, *back(Kernel("attention_block", "backward", block)), *passed_on) * later),
         copied(12 * keys),  # this GPU's and those that came back
         copied(6 * queries),  # cast
     )

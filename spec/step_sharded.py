@@ -22,8 +22,9 @@ def of_shards(
     """
     if p.zero < 3 or not elements:
         return forward, backward
-    out = Part("gathered", (copied(4 * elements),))
-    into = Part("scattered", (copied(6 * elements),)) if backward else None
+    dims = elements, p.dp * p.cp
+    out = Part("gathered", (Kernel("gather_copy_out", "forward", dims),))
+    into = Part("scattered", (Kernel("scatter_copy_in", "forward", dims),)) if backward else None
     kept = tuple(
         replace(part, kernels=tuple(k for k in part.kernels if k.op != "grad_accumulate"))
         for part in backward

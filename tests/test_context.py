@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from measure import megatron_context  # noqa: E402
+from measure import attention, megatron_context  # noqa: E402
 
 MODEL = load_model("tiny").resized(layers=2, seq_len=1024, head_dim=64)
 CHANGED = ("fill_", "zeros_like", "copy_.")  # the first argument is not read
@@ -58,7 +58,7 @@ def test_bytes_of_the_last_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> N
             return self._tensor
 
     monkeypatch.setattr(megatron_context, "_Exchange", Exchange)
-    ours = megatron_context.ContextAttention(megatron_context._CPU[0])
+    ours = megatron_context.ContextAttention(attention.CPU[0])
     rows = MODEL.seq_len // size
     like = {"dtype": torch.bfloat16, "requires_grad": True}
     inputs = [

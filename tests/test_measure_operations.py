@@ -46,6 +46,36 @@ def test_attention_is_causal_and_grouped() -> None:
     assert not torch.allclose(heads[0, 1], heads[0, 2])
 
 
+def test_a_block_of_the_ring_sees_every_key() -> None:
+    from measure.attention import plain_forward
+
+    kernel = Kernel("attention_block", "forward", (2, 16, 8, 4, 2, 16))
+    call, name = Maker(torch.device("cpu")).build(kernel)
+    assert name == "torch/sdpa-flash"
+    out = call()[0]
+    assert tuple(out.shape) == (2, 4, 16, 16)
+    torch.manual_seed(1234)  # what the maker drew
+    shapes = ((4, 16), (2, 8), (2, 8))
+    q, k, v = (torch.randn(2, *one, 16, dtype=torch.bfloat16) for one in shapes)
+    expected = plain_forward(q, k, v, False)[0]
+    assert torch.allclose(out.float(), expected.float(), atol=0.02)
+    back, _ = Maker(torch.device("cpu")).build(Kernel("attention_block", "backward", kernel.dims))
+    assert [tuple(one.shape[1:]) for one in back()] == [(4, 16, 16), (2, 8, 16), (2, 8, 16)]
+
+
+def test_shards_are_copied_between_weights_and_messages() -> None:
+    """Rank after rank, and of each tensor after tensor; a gradient becomes fp32."""
+    weights = Maker(torch.device("cpu")).build(Kernel("gather_copy_out", "forward", (4000, 4)))[0]()
+    torch.manual_seed(1234)  # what the maker drew
+    message = torch.randn(4, 1000, dtype=torch.bfloat16)
+    assert torch.equal(torch.cat(weights, dim=1), message)
+    message = Maker(torch.device("cpu")).build(Kernel("scatter_copy_in", "forward", (4000, 4)))[0]()
+    torch.manual_seed(1234)
+    gradients = [torch.randn(4, one.shape[1], dtype=torch.bfloat16) for one in weights]
+    assert message.dtype == torch.float32
+    assert torch.equal(message, torch.cat(gradients, dim=1).float())
+
+
 def test_the_loss_is_the_cross_entropy() -> None:
     torch.manual_seed(1234)
     logits = torch.randn(6, 11)

@@ -16,6 +16,7 @@ from measure.plan import (
     role_of,
     spans,
 )
+from measure.training_plan import cases as steps_of
 from spec.errors import UserError
 from spec.files import write_table
 from spec.kernel import Kernel
@@ -80,6 +81,19 @@ def test_every_kernel_of_the_default_models_is_measured(name: str, tp: int, seq_
     # optimizer passes over more parameters than a device holds
     assert all(one.op in ("adam", "grad_norm", "copy") for one in missing)
     assert all(one.dims[0] > 2**33 for one in missing)
+
+
+def test_what_rings_and_shards_run_is_measured() -> None:
+    """At the shapes of the plan's own steps, and in few rows."""
+    new = {"attention_block", "gather_copy_out", "scatter_copy_in"}
+    steps = [(case.model, case.parallelism) for case in steps_of(4, "nvidia", quick=False)]
+    cases = kernel_cases("nvidia", 4, False, (), PlanFile(), steps)
+    measured = {case.kernel for case in cases if case.kernel.op in new}
+    wanted = {one for model, p in steps for one in kernels_of(model, p) if one.op in new}
+    assert {one.op for one in wanted} == new
+    assert wanted < measured
+    assert len(measured) <= 40
+    assert new <= {case.kernel.op for case in kernel_cases("cpu", 2, True, (), PlanFile())}
 
 
 def test_a_users_model_is_measured_at_its_own_length() -> None:

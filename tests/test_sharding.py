@@ -3,7 +3,7 @@
 import pytest
 
 from simulate import components
-from simulate.pricing import PassCost
+from simulate.pricing import PassCost, parts_of
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.transfer import changed
 from spec.collective import Collective
@@ -70,12 +70,53 @@ def test_gradients_are_copied_into_messages_not_added_up() -> None:
     assert any(k.op == "grad_accumulate" for k in kernels[1][1])
     assert not any(k.op == "grad_accumulate" for k in kernels[3][1])
     for way, extra in ((0, 4), (1, 4 + 6)):  # bytes an element
-        more = sum(k.bytes for k in kernels[3][way] if k.op == "copy")
-        more -= sum(k.bytes for k in kernels[1][way] if k.op == "copy")
+        more = sum(k.bytes for k in kernels[3][way] if "copy" in k.op)
+        more -= sum(k.bytes for k in kernels[1][way] if "copy" in k.op)
         assert more == pytest.approx(extra * elements, rel=1e-3)
     assert sum(k.bytes for k in optimizer(MODEL, P, 0)[0]) < sum(
         k.bytes for k in optimizer(MODEL, whole, 0)[0]
     )
+
+
+RING = Parallelism(cp=4, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("p", "ops"),
+    [(P, ("gather_copy_out", "scatter_copy_in")), (RING, ("attention_block",))],
+    ids=["sharded", "ring"],
+)
+def test_kernels_that_were_never_measured_cost_what_stands_for_them(
+    p: Parallelism, ops: tuple[str, ...]
+) -> None:
+    """And their own rows count where there are any."""
+    kernels = tuple(one for one in CALIBRATION.kernels if one.op not in ops)
+    without = changed(CALIBRATION, kernels=kernels)
+    assert not any(fit.op in ops for fit in without.kernel_fits.values())
+    found = {k for segment in layer(MODEL, p) for part in segment for k in part.kernels}
+    costs, known = (simulate(p, one).priced.costs for one in (without, CALIBRATION))
+    for kernel in [one for one in found if one.op in ops]:
+        assert without.known(kernel) == kernel.stand_in
+        assert CALIBRATION.known(kernel) == kernel
+        assert kernel.stand_in is not None
+        assert costs.kernel_us(kernel) == costs.kernel_us(kernel.stand_in)
+        assert kernel.flops == kernel.stand_in.flops
+        assert kernel.bytes == pytest.approx(kernel.stand_in.bytes, rel=0.3)
+        assert known.kernel_us(kernel) == CALIBRATION.kernel(kernel).time_us(kernel.dims)[0]
+    assert {one.op for one in found} >= set(ops)
+    slow = tuple(
+        one.model_copy(update={"launch_us": 1000.0}) if one.op in ops else one
+        for one in CALIBRATION.kernels
+    )
+    slower = simulate(p, changed(CALIBRATION, kernels=slow)).step_time_s
+    assert (slower > simulate(p).step_time_s).all()
+
+
+def test_gathers_from_more_replicas_are_other_copies() -> None:
+    for dp in (2, 4):
+        p = Parallelism(dp=dp, zero=3, overlap=True, global_batch=8)
+        (gathered,) = (one for one in parts_of(MODEL, p)["layer"][0] if one.name == "gathered")
+        assert [kernel.dims[1] for kernel in gathered.kernels] == [dp]
 
 
 def test_waits_for_shards_leave_a_higher_clock() -> None:
