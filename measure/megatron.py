@@ -285,8 +285,8 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
         framework += ", LoRA modules of ours on all linear layers"
     if model.experts:
         framework += ", sequential experts, forced even routing"
-    if connections := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"):
-        framework += f"; CUDA_DEVICE_MAX_CONNECTIONS={connections}"
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    framework += "; CUDA_DEVICE_MAX_CONNECTIONS" + (f"={connections}" if connections else " unset")
     return Trainer(
         model,
         p,

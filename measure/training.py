@@ -28,6 +28,7 @@ from measure.training_plan import TrainingCase, case_of, cases
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
 from spec.measurable import refuse
+from spec.parallelism import Parallelism
 from spec.records import StepRow, TrainingRow
 
 __all__ = ["TrainingCase", "case_of", "cases", "run_case"]
@@ -36,9 +37,10 @@ START_S = 240.0  # imports on a cold disk, communicators, first kernels, warm-up
 LINGER_S = 2.0  # after one rank's error, for the others to say theirs
 WINDOW_S = 4.0  # timed at least so long on GPUs: energy counters move ten times a second
 MOST_STEPS = 40
+# Megatron-Core relies on it to start communication before the product it hides behind; FSDP's
+# gathers would wait for the compute that they are to hide behind, and Megatron-LM refuses it there
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 ENVIRONMENT = {
-    # Megatron-Core relies on it to start communication before the product it hides behind
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -50,6 +52,11 @@ MakeWindow = Callable[[], AbstractContextManager[Window]]
 Report = dict[str, Any]
 R = TypeVar("R")
 _method = "forkserver"
+
+
+def environment_of(p: Parallelism) -> dict[str, str]:
+    """What a rank's process has set, unless the user has set it."""
+    return ENVIRONMENT if p.zero == 3 else ENVIRONMENT | ONE_QUEUE
 
 
 class _Failed(WorkError):
@@ -130,7 +137,7 @@ class Processes:
             "warmup": case.warmup,
             "model": case.model.model_dump(mode="json"),
             "parallelism": case.parallelism.model_dump(mode="json"),
-            "environment": ENVIRONMENT,
+            "environment": environment_of(case.parallelism),
             "passes": passes,
             "address": rendezvous_address(devices),
         }

@@ -27,7 +27,6 @@ from simulate.series_attention import with_unfused_attention
 from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
-from simulate.transfer import changed
 from spec.calibration import Calibration
 from spec.hardware import Node
 
@@ -102,8 +101,7 @@ class Calibrations:
         self._for = lru_cache(maxsize=64)(self._transferred)
 
     def _transferred(self, node: Node, fp8: bool, unfused: bool, graphs: bool) -> Calibration:
-        # software with sharded weights leaves CUDA_DEVICE_MAX_CONNECTIONS alone
-        calibration = changed(calibration_for(self._measured, node), one_queue=False)
+        calibration = calibration_for(self._measured, node)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:

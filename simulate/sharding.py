@@ -1,7 +1,7 @@
 """What a pass waits for where weights are sharded as PyTorch's FSDP does it (ZeRO 3).
 
-With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core asks for and every
-measured step has) kernels start in the order in which they were issued, whatever their stream.
+With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core asks for otherwise and
+the first rows that were measured have) kernels start in the order of issue, whatever their stream.
 FSDP issues, unit after unit (the embedding, each layer, and the rest, which comes first forward):
 
 - forward: the unit's gather, then its compute. The next gather is behind that: all are exposed.
@@ -10,7 +10,8 @@ FSDP issues, unit after unit (the embedding, each layer, and the rest, which com
   compute behind it waiting: every reduce-scatter is exposed, and of the gathers the first.
 
 Source: torch/distributed/fsdp/_fully_shard, `FSDPParamGroup.pre_forward`, `pre_backward` and
-`post_backward`; Megatron-LM warns that FSDP wants more connections.
+`post_backward`. Megatron-LM refuses FSDP with one connection (`megatron/training/arguments.py`), so
+steps that are not a measured row's are taken to have more.
 """
 
 from collections.abc import Mapping, Sequence

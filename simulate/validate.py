@@ -17,6 +17,7 @@ from simulate.inputs import (
     default_node,
     find_calibration,
 )
+from simulate.transfer import changed
 from simulate.validation import Case, predict, validation
 from simulate.validation_text import table
 from spec.calibration import Calibration, read_calibration
@@ -150,7 +151,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
         path = calibration_for(arguments, found)
-        calibration = read_calibration(path)
+        calibration = changed(read_calibration(path), one_queue=row.one_queue)
         used[path.as_posix()] = calibration.system
         emulated = row.nodes > 1 and len(found.manifest.hosts) == 1
         fabric = load_fabric(

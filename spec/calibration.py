@@ -234,8 +234,8 @@ class Calibration(BaseModel):
         default=0.0, description="a collective beside kernels lasts this share longer"
     )
     one_queue: bool = Field(
-        default=True,
-        exclude=True,  # of the software, not of the measurements
+        default=False,
+        exclude=True,  # of a step's environment, not of the measurements
         description="kernels start in the order of issue: CUDA_DEVICE_MAX_CONNECTIONS=1",
     )
     composition_sd: Spread = Field(

@@ -263,6 +263,11 @@ class TrainingRow(TrainingConfig):
         default=None, description="peak device memory in use per rank, comma-separated, GiB"
     )
 
+    @property
+    def one_queue(self) -> bool:
+        """Whether the device started kernels in the order of issue, whatever their stream."""
+        return "CUDA_DEVICE_MAX_CONNECTIONS=1" in self.framework
+
 
 class StepRow(Row):
     """steps.csv: one timed training step. `case_id` is its configuration's in training.csv."""

@@ -34,6 +34,9 @@ def test_a_split_sequence_of_learned_positions_learns_the_same() -> None:
 def test_sharded_weights_learn_the_same() -> None:
     one = case(global_batch=4, dp=2, zero=3, overlap=True)
     assert losses(one) == pytest.approx(losses(WHOLE), abs=3e-3)
+    (first, *_), (whole, *_) = measured(one), measured(WHOLE)
+    assert first["framework"].endswith("CUDA_DEVICE_MAX_CONNECTIONS unset")
+    assert whole["framework"].endswith("CUDA_DEVICE_MAX_CONNECTIONS=1")
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,22 @@ def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
     assert "a plan is drawn once" in err
 
 
+def test_a_row_of_shards_is_simulated_with_its_own_queues(results: Path, capsys: Any) -> None:
+    """Of one queue where the row says so; a plan's row has several."""
+    (run,) = (path.parent for path in (results / "4x-h200").glob("*/training.csv"))
+    sharded = Parallelism(dp=2, zero=3, overlap=True, global_batch=8)
+    config = TrainingConfig.of("sharded", MODEL, sharded).model_dump()
+    done = {"status": "done", "steps": 3, "step_time_median_s": 1.0}
+    found = []
+    for words in ("x; CUDA_DEVICE_MAX_CONNECTIONS=1", "x; CUDA_DEVICE_MAX_CONNECTIONS unset"):
+        row = TrainingRow(**config, **done, framework=words)
+        write_table(run / "training.csv", TrainingRow, [row])
+        code, out, err = call(capsys, str(results), "--json", "--draws", "20")
+        assert code == 0, err
+        found.append(json.loads(out)["cases"][0]["predicted_s"]["median"])
+    assert found[0] > 1.01 * found[1]
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/forecasts/grid*.yaml")), ids=str)
 def test_what_committed_grids_draw_can_be_measured(path: Path) -> None:
     """And across the nodes that they say; new kinds of steps come up."""
