@@ -24,6 +24,7 @@ from simulate.fp8 import with_fp8
 from simulate.inputs import calibration_for
 from simulate.scale import ROW_SD, sd_per_doubling
 from simulate.series_attention import with_unfused_attention
+from simulate.series_context import fused_joins, longer_us
 from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
@@ -148,6 +149,13 @@ def simulate(
         after = [one.reduction_us + one.kernels_us + one.gather_us for one in updates]
         times = times - np.max(np.broadcast_arrays(*after, times)[:-1], axis=0) / 1e6
         estimate = replace(estimate, breakdown_s=_without_updates(estimate, float(times[0])))
+    if one.parallelism.cp > 1 and fused_joins(one.row):
+        kernels, left = (time / 1e6 for time in longer_us(estimate))
+        times = times - kernels - left
+        parts = dict(estimate.breakdown_s)
+        parts["compute"] -= float(kernels[0])
+        parts["cp_exposed"] -= float(left[0])
+        estimate = replace(estimate, breakdown_s=parts)
     more = (_tensor_exposure(one, estimate) - 1) * estimate.breakdown_s["tp_exposed"]
     if more:
         times = times + more * np.exp(points[:, 2] - points[0, 2])

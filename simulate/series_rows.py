@@ -142,8 +142,12 @@ class SeriesRow:
         configuration).
         """
         mlperf = self.source == "mlcommons/training_results"
-        amd = re.search(r"\bamd\b|\bmi\d", self.text("gpu_type").lower())
-        return "cuda_graph" in self.words or (mlperf and not amd)
+        return "cuda_graph" in self.words or (mlperf and not self.amd)
+
+    @property
+    def amd(self) -> bool:
+        """Whether its GPUs are AMD's."""
+        return re.search(r"\bamd\b|\bmi\d", self.text("gpu_type").lower()) is not None
 
     @property
     def half_gradients(self) -> bool:

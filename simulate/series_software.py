@@ -35,8 +35,7 @@ def with_graphs(calibration: Calibration) -> Calibration:
 
 def fused_gradients(row: SeriesRow) -> bool:
     """Whether products add weight gradients up themselves, so that no kernel of its own does."""
-    amd = re.search(r"\bamd\b|\bmi\d", row.text("gpu_type").lower())
-    return bool(_FUSES.search(row.words)) and not _WAITS.search(row.words) and not amd
+    return bool(_FUSES.search(row.words)) and not _WAITS.search(row.words) and not row.amd
 
 
 def tensor_exposure(

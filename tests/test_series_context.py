@@ -1,0 +1,35 @@
+"""Context parallelism of Transformer Engine in published rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulate.series_context import fused_joins
+from simulate.series_fit import Calibrations, simulate
+from simulate.series_plan import plan
+from tests.made_up import write_calibration
+from tests.test_series import row
+
+LONG = {"seq_len": "16384", "tp": "1", "pp": "1", "cp": "4", "global_batch": "4"}
+
+
+def test_joins_are_fused_where_transformer_engine_runs_on_nvidias() -> None:
+    """Neither where the software has its own ring, nor where fusion is not known."""
+    assert fused_joins(row(source="NVIDIA-NeMo/Megatron-Bridge docs"))
+    assert not fused_joins(row())
+    assert not fused_joins(row(source="bigscience-workshop/bigscience train/tr11-176B"))
+    amd = row(source="mlcommons/training_results_v5.0 AMD", gpu_type="AMD Instinct MI300X")
+    assert not fused_joins(amd)
+
+
+def test_a_fused_ring_takes_less_of_the_kernels_and_hides_less(tmp_path: Path) -> None:
+    calibrations = Calibrations(write_calibration(tmp_path / "calibration.json"))
+    points = np.vstack([np.zeros(4), [0.1, 0.0, 0.0, 0.0]])
+    own, mine = simulate(plan(row(**LONG)), calibrations, points)
+    fused, theirs = simulate(plan(row(source="some/where NeMo", **LONG)), calibrations, points)
+    assert (fused < own).all()
+    assert theirs.breakdown_s["compute"] < mine.breakdown_s["compute"]
+    assert theirs.breakdown_s["cp_exposed"] >= mine.breakdown_s["cp_exposed"]
+    assert sum(theirs.breakdown_s.values()) == pytest.approx(fused[0])
+    assert fused[1] > fused[0]
