@@ -41,6 +41,8 @@ VENDOR = "vendor-expected tables"
 EIGHT_BITS = "FP8"
 UNANCHORED = "without anchor"
 MEAN = "mean over sources"
+ALONE = "no factor in reach explains its time: the batch, the shape or the time is another run's"
+UNEXPLAINED = log(2.0)  # of a log step time
 LONELY = "an anchor whose series has no row to project"
 
 
@@ -74,7 +76,7 @@ def series_validation(
     entries: list[dict[str, Any]] = []
     fitted: dict[str, Any] = {}
     for one in bar(groups):
-        found, system = judged(one, calibrations)
+        found, system = judged(one, calibrations, skipped)
         entries += found
         fitted[one.name] = system.as_json() | {"borrowed": one.borrowed}
     order = {row.row_id: place for place, row in enumerate(rows)}
@@ -154,13 +156,18 @@ def _shape(one: Plan) -> tuple[int, ...]:
     return m.layers, m.hidden, m.heads, m.seq_len
 
 
-def judged(series: Series, calibrations: Calibrations) -> tuple[list[dict[str, Any]], Fitted]:
-    """Every test row of a series with its projection and baselines; and the fitted system."""
+def judged(
+    series: Series, calibrations: Calibrations, skipped: list[dict[str, str]]
+) -> tuple[list[dict[str, Any]], Fitted]:
+    """Every test row of a series with its projection and baselines; and the fitted system.
+
+    Anchors that no such system explains are noted in `skipped`.
+    """
     shared = shared_choices(series.anchors, series.tests, calibrations)
     chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
     anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
     tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
-    system = fit(anchors, calibrations)
+    system = _without_odd(anchors, calibrations, skipped)
     effects: list[list[float]] = [[] for _ in tests]
     middle = [project(one, system, calibrations, 0.0) for one in tests]
     open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
@@ -193,6 +200,21 @@ def judged(series: Series, calibrations: Calibrations) -> tuple[list[dict[str, A
         sd = float(np.hypot(projected.sd, extra))
         entries.append(_entry(one, projected, sd, anchors, series))
     return entries, system
+
+
+def _without_odd(
+    anchors: list[Plan], calibrations: Calibrations, skipped: list[dict[str, str]]
+) -> Fitted:
+    """Fit a system, and take away anchors that belong to none: the most surprising one first."""
+    system = fit(anchors, calibrations)
+    while max(map(abs, system.residuals), default=0.0) > UNEXPLAINED:
+        alone = [fit([one], calibrations, rounds=2) for one in anchors]
+        surprise = [abs(one.factors[0]) + abs(one.residuals[0]) for one in alone]
+        odd = anchors.pop(int(np.argmax(surprise)))
+        reason = "no system explains its time beside that of its series' other anchors"
+        skipped.append({"id": odd.row.row_id, "reason": reason if anchors else ALONE})
+        system = fit(anchors, calibrations)
+    return system
 
 
 def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:

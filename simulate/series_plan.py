@@ -17,7 +17,7 @@ from simulate.memory import memory
 from simulate.series_choices import SHARDED, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import Shape, is_mixture, named_shape, usual_ffn
-from simulate.series_rows import SeriesRow, metric_of, step_seconds, too_large
+from simulate.series_rows import UTILISATION, SeriesRow, metric_of, step_seconds, too_large
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
@@ -54,7 +54,8 @@ class Plan:
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     """What a row means; raises TooLittle where too little of it is known."""
     fill = Filling(row, choices or {})
-    if metric_of(row) is None:
+    metric = metric_of(row)
+    if metric is None:
         raise TooLittle(
             f"metric {row.text('metric')!r} with value {row.cells['value']!r} gives no step time"
         )
@@ -83,7 +84,10 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if not memory(model, p, node.memory_gib).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     fp8 = ways.fp8(fill)
-    real_s = step_seconds(row, model, p.global_batch, gpus, p.recompute)
+    peak = node.peak_bf16_tflops
+    real_s = step_seconds(row, model, p.global_batch, gpus, p.recompute, peak)
+    if metric.kind in UTILISATION:
+        fill.assumed.append(f"utilisation of {peak:g} TFLOP/s")
     _check_rate(row, node, model.step_flops(p.global_batch) / gpus / real_s)
     return Plan(
         row=row,

@@ -210,20 +210,33 @@ def _check(path: Path, line: int, row: SeriesRow) -> None:
         raise UserError(f"{path}: line {line}: use is {row.use!r}; it must be anchor or test")
 
 
+# What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
+# HFU recomputed ones, of the bf16 peak.
+_METRICS = (
+    (r"((step|iteration) time|(milli)?seconds? per (step|iteration)|m?s/(step|iter))", "step"),
+    (r"tokens?(/| per )(s|sec|second)(/| per )gpu", "tokens"),
+    (r"tokens?(/| per )(s|sec|second)( total)?$", "tokens_total"),
+    (r"(samples?|sequences?)(/| per )(s|sec|second)( total)?$", "samples"),
+    (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
+    (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
+)
+UTILISATION = ("mfu", "hfu")
+
+
 def metric_kind(name: str) -> str | None:
-    """What a metric's name means: step, tokens, tokens_total, model, hardware or samples."""
-    plain = re.sub(r"\s+", " ", name.strip().lower())
-    if plain.startswith(("step_time_s", "step time")):
-        return "step"
-    if plain.startswith(("tokens/s/gpu", "tokens/sec/gpu", "tokens per second per gpu")):
-        return "tokens"
-    if plain in ("tokens/s total", "tokens/s"):
-        return "tokens_total"
+    """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
+    plain = re.sub(r"[\s_]+", " ", name.strip().lower())
     if "tflop" in plain and "/gpu" in plain and "aggregate" not in plain:
         return "hardware" if "hardware" in plain or "recompute" in plain else "model"
-    if plain in ("samples/s total", "samples/s"):
-        return "samples"
-    return None
+    return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
+
+
+def _unit(name: str, kind: str, value: float) -> float:
+    """What a value is to be multiplied with, for seconds and shares."""
+    if kind == "step" and re.search(r"(\b|_)(ms|milliseconds?)(\b|_)", name.lower()):
+        return 1e-3
+    percent = kind in UTILISATION and ("%" in name or value > 1)
+    return 1e-2 if percent else 1.0
 
 
 @dataclass(frozen=True)
@@ -233,6 +246,7 @@ class Metric:
     name: str
     kind: str
     value: float
+    unit: float = 1.0
 
     def at(self, times: float) -> float:
         """The value of a step that takes so many times the printed one's time."""
@@ -240,25 +254,28 @@ class Metric:
 
 
 def metric_of(row: SeriesRow) -> Metric | None:
-    """The first of a row's metrics that can be turned to seconds."""
+    """The first of a row's metrics that become seconds; utilisation where no other does."""
+    found = []
     for suffix in ("", "2", "3"):
         name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
         kind = metric_kind(name)
         if kind is not None and value is not None:
-            return Metric(name, kind, value)
-    return None
+            found.append(Metric(name, kind, value, _unit(name, kind, value)))
+    return min(found, key=lambda one: one.kind in UTILISATION, default=None)
 
 
-def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str) -> float:
-    """Seconds per step that a row's metric means.
+def step_seconds(
+    row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str, peak_tflops: float
+) -> float:
+    """Seconds per step that a row's metric means; `peak_tflops` is its GPU's in bf16.
 
     Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
     weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
     """
     found = metric_of(row)
     assert found is not None
-    kind, value = found.kind, found.value
-    again = kind == "hardware" or row.recompute_counted
+    kind, value = found.kind, found.value * found.unit
+    again = kind in ("hardware", "hfu") or row.recompute_counted
     if kind == "step":
         return value
     if kind == "samples":
@@ -267,6 +284,8 @@ def step_seconds(row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recomp
         return batch * model.seq_len / (value * gpus)
     if kind == "tokens_total":
         return batch * model.seq_len / value
+    if kind in UTILISATION:
+        value *= peak_tflops
     flops = model.step_flops(batch)
     if again and recompute == "full":  # layers only: logits are not computed again
         logits = 2 * model.vocab * model.hidden * model.seq_len * batch

@@ -97,6 +97,11 @@ def test_metrics_become_seconds() -> None:
         "TFLOP/s/GPU": flops / 8e12,
         "TFLOP/s/GPU (model FLOPs)": flops / 8e12,
         "samples/s total": 64,
+        "sequences per second": 64,
+        "Step time (ms)": 1000.0,
+        "iteration_time_ms": 1000.0,
+        "MFU": flops / 8e12 / 989.4,
+        "MFU_%": flops / 8e10 / 989.4,
     }
     for metric, value in ways.items():
         assert plan(row(metric=metric, value=repr(value))).real_s == pytest.approx(1.0), metric
@@ -108,7 +113,11 @@ def test_metrics_become_seconds() -> None:
         recompute="full",
     )
     assert plan(hardware).real_s == pytest.approx(1.0)
-    assert metric_kind("MFU_%") is None
+    utilised = row(metric="HFU", value=repr((flops + again) / 8e12 / 989.4), recompute="full")
+    assert plan(utilised).real_s == pytest.approx(1.0)
+    both = row(metric="MFU_%", value="50", metric2="step_time_s", value2="1.0")
+    assert plan(both).real_s == 1.0
+    assert metric_kind("pct_peak") is None
 
 
 @pytest.mark.parametrize(

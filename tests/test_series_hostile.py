@@ -86,7 +86,8 @@ def test_projected_with_what_was_assumed(
         ({"gpu_type": ""}, {}, "gpu_type is not printed"),
         ({"gpus": "-8"}, {"gpus": "-9"}, "gpus '-8' is no number of GPUs"),
         ({"value": "inf"}, {}, "value 'inf' gives no step time"),
-        ({"metric": "MFU"}, {}, "metric 'MFU'"),
+        ({"metric": "speed"}, {}, "metric 'speed'"),
+        ({"metric": "MFU"}, {}, "of the GPU's bf16 peak"),
         ({"value": "1e12"}, {}, "of the GPU's bf16 peak"),
         ({"value": "1e-9"}, {}, "of the GPU's bf16 peak"),
         (DEEPSEEK, {}, "the experts of model 'DeepSeek-V3 671B' are not known"),
@@ -105,3 +106,18 @@ def test_refused_in_one_sentence(
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_an_anchor_that_is_another_run_is_left_out(tmp_path: Path, capsys: Any) -> None:
+    """Its time is a hundred times that of the other one: half the rows, not half of both."""
+    odd = BASE | {"row_id": "odd", "value": "90"}
+    code, out, err = judge(tmp_path, [BASE, odd, BASE | LARGER], capsys)
+    assert code == 0, err
+    judged = json.loads(out)
+    (case,) = judged["cases"]
+    assert [one["id"] for one in judged["skipped"]] == ["odd"]
+    assert case["anchored"]
+    assert case["predicted_s"]["high"] < 2 * case["predicted_s"]["median"]
+    code, out, err = judge(tmp_path, [odd, BASE | LARGER], capsys)
+    assert code == 0, err
+    assert not json.loads(out)["cases"][0]["anchored"]
