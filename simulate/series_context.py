@@ -40,7 +40,7 @@ def longer_us(estimate: StepEstimate) -> tuple[NDArray[np.float64], NDArray[np.f
         for part in segment.parts:
             if part.hidden and part.hidden[0].axis == "cp":
                 own, own_left = _lasting(prices.costs, part)
-                fused, fused_left = _lasting(prices.costs, _fused(part, p.cp))
+                fused, fused_left = _lasting(prices.costs, _fused(part))
                 kernels, hidden = kernels + own - fused, hidden + own_left - fused_left
     passes = priced.model.layers / p.pp * (p.microbatches + (p.pp - 1) / p.vpp)
     return kernels * passes, hidden * passes
@@ -53,17 +53,15 @@ def _lasting(costs: Costs, part: Part) -> tuple[NDArray[np.float64], NDArray[np.
     return cost.kernels, left
 
 
-def _fused(part: Part, pieces: int) -> Part:
+def _fused(part: Part) -> Part:
     """The same piece of attention as Transformer Engine runs it; see `spec.step_context`."""
-    attention = next(kernel for kernel in part.kernels if kernel.op == "attention")
-    batch, length, heads, kv_heads, dim = attention.dims
+    own, *blocks = (one for one in part.kernels if one.op in ("attention", "attention_block"))
+    batch, length, heads, kv_heads, dim = own.dims
     rows = batch * length
     queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
     half = copied(4 * keys)  # of the keys and values, laid out in a row
     added = copied(6 * queries)  # outputs, or the queries' gradients, in bf16
-    if attention.direction == "forward":
-        later = (half, attention, copied(12 * sums), added)
-    else:
-        later = (half, attention, added, copied(6 * keys))
-    first = (copied(8 * keys), attention, copied(4 * queries))
-    return replace(part, kernels=first + later * (pieces - 1))
+    beside = copied(12 * sums) if own.direction == "forward" else copied(6 * keys)
+    first = (copied(8 * keys), own, copied(4 * queries))
+    later = tuple(kernel for block in blocks for kernel in (half, block, added, beside))
+    return replace(part, kernels=first + later)
