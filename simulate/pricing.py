@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from simulate.costs import Cost, Costs, Energy, total
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
-from simulate.sharding import in_one_queue
+from simulate.sharding import waits
 from simulate.works import Same
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -315,19 +315,11 @@ def _passes(
             energy += costs.energy(shards[way]) * (1 / p.vpp)
         host = sum((count * cost.host for count, cost in mine), zero)
         room = compute + host + sum(exposed.values(), zero)
-        sent = []
-        for one in groups[way] if way < WEIGHTS else ():
-            time = costs.collective_us(one) / p.vpp
-            if p.overlap and p.zero == 3 and costs.calibration.one_queue:
-                work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
-                time, hidden = in_one_queue(one, way, pieces, work, costs, model, p)
-                compute = compute + costs.slowing(hidden)
-            elif p.overlap:  # beside the layers' work, slowing it; the first has nothing before it
-                share = room / len(groups[way])
-                left = np.maximum(time - share / costs.slowed, time / max(layers, 1))
-                compute = compute + costs.slowing(time - left)
-                time = left
-            sent.append((one, time))
+        group = groups[way] if way < WEIGHTS else ()
+        work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
+        waited = waits(group, way, pieces, work, room, costs, model, p)
+        for _, time, hidden in waited:
+            compute = compute + costs.slowing(hidden)
             exposed["dp"] = exposed.get("dp", zero) + time
         yield PassCost(
             total=compute + host + sum(exposed.values(), zero),
@@ -336,7 +328,7 @@ def _passes(
             host=host,
             energy=energy,
             segments=tuple(reversed(pieces)) if way else tuple(pieces),
-            sharded=tuple(sent),
+            sharded=tuple((one, time) for one, time, _ in waited),
         )
 
 

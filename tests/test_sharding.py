@@ -56,6 +56,39 @@ def test_several_queues_hide_more() -> None:
         assert float(many.exposed["dp"]) < float(one.exposed["dp"])
 
 
+def units(kind: str, each: float) -> tuple[float, float, float]:
+    """The collective alone of the embedding, of a layer and of the rest."""
+    costs = simulate(P).priced.costs
+    first, last = end_parameters(MODEL, P)
+    sizes = (first, sum(layer_parameters(MODEL, P)), last)
+    return tuple(float(costs.collective_us(Collective(kind, "dp", each * n))) for n in sizes)
+
+
+def test_several_queues_wait_for_what_has_nothing_beside_it() -> None:
+    """A layer's compute outlasts a layer's gather and scatter here, not the rest's."""
+    forward, backward = passes(one_queue=False)
+    first, layer_us, last = units("all_gather", 2.0)
+    (gathered,) = (float(time) for _, time in forward.sharded)
+    assert first + last < gathered < first + last + layer_us
+    scattered = {one.kind: float(time) for one, time in backward.sharded}
+    # the rest's, before anything, and the last layer's behind the rest's scatter
+    assert last < scattered["all_gather"] <= last + layer_us
+    first, layer_us, last = units("reduce_scatter", 4.0)
+    assert first < scattered["reduce_scatter"] < first + layer_us + last
+
+
+def test_without_compute_beside_it_all_is_waited_for() -> None:
+    fast = tuple(
+        one.model_copy(update={"launch_us": 0.0, "gbytes_per_s": 1e9, "tflops": 1e9})
+        for one in CALIBRATION.kernels
+    )
+    priced = simulate(P, changed(CALIBRATION, kernels=fast)).priced
+    for way, kinds in ((FORWARD, ("all_gather",)), (BACKWARD, ("all_gather", "reduce_scatter"))):
+        for kind, (_, time) in zip(kinds, priced.passes[0, 0, way].sharded, strict=True):
+            each = 2.0 if kind == "all_gather" else 4.0
+            assert float(time) == pytest.approx(units_us(kind, each), rel=0.05)
+
+
 def test_the_calibration_file_says_nothing_of_queues() -> None:
     assert "one_queue" not in CALIBRATION.model_dump(mode="json")
 
