@@ -313,7 +313,7 @@ def _largest_from_smaller(sweep: Sweep) -> list[Judged]:
     judged = []
     for point in largest.points:
         time, sd = known.time_us(largest.ranks, point.bytes)
-        same, _ = nearest.time_us(point.bytes)
+        same = nearest.time_us(point.bytes)
         judged.append(Judged(time, sd, point.time_us, same * grown))
     return judged
 

@@ -11,6 +11,7 @@ from math import exp, log
 
 from simulate.costs import Costs, Draws, Energy, total
 from simulate.pricing import Known, PricedSegment, PricedStep, StagePrices, parts_of, price
+from simulate.uncertainty import central
 from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
@@ -90,14 +91,14 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
         whole, sent, energy = 0.0, 0.0, Energy()
         for segment in segments:
             cost = point.segment(segment)
-            whole += cost.total.item(0)
+            whole += central(cost.total)
             for axis, time in cost.exposed.items():
-                sent += time.item(0) * point.communication_w(axis)
+                sent += central(time) * point.communication_w(axis)
             energy += cost.energy
             for part in segment:
                 if any(work.energy.compute for work in point.works.of_part(part).values()):
                     alone = point.part(part)
-                    runs.append((alone.kernels.item(0), alone.energy))
+                    runs.append((central(alone.kernels), alone.energy))
         compute_w = energy.compute / whole
         beside_w = (energy.memory + sent) / whole
         logs = 0.0
@@ -127,14 +128,14 @@ def _of_layer(
 ) -> tuple[float, float]:
     """Time of a layer and energy of its products at a clock."""
     costs = [point.with_(clock_ratio=clock_ratio).segment(segment) for segment in segments]
-    return sum(one.total.item(0) for one in costs), sum(one.energy.compute for one in costs)
+    return sum(central(one.total) for one in costs), sum(one.energy.compute for one in costs)
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     """Central time of one layer's forward and backward pass at the step's clock."""
     clock = layer_clock(model, p, costs).clock_mhz
     costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
-    return sum(costs.segment(segment).total.item(0) for segment in parts_of(model, p)["layer"])
+    return sum(central(costs.segment(segment).total) for segment in parts_of(model, p)["layer"])
 
 
 @dataclass(frozen=True)
@@ -165,20 +166,20 @@ def load(priced: PricedStep, stage: int) -> Load:
     """The load of a stage. All communication draws power, also what is hidden (within passes: see
     `Costs.part`)."""
     costs, update = priced.costs, priced.updates[stage]
-    mine = [(cost, times) for cost, _, times in priced.work_of(stage)]
-    energy = total(cost.energy * times for cost, times in mine)
+    mine = [(times, cost) for cost, _, times in priced.work_of(stage)]
+    energy = total((times, cost.energy) for times, cost in mine)
     sent = sum(
-        costs.collective_us(one).item(0) * costs.communication_w(one.axis)
+        central(costs.collective_us(one)) * costs.communication_w(one.axis)
         for one, _ in (*update.reduction, *update.gather)
     )
     sent += sum(
-        times * time.item(0) * costs.communication_w(axis)
-        for cost, times in mine
+        times * central(time) * costs.communication_w(axis)
+        for times, cost in mine
         for axis, time in cost.exposed.items()
     )
-    after = (update.kernels_us + update.reduction_us + update.gather_us).item(0)
-    busy = sum(times * cost.total.item(0) for cost, times in mine)
-    shards = sum(times * time.item(0) for cost, times in mine for _, time in cost.sharded)
+    after = central(update.kernels_us + update.reduction_us + update.gather_us)
+    busy = sum(times * central(cost.total) for times, cost in mine)
+    shards = sum(times * central(time) for times, cost in mine for _, time in cost.sharded)
     if shards:
         p, model = priced.parallelism, priced.model
         layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
@@ -232,10 +233,10 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     p = priced.parallelism
     slowest = busy.index(max(busy))
     fill = (sum(busy) - busy[slowest]) / (p.microbatches * p.vpp)
-    sent = 2 * (p.pp - 1) * priced.transfer_us.item(0)
+    sent = 2 * (p.pp - 1) * central(priced.transfer_us)
     update = priced.updates[slowest]
     after = update.reduction_us + update.kernels_us + update.gather_us + priced.norm_us
-    return busy[slowest] + fill + sent + after.item(0)
+    return busy[slowest] + fill + sent + central(after)
 
 
 def _clock_mhz(

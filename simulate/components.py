@@ -13,6 +13,7 @@ from typing import Any
 
 from simulate.estimate import StepEstimate
 from simulate.pricing import PricedStep, UpdateCost
+from simulate.uncertainty import central
 from spec.kernel import ATTENTION, PRODUCTS
 from spec.records import ProfileRow
 
@@ -41,12 +42,12 @@ def simulated(estimate: StepEstimate) -> Parts:
             continue
         for kernel in (k for one in both for part in one.parts for k in part.kernels):
             often = layers if name == "layer" else 1
-            classes[class_of(kernel.op)] += often * prices.costs.kernel_us(kernel).item(0)
+            classes[class_of(kernel.op)] += often * central(prices.costs.kernel_us(kernel))
     whole = sum(classes.values()) or 1.0
     # slower beside communication, all alike
     found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
     update = priced.updates[stage]
-    update_s = min(update.kernels_us.item(0) / 1e6, parts["optimizer"])
+    update_s = min(central(update.kernels_us) / 1e6, parts["optimizer"])
     outside_s = _outside_s(priced, update)
     found["memory"] += outside_s
     found["optimizer"] = update_s - outside_s
@@ -61,7 +62,7 @@ def _outside_s(priced: PricedStep, update: UpdateCost) -> float:
     if priced.parallelism.zero == 3:
         return 0.0
     kernels = takewhile(lambda kernel: kernel.op != "grad_norm", update.kernels)
-    return sum(priced.costs.kernel_us(kernel).item(0) for kernel in kernels) / 1e6
+    return sum(central(priced.costs.kernel_us(kernel)) for kernel in kernels) / 1e6
 
 
 def measured(rows: Iterable[ProfileRow]) -> Parts | None:

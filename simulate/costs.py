@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.uncertainty import Draws, OneAtATime
+from simulate.uncertainty import Draws, OneAtATime, central, larger
 from simulate.works import ByClock, Energy, Slowed, Works, total, works
 from spec.calibration import Calibration, NetworkFit
 from spec.collective import Collective, busbw_factor
@@ -70,13 +70,9 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
         # first and last stage, for a tied embedding: as far apart as stages half the way apart
         "embd": (min(p.pp, 2), p.tp * replicas * max(p.pp // 2, 1)),
     }
-    return Layout(
-        {
-            axis: group_path(node, fabric, p.gpus, size, stride)
-            for axis, (size, stride) in groups.items()
-            if size > 1
-        }
-    )
+    groups = {axis: placed for axis, placed in groups.items() if placed[0] > 1}
+    paths = {placed: group_path(node, fabric, p.gpus, *placed) for placed in set(groups.values())}
+    return Layout({axis: paths[placed] for axis, placed in groups.items()})
 
 
 @dataclass
@@ -144,27 +140,29 @@ class Costs:
 
     def products_us(self, parts: Segment) -> float:
         """Central time of a segment's products at the step's clock."""
-        return self._kernels(self.works.products_of(parts))[0].item(0)
+        return central(self._kernels(self.works.products_of(parts))[0])
 
     def collective_us(self, collective: Collective) -> Array:
         """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
-        if collective not in self._sent:
-            time = self._collective_us(collective)
+        found = self._sent.get(collective)
+        if found is None:
+            found = self._collective_us(collective)
             if self.fullest is not None and collective.kind == "all_to_all":
-                time = time * self.fullest
-            self._sent[collective] = time
-        return self._sent[collective]
+                found = found * self.fullest
+            self._sent[collective] = found
+        return found
 
     def _slower(self, slowed: Slowed) -> float:
         """How many times as long as at the reference clock a kernel lasts."""
-        if slowed not in self._factors:
+        found = self._factors.get(slowed)
+        if found is None:
             product, exponent = slowed
-            slower = self.clock_ratio**exponent
+            found = float(self.clock_ratio**exponent)
             if product:
                 clock = self.calibration.clock
-                slower *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
-            self._factors[slowed] = float(slower)
-        return self._factors[slowed]
+                found *= clock.product_factor(clock.reference_mhz / self.clock_ratio)
+            self._factors[slowed] = found
+        return found
 
     def _collective_us(self, collective: Collective) -> Array:
         path = self.layout.paths[collective.axis]
@@ -235,7 +233,7 @@ class Costs:
         While both run, both are slower; what is left afterwards has the links for itself.
         """
         longer = (1 + self.calibration.interference) / self.slowed
-        left = np.maximum(sent - kernels * longer, 0.0)
+        left = larger(sent - kernels * longer, 0.0)
         return kernels + self.slowing(sent - left), left
 
     def slowing(self, hidden: Array) -> Array:
@@ -253,7 +251,7 @@ class Costs:
             alone = sum(hidden[1:], hidden[0])
             own, left = self.beside(own, alone)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
-            sent_us = (alone - left).item(0) * self.slowed
+            sent_us = central(alone - left) * self.slowed
             energy += Energy(0.0, sent_us * self.communication_w(part.hidden[0].axis))
             longer = np.where(left > 0, (own + left) / alone, self.slowed)[()]
             hidden = [time * longer for time in hidden]
@@ -294,24 +292,23 @@ class Costs:
             host_us += cost.host_us
             if cost.hidden:
                 axis = part.hidden[0].axis
-                left = np.maximum(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
+                left = larger(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
                 exposed[axis] = exposed[axis] + left if axis in exposed else left
         fit = self.calibration.host
         spread = self.draws.factor("host", fit.sd)
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, energy)
         device = sum(exposed.values(), compute)
-        return Cost(compute, exposed, np.maximum(host_us * spread - device, 0.0), energy)
+        return Cost(compute, exposed, larger(host_us * spread - device, 0.0), energy)
 
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""
         works = [work for part in parts for work in self.works.of_part(part).values()]
-        time = sum(work.time.item(0) for work in works)
+        time = sum(central(work.time) for work in works)
         return sum(work.modelled_us for work in works) / time if time else 0.0
 
 
 def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:
     """The network model that fits the fabric's protocol, measured ones first."""
-    fitting = [fit for fit in calibration.networks if fit.protocol == fabric.protocol]
-    fitting.sort(key=lambda fit: fit.source != "measured")
-    return fitting[0] if fitting else None
+    fitting = (fit for fit in calibration.networks if fit.protocol == fabric.protocol)
+    return min(fitting, key=lambda fit: fit.source != "measured", default=None)

@@ -16,7 +16,7 @@ from simulate.clocks import REGULATION_US, load
 from simulate.costs import total
 from simulate.estimate import StepEstimate
 from simulate.heat import Heat, temperatures_c
-from simulate.uncertainty import LEVEL, Draws, interval
+from simulate.uncertainty import LEVEL, Draws, central, interval
 from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
@@ -118,7 +118,7 @@ def peaks_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float
     }
     hottest = max(
         (
-            prices.costs.energy(kernel).compute / prices.costs.kernel_us(kernel).item(0)
+            prices.costs.energy(kernel).compute / central(prices.costs.kernel_us(kernel))
             for kernel in products
         ),
         default=0.0,
@@ -142,7 +142,7 @@ def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str,
     found = {"idle": fit.idle_w, "memory": 0.0, "communication": 0.0, "waiting": 0.0}
     for stage in stages:
         drawn, update = load(priced, stage), priced.updates[stage]
-        passes = total(cost.energy for cost in priced.passes_of(stage))
+        passes = total((1.0, cost.energy) for cost in priced.passes_of(stage))
         memory = passes.memory * priced.parallelism.microbatches + update.energy.memory
         waiting_us = max(step_us - drawn.busy_us - drawn.after_us, 0.0)
         share = 1 / (step_us * len(stages))

@@ -25,6 +25,7 @@ from simulate.schedule import graph
 from simulate.stragglers import SlowGpus
 from simulate.timeline import Timeline, execute
 from simulate.traffic import Traffic, kind_of, traffic
+from simulate.uncertainty import central
 from spec.calibration import Calibration, Parameter
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -137,8 +138,8 @@ class StepSimulator:
         p, duration = self.p, priced.durations
         executed = execute(  # the last column is the central one again, without transfers
             graph(p.pp, p.microbatches, p.vpp, p.schedule),
-            np.column_stack([duration, duration[:, :1]]),
-            np.append(priced.transfer_us, 0.0),
+            np.concatenate([duration, duration[:, :1]], axis=1),
+            np.concatenate([np.atleast_1d(priced.transfer_us), [0.0]]),
         )
         timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
@@ -167,15 +168,15 @@ class StepSimulator:
 
         mine = [(cost, times) for cost, _, times in priced.work_of(busiest)]
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
-        breakdown["compute"] = sum(one.compute.item(0) * m for one, m in mine)
-        breakdown["other"] = sum(one.host.item(0) * m for one, m in mine)
+        breakdown["compute"] = sum(central(one.compute) * m for one, m in mine)
+        breakdown["other"] = sum(central(one.host) * m for one, m in mine)
         for one, m in mine:
             for axis, time in one.exposed.items():
-                breakdown[f"{kind_of(axis)}_exposed"] += time.item(0) * m
+                breakdown[f"{kind_of(axis)}_exposed"] += central(time) * m
         pipeline_us = float(timeline.end[:, 0].max())
         updates = [priced.updates[stage] for stage in set(priced.alike)]
-        slowest_update = max(updates, key=lambda one: _updated_us(one).item(0))
-        optimizer_us = (slowest_update.kernels_us + priced.norm_us).item(0)
+        slowest_update = max(updates, key=lambda one: central(_updated_us(one)))
+        optimizer_us = central(slowest_update.kernels_us + priced.norm_us)
         breakdown["pp_exposed"] = pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])
         breakdown["optimizer"] = optimizer_us

@@ -19,6 +19,7 @@ from simulate.placement import (
     pipeline_s,
     symmetric,
 )
+from simulate.uncertainty import central
 from spec.errors import UserError
 from spec.parallelism import Parallelism
 
@@ -104,8 +105,8 @@ def _pipeline(simulator: StepSimulator, plain: Placement) -> Pipeline:
     extras, layers = [], []
     for stage, count in enumerate(plain.layers):
         parts = priced.stages[stage].segments["layer"]
-        layer = tuple(part.cost.total.item(0) / 1e6 for part in parts)
-        whole = tuple(one.total.item(0) / 1e6 for one in priced.passes_of(stage))
+        layer = tuple(central(part.cost.total) / 1e6 for part in parts)
+        whole = tuple(central(one.total) / 1e6 for one in priced.passes_of(stage))
         extras.append(tuple(max(w - count * one, 0.0) for w, one in zip(whole, layer, strict=True)))
         layers.append(layer)
     mean = np.array(layers).mean(axis=0)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from simulate.costs import Cost, Costs, Energy, total
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
 from simulate.sharding import waits
+from simulate.uncertainty import larger
 from simulate.works import Same
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -56,20 +57,12 @@ class UpdateCost:
     """What a stage does once a step, after its last backward pass; arrays in us, (draws,)."""
 
     reduction: Sent  # the exposed part of each reduction
+    reduction_us: Array
     kernels: tuple[Kernel, ...]
     kernels_us: Array
     energy: Energy  # of the kernels
     gather: Sent
-
-    @property
-    def reduction_us(self) -> Array:
-        """Exposed gradient reduction."""
-        return sum((time for _, time in self.reduction), 0.0 * self.kernels_us)
-
-    @property
-    def gather_us(self) -> Array:
-        """Gather of the updated parameters."""
-        return sum((time for _, time in self.gather), 0.0 * self.kernels_us)
+    gather_us: Array
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,8 @@ class PricedStep:
     model: ModelSpec
     parallelism: Parallelism
     stages: tuple[StagePrices, ...]
-    passes: dict[tuple[int, int, int], PassCost]  # by stage, chunk, way
+    # by stage: each way's pass, of so many of its chunks that cost the same, in their order
+    passes: tuple[tuple[tuple[tuple[PassCost, ...], int], ...], ...]
     updates: tuple[UpdateCost, ...]  # by stage
     alike: tuple[int, ...]  # by stage, the first one that costs the same
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
@@ -130,29 +124,25 @@ class PricedStep:
     @property
     def durations(self) -> Array:
         """(passes, draws): of each kind of pass, as `simulate.schedule.Arrays` counts kinds."""
-        place: dict[int, int] = {}
-        totals: list[Array] = []
-        for one in self.passes.values():
-            if id(one) not in place:
-                place[id(one)] = len(totals)
-                totals.append(one.total)
-        rows = [place[id(one)] for one in self.passes.values()]
-        return np.array(totals).reshape(len(totals), -1)[rows]
+        of_stage = {
+            stage: np.array([one.total for one in self.passes_of(stage)])
+            for stage in set(self.alike)
+        }
+        every = np.concatenate([of_stage[stage] for stage in self.alike])
+        return every.reshape(len(every), -1)
 
     def passes_of(self, stage: int) -> list[PassCost]:
-        """The passes of one stage, in that order."""
-        p = self.parallelism
-        every = range(ways(p.schedule))
-        return [self.passes[stage, chunk, way] for chunk in range(p.vpp) for way in every]
+        """The passes of one stage, in that order: each way of each chunk."""
+        return [one for each, count in self.passes[stage] for _ in range(count) for one in each]
 
     def work_of(self, stage: int) -> list[tuple[PassCost, int, int]]:
         """(pass, its way, how often a step has it) of one stage; those alike only once."""
-        p, every = self.parallelism, ways(self.parallelism.schedule)
-        found: dict[int, tuple[PassCost, int, int]] = {}
-        for place, cost in enumerate(self.passes_of(stage)):
-            so_far = found[id(cost)][2] if id(cost) in found else 0
-            found[id(cost)] = cost, place % every, so_far + p.microbatches
-        return list(found.values())
+        often = self.parallelism.microbatches
+        return [
+            (cost, way, count * often)
+            for each, count in self.passes[stage]
+            for way, cost in enumerate(each)
+        ]
 
     @property
     def transfer_us(self) -> Array:
@@ -223,15 +213,13 @@ def price(
     ]
     first_of: dict[tuple[object, ...], int] = {}
     alike = tuple(first_of.setdefault(kind, stage) for stage, kind in enumerate(kinds))
-    passes: dict[tuple[int, int, int], PassCost] = {}
-    shared: dict[tuple[object, ...], tuple[PassCost, ...]] = {}
-    for stage, same in enumerate(alike):
-        for chunk in range(p.vpp):
-            key = same, stage == 0 and chunk == 0, stage == p.pp - 1 and chunk == p.vpp - 1
-            if key not in shared:
-                shared[key] = tuple(_passes(model, p, stages[stage], stage, chunk))
-            for way, cost in enumerate(shared[key]):
-                passes[stage, chunk, way] = cost
+    passes = {
+        stage: tuple(
+            (tuple(_passes(model, p, stages[stage], stage, chunk)), count)
+            for chunk, count in _chunks(p, stage)
+        )
+        for stage in set(alike)
+    }
     norm = tuple(
         Collective("all_reduce", axis, 4.0)
         for axis in ("tp", "dp", "pp")
@@ -249,14 +237,13 @@ def price(
         which = stage, fastest.clock_ratio
         if which not in known.updates:
             known.updates[which] = _alone(model, p, fastest, stage)
-        updates[stage] = _update(
-            known.updates[which], p, fastest, passes[stage, 0, FORWARD], passes[stage, 0, BACKWARD]
-        )
+        first, _ = passes[stage][0]
+        updates[stage] = _update(known.updates[which], p, fastest, first[FORWARD], first[BACKWARD])
     return PricedStep(
         model,
         p,
         stages,
-        passes,
+        tuple(passes[stage] for stage in alike),
         tuple(updates[stage] for stage in alike),
         alike,
         norm,
@@ -286,6 +273,14 @@ def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:
     return float((fastest - np.minimum(busy, 1.0) * (fastest - clocks)).mean())
 
 
+def _chunks(p: Parallelism, stage: int) -> tuple[tuple[int, int], ...]:
+    """The chunks of a stage that cost the same are neighbours: (first of them, how many)."""
+    if p.vpp == 1 or 0 < stage < p.pp - 1:
+        return ((0, p.vpp),)
+    apart = 1 if stage == 0 else p.vpp - 1  # the first chunk has the embedding, the last the head
+    return (0, apart), (apart, p.vpp - apart)
+
+
 def _passes(
     model: ModelSpec,
     p: Parallelism,
@@ -305,19 +300,20 @@ def _passes(
     for way in range(ways(p.schedule)):
         mine = [(count, segments[name][way].cost) for count, name in pieces]
         exposed: dict[str, Array] = {}
+        compute = host = zero
         for count, cost in mine:
+            compute, host = compute + count * cost.compute, host + count * cost.host
             for axis, time in cost.exposed.items():
                 exposed[axis] = exposed.get(axis, zero) + count * time
-        compute = sum((count * cost.compute for count, cost in mine), zero)
-        energy = total(cost.energy * count for count, cost in mine)
+        energy = total((count, cost.energy) for count, cost in mine)
         if shards and way < WEIGHTS:
             compute = compute + costs.kernel_us(shards[way]) / p.vpp
             energy += costs.energy(shards[way]) * (1 / p.vpp)
-        host = sum((count * cost.host for count, cost in mine), zero)
-        room = compute + host + sum(exposed.values(), zero)
-        group = groups[way] if way < WEIGHTS else ()
-        work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
-        waited = waits(group, way, pieces, work, room, costs, model, p)
+        waited = []
+        if group := groups[way] if way < WEIGHTS else ():
+            room = compute + host + sum(exposed.values(), zero)
+            work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
+            waited = waits(group, way, pieces, work, room, costs, model, p)
         for _, time, hidden in waited:
             compute = compute + costs.slowing(hidden)
             exposed["dp"] = exposed.get("dp", zero) + time
@@ -356,7 +352,20 @@ def _update(
         reduction = _beside(reduction, costs, backward, alone.buckets)
     if p.overlap and p.zero == 1:
         gather = _beside(gather, costs, forward, alone.buckets)
-    return UpdateCost(reduction + shared, alone.kernels, alone.kernels_us, alone.energy, gather)
+    reduction += shared
+    return UpdateCost(
+        reduction=reduction,
+        reduction_us=_sent_us(reduction, costs),
+        kernels=alone.kernels,
+        kernels_us=alone.kernels_us,
+        energy=alone.energy,
+        gather=gather,
+        gather_us=_sent_us(gather, costs),
+    )
+
+
+def _sent_us(sent: Sent, costs: Costs) -> Array:
+    return sum((time for _, time in sent), costs.draws.zero)
 
 
 def _beside(sent: Sent, costs: Costs, one_pass: PassCost, buckets: int) -> Sent:
@@ -365,8 +374,8 @@ def _beside(sent: Sent, costs: Costs, one_pass: PassCost, buckets: int) -> Sent:
     Buckets start as layers finish (or are needed); one bucket has nothing beside it. The pass is
     slowed by what runs beside it.
     """
-    whole = sum((time for _, time in sent), costs.draws.zero)
+    whole = _sent_us(sent, costs)
     room = one_pass.total * (1 - 1 / buckets)
-    left = np.maximum(whole - room / costs.slowed, whole / buckets)
+    left = larger(whole - room / costs.slowed, whole / buckets)
     longer = left + costs.slowing(whole - left)
     return tuple((one, time * longer / whole) for one, time in sent)

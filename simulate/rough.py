@@ -12,6 +12,7 @@ from simulate.clocks import layer_us
 from simulate.costs import Costs, Draws
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
+from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
@@ -79,7 +80,7 @@ class Rough:
         if key not in self._passes:
             costs = self._costs(p)
             times = [
-                [costs.segment(segment).total.item(0) for segment in both]
+                [central(costs.segment(segment).total) for segment in both]
                 for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
             ]
             whole = [sum(both) for both in times]
@@ -102,7 +103,7 @@ class Rough:
 
     def _transfer_us(self, p: Parallelism) -> float:
         size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
-        return self._costs(p).transfer_us(Collective("send_recv", "pp", size)).item(0)
+        return central(self._costs(p).transfer_us(Collective("send_recv", "pp", size)))
 
     def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
         """What zero 2 and 3 send beside every microbatch."""
@@ -128,7 +129,7 @@ class Rough:
             found = []
             for stage in {0, p.pp - 1}:
                 kernels, reduction, gather = optimizer(self.model, p, stage)
-                update = sum(costs.kernel_us(kernel).item(0) for kernel in kernels)
+                update = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
                 found.append((self._sent_us(p, reduction), self._sent_us(p, gather), update))
             reductions, gathers, updates = (max(times) for times in zip(*found, strict=True))
             self._updates[key] = reductions, gathers, updates + self.calibration.host.step_us
@@ -136,7 +137,7 @@ class Rough:
 
     def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> float:
         costs = self._costs(p)
-        return sum(costs.collective_us(one).item(0) for one in sent)
+        return sum(central(costs.collective_us(one)) for one in sent)
 
 
 def _pipeline_us(stages: list[float], microbatches: int, chunks: int, transfer: float) -> float:

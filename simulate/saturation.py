@@ -13,6 +13,7 @@ import numpy as np
 
 from simulate.costs import Costs, Draws
 from simulate.traffic import kind_of
+from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -47,7 +48,7 @@ def collectives(model: ModelSpec, p: Parallelism) -> list[Collective]:
 
 def saturating_size(costs: Costs, kind: str, axis: str) -> float:
     """Bytes of buffer from which a collective is bound by its links."""
-    times = [costs.collective_us(Collective(kind, axis, size)).item(0) for size in SIZES]
+    times = [central(costs.collective_us(Collective(kind, axis, size))) for size in SIZES]
     rates = SIZES / np.array(times)
     below = np.flatnonzero(rates < SATURATED * rates.max())
     return float(SIZES[below[-1] + 1]) if len(below) else float(SIZES[0])

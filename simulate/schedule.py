@@ -8,6 +8,7 @@ takes weight gradients out of the backward pass (Qi et al. 2023, arXiv 2401.1024
 import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,18 +76,16 @@ def warmup(stage: int, stages: int, microbatches: int, chunks: int, name: Schedu
 Rows = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(NamedTuple):
     """Passes that wait only for those of earlier levels; they have consecutive rows.
 
-    `inputs` are the rows of the stages' previous passes, then those whose output the passes need
-    (0: none); `kinds` are the kinds of the passes, then those numbers plus the number of kinds.
+    `inputs` are the rows of the stages' previous passes, and of those whose output the passes need
+    (0: none); `kinds` are the kinds of the passes, and those numbers plus the number of kinds.
     """
 
     rows: slice
-    count: int
-    inputs: Rows
-    kinds: Rows
+    inputs: Rows  # (2, passes)
+    kinds: Rows  # (2, passes)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Arrays:
     indexes its duration; `crosses` says of each kind whether its input comes from another stage.
     """
 
-    levels: tuple["Level", ...]
+    levels: tuple[Level, ...]
     rows: int
     crosses: NDArray[np.bool_]
     last_row: Rows  # of each stage
@@ -159,14 +158,14 @@ class Graph:
             return None
         levels, rows = self.arrays.levels, 2 * self.stages * self.chunks * self.period
         period = rows // self.stages
-        begin, end = _longest([level.count == self.stages for level in levels])
+        begin, end = _longest([level.inputs.shape[1] == self.stages for level in levels])
         if end - begin <= period:
             return None
         inputs = np.array([level.inputs for level in levels[begin:end]])
         kinds = np.array([level.kinds for level in levels[begin:end]])
         moved = np.where(inputs > 0, inputs + rows, 0)
         alike = (inputs[period:] == moved[:-period]) & (kinds[period:] == kinds[:-period])
-        first, last = _longest(alike.all(axis=1).tolist())
+        first, last = _longest(alike.all(axis=(1, 2)).tolist())
         if last - first < period:
             return None
         found = range(begin + first + period, begin + last + 1)
@@ -221,10 +220,10 @@ class Graph:
         befores, senders, passes_of = row[before[listed]], row[senders[listed]], kinds_of[listed]
         levels = []
         for begin, end in itertools.pairwise(edges):
-            inputs = np.concatenate([befores[begin:end], senders[begin:end]])
+            inputs = np.stack([befores[begin:end], senders[begin:end]])
             kinds = passes_of[begin:end]
-            kinds = np.concatenate([kinds, kinds + crosses.size])
-            levels.append(Level(slice(begin + 1, end + 1), end - begin, inputs, kinds))
+            kinds = np.stack([kinds, kinds + crosses.size])
+            levels.append(Level(slice(begin + 1, end + 1), inputs, kinds))
         return Arrays(
             levels=tuple(levels),
             rows=nothing + 1,

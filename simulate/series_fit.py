@@ -28,6 +28,7 @@ from simulate.series_context import fused_joins, longer_us
 from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
+from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.hardware import Node
 
@@ -195,7 +196,7 @@ def _tensor_exposure(one: Plan, estimate: StepEstimate) -> float:
             (time, kind)
             for part in segment.parts
             for kind, all_of in (("hidden", part.hidden), ("exposed", part.exposed))
-            for time in (prices.costs.collective_us(c).item(0) for c in all_of if c.axis == "tp")
+            for time in (central(prices.costs.collective_us(c)) for c in all_of if c.axis == "tp")
         ]
         exposed.append(sum(time for time, kind in sent if kind == "exposed"))
         hidden += sum(time for time, kind in sent if kind == "hidden")

@@ -27,6 +27,7 @@ import numpy as np
 
 from simulate.costs import Array, Costs
 from simulate.schedule import BACKWARD
+from simulate.uncertainty import larger
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -57,7 +58,7 @@ def waits(
             exposed = time
             if p.overlap:  # beside the layers' work; the first has nothing before it
                 layers = max(sum(count for count, name in units if name == "layer"), 1)
-                exposed = np.maximum(time - room / len(sent) / costs.slowed, time / layers)
+                exposed = larger(time - room / len(sent) / costs.slowed, time / layers)
             found.append((one, exposed, time - exposed))
             continue
         times = _times(one, units, costs, model, p)

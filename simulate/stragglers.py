@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
 from simulate.clocks import REGULATION_US
-from simulate.uncertainty import Draws
+from simulate.uncertainty import Draws, larger
 from spec.calibration import ClockFit, Parameter
 from spec.errors import UserError
 from spec.parallelism import Parallelism
@@ -63,16 +63,17 @@ CHECKPOINT_S, RESTART_S = 30.0, 300.0
 
 def shapes(draws: Draws) -> Array:
     """(draws,): a tail's shape from -1 (lightest) over 0 (normal, the central one) to 1."""
-    return np.asarray(2 * ndtr(draws.normal(TAIL)) - 1)
+    found: Array = 2 * ndtr(draws.normal(TAIL)) - 1
+    return found
 
 
 def quantile(share: float, shape: Array) -> Array:
     """Deviation that a share of all GPUs stays below, in standard deviations; `shape` (draws,)."""
     normal = float(ndtri(share))
-    light = normal + np.minimum(shape, 0.0) * max(normal - FLOOR, 0.0)
-    if np.max(shape) <= 0:
-        return np.asarray(light)
-    free = HEAVIEST / np.maximum(shape, 1e-3)
+    light: Array = normal + np.minimum(shape, 0.0) * max(normal - FLOOR, 0.0)
+    if shape.max() <= 0:
+        return light
+    free = HEAVIEST / larger(shape, 1e-3)
     heavy = stdtrit(free, share) * np.sqrt((free - 2) / free)
     return np.asarray(np.where(shape > 0, heavy, light))
 
@@ -81,7 +82,7 @@ def largest(count: int, shape: Array) -> Array:
     """Mean of the largest of `count` deviates (Blom's approximation), at least 0."""
     if count <= 1:
         return np.zeros_like(shape)
-    return np.maximum(quantile((count - 0.375) / (count + 0.25), shape), 0.0)
+    return larger(quantile((count - 0.375) / (count + 0.25), shape), 0.0)
 
 
 @lru_cache(maxsize=1024)
@@ -107,7 +108,7 @@ def lateness(p: Parallelism, shape: Array) -> Array:
 
 def jitter(p: Parallelism, fit: ClockFit, step_us: Array, shape: Array) -> Array:
     """(draws,): share by which products last longer than their median while the cap acts."""
-    windows = np.maximum(step_us / REGULATION_US, 1.0)
+    windows = larger(step_us / REGULATION_US, 1.0)
     waits = largest(p.tp, shape) + largest(p.gpus // p.tp, shape) / np.sqrt(windows)
     return np.asarray(fit.jitter_mean + fit.jitter_sd * waits)
 
@@ -119,7 +120,7 @@ def step_spread(gpus: int, tp: int, jitter_sd: float, step_s: Array, draws: Draw
     counts; its quantiles are those of one group at the share's root. And what does not (WANDER).
     """
     shape = shapes(draws)
-    windows = np.maximum(step_s * 1e6 / REGULATION_US, 1.0)
+    windows = larger(step_s * 1e6 / REGULATION_US, 1.0)
     groups = max(gpus // tp, 1)
     high, middle = (quantile(share ** (1 / groups), shape) for share in (0.95, 0.5))
     alone = jitter_sd * spread_of_largest(tp) / np.sqrt(windows) * (high - middle)

@@ -81,10 +81,9 @@ def _ends(graph: Graph, duration: Array, delay: Array, more: int | None) -> Arra
 
 
 def _run(levels: Sequence[Level], added: Array, end: Array) -> None:
-    for level in levels:
-        both = end.take(level.inputs, axis=0)
-        both += added.take(level.kinds, axis=0)
-        np.maximum(both[: level.count], both[level.count :], out=end[level.rows])
+    for rows, inputs, kinds in levels:
+        both = np.add(end.take(inputs, 0), added.take(kinds, 0))
+        np.maximum(both[0], both[1], out=end[rows])
 
 
 def _moved(end: Array, row: int, steady: Steady) -> Array | None:

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from simulate.pricing import PricedStep
+from simulate.uncertainty import central
 from spec.collective import Collective, busbw_factor
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")
+_KIND_OF = {"edp": "dp", "embd": "pp"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Traffic:
 
 def kind_of(axis: str) -> str:
     """The kind of communication an axis belongs to: expert replicas are data parallel."""
-    return {"edp": "dp", "embd": "pp"}.get(axis, axis)
+    return _KIND_OF.get(axis, axis)
 
 
 def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> dict[str, Traffic]:
@@ -29,14 +31,16 @@ def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> d
     sent: dict[Collective, float] = {}
     for one, times in _sent(priced, stage):
         sent[one] = sent.get(one, 0.0) + times
+    of_kind: dict[str, list[tuple[Collective, float]]] = {kind: [] for kind in KINDS}
+    for one, times in sent.items():
+        of_kind[kind_of(one.axis)].append((one, times))
     found: dict[str, Traffic] = {}
-    for kind in KINDS:
-        mine = [(one, n) for one, n in sent.items() if kind_of(one.axis) == kind]
+    costs, paths = priced.costs, priced.costs.layout.paths
+    for kind, mine in of_kind.items():
         if not mine:
             continue
-        costs, paths = priced.costs, priced.costs.layout.paths
         found[kind] = Traffic(
-            total_s=sum(costs.collective_us(one).item(0) * n for one, n in mine) / 1e6,
+            total_s=sum(central(costs.collective_us(one)) * n for one, n in mine) / 1e6,
             exposed_s=breakdown_us[f"{kind}_exposed"] / 1e6,
             bytes=sum(one.bytes * n for one, n in mine),
             sent_bytes=sum(

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from simulate.costs import Array
 from simulate.pricing import PassCost, PricedStep
 from simulate.program import Kind, Program, StageProgram, Task
-from simulate.schedule import BACKWARD, WEIGHTS, Pass, order
+from simulate.schedule import BACKWARD, WEIGHTS, Pass, order, ways
+from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.errors import UserError
 
@@ -53,6 +54,7 @@ class _Stage:
 
     def __init__(self, priced: PricedStep, stage: int, axes: tuple[str, ...]) -> None:
         self.priced, self.stage, self.axes = priced, stage, axes
+        self.passes = priced.passes_of(stage)
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()  # what the next task waits for
         self._pending: tuple[str, float] | None = None  # compute not yet written: name, us
@@ -68,14 +70,14 @@ class _Stage:
     def _pass(self, one: Pass, granularity: Granularity) -> None:
         p, transfer = self.priced.parallelism, self.priced.transfer
         name, backward = one.name, one.way == BACKWARD
-        cost = self.priced.passes[self.stage, one.chunk, one.way]
+        cost = self.passes[one.chunk * ways(p.schedule) + one.way]
         at = one.chunk * p.pp + self.stage  # position among all model chunks
         sender, receiver = (at + 1, at - 1) if backward else (at - 1, at + 1)
         inside = range(p.pp * p.vpp if one.way != WEIGHTS else 0)
         if transfer is not None and sender in inside:
             self.last = (*self.last, self._message("recv", name, one, sender, at))
         if granularity == "stage":
-            self._compute(name, cost.total.item(0))
+            self._compute(name, central(cost.total))
         else:
             self._layers(name, cost, one.way)
         self._flush()
@@ -93,7 +95,7 @@ class _Stage:
 
     @property
     def _transfer_ns(self) -> float:
-        return self.priced.transfer_us.item(0) * 1e3
+        return central(self.priced.transfer_us) * 1e3
 
     def _layers(self, name: str, cost: PassCost, way: int) -> None:
         """A pass at layer granularity; a chunk has whole layers, embedding and head once."""
@@ -105,16 +107,16 @@ class _Stage:
                 for part in priced.parts:
                     of_part = costs.part(part)
                     label = f"{name} {part.name}"
-                    kernels_us = of_part.kernels.item(0)
+                    kernels_us = central(of_part.kernels)
                     if part.hidden:
                         self._beside(label, kernels_us, part.hidden, of_part.hidden)
                     else:
                         self._compute(label, kernels_us)
                     for one, time in zip(part.exposed, of_part.exposed, strict=True):
                         self._collective(label, one, time)
-                self._compute(f"{name} host", priced.cost.host.item(0))
+                self._compute(f"{name} host", central(priced.cost.host))
         inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
-        self._compute(f"{name} slowed", (cost.compute - inside).item(0))
+        self._compute(f"{name} slowed", central(cost.compute - inside))
         for one, time in cost.sharded:
             self._collective(f"{name} shard", self._exposed(one, time), time)
 
@@ -125,10 +127,10 @@ class _Stage:
             name = name or "reduce gradients"
             self._collective(name, self._exposed(one, time), time)
         norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
-        host_us = self.priced.norm_us.item(0) - sum(time.item(0) for time in norm_us)
+        host_us = central(self.priced.norm_us) - sum(central(time) for time in norm_us)
         for one, time in zip(self.priced.norm, norm_us, strict=True):
             self._collective("gradient norm", one, time)
-        self._compute("update", host_us + update.kernels_us.item(0))
+        self._compute("update", host_us + central(update.kernels_us))
         for one, time in update.gather:
             self._collective("gather parameters", self._exposed(one, time), time)
         self._flush()
@@ -136,7 +138,7 @@ class _Stage:
     def _exposed(self, one: Collective, time: Array) -> Collective:
         """The part of a collective that is not hidden: fewer bytes, at the same rate."""
         whole = self.priced.stages[self.stage].costs.collective_us(one)
-        return one._replace(bytes=one.bytes * min((time / whole).item(0), 1.0))
+        return one._replace(bytes=one.bytes * min(central(time / whole), 1.0))
 
     def _compute(self, name: str, time_us: float) -> None:
         """Compute that follows; neighbouring pieces become one task."""
@@ -174,7 +176,7 @@ class _Stage:
             deps,
             axes=tuple(axis for axis in spanned if axis in self.axes),
             bytes=max(round(one.bytes), 1),
-            time_ns=time.item(0) * 1e3,
+            time_ns=central(time) * 1e3,
         )
 
     def _add(self, name: str, kind: Kind, deps: tuple[int, ...], **fields: Any) -> int:

@@ -39,12 +39,12 @@ class Energy(NamedTuple):
         return Energy(self.compute * count, self.memory * count)
 
 
-def total(energies: Iterable[Energy]) -> Energy:
-    """Their sum."""
+def total(energies: Iterable[tuple[float, Energy]]) -> Energy:
+    """The sum of (how often, energy)."""
     compute = memory = 0.0
-    for one in energies:
-        compute += one.compute
-        memory += one.memory
+    for count, one in energies:
+        compute += one.compute * count
+        memory += one.memory * count
     return Energy(compute, memory)
 
 
@@ -102,9 +102,10 @@ class Works:
 
     def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
         """A kernel's work, and how a clock slows it."""
-        if kernel not in self._kernels:
-            self._kernels[kernel] = self._work(kernel)
-        return self._kernels[kernel]
+        found = self._kernels.get(kernel)
+        if found is None:
+            found = self._kernels[kernel] = self._work(kernel)
+        return found
 
     def _work(self, kernel: Kernel) -> tuple[Slowed, Work]:
         kernel = self._calibration.known(kernel)

@@ -52,12 +52,15 @@ class CollectiveCurve(Record):
         spreads: NDArray[np.float64] = np.array([point.sd for point in self.points])
         return sizes, times, spreads
 
-    def time_us(self, nbytes: float) -> tuple[float, float]:
+    def time_us(self, nbytes: float) -> float:
         """Log-log interpolation; constant time below the data, constant bandwidth above."""
-        sizes, times, spreads = self._logs
-        at = log(max(nbytes, 1.0))
-        time = float(np.interp(at, sizes, times)) + max(at - float(sizes[-1]), 0.0)
-        return exp(time), float(np.interp(at, sizes, spreads))
+        sizes, times, _ = self._logs
+        beyond = max(log(max(nbytes, 1.0)) - float(sizes[-1]), 0.0)
+        return exp(self.interpolate(nbytes, times) + beyond)
+
+    def sd(self, nbytes: float) -> float:
+        """Spread of the times, interpolated."""
+        return self.interpolate(nbytes, self._logs[2])
 
     def interpolate(self, nbytes: float, values: NDArray[np.float64]) -> float:
         """A quantity given at each point, linear over the logarithm of sizes, constant beyond."""
@@ -181,16 +184,16 @@ class CollectiveFit(Record):
     def time_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
         """Duration and sd for a group of `ranks`."""
         curve = min(self.curves, key=lambda one: abs(log2(one.ranks / ranks)))
-        time, sd = curve.time_us(nbytes)
         same = curve.ranks == ranks or (
             self.collective == "send_recv" and not isinstance(self.structure, SendStructure)
         )
         beyond = 0.0 if same else abs(log2(ranks / curve.ranks))
-        sd = (sd**2 + (self.structure_sd * beyond) ** 2) ** 0.5
+        sd = (curve.sd(nbytes) ** 2 + (self.structure_sd * beyond) ** 2) ** 0.5
         if self.structure is not None:
             residual = curve.interpolate(nbytes, self._residuals[curve.ranks])
             sd = (sd**2 + self._beyond_sizes(curve, nbytes) ** 2) ** 0.5
             return self._structure_us(ranks, nbytes) * exp(residual), sd
+        time = curve.time_us(nbytes)
         if same:
             return time, sd
         latency = min(curve.points[0].time_us, time)

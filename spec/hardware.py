@@ -1,5 +1,6 @@
 """A node, a fabric and cooling: what a cluster is built of, with cited figures: topologies/."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -149,21 +150,15 @@ class Cooling(BaseModel):
         return self
 
 
-class GroupPath(BaseModel):
+@dataclass(frozen=True)
+class GroupPath:
     """How a parallel group lies on a cluster, and what its busiest link gives each of its GPUs."""
 
-    model_config = ConfigDict(frozen=True)
-
-    ranks: PositiveInt
-    local_ranks: PositiveInt = Field(description="ranks of the group inside one node")
-    nodes: PositiveInt = Field(description="nodes that the group spans")
-    concurrent: PositiveInt = Field(description="groups like it that share a node's ports")
-    gbytes_per_s: Positive = Field(
-        description="bandwidth of one rank's share of the busiest link, all groups sending"
-    )
-    latency_us: Annotated[float, Field(ge=0)] = Field(description="switch hops of the longest pair")
-    tier: str = Field(description="the tier that the busiest link belongs to")
-    shares: tuple[tuple[str, float], ...] = Field(
-        default=(),
-        description="what each tier crossed would give a rank by itself, the ports first",
-    )
+    ranks: int
+    local_ranks: int  # ranks of the group inside one node
+    nodes: int  # nodes that the group spans
+    concurrent: int  # groups like it that share a node's ports
+    gbytes_per_s: float  # bandwidth of one rank's share of the busiest link, all groups sending
+    latency_us: float  # switch hops of the longest pair
+    tier: str  # the tier that the busiest link belongs to
+    shares: tuple[tuple[str, float], ...] = ()  # what each tier crossed would give, ports first

@@ -71,7 +71,7 @@ class KernelFit(Record):
     def _process(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Points, weights and inverse covariance of the correction."""
         x = features(self.op, [point.dims for point in self.points])
-        x /= np.array(self.length_scales)
+        x /= self.length_scales
         y = np.array([log(point.raw_us / self.physics_us(point.dims)) for point in self.points])
         own = np.array([max(self.noise, point.raw_sd) ** 2 for point in self.points])
         covariance = self._covariance(x, x) + np.diag(own)
@@ -79,7 +79,8 @@ class KernelFit(Record):
         return x, inverse @ y, inverse
 
     def _covariance(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-        squared = ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=2)
+        """(..., points): of features `a` (..., n) with `b` (points, n), both in length scales."""
+        squared = ((a[..., None, :] - b) ** 2).sum(axis=-1)
         value: NDArray[np.float64] = self.amplitude**2 * np.exp(-0.5 * squared)
         return value
 
@@ -120,9 +121,8 @@ class KernelFit(Record):
 
     def _with_points(self, dims: tuple[int, ...]) -> NDArray[np.float64]:
         """Covariance of the correction at a shape with that at the points."""
-        at = features(self.op, [dims]) / np.array(self.length_scales)
-        found: NDArray[np.float64] = self._covariance(at, self._process[0])[0]
-        return found
+        at = features(self.op, [dims])[0] / self.length_scales
+        return self._covariance(at, self._process[0])
 
     def _model_us(self, dims: tuple[int, ...], k: NDArray[np.float64]) -> float:
         return self.physics_us(dims) * exp(float(k @ self._process[1]))
@@ -150,7 +150,7 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
     if op in ("grouped_gemm", "fused_grouped_gemm"):
         groups, m, n, k = logs.T
         return np.column_stack([groups, m - groups, n, k])
-    if op not in ("gemm", "narrow_gemm"):
+    if op not in ("gemm", "narrow_gemm") and logs.shape[1] > 1:
         logs[:, 0] = logs.sum(axis=1)
     return logs
 

@@ -9,6 +9,7 @@ from simulate.budget import budget, check_budget, lines
 from simulate.costs import Costs, Draws
 from simulate.projection import Projection, Request, project
 from simulate.saturation import messages, saturating_size
+from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.errors import UserError
@@ -68,7 +69,7 @@ def test_the_size_from_which_links_are_the_limit() -> None:
         size = saturating_size(costs, kind, axis)
 
         def rate(nbytes: float, kind: str = kind, axis: str = axis) -> float:
-            return nbytes / costs.collective_us(Collective(kind, axis, nbytes)).item(0)
+            return nbytes / central(costs.collective_us(Collective(kind, axis, nbytes)))
 
         best = max(rate(2.0**power) for power in range(10, 35))
         assert rate(size) >= SATURATED * best > rate(size / 2)

@@ -13,6 +13,7 @@ from calibrate.network import path_of
 from calibrate.own_network import Crossing, concurrent, curves
 from simulate import validate
 from simulate.costs import Costs, Draws
+from simulate.uncertainty import central
 from simulate.validation import predict
 from spec.calibration import Calibration, NetworkFit, read_calibration
 from spec.collective import COLLECTIVES, Collective, busbw_factor
@@ -176,7 +177,7 @@ def test_few_messages_between_stages_leave_a_node(network: NetworkFit, tmp_path:
     for split in ({"pp": 4}, {"pp": 2, "dp": 2}):
         p = Parallelism(**split, global_batch=8)
         costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
-        times[p.pp] = costs.transfer_us(message).item(0), costs.collective_us(message).item(0)
+        times[p.pp] = central(costs.transfer_us(message)), central(costs.collective_us(message))
     assert times[2][0] == times[2][1]  # every message changes the node
     inside, _ = used.collective_fits["send_recv"].time_us(2, 2**25)
     assert times[4][0] == pytest.approx((times[4][1] + 2 * inside) / 3, rel=0.01)

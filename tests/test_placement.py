@@ -24,6 +24,7 @@ from simulate.placement import (
     pipeline_s,
     symmetric,
 )
+from simulate.uncertainty import central
 from spec.calibration import read_calibration
 from spec.errors import UserError
 from spec.model import load_model
@@ -303,8 +304,8 @@ def test_a_probe_of_simulated_stages_predicts_what_the_simulator_does() -> None:
     priced, step_s = whole.priced, float(whole.run().step_time_s[0])
     stages = []
     for number, stage in enumerate(priced.stages):
-        layer = [16e-6 * part.cost.total.item(0) for part in stage.segments["layer"]]
-        passes = [1e-6 * one.total.item(0) for one in priced.passes_of(number)]
+        layer = [16e-6 * central(part.cost.total) for part in stage.segments["layer"]]
+        passes = [1e-6 * central(one.total) for one in priced.passes_of(number)]
         compute_w, beside_w = load(priced, number).drawn_w(calibration.clock, step_s * 1e6)
         watts = calibration.clock.power_w(compute_w, stage.clock_mhz, beside_w)
         stages.append(

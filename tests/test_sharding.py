@@ -24,7 +24,8 @@ P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)
 def passes(p: Parallelism = P, one_queue: bool = True) -> tuple[PassCost, PassCost]:
     calibration = changed(CALIBRATION, one_queue=one_queue)
     priced = simulate(p, calibration).priced
-    return priced.passes[0, 0, FORWARD], priced.passes[0, 0, BACKWARD]
+    forward, backward = priced.passes_of(0)
+    return forward, backward
 
 
 def units_us(kind: str, each: float) -> float:
@@ -84,7 +85,7 @@ def test_without_compute_beside_it_all_is_waited_for() -> None:
     )
     priced = simulate(P, changed(CALIBRATION, kernels=fast)).priced
     for way, kinds in ((FORWARD, ("all_gather",)), (BACKWARD, ("all_gather", "reduce_scatter"))):
-        for kind, (_, time) in zip(kinds, priced.passes[0, 0, way].sharded, strict=True):
+        for kind, (_, time) in zip(kinds, priced.passes_of(0)[way].sharded, strict=True):
             each = 2.0 if kind == "all_gather" else 4.0
             assert float(time) == pytest.approx(units_us(kind, each), rel=0.05)
 
@@ -165,7 +166,7 @@ def test_experts_are_gathered_over_their_own_replicas() -> None:
     axes = {one.axis for one in sharded(MOE, p, 0)[0]}
     assert axes == {"dp", "edp"}
     priced = simulate(p, model=MOE).priced
-    assert all(float(time) > 0 for _, time in priced.passes[0, 0, FORWARD].sharded)
+    assert all(float(time) > 0 for _, time in priced.passes_of(0)[FORWARD].sharded)
 
 
 def test_only_whole_gradients_are_zeroed_and_scaled_outside_the_optimizer() -> None:

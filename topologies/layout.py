@@ -9,10 +9,9 @@ Sources: Al-Fares et al., SIGCOMM 2008 (fat trees of k-port switches); Shpiner e
 Towles, "Principles and Practices of Interconnection Networks", chapter 5 (tori).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor
-
-from pydantic.dataclasses import dataclass
 
 from spec.errors import UserError
 from spec.hardware import Fabric, Node
