@@ -3,7 +3,8 @@
 Both sides look at the device that computes most (the stage that sets the pace): compute by class,
 the optimizer's kernels, what each communicator's transfers leave exposed, and waiting (the bubble,
 slower peers, the host). A profile's exposed time beyond the fastest rank's is waiting too, and so
-is the optimizer's.
+is the optimizer's. A profiler slows the host and no kernel: what the profiled step lasts longer
+than the timed one is taken off the waiting.
 """
 
 from collections import defaultdict
@@ -65,8 +66,11 @@ def _outside_s(priced: PricedStep, update: UpdateCost) -> float:
     return sum(central(priced.costs.kernel_us(kernel)) for kernel in kernels) / 1e6
 
 
-def measured(rows: Iterable[ProfileRow]) -> Parts | None:
-    """The same of a case's profile: of the rank that computes most; None where there is none."""
+def measured(rows: Iterable[ProfileRow], timed_s: float) -> Parts | None:
+    """The same of a case's profile: of the rank that computes most; None where there is none.
+
+    `timed_s` is the step without a profiler.
+    """
     ranks: dict[int, dict[str, ProfileRow]] = defaultdict(dict)
     for row in rows:
         ranks[row.rank][row.part] = row
@@ -88,15 +92,16 @@ def measured(rows: Iterable[ProfileRow]) -> Parts | None:
         waited = min((mine[axis].waiting_s or 0.0) if axis in mine else 0.0, exposed)
         found[axis] = exposed - waited
         waiting += waited
-    found["waiting"] = waiting
+    slowed = max(sum(found.values()) + waiting - timed_s, 0.0)
+    found["waiting"] = max(waiting - slowed, 0.0)
     return found
 
 
 def errors(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """By component, over cases with a profile: shares of the step, and simulated less measured.
 
-    `error` is in parts of the profiled step: mean, and mean of its size; `mape` of the component
-    itself, where it is at least 2 % of a step.
+    `error` is in parts of the step, the profiler's slowing taken off: mean, and mean of its size;
+    `mape` of the component itself, where it is at least 2 % of a step.
     """
     both = [(case["profile_s"], case["components_s"]) for case in cases if "profile_s" in case]
     found = []

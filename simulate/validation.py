@@ -224,7 +224,7 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
                 gpus = row.parallelism().gpus / other.parallelism().gpus
                 per_flop = flops_per_gpu(row) / flops_per_gpu(other)
                 entry["baseline_energy_j"] = other.energy_per_step_j * gpus * per_flop
-    profile = measured(case.profile)
+    profile = measured(case.profile, real)
     if profile is not None and predicted.components_s is not None:
         entry |= {"profile_s": profile, "components_s": predicted.components_s}
     if predicted.astra_sim_s is not None:

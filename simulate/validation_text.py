@@ -96,7 +96,7 @@ def _peaks(one: Json) -> list[str]:
 def _components(one: Json) -> list[str]:
     components = one.get("components", ())
     text = [
-        f"component {part['component']}: {percent(part['share'])} of a profiled step, off by "
+        f"component {part['component']}: {percent(part['share'])} of a step, off by "
         f"{percent(part['error'])} of the step (bias {part['bias']:+.1%}; {part['n']} profiles)"
         for part in components
     ]
