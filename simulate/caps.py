@@ -11,9 +11,10 @@ import numpy as np
 from simulate.energy import with_node_w
 from simulate.projection import Projection, Request, project
 from simulate.uncertainty import interval
-from simulate.whatif import WhatIf, change
+from simulate.whatif import WhatIf, change, check
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.hardware import Node
 from topologies import cooling_names, load_cooling
 
 MOST = 100  # caps of a sweep
@@ -70,6 +71,13 @@ def _range(text: str, low: float, high: float, step: float) -> list[float]:
     if (high - low) / step > MOST:
         raise UserError(f"--power-cap is {text!r}; that is more than {MOST} caps, take wider steps")
     return [float(cap) for cap in np.arange(low, high + step / 1000, step)]
+
+
+def check_caps(caps: Iterable[float], what: WhatIf, calibration: Calibration, node: Node) -> None:
+    """Raise UserError for a cap that the node's boards do not accept, before any is simulated."""
+    for cap in caps:
+        if cap != node.power_limit_w:  # as it is
+            check(replace(what, power_cap_w=cap), calibration, node)
 
 
 def sweep_caps(

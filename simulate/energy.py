@@ -257,18 +257,22 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     return said
 
 
-def refuse_without_effect(what: WhatIf, value: Mapping[str, Any]) -> None:
-    """Raise UserError where a projection shows nothing of what was asked about power."""
-    asked = value["what_if"]
-    if not asked or not what.only_power:
+def refuse_without_effect(what: WhatIf, *values: Mapping[str, Any]) -> None:
+    """Raise UserError where no projection shows anything of what was asked about power."""
+    if not what.only_power or any(map(_shows_effect, values)):
         return
-    medians = (asked[name]["median"] for name in ("times_step_time", "times_energy"))
+    before = values[0]["what_if"]["without"]["clock_mhz"]["median"]
+    raise UserError(
+        f"{what.flags} has no effect on this step: its products run at {before:.0f} MHz, the "
+        "largest clock, with it or without"
+    )
+
+
+def _shows_effect(value: Mapping[str, Any]) -> bool:
+    asked = value["what_if"]
+    medians = [asked[name]["median"] for name in ("times_step_time", "times_energy")]
     before, after = asked["without"]["clock_mhz"]["median"], value["clock_mhz"]["median"]
-    if all(abs(one - 1) < 1e-9 for one in medians) and abs(after / before - 1) < 1e-9:
-        raise UserError(
-            f"{what.flags} has no effect on this step: its products run at {before:.0f} MHz, the "
-            "largest clock, with it or without"
-        )
+    return any(abs(one - 1) >= 1e-9 for one in (*medians, after / before))
 
 
 def lines(value: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from reports.projection import render
 from simulate.budget import budget, check_budget, lines
-from simulate.caps import add_power, read_power, sweep_caps
+from simulate.caps import add_power, check_caps, read_power, sweep_caps
 from simulate.caps import lines as cap_lines
 from simulate.energy import refuse_without_effect
 from simulate.engines import through_astra_sim
@@ -240,6 +240,7 @@ def main(words: Sequence[str]) -> int:
         raise UserError(f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give hours above 0")
     what, caps = read_power(arguments)
     inputs = read_inputs(arguments)
+    check_caps(caps, what, inputs.calibration, inputs.node)
     if arguments.slow_link is not None:
         inputs = with_slow_link(inputs, arguments.gpus, arguments.slow_link)
     out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")

@@ -15,6 +15,7 @@ from reports.search import render
 from simulate.attribution import attribution
 from simulate.caps import add_power, read_power
 from simulate.costs import Draws
+from simulate.energy import refuse_without_effect
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -185,9 +186,10 @@ def projections(ranking: Ranking, count: int, arguments: argparse.Namespace) -> 
     return [project(request) for request in bar]
 
 
-def plan(one: Projection, best: Projection, objective: str = "throughput") -> dict[str, Any]:
-    """A plan's line: its figures, and whether it can be told from the best."""
-    value = one.as_json()
+def plan(
+    one: Projection, value: dict[str, Any], best: Projection, objective: str
+) -> dict[str, Any]:
+    """A plan's line: its figures (`value` is its JSON), and whether it is told from the best."""
     keep = ["step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j"]
     keep += ["energy_j_per_step", "power_w_per_gpu", "breakdown_s"]
 
@@ -244,7 +246,7 @@ def against(best: Projection, arguments: argparse.Namespace, inputs: Inputs) -> 
         "fabric": theirs.fabric.name,
         "gpus": gpus,
         "fitting": len(ranking.found.plans),
-        "plan": plan(one, best, arguments.objective),
+        "plan": plan(one, one.as_json(), best, arguments.objective),
         "why": attribution(best, one),
         "warnings": warnings(one),
     }
@@ -321,6 +323,8 @@ def main(words: Sequence[str]) -> int:
     out = Path(arguments.out) if arguments.out else None
     ranking = rank(inputs, arguments.gpus, arguments, out)
     best = projections(ranking, arguments.top, arguments)
+    values = [one.as_json() for one in best]
+    refuse_without_effect(what, *values)
     of_front = set(front(ranking.points))
     value = {
         "schema": "search/1",
@@ -334,7 +338,10 @@ def main(words: Sequence[str]) -> int:
         "what_if": what.words() or None,
         "considered": ranking.found.considered,
         "fitting": len(ranking.found.plans),
-        "plans": [plan(one, best[0], arguments.objective) for one in best],
+        "plans": [
+            plan(one, its, best[0], arguments.objective)
+            for one, its in zip(best, values, strict=True)
+        ],
         "why": attribution(best[0], best[1]) if len(best) > 1 else [],
         "against": against(best[0], arguments, inputs) if arguments.against else None,
         "points": [point_json(point, of_front) for point in ranking.points],

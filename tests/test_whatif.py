@@ -201,12 +201,14 @@ def test_the_command_sweeps_and_refuses(
     assert [one["power_cap_w"] for one in value["power_caps"]] == [700, 600, 500]
     assert value["what_if"]["asked"] == {"inlet_c": 30}
     assert "Power caps" in (tmp_path / "projections/llama3-8b-16/report.html").read_text()
+    monkeypatch.setattr("simulate.project.project_at", None)  # refused before any work
     for text, said in (
         ("a", "give watts such as 600"),
         ("700:400:25", "LOW below HIGH"),
         ("400:700:0.1", "more than 100 caps"),
         ("nan", "give watts such as 600"),
-        ("100:300:100", "at least 200 W"),
+        ("100:300:100", "--power-cap is 100 W; on hgx-h200 it must be at least 200 W"),
+        ("500:900:100", "--power-cap is 800 W"),
     ):
         assert run(main, [*words, "--power-cap", text]) == 2
         assert said in capsys.readouterr().err
@@ -230,6 +232,10 @@ def test_a_search_under_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "or what-if" in capsys.readouterr().err
     assert run(search, [*words, "--power-cap", "400:500:50"]) == 2
     assert "a search takes one cap" in capsys.readouterr().err
+    kernels = [one | {"active_power_w": 100.0} for one in calibration_json()["kernels"]]
+    write_json(tmp_path / "c.json", calibration_json(kernels=kernels))  # no cap is ever reached
+    assert run(search, [*words, "--no-throttling", "--out", "cool.jsonl"]) == 2
+    assert "--no-throttling has no effect on this step" in capsys.readouterr().err
 
 
 def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
