@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "vpp": 1,
     "microbatch": 1,
     "seq_len": 2048,
+    "batch": "of the step",
     "precision": "bf16",
 }
 OTHERS: dict[str, Any] = {
@@ -27,6 +28,7 @@ OTHERS: dict[str, Any] = {
     "vpp": 4,
     "microbatch": 2,
     "seq_len": 4096,
+    "batch": "of a GPU",
     "precision": "fp8",
 }
 SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
@@ -125,9 +127,11 @@ def sequence(fill: Filling) -> bool:
 def overlap(fill: Filling, stage: int) -> bool:
     """Whether gradients are reduced beside the backward pass."""
     words = fill.row.words
-    if stage >= 2 or "overlap-grad-reduce" in words or "full overlap" in words:
+    named = re.search(r"overlap-grad-reduce|full overlap|overlappeddistributedoptimizer", words)
+    if stage >= 2 or named:
         return True
-    if fill.row.early:
+    # Megatron-LLaMA's overlapping optimizer replaces the one of a Megatron-LM that did not
+    if fill.row.early or "megatron-llama" in words:
         fill.assumed.append("no overlap of gradient reduction, as in this software's time")
         return False
     return bool(fill.choose("overlap"))

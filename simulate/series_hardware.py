@@ -8,8 +8,8 @@ from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
 # Datasheet figures of GPUs without a node file: (pattern, node they start from, what differs).
-# NVIDIA HGX B200/B300 and DGX GB300 datasheets; H200 NVL, L40S and A100 40GB datasheets; A800 and
-# H800 (NVLink of 400 GB/s); AMD Instinct MI300X, MI325X, MI350X and MI355X datasheets. Idle powers
+# NVIDIA HGX B200/B300 and DGX GB300 datasheets; H100 PCIe, H20, H200 NVL, L40S and A100 40GB datasheets;
+# A800 and H800 (NVLink of 400 GB/s); AMD Instinct MI300X, MI325X, MI350X and MI355X datasheets. Idle powers
 # and clocks not printed there are the base node's.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb200-nvl72", {"memory_gib": 259.0}),
@@ -51,6 +51,28 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     (r"h200", "hgx-h200", {}),
     (r"h800", "hgx-h100", {"scale_up_gbytes_per_s": 200.0}),
+    (
+        r"h100.{0,8}pcie",
+        "hgx-h100",
+        {
+            "peak_bf16_tflops": 756.0,
+            "memory_gbytes_per_s": 2000.0,
+            "multiprocessors": 114,
+            "power_limit_w": 350.0,
+            "scale_up_gbytes_per_s": 64.0,
+        },
+    ),
+    (
+        r"\bh20\b",
+        "hgx-h100",
+        {
+            "peak_bf16_tflops": 148.0,
+            "memory_gib": 89.0,
+            "memory_gbytes_per_s": 4000.0,
+            "multiprocessors": 78,
+            "power_limit_w": 400.0,
+        },
+    ),
     (r"h100|hopper|gh200", "hgx-h100", {}),
     (r"a800", "dgx-a100", {"scale_up_gbytes_per_s": 200.0}),
     (r"a100|ampere", "dgx-a100", {}),

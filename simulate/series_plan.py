@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from simulate import series_choices as ways
 from simulate.memory import memory
-from simulate.series_choices import SHARDED, Choices, Filling
+from simulate.series_choices import DEFAULTS, SHARDED, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import Shape, is_mixture, named_shape, usual_ffn
 from simulate.series_rows import UTILISATION, SeriesRow, metric_of, step_seconds, too_large
@@ -25,8 +25,8 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
-# Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288).
-BATCH_TOKENS = 2**22
+# Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288); of a GPU on 256 of them.
+BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
 
 
@@ -261,7 +261,9 @@ def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int
     if batch is None and pp > 1 and row.whole("grad_accum") is None:
         raise TooLittle("neither global batch nor accumulation is printed: no pipeline's bubble")
     if batch is None and microbatch is None and row.whole("grad_accum") is None:
-        batch = max(BATCH_TOKENS // seq_len // dp, 1) * dp
+        alike = fill.choose("batch") == DEFAULTS["batch"]  # on any number of GPUs
+        tokens = BATCH_TOKENS // dp if alike else GPU_TOKENS
+        batch = max(tokens // seq_len, 1) * dp
         fill.assumed.append(f"global batch {batch} assumed")
     if batch is None:
         batch = dp * (microbatch or 1) * (row.whole("grad_accum") or 1)

@@ -194,6 +194,8 @@ def test_a_length_or_a_batch_that_is_not_printed_is_assumed() -> None:
     other = plan(one.row, {"seq_len": 4096})
     assert (other.model.seq_len, other.parallelism.global_batch) == (4096, 1024)
     assert any("global batch" in sentence for sentence in one.assumed)
+    same = plan(one.row, {"batch": "of a GPU"})  # what 256 GPUs have of four million tokens
+    assert (same.parallelism.global_batch, "batch" in one.open) == (8 * 8, True)
 
 
 def test_a_precision_that_is_not_printed_is_a_choice_where_the_gpu_has_it() -> None:
@@ -203,6 +205,12 @@ def test_a_precision_that_is_not_printed_is_a_choice_where_the_gpu_has_it() -> N
     assert (blank.fp8, "precision" in blank.open) == (False, True)
     assert plan(blank.row, {"precision": "fp8"}).fp8
     assert "precision" not in plan(row(precision="", gpu_type="A100 80GB")).open
+
+
+def test_overlap_by_the_optimizers_name() -> None:
+    words = {"source": "alibaba/Megatron-LLaMA README.md", "tp": "1", "pp": "1"}
+    assert not plan(row(flags="DistributedOptimizer", **words)).parallelism.overlap
+    assert plan(row(flags="OverlappedDistributedOptimizer", **words)).parallelism.overlap
 
 
 def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
@@ -273,6 +281,8 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert not of("H200 141GB").mesh
     assert of("NVIDIA Blackwell GPU (GB200)").gpus == 72
     assert of("AMD Instinct MI300X").gpu == "MI300X"
+    assert of("H100 80GB PCIe").peak_bf16_tflops < of("H100 80GB SXM").peak_bf16_tflops
+    assert of("H20").peak_bf16_tflops == 148
     assert node_of("") is None
     fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", "dgx-a100")
     assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (100, 4, True)
