@@ -8,9 +8,9 @@ from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
 # Datasheet figures of GPUs without a node file: (pattern, node they start from, what differs).
-# NVIDIA HGX B200/B300 and DGX GB300 datasheets; H100 PCIe, H20, H200 NVL, L40S and A100 40GB datasheets;
-# A800 and H800 (NVLink of 400 GB/s); AMD Instinct MI300X, MI325X, MI350X and MI355X datasheets. Idle powers
-# and clocks not printed there are the base node's.
+# NVIDIA HGX B200/B300 and DGX GB300 datasheets; H100 PCIe, H20, H200 NVL, L40S and A100 40GB
+# datasheets; A800 and H800 (NVLink of 400 GB/s); AMD Instinct MI300X, MI325X, MI350X and MI355X
+# datasheets. Idle powers and clocks not printed there are the base node's.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb200-nvl72", {"memory_gib": 259.0}),
     (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),

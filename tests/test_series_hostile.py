@@ -1,14 +1,20 @@
 """Files of series that nobody prepared: projected with what was assumed, or refused in words."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from simulate import validate
+from simulate.series import series_validation
+from spec.calibration import Calibration
 from spec.command import run
+from spec.errors import UserError
 from tests.made_up import write_calibration
 
 BASE = {
@@ -31,6 +37,17 @@ LARGER = {"row_id": "b", "gpus": "64", "global_batch": "1024"}
 DEEPSEEK = {"model": "DeepSeek-V3 671B", "layers": "61", "hidden": "7168", "ep": "8", "pp": "1"}
 LONG = {"seq_len": "131072", "cp": "8", "tp": "4", "gpus": "32", "global_batch": "4"}
 LONG |= {"value": "2000", "recompute": "full"}
+ODD = ("", "0", "-1", "3", "7", "64", "1,024", "3.2k", "1e9", "nan", "inf", "1/2", "\uff18", "many")
+WORDS = {
+    "gpu_type": ("A100 40GB", "H20", "GB200", "MI300X (4 per node)", "V100", "H100 1W"),
+    "interconnect": ("8x 400Gb/s per node", "EFA 3200 Gbps", "TCP", "0 Gb/s", "8x 800G"),
+    "precision": ("fp8", "nvfp4", "fp32", ""),
+    "sharding": ("FSDP FULL_SHARD", "ZeRO-2", "DDP", "HSDP"),
+    "metric": ("step_time_s", "step time (ms)", "MFU_%", "samples/s", "speed"),
+    "model": ("GPT-3 175B", "Mixtral 8x22B", "nobody's 3B", ""),
+    "source": ("mlcommons/training_results_v5.0", "alibaba/Megatron-LLaMA", "NeMo"),
+}
+INTS = ("gpus", "tp", "pp", "vpp", "cp", "ep", "global_batch", "micro_batch", "layers", "heads")
 
 
 def judge(tmp_path: Path, rows: list[dict[str, str]], capsys: Any) -> tuple[int, str, str]:
@@ -121,3 +138,55 @@ def test_an_anchor_that_is_another_run_is_left_out(tmp_path: Path, capsys: Any) 
     code, out, err = judge(tmp_path, [odd, BASE | LARGER], capsys)
     assert code == 0, err
     assert not json.loads(out)["cases"][0]["anchored"]
+
+
+@st.composite
+def misprinted(draw: st.DrawFn) -> dict[str, str]:
+    """Cells that a source might have printed otherwise, or wrong."""
+    names = draw(st.lists(st.sampled_from((*INTS, *WORDS, "value")), max_size=3, unique=True))
+    return {name: draw(st.sampled_from(WORDS.get(name, ODD))) for name in names}
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(misprinted(), misprinted(), st.integers(1, 10))
+def test_every_row_is_projected_or_refused(
+    tmp_path: Path, both: dict[str, str], later: dict[str, str], doublings: int
+) -> None:
+    """Weak scaling to 8,192 GPUs with whatever was misprinted; never a traceback."""
+    larger = {"row_id": "b", "gpus": str(8 * 2**doublings), "global_batch": str(128 * 2**doublings)}
+    rows = [BASE | both, BASE | larger | both | later]
+    names = list(dict.fromkeys(name for one in rows for name in one))
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as out:
+        lines = csv.DictWriter(out, names, "")
+        lines.writeheader()
+        lines.writerows(rows)
+    text = (tmp_path / "results" / "4x-h200" / "calibration.json").read_text()
+    try:
+        judged = series_validation(path, Calibration.model_validate_json(text))
+    except UserError:
+        return
+    fitted = [one["id"] for series in judged["series"].values() for one in series["anchors"]]
+    listed = [one["id"] for one in (*judged["cases"], *judged["skipped"])]
+    assert {*fitted, *listed} == {"a", "b"}
+    for case in judged["cases"]:
+        time = case["predicted_s"]
+        assert 0 < time["low"] < time["median"] < time["high"] < 50 * time["median"]
+
+
+def test_weak_scaling_gets_no_faster(tmp_path: Path, capsys: Any) -> None:
+    """As much work for each GPU: no step of more of them is shorter, up to 8,192."""
+    scales = [2**doublings for doublings in range(1, 11)]
+    rows = [
+        BASE | {"row_id": str(k), "gpus": str(8 * k), "global_batch": str(128 * k)} for k in scales
+    ]
+    code, out, err = judge(tmp_path, [BASE, *rows], capsys)
+    assert code == 0, err
+    cases = sorted(json.loads(out)["cases"], key=lambda case: case["gpus"])
+    times = [case["predicted_s"] for case in cases]
+    assert [case["gpus"] for case in cases] == [8 * k for k in scales]
+    for near, far in itertools.pairwise(times):
+        assert near["median"] * 0.999 < far["median"] < 1.2 * near["median"]
+        assert far["high"] / far["low"] > near["high"] / near["low"]
