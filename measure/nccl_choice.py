@@ -110,7 +110,7 @@ def read_choices(
     world: int,
     nodes: int,
     cases: Sequence[ChoiceCase],
-    program: str = "measure.workers",
+    program: str = "measure.worker",
     devices: Sequence[Device] = (),
 ) -> tuple[dict[str, Choice], str | None]:
     """NCCL's choices by case id, and in words why some are missing."""

@@ -168,7 +168,7 @@ class Service:
 
 
 def serve(
-    started: host.Launch, kind: str, link: Link | None = None, program: str = "measure.workers"
+    started: host.Launch, kind: str, link: Link | None = None, program: str = "measure.worker"
 ) -> int:
     """Serve the first host of a run until it ends; `link` leads there, else one is looked for."""
     devices = open_devices(kind)
