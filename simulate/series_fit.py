@@ -47,9 +47,9 @@ NETWORK_SHARE = 0.03  # anchors must differ by this much of their step to tell t
 FAMILY = 12  # anchors that make a calibration of their own
 # What a change of shape or split adds; see docs/series.md.
 CHANGE_SD = 0.03
-# A doubling of the micro-batch, which moves what a framework does once for each: the median of what
-# llm-foundry's rows miss by, learned on all of its series but one and judged on that.
-MICROBATCH_SD = 0.05
+# Of a step at the smaller of two micro-batches, what a framework does once for each of them, known
+# so well: from llm-foundry's rows, learned on all of its series but one and judged on that.
+MICROBATCH_SD = 0.11
 NEW_AXIS_SD = 0.1  # an axis that no anchor uses: another code path of the framework
 SEARCHED_SD = 0.1
 _CHANGES = ("tp", "pp", "vpp", "cp", "ep", "microbatch", "zero", "recompute", "sequence_parallel")
@@ -313,8 +313,9 @@ def changes(one: Plan, other: Plan) -> int:
 
 def _unlike(one: Plan, other: Plan) -> float:
     """Variance of the log error that their differences add, scale apart."""
-    ratio = log2(one.parallelism.microbatch / other.parallelism.microbatch)
-    return CHANGE_SD**2 * (changes(one, other) - bool(ratio)) + (MICROBATCH_SD * ratio) ** 2
+    sizes = one.parallelism.microbatch, other.parallelism.microbatch
+    fewer = 1 - min(sizes) / max(sizes)  # of those that the smaller size takes
+    return CHANGE_SD**2 * (changes(one, other) - (fewer > 0)) + (MICROBATCH_SD * fewer) ** 2
 
 
 @dataclass(frozen=True)
