@@ -10,7 +10,7 @@ from measure import emulation, host
 from measure.devices import Device
 from measure.namespaces import QUOTA
 from measure.other_hosts import OtherHost
-from measure.plan import PlanFile
+from measure.plan_file import PlanFile
 from measure.store import PLAN, Store
 from measure.suites import Options
 from spec.errors import UserError

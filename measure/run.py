@@ -15,7 +15,8 @@ from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.namespaces import LINK_MBIT, check_machine
 from measure.other_hosts import OtherHost, Samplers
-from measure.plan import ON_REQUEST, SUITES, PlanFile, read_plan
+from measure.plan import ON_REQUEST, SUITES
+from measure.plan_file import PlanFile, read_plan
 from measure.report import report
 from measure.result_set import left_to_do, open_store, reopen_store
 from measure.serve import serve

@@ -6,7 +6,8 @@ from typing import Any
 
 from measure import checks, cluster_plan, emulation, emulation_plan, heat, host_plan, placement
 from measure.budget import affordable, estimate_s
-from measure.plan import PlanFile, collective_cases, interference_cases, kernel_cases
+from measure.plan import collective_cases, interference_cases, kernel_cases
+from measure.plan_file import PlanFile
 from measure.training_plan import TrainingCase, case_of_config
 from measure.training_plan import cases as training_cases
 from spec.command import emit

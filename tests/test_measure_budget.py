@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from measure.budget import affordable, by_worth, estimate_s, share_s, teaches_like
-from measure.plan import PlanFile, collective_cases, kernel_cases
+from measure.plan import collective_cases, kernel_cases
+from measure.plan_file import PlanFile
 from measure.suites import Options, planned
 
 

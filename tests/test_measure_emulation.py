@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from measure import emulation, emulation_plan
-from measure.plan import CollectiveCase, PlanFile, collective_cases
+from measure.plan import CollectiveCase, collective_cases
+from measure.plan_file import PlanFile
 from measure.run import main
 from measure.training_plan import case_of, case_of_config
 from measure.workers import Pool

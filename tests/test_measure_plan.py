@@ -8,14 +8,13 @@ import pytest
 from measure.plan import (
     CollectiveCase,
     KernelCase,
-    PlanFile,
     collective_cases,
     interference_cases,
     kernel_cases,
-    read_plan,
     role_of,
     spans,
 )
+from measure.plan_file import PlanFile, read_plan
 from measure.training_plan import cases as steps_of
 from spec.errors import UserError
 from spec.files import write_table

@@ -22,7 +22,8 @@ from measure.devices import open_devices
 from measure.host import Launch, describe_host
 from measure.link import Link
 from measure.other_hosts import OtherHost, Samplers, differences
-from measure.plan import CollectiveCase, KernelCase, PlanFile, collective_cases, read_plan
+from measure.plan import CollectiveCase, KernelCase, collective_cases
+from measure.plan_file import PlanFile, read_plan
 from measure.run import main
 from measure.serve import serve
 from measure.store import Store

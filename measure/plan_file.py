@@ -1,0 +1,87 @@
+"""A user's own plan of measurements: YAML, or a CSV of training steps."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from spec.errors import UserError
+from spec.files import first_problem, parse, read_table, read_yaml
+from spec.measurable import refuse
+from spec.records import TrainingConfig
+
+State = Literal["burst", "sustained"]
+
+
+class _KernelWish(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    op: str
+    direction: str = "forward"
+    shape: str
+    dtype: str = "bf16"
+    state: State = "burst"
+
+
+class _CollectiveWish(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    ranks: int = Field(ge=2)
+    bytes: PositiveInt
+    stride: PositiveInt = 1
+    groups: PositiveInt = 1
+
+
+class PlanFile(BaseModel):
+    """A user's own plan: what is given replaces the default of that kind."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[str] = Field(default_factory=list, description="names or files")
+    tp: list[PositiveInt] = Field(default_factory=list)
+    seq_len: list[PositiveInt] = Field(default_factory=list)
+    microbatch: list[PositiveInt] = Field(default_factory=list)
+    training: list[TrainingConfig] = Field(
+        default_factory=list, description="training steps, as rows of a plan"
+    )
+    kernels: list[_KernelWish] = Field(default_factory=list)
+    collectives: list[_CollectiveWish] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        for name in ("models", "tp", "seq_len", "microbatch"):
+            if self.kernels and getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect beside kernels, which replace the shapes of models; "
+                    "leave one of the two out"
+                )
+        return self
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read a plan; raises UserError where a key or value is wrong.
+
+    YAML (or JSON) has the keys of `PlanFile`; CSV has training steps, a row each.
+    """
+    if path.suffix == ".csv":
+        rows = read_table(path, TrainingConfig, others_ignored=True)
+        if not rows:
+            raise UserError(f"{path}: the plan has no rows")
+        for number, row in enumerate(rows, start=2):
+            _check_steps(row, f"{path}: line {number}")
+        return PlanFile(training=rows)
+    plan = parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
+    for number, row in enumerate(plan.training):
+        _check_steps(row, f"{path}: training.{number}")
+    return plan
+
+
+def _check_steps(row: TrainingConfig, where: str) -> None:
+    """Raise UserError where a row's steps cannot be measured, or would ignore a column."""
+    try:
+        refuse(row.model_spec(), row.parallelism())
+    except ValidationError as error:
+        raise UserError(f"{where}, {row.case_id}: {first_problem(error)}") from None
+    except UserError as error:
+        raise UserError(f"{where}, {row.case_id}: {error}") from None
