@@ -16,13 +16,22 @@ from numpy.typing import NDArray
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
 from spec.manifest import Device
-from spec.records import CollectiveRow, HeatRow, InterferenceRow, KernelRow, Repeated, Row
+from spec.records import (
+    CollectiveRow,
+    HeatRow,
+    HostRow,
+    InterferenceRow,
+    KernelRow,
+    Repeated,
+    Row,
+)
 from spec.results import ResultSet
 
 R = TypeVar("R", bound=Row)
 
 FITTED: dict[type[Row], str] = {
     KernelRow: "kernels.csv",
+    HostRow: "host.csv",
     CollectiveRow: "collectives.csv",
     InterferenceRow: "interference.csv",
     HeatRow: "heat.csv",

@@ -4,6 +4,7 @@ None of it comes from a training step: what no microbenchmark shows is assumed, 
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
 from spec.calibration import HostFit
-from spec.records import InterferenceRow, KernelRow
+from spec.records import HostRow, InterferenceRow, KernelRow
 
 # Operations that are one call of a library: what issuing one costs is the same for all of them.
 SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
@@ -21,7 +22,8 @@ PART_CALLS = 2.0
 # The optimizer's loop over parameters and the scalars read back, once a step, likewise.
 STEP_CALLS = 200.0
 HOST_SD = 0.3
-# The same where the host is the device: some tens of Python calls of a microsecond each, assumed.
+# The same where the host is the device and no row shows it: some tens of Python calls of a
+# microsecond each, assumed.
 CPU_PART_US, CPU_PARTS_PER_STEP, CPU_HOST_SD = 60.0, 50.0, 0.7
 DEFAULT_HOST_US = 10.0
 # A kernel beside a collective where none was measured: communication kernels occupy some
@@ -38,7 +40,7 @@ COMPOSITION_SD, CPU_COMPOSITION_SD = 0.02, 0.3
 def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     """Issue times of single operations, and what is assumed to go with them."""
     if evidence.devices()[0].kind == "cpu":
-        return _on_cpu(ledger, core_share(evidence))
+        return _on_cpu(evidence, ledger)
     rows = [row for _, row in evidence.rows(KernelRow) if row.op in SINGLE_CALLS]
     times = [row.host_us for row in rows if row.host_us is not None]
     if times:
@@ -88,17 +90,45 @@ def core_share(evidence: Evidence) -> float:
     return min((first.cores or len(first.devices)) / len(first.devices), 1.0)
 
 
-def _on_cpu(ledger: Ledger, share: float) -> HostFit:
+def _on_cpu(evidence: Evidence, ledger: Ledger) -> HostFit:
     """A CPU computes and issues: what Python adds comes on top of the kernels' own calls."""
+    share = core_share(evidence)
+    measured = _beside_kernels([row for _, row in evidence.rows(HostRow)])
+    part, step = measured or (CPU_PART_US, CPU_PARTS_PER_STEP * CPU_PART_US)
+    sd = HOST_SD if measured else CPU_HOST_SD
     why = "Python, modules and autograd around {}; a CPU spends it between kernels"
+    if measured:
+        rows = len(evidence.rows(HostRow))
+        why += f"; {evidence.where(HostRow, rows)}: steps whose arithmetic is nil, less kernels"
     if share < 1:
         why += f", in {share:g} of a core"
-    part = CPU_PART_US / share
-    step = CPU_PARTS_PER_STEP * part
     for name, value, what in (("part", part, "a part of a layer"), ("step", step, "a step")):
-        interval = log_interval(value, CPU_HOST_SD)
-        ledger.note(f"host.{name}_us", value, "us", interval, "assumed", why.format(what))
-    return HostFit(part_us=part, step_us=step, sd=CPU_HOST_SD, serial=True)
+        ledger.note(
+            f"host.{name}_us",
+            value / share,
+            "us",
+            log_interval(value / share, sd),
+            "measured" if measured else "assumed",
+            why.format(what),
+        )
+    return HostFit(part_us=rounded(part / share), step_us=rounded(step / share), sd=sd, serial=True)
+
+
+def _beside_kernels(rows: Sequence[HostRow]) -> tuple[float, float] | None:
+    """Processor time of a part and of a step beside kernels, us; None where rows do not show it.
+
+    A step of m microbatches has `step + m * parts * part` of it.
+    """
+    beside = defaultdict(list)
+    for row in rows:
+        beside[row.microbatches].append(row.median_us - row.kernels_us)
+    if len(beside) < 2:
+        return None
+    few, many = min(beside), max(beside)
+    one_pass = (float(np.median(beside[many])) - float(np.median(beside[few]))) / (many - few)
+    step = float(np.median(beside[few])) - few * one_pass
+    parts = rows[0].parts
+    return max(one_pass / parts, 0.0), max(step, 0.0)
 
 
 @dataclass(frozen=True)

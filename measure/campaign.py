@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, nccl_choice, placement
+from measure import checks, heat, host_time, nccl_choice, placement
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.other_hosts import OtherHost, Samplers
@@ -104,6 +104,18 @@ class Campaign:
         )
         for case in left:
             self.fail(case.case_id, "the host of its device was lost")
+            self.show(case.case_id, 1)
+
+    def host(self, cases: Sequence[host_time.HostCase], until: float | None) -> None:
+        """Each in a process of its own, on the first device."""
+        for case in cases:
+            if not self.admit(case.seconds, until):
+                continue
+            with self._tagged(case.case_id):
+                try:
+                    self.store.append("host", [host_time.measure(case)])
+                except WorkError as error:
+                    self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)
 
     def collectives(self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None) -> None:

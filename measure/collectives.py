@@ -146,14 +146,14 @@ def repeats_of(nbytes: int, gpu: bool) -> int:
     """Timed repeats of a size, 20 at least; fewer of the larger, which vary least."""
     if gpu:
         return 20 if nbytes > 2**24 else 40
-    if on_host() and nbytes > 2**20:
-        return 10  # a second each, of which the link's rate is all
     return 20 if nbytes > 2**16 else 40
 
 
 def warm_up_of(nbytes: int, gpu: bool) -> int:
     """Untimed repeats; of large sizes over NVLink about 0.2 s, so that telemetry sees power."""
-    if not gpu or nbytes < 2**26:
+    if not gpu:
+        return 1 if on_host() and nbytes > 2**20 else WARM_UP  # a second each on such a link
+    if nbytes < 2**26:
         return WARM_UP
     return max(WARM_UP, min(300, int(0.2 * 1.5e11 / nbytes)))
 

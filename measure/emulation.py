@@ -17,7 +17,7 @@ from spec.errors import UserError
 # forced on all processes, and recorded in the manifest
 ENVIRONMENT = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 # by default; kernels of emulated GPU nodes are those of the host itself
-SUITES = {"gpu": ("collectives", "training"), "cpu": ("kernels", "collectives", "training")}
+SUITES = {"gpu": ("collectives", "training"), "cpu": ("kernels", "host", "collectives", "training")}
 NETWORK_GBYTES_PER_S = 6.0  # for estimates of durations only
 # log2 of the largest collectives' bytes: 256 MiB last about 50 ms; what data parallelism sends goes
 # up to gigabytes in one piece

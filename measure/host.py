@@ -26,7 +26,7 @@ DEFAULTS = {
 
 _RECORDED = re.compile(
     r"^(NCCL_|CUDA_|TORCH_|TORCHINDUCTOR_|NVSHMEM_|NVTE_|RCCL_|HIP_|ROCR_|HSA_|GLOO_|MKL_|OMP_"
-    r"|KMP_|PYTORCH_)"
+    r"|KMP_|PYTORCH_|GLIBC_)"
 )
 # addresses, secrets and paths say who ran it, not how fast it is
 _PRIVATE = re.compile(

@@ -18,7 +18,7 @@ from spec.step import kernels_of
 
 SIZES = range(10, 25, 2)  # log2 of bytes; 16 MiB last 1.3 s at 200 Mbit/s
 KERNEL_S = 5.0  # repeats last long enough to hold many turns of the processor
-COLLECTIVE_REPEATS = 13
+COLLECTIVE_REPEATS = 21
 
 _SP = {"sequence_parallel": True}
 # (layers, parallelism), most instructive first. The first, on one of the hosts, shows whether it

@@ -1,9 +1,11 @@
 """The kernel suite: one operation at one shape, in one state, on one device."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from measure.operations import Maker, footprint
-from measure.products import Refused
+from measure.products import Call, Refused
 from measure.timing import Timer, quantiles
 from spec.kernel import Kernel
 from spec.records import KernelRow
@@ -15,6 +17,14 @@ class Skip(Refused):
     """The case does not fit this machine; the reason is the message."""
 
 
+def in_turn(calls: Sequence[Call]) -> Call:
+    """A call that runs the next of `calls` each time; all have run once when this returns."""
+    for call in calls:
+        call()
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
+
+
 def measure(case: dict[str, Any], timer: Timer, device: int) -> KernelRow:
     """Time one case; raises Skip where it needs more memory than there is to spend."""
     kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
@@ -23,10 +33,15 @@ def measure(case: dict[str, Any], timer: Timer, device: int) -> KernelRow:
         raise Skip(
             f"needs about {need / 2**30:.0f} GiB; {timer.limit_bytes / 2**30:.0f} GiB are allowed"
         )
-    call, implementation = Maker(timer.device).build(kernel)
+    maker = Maker(timer.device)
+    call, implementation = maker.build(kernel)
+    sets = 1
     if case["state"] == "sustained":
         timing = timer.sustained(call, SUSTAINED_S[timer.device.type])
     else:
+        sets = timer.sets(max(kernel.bytes, need / 3))  # an embedding has a table beside
+        if sets > 1:
+            call = in_turn([call, *(maker.build(kernel)[0] for _ in range(sets - 1))])
         timing = timer.burst(call, kernel.bytes)
     state = timing.state
     del call
@@ -45,5 +60,6 @@ def measure(case: dict[str, Any], timer: Timer, device: int) -> KernelRow:
         power_w=state.power_mean_w or None,
         temperature_c=state.temperature_max_c,
         throttle=state.throttle,
+        operand_sets=sets,
         **quantiles(timing.times_us),
     )

@@ -36,7 +36,6 @@ HOSTS = "MEASURE_HOSTS"  # name of the hosts in being, in the environment of a r
 HOST = "MEASURE_HOST"  # number of the host that a worker belongs to
 
 _CLONE_NEWNET = 0x40000000
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def most_hosts(cores: int) -> int:
@@ -79,22 +78,8 @@ def enter_network() -> None:
 def enter_share() -> None:
     """Move this process under its host's quota; nothing outside of hosts."""
     if on_host():
-        _keep_memory()
         group = Controller().root / os.environ[HOSTS] / os.environ[HOST]
         (group / "cgroup.procs").write_text(str(os.getpid()))
-
-
-def _keep_memory() -> None:
-    """Have the C library keep freed memory: a first touch of new pages costs the quota.
-
-    On a virtual machine a page that nothing has used yet may cost forty times as much as one that
-    was. mallopt(3), glibc; elsewhere it stays as it is.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 class Controller:

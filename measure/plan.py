@@ -19,7 +19,7 @@ from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import kernels_of
 
-SUITES = ("kernels", "collectives", "interference", "training", "telemetry")
+SUITES = ("kernels", "host", "collectives", "interference", "training", "telemetry")
 # minutes that only a thermal model, or a placement, needs; training steps again, under a profiler
 ON_REQUEST = ("heat", "placement", "profile")
 JUDGE_SHARE = 0.2

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, emulation, host, host_check, namespaces, other_hosts, wrap
+from measure import checks, cpu_memory, emulation, host, host_check, namespaces, other_hosts, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
 from measure.namespaces import LINK_MBIT, check_machine
@@ -233,6 +233,8 @@ def main(words: Sequence[str]) -> int:
     if asked.gpus is not None:
         return plan_elsewhere(asked)
     chosen = asked.kind or find_kind()
+    if chosen == "cpu":
+        cpu_memory.prepare()
     if started.node > 0:
         return serve(started, chosen)
     with other_hosts.joined(started, chosen) as others:

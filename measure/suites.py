@@ -4,7 +4,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import checks, cluster_plan, emulation, emulation_plan, heat, host_plan, placement
+from measure import (
+    checks,
+    cluster_plan,
+    emulation,
+    emulation_plan,
+    heat,
+    host_plan,
+    host_time,
+    namespaces,
+    placement,
+)
 from measure.budget import affordable, estimate_s
 from measure.plan import collective_cases, interference_cases, kernel_cases
 from measure.plan_file import PlanFile
@@ -40,6 +50,10 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
                 kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
                 if options.link_mbit is None or options.plan.kernels or options.models
                 else host_plan.kernels(shapes)
+            )
+        elif suite == "host":
+            cases[suite] = list(
+                host_time.cases(kind, 1.0 if options.link_mbit is None else namespaces.QUOTA)
             )
         elif suite == "collectives":
             cases[suite] = list(

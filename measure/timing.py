@@ -6,11 +6,12 @@ written, so that a kernel's operands come from memory. `host_us` is measured apa
 queue. The SM clock is taken from spins of a known number of cycles among the repeats: under the
 power cap it moves within milliseconds, faster than the driver's reading follows.
 
-CPU: a monotonic clock around each repeat, caches as the previous repeat left them; short calls are
-timed several at once.
+CPU: a monotonic clock around each repeat; short calls are timed several at once. In bursts
+repeats take turns among so many sets of operands that none is in cache, see `CpuTimer.sets`.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from measure import namespaces
 from measure.devices import Device
+from measure.devices.cpu import last_level_cache
 from measure.window import Readings, WindowResult
 
 _cuda: Any = torch.cuda  # only partly annotated
@@ -31,6 +33,8 @@ MAX_REPEATS = 100
 BURST_S = 0.06  # aim of all repeats of a burst together
 SETTLE_S = 0.8  # sustained: load before the timed part, for the power cap to act
 CPU_SHORT_S = 5e-5
+CACHES = 2.0  # of the last-level cache, operands of a CPU's bursts together
+MOST_SETS = 128  # of them: kernels so small are of models whose whole step is in cache
 TURNS_S = 10e-6 * namespaces.PERIOD_US  # ten of a host's turns
 PROBES = 12  # of the SM clock among the repeats of a burst
 PROBE_CYCLES = 60_000  # of the shorter of a probe's two spins; 30 us at 2 GHz
@@ -71,12 +75,17 @@ class CpuTimer:
         self._monitor = monitor
         # a host with a share of a core runs at full speed until its turn is over
         self._turns = namespaces.on_host()
+        self._cache = last_level_cache()
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
 
     def release(self) -> None:
         """Nothing is cached."""
+
+    def sets(self, nbytes: float) -> int:
+        """Sets of operands of a burst: a step comes back to none before the caches have changed."""
+        return max(1, min(MOST_SETS, math.ceil(CACHES * self._cache / max(nbytes, 1.0))))
 
     def once_s(self, call: Call) -> float:
         """Seconds of one call, warmed up."""
@@ -179,6 +188,11 @@ class GpuTimer:
         end.record()
         self.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
+
+    def sets(self, nbytes: float) -> int:
+        """Sets of operands of a burst: one, for caches are written over between repeats."""
+        del nbytes
+        return 1
 
     def event(self) -> Any:
         """A timing event."""

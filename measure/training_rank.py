@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from measure import megatron_cpu, namespaces
+from measure import cpu_memory, megatron_cpu, namespaces
 from measure.training_trace import STEP, record
 from spec.errors import WorkError
 from spec.model import ModelSpec
@@ -85,6 +85,7 @@ class Ranks:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[device % len(cores)]})
             torch.set_num_threads(1)
+            cpu_memory.keep()
             megatron_cpu.install()
             self.device = torch.device("cpu")
         dist.init_process_group(

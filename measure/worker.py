@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from measure import namespaces
+from measure import cpu_memory, namespaces
 from measure.channels import Message
 from measure.devices import open_devices
 
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     if core is not None:  # a CPU "device" is one core
         os.environ["OMP_NUM_THREADS"] = "1"
         os.sched_setaffinity(0, {core})
+        cpu_memory.keep()
     import torch
 
     from measure import collectives, interference, kernels, nccl_choice

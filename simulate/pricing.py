@@ -23,6 +23,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import (
     Segment,
+    copied_alone,
     embedding,
     gradient_buckets,
     head,
@@ -330,6 +331,8 @@ def _passes(
 
 def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     kernels, *sent = optimizer(model, p, stage)
+    if costs.calibration.host.serial:  # a CPU's, over gloo
+        kernels += copied_alone(model, p, stage)
     sent.append(shared_gradients(model, p, stage))
     reduction, gather, shared = (
         tuple((one, costs.collective_us(one)) for one in group) for group in sent

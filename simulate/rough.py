@@ -18,7 +18,7 @@ from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import embedding, head, layer, optimizer, shapes, sharded
+from spec.step import copied_alone, embedding, head, layer, optimizer, shapes, sharded
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ class Rough:
             found = []
             for stage in {0, p.pp - 1}:
                 kernels, reduction, gather = optimizer(self.model, p, stage)
+                if self.calibration.host.serial:
+                    kernels += copied_alone(self.model, p, stage)
                 update = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
                 found.append((self._sent_us(p, reduction), self._sent_us(p, gather), update))
             reductions, gathers, updates = (max(times) for times in zip(*found, strict=True))

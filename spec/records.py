@@ -92,6 +92,10 @@ class KernelRow(Repeated):
     throttle: str | None = Field(
         default=None, description="throttle reasons seen, joined by +; empty where unread or none"
     )
+    operand_sets: PositiveInt = Field(
+        default=1,
+        description="sets of operands that repeats took in turn, so that no cache held them",
+    )
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -100,6 +104,19 @@ class KernelRow(Repeated):
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
+
+
+class HostRow(Repeated):
+    """host.csv: Megatron-Core steps of a model whose arithmetic is nil, on a CPU.
+
+    Durations are of the processor, which computes and issues: `median_us` less `kernels_us` is
+    Python, modules and autograd between the kernels.
+    """
+
+    layers: PositiveInt
+    microbatches: PositiveInt
+    parts: PositiveInt = Field(description="of the model in one microbatch, both passes")
+    kernels_us: Positive = Field(description="all kernels of the step, each timed by itself")
 
 
 class CollectiveRow(Repeated):
@@ -346,6 +363,7 @@ class ProfileRow(Row):
 
 TABLES: dict[str, type[Row]] = {
     "kernels": KernelRow,
+    "host": HostRow,
     "collectives": CollectiveRow,
     "interference": InterferenceRow,
     "heat": HeatRow,

@@ -244,6 +244,23 @@ def optimizer(
 
 
 @lru_cache(maxsize=4096)
+def copied_alone(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, ...]:
+    """What gloo copies once a step where a replica is alone and the optimizer is distributed.
+
+    Megatron-Core reduces and gathers over a group of one, too. NCCL does nothing there, as its
+    buffers are the same; torch's ProcessGroupGloo clones the fp32 gradients and copies them back,
+    and copies the bf16 parameters in and out.
+    """
+    if p.zero != 1:
+        return ()
+    found: tuple[Kernel, ...] = ()
+    for _, size, elements in _replicated(model, p, stage):
+        if size == 1 and elements:
+            found += (copied(8 * elements),) * 2 + (copied(4 * elements),) * 2
+    return found
+
+
+@lru_cache(maxsize=4096)
 def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Collective, ...]:
     """Sums of gradients of parameters that several GPUs of a replica hold, fp32, once a step.
 

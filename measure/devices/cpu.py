@@ -13,6 +13,9 @@ from pathlib import Path
 from measure.devices.base import Device, Kind
 
 POWERCAP = Path("/sys/class/powercap")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+CACHE_BYTES = 32 * 2**20
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 MAX_DEVICES = 8  # more gloo ranks on one host teach nothing that eight don't
 
 
@@ -27,6 +30,17 @@ def open_cpu(count: int = 0, powercap: Path = POWERCAP) -> "list[CpuDevice]":
     cores = [cores[n % len(cores)] for n in range(count)] if count else cores[:MAX_DEVICES]
     rapl = Rapl(powercap)
     return [CpuDevice(index, core, len(cores), rapl) for index, core in enumerate(cores)]
+
+
+def last_level_cache(caches: Path = CACHES) -> int:
+    """Bytes of the largest cache that the first core uses; of a usual one where none is told."""
+    found = [CACHE_BYTES]
+    for file in caches.glob("index*/size"):
+        words = file.read_text().strip()
+        number, unit = words[:-1], _UNITS.get(words[-1:])
+        if number.isdigit() and unit:
+            found.append(int(number) * unit)
+    return max(found[1:] or found)
 
 
 class Rapl:
