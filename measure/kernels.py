@@ -18,11 +18,19 @@ class Skip(Refused):
 
 
 def in_turn(calls: Sequence[Call]) -> Call:
-    """A call that runs the next of `calls` each time; all have run once when this returns."""
-    for call in calls:
-        call()
-    turns = itertools.cycle(calls)
-    return lambda: next(turns)()
+    """A call that runs the next of `calls` each time; all have run once when this returns.
+
+    Each result is kept until its turn comes again, so that results, too, are written where no cache
+    has been.
+    """
+    kept = [call() for call in calls]
+    turns = itertools.cycle(range(len(calls)))
+
+    def run() -> None:
+        turn = next(turns)
+        kept[turn] = calls[turn]()
+
+    return run
 
 
 def measure(case: dict[str, Any], timer: Timer, device: int) -> KernelRow:
