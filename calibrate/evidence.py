@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
-from spec.manifest import Device
+from spec.manifest import Device, Manifest
 from spec.records import (
     CollectiveRow,
     HeatRow,
@@ -78,6 +78,14 @@ class Evidence:
     def devices(self) -> list[Device]:
         """The devices of the newest run."""
         return [device for host in self.runs[-1].manifest.hosts for device in host.devices]
+
+
+def core_share(manifest: Manifest) -> float:
+    """Part of a core that a CPU device may use: 1 but where hosts share the cores of another."""
+    first = manifest.hosts[0]
+    if first.devices[0].kind != "cpu":
+        return 1.0
+    return min((first.cores or len(first.devices)) / len(first.devices), 1.0)
 
 
 def relative(path: Path) -> str:

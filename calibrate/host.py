@@ -10,7 +10,7 @@ from math import log
 
 import numpy as np
 
-from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
+from calibrate.evidence import Evidence, Ledger, core_share, log_interval, robust_sd, rounded
 from spec.calibration import HostFit
 from spec.records import HostRow, InterferenceRow, KernelRow
 
@@ -87,15 +87,9 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     return HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
 
 
-def core_share(evidence: Evidence) -> float:
-    """Part of a core that a CPU device may use: 1 but where hosts share the cores of another."""
-    first = evidence.runs[-1].manifest.hosts[0]
-    return min((first.cores or len(first.devices)) / len(first.devices), 1.0)
-
-
 def _on_cpu(evidence: Evidence, ledger: Ledger) -> HostFit:
     """A CPU computes and issues: what Python adds comes on top of the kernels' own calls."""
-    share = core_share(evidence)
+    share = core_share(evidence.runs[-1].manifest)
     measured = _beside_kernels([row for _, row in evidence.rows(HostRow)])
     part, step = measured or (CPU_PART_US, CPU_PARTS_PER_STEP * CPU_PART_US)
     sd = HOST_SD if measured else CPU_HOST_SD
@@ -183,7 +177,7 @@ def composition_sd(evidence: Evidence, ledger: Ledger) -> float:
     if evidence.devices()[0].kind == "cpu":
         value, interval = CPU_COMPOSITION_SD, (0.15, 0.6)
         detail = "processes share cores, caches and gloo's threads, which no kernel alone shows"
-        if core_share(evidence) < 1 and evidence.rows(HostRow):
+        if core_share(evidence.runs[-1].manifest) < 1 and evidence.rows(HostRow):
             value, interval = SHARE_COMPOSITION_SD, (0.04, 0.2)
             detail = (
                 "shares of a core: caches are cold after each turn, which no kernel alone shows"

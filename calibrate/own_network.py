@@ -7,17 +7,19 @@ what a training step sends is then mostly looked up.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, sqrt
 
 import numpy as np
 
 from calibrate.collectives import LEAST_SD
 from calibrate.evidence import (
+    INDEPENDENT,
     TELEMETRY_FILE,
     Z90,
     Evidence,
     Judged,
     Ledger,
+    core_share,
     median_sd,
     rounded,
 )
@@ -52,11 +54,28 @@ class Crossing:
 
     row: CollectiveRow
     path: GroupPath
+    in_turns: bool = False  # each device has a share of a core, and waits for its turn
+
+    @property
+    def time_us(self) -> float:
+        """What it lasts in a step: the median, as outliers are none of it.
+
+        Where a host waits for its turn, a repeat is short or as long as that, and it is their mean
+        that many add up to.
+        """
+        return self.row.mean_us if self.in_turns else self.row.median_us
+
+    @property
+    def sd(self) -> float:
+        """Of `time_us` (logarithm), from the spread of its repeats."""
+        if not self.in_turns:
+            return median_sd([self.row])
+        return self.row.std_us / self.row.mean_us / sqrt(min(self.row.repeats, INDEPENDENT))
 
     @property
     def sample(self) -> Sample:
         """As the fit of the formula takes it."""
-        return Sample(self.row.collective, self.path, self.row.bytes, self.row.median_us, SCALE_UP)
+        return Sample(self.row.collective, self.path, self.row.bytes, self.time_us, SCALE_UP)
 
     @property
     def layout(self) -> tuple[str, int, int, int]:
@@ -98,7 +117,8 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
             rdma = row.backend in ("nccl", "rccl") and not sockets
             beside = concurrent(row, per_node(manifest)) if several else 1
             path = path_of(row.ranks, row.nodes, 1.0, beside)
-            found["infiniband" if rdma else "tcp"].append(Crossing(row, path))
+            in_turns = core_share(manifest) < 1
+            found["infiniband" if rdma else "tcp"].append(Crossing(row, path, in_turns))
     return found
 
 
@@ -204,17 +224,24 @@ def curves(fit: NetworkFit, rows: Sequence[Crossing]) -> tuple[NetworkCurve, ...
     found = []
     for (kind, *_), same in sorted(layouts.items()):
         most = max(one.row.groups for one in same)
-        sizes: dict[int, list[CollectiveRow]] = defaultdict(list)
+        sizes: dict[int, list[Crossing]] = defaultdict(list)
         for one in same:
             if one.row.groups == most:
-                sizes[one.row.bytes].append(one.row)
+                sizes[one.row.bytes].append(one)
         points = []
         for size, timed in sorted(sizes.items()):
-            own = float(np.hypot(median_sd(timed), LEAST_SD))
-            time = float(np.exp(np.median([log(row.median_us) for row in timed])))
+            own = float(np.hypot(_sd(timed), LEAST_SD))
+            time = float(np.exp(np.median([log(one.time_us) for one in timed])))
             points.append(CollectivePoint(bytes=size, time_us=rounded(time), sd=rounded(own, 3)))
         found.append(_with_spreads(fit, kind, points, same[0].path))
     return tuple(found)
+
+
+def _sd(timed: Sequence[Crossing]) -> float:
+    """Of a size's time, over its rows."""
+    if any(one.in_turns for one in timed):
+        return float(np.median([one.sd for one in timed]))
+    return median_sd([one.row for one in timed])
 
 
 def _with_spreads(
@@ -283,7 +310,7 @@ def score(
         if sample.collective not in best:
             continue
         sd = fit.sd(sample.collective, one.path, sample.nbytes, SCALE_UP)
-        sd = float(np.hypot(sd, median_sd([one.row])))
+        sd = float(np.hypot(sd, one.sd))
         dumb = sample.nbytes * busbw_factor(sample.collective, one.path.ranks)
         dumb /= best[sample.collective] * 1e3
         judged.append(Judged(predict(fit, sample), sd, sample.time_us, dumb))

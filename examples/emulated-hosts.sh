@@ -19,7 +19,7 @@ measure() { # HOSTS, options
 }
 
 mkdir -p "$FORECASTS"
-PARTS=kernels,collectives
+PARTS=kernels,host,collectives
 if [ ! -e "$FORECASTS/hosts-4.json" ]; then
     measure 2 --suite "$PARTS,training"
     measure 4 --suite "$PARTS"

@@ -7,6 +7,7 @@ import pytest
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.host import HOST_SD, fit_host
+from calibrate.own_network import crossings
 from measure import cpu_memory, host_time
 from measure.devices.cpu import CACHE_BYTES, last_level_cache
 from simulate.estimate import StepSimulator
@@ -14,7 +15,7 @@ from spec.calibration import Calibration
 from spec.files import read_json, write_json, write_table
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import HostRow
+from spec.records import CollectiveRow, HostRow
 from spec.results import read_result_set
 from spec.step import copied_alone, stage_parameters
 from tests.made_up import calibration_json
@@ -123,6 +124,39 @@ def test_the_hosts_time_is_fitted_where_rows_show_it(tmp_path: Path, share: floa
     assert part_us == pytest.approx(37.5 / share)
     assert step_us == pytest.approx(2000.0 / share)
     assert (sd, sources) == (HOST_SD, {"measured"})
+
+
+@pytest.mark.parametrize(("kind", "cores", "expected"), [("cpu", 0.2, 6.0), ("cpu", 1.0, 1.0)])
+def test_waits_for_a_turn_count_as_often_as_they_come(
+    tmp_path: Path, kind: str, cores: float, expected: float
+) -> None:
+    folder = write_result_set(tmp_path)
+    value = read_json(folder / "manifest.json", "")
+    one = value["hosts"][0]
+    device = one["devices"][0] | {"kind": kind}
+    hosts = [one | {"cores": cores, "devices": [device | {"index": n}]} for n in (0, 1)]
+    write_json(folder / "manifest.json", value | {"hosts": hosts})
+    row = CollectiveRow(
+        case_id="a",
+        role="fit",
+        repeats=40,
+        median_us=1.0,
+        p10_us=0.5,
+        p90_us=20.0,
+        min_us=0.4,
+        mean_us=6.0,
+        std_us=8.0,
+        collective="all_gather",
+        backend="gloo",
+        ranks=2,
+        nodes=2,
+        bytes=1024,
+        dtype="fp32",
+        busbw_gbytes_per_s=1.0,
+    )
+    write_table(folder / "collectives.csv", CollectiveRow, [row])
+    (crossing,) = crossings(Evidence("a", [read_result_set(folder)]))["tcp"]
+    assert crossing.sample.time_us == expected
 
 
 def test_gloo_copies_where_a_replica_is_alone() -> None:
