@@ -51,7 +51,7 @@ def saturating_size(costs: Costs, kind: str, axis: str) -> float:
     times = [central(costs.collective_us(Collective(kind, axis, size))) for size in SIZES]
     rates = SIZES / np.array(times)
     below = np.flatnonzero(rates < SATURATED * rates.max())
-    return float(SIZES[below[-1] + 1]) if len(below) else float(SIZES[0])
+    return float(SIZES[min(below[-1] + 1, len(SIZES) - 1)]) if len(below) else float(SIZES[0])
 
 
 def messages(model: ModelSpec, p: Parallelism, costs: Costs) -> Iterable[dict[str, Any]]:

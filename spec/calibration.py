@@ -25,7 +25,20 @@ from spec.collective_fit import (
 )
 from spec.errors import UserError
 from spec.files import parse, read_json
-from spec.fitted import Finite, NonNegative, Positive, Record, Source
+from spec.fitted import (
+    Finite,
+    Mhz,
+    Micros,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    PositiveWatts,
+    Record,
+    Share,
+    Source,
+    Spread,
+    Watts,
+)
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
 from spec.network_fit import NetworkFit
@@ -58,10 +71,6 @@ __all__ = [
 ]
 
 SCHEMA = "calibration/1"
-
-
-# Standard deviation of a logarithm; beyond that nothing is known
-Spread = Annotated[float, Field(ge=0, le=10)]
 
 
 class Parameter(Record):
@@ -114,7 +123,7 @@ class DeviceFit(Record):
     """A device that was measured, beside the calibration's central one."""
 
     uuid_hash: str
-    power: Positive = Field(description="of its products at a clock, as a factor")
+    power: PositiveShare = Field(description="of its products at a clock, as a factor")
 
 
 class ClockFit(Record):
@@ -131,30 +140,30 @@ class ClockFit(Record):
     them draw `surge` times that.
     """
 
-    reference_mhz: Positive
-    max_mhz: Positive
-    idle_w: NonNegative
-    power_limit_w: Positive | None
-    regulated_w: Positive | None = Field(
+    reference_mhz: Mhz
+    max_mhz: Mhz
+    idle_w: Watts
+    power_limit_w: PositiveWatts | None
+    regulated_w: PositiveWatts | None = Field(
         default=None, description="mean power while the cap acts; the limit where not measured"
     )
     surge: Annotated[float, Field(ge=1, le=2)] = Field(
         default=1.0, description="mean power that the cap allows for under a second, over cap_w"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
-    communication_w: NonNegative = Field(description="above idle, while only communicating")
-    waiting_w: NonNegative = Field(description="above idle, while waiting for a peer")
+    communication_w: Watts = Field(description="above idle, while only communicating")
+    waiting_w: Watts = Field(description="above idle, while waiting for a peer")
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.0, description="see `product_factor`; how far the exponent changes with the clock"
     )
-    sustained_mhz: Positive | None = Field(
+    sustained_mhz: Mhz | None = Field(
         default=None, description="clock of products that ran sustained under the cap"
     )
     jitter_sd: Spread = Field(
         default=0.0, description="speed under the cap, from some tens of milliseconds to the next"
     )
-    jitter_mean: NonNegative = Field(
+    jitter_mean: Share = Field(
         default=0.0, description="mean duration under the cap beyond the median, a share"
     )
     visit_sd: Spread = Field(description="whole speed, one visit to the machine to another")
@@ -200,11 +209,11 @@ class ClockFit(Record):
 class HostFit(Record):
     """What the host adds: it issues operations one after another, and the device may outrun it."""
 
-    part_us: NonNegative = Field(
+    part_us: Micros = Field(
         description="Python and autograd around one part of a layer, beside its kernels' host_us"
     )
-    step_us: NonNegative = Field(description="once a step: optimizer bookkeeping and scalars")
-    sd: NonNegative
+    step_us: Micros = Field(description="once a step: optimizer bookkeeping and scalars")
+    sd: Spread
     serial: bool = Field(
         default=False, description="the host is the device: part_us adds to what kernels take"
     )
@@ -226,11 +235,9 @@ class Calibration(BaseModel):
     networks: tuple[NetworkFit, ...]
     host: HostFit
     clock: ClockFit
-    interference: NonNegative = Field(
-        description="a kernel beside a collective lasts this share longer"
-    )
+    interference: Share = Field(description="a kernel beside a collective lasts this share longer")
     thermal: ThermalFit | None = Field(default=None, description="temperature of the GPUs")
-    communication_slowed: NonNegative = Field(
+    communication_slowed: Share = Field(
         default=0.0, description="a collective beside kernels lasts this share longer"
     )
     one_queue: bool = Field(

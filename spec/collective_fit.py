@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, PositiveInt
 
 from spec.collective import busbw_factor
-from spec.fitted import NonNegative, Positive, Record
+from spec.fitted import Micros, Positive, PositiveMicros, Rate, Record, Share, Spread
 
 # Spread per doubling beyond the largest measured size, where that was all latency. Assumed.
 EXTRAPOLATION_SD = 0.3
@@ -22,8 +22,8 @@ class CollectivePoint(Record):
     """A measured size."""
 
     bytes: PositiveInt
-    time_us: Positive
-    sd: NonNegative
+    time_us: PositiveMicros
+    sd: Spread
 
 
 def _ascending(points: tuple[CollectivePoint, ...]) -> tuple[CollectivePoint, ...]:
@@ -75,13 +75,13 @@ class CollectiveStructure(Record):
     time = a + b + 2 * pipelining * sqrt(a * b), see NetworkFit for the last term.
     """
 
-    launch_us: NonNegative
-    step_us: NonNegative = Field(description="one step of a ring")
-    busbw_gbytes_per_s: Positive = Field(description="of the links, large messages")
-    copy_share: NonNegative = Field(
+    launch_us: Micros
+    step_us: Micros = Field(description="one step of a ring")
+    busbw_gbytes_per_s: Rate = Field(description="of the links, large messages")
+    copy_share: Share = Field(
         description="what each byte costs whatever the group, in parts of its time on the links"
     )
-    pipelining: NonNegative
+    pipelining: Share
 
     def time_us(self, collective: str, ranks: int, nbytes: float) -> float:
         """Duration by structure alone."""
@@ -121,12 +121,12 @@ class SendStructure(Record):
     time = a + b + 2 * pipelining * sqrt(a * b)
     """
 
-    launch_us: NonNegative
+    launch_us: Micros
     ll_share: Positive = Field(description="of a channel's bandwidth that protocol LL reaches")
-    simple_us: NonNegative = Field(description="what protocol Simple adds to the launch")
-    channel_gbytes_per_s: Positive = Field(description="of one channel, protocol Simple")
-    busbw_gbytes_per_s: Positive = Field(description="of the links, large messages")
-    pipelining: NonNegative
+    simple_us: Micros = Field(description="what protocol Simple adds to the launch")
+    channel_gbytes_per_s: Rate = Field(description="of one channel, protocol Simple")
+    busbw_gbytes_per_s: Rate = Field(description="of the links, large messages")
+    pipelining: Share
 
     def time_us(self, collective: str, ranks: int, nbytes: float) -> float:
         """Duration by structure alone."""
@@ -150,7 +150,7 @@ class CollectiveFit(Record):
 
     collective: str
     curves: tuple[CollectiveCurve, ...] = Field(min_length=1)
-    structure_sd: NonNegative = Field(
+    structure_sd: Spread = Field(
         description="added per doubling of the group size beyond the measured ones"
     )
     structure: CollectiveStructure | SendStructure | None = None

@@ -8,9 +8,21 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# beyond these a mistaken unit or a typing error is likelier than a machine
 Positive = Annotated[float, Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Spread = Annotated[float, Field(ge=0, le=10)]  # sd of a logarithm
+PositiveSpread = Annotated[float, Field(ge=1e-12, le=10)]
+Exponent = Annotated[float, Field(ge=0, le=10)]
+Share = Annotated[float, Field(ge=0, le=1000)]
+PositiveShare = Annotated[float, Field(ge=1e-6, le=1000)]
+Micros = Annotated[float, Field(ge=0, le=1e9)]
+PositiveMicros = Annotated[float, Field(ge=1e-6, le=1e9)]
+Watts = Annotated[float, Field(ge=0, le=1e6)]
+PositiveWatts = Annotated[float, Field(ge=1e-3, le=1e6)]
+Mhz = Annotated[float, Field(ge=1, le=1e6)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e9)]  # 1e9 bytes/s or 1e12 FLOP/s
 Source = Literal["measured", "published", "assumed"]
 
 

@@ -8,7 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
-from spec.fitted import NonNegative, Positive, Record
+from spec.fitted import (
+    Exponent,
+    Micros,
+    Positive,
+    PositiveMicros,
+    PositiveSpread,
+    Rate,
+    Record,
+    Spread,
+    Watts,
+)
 from spec.kernel import Kernel, ceil_div
 
 
@@ -16,13 +26,13 @@ class KernelPoint(Record):
     """A measured shape, its duration brought to the reference clock."""
 
     dims: tuple[PositiveInt, ...]
-    time_us: Positive = Field(description="what is looked up")
-    sd: NonNegative
-    measured_us: Positive | None = Field(
+    time_us: PositiveMicros = Field(description="what is looked up")
+    sd: Spread
+    measured_us: PositiveMicros | None = Field(
         default=None,
         description="as measured, where time_us leans on the model as far as its noise asks",
     )
-    measured_sd: NonNegative | None = None
+    measured_sd: Spread | None = None
 
     @property
     def raw_us(self) -> float:
@@ -46,19 +56,19 @@ class KernelFit(Record):
     op: str
     direction: str
     dtype: str
-    launch_us: NonNegative
-    tflops: Positive | None = Field(default=None, description="ceiling; None if memory-bound")
-    gbytes_per_s: Positive
+    launch_us: Micros
+    tflops: Rate | None = Field(default=None, description="ceiling; None if memory-bound")
+    gbytes_per_s: Rate
     multiprocessors: PositiveInt = 1
-    clock_exponent: NonNegative = Field(
+    clock_exponent: Exponent = Field(
         description="duration goes as (reference clock / clock) to this power"
     )
     length_scales: tuple[Positive, ...]
-    amplitude: Positive
-    noise: Positive
+    amplitude: PositiveSpread
+    noise: PositiveSpread
     points: tuple[KernelPoint, ...] = Field(min_length=1)
-    host_us: NonNegative = Field(description="time the host needs to issue it")
-    active_power_w: NonNegative = Field(
+    host_us: Micros = Field(description="time the host needs to issue it")
+    active_power_w: Watts = Field(
         default=0, description="board power above idle while it runs at the reference clock"
     )
 

@@ -10,7 +10,18 @@ from pydantic import Field, PositiveInt
 
 from spec.collective import busbw_factor
 from spec.collective_fit import Points
-from spec.fitted import NonNegative, Positive, Record, Source
+from spec.fitted import (
+    Exponent,
+    Micros,
+    PositiveMicros,
+    PositiveShare,
+    Rate,
+    Record,
+    Share,
+    Source,
+    Spread,
+    Watts,
+)
 from spec.hardware import GroupPath
 
 # Share of the error at a left-out size that is there everywhere between measured ones. Assumed.
@@ -24,11 +35,11 @@ class NetworkCurve(Record):
     ranks: Annotated[int, Field(ge=2)]
     nodes: Annotated[int, Field(ge=2)]
     concurrent: PositiveInt = Field(description="groups like it that share a node, all at once")
-    latency_bend: NonNegative = Field(
+    latency_bend: Spread = Field(
         description="sd of a latency-bound time interpolated over a size left out between two"
     )
-    bend: NonNegative = Field(description="the same of a bandwidth-bound time")
-    beyond_sd: NonNegative = Field(
+    bend: Spread = Field(description="the same of a bandwidth-bound time")
+    beyond_sd: Spread = Field(
         default=0.0,
         description="added beyond the largest measured size, times the root of the doublings",
     )
@@ -64,34 +75,36 @@ class NetworkFit(Record):
     """
 
     protocol: str = Field(description="kind of network that it holds for")
-    launch_us: NonNegative
-    latency_us: Positive = Field(description="one step between nodes, software included")
-    latency_sd: NonNegative
-    local_step_us: NonNegative = Field(
+    launch_us: Micros
+    latency_us: PositiveMicros = Field(description="one step between nodes, software included")
+    latency_sd: Spread
+    local_step_us: Micros = Field(
         default=0.0, description="one step of a ring inside a node while it spans several"
     )
-    pipelining: NonNegative = Field(default=0.0, description="cost of pieces, 1 at their best size")
-    efficiency: Positive = Field(description="achieved share of the ports' rate, large messages")
-    efficiency_sd: NonNegative
-    all_to_all_efficiency: Positive
-    node_gbytes_per_s: Positive | None = Field(
+    pipelining: Share = Field(default=0.0, description="cost of pieces, 1 at their best size")
+    efficiency: PositiveShare = Field(
+        description="achieved share of the ports' rate, large messages"
+    )
+    efficiency_sd: Spread
+    all_to_all_efficiency: PositiveShare
+    node_gbytes_per_s: Rate | None = Field(
         default=None,
         description="measured rate of a whole node, 1e9 bytes/s; replaces the fabric's rate and "
         "hops where set",
     )
-    sharing: NonNegative = Field(
+    sharing: Exponent = Field(
         default=1.0,
         description="with node_gbytes_per_s: the rate of one of n groups on a node is that over "
         "n ** sharing; 1 where they share a port, 0 where each gets it all",
     )
-    scale_sd: NonNegative = Field(
+    scale_sd: Spread = Field(
         description="added per doubling of the number of nodes beyond those fitted on"
     )
     max_nodes: PositiveInt = Field(description="largest number of nodes fitted on")
     source: Source
     detail: str
     curves: tuple[NetworkCurve, ...] = ()
-    active_w: NonNegative | None = Field(
+    active_w: Watts | None = Field(
         default=None,
         description="board power above idle while communicating between nodes; None: unmeasured",
     )

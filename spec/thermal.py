@@ -15,17 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from spec.fitted import Finite, NonNegative, Positive, Record
+from spec.fitted import Positive, PositiveWatts, Record, Share, Spread
 
 Array = NDArray[np.float64]
 Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
+DegreesSd = Annotated[float, Field(ge=0, le=200)]
 
 
 class Resistance(Record):
     """What a GPU's core warms by, degrees per watt of board power."""
 
-    fast_c_per_w: NonNegative
-    slow_c_per_w: NonNegative
+    fast_c_per_w: Share
+    slow_c_per_w: Share
 
     @property
     def total_c_per_w(self) -> float:
@@ -45,13 +46,13 @@ class ThermalFit(Record):
     fast_s: Positive = Field(description="time constant of the die")
     slow_s: Positive = Field(description="time constant of the heatsink or cold plate")
     central: Resistance = Field(description="median of the devices")
-    resistance_sd: NonNegative = Field(description="of the total, of its logarithm, over devices")
+    resistance_sd: Spread = Field(description="of the total, of its logarithm, over devices")
     rest_c: Celsius = Field(description="temperature without power; inlet not known, see docs")
-    rest_sd_c: Finite = Field(ge=0, description="over devices and runs")
-    error_c: NonNegative = Field(description="sd of predicted temperatures on runs held out")
-    power_w: Positive = Field(description="mean board power of the hottest runs fitted on")
+    rest_sd_c: DegreesSd = Field(description="over devices and runs")
+    error_c: DegreesSd = Field(description="sd of predicted temperatures on runs held out")
+    power_w: PositiveWatts = Field(description="mean board power of the hottest runs fitted on")
     devices: tuple[DeviceHeat, ...] = ()
-    leakage_per_c: tuple[NonNegative, NonNegative, NonNegative] | None = Field(
+    leakage_per_c: tuple[Share, Share, Share] | None = Field(
         default=None, description="board power per degree at a clock, a share: value, low, high"
     )
 

@@ -8,7 +8,7 @@ import pytest
 from simulate.budget import budget, check_budget, lines
 from simulate.costs import Costs, Draws
 from simulate.projection import Projection, Request, project
-from simulate.saturation import messages, saturating_size
+from simulate.saturation import SIZES, messages, saturating_size
 from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.collective import Collective
@@ -73,6 +73,15 @@ def test_the_size_from_which_links_are_the_limit() -> None:
 
         best = max(rate(2.0**power) for power in range(10, 35))
         assert rate(size) >= SATURATED * best > rate(size / 2)
+
+
+def test_a_rate_that_falls_with_the_size_is_never_reached() -> None:
+    value = calibration_json()
+    for one in value["collectives"]:
+        one["curves"][0]["points"][0]["time_us"] = 1e-3  # the smallest message's
+        one["curves"] = one["curves"][:1]
+    costs = Costs(Calibration.model_validate(value), NODE, FABRIC, Parallelism(tp=2), Draws(0))
+    assert saturating_size(costs, "all_gather", "tp") == SIZES[-1]
 
 
 def test_messages_that_grow_with_the_microbatch(tmp_path: Path) -> None:

@@ -315,16 +315,40 @@ def test_broken_calibrations(command: Any, calibration: Path, text: str, sentenc
     assert "calibration.json" in err
 
 
-@pytest.mark.parametrize(("name", "value"), [("power_exponent", 1e-12), ("visit_sd", 1e6)])
-def test_a_clock_model_that_cannot_be(
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("clock.power_exponent", 1e-12),
+        ("clock.visit_sd", 1e6),
+        ("clock.reference_mhz", 1e15),
+        ("clock.power_limit_w", 1e15),
+        ("host.part_us", 1e15),
+        ("host.sd", 1e15),
+        ("interference", 1e15),
+        ("kernels.0.amplitude", 1e15),
+        ("kernels.0.noise", 1e15),
+        ("kernels.0.gbytes_per_s", 1e-12),
+        ("kernels.0.clock_exponent", 1e15),
+        ("kernels.0.points.0.time_us", 1e15),
+        ("collectives.0.structure_sd", 1e15),
+        ("networks.0.launch_us", 1e15),
+        ("networks.0.latency_us", 1e15),
+        ("networks.0.efficiency", 1e-12),
+    ],
+)
+def test_a_number_of_a_calibration_that_cannot_be(
     command: Any, calibration: Path, name: str, value: float
 ) -> None:
     whole = json.loads(calibration.read_text())
-    whole["clock"][name] = value
+    *inside, last = name.split(".")
+    at = whole
+    for key in inside:
+        at = at[int(key) if key.isdecimal() else key]
+    at[last] = value
     calibration.write_text(json.dumps(whole))
     code, _, err = command("project")
     assert code == 2
-    assert f"calibration.json: clock.{name} is" in err
+    assert f"calibration.json: {name} is {value}; input should be" in err
 
 
 def test_points_of_a_curve_ascend(command: Any, calibration: Path) -> None:
