@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import write_table, write_text
+from spec.hardware import Node
 from spec.records import KernelRow, ProfileRow, TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
 from topologies import load_fabric
@@ -149,15 +151,22 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     # a profile stands beside the newest run of its case, once
     last = {(found.path.parent, row.case_id): found.path for found, row in todo}
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
+    # files are read once, not for every row
+    read, fabric_named = cache(read_calibration), cache(load_fabric)
+
+    @cache
+    def system(path: Path, one_queue: bool) -> tuple[Calibration, Node]:
+        calibration = changed(read(path), one_queue=one_queue)
+        return calibration, default_node(calibration)
+
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
         path = calibration_for(arguments, found)
-        calibration = changed(read_calibration(path), one_queue=row.one_queue)
+        calibration, node = system(path, row.one_queue)
         used[path.as_posix()] = calibration.system
         emulated = row.nodes > 1 and len(found.manifest.hosts) == 1
-        fabric = load_fabric(
+        fabric = fabric_named(
             arguments.fabric or (CPU_FABRIC if emulated else fabric_of(calibration))
         )
-        node = default_node(calibration)
         predicted = predict(
             row, calibration, node, fabric, arguments.draws, 0, binary, hashes_of(found)
         )
