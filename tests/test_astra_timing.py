@@ -1,5 +1,6 @@
 """Astra-Sim's timing rules: the published closed forms, and that classes change nothing."""
 
+from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 
@@ -21,11 +22,24 @@ from simulate.astra.configs import (
     read_system,
 )
 from simulate.astra.rules import collective_ns, message_ns, reduction_ns
-from simulate.astra.traces import make_trace
+from simulate.astra.traces import Trace, make_body
 from spec.errors import UserError
 from tests.astra_cases import CASES, collective, compute, every
 
 DELAY = 10
+
+
+def trace_of(network: Network, system: System, ranks: Sequence[Sequence[Node]]) -> Trace:
+    """A trace from the nodes of every rank, in ascending id."""
+    plain = [tuple(node.without_peer() for node in nodes) for nodes in ranks]
+    programs = list(dict.fromkeys(plain))
+    return Trace(
+        network,
+        system,
+        tuple(make_body(nodes, "a rank") for nodes in programs),
+        np.array([programs.index(nodes) for nodes in plain]),
+        [np.array([n.peer for n in nodes if n.type in (SEND, RECV)], dtype=int) for nodes in ranks],
+    )
 
 
 def closed_form(kind: str, algorithm: str, n: int, size: int, dim: Dimension, s: System) -> int:
@@ -134,7 +148,7 @@ def test_random_graphs_have_the_same_cycles_with_and_without_classes(data: st.Da
         nodes.append(Node(21, "s", SEND, data_deps=(20,), comm_size=64, peer=(rank + shift) % npus))
         nodes.append(Node(22, "r", RECV, comm_size=64, peer=(rank + shift) % npus))
         ranks.append(nodes)
-    trace = make_trace(network, System(every("direct", 2)), ranks)
+    trace = trace_of(network, System(every("direct", 2)), ranks)
     few = simulate(trace).cycles.tolist()
     original = timing_module.classify
     timing_module.classify = lambda _: Classes(np.arange(npus), np.arange(npus))
@@ -147,10 +161,10 @@ def test_random_graphs_have_the_same_cycles_with_and_without_classes(data: st.Da
 def test_equal_ranks_are_one_class() -> None:
     network = Network((Dimension("Switch", 4, 9.0, 70.0),))
     ranks = [[compute(1, 5 if rank == 3 else 7)] for rank in range(4)]
-    trace = make_trace(network, System(every("ring", 1)), ranks)
+    trace = trace_of(network, System(every("ring", 1)), ranks)
     assert classify(trace).of.tolist() == [0, 0, 0, 1]
     ranks = [[*nodes, collective(2, "all_reduce", 64, [1])] for nodes in ranks]
-    trace = make_trace(network, System(every("ring", 1)), ranks)
+    trace = trace_of(network, System(every("ring", 1)), ranks)
     assert classify(trace).count == 4  # in a ring each stands elsewhere from the odd one
 
 
@@ -167,7 +181,7 @@ def test_equal_ranks_are_one_class() -> None:
 )
 def test_workloads_on_which_astra_sim_hangs(nodes: list[Node], words: str) -> None:
     network = Network((Dimension("Switch", 2, 9.0, 70.0),))
-    trace = make_trace(network, System(every("ring", 1)), [nodes, [compute(1, 5)]])
+    trace = trace_of(network, System(every("ring", 1)), [nodes, [compute(1, 5)]])
     with pytest.raises(UserError, match=words.replace("receive", "(receive|recv)")):
         simulate(trace)
 

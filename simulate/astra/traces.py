@@ -171,27 +171,6 @@ def read_trace(directory: Path) -> Trace:
     )
 
 
-def make_trace(
-    network: Network,
-    system: System,
-    programs: Sequence[Sequence[Node]],
-    groups: Mapping[int, tuple[int, ...]] | None = None,
-) -> Trace:
-    """A trace from the nodes of every rank, in memory."""
-    bodies: list[Body] = []
-    known: dict[tuple[Node, ...], int] = {}
-    body_of, peers = [], []
-    for rank, nodes in enumerate(programs):
-        ordered = sorted(nodes, key=lambda node: node.id)
-        plain = tuple(node.without_peer() for node in ordered)
-        if plain not in known:
-            known[plain] = len(bodies)
-            bodies.append(make_body(plain, f"rank {rank}"))
-        body_of.append(known[plain])
-        peers.append(np.array([n.peer for n in ordered if n.type in (SEND, RECV)], dtype=np.int64))
-    return Trace(network, system, tuple(bodies), np.array(body_of), peers, dict(groups or {}))
-
-
 def duration_ns(node: Node, system: System) -> int:
     """Nanoseconds that a compute node takes, by Astra-Sim's arithmetic.
 
