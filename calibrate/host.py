@@ -112,20 +112,20 @@ def _on_cpu(evidence: Evidence, ledger: Ledger) -> HostFit:
 
 
 def _beside_kernels(rows: Sequence[HostRow]) -> tuple[float, float] | None:
-    """Processor time of a part and of a step beside kernels, us; None where rows do not show it.
+    """Processor time of a part and of a step beside kernels, us; None where no row shows it.
 
     A step of m microbatches has `step + m * parts * part` of it.
     """
-    beside = defaultdict(list)
+    found = []
     for row in rows:
-        beside[row.microbatches].append(row.median_us - row.kernels_us)
-    if len(beside) < 2:
+        several = row.median_us - row.kernels_us
+        single = row.single_us - row.single_kernels_us
+        one_pass = (several - single) / max(row.microbatches - 1, 1)
+        found.append((one_pass / row.parts, single - one_pass))
+    if not found:
         return None
-    few, many = min(beside), max(beside)
-    one_pass = (float(np.median(beside[many])) - float(np.median(beside[few]))) / (many - few)
-    step = float(np.median(beside[few])) - few * one_pass
-    parts = rows[0].parts
-    return max(one_pass / parts, 0.0), max(step, 0.0)
+    part, step = (float(np.median(values)) for values in zip(*found, strict=True))
+    return max(part, 0.0), max(step, 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 #!/bin/sh
 # A machine without a GPU as 2, 4 and 8 hosts; the steps of 8 are forecast from what 2 and 4 measured.
 #
-#   examples/emulated-hosts.sh [RESULTS] [MBIT]
+#   examples/emulated-hosts.sh [RESULTS] [MBIT] [SYSTEM]
 #
-# Needs root and iproute2; about half an hour on two cores. A run that turns out invalid (something
+# Needs root and iproute2; about 45 minutes on two cores. A run that turns out invalid (something
 # else used the cores) ends it: repeat. What is there is not measured again, a forecast not replaced.
 set -e
 RESULTS=${1:-results} MBIT=${2:-200}
-SYSTEM=netns-${MBIT}mbit
+SYSTEM=${3:-netns-${MBIT}mbit}
 FORECASTS=$RESULTS/$SYSTEM/forecasts
 PYTHON=${PYTHON:-python3}
 

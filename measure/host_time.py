@@ -2,16 +2,17 @@
 
 There the processor that issues a kernel runs it, and all of that adds to the step. It is seen in
 Megatron-Core steps of a model so small that its arithmetic is nil: the processor's time of a step,
-less that of the same kernels one by one at the same shapes. Steps of one microbatch and of several
-tell what a pass adds from what a step adds. On a GPU it hides behind kernels that are queued, and
-`host_us` of the kernels' rows is what counts.
+less that of the same kernels one by one at the same shapes. Steps of one microbatch and of several,
+in turn, tell what a pass adds from what a step adds. On a GPU it hides behind kernels that are
+queued, and `host_us` of the kernels' rows is what counts.
 
-Each case is a process of its own (`python -m measure.host_time`), which Megatron-Core's patches for
-a CPU end with.
+They run in a process of their own (`python -m measure.host_time`), which Megatron-Core's patches
+for a CPU end with.
 """
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -30,28 +31,21 @@ from spec.records import HostRow
 # and four, so that what the ends of a model cost is shared among about as many parts.
 LAYERS, SIZES = 3, {"hidden": 32, "ffn_hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16}
 MORE = {"vocab": 128, "seq_len": 16}
-MICROBATCHES = (1, 5)
+MICROBATCHES = 5
 WARM_UP, REPEATS, LIMIT_S = 5, 40, 300.0
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """Steps of so many microbatches."""
+    """Steps of one microbatch and of several."""
 
-    microbatches: int
     seconds: float
-
-    @property
-    def case_id(self) -> str:
-        """Such as `nil-3layers-5microbatches`."""
-        return f"nil-{LAYERS}layers-{self.microbatches}microbatches"
+    case_id: str = f"nil-{LAYERS}layers-{MICROBATCHES}microbatches"
 
 
 def cases(kind: str, share: float = 1.0) -> list[HostCase]:
     """On a CPU, of which a device has `share` of a core; none on GPUs."""
-    if kind != "cpu":
-        return []
-    return [HostCase(one, round(15.0 + 0.2 * one / share, 1)) for one in MICROBATCHES]
+    return [HostCase(round(15.0 + 2.0 / share, 1))] if kind == "cpu" else []
 
 
 def model() -> ModelSpec:
@@ -69,7 +63,7 @@ def measure(case: HostCase) -> HostRow:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "measure.host_time", str(case.microbatches)],
+            [sys.executable, "-m", "measure.host_time"],
             env=os.environ
             | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             | rank_environment(0, 1, 1),
@@ -88,14 +82,16 @@ def measure(case: HostCase) -> HostRow:
         case_id=case.case_id,
         role="fit",
         layers=LAYERS,
-        microbatches=case.microbatches,
+        microbatches=MICROBATCHES,
         parts=found["parts"],
         kernels_us=found["kernels_us"],
+        single_us=statistics.median(found["single_us"]),
+        single_kernels_us=found["single_kernels_us"],
         **quantiles(found["times_us"]),
     )
 
 
-def main(microbatches: int) -> None:
+def main() -> None:
     """Time the steps in this process and print what was found as JSON."""
     namespaces.enter_network()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -109,34 +105,39 @@ def main(microbatches: int) -> None:
     torch.set_num_threads(1)
     cpu_memory.keep()
     maker, nil = Maker(torch.device("cpu")), model()
-    split = Parallelism(global_batch=microbatches)
-    passes = [(LAYERS, layer(nil, split)), (1, embedding(nil, split)), (1, head(nil, split))]
-    often: dict[Any, int] = {}
-    for count, segments in passes:
-        for part in (part for segment in segments for part in segment):
-            for kernel in part.kernels:
-                often[kernel] = often.get(kernel, 0) + microbatches * count
-    for kernel in optimizer(nil, split, 0)[0]:
-        often[kernel] = often.get(kernel, 0) + 1
+    splits = [Parallelism(global_batch=batch) for batch in (1, MICROBATCHES)]
+    whole = splits[0]
+    passes = [(LAYERS, layer(nil, whole)), (1, embedding(nil, whole)), (1, head(nil, whole))]
+    parts = [part for count, pair in passes for one in pair for part in one * count]
     megatron_cpu.install()
     store = vars(dist)["HashStore"]()  # of this process alone
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     from measure.megatron import build
 
-    trainer = build(nil, split, torch.device("cpu"))
+    trainer = build(nil, whole, torch.device("cpu"))
     namespaces.enter_share()  # imports would last long under it
 
-    def step(number: int) -> float:
+    def step(number: int, split: Parallelism) -> float:
+        trainer.parallelism = split
         batches = trainer.batches(number)
         begin = time.process_time()
         trainer.step(batches)
         return (time.process_time() - begin) * 1e6
 
-    times = [step(number) for number in range(WARM_UP + REPEATS)][WARM_UP:]
+    times = [[step(number, one) for one in splits] for number in range(WARM_UP + REPEATS)]
+    single, several = zip(*times[WARM_UP:], strict=True)
+    alone: dict[Any, float] = {}
+    for kernel in (*(one for part in parts for one in part.kernels), *optimizer(nil, whole, 0)[0]):
+        if kernel not in alone:
+            alone[kernel] = _alone_us(maker, kernel)
+    one_pass = sum(alone[kernel] for part in parts for kernel in part.kernels)
+    update = sum(alone[kernel] for kernel in optimizer(nil, whole, 0)[0])
     found = {
-        "times_us": times,
-        "kernels_us": sum(count * _alone_us(maker, one) for one, count in often.items()),
-        "parts": sum(count * len(one) for count, segments in passes for one in segments),
+        "times_us": several,
+        "kernels_us": MICROBATCHES * one_pass + update,
+        "single_us": single,
+        "single_kernels_us": one_pass + update,
+        "parts": len(parts),
     }
     print(json.dumps(found))
 
@@ -153,4 +154,4 @@ def _alone_us(maker: Any, kernel: Any) -> float:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -109,14 +109,16 @@ class KernelRow(Repeated):
 class HostRow(Repeated):
     """host.csv: Megatron-Core steps of a model whose arithmetic is nil, on a CPU.
 
-    Durations are of the processor, which computes and issues: `median_us` less `kernels_us` is
-    Python, modules and autograd between the kernels.
+    Durations are of the processor, which computes and issues: those of a step less its kernels' are
+    Python, modules and autograd between them.
     """
 
     layers: PositiveInt
-    microbatches: PositiveInt
+    microbatches: PositiveInt = Field(description="of the steps that the quantiles are of")
     parts: PositiveInt = Field(description="of the model in one microbatch, both passes")
-    kernels_us: Positive = Field(description="all kernels of the step, each timed by itself")
+    kernels_us: Positive = Field(description="all kernels of such a step, each timed by itself")
+    single_us: Positive = Field(description="median of steps of one microbatch, run in turn")
+    single_kernels_us: Positive = Field(description="all kernels of those, likewise")
 
 
 class CollectiveRow(Repeated):

@@ -73,24 +73,26 @@ def test_every_size_is_repeated_twenty_times(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_a_cpu_has_host_cases() -> None:
     assert host_time.cases("nvidia") == []
-    few, many = host_time.cases("cpu", share=0.2)
-    assert few.microbatches < many.microbatches
-    assert few.case_id != many.case_id
+    (whole,), (fifth,) = host_time.cases("cpu"), host_time.cases("cpu", share=0.2)
+    assert whole.case_id == fifth.case_id
+    assert whole.seconds < fifth.seconds
 
 
 def test_a_step_whose_arithmetic_is_nil() -> None:
     pytest.importorskip("megatron.core")
-    row = host_time.measure(host_time.HostCase(1, 1.0))
+    row = host_time.measure(host_time.HostCase(1.0))
     assert row.median_us > row.kernels_us
+    assert row.single_us > row.single_kernels_us
+    assert row.median_us > row.single_us
     assert row.repeats >= 20
     assert row.parts == 2 * (12 * host_time.LAYERS + 4)
 
 
-def host_row(microbatches: int, beside_us: float) -> HostRow:
-    whole = beside_us + 1000.0 * microbatches
+def host_row(microbatches: int, single_us: float, several_us: float) -> HostRow:
+    """What the host adds to a step of one microbatch and of several."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
     return HostRow(
-        case_id=f"nil-{microbatches}",
+        case_id="nil",
         role="fit",
         repeats=40,
         std_us=0.0,
@@ -98,7 +100,9 @@ def host_row(microbatches: int, beside_us: float) -> HostRow:
         microbatches=microbatches,
         parts=80,
         kernels_us=1000.0 * microbatches,
-        **dict.fromkeys(names, whole),
+        single_us=single_us + 1000.0,
+        single_kernels_us=1000.0,
+        **dict.fromkeys(names, several_us + 1000.0 * microbatches),
     )
 
 
@@ -119,7 +123,7 @@ def test_the_hosts_time_is_fitted_where_rows_show_it(tmp_path: Path, share: floa
 
     assert fitted()[3] == {"assumed"}
     # 2 ms a step, 3 ms a pass of 80 parts
-    write_table(folder / "host.csv", HostRow, [host_row(1, 5000.0), host_row(5, 17000.0)])
+    write_table(folder / "host.csv", HostRow, [host_row(5, 5000.0, 17000.0)])
     part_us, step_us, sd, sources = fitted()
     assert part_us == pytest.approx(37.5 / share)
     assert step_us == pytest.approx(2000.0 / share)
