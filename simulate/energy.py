@@ -16,7 +16,7 @@ from simulate.clocks import REGULATION_US, load
 from simulate.costs import total
 from simulate.estimate import StepEstimate
 from simulate.heat import Heat, temperatures_c
-from simulate.uncertainty import LEVEL, Draws, central, interval
+from simulate.uncertainty import LEVEL, Z90, Draws, central, interval
 from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
@@ -34,7 +34,6 @@ PUE = (1.25, 1.09, 1.56)
 # Averaging of NVML's two power readings: 25 ms of every 100 ms on Hopper and Ampere (arXiv
 # 2312.02741), and a second.
 SENSORS_S = {"over_25_ms": 0.025, "over_1_s": 1.0}
-Z90 = 1.645
 
 
 def parameters(node: Node) -> list[Parameter]:

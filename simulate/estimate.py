@@ -1,8 +1,8 @@
 """One training step under a calibration: the timeline, what follows it, power and clock."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from math import exp, hypot, log2
+from functools import cached_property
+from math import hypot, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from simulate.schedule import graph
 from simulate.stragglers import SlowGpus
 from simulate.timeline import Timeline, execute
 from simulate.traffic import Traffic, kind_of, traffic
-from simulate.uncertainty import central
+from simulate.uncertainty import assumed_factor, central
 from spec.calibration import Calibration, Parameter
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -73,20 +73,6 @@ class StepEstimate:
 def _updated_us(update: UpdateCost) -> Array:
     """Time from the gradients' norm to the next step."""
     return update.kernels_us + update.gather_us
-
-
-@lru_cache(maxsize=256)
-def _assumed(name: str, value: float, sd: float, detail: str) -> Parameter:
-    """An assumed factor with its 90 % interval; `sd` is of its logarithm."""
-    return Parameter(
-        name=name,
-        value=value,
-        unit="factor",
-        low=value * exp(-1.645 * sd),
-        high=value * exp(1.645 * sd),
-        source="assumed",
-        detail=detail,
-    )
 
 
 class StepSimulator:
@@ -228,7 +214,7 @@ class StepSimulator:
     def _assumptions(self) -> tuple[Parameter, ...]:
         scale = sd_per_doubling() * self.doublings
         uneven = (
-            _assumed(
+            assumed_factor(
                 "step.expert_imbalance",
                 self.model.expert_imbalance,
                 IMBALANCE_SD,
@@ -236,17 +222,19 @@ class StepSimulator:
             ),
         )
         return (uneven if self._costs.fullest is not None else ()) + (
-            _assumed(
+            assumed_factor(
                 "step.scale_error",
                 1.0,
                 scale,
                 f"{self.doublings:.1f} doublings beyond the measured {self.measured_gpus} GPUs, "
                 f"{sd_per_doubling():.1%} each: learned from published series, docs/series.md",
             ),
-            _assumed(
+            assumed_factor(
                 "step.power_error", 1.0, POWER_SD, "mean power, as wrong as of judged kernels"
             ),
-            _assumed("step.clock_error", 1.0, CLOCK_SD, "clock, as wrong as on 76 measured steps"),
+            assumed_factor(
+                "step.clock_error", 1.0, CLOCK_SD, "clock, as wrong as on 76 measured steps"
+            ),
         )
 
     def _common_factor(self) -> Array:

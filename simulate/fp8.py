@@ -5,11 +5,11 @@ published run in FP8 only whole layers are known: its bf16 products are made fas
 """
 
 from functools import lru_cache
-from math import exp
 
 from simulate.transfer import changed, with_points
+from simulate.uncertainty import assumed_factor
 from simulate.works import Same
-from spec.calibration import Calibration, Parameter
+from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.hardware import Node
 from spec.kernel_fit import KernelFit
@@ -45,14 +45,11 @@ def _with(same: Same[Calibration]) -> Calibration:
     if not found:
         return calibration
     listed = ", ".join(sorted({f"{fit.op} {fit.direction}" for fit in found}))
-    assumed = Parameter(
-        name="kernel.fp8_speedup",
-        value=FP8_SPEEDUP,
-        unit="factor",
-        low=FP8_SPEEDUP * exp(-1.645 * SPEEDUP_SD),
-        high=FP8_SPEEDUP * exp(1.645 * SPEEDUP_SD),
-        source="assumed",
-        detail=f"of FP8 over bf16 products, none measured for {listed}: published matmul rates",
+    assumed = assumed_factor(
+        "kernel.fp8_speedup",
+        FP8_SPEEDUP,
+        SPEEDUP_SD,
+        f"of FP8 over bf16 products, none measured for {listed}: published matmul rates",
     )
     return changed(
         calibration,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from simulate.clocks import kept_share
 from simulate.placement import Pipeline, Placement, durations, pipeline_s
+from simulate.uncertainty import Z90
 from spec.calibration import Calibration
 from spec.probe import PlacedStages, PlacementProbe
 
@@ -191,7 +192,7 @@ def _drawn(
     found = next((one for one in calibration.parameters if one.name == name), None)
     if found is None or found.low <= 0:
         return np.full(draws, default)
-    sd = log(found.high / found.low) / (2 * 1.645)
+    sd = log(found.high / found.low) / (2 * Z90)
     values = found.value * np.exp(sd * random.standard_normal(draws))
     values = np.clip(values, found.low, found.high)
     values[0] = found.value

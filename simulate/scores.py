@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.uncertainty import LEVEL
+from simulate.uncertainty import LEVEL, Z90
 
 # A median half-width beyond this many times the median error is wide without need.
 WIDEST = 2.5
@@ -152,7 +152,7 @@ def _baseline_winkler(entries: Sequence[dict[str, Any]]) -> float | None:
     real = np.array([entry["real_s"] for entry in rows])
     guess = np.array([entry["baseline_s"] for entry in rows])
     sd = float(np.std(np.log(real / guess), ddof=1))
-    return _mean(winkler(real, guess * np.exp(-1.645 * sd), guess * np.exp(1.645 * sd)) / real)
+    return _mean(winkler(real, guess * np.exp(-Z90 * sd), guess * np.exp(Z90 * sd)) / real)
 
 
 def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | None:

@@ -30,13 +30,12 @@ from simulate.series_misses import misses
 from simulate.series_plan import Plan, TooLittle, plan
 from simulate.series_rows import metric_of, read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
-from simulate.uncertainty import LEVEL
+from simulate.uncertainty import LEVEL, Z90
 from simulate.validation import SCHEMA
 from spec.calibration import Calibration
 from spec.errors import UserError
 
 Anchor = Literal["smallest", "none"]
-Z90 = 1.645
 VENDOR = "vendor-expected tables"
 EIGHT_BITS = "FP8"
 UNANCHORED = "without anchor"

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, PositiveInt
 
+from simulate.uncertainty import Z90, assumed_factor
 from spec.calibration import (
     Calibration,
     CollectiveCurve,
@@ -273,15 +274,7 @@ def _rule(by: Ratios, where: str) -> list[Parameter]:
     """What was multiplied, as parameters of their own."""
 
     def one(name: str, value: float, sd: float, detail: str) -> Parameter:
-        return Parameter(
-            name=f"transfer.{name}",
-            value=value,
-            unit="factor",
-            low=value * exp(-1.645 * sd),
-            high=value * exp(1.645 * sd),
-            source="assumed",
-            detail=f"transferred, {where}: {detail}",
-        )
+        return assumed_factor(f"transfer.{name}", value, sd, f"transferred, {where}: {detail}")
 
     return [
         one("matrix", by.matrix, by.sd, "datasheet peaks, and published matmul efficiencies"),
@@ -312,8 +305,8 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
         factor, sd = _moved(one.name, by)
         change = {
             "value": one.value * factor,
-            "low": one.low * factor * exp(-1.645 * sd),
-            "high": one.high * factor * exp(1.645 * sd),
+            "low": one.low * factor * exp(-Z90 * sd),
+            "high": one.high * factor * exp(Z90 * sd),
             "source": "assumed",
             "detail": f"transferred from {calibration.device}, times {factor:.4g}; {one.source} "
             f"there: {one.detail}",

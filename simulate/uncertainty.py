@@ -8,12 +8,17 @@ stay common when they are added up.
 
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
+from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spec.calibration import Parameter
+
 Array = NDArray[np.float64]
 LEVEL = 0.9  # of the intervals
+Z90 = 1.645  # standard normals lie within it as often as that
 
 
 def central(value: Array | float) -> float:
@@ -40,6 +45,20 @@ def interval(values: Array) -> dict[str, float]:
         "high": max(float(high), median),
         "level": LEVEL,
     }
+
+
+@lru_cache(maxsize=256)
+def assumed_factor(name: str, value: float, sd: float, detail: str) -> Parameter:
+    """An assumed factor with its 90 % interval; `sd` is of its logarithm."""
+    return Parameter(
+        name=name,
+        value=value,
+        unit="factor",
+        low=value * exp(-Z90 * sd),
+        high=value * exp(Z90 * sd),
+        source="assumed",
+        detail=detail,
+    )
 
 
 class Draws:
@@ -94,7 +113,7 @@ class OneAtATime(Draws):
         super().__init__(2 * len(names))
         for index, name in enumerate(names):
             values = np.zeros(self.count)
-            values[1 + 2 * index : 3 + 2 * index] = -1.645, 1.645
+            values[1 + 2 * index : 3 + 2 * index] = -Z90, Z90
             self._normals[name] = values
 
     def normal(self, name: str) -> Array:

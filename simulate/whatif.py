@@ -23,13 +23,14 @@ from simulate.heat import (
     heat,
     leakage_per_c,
 )
+from simulate.transfer import changed
+from simulate.uncertainty import Z90
 from spec.calibration import Calibration, ClockFit, Parameter
 from spec.errors import UserError
 from spec.hardware import Cooling, Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
-Z90 = 1.645
 INLET_C = (-10.0, 60.0)  # beyond that a typing error is likelier than a hall
 # Below the sustained clock, where nothing was measured: from clock alone, the voltage at its least,
 # to clock times voltage squared (AccelWattch, MICRO 2021).
@@ -107,10 +108,7 @@ def with_clock(
         else one
         for one in calibration.kernels
     )
-    changed = calibration.model_copy(update={"clock": clock, "kernels": kernels})
-    for name in ("kernel_fits", "collective_fits"):  # cached by the calibration it was copied from
-        changed.__dict__.pop(name, None)
-    return changed
+    return changed(calibration, clock=clock, kernels=kernels)
 
 
 def on_devices(calibration: Calibration, hashes: Sequence[str]) -> Calibration:

@@ -24,8 +24,6 @@ COLLECTIVE_KEYS = {
     "all_to_all": "all-to-all-implementation",
 }
 _MOST = 1e18  # of any number in these files
-# the link's bandwidth is in GiB/s, its time in ns
-GIBPS_IN_BYTES_PER_NS = 2**30 / 1e9
 
 
 @dataclass(frozen=True, slots=True)
