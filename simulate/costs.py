@@ -261,12 +261,12 @@ class Costs:
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:
         """Time at the step's clock, the host's time and the energy."""
         time, host_us, compute, memory = self.draws.zero, 0.0, 0.0, 0.0
-        for slowed, work in works.items():
+        for slowed, (time_us, (of_clock, other), issue_us, _) in works.items():
             slower = self._slower(slowed)
-            time = time + slower * work.time
-            compute += slower * work.energy.compute
-            memory += slower * work.energy.memory
-            host_us += work.host_us
+            time = time + slower * time_us
+            compute += slower * of_clock
+            memory += slower * other
+            host_us += issue_us
         return time, host_us, Energy(compute, memory)
 
     def _exposed(self, parts: Segment) -> dict[str, Array]:

@@ -37,6 +37,7 @@ from spec.step import (
 )
 
 Array = NDArray[np.float64]
+Pieces = list[tuple[float, str]]  # (how often, name in StagePrices.segments)
 Sent = tuple[tuple[Collective, Array], ...]  # and the time of each, us, (draws,)
 
 
@@ -214,13 +215,7 @@ def price(
     ]
     first_of: dict[tuple[object, ...], int] = {}
     alike = tuple(first_of.setdefault(kind, stage) for stage, kind in enumerate(kinds))
-    passes = {
-        stage: tuple(
-            (tuple(_passes(model, p, stages[stage], stage, chunk)), count)
-            for chunk, count in _chunks(p, stage)
-        )
-        for stage in set(alike)
-    }
+    passes = {stage: tuple(_chunks(model, p, stages[stage], stage)) for stage in set(alike)}
     norm = tuple(
         Collective("all_reduce", axis, 4.0)
         for axis in ("tp", "dp", "pp")
@@ -274,29 +269,33 @@ def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:
     return float((fastest - np.minimum(busy, 1.0) * (fastest - clocks)).mean())
 
 
-def _chunks(p: Parallelism, stage: int) -> tuple[tuple[int, int], ...]:
-    """The chunks of a stage that cost the same are neighbours: (first of them, how many)."""
-    if p.vpp == 1 or 0 < stage < p.pp - 1:
-        return ((0, p.vpp),)
-    apart = 1 if stage == 0 else p.vpp - 1  # the first chunk has the embedding, the last the head
-    return (0, apart), (apart, p.vpp - apart)
+def _chunks(
+    model: ModelSpec, p: Parallelism, prices: StagePrices, stage: int
+) -> Iterator[tuple[tuple[PassCost, ...], int]]:
+    """Each way's pass of a stage's chunks, and how many there are of them, in their order."""
+    layers: Pieces = [(p.stage_layers(model)[stage] / p.vpp, "layer")]
+    first: Pieces = [(1, "embedding")] if stage == 0 else []
+    last: Pieces = [(1, "head")] if stage == p.pp - 1 else []
+    if p.vpp == 1:
+        chunks = [([*first, *layers, *last], 1)]
+    else:  # a stage has the embedding in its first chunk, or the head in its last
+        chunks = [([*first, *layers], 1)] if first else []
+        chunks.append((layers, p.vpp - len(first) - len(last)))
+        chunks += [([*layers, *last], 1)] if last else []
+    shards = sharded(model, p, stage), shard_kernels(model, p, stage)
+    for pieces, count in chunks:
+        yield tuple(_passes(model, p, prices, pieces, *shards)), count
 
 
 def _passes(
     model: ModelSpec,
     p: Parallelism,
-    prices: "StagePrices",
-    stage: int,
-    chunk: int,
+    prices: StagePrices,
+    pieces: Pieces,
+    groups: tuple[tuple[Collective, ...], tuple[Collective, ...]],
+    shards: tuple[Kernel, ...],
 ) -> Iterator[PassCost]:
     costs, segments = prices.costs, prices.segments
-    layers = p.stage_layers(model)[stage] / p.vpp
-    pieces: list[tuple[float, str]] = [(layers, "layer")]
-    if stage == 0 and chunk == 0:
-        pieces.insert(0, (1, "embedding"))
-    if stage == p.pp - 1 and chunk == p.vpp - 1:
-        pieces.append((1, "head"))
-    groups, shards = sharded(model, p, stage), shard_kernels(model, p, stage)
     zero = costs.draws.zero
     for way in range(ways(p.schedule)):
         mine = [(count, segments[name][way].cost) for count, name in pieces]

@@ -42,9 +42,9 @@ class Energy(NamedTuple):
 def total(energies: Iterable[tuple[float, Energy]]) -> Energy:
     """The sum of (how often, energy)."""
     compute = memory = 0.0
-    for count, one in energies:
-        compute += one.compute * count
-        memory += one.memory * count
+    for count, (of_clock, other) in energies:
+        compute += of_clock * count
+        memory += other * count
     return Energy(compute, memory)
 
 
