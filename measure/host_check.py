@@ -22,10 +22,10 @@ FILE = "hosts.json"
 SCHEMA = "measure-hosts/1"
 COUNTS = (2, 4, 8)  # hosts that compute at once
 TOLERANCE = 0.05  # largest difference between their times
-ROUNDS = 3  # of all counts, in turn
+ROUNDS = 7  # of all counts, in turn: the median of each is compared
 SIZE, PRODUCTS = 200, 1500  # of the matrices, and how many products are timed
 WARM_UP = 50
-SECONDS = 15.0  # rough duration of a check, for estimates
+SECONDS = 35.0  # rough duration of a check, for estimates
 
 
 def counts(hosts: int) -> tuple[int, ...]:
