@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from simulate.inputs import measured_node
 from simulate.validation import Case, Prediction, predict
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -19,6 +20,7 @@ from spec.files import parse, read_json, read_table, sha256, write_json
 from spec.hardware import Fabric, Node
 from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet
+from topologies import load_node
 
 SCHEMA = "forecast/1"
 UNSEALED = ("astra_sim_s", "components_s")  # of a prediction: for the one that looks into it
@@ -50,6 +52,9 @@ class Forecast(BaseModel):
     plan: dict[str, str] = Field(description="path and sha256")
     calibration: dict[str, str] = Field(description="path, sha256, system")
     node: str
+    gpu: str | None = Field(
+        default=None, description="of the node; earlier forecasts, of named nodes, do not say it"
+    )
     cases: tuple[Forecasted, ...] = Field(min_length=1)
 
 
@@ -95,6 +100,7 @@ def seal(
             "system": calibration.system,
         },
         "node": node.name,
+        "gpu": node.gpu,
         "cases": cases,
     }
     checked = parse(Forecast, forecast, "the forecast")
@@ -120,9 +126,10 @@ def limits(found: ResultSet) -> tuple[float | None, float | None]:
 def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, Any]]:
     """Measured rows of the forecast's configurations, and what could not be judged.
 
-    Only runs that started after the forecast was made count, and of several of one configuration
-    the first.
+    Only runs that started after the forecast was made count, on the GPU that it was made for, and
+    of several of one configuration the first.
     """
+    gpu = forecast.gpu or load_node(forecast.node).gpu
 
     def key(row: TrainingConfig) -> tuple[Any, ...]:
         names = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
@@ -131,6 +138,10 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
     made = {key(one.config): one for one in forecast.cases}
     cases, seen, early, again = [], set(), 0, 0
     for found in sets:
+        node = measured_node(found)
+        measured = node.gpu if node else found.manifest.hosts[0].devices[0].name
+        if gpu not in measured and measured not in gpu:
+            continue
         for row in found.table(TrainingRow):
             one = made.get(key(row))
             if one is None or row.status != "done":

@@ -14,6 +14,7 @@ from spec.files import first_problem
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec, load_model, model_names
 from spec.parallelism import Schedule
+from spec.results import ResultSet
 from topologies import fabric_names, load_fabric, load_node, node_names
 
 RESULTS = "results"
@@ -102,7 +103,10 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
 
 
 def find_calibration(arguments: argparse.Namespace) -> Path:
-    """The calibration file that the options mean; by default that of the largest GPU system."""
+    """The calibration file that the options mean; by default that of the largest GPU system.
+
+    The largest is the one whose collectives were measured over the most GPUs.
+    """
     if arguments.calibration:
         return Path(arguments.calibration)
     root = Path(arguments.results)
@@ -119,11 +123,12 @@ def find_calibration(arguments: argparse.Namespace) -> Path:
     if not found:
         raise UserError(f"{root}: no system in it is calibrated; {_HOW}")
 
-    def rank(path: Path) -> tuple[bool, bool, str]:
+    def rank(path: Path) -> tuple[bool, bool, int, str]:
         found = read_calibration(path)
         sockets = any(one.protocol == "tcp" and one.source == "measured" for one in found.networks)
         # nodes that talk through sockets are emulated ones: projections start from the host itself
-        return found.kind in ("cpu", "fake"), sockets, path.parent.name
+        most = max((curve.ranks for fit in found.collectives for curve in fit.curves), default=1)
+        return found.kind in ("cpu", "fake"), sockets, -most, path.parent.name
 
     return min(found, key=rank)
 
@@ -141,19 +146,32 @@ _HOW = "run `python -m calibrate.fit results/` first"
 
 def default_node(calibration: Calibration) -> Node:
     """The largest named node that the calibration's system stands for."""
-    if calibration.kind == "cpu":
+    return node_of(calibration.kind, calibration.device, calibration.system)
+
+
+def node_of(kind: str, device: str, system: str) -> Node:
+    """The largest named node with a measured system's devices."""
+    if kind == "cpu":
         return load_node(CPU_NODE)
     fitting = [
         node
         for node in map(load_node, node_names())
-        if node.calibration == calibration.system or node.gpu in calibration.device
+        if node.calibration == system or node.gpu in device
     ]
     if not fitting:
         raise UserError(
-            f"no named node has the GPU of system {calibration.system} ({calibration.device}); "
-            "name one with --node"
+            f"no named node has the GPU of system {system} ({device}); name one with --node"
         )
     return max(fitting, key=lambda node: node.gpus)
+
+
+def measured_node(found: ResultSet) -> Node | None:
+    """The largest named node with the devices of a result set; None where no such node is named."""
+    device = found.manifest.hosts[0].devices[0]
+    try:
+        return node_of(device.kind, device.name, found.manifest.system)
+    except UserError:
+        return None
 
 
 def calibration_for(calibration: Calibration, node: Node) -> Calibration:

@@ -14,9 +14,11 @@ from simulate.inputs import (
     CPU_FABRIC,
     DEFAULT_FABRIC,
     RESULTS,
+    calibration_for,
     calibration_of,
     default_node,
     find_calibration,
+    measured_node,
 )
 from simulate.transfer import changed
 from simulate.validation import Case, predict, validation
@@ -28,7 +30,7 @@ from spec.files import write_table, write_text
 from spec.hardware import Node
 from spec.records import KernelRow, ProfileRow, TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
-from topologies import load_fabric
+from topologies import load_fabric, load_node, node_names
 
 EXAMPLES = """examples:
   python -m simulate.validate results/ --report validation.html
@@ -81,6 +83,12 @@ def parser(form: str) -> Parser:
             help="the plan will run on the devices whose kernels were measured last",
         )
         options.add_argument(
+            "--node",
+            metavar="NAME|FILE",
+            help="predict for this node's GPUs (default: those of the calibration), to which the "
+            f"calibration is moved by written rules: one of {', '.join(node_names())}, or a file",
+        )
+        options.add_argument(
             "--results", default=RESULTS, metavar="DIR", help="default: %(default)s"
         )
     elif form == "compare":
@@ -111,7 +119,7 @@ def parser(form: str) -> Parser:
     return options
 
 
-def calibration_for(arguments: Any, found: ResultSet) -> Path:
+def calibration_path(arguments: Any, found: ResultSet) -> Path:
     """The calibration of a result set's system; an imported log may name the one of its GPUs."""
     folder, about = found.path.parent, found.manifest
     if about.base_system and about.emulated_nodes == 1:
@@ -153,15 +161,17 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     # files are read once, not for every row
     read, fabric_named = cache(read_calibration), cache(load_fabric)
+    nodes = {found.path: measured_node(found) for found in sets}
 
     @cache
-    def system(path: Path, one_queue: bool) -> tuple[Calibration, Node]:
+    def system(path: Path, one_queue: bool, node: Node | None) -> tuple[Calibration, Node]:
         calibration = changed(read(path), one_queue=one_queue)
-        return calibration, default_node(calibration)
+        node = node or default_node(calibration)
+        return calibration_for(calibration, node), node
 
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
-        path = calibration_for(arguments, found)
-        calibration, node = system(path, row.one_queue)
+        path = calibration_path(arguments, found)
+        calibration, node = system(path, row.one_queue, nodes[found.path])
         used[path.as_posix()] = calibration.system
         emulated = row.nodes > 1 and len(found.manifest.hosts) == 1
         fabric = fabric_named(
@@ -242,7 +252,7 @@ def main_spread(arguments: Any) -> int:
     return 0
 
 
-def draw_plan(arguments: Any, calibration: Calibration) -> Path:
+def draw_plan(arguments: Any, calibration: Calibration, node: Node) -> Path:
     """Draw configurations from a grid and write them down as a plan."""
     if not arguments.seed or not arguments.plan_out:
         raise UserError("--draw needs --seed COMMIT and --plan-out PLAN.csv")
@@ -254,7 +264,7 @@ def draw_plan(arguments: Any, calibration: Calibration) -> Path:
         arguments.draw,
         arguments.seed,
         calibration,
-        default_node(calibration),
+        node,
         load_fabric(arguments.fabric or fabric_of(calibration)),
         find_result_sets(Path(arguments.results), calibration.system),
     )
@@ -301,15 +311,21 @@ def main_predict(words: Sequence[str]) -> int:
     arguments = parser("predict").parse_args(words)
     path = find_calibration(arguments)
     calibration = read_calibration(path)
+    if arguments.node and arguments.same_devices:
+        raise UserError(
+            "--same-devices is of the calibration's own GPUs, --node of others; give one of them"
+        )
+    node = load_node(arguments.node) if arguments.node else default_node(calibration)
+    calibration = calibration_for(calibration, node)
     plan = Path(arguments.plan)
     if arguments.draw is not None:
-        plan = draw_plan(arguments, calibration)
+        plan = draw_plan(arguments, calibration, node)
     forecast = seal(
         plan,
         Path(arguments.out),
         calibration,
         path,
-        default_node(calibration),
+        node,
         load_fabric(arguments.fabric or fabric_of(calibration)),
         arguments.draws,
         measured_last(arguments, calibration) if arguments.same_devices else (),

@@ -1,6 +1,7 @@
 """A calibration moved to a GPU that was not measured: identity, rates, labels."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 
 from simulate import project
 from simulate.fp8 import FP8_SPEEDUP, with_fp8
-from simulate.inputs import calibration_for, default_node
+from simulate.inputs import calibration_for, default_node, find_calibration
 from simulate.transfer import same_gpu, transfer
 from spec.calibration import Calibration, Parameter
 from spec.command import run
+from spec.files import write_json
 from tests.made_up import write_calibration
 from topologies import load_node, node_names
 
@@ -163,3 +165,18 @@ def test_without_a_switch_a_pair_has_its_own_links_only(calibration: Calibration
         after = moved.collective_fits[kind].time_us(ranks, big)[0]
         assert after == pytest.approx(before / share, rel=0.03), kind
     assert moved.kernels == calibration.kernels
+
+
+def test_the_default_is_the_system_with_the_most_gpus(tmp_path: Path) -> None:
+    """Not the first by name: `2x-h100` has groups of two only."""
+    whole = write_calibration(tmp_path / "4x-h200" / "calibration.json")
+    pairs = tuple(
+        fit.model_copy(update={"curves": tuple(c for c in fit.curves if c.ranks == 2)})
+        for fit in whole.collectives
+    )
+    smaller = whole.model_copy(update={"system": "2x-h100", "collectives": pairs})
+    write_json(
+        tmp_path / "2x-h100" / "calibration.json", smaller.model_dump(mode="json", by_alias=True)
+    )
+    found = find_calibration(Namespace(calibration=None, system=None, results=tmp_path))
+    assert found.parent.name == "4x-h200"

@@ -319,6 +319,32 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
     assert "was measured after" in err
 
 
+def test_a_forecast_for_gpus_never_measured(results: Path, tmp_path: Path, capsys: Any) -> None:
+    """The calibration moved to H100; steps of the system's own GPUs are not what it forecast."""
+    write_table(tmp_path / "plan.csv", TrainingConfig, configs())
+
+    def sealed(name: str, *more: str) -> dict[str, Any]:
+        code, _, err = call(capsys, "predict", "plan.csv", "--out", name, "--draws", "20", *more)
+        assert code == 0, err
+        return dict(json.loads((tmp_path / name).read_text()))
+
+    own, other = sealed("own.json"), sealed("h100.json", "--node", "hgx-h100")
+    assert (own["gpu"], other["gpu"]) == ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    for one, two in zip(own["cases"], other["cases"], strict=True):
+        assert two["step_time_s"]["median"] > one["step_time_s"]["median"]  # 3.35 of 4.8 TB/s
+    code, _, err = call(capsys, "compare", "h100.json", str(results))
+    assert code == 2
+    assert "was measured after" in err
+    # a forecast that does not say its GPU was made for a named node
+    older = {key: value for key, value in other.items() if key != "gpu"}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert call(capsys, "compare", "older.json", str(results))[0] == 2
+    words = ("predict", "plan.csv", "--out", "s.json", "--node", "hgx-h100", "--same-devices")
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert "give one of them" in err
+
+
 def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "plan.csv").write_text("case_id,model\n")
     code, _, err = call(capsys, "predict", "plan.csv", "--out", "sealed.json")
