@@ -246,10 +246,13 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     else:
         modules = local_modules(model, *_core_attention(model, p, device))
     config = transformer_config(model, p, device.type == "cuda", modules.implementation)
+    # interleaved: a chunk's parameters are gathered beside the passes of the one before it
+    early_gather = p.overlap and p.zero == 1 and p.vpp > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=p.overlap,
         overlap_param_gather=p.overlap and p.zero == 1,
+        align_param_gather=early_gather,
         use_distributed_optimizer=p.zero == 1,
     )
     chunks = []
@@ -270,6 +273,8 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
     if p.overlap and p.zero < 3:
         syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = syncs[0] if len(syncs) == 1 else syncs
+    if early_gather:
+        config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
     optimizer, adam = _optimizer(chunks, p, device)
     config.grad_scale_func = optimizer.scale_loss

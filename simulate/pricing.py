@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Cost, Costs, Energy, total
+from simulate.overlap import Chunk, waited_us
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
 from simulate.sharding import waits
-from simulate.uncertainty import larger
 from simulate.works import Same
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -23,6 +23,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import (
     Segment,
+    by_chunk,
     copied_alone,
     embedding,
     gradient_buckets,
@@ -91,8 +92,10 @@ class Alone(NamedTuple):
     kernels: tuple[Kernel, ...]
     kernels_us: Array
     energy: Energy
-    sent: tuple[Sent, Sent, Sent]  # reduction and gather, which passes may hide; what none hides
-    buckets: int
+    reduction: tuple[Sent, ...]  # of each model chunk; passes may hide it, as the gather
+    gather: tuple[Sent, ...]
+    shared: Sent  # what no pass hides
+    buckets: int  # of the first chunk
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,8 @@ def price(
         which = stage, fastest.clock_ratio
         if which not in known.updates:
             known.updates[which] = _alone(model, p, fastest, stage)
-        first, _ = passes[stage][0]
-        updates[stage] = _update(known.updates[which], p, fastest, first[FORWARD], first[BACKWARD])
+        each = [ways for ways, count in passes[stage] for _ in range(count)]
+        updates[stage] = _update(known.updates[which], p, fastest, each)
     return PricedStep(
         model,
         p,
@@ -332,29 +335,37 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     kernels, *sent = optimizer(model, p, stage)
     if costs.calibration.host.serial:  # a CPU's, over gloo
         kernels += copied_alone(model, p, stage)
-    sent.append(shared_gradients(model, p, stage))
-    reduction, gather, shared = (
-        tuple((one, costs.collective_us(one)) for one in group) for group in sent
+    reduction, gather = (
+        tuple(_timed(chunk, costs) for chunk in by_chunk(one, model, p, stage)) for one in sent
     )
     kernels_us, energy = costs.kernels(kernels)
     return Alone(
         kernels,
         kernels_us,
         energy,
-        (reduction, gather, shared),
+        reduction,
+        gather,
+        _timed(shared_gradients(model, p, stage), costs),
         gradient_buckets(model, p, stage),
     )
 
 
+def _timed(sent: tuple[Collective, ...], costs: Costs) -> Sent:
+    return tuple((one, costs.collective_us(one)) for one in sent)
+
+
 def _update(
-    alone: Alone, p: Parallelism, costs: Costs, forward: PassCost, backward: PassCost
+    alone: Alone, p: Parallelism, costs: Costs, passes: Sequence[tuple[PassCost, ...]]
 ) -> UpdateCost:
-    reduction, gather, shared = alone.sent
+    """`passes`: each way's pass of each model chunk."""
+    reduction, gather = (sum(chunks, ()) for chunks in (alone.reduction, alone.gather))
     if p.overlap:
-        reduction = _beside(reduction, costs, backward, alone.buckets)
+        backward = [one[BACKWARD].total for one in passes]
+        reduction = _beside(alone.reduction, costs, backward, p.pp, alone.buckets)
     if p.overlap and p.zero == 1:
-        gather = _beside(gather, costs, forward, alone.buckets)
-    reduction += shared
+        forward = [one[FORWARD].total for one in passes]
+        gather = _beside(alone.gather, costs, forward, p.pp, alone.buckets)
+    reduction += alone.shared
     return UpdateCost(
         reduction=reduction,
         reduction_us=_sent_us(reduction, costs),
@@ -370,14 +381,11 @@ def _sent_us(sent: Sent, costs: Costs) -> Array:
     return sum((time for _, time in sent), costs.draws.zero)
 
 
-def _beside(sent: Sent, costs: Costs, one_pass: PassCost, buckets: int) -> Sent:
-    """What a step waits for of `sent`, beside a pass of the pipeline's first or last microbatch.
-
-    Buckets start as layers finish (or are needed); one bucket has nothing beside it. The pass is
-    slowed by what runs beside it.
-    """
-    whole = _sent_us(sent, costs)
-    room = one_pass.total * (1 - 1 / buckets)
-    left = larger(whole - room / costs.slowed, whole / buckets)
-    longer = left + costs.slowing(whole - left)
-    return tuple((one, time * longer / whole) for one, time in sent)
+def _beside(
+    sent: Sequence[Sent], costs: Costs, passes: Sequence[Array], stages: int, buckets: int
+) -> Sent:
+    """What a step waits for of what chunks send beside their passes."""
+    chunks = [Chunk(_sent_us(one, costs), time) for one, time in zip(sent, passes, strict=True)]
+    waited = waited_us(chunks, stages, buckets, costs)
+    whole = sum((one.sent for one in chunks), costs.draws.zero)
+    return tuple((one, time * waited / whole) for of_chunk in sent for one, time in of_chunk)

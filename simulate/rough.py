@@ -12,13 +12,24 @@ from simulate.clocks import layer_us
 from simulate.costs import Costs, Draws
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
+from simulate.overlap import Chunk, waited_us
 from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import copied_alone, embedding, head, layer, optimizer, shapes, sharded
+from spec.step import (
+    by_chunk,
+    copied_alone,
+    embedding,
+    gradient_buckets,
+    head,
+    layer,
+    optimizer,
+    shapes,
+    sharded,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,16 @@ class Pass:
     head: float
 
 
+@dataclass(frozen=True)
+class Update:
+    """What a stage does once a step, us."""
+
+    reduction: list[float]  # of each model chunk
+    gather: list[float]
+    kernels: float
+    buckets: int  # of the first chunk
+
+
 class Rough:
     """Ranks parallelisms of one model on one cluster."""
 
@@ -43,7 +64,7 @@ class Rough:
         self._passes: dict[tuple[Any, ...], Pass] = {}
         self._clocks: dict[tuple[Any, ...], float] = {}
         self._layouts: dict[tuple[Any, ...], Costs] = {}
-        self._updates: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._updates: dict[tuple[Any, ...], list[Update]] = {}
 
     def step_us(self, p: Parallelism) -> float:
         """Step time."""
@@ -54,12 +75,7 @@ class Rough:
         stages = [stage + self._sharded_us(p, one, index) for index, stage in enumerate(stages)]
         transfer = self._transfer_us(p) if p.pp > 1 else 0.0
         pipeline = _pipeline_us(stages, m, p.vpp, transfer)
-        reduction, gather, update = self._update(p)
-        if p.overlap and p.pp == 1:  # later stages have one bucket, with nothing beside it
-            backward, forward = (time * self.model.layers for time in (one.backward, one.forward))
-            reduction = max(reduction - backward, 0.1 * reduction)
-            gather = max(gather - forward, 0.1 * gather) if p.zero == 1 else gather
-        return pipeline + reduction + update + gather
+        return pipeline + self._update_us(p, one)
 
     def _costs(self, p: Parallelism) -> Costs:
         key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8)
@@ -121,20 +137,46 @@ class Rough:
             total += max(time - half, time / layers) if p.overlap else time
         return total
 
-    def _update(self, p: Parallelism) -> tuple[float, float, float]:
-        """Gradient reduction, parameter gather and update of the slowest stage in each, us."""
-        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.zero, p.layers_per_stage, p.fp8)
+    def _update_us(self, p: Parallelism, one: Pass) -> float:
+        """Gradient reduction, parameter gather and update of the slowest stage in each."""
+        parts = [
+            (
+                self._waited_us(p, end.reduction, one.backward, end.buckets, p.overlap),
+                self._waited_us(p, end.gather, one.forward, end.buckets, p.overlap and p.zero == 1),
+                end.kernels,
+            )
+            for end in self._of_ends(p)
+        ]
+        slowest: list[float] = [max(times) for times in zip(*parts, strict=True)]
+        return self.calibration.host.step_us + sum(slowest)
+
+    def _waited_us(
+        self, p: Parallelism, sent: list[float], of_layer: float, buckets: int, hidden: bool
+    ) -> float:
+        """What a stage waits for of what its chunks send, beside passes or not."""
+        if not hidden:
+            return sum(sent)
+        one_pass = of_layer * self.model.layers / (p.pp * p.vpp)
+        chunks = [Chunk(time, one_pass) for time in sent]
+        return central(waited_us(chunks, p.pp, buckets, self._costs(p)))
+
+    def _of_ends(self, p: Parallelism) -> list[Update]:
+        """Of the first and the last stage."""
+        key = (p.tp, p.pp, p.vpp, p.cp, p.dp, p.ep, p.zero, p.overlap, p.layers_per_stage, p.fp8)
         if key not in self._updates:
-            costs = self._costs(p)
-            found = []
+            costs, found = self._costs(p), []
             for stage in {0, p.pp - 1}:
-                kernels, reduction, gather = optimizer(self.model, p, stage)
+                kernels, *sent = optimizer(self.model, p, stage)
                 if self.calibration.host.serial:
                     kernels += copied_alone(self.model, p, stage)
-                update = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
-                found.append((self._sent_us(p, reduction), self._sent_us(p, gather), update))
-            reductions, gathers, updates = (max(times) for times in zip(*found, strict=True))
-            self._updates[key] = reductions, gathers, updates + self.calibration.host.step_us
+                reduction, gather = (
+                    [self._sent_us(p, chunk) for chunk in by_chunk(one, self.model, p, stage)]
+                    for one in sent
+                )
+                kernels_us = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
+                buckets = gradient_buckets(self.model, p, stage)
+                found.append(Update(reduction, gather, kernels_us, buckets))
+            self._updates[key] = found
         return self._updates[key]
 
     def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> float:

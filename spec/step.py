@@ -289,14 +289,40 @@ def bucket_parameters(p: Parallelism) -> int:
 
 
 def gradient_buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
-    """About how many buckets of gradients and parameters a model chunk of `stage` has.
+    """About how many buckets of gradients and parameters the first model chunk of `stage` has.
 
-    One on every pipeline stage but the first.
+    One on every pipeline stage but the first, as every later chunk has (`disable_bucketing`).
     """
     if stage > 0:
         return 1
-    chunk = sum(trained_parameters(model, p, stage)) / p.vpp
-    return max(round(chunk / bucket_parameters(p)), 1)
+    return max(round(sum(chunk_parameters(model, p, stage)[0]) / bucket_parameters(p)), 1)
+
+
+@lru_cache(maxsize=4096)
+def chunk_parameters(
+    model: ModelSpec, p: Parallelism, stage: int
+) -> tuple[tuple[float, float], ...]:
+    """`trained_parameters` of each model chunk of `stage`: (dense, expert)."""
+    dense, experts = trained_parameters(model, p, stage)
+    first, last = (0, 0) if model.lora_rank else end_parameters(model, p)
+    first, last = (first if stage == 0 else 0), (last if stage == p.pp - 1 else 0)
+    layers = (dense - first - last) / p.vpp
+    held = [layers] * p.vpp
+    held[0] += first
+    held[-1] += last
+    return tuple((one, experts / p.vpp) for one in held)
+
+
+def by_chunk(
+    sent: tuple[Collective, ...], model: ModelSpec, p: Parallelism, stage: int
+) -> tuple[tuple[Collective, ...], ...]:
+    """What `optimizer` reduces or gathers, of each model chunk: each has buffers of its own."""
+    dense, experts = trained_parameters(model, p, stage)
+    found = []
+    for chunk in chunk_parameters(model, p, stage):
+        share = {"dp": chunk[0] / dense, "edp": chunk[1] / experts if experts else 0.0}
+        found.append(tuple(one._replace(bytes=one.bytes * share[one.axis]) for one in sent))
+    return tuple(found)
 
 
 def _norm_parameters(model: ModelSpec) -> int:

@@ -149,6 +149,7 @@ def test_emitted_files_give_our_timelines_answer(
     "words",
     [
         ("--gpus=512", "--tp=8", "--pp=2", "--vpp=1", "--global-batch=64"),
+        ("--gpus=512", "--tp=8", "--pp=2", "--vpp=4", "--global-batch=64"),
         ("--gpus=1024", "--tp=2", "--pp=1", "--global-batch=1024"),
         ("--gpus=32", "--tp=2", "--pp=1", "--zero=3", "--global-batch=32", "--granularity=layer"),
     ],

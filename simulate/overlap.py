@@ -1,0 +1,61 @@
+"""What a step waits for of gradients reduced, and parameters gathered, beside its passes.
+
+Megatron-Core wraps each model chunk of a pipeline stage by itself. A chunk's gradients are reduced
+once its backward pass of the last microbatch is done, its parameters gathered before its first
+forward pass; one communicator does them one after another. Chunk 0 of the first stage has several
+buckets, which start as its layers finish; every other chunk has one.
+
+Interleaved, a stage ends with as many backward passes of each chunk in a row as there are stages,
+the last chunk's first, and begins with as many forward passes of each, chunk 0's first. So seen
+from that end of the step the two are the same: chunk 0 has nothing beside it but itself, and each
+other one all passes of the chunks before it. Bubbles between these passes would hide more; they are
+not counted.
+
+Sources: Megatron-Core 0.16.1, `distributed/distributed_data_parallel.py` (`bucket_size`,
+`disable_bucketing`), `distributed/param_and_grad_buffer.py` (`start_grad_sync`,
+`finish_param_sync`), `distributed/finalize_model_grads.py` (waits for all chunks) and
+`pipeline_parallel/schedules.py` (`no_sync_func`; `param_sync_func`, which gathers a chunk's
+parameters while the one before it computes: `align_param_gather`, as Megatron-Bridge sets it for
+interleaved stages). `grad_sync_func`, which starts a stage's reductions some passes later so that
+all stages start together, is not set.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simulate.costs import Costs
+from simulate.uncertainty import Array, larger
+
+
+class Chunk(NamedTuple):
+    """A model chunk; us, (draws,)."""
+
+    sent: Array | float  # what its gradients or parameters take
+    one_pass: Array | float  # its backward or forward pass, of a microbatch
+
+
+def waited_us(chunks: Sequence[Chunk], stages: int, buckets: int, costs: Costs) -> Array:
+    """By how much what chunks of one pipeline stage send makes a step longer, us, (draws,).
+
+    chunks: in order. buckets: of chunk 0. Both what is sent beside passes and these are slower.
+    """
+    left = exposed_us(chunks, stages, buckets, costs.slowed)
+    whole = sum((one.sent for one in chunks), costs.draws.zero)
+    return left + costs.slowing(whole - left)
+
+
+def exposed_us(chunks: Sequence[Chunk], stages: int, buckets: int, slowed: float) -> Array:
+    """What is sent with no pass beside it, us, (draws,).
+
+    chunks: of one pipeline stage, in order. buckets: of chunk 0. slowed: how much longer
+    communication takes beside a pass.
+    """
+    first = chunks[0]
+    room = first.one_pass * (1 - 1 / buckets)
+    left = larger(first.sent - room / slowed, first.sent / buckets)
+    queued, beside = first.sent, stages * first.one_pass
+    for chunk in chunks[1:]:
+        queued = queued + chunk.sent
+        left = larger(queued - beside / slowed, left)
+        beside = beside + stages * chunk.one_pass
+    return left
