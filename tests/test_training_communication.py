@@ -13,7 +13,16 @@ import pytest
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.step import Segment, embedding, head, layer, optimizer, sharded, shared_gradients
+from spec.step import (
+    Segment,
+    by_chunk,
+    embedding,
+    head,
+    layer,
+    optimizer,
+    sharded,
+    shared_gradients,
+)
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -280,6 +289,19 @@ def test_interleaved_pipeline_traffic() -> None:
         inside = p.vpp if rank == 0 else p.vpp - 1  # chunks with one after them, or before them
         passed = (inside + (p.vpp - 1 if rank == 0 else p.vpp)) * p.microbatches
         assert observed["isend", message] == observed["irecv", message] == passed
+
+
+def test_each_chunk_reduces_and_gathers_by_itself() -> None:
+    p = Parallelism(dp=2, pp=2, vpp=2, global_batch=4, overlap=True)
+    ranks = sent(FOUR, p)
+    for stage, group in enumerate(((0, 1), (2, 3))):
+        observed = ranks[group[0]][group]
+        _, *both = optimizer(FOUR, p, stage)
+        for chunks in (by_chunk(one, FOUR, p, stage) for one in both):
+            kind = chunks[0][0].kind
+            sizes = sorted(n for (own, n), count in observed.items() if own == kind and count == 1)
+            expected = sorted(one.bytes for (one,) in chunks)
+            assert sizes == pytest.approx(expected, rel=0.02)  # padded, see above
 
 
 def test_shared_embeddings_are_reduced_between_first_and_last_stage() -> None:
