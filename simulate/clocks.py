@@ -8,6 +8,7 @@ other: passes are priced at one clock, and scaled with the clocks until those se
 
 from dataclasses import dataclass, field
 from math import exp, log
+from typing import NamedTuple
 
 from simulate.costs import Costs, Draws, Energy, total
 from simulate.pricing import Known, PricedSegment, PricedStep, StagePrices, parts_of, price
@@ -138,8 +139,7 @@ def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     return sum(central(costs.segment(segment).total) for segment in parts_of(model, p)["layer"])
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What a GPU of a stage does in a step, central; times in us, energies above idle in W us."""
 
     busy_us: float  # in passes
@@ -200,7 +200,8 @@ def stage_clocks(
     """Clock of every stage, or one for all; `point` prices centrally, `known` as in `price`."""
     fit = point.calibration.clock
     alone = layer_clock(model, p, point)
-    if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
+    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
+    if fit.cap_w is None or unpaused >= fit.max_mhz:
         return alone.clock_mhz
     at_clock = point.with_(clock_ratio=fit.reference_mhz / alone.clock_mhz)
     known.stages[alone.clock_mhz] = StagePrices(alone.clock_mhz, at_clock, alone.segments)
@@ -220,7 +221,9 @@ def stage_clocks(
                 (1 - one.shards) * alone.compute_w,
                 (1 - one.shards) * alone.beside_w + one.shards * point.communication_w("dp"),
             )
-            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
+            held = _held_mhz(p, fit, of_layer, over_step, busy[stage], slowest)
+            faster = alone.clock_mhz * max(held / unpaused, 1.0)
+            clocks[stage] = round(min(faster, fit.max_mhz), 1)
     return [clocks[stage] for stage in priced.alike]
 
 
@@ -239,8 +242,7 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     return busy[slowest] + fill + sent + central(after)
 
 
-def _clock_mhz(
-    alone: LayerClock,
+def _held_mhz(
     p: Parallelism,
     fit: ClockFit,
     of_layer: tuple[float, float],
@@ -248,6 +250,7 @@ def _clock_mhz(
     busy_us: float,
     slowest_us: float,
 ) -> float:
+    """The lowest clock that a regulator holds a stage to."""
     seen = []
     for memory_us, surge in regulators(fit):
         kept = kept_share(busy_us / (2 * p.microbatches * p.vpp), memory_us)
@@ -261,5 +264,4 @@ def _clock_mhz(
                 surge,
             )
         )
-    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-    return round(min(alone.clock_mhz * max(min(seen) / unpaused, 1.0), fit.max_mhz), 1)
+    return min(seen)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.uncertainty import Draws, OneAtATime, central, larger
-from simulate.works import ByClock, Energy, Slowed, Works, total, works
-from spec.calibration import Calibration, NetworkFit
+from simulate.uncertainty import Draws, OneAtATime, central, larger, where
+from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
+from spec.calibration import Calibration, CollectiveFit, NetworkFit
 from spec.collective import Collective, busbw_factor
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
@@ -35,8 +36,7 @@ class PartCost(NamedTuple):
     energy: "Energy"
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Duration of a segment in microseconds, taken apart; each array is (draws,)."""
 
     compute: Array
@@ -87,7 +87,7 @@ class Costs:
     layout: Layout = field(init=False)
     network: NetworkFit | None = field(init=False)
     works: Works = field(init=False)
-    fullest: Array | None = None  # load of the fullest expert-parallel rank over the mean
+    fullest: Array | float | None = None  # load of the fullest expert-parallel rank over the mean
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     _factors: dict[Slowed, float] = field(default_factory=dict)  # see `_slower`
     # these two hold at any clock; segments by identity, for hashing them is slow
@@ -111,7 +111,7 @@ class Costs:
         other = object.__new__(Costs)  # `copy.copy` would take longer than what follows
         other.__dict__.update(self.__dict__)
         if "draws" in changes:
-            other.fullest = None if self.fullest is None else np.ravel(self.fullest)[0]  # central
+            other.fullest = None if self.fullest is None else central(self.fullest)
             other._sent, other._sent_after = {}, {}
             other.works = works(self.calibration, changes["draws"])
         other._factors = {}
@@ -173,7 +173,7 @@ class Costs:
                     f"the calibration of {self.calibration.system} has no {collective.kind}; "
                     "measure it with `python -m measure.run --suite collectives`"
                 )
-            time, sd = fit.time_us(path.ranks, collective.bytes)
+            time, sd = inside_us(Same(fit), path.ranks, collective.bytes)
             return time * self.draws.factor(f"collective {collective.kind}", sd)
         network = self.network
         assert network is not None
@@ -201,7 +201,7 @@ class Costs:
             return self.collective_us(collective)
         crossing = (path.nodes - 1) / (path.ranks - 1)
         # in a group that spans nodes NCCL spreads a message over all its channels, as between two
-        time, sd = fit.time_us(2, collective.bytes)
+        time, sd = inside_us(Same(fit), 2, collective.bytes)
         inside = time * self.draws.factor(f"collective {collective.kind}", sd)
         return crossing * self.collective_us(collective) + (1 - crossing) * inside
 
@@ -219,7 +219,7 @@ class Costs:
         fit = self.calibration.collective_fits.get(kind)
         if path.local_ranks < 2 or fit is None:
             return self.node.scale_up_gbytes_per_s
-        time, _ = fit.time_us(path.local_ranks, max(nbytes, 2.0**26))
+        time, _ = inside_us(Same(fit), path.local_ranks, max(nbytes, 2.0**26))
         return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
 
     @property
@@ -253,7 +253,7 @@ class Costs:
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
             sent_us = central(alone - left) * self.slowed
             energy += Energy(0.0, sent_us * self.communication_w(part.hidden[0].axis))
-            longer = np.where(left > 0, (own + left) / alone, self.slowed)[()]
+            longer = where(left > 0, (own + left) / alone, self.slowed)
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
         return PartCost(own, hidden, exposed, host_us + self.calibration.host.part_us, energy)
@@ -306,6 +306,12 @@ class Costs:
         works = [work for part in parts for work in self.works.of_part(part).values()]
         time = sum(central(work.time) for work in works)
         return sum(work.modelled_us for work in works) / time if time else 0.0
+
+
+@lru_cache(maxsize=8192)
+def inside_us(same: Same[CollectiveFit], ranks: int, nbytes: float) -> tuple[float, float]:
+    """`CollectiveFit.time_us`: plans of a search share most of their groups inside a node."""
+    return same.held.time_us(ranks, nbytes)
 
 
 def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:

@@ -56,8 +56,8 @@ def share_of_fullest(model: ModelSpec, p: Parallelism, draws: Draws) -> Array | 
     cv, capacity = model.expert_imbalance, model.capacity_factor
     means = [shares(*args, round(float(cv * factor), 6), capacity)[0] for factor in GRID]
     factors = draws.factor("expert imbalance", IMBALANCE_SD)
-    found: Array = np.interp(np.log(factors), np.log(GRID), means)
-    return found
+    found = np.interp(np.log(factors), np.log(GRID), means)
+    return float(found) if draws.central else found  # type: ignore[return-value]
 
 
 def largest_share(model: ModelSpec, p: Parallelism) -> float:

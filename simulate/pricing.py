@@ -42,8 +42,7 @@ Pieces = list[tuple[float, str]]  # (how often, name in StagePrices.segments)
 Sent = tuple[tuple[Collective, Array], ...]  # and the time of each, us, (draws,)
 
 
-@dataclass(frozen=True)
-class PassCost:
+class PassCost(NamedTuple):
     """Forward or backward pass of one model chunk for one microbatch; arrays in us, (draws,)."""
 
     total: Array
@@ -55,8 +54,7 @@ class PassCost:
     sharded: Sent  # zero 2 and 3: what is exposed of each
 
 
-@dataclass(frozen=True)
-class UpdateCost:
+class UpdateCost(NamedTuple):
     """What a stage does once a step, after its last backward pass; arrays in us, (draws,)."""
 
     reduction: Sent  # the exposed part of each reduction
@@ -68,16 +66,14 @@ class UpdateCost:
     gather_us: Array
 
 
-@dataclass(frozen=True)
-class PricedSegment:
+class PricedSegment(NamedTuple):
     """A segment of the step and what it costs."""
 
     parts: Segment
     cost: Cost
 
 
-@dataclass(frozen=True)
-class StagePrices:
+class StagePrices(NamedTuple):
     """What the segments cost at the clock of a pipeline stage."""
 
     clock_mhz: float

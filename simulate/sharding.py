@@ -23,11 +23,9 @@ steps that are not a measured row's are taken to have more.
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from simulate.costs import Array, Costs
 from simulate.schedule import BACKWARD
-from simulate.uncertainty import larger
+from simulate.uncertainty import larger, smaller
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -145,6 +143,6 @@ def _in_several(
             own = (times if gathers else others).get(gathered, zero)
             other = (others if gathers else times).get(scattered, zero)
             left = costs.beside(work[name], own + other)[1]
-            gather_left = np.minimum(left, own)  # scattered first
+            gather_left = smaller(left, own)  # scattered first
             exposed = exposed + often * (gather_left if gathers else left - gather_left)
     return exposed

@@ -33,6 +33,20 @@ def larger(value: Array | float, other: Array | float) -> Array:
     return np.maximum(value, other)
 
 
+def smaller(value: Array | float, other: Array | float) -> Array:
+    """The smaller one, in each draw."""
+    if isinstance(value, float) and isinstance(other, float):
+        return other if other < value else value  # type: ignore[return-value]
+    return np.minimum(value, other)
+
+
+def where(mark: NDArray[np.bool_] | bool, value: Array | float, other: Array | float) -> Array:
+    """`value` in the draws that are marked, `other` elsewhere."""
+    if isinstance(mark, bool):
+        return value if mark else other  # type: ignore[return-value]
+    return np.where(mark, value, other)
+
+
 def interval(values: Array) -> dict[str, float]:
     """Central value (draw 0) and the 90 % interval of the other draws."""
     median = float(values[0])
@@ -65,7 +79,8 @@ class Draws:
     """Random factors by name. Draw 0 is the central estimate: every factor is 1 there.
 
     Where there is nothing else, all that is drawn is a float, whatever its annotation, not an array
-    of one: that costs a fifth of the time. `central` and `larger` take both.
+    of one: that costs a fifth of the time. `central`, `larger`, `smaller` and `where` take both and
+    keep floats: numpy's own scalars are several times as slow.
     """
 
     def __init__(self, count: int, seed: int = 0) -> None:

@@ -106,6 +106,7 @@ def tree_blocks(node: Node, fabric: Fabric, nodes: int) -> list[int]:
     return blocks
 
 
+@lru_cache(maxsize=1024)
 def tiers(node: Node, fabric: Fabric, nodes: int) -> tuple[Tier, ...]:
     """Tiers that a cluster of `nodes` nodes has, from the node's ports outwards.
 
