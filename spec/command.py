@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from spec.errors import UserError, WorkError
 from spec.files import first_problem, write_json
-from spec.records import MOST_NAME, NAME
+from spec.names import MOST_NAME, NAME
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from spec.records import MOST_NAME, NAME, Positive
+from spec.names import MOST_NAME, NAME
+from spec.records import Positive
 
 
 class Device(BaseModel):

@@ -23,8 +23,6 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 SCHEMA = "results/1"
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a system and of a run: folders under results/
-MOST_NAME = 80
 
 Positive = Annotated[float, Field(ge=1e-15, le=1e18, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]

@@ -10,6 +10,7 @@ fixed32 in the node's last four bytes, so that one encoded stage serves all its 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from spec.errors import UserError
 
@@ -77,6 +78,7 @@ def _attribute(name: str, value: bytes) -> bytes:
     return _length_field(_ATTR, _length_field(1, name.encode()) + value)
 
 
+@lru_cache(maxsize=4096)
 def _integer(name: str, value: int) -> bytes:
     return _attribute(name, _varint_field(_UINT64_VALUE, value))
 

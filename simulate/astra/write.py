@@ -43,12 +43,12 @@ def write_traces(stages: Sequence[tuple[Node, ...]], replicas: int, files: Files
 
 
 def _template(nodes: tuple[Node, ...]) -> tuple[Bytes, Ints]:
-    """A stage's file with all peers 0, and the offsets of those peers' four bytes."""
+    """A stage's file, and the offsets of its peers' four bytes, which differ from rank to rank."""
     parts = [encode_header()]
     at = len(parts[0])
     positions = []
     for node in nodes:
-        encoded = encode_node(node.without_peer() if node.peer >= 0 else node)
+        encoded = encode_node(node)
         parts.append(encoded)
         at += len(encoded)
         if node.type in (SEND, RECV):
