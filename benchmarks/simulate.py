@@ -3,9 +3,11 @@
     python -m benchmarks.simulate [--json [FILE]] [--write] [--configurations N] [--only NAME,...]
 
 Prints the figures with the machine's description and the last committed ones
-(`benchmarks/figures.json`; `--write` replaces them). Times are medians of repeats on a machine that
-should have nothing else to do; the load average says whether it had. Figures in process are
-processor time. Takes some minutes, most of them for the search; `--configurations` shortens it.
+(`benchmarks/figures.json`; `--write` replaces them). Where machines differ, two workloads that
+never change say what this one is worth (`benchmarks.reference`). Times are medians of repeats on a
+machine that should have nothing else to do; the load average says whether it had. Figures in
+process are processor time. Takes some minutes, most of them for the search; `--configurations`
+shortens it.
 """
 
 import itertools
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.reference import compared, reference
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
 from simulate.memory import memory
@@ -169,6 +172,7 @@ def machine() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "reference": reference(),
     }
 
 
@@ -178,6 +182,7 @@ def table(value: dict[str, Any], committed: dict[str, Any] | None) -> str:
     lines = [
         f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, "
         f"numpy {about['numpy']}, load {about['load_before']} before",
+        compared(about["reference"], (committed or {}).get("machine", {}).get("reference")),
         f"{'':72} {'now':>9} {'reach':>8} {'committed':>10}",
     ]
     for name, (what, unit, reach) in TABLE.items():
@@ -186,7 +191,7 @@ def table(value: dict[str, Any], committed: dict[str, Any] | None) -> str:
             continue
         past = (committed or {}).get("figures", {}).get(name)
         before = f"{past:.4g}" if past is not None else "-"
-        missed = "" if now <= reach else "  missed"
+        missed = "" if now <= reach else "  missed on this machine"
         lines.append(f"{what:72} {now:9.4g} {reach:8g} {before:>10} {unit}{missed}")
     count = value["figures"].get("search_configurations")
     if count and count < 10_000:

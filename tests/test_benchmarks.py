@@ -1,0 +1,37 @@
+"""What the benchmark prints of machines and missed figures."""
+
+from typing import Any
+
+from benchmarks.reference import WORKLOADS, compared, reference
+from benchmarks.simulate import table
+
+NOW = {"python_ms": 60.0, "numpy_ms": 50.0}
+
+
+def measured(point_ms: float, **machine: Any) -> dict[str, Any]:
+    about = {"cpu": "a CPU", "cores": 2, "load_before": 0.1, "python": "3", "numpy": "2"}
+    return {"machine": about | machine, "figures": {"point_ms": point_ms}}
+
+
+def test_the_reference_times_each_workload() -> None:
+    found = reference(repeats=1)
+    assert found.keys() == WORKLOADS.keys()
+    assert all(time > 0 for time in found.values())
+
+
+def test_machines_are_compared_by_the_same_work() -> None:
+    text = compared(NOW, {"python_ms": 20.0, "numpy_ms": 25.0})
+    assert "3.00 times as long for the same Python" in text
+    assert "2.00 times as long for the same numpy calls" in text
+
+
+def test_committed_figures_without_a_reference_are_said() -> None:
+    text = table(measured(4.6, reference=NOW), measured(2.17))
+    assert "the committed figures have none" in text
+    assert "2.17" in text
+
+
+def test_what_this_machine_misses_is_marked() -> None:
+    slow, fast = (table(measured(ms, reference=NOW), None) for ms in (4.6, 1.9))
+    assert "missed on this machine" in slow
+    assert "missed" not in fast
