@@ -200,8 +200,7 @@ def stage_clocks(
     """Clock of every stage, or one for all; `point` prices centrally, `known` as in `price`."""
     fit = point.calibration.clock
     alone = layer_clock(model, p, point)
-    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-    if fit.cap_w is None or unpaused >= fit.max_mhz:
+    if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
         return alone.clock_mhz
     at_clock = point.with_(clock_ratio=fit.reference_mhz / alone.clock_mhz)
     known.stages[alone.clock_mhz] = StagePrices(alone.clock_mhz, at_clock, alone.segments)
@@ -221,9 +220,7 @@ def stage_clocks(
                 (1 - one.shards) * alone.compute_w,
                 (1 - one.shards) * alone.beside_w + one.shards * point.communication_w("dp"),
             )
-            held = _held_mhz(p, fit, of_layer, over_step, busy[stage], slowest)
-            faster = alone.clock_mhz * max(held / unpaused, 1.0)
-            clocks[stage] = round(min(faster, fit.max_mhz), 1)
+            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike]
 
 
@@ -242,7 +239,8 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     return busy[slowest] + fill + sent + central(after)
 
 
-def _held_mhz(
+def _clock_mhz(
+    alone: LayerClock,
     p: Parallelism,
     fit: ClockFit,
     of_layer: tuple[float, float],
@@ -250,7 +248,6 @@ def _held_mhz(
     busy_us: float,
     slowest_us: float,
 ) -> float:
-    """The lowest clock that a regulator holds a stage to."""
     seen = []
     for memory_us, surge in regulators(fit):
         kept = kept_share(busy_us / (2 * p.microbatches * p.vpp), memory_us)
@@ -264,4 +261,5 @@ def _held_mhz(
                 surge,
             )
         )
-    return min(seen)
+    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
+    return round(min(alone.clock_mhz * max(min(seen) / unpaused, 1.0), fit.max_mhz), 1)
