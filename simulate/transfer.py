@@ -4,7 +4,10 @@ The rule, parameter by parameter (`R(x)` is the target node's figure over the me
 
 - matrix ceilings: R(peak bf16 FLOP/s) times the ratio of the two GPUs' published matmul
   efficiencies where both are (`EFFICIENCY`); a measured shape keeps its ratio to the roofline;
-- memory ceilings: R(memory bandwidth); launch times and the host carry over;
+- memory ceilings: R(memory bandwidth), but between GPUs of one chip (as many multiprocessors, clock
+  and matrix peak, as H100 and H200) only the part of a byte's time that the datasheet's bandwidth
+  asks for changes: what a kernel takes beyond it is the chip's;
+- launch times and the host carry over;
 - collectives inside the node: R(scale-up rate), a measured size keeping its ratio to the structure;
   where a sweep of the target's all-reduce is published (`SCALE_UP`), every collective goes by the
   sweep's ratio to what that gives for an all-reduce of the same size and group;
@@ -62,6 +65,8 @@ UNPUBLISHED_SD = 0.2
 SCALE_UP_SD = 0.15
 SWEEP_SD = 0.05
 HOST_SD = 0.5
+# What two GPUs of one chip have in common.
+CHIP = ("peak_bf16_tflops", "multiprocessors", "max_clock_mhz")
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -80,10 +85,19 @@ class Ratios:
     """Target over measured."""
 
     matrix: float
-    memory: float
+    memory: float  # of the datasheets' bandwidths
     scale_up: float
     power: float  # of the room between idle power and cap
     sd: float  # of the matrix and memory ratios
+    same_chip: bool
+    source_gbytes_per_s: float  # the measured node's datasheet bandwidth
+
+    def gbytes_per_s(self, rate: float) -> float:
+        """What the target's memory gives a kernel that had `rate` of the measured node's."""
+        if not self.same_chip or rate >= self.source_gbytes_per_s:
+            return rate * self.memory
+        beyond = 1 / rate - 1 / self.source_gbytes_per_s
+        return 1 / (1 / (self.source_gbytes_per_s * self.memory) + beyond)
 
 
 def published_efficiency(gpu: str) -> float | None:
@@ -103,6 +117,8 @@ def ratios(source: Node, target: Node) -> Ratios:
         power=(target.power_limit_w - target.idle_power_w)
         / (source.power_limit_w - source.idle_power_w),
         sd=TRANSFER_SD if mine and other else UNPUBLISHED_SD,
+        same_chip=_alike(source, target, *CHIP),
+        source_gbytes_per_s=source.memory_gbytes_per_s,
     )
 
 
@@ -138,18 +154,19 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
 
 def same_gpu(source: Node, target: Node) -> bool:
     """Whether two nodes have GPUs that differ in nothing a calibration depends on."""
-    fields = (
-        *("peak_bf16_tflops", "memory_gbytes_per_s", "multiprocessors", "max_clock_mhz"),
-        *("power_limit_w", "scale_up_gbytes_per_s"),
-    )
-    return all(getattr(source, name) == getattr(target, name) for name in fields)
+    fields = ("memory_gbytes_per_s", "power_limit_w", "scale_up_gbytes_per_s")
+    return _alike(source, target, *CHIP, *fields)
+
+
+def _alike(one: Node, other: Node, *fields: str) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
 
 
 def _kernel(fit: KernelFit, by: Ratios, target: Node) -> KernelFit:
     moved = changed(
         fit,
         tflops=fit.tflops * by.matrix if fit.tflops else None,
-        gbytes_per_s=fit.gbytes_per_s * by.memory,
+        gbytes_per_s=by.gbytes_per_s(fit.gbytes_per_s),
         multiprocessors=target.multiprocessors if fit.multiprocessors > 1 else 1,
         active_power_w=fit.active_power_w * by.power,
     )
@@ -272,13 +289,14 @@ def _without_switch(fit: CollectiveFit, gpus: int) -> CollectiveFit:
 
 def _rule(by: Ratios, where: str) -> list[Parameter]:
     """What was multiplied, as parameters of their own."""
+    beyond = "; one chip, so what a kernel takes beyond them carries over" if by.same_chip else ""
 
     def one(name: str, value: float, sd: float, detail: str) -> Parameter:
         return assumed_factor(f"transfer.{name}", value, sd, f"transferred, {where}: {detail}")
 
     return [
         one("matrix", by.matrix, by.sd, "datasheet peaks, and published matmul efficiencies"),
-        one("memory", by.memory, by.sd, "datasheet memory bandwidths"),
+        one("memory", by.memory, by.sd, f"datasheet memory bandwidths{beyond}"),
         one("scale_up", by.scale_up, SCALE_UP_SD, "datasheet link rates, or a published sweep"),
         one("power", by.power, TRANSFER_SD, "watts between idle and cap in the node files"),
     ]
@@ -302,7 +320,7 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
             change["detail"] = f"transferred: node file {target.name} ({target.source})"
             listed.append(changed(one, **change))
             continue
-        factor, sd = _moved(one.name, by)
+        factor, sd = _moved(one, by)
         change = {
             "value": one.value * factor,
             "low": one.low * factor * exp(-Z90 * sd),
@@ -315,15 +333,15 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
     return listed
 
 
-def _moved(name: str, by: Ratios) -> tuple[float, float]:
+def _moved(one: Parameter, by: Ratios) -> tuple[float, float]:
     """Factor and spread of one parameter, by the last part of its name."""
-    last = name.rsplit(".", 1)[-1]
-    if name.startswith("collective."):
+    last = one.name.rsplit(".", 1)[-1]
+    if one.name.startswith("collective."):
         return (by.scale_up, SCALE_UP_SD) if "busbw" in last else (1.0, SCALE_UP_SD)
     if last == "tflops":
         return by.matrix, by.sd
     if last == "gbytes_per_s":
-        return by.memory, by.sd
+        return by.gbytes_per_s(one.value) / one.value, by.sd
     if last.endswith("_w"):
         return by.power, TRANSFER_SD
     return 1.0, TRANSFER_SD
