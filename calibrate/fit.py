@@ -37,7 +37,7 @@ from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import write_text
 from spec.records import KernelRow
-from spec.results import find_result_sets
+from spec.results import ResultSet, find_result_sets
 
 
 def fit(evidence: Evidence, show_progress: bool = False) -> Calibration:
@@ -119,15 +119,17 @@ def systems(results: Path, system: str | None = None) -> list[Evidence]:
 def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
     """A system's evidence with the runs of another one before its own, for its kernel rows.
 
-    The other one is `named`, or the system that the manifest names (emulated nodes are made of the
-    GPUs of a measured host) where there are no kernel rows of its own.
+    The other one is `named`; or, where there are no kernel rows of its own, the system that the
+    manifest names (emulated nodes are made of the GPUs of a measured host), or one with kernel rows
+    that was measured on the same devices (some of several hosts' measured by themselves).
     """
     base = named
-    if base is None and not any(one.fit(KernelRow) for one in found.runs):
-        base = found.runs[-1].manifest.base_system
-    if base is None or base == found.system:
+    if base == found.system or (base is None and any(one.fit(KernelRow) for one in found.runs)):
         return found
     others = find_result_sets(results)
+    base = base or found.runs[-1].manifest.base_system or on_same_devices(found, others)
+    if base is None or base == found.system:
+        return found
     if base not in {one.manifest.system for one in others}:
         raise UserError(
             f"system {found.system} has no kernel rows of its own; {results} does not hold "
@@ -135,6 +137,14 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
         )
     runs = [one for one in others if one.manifest.system == base]
     return Evidence(found.system, [*runs, *found.runs])
+
+
+def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:
+    """The newest measured system with kernel rows one of whose runs shares a device with this."""
+    own = {name for one in found.runs for name in one.manifest.device_hashes}
+    measured = {one.manifest.system for one in others if one.fit(KernelRow)}
+    shared = (one for one in reversed(others) if own & set(one.manifest.device_hashes))
+    return next((one.manifest.system for one in shared if one.manifest.system in measured), None)
 
 
 def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None) -> list[Evidence]:
@@ -228,8 +238,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--kernels-from",
         metavar="NAME",
-        help="take kernels, and what else this system lacks, from another (emulated nodes: from "
-        "the system of the same GPUs, unless named)",
+        help="take kernels, and what else this system lacks, from another (without kernels of its "
+        "own: from the system of the same GPUs, unless named)",
     )
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write an HTML report")
     add_json(parser)

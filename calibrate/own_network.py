@@ -36,6 +36,7 @@ from calibrate.network import (
     predict,
     published_samples,
 )
+from calibrate.network_visits import RDMA, SHAPED, SOCKETS, Assumed, Visited, with_visits
 from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, _columns
 from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
@@ -55,6 +56,7 @@ class Crossing:
     row: CollectiveRow
     path: GroupPath
     in_turns: bool = False  # each device has a share of a core, and waits for its turn
+    devices: tuple[str, ...] = ()  # hashes of the run's devices
 
     @property
     def time_us(self) -> float:
@@ -78,9 +80,21 @@ class Crossing:
         return Sample(self.row.collective, self.path, self.row.bytes, self.time_us, SCALE_UP)
 
     @property
+    def visited(self) -> Visited:
+        """As the spread of visits takes it."""
+        return Visited((*self.layout, self.row.groups, self.row.bytes), self.devices, self.time_us)
+
+    @property
     def layout(self) -> tuple[str, int, int, int]:
         """What `NetworkFit.curves` are told apart by."""
         return self.row.collective, self.path.ranks, self.path.nodes, self.path.concurrent
+
+
+def assumed_of(protocol: str, rows: Sequence[Crossing]) -> Assumed:
+    """What is assumed of visits, by what copies the messages."""
+    if protocol == "infiniband":
+        return RDMA
+    return SOCKETS if any(one.row.backend in ("nccl", "rccl") for one in rows) else SHAPED
 
 
 def concurrent(row: CollectiveRow, per_node: int) -> int:
@@ -117,8 +131,8 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
             rdma = row.backend in ("nccl", "rccl") and not sockets
             beside = concurrent(row, per_node(manifest)) if several else 1
             path = path_of(row.ranks, row.nodes, 1.0, beside)
-            in_turns = core_share(manifest) < 1
-            found["infiniband" if rdma else "tcp"].append(Crossing(row, path, in_turns))
+            one_of = Crossing(row, path, core_share(manifest) < 1, manifest.device_hashes)
+            found["infiniband" if rdma else "tcp"].append(one_of)
     return found
 
 
@@ -186,6 +200,7 @@ def fit_measured(
     note_network(ledger, fit, sds)
     fit = fit.model_copy(update={"curves": curves(fit, rows)})
     score(ledger, fit, "rows of role judge", judged, rows)
+    fit = with_visits(fit, [one.visited for one in rows], assumed_of(protocol, rows), ledger)
     power = None if idle_w is None else between_nodes_w(evidence)
     if power is None or idle_w is None:
         return fit

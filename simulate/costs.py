@@ -191,6 +191,8 @@ class Costs:
             + (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
             + beyond * network.scale_sd * draws.normal("network scale")
         )
+        if network.visit_sd:
+            spread = spread * draws.factor("network visit", network.visit_sd)
         return time * spread
 
     def transfer_us(self, collective: Collective) -> Array:

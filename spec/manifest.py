@@ -65,3 +65,8 @@ class Manifest(BaseModel):
     invalid: str | None = Field(
         default=None, description="why nothing may be concluded from this run; None: it may"
     )
+
+    @property
+    def device_hashes(self) -> tuple[str, ...]:
+        """Of all hosts' devices, in order."""
+        return tuple(device.uuid_hash for host in self.hosts for device in host.devices)

@@ -1,5 +1,6 @@
 """A collective's fitted duration between nodes; inside a node, see `spec.collective_fit`."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log, log2, sqrt
 from typing import Annotated
@@ -108,6 +109,19 @@ class NetworkFit(Record):
         default=None,
         description="board power above idle while communicating between nodes; None: unmeasured",
     )
+    visit_sd: Spread = Field(
+        default=0.0, description="all its times, beside those of another visit to such hosts"
+    )
+    run_sd: Spread = Field(
+        default=0.0, description="the same of another run on the devices that were measured"
+    )
+    devices: tuple[str, ...] = Field(default=(), description="hashes of those")
+
+    def on_devices(self, hashes: Sequence[str]) -> "NetworkFit":
+        """The network as those devices know it: that of their own visit if it was measured."""
+        if not hashes or not set(hashes) <= set(self.devices):
+            return self
+        return self.model_copy(update={"visit_sd": self.run_sd})
 
     def curve(self, collective: str, path: GroupPath) -> NetworkCurve | None:
         """The measured sizes of groups that lie as `path` does."""

@@ -264,13 +264,26 @@ def test_a_system_without_kernels_does_not_stop_the_others(
 ) -> None:
     root = tmp_path / "results"
     shutil.copytree(results / SYSTEM, root / "alone")
-    about_it = about("alone").model_dump(mode="json", by_alias=True) | {"base_system": None}
-    write_json(root / "alone" / "run-1" / "manifest.json", about_it)
+    write_alone(root, "f")
     assert run(fitting.main, [str(root)]) == 2
     assert "system alone: no kernel row" in capsys.readouterr().err
     shutil.copytree(results / BASE, root / BASE)
     assert run(fitting.main, [str(root)]) == 0
     assert "left out, no kernel rows: alone" in capsys.readouterr().err
+    # the other's devices, several hosts with one each, say: its kernels are theirs
+    write_alone(root, "0")
+    assert run(fitting.main, [str(root)]) == 0
+    assert "left out" not in capsys.readouterr().err
+    borrowed = read_calibration(root / "alone" / "calibration.json")
+    assert borrowed.kernels == read_calibration(root / BASE / "calibration.json").kernels
+
+
+def write_alone(root: Path, digit: str) -> None:
+    """A run that names no other system, on devices whose hashes begin with a digit."""
+    value = about("alone").model_dump(mode="json", by_alias=True) | {"base_system": None}
+    for device in value["hosts"][0]["devices"]:
+        device["uuid_hash"] = digit + device["uuid_hash"][1:]
+    write_json(root / "alone" / "run-1" / "manifest.json", value)
 
 
 def test_an_imported_log_is_simulated_with_the_calibration_it_names(

@@ -1,0 +1,96 @@
+"""How far a network measured on one visit differs from that of another visit, or of another run."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from statistics import median
+
+import numpy as np
+from scipy.special import stdtrit
+
+from calibrate.evidence import Z90, Ledger, rounded
+from calibrate.network import CLUSTER_SD
+from calibrate.variability import spread_interval
+from spec.calibration import NetworkFit, Source
+
+
+@dataclass(frozen=True)
+class Visited:
+    """A time, what was measured (collective, layout, size), and the visit's devices, hashed."""
+
+    what: Hashable
+    devices: tuple[str, ...]
+    time_us: float
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What is known before a system's own visits: spreads, and as how many visits they count."""
+
+    visit_sd: float
+    run_sd: float
+    visits: int
+    why: str
+
+
+# NCCL over sockets: processors copy, and hosts differ. Three hosts of H200 over the loopback
+# device: the second 0.01 (log) slower than the first, median over 195 rows, the third 0.34 and 0.29
+# slower than these (2 ranks on 2 nodes, 53 rows), small and large messages alike. Two runs on the
+# third, five minutes apart: 0.04, and 0.09 from 4 MiB on; the first two hosts 0.01 and 0.02.
+SOCKETS = Assumed(
+    0.18,
+    0.05,
+    2,
+    "over sockets three hosts of H200 differed by 0.18 and two runs by 0.05, see "
+    "docs/calibration.md",
+)
+# Network cards copy. Half of what two sweeps of one cluster differ by, see CLUSTER_SD.
+RDMA = Assumed(CLUSTER_SD / 2, CLUSTER_SD / 4, 2, "no second visit over RDMA has been measured")
+# A shaped link's rate is set, and what its hosts add is part of a CPU's composition_sd.
+SHAPED = Assumed(0.0, 0.0, 0, "")
+
+
+def offsets(rows: Sequence[Visited]) -> list[float]:
+    """Of each visit, the median over what others measured too of log(time / mean of visits)."""
+    times: dict[Hashable, dict[tuple[str, ...], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for one in rows:
+        times[one.what][one.devices].append(log(one.time_us))
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for visits in times.values():
+        if len(visits) > 1:
+            means = {visit: median(values) for visit, values in visits.items()}
+            centre = sum(means.values()) / len(means)
+            for visit, value in means.items():
+                found[visit].append(value - centre)
+    return [median(values) for values in found.values()]
+
+
+def with_visits(
+    fit: NetworkFit, rows: Sequence[Visited], assumed: Assumed, ledger: Ledger
+) -> NetworkFit:
+    """A measured network with what it may be on another visit, and on another run of this one.
+
+    The mean over n visits is itself off, so another one lies sd * sqrt(1 + 1 / n) from it; and as
+    few visits leave their sd open, the 90 % interval is Student's.
+    """
+    if not assumed.visits:
+        return fit
+    persistent = offsets(rows)
+    visits = max(len(persistent), 1)
+    squares = float(np.sum(np.square(persistent)))
+    free = visits - 1 + assumed.visits
+    sd = sqrt((squares + assumed.visits * assumed.visit_sd**2) / free)
+    sd *= sqrt(1 + 1 / visits) * float(stdtrit(free, 0.95)) / Z90
+    visit = rounded(float(np.hypot(sd, assumed.run_sd)), 3)
+    known = rounded(float(np.hypot(sqrt(squares / visits), assumed.run_sd)), 3)
+    source: Source = "measured" if visits > assumed.visits else "assumed"
+    detail = f"{visits} visit{'s' if visits > 1 else ''}, {assumed.why}"
+    for name, value in (("visit_sd", visit), ("run_sd", known)):
+        name = f"network.{fit.protocol}.{name}"
+        ledger.note(name, value, "log", spread_interval(value, free), source, detail)
+    devices = sorted({name for one in rows for name in one.devices})
+    update = {"visit_sd": visit, "run_sd": known, "devices": tuple(devices)}
+    return fit.model_copy(update=update)

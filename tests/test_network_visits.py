@@ -1,0 +1,101 @@
+"""What a network may be on another visit: learned from visits, and drawn once for a projection."""
+
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibrate.evidence import Ledger
+from calibrate.network_visits import SHAPED, SOCKETS, Visited, offsets, with_visits
+from simulate.costs import Costs, Draws
+from simulate.whatif import on_devices
+from spec.calibration import Calibration, NetworkFit
+from spec.collective import Collective
+from spec.parallelism import Parallelism
+from tests.made_up import write_calibration
+from topologies import load_fabric, load_node
+
+FIRST, SECOND, THIRD = ("a", "b"), ("c", "d"), ("e", "f")
+
+
+def timed(devices: tuple[str, ...], factor: float, only: int = 9) -> list[Visited]:
+    """Sizes of one collective on a visit that is `factor` times as slow as another."""
+    return [Visited(("all_reduce", 2**n), devices, factor * 2**n) for n in range(only)]
+
+
+def network() -> NetworkFit:
+    return NetworkFit(
+        protocol="tcp",
+        launch_us=30.0,
+        latency_us=60.0,
+        latency_sd=0.01,
+        efficiency=0.9,
+        efficiency_sd=0.01,
+        all_to_all_efficiency=0.9,
+        node_gbytes_per_s=8.0,
+        scale_sd=0.05,
+        max_nodes=2,
+        source="measured",
+        detail="made up",
+    )
+
+
+def spread_of(*factors: float) -> NetworkFit:
+    visits = zip((FIRST, SECOND, THIRD), factors, strict=False)
+    rows = [row for devices, factor in visits for row in timed(devices, factor)]
+    return with_visits(network(), rows, SOCKETS, Ledger())
+
+
+def test_a_visit_is_beside_the_others_by_the_median_of_what_they_share() -> None:
+    rows = timed(FIRST, 1.0) + timed(SECOND, 1.5, only=5) + timed(SECOND, 9.0)[8:]
+    assert offsets(rows) == pytest.approx([-log(1.5) / 2, log(1.5) / 2])
+    assert offsets(timed(FIRST, 1.0) + timed(FIRST, 1.5)) == []  # two runs of one visit
+
+
+def test_more_visits_narrow_what_another_may_be_and_unlike_ones_widen_it() -> None:
+    one, two, three = spread_of(1.0), spread_of(1.0, 1.0), spread_of(1.0, 1.0, 1.0)
+    assert one.visit_sd > two.visit_sd > three.visit_sd > SOCKETS.run_sd
+    assert spread_of(1.0, 1.0, 2.0).visit_sd > 1.5 * three.visit_sd
+    assert one.run_sd == two.run_sd == SOCKETS.run_sd
+    # the mean of unlike visits is neither of them
+    assert spread_of(1.0, 1.5).run_sd == pytest.approx(np.hypot(SOCKETS.run_sd, log(1.5) / 2), 1e-2)
+
+
+def test_the_sources_are_told_apart() -> None:
+    for factors, source in (((1.0,), "assumed"), ((1.0, 1.1, 1.2), "measured")):
+        ledger = Ledger()
+        visits = zip((FIRST, SECOND, THIRD), factors, strict=False)
+        rows = [row for devices, factor in visits for row in timed(devices, factor)]
+        with_visits(network(), rows, SOCKETS, ledger)
+        noted = {one.name: one for one in ledger.parameters}
+        assert set(noted) == {"network.tcp.visit_sd", "network.tcp.run_sd"}
+        assert {one.source for one in noted.values()} == {source}
+
+
+def test_a_shaped_link_has_the_rate_it_was_given() -> None:
+    assert with_visits(network(), timed(FIRST, 1.0), SHAPED, Ledger()) == network()
+
+
+def test_only_steps_on_other_devices_have_the_spread_of_visits(tmp_path: Path) -> None:
+    whole = write_calibration(tmp_path / "made-up.json")
+    seen = with_visits(network(), timed(FIRST, 1.0) + timed(SECOND, 1.0), SOCKETS, Ledger())
+    calibration = whole.model_copy(update={"networks": (seen,)})
+    assert seen.run_sd < 0.06 < seen.visit_sd
+    assert sd_of(calibration) == pytest.approx(seen.visit_sd, rel=0.05)
+    assert sd_of(on_devices(calibration, ["a", "b"])) == pytest.approx(seen.run_sd, rel=0.1)
+    for others in (["a", "x"], ["x"], []):
+        assert sd_of(on_devices(calibration, others)) == sd_of(calibration)
+
+
+def sd_of(calibration: Calibration) -> float:
+    """sd (log) of a large message and of a small one, which one draw makes slow together."""
+    node = load_node("4x-h200").model_copy(update={"gpus": 1})
+    p = Parallelism(dp=2, global_batch=2)
+    costs = Costs(calibration, node, load_fabric("loopback"), p, Draws(4000))
+    large, small = (
+        np.log(costs.collective_us(Collective("all_reduce", "dp", size))[1:])
+        for size in (2.0**30, 4.0)
+    )
+    assert np.corrcoef(large, small)[0, 1] > 0.9
+    return float(large.std())
