@@ -10,7 +10,7 @@ from measure import nccl_choice
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 
 OWN_PROCESSES = ("host", "training", "placement", "profile")  # suites that start their own
-START_S = {"nvidia": 15.0, "amd": 15.0}  # workers' start; a CPU's is shorter
+START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
 ORDERED = ("kernels", "collectives", "interference")  # others: as planned, most instructive first
 

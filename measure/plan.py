@@ -124,7 +124,7 @@ class InterferenceCase:
     collective: str
     ranks: int
     bytes: int
-    seconds: float = 1.0
+    seconds: float = 0.5
 
     @property
     def case_id(self) -> str:
@@ -230,7 +230,7 @@ def kernel_cases(
     wanted.update(dict.fromkeys(loaded))
     # both states of a kernel on one device: their ratio is the clock's doing, not the device's
     place = {kernel: number % devices for number, kernel in enumerate(loaded)}
-    long = 3.0 if gpu else 0.6
+    long = 2.3 if gpu else 0.6
     cases = []
     for kernel in wanted:
         where = place.get(kernel)
@@ -249,13 +249,13 @@ def _of_a_whole_model(kernel: Kernel) -> bool:
 
 
 def _seconds(kernel: Kernel, gpu: bool) -> float:
-    """Set-up and about 30 timings, at half of what such hardware usually reaches."""
-    flops, gbytes = (4e14, 2e12) if gpu else (1e11, 4e9)
+    """Set-up and about 30 timings, at what an H100 usually reaches or half of what a CPU does."""
+    flops, gbytes = (7e14, 3e12) if gpu else (1e11, 4e9)
     if kernel.dtype == "fp8":
         flops *= 2
     if kernel.bytes > 1e12:
         return 0.1  # refused at once: no device holds it
-    return (0.25 if gpu else 0.05) + 30 * max(kernel.flops / flops, kernel.bytes / gbytes)
+    return (0.1 if gpu else 0.05) + 30 * max(kernel.flops / flops, kernel.bytes / gbytes)
 
 
 def collective_cases(
@@ -344,7 +344,7 @@ def interference_cases(device_kind: str, world: int, quick: bool) -> list[Interf
     gpu = device_kind in ("nvidia", "amd")
     sizes = (2**24, 2**26, 2**28) if gpu else (2**18, 2**22)
     return [
-        InterferenceCase(kernel, kind, world, size, 1.0 if gpu else 0.5)
+        InterferenceCase(kernel, kind, world, size, 0.4 if gpu else 0.5)
         for kernel in grid.interference(gpu)
         for kind in COLLECTIVES[: 2 if quick else None]
         for size in (sizes[-1:] if quick else sizes)

@@ -20,18 +20,17 @@ def gpu_cases() -> dict[str, list[Any]]:
 
 
 def test_every_kind_comes_before_any_kind_s_many() -> None:
-    """A quarter of the time reaches nine in ten kinds of kernel, dear ones among them."""
+    """Two fifths of the time reach every kind of kernel, dear ones among them."""
     cases = kernel_cases("nvidia", 4, False, (), PlanFile())
     ordered = by_worth(cases)
     assert sorted(one.case_id for one in ordered) == sorted(one.case_id for one in cases)
     short, spent = [], 0.0
     for case in ordered:
         spent += case.seconds
-        if spent > 0.25 * sum(one.seconds for one in cases):
+        if spent > 0.4 * sum(one.seconds for one in cases):
             break
         short.append(case)
-    kinds = {teaches_like(one) for one in cases}
-    assert len({teaches_like(one) for one in short}) > 0.9 * len(kinds)
+    assert {teaches_like(one) for one in short} == {teaches_like(one) for one in cases}
     assert by_worth(cases[::-1]) == ordered
 
 
