@@ -224,24 +224,32 @@ class Costs:
         time, _ = inside_us(Same(fit), path.local_ranks, max(nbytes, 2.0**26))
         return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
 
-    @property
-    def slowed(self) -> float:
-        """How many times as long a collective lasts while kernels run beside it."""
-        return 1 + self.calibration.communication_slowed
+    def slowed(self, *axes: str) -> float:
+        """How many times as long collectives over axes last while kernels run beside them.
 
-    def beside(self, kernels: Array, sent: Array) -> tuple[Array, Array]:
+        Kernels slow what moves data on the GPU; what goes over sockets is copied by processors,
+        which have no part in a GPU's kernels.
+        """
+        fit, paths = self.calibration, self.layout.paths
+        sockets = self.network is not None and self.network.protocol == "tcp"
+        if sockets and not fit.host.serial and all(paths[a].nodes > 1 for a in axes if a in paths):
+            return 1.0
+        return 1 + fit.communication_slowed
+
+    def beside(self, kernels: Array, sent: Array, axis: str) -> tuple[Array, Array]:
         """Kernels' time beside communication that alone takes `sent`, and what is left of that.
 
         While both run, both are slower; what is left afterwards has the links for itself.
         """
-        longer = (1 + self.calibration.interference) / self.slowed
+        slowed = self.slowed(axis)
+        longer = (1 + self.calibration.interference) / slowed
         left = larger(sent - kernels * longer, 0.0)
-        return kernels + self.slowing(sent - left), left
+        return kernels + self.slowing(sent - left, slowed), left
 
-    def slowing(self, hidden: Array) -> Array:
+    def slowing(self, hidden: Array, slowed: float) -> Array:
         """How much longer kernels last beside communication that alone takes `hidden`."""
         interference = self.calibration.interference
-        return hidden * (self.slowed * interference / (1 + interference))
+        return hidden * (slowed * interference / (1 + interference))
 
     def part(self, part: Part) -> "PartCost":
         """Duration of a part's kernels and of the communication beside and behind them."""
@@ -250,12 +258,12 @@ class Costs:
             own = own * self.fullest
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
-            alone = sum(hidden[1:], hidden[0])
-            own, left = self.beside(own, alone)
+            alone, axis = sum(hidden[1:], hidden[0]), part.hidden[0].axis
+            own, left = self.beside(own, alone, axis)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
-            sent_us = central(alone - left) * self.slowed
-            energy += Energy(0.0, sent_us * self.communication_w(part.hidden[0].axis))
-            longer = where(left > 0, (own + left) / alone, self.slowed)
+            sent_us = central(alone - left) * self.slowed(axis)
+            energy += Energy(0.0, sent_us * self.communication_w(axis))
+            longer = where(left > 0, (own + left) / alone, self.slowed(axis))
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
         return PartCost(own, hidden, exposed, host_us + self.calibration.host.part_us, energy)

@@ -39,9 +39,10 @@ def waited_us(chunks: Sequence[Chunk], stages: int, buckets: int, costs: Costs) 
 
     chunks: in order. buckets: of chunk 0. Both what is sent beside passes and these are slower.
     """
-    left = exposed_us(chunks, stages, buckets, costs.slowed)
+    slowed = costs.slowed("dp", "edp")
+    left = exposed_us(chunks, stages, buckets, slowed)
     whole = sum((one.sent for one in chunks), costs.draws.zero)
-    return left + costs.slowing(whole - left)
+    return left + costs.slowing(whole - left, slowed)
 
 
 def exposed_us(chunks: Sequence[Chunk], stages: int, buckets: int, slowed: float) -> Array:

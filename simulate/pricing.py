@@ -313,8 +313,8 @@ def _passes(
             room = compute + host + sum(exposed.values(), zero)
             work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
             waited = waits(group, way, pieces, work, room, costs, model, p)
-        for _, time, hidden in waited:
-            compute = compute + costs.slowing(hidden)
+        for one, time, hidden in waited:
+            compute = compute + costs.slowing(hidden, costs.slowed(one.axis))
             exposed["dp"] = exposed.get("dp", zero) + time
         yield PassCost(
             total=compute + host + sum(exposed.values(), zero),

@@ -56,7 +56,7 @@ def waits(
             exposed = time
             if p.overlap:  # beside the layers' work; the first has nothing before it
                 layers = max(sum(count for count, name in units if name == "layer"), 1)
-                exposed = larger(time - room / len(sent) / costs.slowed, time / layers)
+                exposed = larger(time - room / len(sent) / costs.slowed(one.axis), time / layers)
             found.append((one, exposed, time - exposed))
             continue
         times = _times(one, units, costs, model, p)
@@ -105,8 +105,8 @@ def _in_one_queue(
     exposed, beside = costs.draws.zero, ""
     for count, name in reversed(mine):
         time = times[name]
-        exposed = exposed + (costs.beside(work[beside], time)[1] if beside else time)
-        exposed = exposed + (count - 1) * costs.beside(work[name], time)[1]
+        exposed = exposed + (costs.beside(work[beside], time, one.axis)[1] if beside else time)
+        exposed = exposed + (count - 1) * costs.beside(work[name], time, one.axis)[1]
         beside = name
     return exposed
 
@@ -126,8 +126,8 @@ def _in_several(
         order = sorted(mine, key=lambda unit: unit[1] != "head")  # the rest is gathered first
         exposed, beside = zero, zero
         for count, name in order:
-            exposed = exposed + costs.beside(beside, times[name])[1]
-            exposed = exposed + (count - 1) * costs.beside(work[name], times[name])[1]
+            exposed = exposed + costs.beside(beside, times[name], one.axis)[1]
+            exposed = exposed + (count - 1) * costs.beside(work[name], times[name], one.axis)[1]
             beside = zero if name == "head" else work[name]
         return exposed
     gathers = one.kind == "all_gather"
@@ -142,7 +142,7 @@ def _in_several(
         for often, scattered, gathered in edges + inner:
             own = (times if gathers else others).get(gathered, zero)
             other = (others if gathers else times).get(scattered, zero)
-            left = costs.beside(work[name], own + other)[1]
+            left = costs.beside(work[name], own + other, one.axis)[1]
             gather_left = smaller(left, own)  # scattered first
             exposed = exposed + often * (gather_left if gathers else left - gather_left)
     return exposed

@@ -194,6 +194,27 @@ def test_sockets_draw_less_power_than_links(network: NetworkFit, tmp_path: Path)
     assert plain.communication_w("dp") == used.clock.communication_w
 
 
+def test_kernels_slow_what_the_gpu_moves_not_what_processors_copy(
+    network: NetworkFit, tmp_path: Path
+) -> None:
+    used = with_network(tmp_path, network).model_copy(update={"communication_slowed": 0.4})
+    cards = used.networks[0].model_copy(update={"protocol": "infiniband"})
+    used = used.model_copy(update={"networks": (*used.networks, cards)})
+    node = load_node("hgx-h200").model_copy(update={"gpus": 2})
+    p = Parallelism(tp=2, dp=2, global_batch=2)
+    for fabric, slowed in (("loopback", 1.0), ("ndr400-rail", 1.4)):
+        costs = Costs(used, node, load_fabric(fabric), p, Draws(0))
+        assert costs.slowed("tp") == 1.4  # inside a node
+        assert costs.slowed("dp") == slowed
+        assert costs.slowed("dp", "tp") == 1.4
+    # on a CPU processors do both
+    host = used.host.model_copy(update={"serial": True})
+    costs = Costs(
+        used.model_copy(update={"host": host}), node, load_fabric("loopback"), p, Draws(0)
+    )
+    assert costs.slowed("dp") == 1.4
+
+
 def test_groups_at_once_share_a_node_as_they_were_measured_to(network: NetworkFit) -> None:
     # 6 instead of 8 GB/s: between each having all of it (0) and each having half (1)
     assert 0.2 < network.sharing < 0.8

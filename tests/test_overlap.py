@@ -159,6 +159,7 @@ def test_the_step_waits_for_what_its_own_passes_leave() -> None:
     """The engine's figures, from its passes and the price of each chunk's collectives."""
     priced = simulate(P).priced
     costs: Costs = priced.costs
+    slowed = costs.slowed("dp")
     for stage, update in enumerate(priced.updates):
         _, reduction, gather = optimizer(MODEL, P, stage)
         each = priced.passes_of(stage)
@@ -170,14 +171,14 @@ def test_the_step_waits_for_what_its_own_passes_leave() -> None:
                 central(costs.collective_us(one)) for (one,) in by_chunk(sent, MODEL, P, stage)
             ]
             passes = [central(one.total) for one in each[way::2]]
-            beside = P.pp * passes[0] / costs.slowed  # a chunk's passes hide so much
+            beside = P.pp * passes[0] / slowed  # a chunk's passes hide so much
             buckets = gradient_buckets(MODEL, P, stage)
             left = max(
                 sum(alone) - beside,
-                alone[0] - passes[0] * (1 - 1 / buckets) / costs.slowed,
+                alone[0] - passes[0] * (1 - 1 / buckets) / slowed,
                 alone[0] / buckets,
             )
-            expected = left + central(costs.slowing(np.array([sum(alone) - left])))
+            expected = left + central(costs.slowing(np.array([sum(alone) - left]), slowed))
             assert central(found) == pytest.approx(expected)
 
 

@@ -293,7 +293,7 @@ def test_side_by_side_both_are_slower_and_nothing_is_lost() -> None:
     costs = Costs(calibration, NODE, FABRIC, Parallelism(global_batch=1), Draws(0))
     kernels = np.array([100.0])
     for sent_us, expected, expected_left in ((0.0, 100, 0), (40.0, 112, 0), (200.0, 125, 350 / 3)):
-        slowed, left = costs.beside(kernels, np.array([sent_us]))
+        slowed, left = costs.beside(kernels, np.array([sent_us]), "tp")
         assert slowed[0] == pytest.approx(expected)
         assert left[0] == pytest.approx(expected_left)
 
