@@ -29,6 +29,7 @@ from calibrate.state import (
     CORE_SOURCE,
     LARGE_US,
     POWER_EXPONENT,
+    SURGE,
     ClockState,
     is_compute,
     is_product,
@@ -41,6 +42,7 @@ from spec.records import HeatRow, KernelRow
 # shares of the room between idle and power limit, where no telemetry shows them
 COMMUNICATION_SHARE, WAITING_SHARE = 0.35, 0.25
 IDLE_SHARE = 0.1
+PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 
 
 def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> ClockState:
@@ -163,16 +165,18 @@ def _fit_power_exponent(
             detail,
         )
     elif (found := _onset_exponent(state, telemetry, rows)) is not None:
-        value, used = found
+        onset, used = found
+        known = onset > POWER_EXPONENT[0]
+        value = max(onset, POWER_EXPONENT[0])
         ledger.note(
             "clock.power_exponent",
             value,
             "1",
-            (0.7 * value, max(1.5 * value, POWER_EXPONENT[0])),
-            "measured",
-            f"{telemetry.detail}: the largest power of a device in bursts of products, before the "
-            f"cap acts, beside {evidence.where(KernelRow, used)} sustained; the sensor lags, so "
-            "it may be more",
+            (min(onset, POWER_EXPONENT[1]), max(1.5 * onset, POWER_EXPONENT[2])),
+            "measured" if known else "assumed",
+            f"{telemetry.detail}: {onset:.2f} from the largest power of a device in bursts of "
+            f"products, before the cap acts, beside {evidence.where(KernelRow, used)} sustained; "
+            "the sensor lags, so it is more" + ("" if known else f"; {PULSES_ELSEWHERE}"),
         )
     else:
         value, low_end, high_end = POWER_EXPONENT
@@ -182,8 +186,7 @@ def _fit_power_exponent(
             "1",
             (low_end, high_end),
             "assumed",
-            "clock times voltage squared (AccelWattch, MICRO 2021): no shape was sustained at two "
-            "clocks below the power cap",
+            f"{PULSES_ELSEWHERE}; no shape was sustained at two clocks below the power cap here",
         )
     state.power_exponent = value
 
@@ -260,7 +263,7 @@ def fit_clock(
         idle_w=rounded(state.idle_w),
         power_limit_w=state.limit_w,
         regulated_w=_regulated(evidence, state, ledger),
-        surge=surge(evidence, ledger),
+        surge=_surge(evidence, state, ledger),
         power_exponent=rounded(state.power_exponent),
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
@@ -272,6 +275,16 @@ def fit_clock(
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
         devices=fit_devices(evidence, state, ledger),
     )
+
+
+def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
+    """What a cap lets through for some tenths of a second, over what it holds."""
+    found = surge(evidence, ledger)
+    if found is not None or state.limit_w is None:
+        return found or 1.0
+    value, low, high = SURGE
+    detail = "as four H200 drew when a constant load began (heat suite); no such load here"
+    return ledger.note("clock.surge", value, "factor", (low, high), "assumed", detail)
 
 
 def _regulated(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:

@@ -4,7 +4,7 @@ Only the microbenchmark tables are read, never those of training steps. Models a
 of role `fit`; rows of role `judge` are only compared with.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log, sqrt
 from pathlib import Path
@@ -49,15 +49,25 @@ class Evidence:
 
     system: str
     runs: Sequence[ResultSet]
+    # clocks that a monitor showed during sustained rows, by run, case and device; they replace
+    # those of the rows, see `calibrate.telemetry.monitored`
+    shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
 
     def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
         """(run, row) of every row of a table; those of role `judge` only to be compared with."""
         return [
-            (one.manifest.run, record)
+            (one.manifest.run, self.as_shown(one.manifest.run, record))
             for one in self.runs
             for record in one.table(row)
             if record.role == role
         ]
+
+    def as_shown(self, run: str, record: R) -> R:
+        """A row with the clock that a monitor showed, where it is known."""
+        if not isinstance(record, KernelRow):
+            return record
+        shown = self.shown_mhz.get((run, record.case_id, record.device))
+        return record if shown is None else record.model_copy(update={"clock_mhz": shown})
 
     def where(self, row: type[Row], rows: int) -> str:
         """The files of a table that has rows, and how many rows of them were used."""

@@ -30,7 +30,7 @@ from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.leakage import fit_leakage
 from calibrate.network import PUBLISHED
 from calibrate.own_network import fit_networks
-from calibrate.telemetry import read_telemetry
+from calibrate.telemetry import monitored, read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
 from spec.command import Parser, add_json, add_progress, emit, progress, run
@@ -57,6 +57,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             f"system {evidence.system}: no kernel row of role fit in its runs; measure them with "
             "`python -m measure.run --suite kernels`"
         )
+    evidence = monitored(evidence)
     ledger = Ledger()
     telemetry = read_telemetry(evidence)
     state = clock_state(evidence, telemetry, ledger)

@@ -21,7 +21,7 @@ from calibrate import collectives, kernels
 from calibrate.clocks import clock_state
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.fit import held_out_lines, systems
-from calibrate.telemetry import read_telemetry
+from calibrate.telemetry import monitored, read_telemetry
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError
 from spec.records import CollectiveRow, KernelRow
@@ -47,9 +47,10 @@ def split_runs(evidence: Evidence, last: str) -> tuple[Evidence, list[ResultSet]
 def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str, int]]:
     """Errors on the later runs, and how many of their rows no earlier one has a model for."""
     ledger, unused = Ledger(), Ledger()
+    early, later = monitored(early), monitored(Evidence(early.system, late))
     state = clock_state(early, read_telemetry(early), unused)
     fits = kernels.fit_kernels(early, state, unused, kernels.kernel_keys(early))
-    rows = [row for one in late for row in one.table(KernelRow)]
+    rows = [later.as_shown(one.manifest.run, row) for one in late for row in one.table(KernelRow)]
     found = kernels.judged_rows(rows, state, fits)
     _score_kernels(found, ledger)
     missing = _count(rows)

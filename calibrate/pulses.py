@@ -39,10 +39,10 @@ def held_w(evidence: Evidence) -> list[float]:
     return [watts for row in capped for watts in drawn_w(row)]
 
 
-def surge(evidence: Evidence, ledger: Ledger) -> float:
+def surge(evidence: Evidence, ledger: Ledger) -> float | None:
     """Mean power for some tenths of a second under the cap, over what it holds for minutes.
 
-    Each device as its constant load of `heat.csv` begins; 1 where no device shows it.
+    Each device as its constant load of `heat.csv` begins; None where no device shows it.
     """
     found: list[float] = []
     used = 0
@@ -69,7 +69,7 @@ def surge(evidence: Evidence, ledger: Ledger) -> float:
                 if there.sum() >= LEAST_SAMPLES:
                     found.append(float(power[there].mean()) / held)
     if not found:
-        return 1.0
+        return None
     value = rounded(max(float(median(found)), 1.0))
     return ledger.note(
         "clock.surge",

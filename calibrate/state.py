@@ -11,9 +11,11 @@ from spec.records import KernelRow
 SHORT_US, LARGE_US = 30.0, 100.0
 COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", *ATTENTION)
 
-# Dynamic power goes as clock times voltage squared; near the top voltage rises about with the
-# clock, below it stays: between 1 and 3. Kandiah et al., "AccelWattch", MICRO 2021.
-POWER_EXPONENT = (2.4, 1.8, 3.0)
+# Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).
+# Power goes as clock times voltage squared: up to 3 (Kandiah et al., "AccelWattch", MICRO 2021).
+POWER_EXPONENT = (1.42, 1.0, 2.4)
+# The same of what a cap lets through for some tenths of a second, see `calibrate.pulses.surge`.
+SURGE = (1.043, 1.0, 1.05)
 # shares of the room between idle and power limit, where no row shows power
 COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
 

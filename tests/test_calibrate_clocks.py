@@ -3,21 +3,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from calibrate.clocks import _onset_exponent, _visit_power
+from calibrate.clocks import _fit_power_exponent, _onset_exponent, _surge, _visit_power
 from calibrate.devices import fit_devices
 from calibrate.evidence import Evidence, Ledger
 from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
 from calibrate.host import fit_interference
-from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
-from calibrate.state import ClockState
-from calibrate.telemetry import Telemetry, read_telemetry
+from calibrate.own_exponents import USUAL, fit_bend, fit_jitter, fit_own_exponents
+from calibrate.state import POWER_EXPONENT, SURGE, ClockState
+from calibrate.telemetry import Telemetry, monitored, read_telemetry
 from calibrate.variability import spread_interval
 from spec.calibration import ClockFit
+from spec.files import write_table
 from spec.kernel import Kernel
 from spec.records import InterferenceRow, KernelRow
 from spec.results import ResultSet
@@ -255,3 +257,76 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     state = ClockState(1980.0, 700.0, 80.0)
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows[-1:])
     assert fit_devices(evidence, state, Ledger()) == ()
+
+
+def test_a_sustained_row_has_the_clock_that_its_monitor_showed(tmp_path: Path) -> None:
+    """Its mean while the load was timed; not while it settled, and not of another device."""
+    one = row(product(8192), 1500.0, 1520.0).model_copy(
+        update={"case_id": "long", "state": "sustained", "device": 1}
+    )
+    short = one.model_copy(update={"case_id": "short"})
+    write_table(tmp_path / "kernels.csv", KernelRow, [one, short])
+    time = np.arange(0, 3, 0.05)
+    shown = np.select([time < 0.5, time < 1.3, time < 2.15], [1980.0, 1900.0, 1380.0], 1340.0)
+    columns = {
+        "time_s": np.tile(time, 2),
+        "device": np.repeat([0, 1], len(time)),
+        "power_w": np.tile(np.where(time < 0.5, 100.0, 700.0), 2),
+        "sm_clock_mhz": np.concatenate([np.full(len(time), 1800.0), shown]),
+        "case_id": ["long"] * (2 * len(time) - 3) + ["short"] * 3,
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "telemetry.parquet")
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    evidence = monitored(Evidence("made-up", [ResultSet(tmp_path, about)]))
+    clocks = {one.case_id: one.clock_mhz for _, one in evidence.rows(KernelRow)}
+    assert clocks["long"] == pytest.approx((17 * 1380 + 14 * 1340) / 31, abs=3)
+    assert clocks["short"] == 1520.0
+    assert evidence.as_shown("another", one) == one
+
+
+def test_what_no_load_of_minutes_told_is_as_elsewhere() -> None:
+    ledger = Ledger()
+    evidence = Evidence("made-up", [])
+    assert _surge(evidence, ClockState(1980.0, 700.0, 80.0), ledger) == SURGE[0]
+    assert [one.source for one in ledger.parameters] == ["assumed"]
+    assert _surge(evidence, ClockState(1980.0, None, 1.5), ledger) == 1.0
+
+
+@pytest.mark.parametrize(("onset", "source"), [(900.0, "assumed"), (1200.0, "measured")])
+def test_a_lagging_sensor_tells_the_least_exponent(
+    monkeypatch: pytest.MonkeyPatch, onset: float, source: str
+) -> None:
+    state = ClockState(1980.0, 700.0, 80.0)
+    rows = [capped(n, 1000.0, 1500.0, 0) for n in (4096, 8192, 14336)]
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    ledger = Ledger()
+    telemetry = Telemetry((), (), (), (onset,), "telemetry")
+    _fit_power_exponent(Evidence("made-up", []), state, telemetry, rows, ledger)
+    own = np.log((onset - 80) / (rows[0].power_w - 80)) / np.log(1980 / 1500)
+    assert state.power_exponent == pytest.approx(max(own, POWER_EXPONENT[0]))
+    assert [one.source for one in ledger.parameters] == [source]
+
+
+def test_where_few_products_were_sustained_twice_they_go_as_the_clock() -> None:
+    state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.0})
+    ledger = Ledger()
+    rows = [capped(n, n / 8, 1490.0, 0) for n in (4096, 8192, 14336)]
+    bend = fit_bend(Evidence("made-up", []), state, rows, ledger)
+    assert bend.per_log * np.log(1980 / 1490) == pytest.approx(0.4)
+    assert [one.source for one in ledger.parameters] == ["assumed"]
+    assert fit_bend(Evidence("made-up", []), state, [], Ledger()).per_log == 0
+
+
+def test_few_pairs_lean_on_what_is_usual() -> None:
+    """One pair moves its own operation, and little what was never seen at two clocks."""
+    rotary = Kernel("rope", "forward", (8192, 32, 128))
+    rows = [row(rotary, 400 * (1980 / clock) ** 0.6, clock, "burst") for clock in (1980.0, 1900.0)]
+    rows.append(row(Kernel("swiglu", "forward", (8192, 8192)), 90.0, 1980.0, "burst"))
+    rows.append(row(Kernel("rope", "backward", (8192, 32, 128)), 400.0, 1980.0, "burst"))
+    state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.0})
+    fit_own_exponents(Evidence("made-up", []), state, rows[2:], Ledger())
+    assert state.own_exponents == {}
+    fit_own_exponents(Evidence("made-up", []), state, rows, Ledger())
+    own = state.own_exponents
+    assert own["swiglu", "forward"] == pytest.approx(USUAL[True])  # alone in streaming
+    assert USUAL[False] < own["rope", "backward"] < own["rope", "forward"] < 0.6
