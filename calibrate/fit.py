@@ -55,7 +55,8 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     if not evidence.rows(KernelRow):
         raise UserError(
             f"system {evidence.system}: no kernel row of role fit in its runs; measure them with "
-            "`python -m measure.run --suite kernels`"
+            "`python -m measure.run --suite kernels`, or take another system's of the same results "
+            "folder with --kernels-from"
         )
     evidence = monitored(evidence)
     ledger = Ledger()
@@ -137,6 +138,15 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
             f"{base}, whose it would take; name another with --kernels-from"
         )
     runs = [one for one in others if one.manifest.system == base]
+    theirs, own = (
+        {d.name for one in some for d in one.manifest.hosts[0].devices}
+        for some in (runs, found.runs)
+    )
+    if not theirs & own:
+        raise UserError(
+            f"--kernels-from {base}: its devices are {', '.join(sorted(theirs))}, those of "
+            f"{found.system} {', '.join(sorted(own))}; name a system of the same devices"
+        )
     return Evidence(found.system, [*runs, *found.runs])
 
 
@@ -166,7 +176,7 @@ def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None)
     if not kept:
         raise UserError(
             f"{results}: no system in it has kernel rows of role fit; measure them with "
-            "`python -m measure.run --suite kernels`"
+            "`python -m measure.run --suite kernels`, or name the folder that holds all systems"
         )
     if left_out:
         print(f"left out, no kernel rows: {', '.join(left_out)}", file=sys.stderr)

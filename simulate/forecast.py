@@ -7,22 +7,45 @@ once: an existing file is never replaced.
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 
 from simulate.inputs import measured_node
 from simulate.validation import Case, Prediction, predict
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table, sha256, write_json
-from spec.hardware import Fabric, Node
+from spec.hardware import Fabric, Node, same_device
 from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet
-from topologies import load_node
+from topologies import load_node, node_names
 
 SCHEMA = "forecast/1"
+
+
+def _utc(text: str) -> str:
+    """A time with its zone, as manifests write it."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise ValueError(f"{text[:40]!r} is no time with its zone, such as 2026-01-31T12:00:00Z")
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _interval(value: dict[str, float]) -> dict[str, float]:
+    missing = {"median", "low", "high"} - set(value)
+    if missing or not 0 <= value["low"] <= value["median"] <= value["high"] < inf:
+        raise ValueError("low, median and high must be there, in this order, and not negative")
+    return value
+
+
+Time = Annotated[str, AfterValidator(_utc)]
+Interval = Annotated[dict[str, float], AfterValidator(_interval)]
 UNSEALED = ("astra_sim_s", "components_s")  # of a prediction: for the one that looks into it
 
 
@@ -32,14 +55,25 @@ class Forecasted(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: TrainingConfig
-    step_time_s: dict[str, float]
-    energy_j: dict[str, float]
+    step_time_s: Interval
+    energy_j: Interval
     allocated_gib: float
     breakdown_s: dict[str, float]
     modelled_share: float
-    power_w: dict[str, float] | None = None
-    clock_mhz: dict[str, float] | None = None
-    memory_gib: dict[str, dict[str, float]] | None = None
+    power_w: Interval | None = None
+    clock_mhz: Interval | None = None
+    memory_gib: dict[str, Interval] | None = None
+
+
+class Drawn(BaseModel):
+    """Where a drawn plan comes from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grid: str
+    sha256: str
+    seed: str
+    count: PositiveInt
 
 
 class Forecast(BaseModel):
@@ -48,14 +82,28 @@ class Forecast(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal["forecast/1"] = Field(alias="schema")
-    created: str = Field(description="ISO 8601, UTC")
+    created: Time = Field(description="ISO 8601, UTC")
     plan: dict[str, str] = Field(description="path and sha256")
     calibration: dict[str, str] = Field(description="path, sha256, system")
     node: str
     gpu: str | None = Field(
-        default=None, description="of the node; earlier forecasts, of named nodes, do not say it"
+        default=None,
+        pattern=r"\S",
+        description="of the node; earlier forecasts, of named nodes, do not say it",
     )
+    drawn: Drawn | None = Field(default=None, description="None: not in this command")
     cases: tuple[Forecasted, ...] = Field(min_length=1)
+
+    def gpu_name(self, path: Path) -> str:
+        """The GPU that it is for; raises UserError where neither it nor a named node says it."""
+        if self.gpu is not None:
+            return self.gpu
+        if self.node not in node_names():
+            raise UserError(
+                f"{path}: gpu is missing, and node {self.node[:40]!r} is none of "
+                f"{', '.join(node_names())}"
+            )
+        return load_node(self.node).gpu
 
 
 def read_plan(path: Path) -> list[TrainingConfig]:
@@ -77,10 +125,11 @@ def seal(
     fabric: Fabric,
     draws: int,
     devices: Sequence[str] = (),
+    drawn: Drawn | None = None,
 ) -> Forecast:
     """Predict every configuration of a plan and write it down.
 
-    `devices` are as `predict` takes them.
+    `devices` are as `predict` takes them; `drawn` says where a drawn plan comes from.
     """
     if out.exists():
         raise UserError(f"{out}: exists already; a forecast is written once, give another name")
@@ -101,6 +150,7 @@ def seal(
         },
         "node": node.name,
         "gpu": node.gpu,
+        "drawn": drawn.model_dump() if drawn else None,
         "cases": cases,
     }
     checked = parse(Forecast, forecast, "the forecast")
@@ -123,13 +173,14 @@ def limits(found: ResultSet) -> tuple[float | None, float | None]:
     return device.power_limit_w, device.max_clock_mhz
 
 
-def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, Any]]:
+def match(
+    forecast: Forecast, gpu: str, sets: Sequence[ResultSet]
+) -> tuple[list[Case], dict[str, Any]]:
     """Measured rows of the forecast's configurations, and what could not be judged.
 
-    Only runs that started after the forecast was made count, on the GPU that it was made for, and
-    of several of one configuration the first.
+    Only runs that started after the forecast was made count, on the GPU that it was made for (named
+    as a node names it), and of several of one configuration the first.
     """
-    gpu = forecast.gpu or load_node(forecast.node).gpu
 
     def key(row: TrainingConfig) -> tuple[Any, ...]:
         names = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
@@ -139,8 +190,7 @@ def match(forecast: Forecast, sets: Sequence[ResultSet]) -> tuple[list[Case], di
     cases, seen, early, again = [], set(), 0, 0
     for found in sets:
         node = measured_node(found)
-        measured = node.gpu if node else found.manifest.hosts[0].devices[0].name
-        if gpu not in measured and measured not in gpu:
+        if not same_device(gpu, node.gpu if node else found.manifest.hosts[0].devices[0].name):
             continue
         for row in found.table(TrainingRow):
             one = made.get(key(row))

@@ -11,7 +11,7 @@ from simulate.transfer import meshed, transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem
-from spec.hardware import Fabric, Node
+from spec.hardware import Fabric, Node, same_device
 from spec.model import ModelSpec, load_model, model_names
 from spec.parallelism import Schedule
 from spec.results import ResultSet
@@ -91,7 +91,7 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
                 f"width, {model.hidden}"
             )
         model = model.resized(lora_rank=arguments.lora_rank)
-    node = load_node(arguments.node) if arguments.node else default_node(calibration)
+    node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
     calibration = calibration_for(calibration, node)
     return Inputs(
         model=model,
@@ -156,7 +156,7 @@ def node_of(kind: str, device: str, system: str) -> Node:
     fitting = [
         node
         for node in map(load_node, node_names())
-        if node.calibration == system or node.gpu in device
+        if node.calibration == system or same_device(node.gpu, device)
     ]
     if not fitting:
         raise UserError(
@@ -181,10 +181,16 @@ def calibration_for(calibration: Calibration, node: Node) -> Calibration:
     the measured GPU (nothing to scale from); collectives go by whether a switch joins the GPUs
     (`transfer.meshed`).
     """
-    measured = node.gpu in calibration.device or calibration.device in node.gpu
+    on_cpu = calibration.kind == "cpu"
+    if (on_cpu and node.multiprocessors > 1) or (not on_cpu and "CPU" in node.gpu.split()):
+        mine, its = ("a CPU", "GPUs") if on_cpu else ("GPUs", "a CPU")
+        raise UserError(
+            f"the calibration of system {calibration.system} is of {mine}, node {node.name} has "
+            f"{its}: {node.gpu}; name another node or system"
+        )
     if node.calibration == calibration.system or calibration.kind == "cpu":
         return calibration
-    if measured:
+    if same_device(node.gpu, calibration.device):
         return meshed(calibration, node)
     try:
         source = default_node(calibration)

@@ -9,7 +9,7 @@ from typing import Any
 
 from simulate.draw import draw
 from simulate.engines import wanted_binary
-from simulate.forecast import limits, match, read_forecast, seal
+from simulate.forecast import Drawn, limits, match, read_forecast, seal
 from simulate.inputs import (
     CPU_FABRIC,
     DEFAULT_FABRIC,
@@ -26,7 +26,7 @@ from simulate.validation_text import table
 from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
-from spec.files import write_table, write_text
+from spec.files import sha256, write_table, write_text
 from spec.hardware import Node
 from spec.records import KernelRow, ProfileRow, TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
@@ -311,15 +311,22 @@ def main_predict(words: Sequence[str]) -> int:
     arguments = parser("predict").parse_args(words)
     path = find_calibration(arguments)
     calibration = read_calibration(path)
-    if arguments.node and arguments.same_devices:
+    if arguments.node is not None and arguments.same_devices:
         raise UserError(
             "--same-devices is of the calibration's own GPUs, --node of others; give one of them"
         )
-    node = load_node(arguments.node) if arguments.node else default_node(calibration)
+    node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
     calibration = calibration_for(calibration, node)
-    plan = Path(arguments.plan)
+    plan, drawn = Path(arguments.plan), None
     if arguments.draw is not None:
         plan = draw_plan(arguments, calibration, node)
+        grid = Path(arguments.plan)
+        drawn = Drawn(
+            grid=grid.as_posix(),
+            sha256=sha256(grid),
+            seed=arguments.seed,
+            count=arguments.draw,
+        )
     forecast = seal(
         plan,
         Path(arguments.out),
@@ -329,6 +336,7 @@ def main_predict(words: Sequence[str]) -> int:
         load_fabric(arguments.fabric or fabric_of(calibration)),
         arguments.draws,
         measured_last(arguments, calibration) if arguments.same_devices else (),
+        drawn,
     )
     lines = [
         f"{one.config.case_id}: {one.step_time_s['median']:.4g} s "
@@ -345,7 +353,7 @@ def main_compare(words: Sequence[str]) -> int:
     arguments = parser("compare").parse_args(words)
     forecast = read_forecast(Path(arguments.sealed))
     sets = find_result_sets(Path(arguments.results), arguments.system)
-    cases, notes = match(forecast, sets)
+    cases, notes = match(forecast, forecast.gpu_name(Path(arguments.sealed)), sets)
     if not cases:
         raise UserError(
             f"{arguments.results}: none of the {len(forecast.cases)} configurations of "

@@ -16,13 +16,19 @@ Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 
 
+def same_device(one: str, other: str) -> bool:
+    """Whether two names are of one GPU: all words of the shorter one are in the longer one."""
+    less, more = sorted((set(one.split()), set(other.split())), key=len)
+    return bool(less) and less <= more
+
+
 class Node(BaseModel):
     """One server. Link rates are per GPU and direction, in 1e9 bytes/s."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    gpu: str = Field(description="GPU (or CPU) model")
+    gpu: str = Field(pattern=r"\S", description="GPU (or CPU) model")
     gpus: PositiveInt = Field(description="GPUs in the node's scale-up domain")
     memory_gib: Positive = Field(description="device memory of one GPU, as the driver reports it")
     peak_bf16_tflops: Positive = Field(description="dense bf16 peak of one GPU, 1e12 FLOP/s")

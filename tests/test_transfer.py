@@ -13,7 +13,9 @@ from simulate.inputs import calibration_for, default_node, find_calibration
 from simulate.transfer import same_gpu, transfer
 from spec.calibration import Calibration, Parameter
 from spec.command import run
+from spec.errors import UserError
 from spec.files import write_json
+from spec.hardware import same_device
 from tests.made_up import write_calibration
 from topologies import load_node, node_names
 
@@ -113,15 +115,36 @@ def test_every_parameter_says_where_it_comes_from(tmp_path: Path) -> None:
 
 def test_every_named_node_can_be_transferred_to(calibration: Calibration) -> None:
     for name in node_names():
+        if name == "cpu-host":
+            continue
         moved = calibration_for(calibration, load_node(name))
         assert moved.kernel_fits["gemm", "forward", "bf16"].time_us((512, 512, 512))[0] > 0
 
 
-def test_a_cpu_is_no_source(tmp_path: Path) -> None:
+def test_a_cpu_is_no_source(calibration: Calibration, tmp_path: Path) -> None:
     cpu = write_calibration(tmp_path / "c.json", kind="cpu", device="CPU core", system="cpu")
-    assert calibration_for(cpu, load_node("hgx-h100")) is cpu
+    assert calibration_for(cpu, load_node("cpu-host")) is cpu
+    with pytest.raises(UserError, match="is of a CPU, node hgx-h100 has GPUs"):
+        calibration_for(cpu, load_node("hgx-h100"))
+    with pytest.raises(UserError, match="is of GPUs, node cpu-host has a CPU"):
+        calibration_for(calibration, load_node("cpu-host"))
     unknown = write_calibration(tmp_path / "u.json", device="Unheard-of", system="elsewhere")
     assert calibration_for(unknown, load_node("hgx-h100")) is unknown
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("NVIDIA H200", "NVIDIA H200", True),
+        ("NVIDIA H100", "NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200", False),
+        ("H", "NVIDIA H200", False),
+        ("", "NVIDIA H200", False),
+    ],
+)
+def test_names_of_one_gpu(one: str, other: str, same: bool) -> None:
+    assert same_device(one, other) is same
+    assert same_device(other, one) is same
 
 
 def test_fp8_speeds_up_products_only(calibration: Calibration) -> None:

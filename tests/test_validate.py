@@ -339,6 +339,20 @@ def test_a_forecast_for_gpus_never_measured(results: Path, tmp_path: Path, capsy
     older = {key: value for key, value in other.items() if key != "gpu"}
     (tmp_path / "older.json").write_text(json.dumps(older))
     assert call(capsys, "compare", "older.json", str(results))[0] == 2
+    for change, said in (
+        ({"node": "/etc/hostname"}, "gpu is missing, and node '/etc/hostname' is none of"),
+        ({"gpu": " "}, "gpu"),
+        ({"created": "yesterday"}, "'yesterday' is no time with its zone"),
+        ({"cases": [other["cases"][0] | {"energy_j": {}}]}, "low, median and high must be there"),
+        (
+            {"cases": [other["cases"][0] | {"step_time_s": {"low": 2, "median": 1, "high": 3}}]},
+            "in",
+        ),
+    ):
+        (tmp_path / "odd.json").write_text(json.dumps(older | change))
+        code, _, err = call(capsys, "compare", "odd.json", str(results))
+        assert code == 2
+        assert said in err
     words = ("predict", "plan.csv", "--out", "s.json", "--node", "hgx-h100", "--same-devices")
     code, _, err = call(capsys, *words)
     assert code == 2
