@@ -5,7 +5,7 @@ See docs/series.md. The result is a `validation/1` object whose kinds are the so
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from simulate.series_choices import DEFAULTS, OTHERS, Choices
 from simulate.series_fit import (
     FACTORS,
     PRIOR_SD,
+    UNANCHORED_SD,
     Calibrations,
     Fitted,
     Projected,
@@ -168,21 +169,26 @@ def judged(
     tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
     system = _without_odd(anchors, calibrations, skipped)
     effects: list[list[float]] = [[] for _ in tests]
+    shifts, said = [0.0 for _ in tests], [list(one.assumed) for one in tests]
     middle = [project(one, system, calibrations, 0.0) for one in tests]
     open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
     for name in sorted(open_names):
         moved_anchors = [_other_way(one, name, chosen) for one in anchors]
         moved = [_other_way(one, name, chosen) for one in tests]
-        still = [
-            a.parallelism == b.parallelism for a, b in zip(anchors, moved_anchors, strict=True)
-        ]
-        again = system if all(still) else fit(moved_anchors, calibrations, rounds=2)
+        still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
+        again = system if still else fit(moved_anchors, calibrations, rounds=2)
+        share = _share(again, system) if anchors and name == "precision" else None
         for index, (one, other) in enumerate(zip(tests, moved, strict=True)):
-            if all(still) and one.parallelism == other.parallelism:
+            if still and _same(one, other):
                 continue
             value = project(other, again, calibrations, 0.0).value
             # a rate means other seconds where a batch or a length is taken otherwise
-            effects[index].append(value - middle[index].value - log(other.real_s / one.real_s))
+            effect = value - middle[index].value - log(other.real_s / one.real_s)
+            if share is not None:  # the mean of two points of these weights, and their spread
+                shifts[index] += share * effect
+                effect *= 2 * (share * (1 - share)) ** 0.5
+                said[index].append(f"the other precision counts {share:.0%}")
+            effects[index].append(effect)
     if anchors and "host" not in system.moved:
         # the kernels that an anchor asks for hide a host that may be what is slow: the prior's
         # third of three Gauss-Hermite points, of weight 1 / 6
@@ -193,11 +199,12 @@ def judged(
                 value = project(one, slow, calibrations, 0.0).value
                 effects[index].append(2 / 6**0.5 * (value - middle[index].value))
     entries = []
-    for one, projected, effect in zip(tests, middle, effects, strict=True):
+    for index, (one, projected) in enumerate(zip(tests, middle, strict=True)):
         # either way is as likely: half the difference is the spread of two equal points
-        extra = float(np.sqrt(sum((value / 2) ** 2 for value in effect)))
+        extra = float(np.sqrt(sum((value / 2) ** 2 for value in effects[index])))
         sd = float(np.hypot(projected.sd, extra))
-        entries.append(_entry(one, projected, sd, anchors, series))
+        mean = replace(projected, value=projected.value + shifts[index])
+        entries.append(_entry(one, mean, sd, anchors, series) | {"assumed": said[index]})
     return entries, system
 
 
@@ -214,6 +221,20 @@ def _without_odd(
         skipped.append({"id": odd.row.row_id, "reason": reason if anchors else ALONE})
         system = fit(anchors, calibrations)
     return system
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two fillings of a row are one and the same step."""
+    return all(getattr(one, n) == getattr(other, n) for n in ("parallelism", "model", "fp8"))
+
+
+def _share(other: Fitted, system: Fitted) -> float:
+    """Probability of another filling: by how far its fitted kernels lie from the calibration's.
+
+    Both are as likely before; frameworks lie `UNANCHORED_SD` from the calibration.
+    """
+    near, far = (float(one.factors[0] / UNANCHORED_SD) for one in (system, other))
+    return 1 / (1 + exp((far**2 - near**2) / 2))
 
 
 def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:
@@ -254,7 +275,6 @@ def _entry(
         "anchored": bool(anchors),
         "doublings": projected.doublings,
         "changes": min((changes(one, other) for other in anchors), default=0),
-        "assumed": list(one.assumed),
     }
     if anchors:
         rates = [log(other.real_s / _flops(other)) for other in anchors]

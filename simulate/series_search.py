@@ -1,11 +1,11 @@
 """What a row leaves out, searched: the split, the micro-batch and the chunks that are fastest.
 
 A published row is a tuned one, so where it does not print these the fastest that fits memory is
-taken, simulated with the calibration as it is. Whether activations are recomputed, and a precision
-that is not printed, are read off the anchors: what asks for the least surprising efficiency.
+taken, simulated with the calibration as it is. Activations are recomputed where they do not fit
+memory otherwise. A precision that is not printed is read off the anchors: what asks for the less
+surprising efficiency.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
@@ -112,7 +112,8 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     """The choices that all rows of a series share: how they recompute, and their split."""
     choices: dict[str, Any] = {}
     members = [*anchors, *tests]
-    choices |= _plausible(anchors, tests, by)
+    choices |= _recomputed(anchors or tests)
+    choices |= _precision(anchors, choices, by)
     searched = [one for one in members if "split" in one.open]
     if searched:
         known = {
@@ -131,22 +132,28 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     return choices
 
 
-def _plausible(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
-    """How a series recomputes, and in how many bits: of what fits, the more plausible."""
-    members = [*anchors, *tests]
-    ways = {"recompute": ("none", "full"), "precision": ("bf16", "fp8")}
-    open_names = [name for name in ways if any(name in one.open for one in members)]
-    possible: list[tuple[float, Choices]] = []
-    for values in itertools.product(*(ways[name] for name in open_names)):
-        choices = dict(zip(open_names, values, strict=True))
-        moved = [replanned(one, choices) for one in anchors or tests]
-        if not all(fits(one, MEMORY_SLACK) for one in moved):
-            continue
-        surprise = abs(float(fit(moved[:4], by, rounds=2).factors[0])) if anchors else 0.0
-        possible.append((surprise, choices))
-    if not possible:
-        return {"recompute": "full"} if "recompute" in open_names else {}
-    return min(possible, key=lambda one: one[0])[1]
+def _recomputed(members: Sequence[Plan]) -> Choices:
+    """How a series recomputes where that is not printed: not at all where that fits memory.
+
+    See docs/series.md for what published rows that print it do.
+    """
+    if not any("recompute" in one.open for one in members):
+        return {}
+    none = {"recompute": "none"}
+    fit_memory = all(fits(replanned(one, none), MEMORY_SLACK) for one in members)
+    return none if fit_memory else {"recompute": "full"}
+
+
+def _precision(anchors: Sequence[Plan], choices: Choices, by: Calibrations) -> Choices:
+    """The likelier precision where none is printed; the other one counts by `series.judged`."""
+    if not any("precision" in one.open for one in anchors):
+        return {}
+
+    def surprise(own: Choices) -> float:
+        moved = [replanned(one, {**choices, **own}) for one in anchors[:4]]
+        return abs(float(fit(moved, by, rounds=2).factors[0]))
+
+    return min(({"precision": name} for name in ("bf16", "fp8")), key=surprise)
 
 
 def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> dict[str, Choices]:

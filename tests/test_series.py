@@ -12,11 +12,13 @@ import pytest
 
 from reports.validation import render
 from simulate import validate
+from simulate.series import Series, judged, series_validation
 from simulate.series_fit import Calibrations, Shifts, around, fit, project
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import named_shape
 from simulate.series_plan import TooLittle, plan
 from simulate.series_rows import SeriesRow, metric_kind, number, read_rows
+from simulate.series_search import shared_choices
 from simulate.series_software import fused_gradients, tensor_exposure
 from spec.calibration import Calibration
 from spec.command import run
@@ -207,6 +209,38 @@ def test_a_precision_that_is_not_printed_is_a_choice_where_the_gpu_has_it() -> N
     assert "precision" not in plan(row(precision="", gpu_type="A100 80GB")).open
 
 
+def test_a_series_recomputes_where_memory_asks_for_it_however_slow_its_anchor(
+    calibration: Calibration,
+) -> None:
+    by = Calibrations(calibration)
+
+    def recompute(**changes: str) -> str:
+        one = plan(row(recompute="", **changes))
+        return str(shared_choices([one], [], by)["recompute"])
+
+    time = float(simulated(calibration, row()))
+    assert {recompute(value=repr(time * slow)) for slow in (0.9, 1.1, 1.3, 1.5)} == {"none"}
+    assert recompute(gpu_type="H100", layers="64", micro_batch="8", value="9") == "full"
+
+
+def test_a_precision_that_is_not_printed_turns_no_projection_over(calibration: Calibration) -> None:
+    """Both count by how far the kernels would be off: as the anchor gets slower, bf16 more."""
+    slow = {"interconnect": "100Gb/s per node", "precision": ""}
+    test = plan(row(row_id="b", gpus="64", global_batch="512", **slow))
+
+    def ratio(times: float) -> tuple[float, str]:
+        value = repr(float(simulated(calibration, row(precision="bf16"))) * times)
+        anchor = plan(row(**slow | {"value": value}))
+        entries, _ = judged(Series("p", [anchor], [test]), Calibrations(calibration), [])
+        return entries[0]["predicted_s"]["median"] / float(value), entries[0]["assumed"][-1]
+
+    found = [ratio(times) for times in np.linspace(0.6, 1.1, 11).tolist()]
+    assert all("the other precision counts" in sentence for _, sentence in found)
+    steps = np.diff(np.log([value for value, _ in found]))
+    assert np.all(steps < 0)  # more of an 8-bit step is the network's
+    assert np.max(np.abs(np.diff(steps))) < 0.2 * np.max(np.abs(steps))  # no jump where they tie
+
+
 def test_overlap_by_the_optimizers_name() -> None:
     words = {"source": "alibaba/Megatron-LLaMA README.md", "tp": "1", "pp": "1"}
     assert not plan(row(flags="DistributedOptimizer", **words)).parallelism.overlap
@@ -383,8 +417,6 @@ def test_use_decides_and_anchor_none_fits_nothing(
 
 def test_shapes_of_one_pair_are_told_apart(calibration: Calibration, tmp_path: Path) -> None:
     """Two shapes at two scales each are two series; a shape without anchors borrows theirs."""
-    from simulate.series import series_validation
-
     rows = [
         WHOLE | {"row_id": f"{layers}-{gpus}", "layers": layers, "gpus": gpus, "global_batch": "64"}
         for layers in ("8", "16")
