@@ -2,7 +2,7 @@
 
 examples:
     python -m calibrate.fit results/
-        every system found; writes results/<system>/calibration.json
+        every system found, on all cores; writes results/<system>/calibration.json
     python -m calibrate.fit results/ --system h200 --report calibration.html
         one system, with a report of fit against data
     python -m calibrate.fit results/h200 --out trial.json --json
@@ -16,8 +16,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from calibrate.clocks import clock_state, fit_clock, judge_power
@@ -183,7 +185,7 @@ def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None)
     return kept
 
 
-def summary(calibration: Calibration, out: Path) -> str:
+def summary(calibration: Calibration) -> str:
     """What the command prints: held-out errors beside their baselines, and what is assumed."""
     lines = [
         f"{calibration.system} ({calibration.device}): {len(calibration.kernels)} kernel models, "
@@ -198,8 +200,44 @@ def summary(calibration: Calibration, out: Path) -> str:
     lines += ["", f"parameters: {', '.join(f'{len(n)} {s}' for s, n in by_source.items())}"]
     if by_source["assumed"]:
         lines.append(f"assumed: {', '.join(grouped(by_source['assumed']))}")
-    lines.append(f"written: {out}")
     return "\n".join(lines)
+
+
+def overview(calibrations: Sequence[Calibration]) -> str:
+    """What the command prints of several systems: a row each, errors beside their baselines."""
+    kinds = ("kernel", "collective", "network")
+    wide = max(len(one.system) for one in calibrations) + 2
+    lines = [
+        f"{'system':<{wide}}{'device':<24}{'measured':>9}{'published':>10}{'assumed':>9}"
+        + "".join(f"{name + 's':>18}" for name in kinds)
+    ]
+    for one in calibrations:
+        sources = [parameter.source for parameter in one.parameters]
+        lines.append(
+            f"{one.system:<{wide}}{one.device:<24}{sources.count('measured'):>9}"
+            f"{sources.count('published'):>10}{sources.count('assumed'):>9}"
+            + "".join(f"{_middle(one.held_out, name):>18}" for name in kinds)
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "parameters by source; held-out median error (the baseline's), median over models",
+            "all of a system: python -m calibrate.fit RESULTS --system NAME",
+        ]
+    )
+
+
+def _middle(held_out: Sequence[HeldOut], kind: str) -> str:
+    """Held-out median error of a kind's models, and the baseline's; medians over models."""
+    mine = [one for one in held_out if one.model.partition(".")[0] == kind]
+    if not mine:
+        return "-"
+    error, baseline = (
+        median([getattr(one, name) for one in mine])
+        for name in ("median_error", "baseline_median_error")
+    )
+    return f"{error:.1%} ({baseline:.1%})"
 
 
 def held_out_lines(held_out: Sequence[HeldOut]) -> list[str]:
@@ -266,21 +304,29 @@ def main(arguments: Sequence[str]) -> int:
     if len(found) > 1 and options.kernels_from:
         raise UserError("--kernels-from is for one system; name it with --system")
     found = fittable(found, options.results, options.kernels_from)
-    fitted = [(one, fit(one, options.progress)) for one in found]
-    values: list[dict[str, Any]] = []
-    texts = []
-    for evidence, calibration in fitted:
+    fitted = fit_all(found, options.progress)
+    values, texts = [], []
+    for evidence, calibration in zip(found, fitted, strict=True):
         out = options.out or evidence.runs[-1].path.parent / "calibration.json"
         write_calibration(out, calibration)
         values.append(result(calibration, out))
-        texts.append(summary(calibration, out))
+        texts.append(f"written: {out}")
         if options.report:
             from calibrate.report import write_report
 
             write_report(options.report, calibration)
             texts.append(f"report: {options.report}")
-    emit(options.json, {"schema": "fit/1", "systems": values}, "\n\n".join(texts))
+    text = overview(fitted) if len(fitted) > 1 else summary(fitted[0])
+    emit(options.json, {"schema": "fit/1", "systems": values}, "\n".join([text, *texts]))
     return 0
+
+
+def fit_all(found: Sequence[Evidence], show_progress: bool) -> list[Calibration]:
+    """The calibrations of several systems, on all cores; of one with its own progress."""
+    if len(found) == 1:
+        return [fit(found[0], show_progress)]
+    fitted = Parallel(n_jobs=-1, return_as="generator")(delayed(fit)(one) for one in found)
+    return list(progress(fitted, len(found), "systems", show_progress))
 
 
 def result(calibration: Calibration, out: Path) -> dict[str, Any]:

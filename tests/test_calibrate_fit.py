@@ -204,6 +204,23 @@ def test_json_says_what_was_written(original: Path) -> None:
     assert value["systems"][0]["held_out"]
 
 
+def test_several_systems_are_fitted_as_one_is(results: Path, capsys: Any) -> None:
+    """Side by side, a row each on the terminal; the same file as alone."""
+    alone = read_calibration(calibration_path(results))
+    twin = results / "twin" / run_folder(results).name
+    shutil.copytree(run_folder(results), twin)
+    about = json.loads((twin / "manifest.json").read_text())
+    write_json(twin / "manifest.json", about | {"system": "twin"})
+    assert run(main, [str(results)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "system"
+    assert [row.split()[0] for row in rows[:2]] == ["synthetic", "twin"]
+    assert rows[0].split()[1:] == rows[1].split()[1:]
+    assert read_calibration(calibration_path(results)) == alone
+    other = read_calibration(results / "twin" / "calibration.json")
+    assert other.kernels == alone.kernels
+
+
 def test_an_interrupted_run_counts(results: Path) -> None:
     path = run_folder(results) / "manifest.json"
     value = json.loads(path.read_text())
