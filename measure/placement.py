@@ -28,7 +28,7 @@ from measure.training import Processes, Report
 from measure.training_plan import TrainingCase, case_of
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
-from spec.files import read_json, write_json
+from spec.files import read_json, read_table, write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.placement_gain import LEVEL, gains
@@ -195,13 +195,15 @@ def measure(case: PlacementCase, devices: Sequence[Device], kind: str, store: St
                     work.in_turns(symmetric, phase, placements)
                 except WorkError as error:
                     store.note(f"the {phase} placement was not compared: {error}")
+        # of the rows as they are stored, so that whoever judges them again finds the same
+        rows = read_table(store.folder / "placement.csv", PlacementRow)
         value = {
             "schema": "placement-compared/1",
             "predicted_at": prediction["written"],
             "written": now(),
             "pays": prediction["pays"],
             "level": LEVEL,
-            "gains": gains(work.rows, prediction["placements"]),
+            "gains": gains(rows, prediction["placements"]),
         }
         if "optimised" not in value["gains"]:
             raise WorkError("the optimised placement was not compared, see the manifest's notes")

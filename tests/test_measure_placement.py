@@ -98,8 +98,7 @@ def test_the_suite_predicts_before_it_compares(
     for one in rows:
         assert all(0 < float(busy) < one.step_time_s for busy in one.busy_s.split(","))
     again = gains(rows, prediction["placements"])["uneven"]["measured"]
-    # rows hold seven digits of a step's time; a gain is a difference of such times' ratio from 1
-    assert again == pytest.approx(value["gains"]["uneven"]["measured"], rel=1e-4, abs=1e-5)
+    assert again == pytest.approx(value["gains"]["uneven"]["measured"], rel=1e-9)
     assert main(["--judge", "--results", str(tmp_path), "--json", str(tmp_path / "judged")]) == 0
     (judged,) = json.loads((tmp_path / "judged").read_text())["runs"]
     assert judged["sealed"]["uneven"]["predicted"] == value["gains"]["uneven"]["predicted"]
