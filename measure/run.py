@@ -120,7 +120,11 @@ def arguments_parser() -> Parser:
         action="store_true",
         help="record telemetry while a command of yours runs, given after --",
     )
-    parser.add_argument("--kind", help=argparse.SUPPRESS)  # fake:N, for tests
+    parser.add_argument(
+        "--kind",
+        metavar="cpu",
+        help="measure the processor, even where there are GPUs",  # or fake:N, for tests
+    )
     add_json(parser)
     add_progress(parser)
     return parser
