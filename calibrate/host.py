@@ -35,7 +35,7 @@ COVERS = 0.8  # of a kernel's time, that a collective must last to show what it 
 # visits' 111 steps, each by the kernels of the three other visits, spread by 0.021 about their
 # visit's mean, of which kernels, collectives and devices are 0.01; later campaigns judge it.
 COMPOSITION_SD, CPU_COMPOSITION_SD = 0.02, 0.3
-# Likewise on a CPU whose devices each have a core or a share to themselves, kernels timed with cold
+# Likewise on a CPU whose devices each have a share of a core to themselves, kernels timed with cold
 # operands: five steps in a rehearsal were 2 to 10 % longer than their parts, and the same step of
 # one host spread by 0.1 from one run to another.
 SHARE_COMPOSITION_SD = 0.1
@@ -178,12 +178,10 @@ def composition_sd(evidence: Evidence, ledger: Ledger) -> float:
     if evidence.devices()[0].kind == "cpu":
         value, interval = CPU_COMPOSITION_SD, (0.15, 0.6)
         detail = "processes share cores, caches and gloo's threads, which no kernel alone shows"
-        hosts = evidence.runs[-1].manifest.hosts
-        if all(len(host.devices) == 1 for host in hosts) and evidence.rows(HostRow):
+        if core_share(evidence.runs[-1].manifest) < 1 and evidence.rows(HostRow):
             value, interval = SHARE_COMPOSITION_SD, (0.05, 0.2)
             detail = (
-                "a core to itself, or a share of one: caches are cold after each turn and beside "
-                "Python, which no kernel alone shows"
+                "shares of a core: caches are cold after each turn, which no kernel alone shows"
             )
     else:
         value, interval = COMPOSITION_SD, (0.01, 0.06)

@@ -1,11 +1,10 @@
 #!/bin/sh
-# A machine's processor as 2, 4 and 8 hosts; the steps of 8 are forecast from what 2 and 4 measured.
+# A machine without a GPU as 2, 4 and 8 hosts; the steps of 8 are forecast from what 2 and 4 measured.
 #
 #   examples/emulated-hosts.sh [RESULTS] [MBIT] [SYSTEM]
 #
-# Needs root and iproute2; about 45 minutes on two cores. From nine cores on a host is a core: 2500 is
-# a good rate and netns-2500mbit-1core the usual name. A run that turns out invalid (something else
-# used the cores) ends it: repeat. What is there is not measured again, a forecast not replaced.
+# Needs root and iproute2; about 45 minutes on two cores. A run that turns out invalid (something
+# else used the cores) ends it: repeat. What is there is not measured again, a forecast not replaced.
 set -e
 RESULTS=${1:-results} MBIT=${2:-200}
 SYSTEM=${3:-netns-${MBIT}mbit}
@@ -15,7 +14,7 @@ PYTHON=${PYTHON:-python3}
 measure() { # HOSTS, options
     HOSTS=$1
     shift
-    $PYTHON -m measure.run --kind cpu --emulate-nodes "$HOSTS" --link-mbit "$MBIT" --out "$RESULTS" \
+    $PYTHON -m measure.run --emulate-nodes "$HOSTS" --link-mbit "$MBIT" --out "$RESULTS" \
         --system "$SYSTEM" --progress "$@"
 }
 

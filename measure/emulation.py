@@ -32,7 +32,7 @@ def check(nodes: int, devices: int, kind: str) -> None:
         if not 2 <= nodes <= most:
             raise UserError(
                 f"{nodes} emulated nodes on {os.cpu_count()} cores: give 2 to {most}, so that "
-                f"each gets {namespaces.QUOTA:g} of a core"
+                f"each gets {namespaces.QUOTA} of a core"
             )
         if devices != nodes:
             raise UserError(
@@ -58,11 +58,10 @@ def rank_environment(rank: int, world: int, nodes: int) -> dict[str, str]:
 def system_name(plain: str, devices: int, nodes: int, link_mbit: int | None = None) -> str:
     """Default name, such as `4x-h200-2x2`: two nodes of two of these GPUs.
 
-    Of hosts of a CPU `netns-200mbit`, however many: runs of 2, 4 and 8 are one system's. Where each
-    host is a core, `netns-200mbit-1core`.
+    Of hosts of a CPU `netns-200mbit`, however many: runs of 2, 4 and 8 are one system's.
     """
     if link_mbit is not None:
-        return f"netns-{link_mbit}mbit" + ("-1core" if namespaces.QUOTA == 1 else "")
+        return f"netns-{link_mbit}mbit"
     return f"{plain}-{nodes}x{devices // nodes}"
 
 
@@ -77,7 +76,7 @@ def note(devices: int, nodes: int, link_mbit: int | None = None) -> str:
     if link_mbit is not None:
         return (
             f"{nodes} hosts are emulated on one: network namespaces joined by virtual Ethernet of "
-            f"{link_mbit} Mbit/s each way (tc tbf), with {namespaces.QUOTA:g} of a core each"
+            f"{link_mbit} Mbit/s each way (tc tbf), with {namespaces.QUOTA} of a core each"
         )
     return (
         f"{nodes} nodes of {devices // nodes} devices are emulated on one host: each worker has "

@@ -140,8 +140,7 @@ def main() -> None:
 
     matrix = np.random.default_rng(0).random((SIZE, SIZE), dtype=np.float32)
     cores = sorted(os.sched_getaffinity(0))
-    if namespaces.QUOTA < 1:
-        os.sched_setaffinity(0, {cores[int(os.environ[namespaces.HOST]) % len(cores)]})
+    os.sched_setaffinity(0, {cores[int(os.environ[namespaces.HOST]) % len(cores)]})
     namespaces.enter_share()
     print(0.0, flush=True)
     for _ in sys.stdin:

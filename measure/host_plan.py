@@ -1,8 +1,7 @@
 """What to measure on the hosts of `measure.namespaces`, as data; each has one device.
 
 All that is sent leaves its host, and on a fifth of a core everything takes five times as long: so
-only what training steps are made of, and their sizes. Where a host is a core, the steps are of a
-larger model, as Python's part of small ones would be large.
+only what training steps are made of, and their sizes.
 """
 
 from collections.abc import Iterable
@@ -17,11 +16,10 @@ from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import kernels_of
 
-MODEL = "small" if QUOTA < 1 else "medium"
-# log2 of bytes; 16 MiB last 1.3 s at 200 Mbit/s. Half of the largest, too: gradients are large, and
-# the only two sizes near theirs could both be kept for judging.
-SIZES = (10, 12, 14, 16, 18, 20, 22, *((23, 24) if QUOTA < 1 else (24, 26, 27)))
-KERNEL_S = 1.0 / QUOTA  # under a quota repeats last long enough to hold many turns of the processor
+# log2 of bytes; 16 MiB last 1.3 s at 200 Mbit/s. 8 MiB too: gradients are large, and the only two
+# sizes near theirs could both be kept for judging.
+SIZES = (10, 12, 14, 16, 18, 20, 22, 23, 24)
+KERNEL_S = 5.0  # repeats last long enough to hold many turns of the processor
 COLLECTIVE_REPEATS = 21
 
 _SP = {"sequence_parallel": True}
@@ -58,7 +56,7 @@ def training(hosts: int, quick: bool, link_mbit: int) -> list[TrainingCase]:
     for layers, split in _STEPS:
         p = Parallelism(**split)
         if p.gpus in (1, hosts):
-            case = case_of(load_model(MODEL).resized(layers=layers), p, "cpu", quick)
+            case = case_of(load_model("small").resized(layers=layers), p, "cpu", quick)
             found.append(emulated(case, p.gpus, link_mbit))
     return found[:QUICK_CASES] if quick else found
 

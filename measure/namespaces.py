@@ -4,8 +4,7 @@ Each host is a network namespace, joined to the others by a virtual Ethernet pai
 namespace of its own, so that the machine's network is left alone), its link limited both ways by
 `tc tbf`; and a control group that may use `QUOTA` of a core and no more. Weighted above everything
 else on the machine, hosts get that share whatever runs beside them, so long as all shares together
-fit the cores: whether they do is measured, see `measure.host_check`. Where the machine has a core
-for each of eight hosts, and one to spare, a host is a core: its processes keep to that one.
+fit the cores: whether they do is measured, see `measure.host_check`.
 
 Needs root and iproute2. Control groups of version 2, or the cpu controller of version 1.
 """
@@ -22,17 +21,10 @@ from pathlib import Path
 
 from spec.errors import UserError, WorkError
 
-LARGEST_SHARE = 0.9  # of the machine's cores, all hosts together
+QUOTA = 0.2  # of a core, each host
 PERIOD_US = 20_000  # in which a host may run for its quota
-
-
-def quota(cores: int) -> float:
-    """Of a core, each host: the same for 2, 4 and 8 hosts, whose runs are one system's."""
-    return 1.0 if LARGEST_SHARE * cores >= 8 else 0.2
-
-
-QUOTA = quota(os.cpu_count() or 1)
-LINK_MBIT = 200 if QUOTA < 1 else 2500
+LARGEST_SHARE = 0.9  # of the machine's cores, all hosts together
+LINK_MBIT = 200
 INTERFACE = "eth0"
 MTU = 9000
 BURST_BYTES = 32 * 1024  # that a link lets through at once after idling
@@ -84,11 +76,8 @@ def enter_network() -> None:
 
 
 def enter_share() -> None:
-    """Move this process to its host's core, or under its quota; nothing outside of hosts."""
+    """Move this process under its host's quota; nothing outside of hosts."""
     if on_host():
-        if QUOTA == 1:
-            cores = sorted(os.sched_getaffinity(0), reverse=True)  # the first serves the machine
-            os.sched_setaffinity(0, {cores[int(os.environ[HOST]) % len(cores)]})
         group = Controller().root / os.environ[HOSTS] / os.environ[HOST]
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
@@ -121,8 +110,6 @@ class Controller:
         for host in range(hosts):
             group = parent / str(host)
             group.mkdir()
-            if QUOTA == 1:  # a core is all that its processes keep to
-                continue
             if self.unified:
                 (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
             else:

@@ -167,10 +167,7 @@ def test_ctrl_c_and_kill_leave_nothing_for_long() -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_control_groups_of_both_versions(
-    tmp_path: Path, unified: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(namespaces, "QUOTA", 0.2)
+def test_control_groups_of_both_versions(tmp_path: Path, unified: bool) -> None:
     if unified:
         (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
         base = tmp_path
@@ -194,14 +191,6 @@ def test_control_groups_of_both_versions(
         assert made["measure-1/cpu.shares"] == "262144"
     with pytest.raises(UserError, match="no cpu controller"):
         Controller(tmp_path / "nowhere")
-    # a host that is a core has no quota
-    monkeypatch.setattr(namespaces, "QUOTA", 1.0)
-    Controller(tmp_path).make("measure-2", 1)
-    assert not list((base / "measure-2/0").iterdir())
-
-
-def test_where_there_are_cores_for_eight_hosts_each_is_one() -> None:
-    assert [namespaces.quota(cores) for cores in (1, 2, 8, 9, 16)] == [0.2, 0.2, 0.2, 1.0, 1.0]
 
 
 def test_hosts_that_compute_alike_and_not() -> None:
@@ -244,7 +233,7 @@ def test_invalid_runs_are_passed_over(tmp_path: Path) -> None:
     ("words", "complaint"),
     [
         (["--emulate-nodes", "1"], "1 emulated nodes on"),
-        (["--emulate-nodes", "5000"], "so that each gets "),
+        (["--emulate-nodes", "5000"], "so that each gets 0.2 of a core"),
         (["--emulate-nodes", "2", "--suite", "telemetry"], "suite 'telemetry' is not measured on"),
         (["--emulate-nodes", "2", "--link-mbit", "0"], "'0' is not a whole number"),
         (["--link-mbit", "100"], "is for the emulated nodes of a CPU"),
@@ -287,8 +276,7 @@ def test_a_collective_between_two_hosts_end_to_end(
     words += ["--suite", "collectives", "--plan", str(plan), "--out", str(tmp_path / "results")]
     assert run(main, words) == 1
     said = json.loads(capsys.readouterr().out)
-    own = "netns-400mbit-1core" if namespaces.QUOTA == 1 else "netns-400mbit"
-    assert (said["system"], said["finished"]) == (own, 1)
+    assert (said["system"], said["finished"]) == ("netns-400mbit", 1)
     assert "20.0% apart" in said["invalid"]
     found = read_result_set(Path(said["path"]))
     (row,) = found.table(CollectiveRow)
