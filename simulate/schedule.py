@@ -81,6 +81,7 @@ class Level(NamedTuple):
 
     `inputs` are the rows of the stages' previous passes, and of those whose output the passes need
     (0: none); `kinds` are the kinds of the passes, and those numbers plus the number of kinds.
+    `simulate.composition` makes levels with more of both.
     """
 
     rows: slice
@@ -100,7 +101,6 @@ class Arrays:
     rows: int
     crosses: NDArray[np.bool_]
     last_row: Rows  # of each stage
-    row: Rows  # (stages, ways, microbatches * chunks): rows of the passes of each way, in order
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,6 @@ class Graph:
             rows=nothing + 1,
             crosses=crosses.ravel(),
             last_row=row[order_of[:, -1]],
-            row=row[:-1].reshape(stages, count, passes),
         )
 
     def _order(self, forward: Rows, backward: Rows) -> Rows:

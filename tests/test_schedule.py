@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, ways
-from simulate.timeline import execute
+from simulate.timeline import NARROW, execute
 
 
 def run(stages: int, microbatches: int, chunks: int, name: str = "1f1b") -> float:
@@ -142,6 +142,22 @@ def test_timeline_is_what_the_order_gives(
         ends = played(stages, rounds * stages, parts, name, took, delay)
         last = [max(end for key, end in ends.items() if key[0] == s) for s in range(stages)]
         assert found == pytest.approx(last, rel=1e-12)
+
+
+@few
+@given(st.integers(2, 5), st.integers(1, 6), st.integers(1, 3), durations, st.floats(0, 3))
+def test_levels_composed_for_few_draws_are_those_of_many(
+    stages: int, rounds: int, chunks: int, numbers: list[float], delay: float
+) -> None:
+    rng = np.random.default_rng(int(numbers[0] * 1e6))
+    duration = rng.uniform(0.1, 2.0, (stages * chunks * 2, 40))
+    delays = np.linspace(0, delay, 40)
+    pipeline = graph(stages, rounds * stages, chunks)
+    assert stages * 2 <= NARROW < stages * 40
+    for whole in (False, True):
+        many = execute(pipeline, duration, delays, whole=whole).end
+        few = execute(pipeline, duration[:, 5:7], delays[5:7], whole=whole).end
+        np.testing.assert_allclose(few, many[:, 5:7], rtol=1e-12)
 
 
 @few
