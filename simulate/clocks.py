@@ -11,6 +11,7 @@ from math import exp, log
 from typing import NamedTuple
 
 from simulate.costs import Costs, Draws, Energy, total
+from simulate.exchange import exchanges
 from simulate.pricing import Known, PricedSegment, PricedStep, StagePrices, parts_of, price
 from simulate.uncertainty import central
 from simulate.works import Same
@@ -228,12 +229,13 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     """A step whose stages are busy so long, in closed form.
 
     The slowest stage's passes, one microbatch through the other stages (arXiv 2104.04473, section
-    2.2) with a transfer to and from each, and what follows the last pass.
+    2.2) with a transfer to and from each and its exchanges, and what follows the last pass.
     """
     p = priced.parallelism
     slowest = busy.index(max(busy))
     fill = (sum(busy) - busy[slowest]) / (p.microbatches * p.vpp)
     sent = 2 * (p.pp - 1) * central(priced.transfer_us)
+    sent += p.microbatches * exchanges(slowest, p.pp) * central(priced.late_us)
     update = priced.updates[slowest]
     after = update.reduction_us + update.kernels_us + update.gather_us + priced.norm_us
     return busy[slowest] + fill + sent + central(after)

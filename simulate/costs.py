@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.exchange import share_not_held, synchronous
 from simulate.uncertainty import Draws, OneAtATime, central, larger, where
 from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
 from spec.calibration import Calibration, CollectiveFit, NetworkFit
@@ -206,6 +207,15 @@ class Costs:
         time, sd = inside_us(Same(fit), 2, collective.bytes)
         inside = time * self.draws.factor(f"collective {collective.kind}", sd)
         return crossing * self.collective_us(collective) + (1 - crossing) * inside
+
+    def late_us(self, collective: Collective) -> Array:
+        """What a stage that comes last still waits for of such a message, see `exchange`."""
+        path, gloo = self.layout.paths[collective.axis], self.calibration.host.serial
+        if not synchronous(self.parallelism) or (path.nodes == 1 and not gloo):
+            return self.draws.zero
+        share = share_not_held(collective.bytes, self.fabric.protocol, gloo, self.draws)
+        crossing = 1.0 if gloo else (path.nodes - 1) / (path.ranks - 1)  # as in `transfer_us`
+        return self.collective_us(collective) * (crossing * share)
 
     def communication_w(self, axis: str) -> float:
         """Board power above idle while the groups of an axis communicate."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from simulate import stragglers
 from simulate.clocks import layer_us, load, stage_clocks
 from simulate.costs import Costs, Draws
+from simulate.exchange import HELD_SD
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.pricing import (
@@ -125,7 +126,10 @@ class StepSimulator:
         executed = execute(  # the last column is the central one again, without transfers
             graph(p.pp, p.microbatches, p.vpp, p.schedule),
             np.concatenate([duration, duration[:, :1]], axis=1),
-            np.concatenate([np.atleast_1d(priced.transfer_us), [0.0]]),
+            *(
+                np.concatenate([np.atleast_1d(one), [0.0]])
+                for one in (priced.transfer_us, priced.late_us)
+            ),
         )
         timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
@@ -213,15 +217,7 @@ class StepSimulator:
 
     def _assumptions(self) -> tuple[Parameter, ...]:
         scale = sd_per_doubling() * self.doublings
-        uneven = (
-            assumed_factor(
-                "step.expert_imbalance",
-                self.model.expert_imbalance,
-                IMBALANCE_SD,
-                "coefficient of variation of experts' loads; given, and it differs between layers",
-            ),
-        )
-        return (uneven if self._costs.fullest is not None else ()) + (
+        found = [
             assumed_factor(
                 "step.scale_error",
                 1.0,
@@ -235,7 +231,17 @@ class StepSimulator:
             assumed_factor(
                 "step.clock_error", 1.0, CLOCK_SD, "clock, as wrong as on 76 measured steps"
             ),
-        )
+        ]
+        if self._costs.fullest is not None:
+            given = (
+                "coefficient of variation of experts' loads; given, and it differs between layers"
+            )
+            imbalance = self.model.expert_imbalance
+            found.append(assumed_factor("step.expert_imbalance", imbalance, IMBALANCE_SD, given))
+        if central(self.priced.late_us) > 0 and not self.calibration.host.serial:
+            held = "what NCCL's and sockets' buffers hold of a message between stages on two nodes"
+            found.append(assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held))
+        return tuple(found)
 
     def _common_factor(self) -> Array:
         """Errors that hold for the whole step: composition, this visit's speed, scale."""

@@ -152,6 +152,13 @@ class PricedStep:
             return self.costs.draws.zero
         return self.costs.transfer_us(self.transfer)
 
+    @property
+    def late_us(self) -> Array:
+        """What a stage waits for of its exchange with another that came first."""
+        if self.transfer is None:
+            return self.costs.draws.zero
+        return self.costs.late_us(self.transfer)
+
 
 class _Split:
     """A parallelism as far as a layer and the model's ends depend on it."""

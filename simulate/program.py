@@ -25,6 +25,7 @@ COLLECTIVES: frozenset[str] = frozenset(
 )
 AXES = ("tp", "cp", "ep", "dp", "pp")
 PIPELINE_AXIS = "pp"
+EXCHANGE = "exchange"  # begins the names of compute tasks in which a stage waits, see `exchange`
 _LONGEST_NS = 1e15  # eleven days; more is a mistake
 
 

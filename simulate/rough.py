@@ -10,6 +10,7 @@ from typing import Any
 
 from simulate.clocks import layer_us
 from simulate.costs import Costs, Draws
+from simulate.exchange import exchanges
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
 from simulate.overlap import Chunk, waited_us
@@ -73,8 +74,8 @@ class Rough:
         stages[0] += one.embedding
         stages[-1] += one.head
         stages = [stage + self._sharded_us(p, one, index) for index, stage in enumerate(stages)]
-        transfer = self._transfer_us(p) if p.pp > 1 else 0.0
-        pipeline = _pipeline_us(stages, m, p.vpp, transfer)
+        transfer, late = self._transfer_us(p) if p.pp > 1 else (0.0, 0.0)
+        pipeline = _pipeline_us(stages, m, p.vpp, transfer, late)
         return pipeline + self._update_us(p, one)
 
     def _costs(self, p: Parallelism) -> Costs:
@@ -117,9 +118,11 @@ class Rough:
             self._clocks[key] = layer_us(self.model, p, costs) / whole_us
         return self._clocks[key]
 
-    def _transfer_us(self, p: Parallelism) -> float:
+    def _transfer_us(self, p: Parallelism) -> tuple[float, float]:
+        """A message between stages, and what a stage that is late waits for of it."""
         size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
-        return central(self._costs(p).transfer_us(Collective("send_recv", "pp", size)))
+        message, costs = Collective("send_recv", "pp", size), self._costs(p)
+        return central(costs.transfer_us(message)), central(costs.late_us(message))
 
     def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
         """What zero 2 and 3 send beside every microbatch."""
@@ -184,12 +187,15 @@ class Rough:
         return sum(central(costs.collective_us(one)) for one in sent)
 
 
-def _pipeline_us(stages: list[float], microbatches: int, chunks: int, transfer: float) -> float:
+def _pipeline_us(
+    stages: list[float], microbatches: int, chunks: int, transfer: float, late: float
+) -> float:
     """A pipeline whose stages take so long for a microbatch's forward and backward pass.
 
     Every microbatch on the slowest stage, and once through all others (arXiv 2104.04473, section
     2.2), with two transfers per stage. In 1F1B as many microbatches are in flight from a stage on
-    as stages follow, so each also takes its share of a round trip from there to the last stage.
+    as stages follow, so each also takes its share of a round trip from there to the last stage, or
+    what it waits for of its exchanges with its neighbours.
     Interleaved, twice as many are, with two transfers per chunk.
     """
     m, ways = microbatches, 2 * transfer
@@ -202,5 +208,6 @@ def _pipeline_us(stages: list[float], microbatches: int, chunks: int, transfer: 
         behind += stage
         round_trip = (behind + (count - 1) * ways) / count
         before = sum(stages) - behind + (len(stages) - count) * ways
-        slowest = max(slowest, before + m * max(stage, round_trip))
+        waits = exchanges(len(stages) - count, len(stages)) * late
+        slowest = max(slowest, before + m * max(stage + waits, round_trip))
     return slowest

@@ -33,37 +33,49 @@ class Timeline:
     busy: Array  # (stages, draws): time each stage spends in passes
 
 
-def execute(graph: Graph, duration: Array, delay: Array, *, whole: bool = False) -> Timeline:
+def execute(
+    graph: Graph,
+    duration: Array,
+    delay: Array,
+    late: Array | float = 0.0,
+    *,
+    whole: bool = False,
+) -> Timeline:
     """Run `graph` with each pass starting as soon as its stage and its input are ready.
 
     duration: (stages * chunks * ways, draws), indexed by the passes' kinds (`Arrays`).
     delay: (draws,), or by kind as well: time an activation or gradient needs to reach the pass that
     waits for it, by the kind of that pass.
+    late: (draws,): time that such a pass's stage, once it is free, waits even for an input that was
+    sent long before; see `simulate.exchange`.
     `whole` runs every pass even where the steady phase can be continued.
     """
     busy = graph.microbatches * duration.reshape(graph.stages, -1, duration.shape[1]).sum(axis=1)
     rounds = 1
     while not whole and (short := graph.shortened(rounds)) is not None:
         more = (graph.microbatches - short.microbatches) // graph.period
-        end = _ends(short, duration, delay, more)
+        end = _ends(short, duration, delay, late, more)
         if end is not None:
             return Timeline(end, busy)
         rounds = 4 * rounds + 2 * graph.stages
-    end = _ends(graph, duration, delay, None if whole else 0)
+    end = _ends(graph, duration, delay, late, None if whole else 0)
     assert end is not None
     return Timeline(end, busy)
 
 
-def _ends(graph: Graph, duration: Array, delay: Array, more: int | None) -> Array | None:
+def _ends(
+    graph: Graph, duration: Array, delay: Array, late: Array | float, more: int | None
+) -> Array | None:
     """(stages, draws): when the last pass of each stage ends.
 
     `more` periods than the graph has are continued, and None is returned where its passes do not
     move alike. Where `more` is None every pass is run.
     """
     a = graph.arrays
-    arrived = duration + np.where(a.crosses[:, None], delay, 0.0)
+    crosses = a.crosses[:, None]
+    free, arrived = (duration + np.where(crosses, one, 0.0) for one in (late, delay))
     # to the end of the pass before, and of the sender; and the number of neither adds nothing
-    added = np.concatenate([duration, arrived, np.zeros_like(duration[:1])])
+    added = np.concatenate([free, arrived, np.zeros_like(duration[:1])])
     end = np.empty((a.rows, duration.shape[1]))
     end[0] = 0.0
     at, steady = 0, None if more is None else graph.steady

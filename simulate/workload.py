@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from simulate.costs import Array
 from simulate.pricing import PassCost, PricedStep
-from simulate.program import Kind, Program, StageProgram, Task
+from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
 from simulate.schedule import BACKWARD, WEIGHTS, Pass, order, ways
 from simulate.uncertainty import central
 from spec.collective import Collective
@@ -75,7 +75,12 @@ class _Stage:
         sender, receiver = (at + 1, at - 1) if backward else (at - 1, at + 1)
         inside = range(p.pp * p.vpp if one.way != WEIGHTS else 0)
         if transfer is not None and sender in inside:
-            self.last = (*self.last, self._message("recv", name, one, sender, at))
+            received = self._message("recv", name, one, sender, at)
+            late_ns = central(self.priced.late_us) * 1e3
+            if late_ns > 0:  # the slot of compute, which stands still, and not that of messages
+                wait = self._add(f"{EXCHANGE} {name}", "compute", self.last, duration_ns=late_ns)
+                self.last = (wait,)
+            self.last = (*self.last, received)
         if granularity == "stage":
             self._compute(name, central(cost.total))
         else:

@@ -88,11 +88,13 @@ def played(
     took: list[float],
     delay: float,
     gather: float = 0.0,
+    late: float = 0.0,
 ) -> dict[tuple[int, int, int, int], float]:
     """Ends by (stage, way, microbatch, chunk): pass by pass from `order`, nothing clever.
 
     gather: what a chunk's parameters take, which each stage gathers one after another: those of two
     chunks from the start, and of the next one when a chunk starts.
+    late: what a stage waits, once it is free, for an input that was sent long before.
     """
     orders = [order(s, stages, microbatches, chunks, name) for s in range(stages)]  # type: ignore[arg-type]
     ends: dict[tuple[int, int, int, int], float] = {}
@@ -104,6 +106,7 @@ def played(
                 one = orders[stage][at[stage]]
                 where = one.chunk * stages + stage + (1 if one.way == BACKWARD else -1)
                 ready: float | None = 0.0
+                crosses = one.way != WEIGHTS and 0 <= where < stages * chunks and stages > 1
                 if one.way == WEIGHTS:
                     ready = ends.get((stage, BACKWARD, one.microbatch, one.chunk))
                 elif 0 <= where < stages * chunks:
@@ -114,7 +117,7 @@ def played(
                     ready = ends.get((stage, FORWARD, one.microbatch, one.chunk))
                 if ready is None:
                     break
-                start = max(free[stage], ready)
+                start = max(free[stage] + late * crosses, ready)
                 if one.way == FORWARD and one.microbatch == 0:
                     gathered[stage] = max(gathered[stage], asked[stage][one.chunk]) + gather
                     start = max(start, gathered[stage])
@@ -131,15 +134,24 @@ few = settings(max_examples=40, deadline=None)
 
 
 @few
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), durations, st.floats(0, 3))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    durations,
+    st.floats(0, 3),
+    st.floats(0, 1),
+)
 def test_timeline_is_what_the_order_gives(
-    stages: int, rounds: int, chunks: int, numbers: list[float], delay: float
+    stages: int, rounds: int, chunks: int, numbers: list[float], delay: float, share: float
 ) -> None:
+    late = share * delay
     for name, parts in (("1f1b", chunks if stages > 1 else 1), ("gpipe", 1), ("zb-h1", 1)):
         took = numbers[: stages * parts * ways(name)]  # type: ignore[arg-type]
         pipeline = graph(stages, rounds * stages, parts, name)  # type: ignore[arg-type]
-        found = execute(pipeline, np.array(took)[:, None], np.array([delay])).end[:, 0]
-        ends = played(stages, rounds * stages, parts, name, took, delay)
+        timeline = execute(pipeline, np.array(took)[:, None], np.array([delay]), late)
+        found = timeline.end[:, 0]
+        ends = played(stages, rounds * stages, parts, name, took, delay, late=late)
         last = [max(end for key, end in ends.items() if key[0] == s) for s in range(stages)]
         assert found == pytest.approx(last, rel=1e-12)
 
@@ -171,8 +183,9 @@ def test_steady_phase_is_continued_exactly(
     first = np.array(numbers[: stages * chunks * 2])
     duration = np.stack([first, first[::-1], np.ones_like(first)], axis=1)
     delays = np.array([delay, 0.0, 1.0])
-    quick = execute(pipeline, duration, delays)
-    whole = execute(pipeline, duration, delays, whole=True)
+    late = np.array([0.4 * delay, 0.0, 1.0])
+    quick = execute(pipeline, duration, delays, late)
+    whole = execute(pipeline, duration, delays, late, whole=True)
     np.testing.assert_allclose(quick.end, whole.end, rtol=1e-11)
     np.testing.assert_allclose(quick.busy, whole.busy, rtol=1e-12)
 

@@ -11,6 +11,7 @@ import numpy as np
 from simulate.astra.chakra import COLL, COMP, RECV, SEND, Node
 from simulate.astra.timing import Timing
 from simulate.astra.traces import Body
+from simulate.program import EXCHANGE
 
 # an exposed collective over several axes counts for the last of them: gradients over ep and dp
 _AXIS_ORDER = ("tp", "cp", "ep", "dp")
@@ -34,7 +35,7 @@ def breakdown(timing: Timing, axes: Sequence[str]) -> dict[str, float]:
     for node, begin, stop in zip(body.nodes, start, end, strict=True):
         if node.type == RECV or begin == stop:
             continue
-        label = "compute" if node.type == COMP else f"{_axis(node, axes)}_exposed"
+        label = "compute" if _computes(node) else f"{_axis(node, axes)}_exposed"
         edges += [(begin, 1, label), (stop, -1, label)]
     edges.sort(key=lambda edge: edge[:2])
     open_now: dict[str, int] = {}
@@ -49,12 +50,16 @@ def breakdown(timing: Timing, axes: Sequence[str]) -> dict[str, float]:
 
 
 def _busy(body: Body, start: Sequence[int], end: Sequence[int]) -> int:
-    is_compute = np.array([node.type == COMP for node in body.nodes])
+    is_compute = np.array([_computes(node) for node in body.nodes])
     return int((np.array(end) - np.array(start))[is_compute].sum())
 
 
+def _computes(node: Node) -> bool:
+    return node.type == COMP and not node.name.startswith(EXCHANGE)
+
+
 def _axis(node: Node, axes: Sequence[str]) -> str:
-    if node.type == SEND:
+    if node.type in (SEND, COMP):
         return "pp"
     assert node.type == COLL
     flags = node.dims or (True,) * len(axes)

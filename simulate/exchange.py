@@ -1,0 +1,41 @@
+"""What a pipeline stage that comes last to an exchange with its neighbour still waits for.
+
+Megatron-Core's 1F1B without interleaving (`p2p_communication.py`: `batch_p2p_comm`) sends a stage's
+output and receives its next input in one batch, waits for both and synchronises the device: nothing
+is computed meanwhile. The stage that comes first has its message on its way; what buffers hold of
+it is there when the other one comes, the rest follows then. Interleaved chunks receive beside
+compute (`overlap_p2p_comm`) and wait for nothing of this kind.
+
+- NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it.
+- NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):
+  8 steps of 128 KiB on each of 2 channels, at either end.
+- Its TCP sockets, one per channel, besides: Linux allows them 4 MiB to send and 6 MiB to receive
+  (the defaults of `tcp_wmem`, `tcp_rmem`) and sizes them as it goes. Half of that is assumed.
+- gloo sends nothing before the receiver has asked for it (`transport/tcp/pair.cc`, `Pair::send`).
+"""
+
+from simulate.uncertainty import Array, Draws, larger
+from spec.parallelism import Parallelism
+
+MIB = 2.0**20
+NCCL_HELD = 2 * 2 * 8 * MIB / 8  # ends, channels, steps of 128 KiB
+SOCKETS_HELD = 2 * (4 + 6) * MIB / 2
+HELD_SD = 0.55  # log: all that sockets may hold, or NCCL's own buffers alone, are 1.0 and 2.3 off
+
+
+def synchronous(p: Parallelism) -> bool:
+    """Whether stages wait for their exchanges to end."""
+    return p.pp > 1 and p.vpp == 1 and p.schedule == "1f1b"
+
+
+def exchanges(stage: int, stages: int) -> int:
+    """How many a stage has for each microbatch: one with each neighbour."""
+    return (stage > 0) + (stage < stages - 1)
+
+
+def share_not_held(nbytes: float, protocol: str, gloo: bool, draws: Draws) -> Array | float:
+    """Share of a message between nodes that no buffer holds."""
+    if gloo:
+        return 1.0
+    held = NCCL_HELD + (SOCKETS_HELD if protocol == "tcp" else 0.0)
+    return larger(1 - held * draws.factor("held by buffers", HELD_SD) / nbytes, 0.0)
