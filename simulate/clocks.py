@@ -169,11 +169,7 @@ def load(priced: PricedStep, stage: int) -> Load:
     costs, update = priced.costs, priced.updates[stage]
     mine = [(times, cost) for cost, _, times in priced.work_of(stage)]
     energy = total((times, cost.energy) for times, cost in mine)
-    sent = sum(
-        central(costs.collective_us(one)) * costs.communication_w(one.axis)
-        for one, _ in (*update.reduction, *update.gather)
-    )
-    sent += sum(
+    sent = update.sent_w_us + sum(
         times * central(time) * costs.communication_w(axis)
         for times, cost in mine
         for axis, time in cost.exposed.items()

@@ -16,6 +16,7 @@ from simulate.costs import Cost, Costs, Energy, total
 from simulate.overlap import Chunk, waited_us
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
 from simulate.sharding import waits
+from simulate.uncertainty import central
 from simulate.works import Same
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -62,6 +63,7 @@ class UpdateCost(NamedTuple):
     kernels: tuple[Kernel, ...]
     kernels_us: Array
     energy: Energy  # of the kernels
+    sent_w_us: float  # energy of what is sent
     gather: Sent
     gather_us: Array
 
@@ -88,6 +90,7 @@ class Alone(NamedTuple):
     kernels: tuple[Kernel, ...]
     kernels_us: Array
     energy: Energy
+    sent_w_us: float
     reduction: tuple[Sent, ...]  # of each model chunk; passes may hide it, as the gather
     gather: tuple[Sent, ...]
     shared: Sent  # what no pass hides
@@ -125,12 +128,10 @@ class PricedStep:
     @property
     def durations(self) -> Array:
         """(passes, draws): of each kind of pass, as `simulate.schedule.Arrays` counts kinds."""
-        of_stage = {
-            stage: np.array([one.total for one in self.passes_of(stage)])
-            for stage in set(self.alike)
-        }
-        every = np.concatenate([of_stage[stage] for stage in self.alike])
-        return every.reshape(len(every), -1)
+        first = sorted(set(self.alike))
+        each = np.array([[one.total for one in self.passes_of(stage)] for stage in first])
+        every: Array = each[np.searchsorted(first, self.alike)]
+        return every.reshape(every.shape[0] * every.shape[1], -1)
 
     def passes_of(self, stage: int) -> list[PassCost]:
         """The passes of one stage, in that order: each way of each chunk."""
@@ -288,9 +289,12 @@ def _chunks(
         chunks = [([*first, *layers], 1)] if first else []
         chunks.append((layers, p.vpp - len(first) - len(last)))
         chunks += [([*layers, *last], 1)] if last else []
-    shards = sharded(model, p, stage), shard_kernels(model, p, stage)
+    groups: tuple[tuple[Collective, ...], tuple[Collective, ...]] = (), ()
+    shards: tuple[Kernel, ...] = ()
+    if p.zero > 1:  # looking these up takes as long as pricing a pass
+        groups, shards = sharded(model, p, stage), shard_kernels(model, p, stage)
     for pieces, count in chunks:
-        yield tuple(_passes(model, p, prices, pieces, *shards)), count
+        yield tuple(_passes(model, p, prices, pieces, groups, shards)), count
 
 
 def _passes(
@@ -341,14 +345,21 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     reduction, gather = (
         tuple(_timed(chunk, costs) for chunk in by_chunk(one, model, p, stage)) for one in sent
     )
+    shared = _timed(shared_gradients(model, p, stage), costs)
     kernels_us, energy = costs.kernels(kernels)
+    sent_w_us = sum(
+        central(time) * costs.communication_w(one.axis)
+        for of_chunk in (*reduction, *gather, shared)
+        for one, time in of_chunk
+    )
     return Alone(
         kernels,
         kernels_us,
         energy,
+        sent_w_us,
         reduction,
         gather,
-        _timed(shared_gradients(model, p, stage), costs),
+        shared,
         gradient_buckets(model, p, stage),
     )
 
@@ -375,6 +386,7 @@ def _update(
         kernels=alone.kernels,
         kernels_us=alone.kernels_us,
         energy=alone.energy,
+        sent_w_us=alone.sent_w_us,
         gather=gather,
         gather_us=_sent_us(gather, costs),
     )

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
 from simulate.clocks import REGULATION_US
-from simulate.uncertainty import Draws, larger
+from simulate.uncertainty import Draws, larger, smaller
 from spec.calibration import ClockFit, Parameter
 from spec.errors import UserError
 from spec.parallelism import Parallelism
@@ -63,15 +63,16 @@ CHECKPOINT_S, RESTART_S = 30.0, 300.0
 
 def shapes(draws: Draws) -> Array:
     """(draws,): a tail's shape from -1 (lightest) over 0 (normal, the central one) to 1."""
-    found: Array = 2 * ndtr(draws.normal(TAIL)) - 1
+    normal = draws.normal(TAIL)
+    found: Array = normal if draws.central else 2 * ndtr(normal) - 1
     return found
 
 
 def quantile(share: float, shape: Array) -> Array:
     """Deviation that a share of all GPUs stays below, in standard deviations; `shape` (draws,)."""
     normal = float(ndtri(share))
-    light: Array = normal + np.minimum(shape, 0.0) * max(normal - FLOOR, 0.0)
-    if shape.max() <= 0:
+    light = normal + smaller(shape, 0.0) * max(normal - FLOOR, 0.0)
+    if (shape if isinstance(shape, float) else shape.max()) <= 0:
         return light
     free = HEAVIEST / larger(shape, 1e-3)
     heavy = stdtrit(free, share) * np.sqrt((free - 2) / free)

@@ -1,10 +1,13 @@
 """Communication of a step by kind: bytes, calls and time."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from simulate.pricing import PricedStep
 from simulate.uncertainty import central
+from simulate.works import Same
 from spec.collective import Collective, busbw_factor
+from spec.step import Segment
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")
 _KIND_OF = {"edp": "dp", "embd": "pp"}
@@ -51,15 +54,19 @@ def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> d
     return found
 
 
+@lru_cache(maxsize=1024)
+def _sent_by(same: Same[Segment]) -> tuple[Collective, ...]:
+    return tuple(one for part in same.held for one in (*part.exposed, *part.hidden))
+
+
 def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
     """Every collective of a stage, and how often a step has it."""
     p, prices = priced.parallelism, priced.stages[stage]
     sent: list[tuple[Collective, float]] = []
     for cost, way, times in priced.work_of(stage):
         for count, name in cost.segments:
-            for part in prices.segments[name][way].parts:
-                both = (*part.exposed, *part.hidden)
-                sent.extend((one, count * times) for one in both)
+            segment = Same(prices.segments[name][way].parts)
+            sent.extend((one, count * times) for one in _sent_by(segment))
         sent.extend((one, times / p.vpp) for one, _ in cost.sharded)
     update = priced.updates[stage]
     sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))

@@ -317,12 +317,13 @@ def by_chunk(
     sent: tuple[Collective, ...], model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Collective, ...], ...]:
     """What `optimizer` reduces or gathers, of each model chunk: each has buffers of its own."""
-    dense, experts = trained_parameters(model, p, stage)
-    found = []
-    for chunk in chunk_parameters(model, p, stage):
+    chunks = chunk_parameters(model, p, stage)
+    dense, experts = (sum(kind) for kind in zip(*chunks, strict=True))
+    found = {}
+    for chunk in dict.fromkeys(chunks):  # most are alike
         share = {"dp": chunk[0] / dense, "edp": chunk[1] / experts if experts else 0.0}
-        found.append(tuple(one._replace(bytes=one.bytes * share[one.axis]) for one in sent))
-    return tuple(found)
+        found[chunk] = tuple(one._replace(bytes=one.bytes * share[one.axis]) for one in sent)
+    return tuple(found[chunk] for chunk in chunks)
 
 
 def _norm_parameters(model: ModelSpec) -> int:
