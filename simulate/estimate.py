@@ -19,7 +19,7 @@ from simulate.pricing import (
     UpdateCost,
     mean_clock_mhz,
     price,
-    product_share,
+    products_us,
 )
 from simulate.scale import sd_per_doubling
 from simulate.schedule import graph
@@ -153,7 +153,8 @@ class StepSimulator:
         fit, priced = self.calibration.clock, self.priced
         timeline, ideal_us, finish = self._timeline(priced)
         busiest = int(timeline.busy[:, 0].argmax())
-        straggler = self._straggler(finish, busiest)
+        capped_us = products_us(priced, busiest) if self._capped(busiest) else 0.0
+        straggler = self._straggler(finish, capped_us)
         step_us = finish * self._common_factor() + straggler
 
         mine = [(cost, times) for cost, _, times in priced.work_of(busiest)]
@@ -176,7 +177,7 @@ class StepSimulator:
         return StepEstimate(
             step_time_s=step_us / 1e6,
             ideal_step_time_s=float(finish[0]) / 1e6,
-            step_spread=self._step_spread(step_us / 1e6, busiest),
+            step_spread=self._step_spread(step_us / 1e6, capped_us),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
             traffic=traffic(priced, breakdown, busiest),
             power_w=np.atleast_1d(
@@ -252,11 +253,11 @@ class StepSimulator:
             * draws.factor("scale", sd_per_doubling() * self.doublings)
         )
 
-    def _straggler(self, finish: Array, stage: int) -> Array:
+    def _straggler(self, finish: Array, capped_us: float) -> Array:
         """Extra time because all wait for the slowest GPU, see `simulate.stragglers`.
 
         Persistent differences between devices, or the slow GPUs asked for where these are slower;
-        and while the cap acts on `stage`, what it makes of products for some tens of milliseconds.
+        and what the cap makes of products, `capped_us` long, for some tens of milliseconds.
         """
         p, fit = self.p, self.calibration.clock
         draws = self._costs.draws
@@ -266,8 +267,8 @@ class StepSimulator:
         if self._slow_gpus is not None:
             share = np.maximum(share, self._slow_gpus.lateness(p))
         late = finish * share
-        if self._capped(stage):
-            products = product_share(self.priced, stage, float(finish[0]))
+        if capped_us:
+            products = min(capped_us / float(finish[0]), 1.0)
             late = late + finish * products * stragglers.jitter(p, fit, finish, shape)
         return np.asarray(late)
 
@@ -276,8 +277,7 @@ class StepSimulator:
         below = self.priced.stages[stage].clock_mhz < 0.9999 * fit.max_mhz
         return below and fit.cap_w is not None
 
-    def _step_spread(self, step_s: Array, stage: int) -> Array:
+    def _step_spread(self, step_s: Array, capped_us: float) -> Array:
         """95th percentile over median of a run's steps, less 1."""
-        products = product_share(self.priced, stage, float(step_s[0]) * 1e6)
-        sd = self.calibration.clock.jitter_sd * products if self._capped(stage) else 0.0
+        sd = self.calibration.clock.jitter_sd * min(capped_us / (float(step_s[0]) * 1e6), 1.0)
         return stragglers.step_spread(self.p.gpus, self.p.tp, sd, step_s, self._costs.draws)

@@ -207,12 +207,12 @@ def price(
     reference = costs.calibration.clock.reference_mhz
     ends = {"embedding": of_stage[0], "head": of_stage[-1]}
     known = known or Known()
-    priced = known.stages
+    priced, every = known.stages, parts_of(model, p).items()
     for clock in dict.fromkeys(of_stage):
         if clock not in priced:
             priced[clock] = StagePrices(clock, costs.with_(clock_ratio=reference / clock), {})
         at, segments = priced[clock].costs, priced[clock].segments
-        for name, parts in parts_of(model, p).items():
+        for name, parts in every:
             if name not in segments and ends.get(name, clock) == clock:
                 segments[name] = tuple(PricedSegment(one, at.segment(one)) for one in parts)
     stages = tuple(priced[clock] for clock in of_stage)
@@ -257,13 +257,12 @@ def price(
     )
 
 
-def product_share(priced: PricedStep, stage: int, step_us: float) -> float:
-    """Share of a step in which a GPU of `stage` runs layers' products, which the cap slows."""
+def products_us(priced: PricedStep, stage: int) -> float:
+    """How long a GPU of `stage` runs layers' products in a step, which the cap slows."""
     prices = priced.stages[stage]
     products = sum(prices.costs.products_us(one.parts) for one in prices.segments["layer"])
     p = priced.parallelism
-    layers = p.stage_layers(priced.model)[stage] * p.microbatches
-    return min(layers * products / step_us, 1.0)
+    return p.stage_layers(priced.model)[stage] * p.microbatches * products
 
 
 def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:
