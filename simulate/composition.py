@@ -23,7 +23,7 @@ class Composed(NamedTuple):
     paths: Rows  # (DEPTH, paths): kinds whose times each adds; the number after the last for none
 
 
-@lru_cache(maxsize=256)  # a megabyte for 16 stages, 64 microbatches, 4 chunks
+@lru_cache(maxsize=512)  # a megabyte for 16 stages, 64 microbatches, 4 chunks
 def composed(graph: Graph, begin: int, end: int) -> Composed:
     """The levels from `begin` to before `end`, in blocks of DEPTH."""
     levels, none = graph.arrays.levels[begin:end], 2 * len(graph.arrays.crosses)
@@ -35,12 +35,16 @@ def composed(graph: Graph, begin: int, end: int) -> Composed:
     begins = np.repeat([one.start for one in rows], [one.stop - one.start for one in rows])
     inputs, path, paths = direct, kinds, np.arange(none + 1)[None]
     for _ in range(DEPTH - 1):
-        inside = inputs >= begins
-        at = np.where(inside, inputs - first, 0)
-        before = np.where(inside, kinds[:, at], none)
-        inputs = np.where(inside, direct[:, at], inputs).reshape(-1, len(begins))
-        codes, path = _distinct((before * paths.shape[1] + path).reshape(inputs.shape))
-        added, known = np.divmod(codes, paths.shape[1])
+        inside = np.flatnonzero(inputs >= begins)
+        at = inputs.ravel()[inside] - first
+        count = paths.shape[1]
+        codes = np.tile(none * count + path.ravel(), (2, 1))
+        codes[:, inside] += (kinds.take(at, 1) - none) * count
+        found = np.tile(inputs.ravel(), (2, 1))  # others stay as they are, twice
+        found[:, inside] = direct.take(at, 1)
+        inputs = found.reshape(-1, len(begins))
+        codes, path = _distinct(codes.reshape(inputs.shape))
+        added, known = np.divmod(codes, count)
         paths = np.concatenate([paths[:, known], added[None]])
     columns = [slice(one.start - first, one.stop - first) for one in rows]
     return Composed(
