@@ -52,6 +52,8 @@ class Evidence:
     # clocks that a monitor showed during sustained rows, by run, case and device; they replace
     # those of the rows, see `calibrate.telemetry.monitored`
     shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
+    # how much slower the host of a run was than others', see `calibrate.host_visits`
+    host_slower: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
         """(run, row) of every row of a table; those of role `judge` only to be compared with."""
@@ -63,11 +65,17 @@ class Evidence:
         ]
 
     def as_shown(self, run: str, record: R) -> R:
-        """A row with the clock that a monitor showed, where it is known."""
+        """A row with the clock that a monitor showed, and the time of a mean host, where known."""
         if not isinstance(record, KernelRow):
             return record
+        update = {}
         shown = self.shown_mhz.get((run, record.case_id, record.device))
-        return record if shown is None else record.model_copy(update={"clock_mhz": shown})
+        if shown is not None:
+            update["clock_mhz"] = shown
+        slower = self.host_slower.get(run, 1.0)
+        if slower != 1 and record.host_us is not None:
+            update["host_us"] = record.host_us / slower
+        return record.model_copy(update=update) if update else record
 
     def where(self, row: type[Row], rows: int) -> str:
         """The files of a table that has rows, and how many rows of them were used."""

@@ -22,6 +22,7 @@ from typing import Any
 from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
+from calibrate import host_visits
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
@@ -60,7 +61,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "`python -m measure.run --suite kernels`, or take another system's of the same results "
             "folder with --kernels-from"
         )
-    evidence = monitored(evidence)
+    evidence = host_visits.alike(monitored(evidence))
     ledger = Ledger()
     telemetry = read_telemetry(evidence)
     state = clock_state(evidence, telemetry, ledger)

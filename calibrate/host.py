@@ -11,13 +11,15 @@ from math import log
 import numpy as np
 
 from calibrate.evidence import Evidence, Ledger, core_share, log_interval, robust_sd, rounded
+from calibrate.host_visits import with_visits
 from spec.calibration import HostFit
 from spec.records import HostRow, InterferenceRow, KernelRow
 
 # Operations that are one call of a library: what issuing one costs is the same for all of them.
 SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
 # Python and module calls around a part of a layer, in issue times of one operation. Assumed: each
-# kernel's own issue time, autograd included, is measured with it.
+# kernel's own issue time, autograd included, is measured with it. On processors steps of no
+# arithmetic (`measure.host_time`) take two to three times that; on hosts of GPUs no suite shows it.
 PART_CALLS = 2.0
 # The optimizer's loop over parameters and the scalars read back, once a step, likewise.
 STEP_CALLS = 200.0
@@ -85,7 +87,17 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
         "assumed",
         f"{STEP_CALLS:g} issue times per step: optimizer bookkeeping and scalars",
     )
-    return HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
+    fit = HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
+    runs = {run for run, _ in evidence.rows(KernelRow)}
+    return with_visits(
+        fit,
+        {
+            one.manifest.device_hashes: evidence.host_slower.get(one.manifest.run, 1.0)
+            for one in evidence.runs
+            if one.manifest.run in runs
+        },
+        ledger,
+    )
 
 
 def _on_cpu(evidence: Evidence, ledger: Ledger) -> HostFit:

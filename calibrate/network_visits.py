@@ -51,8 +51,8 @@ RDMA = Assumed(CLUSTER_SD / 2, CLUSTER_SD / 4, 2, "no second visit over RDMA has
 SHAPED = Assumed(0.0, 0.0, 0, "")
 
 
-def offsets(rows: Sequence[Visited]) -> list[float]:
-    """Of each visit, the median over what others measured too of log(time / mean of visits)."""
+def offsets(rows: Sequence[Visited]) -> dict[tuple[str, ...], float]:
+    """By a visit's devices, the median over what others measured too of log(time / mean)."""
     times: dict[Hashable, dict[tuple[str, ...], list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -65,7 +65,7 @@ def offsets(rows: Sequence[Visited]) -> list[float]:
             centre = sum(means.values()) / len(means)
             for visit, value in means.items():
                 found[visit].append(value - centre)
-    return [median(values) for values in found.values()]
+    return {visit: median(values) for visit, values in found.items()}
 
 
 def with_visits(
@@ -78,7 +78,7 @@ def with_visits(
     """
     if not assumed.visits:
         return fit
-    persistent = offsets(rows)
+    persistent = list(offsets(rows).values())
     visits = max(len(persistent), 1)
     squares = float(np.sum(np.square(persistent)))
     free = visits - 1 + assumed.visits

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import hypot
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -304,7 +305,8 @@ class Costs:
         """Duration of a forward or backward segment."""
         works, apart = self.works.of_segment(parts, self.fullest is not None)
         compute, host_us, energy = self._kernels(works)
-        host_us += self.calibration.host.part_us * (len(parts) - len(apart))
+        fit = self.calibration.host
+        host_us += fit.part_us * (len(parts) - len(apart))
         exposed = dict(self._exposed(parts))
         for part in apart:
             cost = self.part(part)
@@ -314,12 +316,19 @@ class Costs:
                 axis = part.hidden[0].axis
                 left = larger(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
                 exposed[axis] = exposed[axis] + left if axis in exposed else left
-        fit = self.calibration.host
-        spread = self.draws.factor("host", fit.sd)
+        spread = self.host_spread()
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, energy)
         device = sum(exposed.values(), compute)
         return Cost(compute, exposed, larger(host_us * spread - device, 0.0), energy)
+
+    def host_spread(self) -> Array:
+        """What the host's times are multiplied by: how slow the devices' host is, and the spread.
+
+        How another visit's host differs counts beside what one host's operations differ by.
+        """
+        fit = self.calibration.host
+        return fit.slower * self.draws.factor("host", hypot(fit.sd, fit.visit_sd))
 
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""

@@ -251,7 +251,7 @@ def price(
         alike,
         norm,
         zero
-        + costs.calibration.host.step_us
+        + costs.calibration.host.step_us * costs.host_spread()
         + sum((costs.collective_us(one) for one in norm), zero),
         transfer,
     )

@@ -114,11 +114,12 @@ def with_clock(
 def on_devices(calibration: Calibration, hashes: Sequence[str]) -> Calibration:
     """The calibration for some devices: their mean where they were measured, else as it is.
 
-    A network measured on them is that of their visit.
+    A network measured on them, and their host, are those of their visit.
     """
     networks = tuple(one.on_devices(hashes) for one in calibration.networks)
-    if networks != calibration.networks:
-        calibration = changed(calibration, networks=networks)
+    host = calibration.host.on_devices(hashes)
+    if networks != calibration.networks or host is not calibration.host:
+        calibration = changed(calibration, networks=networks, host=host)
     known = {one.uuid_hash: one.power for one in calibration.clock.devices}
     powers = [known[name] for name in hashes if name in known]
     if not powers:

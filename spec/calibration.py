@@ -9,6 +9,7 @@ about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit` and
 `spec.network_fit`; their names are here too.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log
 from pathlib import Path
@@ -206,6 +207,13 @@ class ClockFit(Record):
         return self.idle_w + memory_w + compute_w * scale
 
 
+class HostVisit(Record):
+    """The host of one visit."""
+
+    devices: tuple[str, ...] = Field(description="hashes of its devices")
+    slower: PositiveShare = Field(description="its times over those of the mean visit's host")
+
+
 class HostFit(Record):
     """What the host adds: it issues operations one after another, and the device may outrun it."""
 
@@ -214,9 +222,21 @@ class HostFit(Record):
     )
     step_us: Micros = Field(description="once a step: optimizer bookkeeping and scalars")
     sd: Spread
+    visit_sd: Spread = Field(
+        default=0.0, description="all of it and kernels' host_us, beside those of another visit"
+    )
+    slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
+    visits: tuple[HostVisit, ...] = ()
     serial: bool = Field(
         default=False, description="the host is the device: part_us adds to what kernels take"
     )
+
+    def on_devices(self, hashes: Sequence[str]) -> "HostFit":
+        """The host as those devices know it: that of their own visit if it was measured."""
+        for visit in self.visits:
+            if hashes and set(hashes) <= set(visit.devices):
+                return self.model_copy(update={"slower": visit.slower, "visit_sd": 0.0})
+        return self
 
 
 class Calibration(BaseModel):

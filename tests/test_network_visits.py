@@ -49,8 +49,8 @@ def spread_of(*factors: float) -> NetworkFit:
 
 def test_a_visit_is_beside_the_others_by_the_median_of_what_they_share() -> None:
     rows = timed(FIRST, 1.0) + timed(SECOND, 1.5, only=5) + timed(SECOND, 9.0)[8:]
-    assert offsets(rows) == pytest.approx([-log(1.5) / 2, log(1.5) / 2])
-    assert offsets(timed(FIRST, 1.0) + timed(FIRST, 1.5)) == []  # two runs of one visit
+    assert list(offsets(rows).values()) == pytest.approx([-log(1.5) / 2, log(1.5) / 2])
+    assert offsets(timed(FIRST, 1.0) + timed(FIRST, 1.5)) == {}  # two runs of one visit
 
 
 def test_more_visits_narrow_what_another_may_be_and_unlike_ones_widen_it() -> None:

@@ -1,0 +1,85 @@
+"""The host of one visit beside those of others: learned from issue times, known to its devices."""
+
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibrate.evidence import Evidence, Ledger
+from calibrate.host_visits import VISIT_SD, alike, of_runs, with_visits
+from simulate.estimate import StepSimulator
+from simulate.whatif import on_devices
+from spec.calibration import HostFit
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.records import KernelRow
+from spec.results import find_result_sets
+from tests.made_up import write_calibration
+from topologies import load_fabric, load_node
+
+HOST = HostFit(part_us=30.0, step_us=3000.0, sd=0.3)
+FIRST, SECOND = ("a", "b"), ("c", "d")
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+@pytest.fixture(scope="module")
+def visits() -> Evidence:
+    """Runs of kernels of four H200 on five hosts."""
+    found = find_result_sets(RESULTS / "4x-h200")
+    return Evidence("4x-h200", [one for one in found if "kernels" in one.manifest.suites])
+
+
+def test_a_slow_host_is_seen_in_what_it_issues(visits: Evidence) -> None:
+    *others, last = (slower for _, slower in sorted(of_runs(visits).items()))
+    assert all(0.85 < one < 0.95 for one in others)
+    assert 1.2 < last < 1.5
+    once = Evidence(visits.system, visits.runs[-1:])
+    assert set(of_runs(once).values()) == {1.0}
+
+
+def test_rows_are_of_the_mean_visits_host(visits: Evidence) -> None:
+    slower = of_runs(visits)
+    plain, same = visits.rows(KernelRow), alike(visits).rows(KernelRow)
+    for (run, before), (_, after) in zip(plain[::97], same[::97], strict=True):
+        if before.host_us is not None:
+            assert after.host_us == pytest.approx(before.host_us / slower[run])
+        assert after.median_us == before.median_us
+
+
+def test_unlike_visits_widen_what_another_may_be() -> None:
+    one = with_visits(HOST, {FIRST: 1.0}, Ledger())
+    two = with_visits(HOST, {FIRST: 1.0, SECOND: 1.0}, Ledger())
+    apart = with_visits(HOST, {FIRST: 0.3, SECOND: 3.3}, Ledger())
+    assert apart.visit_sd > one.visit_sd > two.visit_sd > VISIT_SD / 2
+    ledger = Ledger()
+    with_visits(HOST, {FIRST: 1.0}, ledger)
+    assert [(row.name, row.source) for row in ledger.parameters] == [("host.visit_sd", "assumed")]
+
+
+def test_devices_know_their_host(tmp_path: Path) -> None:
+    """A step that waits for the host is as slow as that of its visit, and surer of it."""
+    calibration = write_calibration(tmp_path / "calibration.json")
+    host = with_visits(HOST, {FIRST: 0.5, SECOND: 2.0}, Ledger())
+    host = host.model_copy(update={"part_us": 1e5})
+    calibration = calibration.model_copy(update={"host": host})
+    model = load_model("llama3-8b").resized(layers=2)
+
+    def step(hashes: tuple[str, ...]) -> tuple[float, float]:
+        known = on_devices(calibration, hashes)
+        found = StepSimulator(
+            model,
+            Parallelism(global_batch=1),
+            load_node("hgx-h200"),
+            load_fabric("ndr400-rail"),
+            known,
+            draws=200,
+        ).run()
+        low, median, high = np.quantile(found.step_time_s, [0.05, 0.5, 0.95])
+        return float(median), log(high / low)
+
+    unknown, fast, slow = step(("e",)), step(("a",)), step(("c",))
+    assert slow[0] == pytest.approx(4 * fast[0], rel=0.1)
+    assert fast[0] < unknown[0] < slow[0]
+    assert slow[1] < unknown[1]
+    assert step(("a", "c")) == unknown  # of two visits
