@@ -11,6 +11,11 @@ from that end of the step the two are the same: chunk 0 has nothing beside it bu
 other one all passes of the chunks before it. Bubbles between these passes would hide more; they are
 not counted.
 
+Between nodes a pass's own collectives (tensor-, context- or expert-parallel) use the ports that
+replicas use: as long as their bytes take at the most a port carries, nothing else is sent beside
+the pass (`Costs.ports_us`). Inside a node nothing is taken off: on four H200 what replicas send is
+so short beside passes that it would show in no measured step.
+
 Sources: Megatron-Core 0.16.1, `distributed/distributed_data_parallel.py` (`bucket_size`,
 `disable_bucketing`), `distributed/param_and_grad_buffer.py` (`start_grad_sync`,
 `finish_param_sync`), `distributed/finalize_model_grads.py` (waits for all chunks) and
@@ -31,7 +36,7 @@ class Chunk(NamedTuple):
     """A model chunk; us, (draws,)."""
 
     sent: Array | float  # what its gradients or parameters take
-    one_pass: Array | float  # its backward or forward pass, of a microbatch
+    one_pass: Array | float  # of its backward or forward pass, of a microbatch: ports are free
 
 
 def waited_us(chunks: Sequence[Chunk], stages: int, buckets: int, costs: Costs) -> Array:

@@ -241,7 +241,7 @@ def price(
         if which not in known.updates:
             known.updates[which] = _alone(model, p, fastest, stage)
         each = [ways for ways, count in passes[stage] for _ in range(count)]
-        updates[stage] = _update(known.updates[which], p, fastest, each)
+        updates[stage] = _update(known.updates[which], p, fastest, each, stages[stage])
     return PricedStep(
         model,
         p,
@@ -321,7 +321,12 @@ def _passes(
         waited = []
         if group := groups[way] if way < WEIGHTS else ():
             room = compute + host + sum(exposed.values(), zero)
-            work = {name: cost.total for (_, name), (_, cost) in zip(pieces, mine, strict=True)}
+            sends = {name: costs.ports_us(segments[name][way].parts) for _, name in pieces}
+            work = {
+                name: cost.total - sends[name]
+                for (_, name), (_, cost) in zip(pieces, mine, strict=True)
+            }
+            room = room - sum((count * sends[name] for count, name in pieces), zero)
             waited = waits(group, way, pieces, work, room, costs, model, p)
         for one, time, hidden in waited:
             compute = compute + costs.slowing(hidden, costs.slowed(one.axis))
@@ -368,15 +373,19 @@ def _timed(sent: tuple[Collective, ...], costs: Costs) -> Sent:
 
 
 def _update(
-    alone: Alone, p: Parallelism, costs: Costs, passes: Sequence[tuple[PassCost, ...]]
+    alone: Alone,
+    p: Parallelism,
+    costs: Costs,
+    passes: Sequence[tuple[PassCost, ...]],
+    prices: StagePrices,
 ) -> UpdateCost:
     """`passes`: each way's pass of each model chunk."""
     reduction, gather = (sum(chunks, ()) for chunks in (alone.reduction, alone.gather))
     if p.overlap:
-        backward = [one[BACKWARD].total for one in passes]
+        backward = [_free_us(one[BACKWARD], BACKWARD, prices) for one in passes]
         reduction = _beside(alone.reduction, costs, backward, p.pp, alone.buckets)
     if p.overlap and p.zero == 1:
-        forward = [one[FORWARD].total for one in passes]
+        forward = [_free_us(one[FORWARD], FORWARD, prices) for one in passes]
         gather = _beside(alone.gather, costs, forward, p.pp, alone.buckets)
     reduction += alone.shared
     return UpdateCost(
@@ -389,6 +398,14 @@ def _update(
         gather=gather,
         gather_us=_sent_us(gather, costs),
     )
+
+
+def _free_us(cost: PassCost, way: int, prices: StagePrices) -> Array:
+    """How long a pass leaves the ports between nodes to what replicas send beside it."""
+    taken = prices.costs.draws.zero
+    for count, name in cost.segments:
+        taken = taken + count * prices.costs.ports_us(prices.segments[name][way].parts)
+    return cost.total - taken
 
 
 def _sent_us(sent: Sent, costs: Costs) -> Array:

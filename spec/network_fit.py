@@ -187,6 +187,18 @@ class NetworkFit(Record):
         _, sizes, residuals = found
         return time * exp(float(np.interp(log(max(nbytes, 1.0)), sizes, residuals)))
 
+    def port_us(self, collective: str, path: GroupPath, nbytes: float) -> float:
+        """How long its bytes keep its share of the ports busy, at the most these carry."""
+        rate = self.efficiency * path.gbytes_per_s
+        if self.node_gbytes_per_s is not None:
+            rate = self.node_gbytes_per_s / path.concurrent**self.sharing / path.local_ranks
+        moved = nbytes * busbw_factor(collective, path.ranks)
+        if collective == "all_to_all":  # what stays inside the node does not use them
+            moved *= (path.ranks - path.local_ranks) / max(path.ranks - 1, 1)
+        else:
+            moved /= path.local_ranks
+        return moved / (rate * 1e3)
+
     def spreads(self, collective: str, path: GroupPath, nbytes: float = 0.0) -> tuple[float, float]:
         """sd of the latency-bound and of the bandwidth-bound part of a time."""
         found = self._looked_up(collective, path)

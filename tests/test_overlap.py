@@ -5,16 +5,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulate.costs import Costs
+from simulate.costs import Costs, Draws
 from simulate.overlap import Chunk, exposed_us
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central
 from simulate.workload import program
+from spec.collective import Collective
 from spec.parallelism import Parallelism
-from spec.step import by_chunk, chunk_parameters, gradient_buckets, optimizer, trained_parameters
+from spec.step import (
+    by_chunk,
+    chunk_parameters,
+    gradient_buckets,
+    layer,
+    optimizer,
+    sharded,
+    trained_parameters,
+)
 from tests.test_schedule import played
-from tests.test_step import MODEL, MOE, simulate
-from topologies import load_fabric
+from tests.test_step import CALIBRATION, MODEL, MOE, simulate
+from topologies import load_fabric, load_node
 
 P = Parallelism(dp=4, pp=2, vpp=2, global_batch=32, overlap=True)
 few = settings(max_examples=40, deadline=None)
@@ -187,3 +196,51 @@ def test_each_chunk_is_reduced_by_itself() -> None:
     names = [task.name for task in tasks]
     assert names.count("reduce gradients reduce_scatter") == P.vpp
     assert names.count("gather parameters all_gather") == P.vpp
+
+
+ONE_GPU = load_node("hgx-h200").model_copy(update={"gpus": 1})
+LOOPBACK = load_fabric("loopback")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_ports_carry_one_byte_at_a_time(zero: int) -> None:
+    """What a step sends over a node's ports takes no less than the step, however it overlaps."""
+    p = Parallelism(tp=2, dp=2, zero=zero, global_batch=4, overlap=True)
+    step = simulate(p, node=ONE_GPU, fabric=LOOPBACK)
+    priced, costs = step.priced, step.priced.costs
+    network = costs.network
+    assert network is not None
+    segments = priced.stages[0].segments
+    busy = sum(
+        often * count * central(costs.ports_us(segments[name][way].parts))
+        for cost, way, often in priced.work_of(0)
+        for count, name in cost.segments
+    )
+    passes = busy
+    sent = sharded(MODEL, p, 0) if zero == 3 else optimizer(MODEL, p, 0)[1:]
+    for one in (one for each in sent for one in each):
+        often = p.microbatches if zero == 3 else 1
+        busy += often * network.port_us(one.kind, costs.layout.paths[one.axis], one.bytes)
+    assert 0 < passes < busy < step.ideal_step_time_s * 1e6
+    assert step.breakdown_s["compute"] * 1e6 + busy > step.ideal_step_time_s * 1e6  # some overlaps
+
+
+def test_ports_are_busy_with_bytes_alone() -> None:
+    costs = Costs(CALIBRATION, ONE_GPU, LOOPBACK, Parallelism(tp=2, dp=2, global_batch=2), Draws(0))
+    path, network = costs.layout.paths["tp"], costs.network
+    assert network is not None
+    for kind in ("all_reduce", "all_gather", "all_to_all", "send_recv"):
+        small, large = (network.port_us(kind, path, size) for size in (1e3, 1e9))
+        assert large == pytest.approx(1e6 * small)
+        assert small < 0.1 * central(costs.collective_us(Collective(kind, "tp", 1e3)))
+        assert large <= central(costs.collective_us(Collective(kind, "tp", 1e9)))
+
+
+def test_groups_inside_a_node_leave_its_ports_free() -> None:
+    for gpus, busy in ((1, True), (2, False), (4, False)):  # tensor-parallel groups cross with one
+        node = ONE_GPU.model_copy(update={"gpus": gpus})
+        costs = Costs(
+            CALIBRATION, node, LOOPBACK, Parallelism(tp=2, dp=2, global_batch=2), Draws(0)
+        )
+        segment = layer(MODEL, costs.parallelism)[0]
+        assert (central(costs.ports_us(segment)) > 0) == busy
