@@ -29,7 +29,7 @@ for HOSTS in 4 8; do
     if [ ! -e "$SEALED" ]; then
         $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM"
         measure "$HOSTS" --write-plan "$PLAN"
-        cp "$RESULTS/$SYSTEM/calibration.json" "${SEALED%.json}-calibration.json"
+        gzip -9nc "$RESULTS/$SYSTEM/calibration.json" >"${SEALED%.json}-calibration.json.gz"
         $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
             --results "$RESULTS" --system "$SYSTEM"
     fi
