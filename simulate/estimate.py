@@ -13,6 +13,7 @@ from simulate.costs import Costs, Draws
 from simulate.exchange import HELD_SD
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
+from simulate.overlap import gather_in_turn
 from simulate.pricing import (
     Known,
     PricedStep,
@@ -133,15 +134,22 @@ class StepSimulator:
         )
         timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
-        both = [
-            (one.reduction_us, _updated_us(one)) for one in map(priced.updates.__getitem__, first)
+        parts = [
+            (one.reduction_us, one.kernels_us, one.gather_us)
+            for one in map(priced.updates.__getitem__, first)
         ]
-        after, updated = np.array(both).reshape(len(first), 2, -1).swapaxes(0, 1)
-        reduced = (timeline.end + after[np.searchsorted(first, priced.alike)]).max(axis=0)
+        after, kernels, gather = np.array(parts).reshape(len(first), 3, -1).swapaxes(0, 1)
+        stages = np.searchsorted(first, priced.alike)
+        reduced = (timeline.end + after[stages]).max(axis=0)
+        if gather_in_turn(p):  # all before the last stage's first pass; exact where that one is
+            # the slowest, more than it takes where an earlier one is
+            updated = kernels.max(axis=0) + gather[stages].sum(axis=0)
+        else:
+            updated = (kernels + gather).max(axis=0)
         return (
             timeline,
             float(executed.end[:, -1].max()),
-            reduced + priced.norm_us + updated.max(axis=0),
+            reduced + priced.norm_us + updated,
         )
 
     def layer_us(self) -> float:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from simulate.costs import Costs
 from simulate.uncertainty import Array, larger
+from spec.parallelism import Parallelism
 
 
 class Chunk(NamedTuple):
@@ -37,6 +38,14 @@ class Chunk(NamedTuple):
 
     sent: Array | float  # what its gradients or parameters take
     one_pass: Array | float  # of its backward or forward pass, of a microbatch: ports are free
+
+
+def gather_in_turn(p: Parallelism) -> bool:
+    """Whether each pipeline stage gathers its parameters only once its first input has come.
+
+    Without interleaving a module's first forward pass asks for them (`finish_param_sync`).
+    """
+    return p.overlap and p.zero == 1 and p.pp > 1 and p.vpp == 1
 
 
 def waited_us(chunks: Sequence[Chunk], stages: int, buckets: int, costs: Costs) -> Array:

@@ -13,7 +13,7 @@ from simulate.costs import Costs, Draws
 from simulate.exchange import exchanges
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
-from simulate.overlap import Chunk, waited_us
+from simulate.overlap import Chunk, gather_in_turn, waited_us
 from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.collective import Collective
@@ -38,7 +38,7 @@ class Pass:
     """Forward and backward of a microbatch through one layer and through the model's ends, us."""
 
     layer: float
-    forward: float  # of `layer`
+    forward: float  # of `layer`, while it leaves the ports to replicas
     backward: float
     embedding: float
     head: float
@@ -101,11 +101,12 @@ class Rough:
                 for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
             ]
             whole = [sum(both) for both in times]
+            sends = [central(costs.ports_us(segment)) for segment in layer(self.model, p)]
             slower = self._slower(p, costs, whole[0])
             self._passes[key] = Pass(
                 layer=whole[0] * slower,
-                forward=times[0][0] * slower,
-                backward=times[0][1] * slower,
+                forward=(times[0][0] - sends[0]) * slower,
+                backward=(times[0][1] - sends[1]) * slower,
                 embedding=whole[1],
                 head=whole[2] * slower,
             )
@@ -136,12 +137,15 @@ class Rough:
         for sent in (forward, backward):
             time = self._sent_us(p, sent)
             layers = p.stage_layers(self.model)[stage]
-            half = one.layer * layers / 2
+            half = (one.forward + one.backward) * layers / 2
             total += max(time - half, time / layers) if p.overlap else time
         return total
 
     def _update_us(self, p: Parallelism, one: Pass) -> float:
-        """Gradient reduction, parameter gather and update of the slowest stage in each."""
+        """Gradient reduction, parameter gather and update of the slowest stage in each.
+
+        Stages that gather in turn: of all, those between as the last.
+        """
         parts = [
             (
                 self._waited_us(p, end.reduction, one.backward, end.buckets, p.overlap),
@@ -151,6 +155,8 @@ class Rough:
             for end in self._of_ends(p)
         ]
         slowest: list[float] = [max(times) for times in zip(*parts, strict=True)]
+        if gather_in_turn(p):
+            slowest[1] = parts[0][1] + (p.pp - 1) * parts[-1][1]
         return self.calibration.host.step_us + sum(slowest)
 
     def _waited_us(
@@ -168,7 +174,7 @@ class Rough:
         key = (p.tp, p.pp, p.vpp, p.cp, p.dp, p.ep, p.zero, p.overlap, p.layers_per_stage, p.fp8)
         if key not in self._updates:
             costs, found = self._costs(p), []
-            for stage in {0, p.pp - 1}:
+            for stage in sorted({0, p.pp - 1}):
                 kernels, *sent = optimizer(self.model, p, stage)
                 if self.calibration.host.serial:
                     kernels += copied_alone(self.model, p, stage)

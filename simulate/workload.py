@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from simulate.costs import Array
+from simulate.overlap import gather_in_turn
 from simulate.pricing import PassCost, PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
 from simulate.schedule import BACKWARD, WEIGHTS, Pass, order, ways
@@ -60,14 +61,17 @@ class _Stage:
         self._pending: tuple[str, float] | None = None  # compute not yet written: name, us
 
     def build(self, granularity: Granularity) -> StageProgram:
-        """All tasks: the pipeline's passes, then reduction, norm, update and gather."""
+        """All tasks: the pipeline's passes, then reduction, norm, update and gather.
+
+        What stages gather in turn comes before their first pass.
+        """
         p = self.priced.parallelism
-        for one in order(self.stage, p.pp, p.microbatches, p.vpp, p.schedule):
-            self._pass(one, granularity)
+        for number, one in enumerate(order(self.stage, p.pp, p.microbatches, p.vpp, p.schedule)):
+            self._pass(one, granularity, first=number == 0)
         self._update()
         return StageProgram(tuple(self.tasks))
 
-    def _pass(self, one: Pass, granularity: Granularity) -> None:
+    def _pass(self, one: Pass, granularity: Granularity, *, first: bool) -> None:
         p, transfer = self.priced.parallelism, self.priced.transfer
         name, backward = one.name, one.way == BACKWARD
         cost = self.passes[one.chunk * ways(p.schedule) + one.way]
@@ -81,6 +85,8 @@ class _Stage:
                 wait = self._add(f"{EXCHANGE} {name}", "compute", self.last, duration_ns=late_ns)
                 self.last = (wait,)
             self.last = (*self.last, received)
+        if first and gather_in_turn(p):
+            self._gather()
         if granularity == "stage":
             self._compute(name, central(cost.total))
         else:
@@ -136,9 +142,13 @@ class _Stage:
         for one, time in zip(self.priced.norm, norm_us, strict=True):
             self._collective("gradient norm", one, time)
         self._compute("update", host_us + central(update.kernels_us))
-        for one, time in update.gather:
-            self._collective("gather parameters", self._exposed(one, time), time)
+        if not gather_in_turn(self.priced.parallelism):
+            self._gather()
         self._flush()
+
+    def _gather(self) -> None:
+        for one, time in self.priced.updates[self.stage].gather:
+            self._collective("gather parameters", self._exposed(one, time), time)
 
     def _exposed(self, one: Collective, time: Array) -> Collective:
         """The part of a collective that is not hidden: fewer bytes, at the same rate."""

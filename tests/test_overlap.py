@@ -1,15 +1,19 @@
 """Reductions and gathers beside the passes of interleaved stages, against the passes themselves."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulate.astra import emit, read_trace
+from simulate.astra import simulate as cycles
 from simulate.costs import Costs, Draws
 from simulate.overlap import Chunk, exposed_us
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central
-from simulate.workload import program
+from simulate.workload import Granularity, program
 from spec.collective import Collective
 from spec.parallelism import Parallelism
 from spec.step import (
@@ -223,6 +227,33 @@ def test_ports_carry_one_byte_at_a_time(zero: int) -> None:
         busy += often * network.port_us(one.kind, costs.layout.paths[one.axis], one.bytes)
     assert 0 < passes < busy < step.ideal_step_time_s * 1e6
     assert step.breakdown_s["compute"] * 1e6 + busy > step.ideal_step_time_s * 1e6  # some overlaps
+
+
+@pytest.mark.parametrize("granularity", ["stage", "layer"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_gather_in_turn(pp: int, granularity: Granularity, tmp_path: Path) -> None:
+    """Without interleaving; each once its first input has come, in both engines."""
+    p = Parallelism(pp=pp, dp=2, zero=1, global_batch=32, microbatch=2, overlap=True)
+    step = simulate(p, model=MODEL.resized(layers=4 * pp), node=ONE_GPU, fabric=LOOPBACK)
+    gathers = [central(one.gather_us) / 1e6 for one in step.priced.updates]
+    assert min(gathers) > 0
+    emit(program(step.priced, granularity), tmp_path / "o", whole=True)
+    timing = cycles(read_trace(tmp_path / "o"))
+    assert timing.step_ns / 1e9 == pytest.approx(step.ideal_step_time_s, rel=0.01)
+    alone = simulate(
+        p.model_copy(update={"overlap": False}),
+        model=step.priced.model,
+        node=ONE_GPU,
+        fabric=LOOPBACK,
+    )
+    reductions = [
+        max(central(one.reduction_us) / 1e6 for one in of.priced.updates) for of in (step, alone)
+    ]
+    more = sum(gathers) - max(central(one.gather_us) / 1e6 for one in alone.priced.updates)
+    more += reductions[0] - reductions[1]
+    found = step.ideal_step_time_s - alone.ideal_step_time_s
+    assert found == pytest.approx(more, abs=0.02 * step.ideal_step_time_s)
+    assert sum(gathers[1:]) > 0.1 * step.ideal_step_time_s  # gathered at once it would be shorter
 
 
 def test_ports_are_busy_with_bytes_alone() -> None:
