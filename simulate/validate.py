@@ -80,7 +80,8 @@ def parser(form: str) -> Parser:
         options.add_argument(
             "--same-devices",
             action="store_true",
-            help="the plan will run on the devices whose kernels were measured last",
+            help="the plan will run on the devices measured last: of the newest kernels, or of "
+            "emulated nodes' newest collectives",
         )
         options.add_argument(
             "--node",
@@ -275,7 +276,8 @@ def draw_plan(arguments: Any, calibration: Calibration, node: Node) -> Path:
 def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     """Hashes of the devices of the newest run that measured kernels, in order.
 
-    Emulated nodes have their kernels from another system: then both must be the same devices.
+    Emulated nodes have their kernels from another system: then of their own newest run, if it was
+    these devices too or their network was measured.
     """
     system = calibration.system
     tables = [one.path.split("/") for one in calibration.inputs]
@@ -292,11 +294,15 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
         )
     assert kernels is not None
     own = [one for one in sets if one.manifest.system == system]
-    if kernels.manifest.system != system and own and hashes_of(own[-1]) != hashes:
+    if kernels.manifest.system == system or not own or hashes_of(own[-1]) == hashes:
+        return hashes
+    hashes = hashes_of(own[-1])
+    if not any(set(hashes) <= set(one.devices) for one in calibration.networks):
         raise UserError(
             f"--same-devices: {own[-1].path} ran on other devices than its kernels in "
-            f"{kernels.path}; measure kernels of {kernels.manifest.system} on this visit, or "
-            "leave the option out"
+            f"{kernels.path}, and the calibration knows no collectives of theirs; measure kernels "
+            f"of {kernels.manifest.system} or collectives of {system} on this visit, or leave the "
+            "option out"
         )
     return hashes
 

@@ -63,9 +63,9 @@ def test_more_visits_narrow_what_another_may_be_and_unlike_ones_widen_it() -> No
 
 
 def test_the_sources_are_told_apart() -> None:
-    for factors, source in (((1.0,), "assumed"), ((1.0, 1.1, 1.2), "measured")):
+    for factors, source in (((1.0, 1.1, 1.2), "assumed"), ((1.0, 1.1, 1.2, 1.3), "measured")):
         ledger = Ledger()
-        visits = zip((FIRST, SECOND, THIRD), factors, strict=False)
+        visits = zip((FIRST, SECOND, THIRD, ("g", "h")), factors, strict=False)
         rows = [row for devices, factor in visits for row in timed(devices, factor)]
         with_visits(network(), rows, SOCKETS, ledger)
         noted = {one.name: one for one in ledger.parameters}

@@ -170,6 +170,14 @@ def test_a_forecast_for_the_devices_measured_last(results: Path, capsys: Any) ->
     assert code == 2
     assert "ran on other devices than its kernels in" in err
     assert err.count("\n") == 1
+    # unless their own collectives were measured: the network is theirs, and kernels another visit's
+    devices = json.loads(about.read_text())["hosts"][0]["devices"]
+    value["networks"] = [one | {"visit_sd": 0.8} for one in value["networks"]]
+    value["networks"][0] |= {"run_sd": 0.05, "devices": [one["uuid_hash"] for one in devices]}
+    write_json(emulated / "calibration.json", value)
+    assert call(capsys, *words, "--out", "other.json")[0] == 0
+    sealed = json.loads((results.parent / "other.json").read_text())
+    assert sealed["cases"][0]["clock_mhz"]["median"] == pytest.approx(clocks[1])
 
 
 def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:
