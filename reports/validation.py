@@ -20,6 +20,7 @@ from reports.validation_plots import (
 MEAN = "mean over sources"
 # each with the baseline beside it
 QUANTITIES = (("energy", "baseline_energy"), ("power", "limit_power"), ("clock", "limit_clock"))
+WAITED = 0.08  # less power than simulated, of a step that took longer: more than models are off
 MEMORY = {
     "allocated": "allocated by torch",
     "reserved": "reserved by torch",
@@ -269,7 +270,12 @@ def _off_most(case: Json) -> str:
         return f"{name}: {(made[name] - real[name]) / sum(real.values()):+.1%} of the step"
     name, seconds = max(case["breakdown_s"].items(), key=lambda item: item[1])
     missing = case["real_s"] - case["predicted_s"]["median"]
-    return f"not profiled; {name} alone would have to change by {missing / seconds:+.0%}"
+    said = f"not profiled; {name} alone would have to change by {missing / seconds:+.0%}"
+    if "real_power_w" in case and missing > 0:
+        less = 1 - case["real_power_w"] / case["predicted_power_w"]["median"]
+        if less > WAITED:
+            said += f"; GPUs drew {less:.0%} less than simulated, as where they wait for something"
+    return said
 
 
 def _table(cases: Sequence[Json]) -> Table:

@@ -116,6 +116,21 @@ def test_validation_page() -> None:
         assert words in text
 
 
+def test_a_step_that_waited_is_known_by_its_power() -> None:
+    from simulate.scores import summarise
+
+    def words(real_s: float, real_w: float) -> str:
+        power = {"median": 500.0, "low": 480.0, "high": 520.0}
+        cases = [case("a", real_s, 1.0, real_power_w=real_w, predicted_power_w=power)]
+        summary = summarise(cases)
+        value = {"cases": cases, "summary": {"all": summary, "TP": summary}}
+        return " ".join(Page(render_validation(value)).words)
+
+    assert "GPUs drew 20% less than simulated, as where they wait" in words(1.3, 400.0)
+    assert "less than simulated" not in words(1.3, 480.0)  # as far as power is off anyway
+    assert "less than simulated" not in words(0.8, 400.0)  # nothing waited
+
+
 def test_judged_forecast_says_when_and_from_what() -> None:
     from simulate.scores import summarise
 
