@@ -11,12 +11,10 @@ from math import log
 import numpy as np
 
 from calibrate.evidence import Evidence, Ledger, core_share, log_interval, robust_sd, rounded
-from calibrate.host_visits import with_visits
+from calibrate.host_visits import SINGLE_CALLS, with_visits
 from spec.calibration import HostFit
 from spec.records import HostRow, InterferenceRow, KernelRow
 
-# Operations that are one call of a library: what issuing one costs is the same for all of them.
-SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
 # Python and module calls around a part of a layer, in issue times of one operation. Assumed: each
 # kernel's own issue time, autograd included, is measured with it. On processors steps of no
 # arithmetic (`measure.host_time`) take two to three times that; on hosts of GPUs no suite shows it.
@@ -92,7 +90,7 @@ def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
     return with_visits(
         fit,
         {
-            one.manifest.device_hashes: evidence.host_slower.get(one.manifest.run, 1.0)
+            one.manifest.device_hashes: evidence.host_slower.get(one.manifest.run)
             for one in evidence.runs
             if one.manifest.run in runs
         },

@@ -9,25 +9,29 @@ from calibrate.network_visits import Visited, offsets
 from spec.calibration import HostFit, HostVisit
 from spec.records import KernelRow
 
-# Seven visits to hosts of H100 and H200, time to issue the same operations, medians: the first four
-# within 0.05 (log) of each other, the fifth 0.42, 0.57 and 1.07 slower. Their sd, as of so many.
-VISIT_SD, VISITS = 0.4, 4
+# Operations that are one call of a library: what issuing one costs is the same for all of them.
+SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
+# Seven visits to hosts of H100 and H200, time to issue the same single calls, medians: the first
+# four within 0.06 (log) of each other, three more 0.51, 0.57 and 1.09 slower. Their sd, as of so
+# many; what a system's own visits show is pooled with it, though they are among the seven.
+VISIT_SD, VISITS = 0.42, 4
 
 
 def of_runs(evidence: Evidence) -> dict[str, float]:
     """By run, how much slower its visit's host was than the mean (geometric) of all visits' hosts.
 
-    Over the operations that several visits issued; 1 where no other visit did.
+    Over operations of one call that several visits issued, as in others the host waits for the GPU,
+    too; without the runs of a visit that issued nothing that others did.
     """
     hashes = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
     found = offsets(
         [
             Visited((row.op, row.direction, row.dtype, row.shape, row.state), hashes[run], time)
             for run, row in evidence.rows(KernelRow)
-            if (time := row.host_us) is not None
+            if row.op in SINGLE_CALLS and (time := row.host_us) is not None
         ]
     )
-    return {run: exp(found.get(devices, 0.0)) for run, devices in hashes.items()}
+    return {run: exp(found[devices]) for run, devices in hashes.items() if devices in found}
 
 
 def alike(evidence: Evidence) -> Evidence:
@@ -35,10 +39,16 @@ def alike(evidence: Evidence) -> Evidence:
     return replace(evidence, host_slower=of_runs(evidence))
 
 
-def with_visits(fit: HostFit, slower: Mapping[tuple[str, ...], float], ledger: Ledger) -> HostFit:
-    """A host with those of the visits measured, by devices, and how another visit's may differ."""
-    count = max(len(slower), 1)
-    squares = sum(log(value) ** 2 for value in slower.values())
+def with_visits(
+    fit: HostFit, slower: Mapping[tuple[str, ...], float | None], ledger: Ledger
+) -> HostFit:
+    """A host with those of the visits measured, and how another visit's may differ.
+
+    slower: by devices, None where the visit was compared with no other.
+    """
+    compared = [value for value in slower.values() if value is not None]
+    count = max(len(compared), 1)
+    squares = sum(log(value) ** 2 for value in compared)
     sd = sqrt((squares + VISITS * VISIT_SD**2) / (count - 1 + VISITS)) * sqrt(1 + 1 / count)
     ledger.note(
         "host.visit_sd",
@@ -50,6 +60,7 @@ def with_visits(fit: HostFit, slower: Mapping[tuple[str, ...], float], ledger: L
         f"{VISIT_SD}, see docs/calibration.md",
     )
     visits = tuple(
-        HostVisit(devices=devices, slower=rounded(value)) for devices, value in slower.items()
+        HostVisit(devices=devices, slower=rounded(value or 1.0))
+        for devices, value in slower.items()
     )
     return fit.model_copy(update={"visit_sd": rounded(sd, 3), "visits": visits})

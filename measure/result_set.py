@@ -15,6 +15,7 @@ from measure.store import PLAN, Store
 from measure.suites import Options
 from spec.errors import UserError
 from spec.files import parse, read_json
+from spec.manifest import OTHER_DEVICES
 
 
 def open_store(
@@ -101,7 +102,7 @@ def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:
             f"{folder}: measured {len(before)} devices; {len(here)} are here, so it cannot continue"
         )
     if here != before:
-        store.note("resumed on other devices than it began on; devices of rows may be either")
+        store.note(OTHER_DEVICES)
     store.retry_failed_training()
     store.manifest.skipped = {
         case: reason

@@ -23,7 +23,7 @@ class Composed(NamedTuple):
     paths: Rows  # (DEPTH, paths): kinds whose times each adds; the number after the last for none
 
 
-@lru_cache(maxsize=512)  # a megabyte for 16 stages, 64 microbatches, 4 chunks
+@lru_cache(maxsize=128)  # a megabyte for 16 stages, 64 microbatches, 4 chunks
 def composed(graph: Graph, begin: int, end: int) -> Composed:
     """The levels from `begin` to before `end`, in blocks of DEPTH."""
     levels, none = graph.arrays.levels[begin:end], 2 * len(graph.arrays.crosses)

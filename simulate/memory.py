@@ -82,16 +82,16 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
     """Bytes that come and go within one layer's backward pass, at most.
 
     Behind the MLP: its output's gradient and the residual's, that of the product of gate and
-    linear, and beside it the second product's weight gradient or the gradient of a factor.
+    linear, and beside it the second product's weight gradient (frozen weights have none, see
+    LinearWithFrozenWeight in tensor_parallel/layers.py) or the gradient of a factor.
     """
     s = shapes(model, p)
     ffn = model.ffn_hidden // p.tp
     share = max(model.top_k, 1) / max(model.experts // p.ep, 1)  # experts run one after another
     wide = 2.0 * s.tokens * ffn * share
     whole = 2.0 * s.tokens * model.hidden
-    passing = (
-        2.0 * s.local_tokens * model.hidden + whole + wide + max(2.0 * ffn * model.hidden, wide)
-    )
+    weight = 0.0 if model.lora_rank else 2.0 * ffn * model.hidden
+    passing = 2.0 * s.local_tokens * model.hidden + whole + wide + max(weight, wide)
     if p.sequence_parallel:  # the buffer that gathered inputs share (tensor_parallel/layers.py)
         passing += whole
     if p.pp > 1:  # a message of each direction

@@ -157,7 +157,7 @@ class Rough:
         slowest: list[float] = [max(times) for times in zip(*parts, strict=True)]
         if gather_in_turn(p):
             slowest[1] = parts[0][1] + (p.pp - 1) * parts[-1][1]
-        return self.calibration.host.step_us + sum(slowest)
+        return self.calibration.host.step_us * self.calibration.host.slower + sum(slowest)
 
     def _waited_us(
         self, p: Parallelism, sent: list[float], of_layer: float, buckets: int, hidden: bool

@@ -308,7 +308,9 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
 
 
 def hashes_of(found: ResultSet) -> list[str]:
-    """Hashes of the devices of a run's first host, in order."""
+    """Hashes of the devices of a run's first host, in order; none where rows may be of others."""
+    if not found.manifest.on_known_devices:
+        return []
     return [one.uuid_hash for one in found.manifest.hosts[0].devices]
 
 

@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from spec.names import MOST_NAME, NAME
 from spec.records import Positive
 
+# the note of a run that went on elsewhere
+OTHER_DEVICES = "resumed on other devices than it began on; devices of rows may be either"
+
 
 class Device(BaseModel):
     """One GPU (or the CPU) of the measured system; identifiers are hashed."""
@@ -65,6 +68,11 @@ class Manifest(BaseModel):
     invalid: str | None = Field(
         default=None, description="why nothing may be concluded from this run; None: it may"
     )
+
+    @property
+    def on_known_devices(self) -> bool:
+        """Whether every row is of the devices listed: not of others that the run resumed on."""
+        return OTHER_DEVICES not in self.notes
 
     @property
     def device_hashes(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ class Part:
     """Work that runs together: `kernels` in order, `hidden` communication beside them.
 
     A part lasts as long as the longer of the two; `exposed` communication has nothing beside it
-    and follows. `calls` is how often the host starts an operation (for host overhead).
+    and follows.
     """
 
     name: str

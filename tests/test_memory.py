@@ -21,15 +21,17 @@ from topologies import load_fabric, load_node
 
 RESULTS = Path(__file__).parents[1] / "results"
 KINDS = ("allocated", "reserved", "device")
+SIXTH = "20261122"  # runs of the sixth visit to four H200 begin with it
 MODEL = load_model("llama3-8b").resized(layers=8, seq_len=4096)
 
 
 Peaks = dict[str, tuple[float, dict[str, float]]]  # by kind: measured, predicted with interval
+Case = tuple[TrainingRow, int, Peaks, str]
 
 
 @lru_cache
-def measured(system: str) -> list[tuple[TrainingRow, int, Peaks, bool]]:
-    """(row, stage, peaks, whether fitted on) of every stage of every measured configuration."""
+def measured(system: str) -> list[Case]:
+    """(row, stage, peaks, run) of every stage of every measured configuration."""
     found = []
     for one in find_result_sets(RESULTS, system):
         for row in one.table(TrainingRow):
@@ -48,11 +50,11 @@ def measured(system: str) -> list[tuple[TrainingRow, int, Peaks, bool]]:
                     used.by_stage_gib[stage],
                 )
                 peaks = {k: (real, guessed[k]) for k, real in zip(KINDS, mine, strict=True)}
-                found.append((row, stage, peaks, one.manifest.run in FITTED_ON))
+                found.append((row, stage, peaks, one.manifest.run))
     return found
 
 
-def errors(cases: list[tuple[TrainingRow, int, Peaks, bool]], kind: str) -> list[float]:
+def errors(cases: list[Case], kind: str) -> list[float]:
     """Predicted over measured, minus one."""
     return [abs(peaks[kind][1]["median"] / peaks[kind][0] - 1) for _, _, peaks, _ in cases]
 
@@ -68,7 +70,7 @@ def test_allocated_peaks_of_every_measured_stage(system: str) -> None:
 
 def test_reserved_and_device_peaks_of_visits_not_fitted_on() -> None:
     """The third visit and the fourth. Beside 5 % and 2.5 GiB more than is allocated."""
-    cases = [case for case in measured("4x-h200") if not case[3]]
+    cases = [case for case in measured("4x-h200") if case[3] not in FITTED_ON and case[3] < SIXTH]
     assert len(cases) >= 80
     assert np.mean(errors(cases, "reserved")) < 0.035
     assert np.mean(errors(cases, "device")) < 0.03
@@ -81,11 +83,20 @@ def test_reserved_and_device_peaks_of_visits_not_fitted_on() -> None:
     assert np.mean(errors(cases, "device")) < 0.5 * np.mean(baseline)
 
 
+def test_reserved_and_device_peaks_of_the_sixth_visit() -> None:
+    """Context parallelism and experts reserve more than is said: up to 12 % of the device's."""
+    cases = [case for case in measured("4x-h200") if case[3] > SIXTH]
+    assert len(cases) >= 50
+    assert np.mean(errors(cases, "reserved")) < 0.04
+    assert np.mean(errors(cases, "device")) < 0.035
+    assert max(errors(cases, "device")) < 0.13
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals_of_memory_hold_what_was_measured(kind: str) -> None:
     """Those fitted on left out; emulated nodes have another network and so another overhead."""
     both = [*measured("4x-h200"), *measured("4x-h200-2x2")]
-    judged = [peaks[kind] for _, _, peaks, fitted in both if not fitted]
+    judged = [peaks[kind] for _, _, peaks, run in both if run not in FITTED_ON]
     inside = [guess["low"] <= real <= guess["high"] for real, guess in judged]
     assert len(inside) >= 44
     assert np.mean(inside) > 0.85
