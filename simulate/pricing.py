@@ -326,7 +326,7 @@ def _passes(
                 name: cost.total - sends[name]
                 for (_, name), (_, cost) in zip(pieces, mine, strict=True)
             }
-            room = room - sum((count * sends[name] for count, name in pieces), zero)
+            room = room - _ports_us(pieces, way, prices)
             waited = waits(group, way, pieces, work, room, costs, model, p)
         for one, time, hidden in waited:
             compute = compute + costs.slowing(hidden, costs.slowed(one.axis))
@@ -402,10 +402,15 @@ def _update(
 
 def _free_us(cost: PassCost, way: int, prices: StagePrices) -> Array:
     """How long a pass leaves the ports between nodes to what replicas send beside it."""
+    return cost.total - _ports_us(cost.segments, way, prices)
+
+
+def _ports_us(pieces: Sequence[tuple[float, str]], way: int, prices: StagePrices) -> Array:
+    """How long a pass of such segments keeps those ports busy."""
     taken = prices.costs.draws.zero
-    for count, name in cost.segments:
+    for count, name in pieces:
         taken = taken + count * prices.costs.ports_us(prices.segments[name][way].parts)
-    return cost.total - taken
+    return taken
 
 
 def _sent_us(sent: Sent, costs: Costs) -> Array:
