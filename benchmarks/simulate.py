@@ -137,7 +137,7 @@ def plans(i: Inputs) -> Iterator[Plan]:
     for gpus, zero, recompute in switches:
         fixed = {"zero": zero, "recompute": recompute}
         for p in candidates(i.model, gpus, 1024, i.node, fixed):
-            used = memory(i.model, p, i.node.memory_gib)
+            used = memory(i.model, p, i.node, i.fabric)
             if used.fits:
                 yield Plan(p, 0.0, used.peak_gib)
 

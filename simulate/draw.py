@@ -178,10 +178,10 @@ def _worthwhile(
     fabric: Fabric,
 ) -> bool:
     """Whether it fits memory and its step is neither trivial nor too long to measure."""
-    used = memory(model, p, node.memory_gib)
+    node = node.model_copy(update={"gpus": max(p.gpus // grid.nodes, 1)})
+    used = memory(model, p, node, fabric)
     if used.peak_gib > grid.memory_share * used.capacity_gib:
         return False
-    node = node.model_copy(update={"gpus": max(p.gpus // grid.nodes, 1)})
     estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
     low, high = grid.step_time_s
     return bool(low <= estimate.step_time_s[0] <= high)

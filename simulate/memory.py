@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from simulate import overhead
 from simulate.imbalance import largest_share
+from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import shapes, stage_parameters, trained_parameters
@@ -231,13 +232,17 @@ class Memory:
         )
 
 
-def memory(model: ModelSpec, p: Parallelism, capacity_gib: float) -> Memory:
+def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memory:
     """Memory of every stage."""
     allocated, reserved, device, needed = [], [], [], []
+    contexts: dict[tuple[bool, bool], float] = {}  # stages between the first and the last are alike
     for stage in range(p.pp):
         held = stage_memory(model, p, stage)
         clipping = _clipping_bytes(model, p, stage, held.optimizer / 12) / GIB
-        context = overhead.context_gib(model, p, stage)
+        ends = (stage == 0, stage == p.pp - 1)
+        if ends not in contexts:
+            contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
+        context = contexts[ends]
         allocated.append(held.allocated / GIB)
         apart = _other_streams_bytes(model, p, stage) / GIB
         kept = overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB)
@@ -251,5 +256,5 @@ def memory(model: ModelSpec, p: Parallelism, capacity_gib: float) -> Memory:
         tuple(device),
         max(needed),
         device[fullest] - reserved[fullest],
-        capacity_gib,
+        node.memory_gib,
     )

@@ -123,7 +123,9 @@ def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, A
     return "leave more of them to the search or change the batch"
 
 
-def fewest_gpus(model: ModelSpec, gpus: int, global_batch: int, node: Node) -> int | None:
+def fewest_gpus(
+    model: ModelSpec, gpus: int, global_batch: int, node: Node, fabric: Fabric
+) -> int | None:
     """How many times two as many GPUs the smallest plan fits; None where a thousand times do not.
 
     Replicas must divide the batch, so more of them may not help.
@@ -133,7 +135,7 @@ def fewest_gpus(model: ModelSpec, gpus: int, global_batch: int, node: Node) -> i
         more: int = 2**power
         for fixed in (least, least | {"ep": 1}):
             plans = candidates(model, gpus * more, global_batch, node, fixed)
-            if any(memory(model, p, node.memory_gib).fits for p in plans):
+            if any(memory(model, p, node, fabric).fits for p in plans):
                 return gpus * more
     return None
 
@@ -166,7 +168,7 @@ def fitting(
     considered = 0
     for p in candidates(model, gpus, global_batch, node, fixed or {}, wide):
         considered += 1
-        used = memory(model, p, node.memory_gib)
+        used = memory(model, p, node, fabric)
         if tightest is None or used.needed_gib < tightest[0]:
             tightest = (used.needed_gib, p)
         if used.fits:
@@ -179,7 +181,7 @@ def fitting(
     if not found and considered == 1:
         found = [(tightest[1], tightest[0])]
     if not found:
-        enough = fewest_gpus(model, gpus, global_batch, node)
+        enough = fewest_gpus(model, gpus, global_batch, node, fabric)
         raise UserError(
             f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
             f"needs {tightest[0]:.0f} GiB (tp {tightest[1].tp}, pp {tightest[1].pp}, "

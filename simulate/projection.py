@@ -200,12 +200,12 @@ def project(request: Request) -> Projection:
             f"{r.calibration_path}: its numbers, with this node and fabric, give no finite step "
             "time; look for a rate, duration or spread that cannot be"
         )
-    used = memory(r.model, r.parallelism, r.node.memory_gib)
+    used = memory(r.model, r.parallelism, r.node, r.fabric)
     if used.fits:
         return Projection(r, estimate, used)
     p = r.parallelism
     nearest = tuple(remedies(r.model, p, r.node, r.fabric, r.calibration))
-    enough = None if nearest else fewest_gpus(r.model, p.gpus, p.global_batch, r.node)
+    enough = None if nearest else fewest_gpus(r.model, p.gpus, p.global_batch, r.node, r.fabric)
     return Projection(r, estimate, used, nearest, enough)
 
 
@@ -249,7 +249,7 @@ def provenance(projection: Projection) -> list[Parameter]:
             add(r.fabric, "fabric", field, unit)
     context = projection.memory.context_gib
     for name, value, unit, detail in (
-        ("memory.context_gib", context, "GiB", "CUDA context and NCCL's buffers, as on 4x H200"),
+        ("memory.context_gib", context, "GiB", "CUDA's as on 4x H200, and NCCL's communicators"),
         ("memory.kept", KEPT, "share", "of what it hands out, the allocator cannot give back"),
     ):
         listed.append(

@@ -78,7 +78,7 @@ def remedies(
             for name in FIELDS
             if getattr(other, name) != getattr(p, name)
         )
-        used = memory(model, other, node.memory_gib)
+        used = memory(model, other, node, fabric)
         if changes and used.fits:
             found = Remedy(other, changes, used.peak_gib)
             fitting.setdefault(len(changes), []).append(found)

@@ -68,20 +68,20 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if (wrong := too_large(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
+    fabric, printed = fabric_of(row.text("interconnect"), node.name)
     try:
-        model, p, searched = _parallelism(fill, model, node, gpus)
+        model, p, searched = _parallelism(fill, model, node, fabric, gpus)
         p.check(model, gpus)
     except (ValidationError, UserError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise TooLittle(problem) from None
     if p.microbatches * p.vpp * p.pp > MOST_PASSES:
         raise TooLittle(f"{p.microbatches} microbatches on {p.pp} stages; a misprint is likelier")
-    fabric, printed = fabric_of(row.text("interconnect"), node.name)
     if not printed and gpus > node.gpus:
         fill.assumed.append(f"fabric {fabric.name} assumed")
     if row.graphs:
         fill.assumed.append("captured graphs assumed: no host time")
-    if not memory(model, p, node.memory_gib).fits and not row.lora:
+    if not memory(model, p, node, fabric).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     fp8 = ways.fp8(fill)
     peak = node.peak_bf16_tflops
@@ -203,7 +203,7 @@ def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
 
 
 def _parallelism(
-    fill: Filling, model: ModelSpec, node: Node, gpus: int
+    fill: Filling, model: ModelSpec, node: Node, fabric: Fabric, gpus: int
 ) -> tuple[ModelSpec, Parallelism, bool]:
     row = fill.row
     cp, ep = row.whole("cp") or 1, row.whole("ep") or 1
@@ -216,7 +216,7 @@ def _parallelism(
     searched = False
     if tp is None and pp is None and not SHARDED.search(row.words) and gpus > 1:
         given = fill.choices.get("split")
-        split = given or _least_split(fill, model, node, gpus, recompute)
+        split = given or _least_split(fill, model, node, fabric, gpus, recompute)
         searched, (tp, pp, cp) = True, split if given else (*split, cp)
         fill.open.add("split")
         fill.assumed.append(f"tp {tp}, pp {pp}, cp {cp} searched")
@@ -310,7 +310,7 @@ def _stages(
 
 
 def _least_split(
-    fill: Filling, model: ModelSpec, node: Node, gpus: int, recompute: str
+    fill: Filling, model: ModelSpec, node: Node, fabric: Fabric, gpus: int, recompute: str
 ) -> tuple[int, int]:
     """The smallest tp * pp that fits memory, tensor parallelism inside a node first."""
     row, batch = fill.row, fill.row.whole("global_batch")
@@ -339,7 +339,7 @@ def _least_split(
                 recompute="full" if recompute == "full" else "none",
             )
             p.check(model)
-            if row.lora or memory(model, p, node.memory_gib).fits:
+            if row.lora or memory(model, p, node, fabric).fits:
                 return -minus_tp, pp
         except (ValidationError, UserError):
             continue

@@ -29,7 +29,7 @@ def fits(one: Plan, slack: float = 1.0) -> bool:
     p, capacity = one.parallelism, one.node.memory_gib * slack
     if one.row.lora:  # frozen bf16 weights; everything else is small or recomputed
         return 2 * one.model.parameters() / (p.tp * p.pp) <= 0.9 * capacity * 2**30
-    return memory(one.model, p, one.node.memory_gib).peak_gib <= capacity
+    return memory(one.model, p, one.node, one.fabric).peak_gib <= capacity
 
 
 def replanned(one: Plan, choices: Choices) -> Plan:

@@ -131,7 +131,7 @@ def _with_room(inputs: Inputs, arguments: argparse.Namespace) -> Parallelism:
         with suppress(UserError):
             p = fastest(inputs, arguments.gpus, arguments, **fixed)
             more = changed(p, global_batch=p.global_batch * size)
-            if memory(inputs.model, more, inputs.node.memory_gib).fits:
+            if memory(inputs.model, more, inputs.node, inputs.fabric).fits:
                 return changed(p, microbatch=1)
     return fastest(inputs, arguments.gpus, arguments)
 

@@ -81,7 +81,7 @@ def predict(
         model, p, node, fabric, calibration, draws=draws, seed=seed, measured_gpus=p.gpus
     )
     estimate = simulator.run()
-    held = memory(model, p, node.memory_gib)
+    held = memory(model, p, node, fabric)
     return Prediction(
         step_time_s=interval(estimate.step_time_s),
         energy_j=interval(estimate.step_time_s * estimate.power_w * p.gpus),

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulate.communicators import Communicator, Network, communicator_mib
 from simulate.memory import GIB, layer_activation_bytes, memory, stage_memory
-from simulate.overhead import FITTED_ON, intervals
+from simulate.overhead import FITTED_ON, context_gib, intervals
 from simulate.plans import fewest_gpus, fitting
 from simulate.remedies import FIELDS, remedies
 from spec.calibration import Calibration
@@ -38,7 +39,8 @@ def measured(system: str) -> list[Case]:
             if row.status != "done" or not row.peak_allocated_gib:
                 continue
             p = row.parallelism()
-            used = memory(row.model_spec(), p, 141.0)
+            node = load_node("hgx-h200").model_copy(update={"gpus": p.gpus // row.nodes})
+            used = memory(row.model_spec(), p, node, load_fabric("loopback"))
             columns = (row.peak_allocated_gib, row.peak_reserved_gib, row.peak_device_gib)
             ranks = [[float(part) for part in (text or "").split(",")] for text in columns]
             each = len(ranks[0]) // p.pp  # ranks count stages last
@@ -84,17 +86,61 @@ def test_reserved_and_device_peaks_of_visits_not_fitted_on() -> None:
 
 
 def test_reserved_and_device_peaks_of_the_sixth_visit() -> None:
-    """Context parallelism and experts reserve more than is said: up to 12 % of the device's."""
+    """Context parallelism and experts reserve more than is said: up to 11 % of the device's."""
     cases = [case for case in measured("4x-h200") if case[3] > SIXTH]
     assert len(cases) >= 50
     assert np.mean(errors(cases, "reserved")) < 0.04
     assert np.mean(errors(cases, "device")) < 0.035
-    assert max(errors(cases, "device")) < 0.13
+    assert max(errors(cases, "device")) < 0.12
+
+
+@pytest.mark.parametrize(
+    ("system", "worst_gib"),
+    [
+        ("4x-h200", 0.01),
+        ("2x-h200", 0.01),
+        ("2x-h100", 0.015),
+        ("4x-h200-2x2", 0.07),
+        ("2x-h200-2x1", 0.01),
+        ("4x-h200-4x1", 0.03),
+        ("2x1x-h200", 0.01),
+    ],
+)
+def test_communicators_are_what_lies_beside_the_reserved_memory(
+    system: str, worst_gib: float
+) -> None:
+    """1.2 to 5.6 GiB a rank. Trees between nodes, 4 to 50 MiB, are not counted."""
+    for row, stage, _, run in measured(system):
+        ranks = [
+            [float(part) for part in (text or "").split(",")]
+            for text in (row.peak_device_gib, row.peak_reserved_gib)
+        ]
+        each = len(ranks[0]) // row.pp
+        mine = slice(stage * each, (stage + 1) * each)
+        real = max(lost - kept for lost, kept in zip(*(one[mine] for one in ranks), strict=True))
+        node = load_node("hgx-h200").model_copy(
+            update={"gpus": row.parallelism().gpus // row.nodes}
+        )
+        where = (node, load_fabric("loopback"))
+        counted = context_gib(row.model_spec(), row.parallelism(), stage, *where)
+        assert counted == pytest.approx(real, abs=worst_gib), f"{run}/{row.case_id} stage {stage}"
+
+
+def test_a_rank_alone_takes_more_than_a_connection_in_the_node() -> None:
+    """NCCL 2.28.9: 64 channels of 3 mappings; 32 of them, and 24 connections of 2 and 10 MiB."""
+    network = Network(16, rdma=True)
+    assert communicator_mib(Communicator(1, 1), network) == 64 * 6 + 4
+    assert communicator_mib(Communicator(8, 8), network) == 32 * 6 + 4 + 24 * 12
+    sent = Communicator(4, 4, collectives=False, sends=1, receives=1)
+    assert communicator_mib(sent, network) == 32 * 6 + 4 + 32 * 12
+    # one rank a node: both ends of each ring over the network
+    assert communicator_mib(Communicator(8, 1), network) == 16 * (6 + 20) + 4
+    assert communicator_mib(Communicator(8, 1), Network(2, rdma=False)) == 2 * 6 + 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals_of_memory_hold_what_was_measured(kind: str) -> None:
-    """Those fitted on left out; emulated nodes have another network and so another overhead."""
+    """Those fitted on left out."""
     both = [*measured("4x-h200"), *measured("4x-h200-2x2")]
     judged = [peaks[kind] for _, _, peaks, run in both if run not in FITTED_ON]
     inside = [guess["low"] <= real <= guess["high"] for real, guess in judged]
@@ -109,18 +155,18 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     p = Parallelism(
         tp=8, dp=8, microbatch=8, global_batch=128, sequence_parallel=True, overlap=True
     )
-    assert not memory(model, p, node.memory_gib).fits
+    assert not memory(model, p, node, fabric).fits
     found = remedies(model, p, node, fabric, calibration)
     assert {len(one.changes) for one in found} == {1}
     for one in found:
         other = one.parallelism
-        assert memory(model, other, node.memory_gib).fits
+        assert memory(model, other, node, fabric).fits
         assert (other.gpus, other.global_batch) == (p.gpus, p.global_batch)
         differing = [name for name in FIELDS if getattr(other, name) != getattr(p, name)]
         assert len(differing) == 1
     with pytest.raises(UserError, match=r"GiB too many; use at least 16 GPUs or a smaller model"):
         fitting(model, 4, 128, node, fabric, calibration)
-    assert fewest_gpus(model, 4, 128, node) == 16
+    assert fewest_gpus(model, 4, 128, node, fabric) == 16
 
 
 def test_a_layer_keeps_what_autograd_needs() -> None:

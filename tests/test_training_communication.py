@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from simulate.communicators import communicators
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
@@ -37,9 +38,11 @@ FOUR = LLAMA.resized(layers=4)
 EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
 
 Sent = Counter[tuple[str, int]]  # (collective, nccl-tests' bytes), by ranks that take part
+Call = tuple[str, int, tuple[int, ...], str]  # collective, bytes, ranks and name of the group
+MESSAGES = ("isend", "irecv", "all_to_all")
 
 
-def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
+def _record(log: list[Call]) -> None:
     """Note every collective of this process."""
     import torch.distributed as dist
 
@@ -54,8 +57,9 @@ def _record(log: list[tuple[str, int, tuple[int, ...]]]) -> None:
         names[f"reduce_scatter_{ending}"] = "reduce_scatter"
 
     def note(kind: str, tensor: Any, group: Any) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        log.append((kind, tensor.numel() * tensor.element_size(), ranks))
+        group = group or dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        log.append((kind, tensor.numel() * tensor.element_size(), ranks, group.group_name))
 
     def watch(name: str, place: int, argument: str) -> None:
         original = getattr(dist, name, None)
@@ -100,7 +104,7 @@ def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    log: list[tuple[str, int, tuple[int, ...]]] = []
+    log: list[Call] = []
     from measure.training_rank import Ranks, build
 
     _record(log)
@@ -121,8 +125,8 @@ def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None
 
 
 @lru_cache
-def sent(model: ModelSpec, p: Parallelism) -> tuple[dict[tuple[int, ...], Sent], ...]:
-    """What each rank sent in one step, by the group's ranks; groups of one send nothing."""
+def called(model: ModelSpec, p: Parallelism) -> tuple[list[Call], ...]:
+    """The collectives that each rank called in one step."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["measure.training_rank"])
     pairs = [context.Pipe() for _ in range(p.gpus)]
@@ -141,11 +145,7 @@ def sent(model: ModelSpec, p: Parallelism) -> tuple[dict[tuple[int, ...], Sent],
         found = []
         for mine, _ in pairs:
             assert mine.poll(60), "a rank said nothing"
-            by_group: dict[tuple[int, ...], Sent] = {}
-            for kind, nbytes, group in mine.recv():
-                if len(group) > 1:
-                    by_group.setdefault(group, Counter())[kind, nbytes] += 1
-            found.append(by_group)
+            found.append(mine.recv())
         for mine, _ in pairs:
             mine.send("done")
         return tuple(found)
@@ -153,6 +153,18 @@ def sent(model: ModelSpec, p: Parallelism) -> tuple[dict[tuple[int, ...], Sent],
         for process in processes:
             process.join(timeout=2)
             process.kill()
+
+
+def sent(model: ModelSpec, p: Parallelism) -> list[dict[tuple[int, ...], Sent]]:
+    """What each rank sent in one step, by the group's ranks; groups of one send nothing."""
+    found = []
+    for calls in called(model, p):
+        by_group: dict[tuple[int, ...], Sent] = {}
+        for kind, nbytes, ranks, _ in calls:
+            if len(ranks) > 1:
+                by_group.setdefault(ranks, Counter())[kind, nbytes] += 1
+        found.append(by_group)
+    return found
 
 
 def _collectives(segments: tuple[Segment, ...]) -> list[Collective]:
@@ -308,3 +320,32 @@ def test_shared_embeddings_are_reduced_between_first_and_last_stage() -> None:
     p = Parallelism(pp=2, global_batch=2)
     for rank in sent(GPT, p):
         assert rank[0, 1]["all_reduce", 4 * GPT.vocab * GPT.hidden] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        (LLAMA, {"zero": 0, "dp": 2}),
+        (LLAMA, {"zero": 3, "dp": 2, "overlap": True}),
+        (LLAMA, {"tp": 2}),
+        (LLAMA, {"cp": 2}),
+        (GPT, {"pp": 2}),
+        (EXPERTS, {"dp": 2}),
+        (EXPERTS, {"dp": 2, "ep": 2}),
+        (EXPERTS, {"zero": 0, "dp": 2, "ep": 2}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else value.name,
+)
+def test_groups_in_use_are_the_communicators_that_memory_counts(
+    model: ModelSpec, split: dict[str, Any]
+) -> None:
+    """A group has one from its first use on, also where a rank is alone in it."""
+    p = Parallelism(global_batch=2, **split)
+    for rank, calls in enumerate(called(model, p)):
+        ranks = {name: len(members) for _, _, members, name in calls}
+        collective = {name for kind, _, _, name in calls if kind not in MESSAGES}
+        observed = Counter((size, name in collective) for name, size in ranks.items())
+        observed[p.gpus, True] += 1  # the world's, whose barriers are no part of a step
+        stage = rank * p.pp // p.gpus
+        counted = communicators(model, p, stage, p.gpus)
+        assert Counter((one.ranks, one.collectives) for one in counted) == observed

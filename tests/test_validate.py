@@ -223,7 +223,8 @@ def test_peaks_of_memory_beside_the_nearest_row(results: Path, capsys: Any) -> N
     rows = read_table(path, TrainingRow)
     value = json.loads(call(capsys, str(results), "--json")[1])
     assert [one["quantity"] for one in value["memory"]] == ["allocated"]
-    peaks = [memory(row.model_spec(), row.parallelism(), 141.0).intervals() for row in rows]
+    node, fabric = load_node("hgx-h200"), load_fabric("loopback")
+    peaks = [memory(row.model_spec(), row.parallelism(), node, fabric).intervals() for row in rows]
     full = [
         row.model_copy(
             update={
