@@ -145,7 +145,8 @@ class Load(NamedTuple):
 
     busy_us: float  # in passes
     after_us: float  # update, and communication beside no pass
-    shards: float  # share of that in which it waits for layers' sharded weights and gradients
+    shards: float  # share of passes in which it waits for layers' sharded weights and gradients
+    shards_w: float  # mean power of those sent beside layers' passes
     products: float  # energy of the passes that goes with the clock
     compute: float  # the same of the update
     beside: float  # all other energy
@@ -177,17 +178,20 @@ def load(priced: PricedStep, stage: int) -> Load:
     after = central(update.kernels_us + update.reduction_us + update.gather_us)
     busy = sum(times * central(cost.total) for times, cost in mine)
     shards = sum(times * central(time) for times, cost in mine for _, time in cost.sharded)
+    hidden = sum(times * cost.hidden_w_us for times, cost in mine)
+    of_layers = 1.0
     if shards:
         p, model = priced.parallelism, priced.model
         layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
-        shards *= layers / sum(trained_parameters(model, p, stage))
+        of_layers = layers / sum(trained_parameters(model, p, stage))
     return Load(
         busy_us=busy,
         after_us=after,
-        shards=shards / busy,
+        shards=shards * of_layers / busy,
+        shards_w=hidden * of_layers / busy,
         products=energy.compute,
         compute=update.energy.compute,
-        beside=energy.memory + update.energy.memory + sent,
+        beside=energy.memory + update.energy.memory + sent + hidden,
     )
 
 
@@ -215,7 +219,9 @@ def stage_clocks(
             )
             of_layer = (  # its waits recur in every layer
                 (1 - one.shards) * alone.compute_w,
-                (1 - one.shards) * alone.beside_w + one.shards * point.communication_w("dp"),
+                (1 - one.shards) * alone.beside_w
+                + one.shards * point.communication_w("dp")
+                + one.shards_w,
             )
             clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike]

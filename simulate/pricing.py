@@ -53,6 +53,7 @@ class PassCost(NamedTuple):
     energy: Energy
     segments: tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)
     sharded: Sent  # zero 2 and 3: what is exposed of each
+    hidden_w_us: float  # energy of what is hidden of them
 
 
 class UpdateCost(NamedTuple):
@@ -328,8 +329,11 @@ def _passes(
             }
             room = room - _ports_us(pieces, way, prices)
             waited = waits(group, way, pieces, work, room, costs, model, p)
+        hidden_w_us = 0.0
         for one, time, hidden in waited:
-            compute = compute + costs.slowing(hidden, costs.slowed(one.axis))
+            slowed = costs.slowed(one.axis)
+            compute = compute + costs.slowing(hidden, slowed)
+            hidden_w_us += central(hidden) * slowed * costs.communication_w(one.axis)
             exposed["dp"] = exposed.get("dp", zero) + time
         yield PassCost(
             total=compute + host + sum(exposed.values(), zero),
@@ -339,6 +343,7 @@ def _passes(
             energy=energy,
             segments=tuple(reversed(pieces)) if way else tuple(pieces),
             sharded=tuple((one, time) for one, time, _ in waited),
+            hidden_w_us=hidden_w_us,
         )
 
 

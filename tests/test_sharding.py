@@ -3,6 +3,7 @@
 import pytest
 
 from simulate import components
+from simulate.clocks import load
 from simulate.pricing import PassCost, parts_of
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.transfer import changed
@@ -55,6 +56,18 @@ def test_gathers_forward_and_scatters_are_waited_for() -> None:
 def test_several_queues_hide_more() -> None:
     for one, many in zip(passes(), passes(one_queue=False), strict=True):
         assert float(many.exposed["dp"]) < float(one.exposed["dp"])
+
+
+def test_what_passes_hide_draws_power_and_leaves_products_less() -> None:
+    priced = simulate(P, changed(CALIBRATION, one_queue=False)).priced
+    forward, _ = priced.passes_of(0)
+    costs = priced.costs
+    hidden = units_us("all_gather", 2.0) - float(forward.exposed["dp"])
+    assert hidden > 0
+    expected = hidden * costs.slowed("dp") * costs.communication_w("dp")
+    assert forward.hidden_w_us == pytest.approx(expected)
+    whole = sum(one.energy.memory + one.hidden_w_us for one in priced.passes_of(0))
+    assert load(priced, 0).beside > P.microbatches * whole
 
 
 def units(kind: str, each: float) -> tuple[float, float, float]:
