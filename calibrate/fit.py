@@ -70,7 +70,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     kernels = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
     collectives = fit_collectives(evidence, ledger)
     networks = fit_networks(evidence, ledger, state.idle_w)
-    host = fit_host(evidence, ledger)
+    host = fit_host(evidence, kernels, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
     composition = composition_sd(evidence, ledger)

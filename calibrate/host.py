@@ -1,4 +1,4 @@
-"""Host overhead from launch-bound kernels, the slowdown of kernels beside collectives, composition.
+"""Host overhead, the slowdown of kernels beside collectives, composition.
 
 None of it comes from a training step: what no microbenchmark shows is assumed, and says so.
 """
@@ -6,26 +6,18 @@ None of it comes from a training step: what no microbenchmark shows is assumed, 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
 
 import numpy as np
 
-from calibrate.evidence import Evidence, Ledger, core_share, log_interval, robust_sd, rounded
-from calibrate.host_visits import SINGLE_CALLS, with_visits
+from calibrate.evidence import Evidence, Ledger, core_share, log_interval, rounded
+from calibrate.host_issue import HOST_SD, fit_issue
 from spec.calibration import HostFit
-from spec.records import HostRow, InterferenceRow, KernelRow
+from spec.kernel_fit import KernelFit
+from spec.records import HostRow, InterferenceRow
 
-# Python and module calls around a part of a layer, in issue times of one operation. Assumed: each
-# kernel's own issue time, autograd included, is measured with it. On processors steps of no
-# arithmetic (`measure.host_time`) take two to three times that; on hosts of GPUs no suite shows it.
-PART_CALLS = 2.0
-# The optimizer's loop over parameters and the scalars read back, once a step, likewise.
-STEP_CALLS = 200.0
-HOST_SD = 0.3
-# The same where the host is the device and no row shows it: some tens of Python calls of a
+# Python around a part where the host is the device and no row shows it: some tens of calls of a
 # microsecond each, assumed.
 CPU_PART_US, CPU_PARTS_PER_STEP, CPU_HOST_SD = 60.0, 50.0, 0.7
-DEFAULT_HOST_US = 10.0
 # A kernel beside a collective where none was measured: communication kernels occupy some
 # multiprocessors (16-32 of 132 under NCCL's defaults) and share memory bandwidth.
 INTERFERENCE = (0.12, 0.03, 0.3)
@@ -41,61 +33,11 @@ COMPOSITION_SD, CPU_COMPOSITION_SD = 0.02, 0.3
 SHARE_COMPOSITION_SD = 0.1
 
 
-def fit_host(evidence: Evidence, ledger: Ledger) -> HostFit:
-    """Issue times of single operations, and what is assumed to go with them."""
+def fit_host(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) -> HostFit:
+    """What a host adds to the kernels of a step, which were fitted before."""
     if evidence.devices()[0].kind == "cpu":
         return _on_cpu(evidence, ledger)
-    rows = [row for _, row in evidence.rows(KernelRow) if row.op in SINGLE_CALLS]
-    times = [row.host_us for row in rows if row.host_us is not None]
-    if times:
-        issue = float(np.median(times))
-        sd = max(robust_sd(log(time) for time in times), HOST_SD)
-        ledger.note(
-            "host.issue_us",
-            issue,
-            "us",
-            log_interval(issue, sd),
-            "measured",
-            f"{evidence.where(KernelRow, len(times))}: operations of one call",
-        )
-    else:
-        issue, sd = DEFAULT_HOST_US, 0.5
-        ledger.note(
-            "host.issue_us",
-            issue,
-            "us",
-            log_interval(issue, sd),
-            "assumed",
-            "no kernel row carries a host time",
-        )
-    part, step = PART_CALLS * issue, STEP_CALLS * issue
-    ledger.note(
-        "host.part_us",
-        part,
-        "us",
-        log_interval(part, 0.5),
-        "assumed",
-        f"{PART_CALLS:g} issue times per part of a layer: Python and autograd around its kernels",
-    )
-    ledger.note(
-        "host.step_us",
-        step,
-        "us",
-        log_interval(step, 0.7),
-        "assumed",
-        f"{STEP_CALLS:g} issue times per step: optimizer bookkeeping and scalars",
-    )
-    fit = HostFit(part_us=rounded(part), step_us=rounded(step), sd=rounded(sd))
-    runs = {run for run, _ in evidence.rows(KernelRow)}
-    return with_visits(
-        fit,
-        {
-            one.manifest.device_hashes: evidence.host_slower.get(one.manifest.run)
-            for one in evidence.runs
-            if one.manifest.run in runs
-        },
-        ledger,
-    )
+    return fit_issue(evidence, kernels, ledger)
 
 
 def _on_cpu(evidence: Evidence, ledger: Ledger) -> HostFit:
@@ -129,6 +71,8 @@ def _beside_kernels(rows: Sequence[HostRow]) -> tuple[float, float] | None:
     """
     found = []
     for row in rows:
+        if row.kernels_us is None or row.single_kernels_us is None:  # of GPUs
+            continue
         several = row.median_us - row.kernels_us
         single = row.single_us - row.single_kernels_us
         one_pass = (several - single) / max(row.microbatches - 1, 1)

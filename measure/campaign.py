@@ -107,13 +107,16 @@ class Campaign:
             self.show(case.case_id, 1)
 
     def host(self, cases: Sequence[host_time.HostCase], until: float | None) -> None:
-        """Each in a process of its own, on the first device."""
+        """Each in processes of its own, on this host's first devices."""
         for case in cases:
             if not self.admit(case.seconds, until):
                 continue
             with self._tagged(case.case_id):
                 try:
-                    self.store.append("host", [host_time.measure(case)])
+                    row = host_time.measure(case, self.kind, self.local[: case.gpus])
+                    self.store.append("host", [row])
+                except UserError as error:
+                    self.store.skip(case.case_id, str(error))
                 except WorkError as error:
                     self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)

@@ -1,13 +1,16 @@
-"""The host suite: what Python, modules and autograd take around the kernels of a step, on a CPU.
+"""The host suite: what Python, modules and autograd take around the kernels of a step.
 
-There the processor that issues a kernel runs it, and all of that adds to the step. It is seen in
-Megatron-Core steps of a model so small that its arithmetic is nil: the processor's time of a step,
-less that of the same kernels one by one at the same shapes. Steps of one microbatch and of several,
-in turn, tell what a pass adds from what a step adds. On a GPU it hides behind kernels that are
-queued, and `host_us` of the kernels' rows is what counts.
+It is seen in Megatron-Core steps of a model so small that its arithmetic is nil. Steps of one
+microbatch and of several, in turn, tell what a pass adds from what a step adds.
 
-They run in a process of their own (`python -m measure.host_time`), which Megatron-Core's patches
-for a CPU end with.
+On GPUs such a step lasts as long as its host needs to issue it, and the steps of a real model are
+never faster than that. All GPUs of the host take part, as all of its processors do in a real step:
+each with a replica, all with a share of every layer (what issuing collectives takes), and each with
+a mixture of experts. What issuing the kernels alone takes is `host_us` of their rows.
+
+On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
+its time of a step, less that of the same kernels one by one at the same shapes. That runs in a
+process of its own (`python -m measure.host_time`): Megatron-Core's patches for a CPU end with it.
 """
 
 import json
@@ -16,48 +19,104 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from measure import cpu_memory, namespaces
+from measure.devices import Device
 from measure.emulation import rank_environment
+from measure.training_plan import WARM_UP, TrainingCase
 from spec.errors import WorkError
-from spec.model import ModelSpec, load_model
+from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
 from spec.parallelism import Parallelism
 from spec.records import HostRow
 
-# Llama 3's layer at sizes that take no time; as many layers as between the smallest models' two
-# and four, so that what the ends of a model cost is shared among about as many parts.
-LAYERS, SIZES = 3, {"hidden": 32, "ffn_hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16}
-MORE = {"vocab": 128, "seq_len": 16}
-MICROBATCHES = 5
-WARM_UP, REPEATS, LIMIT_S = 5, 40, 300.0
+MICROBATCHES, EXPERTS, MOST_TP = 5, 8, 8
+WARM_UP_CPU, REPEATS, LIMIT_S = 5, 40, 300.0
+ROUNDS = 4  # in which steps of one microbatch and of several take turns on GPUs
+GPU_S = 14.0
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """Steps of one microbatch and of several."""
+    """Steps of one microbatch and of several, each of `gpus` with a replica of tp."""
 
     seconds: float
-    case_id: str = f"nil-{LAYERS}layers-{MICROBATCHES}microbatches"
+    gpus: int = 1
+    tp: int = 1
+    experts: int = 0
+
+    @property
+    def case_id(self) -> str:
+        """Its name in tables."""
+        split = f"-TP{self.tp}-DP{self.gpus // self.tp}" if self.gpus > 1 else ""
+        mixture = f"-{self.experts}experts" if self.experts else ""
+        return f"nil-{LAYERS}layers-{MICROBATCHES}microbatches{split}{mixture}"
+
+    def split(self, microbatches: int) -> Parallelism:
+        """How a step of so many microbatches is split."""
+        dp = self.gpus // self.tp
+        return Parallelism(
+            tp=self.tp, dp=dp, sequence_parallel=self.tp > 1, global_batch=dp * microbatches
+        )
 
 
-def cases(kind: str, share: float = 1.0) -> list[HostCase]:
-    """On a CPU, of which a device has `share` of a core; none on GPUs."""
-    return [HostCase(round(15.0 + 2.0 / share, 1))] if kind == "cpu" else []
+def cases(kind: str, devices: int = 1, share: float = 1.0) -> list[HostCase]:
+    """Those of a host of so many devices; on a CPU one of them has `share` of a core."""
+    if kind == "cpu":
+        return [HostCase(round(15.0 + 2.0 / share, 1))]
+    if kind not in ("nvidia", "amd"):
+        return []
+    found = [HostCase(GPU_S, devices), HostCase(GPU_S, devices, experts=EXPERTS)]
+    tp = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
+    return [*found, HostCase(GPU_S, devices, tp)] if tp > 1 else found
 
 
-def model() -> ModelSpec:
-    """The model whose arithmetic is nil."""
-    own = load_model("small").model_dump()
-    return ModelSpec(**own | SIZES | MORE | {"name": "nil", "layers": LAYERS})
-
-
-def measure(case: HostCase) -> HostRow:
-    """Run a case on the first device; raises WorkError where it fails."""
+def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRow:
+    """Run a case on its devices; raises WorkError where it fails, UserError where it cannot run."""
     from measure.timing import quantiles
 
+    found = _on_cpu() if kind == "cpu" else _on_gpus(case, kind, devices)
+    return HostRow(
+        case_id=case.case_id,
+        role="fit",
+        gpus=case.gpus,
+        tp=case.tp,
+        experts=case.experts,
+        layers=LAYERS,
+        microbatches=MICROBATCHES,
+        single_us=statistics.median(found.pop("single_us")),
+        **quantiles(found.pop("times_us")),
+        **found,
+    )
+
+
+def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, Any]:
+    from measure.training import step_times
+
+    model = nil_model(ON_GPU, case.experts)
+    several = case.split(MICROBATCHES)
+    steps = TrainingCase(model, several, REPEATS // ROUNDS, WARM_UP, case.seconds, case.case_id)
+    batches = (case.split(1).global_batch, several.global_batch)
+    found = step_times(steps, batches, ROUNDS, device_kind=kind, devices=devices)
+    (single, _), (times, passes) = found
+
+    def layer_us(way: str) -> float:
+        layers = LAYERS * MICROBATCHES
+        return 1e6 * statistics.median(one[f"layers_{way}_s"] for one in passes) / layers
+
+    return {
+        "times_us": [1e6 * one for one in times],
+        "single_us": [1e6 * one for one in single],
+        "forward_us": layer_us("forward"),
+        "backward_us": layer_us("backward"),
+        "parts": len(one_pass(model, several)),
+    }
+
+
+def _on_cpu() -> dict[str, Any]:
     path = os.pathsep.join(
         filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")])
     )
@@ -77,18 +136,8 @@ def measure(case: HostCase) -> HostRow:
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     if done.returncode:
         raise WorkError(lines[-1] if lines else f"exit status {done.returncode}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return HostRow(
-        case_id=case.case_id,
-        role="fit",
-        layers=LAYERS,
-        microbatches=MICROBATCHES,
-        parts=found["parts"],
-        kernels_us=found["kernels_us"],
-        single_us=statistics.median(found["single_us"]),
-        single_kernels_us=found["single_kernels_us"],
-        **quantiles(found["times_us"]),
-    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -100,15 +149,14 @@ def main() -> None:
 
     from measure import megatron_cpu
     from measure.operations import Maker
-    from spec.step import embedding, head, layer, optimizer
+    from spec.step import optimizer
 
     torch.set_num_threads(1)
     cpu_memory.keep()
-    maker, nil = Maker(torch.device("cpu")), model()
+    maker, nil = Maker(torch.device("cpu")), nil_model(ON_CPU)
     splits = [Parallelism(global_batch=batch) for batch in (1, MICROBATCHES)]
     whole = splits[0]
-    passes = [(LAYERS, layer(nil, whole)), (1, embedding(nil, whole)), (1, head(nil, whole))]
-    parts = [part for count, pair in passes for one in pair for part in one * count]
+    parts = one_pass(nil, whole)
     megatron_cpu.install()
     store = vars(dist)["HashStore"]()  # of this process alone
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -124,19 +172,19 @@ def main() -> None:
         trainer.step(batches)
         return (time.process_time() - begin) * 1e6
 
-    times = [[step(number, one) for one in splits] for number in range(WARM_UP + REPEATS)]
-    single, several = zip(*times[WARM_UP:], strict=True)
+    times = [[step(number, one) for one in splits] for number in range(WARM_UP_CPU + REPEATS)]
+    single, several = zip(*times[WARM_UP_CPU:], strict=True)
     alone: dict[Any, float] = {}
     for kernel in (*(one for part in parts for one in part.kernels), *optimizer(nil, whole, 0)[0]):
         if kernel not in alone:
             alone[kernel] = _alone_us(maker, kernel)
-    one_pass = sum(alone[kernel] for part in parts for kernel in part.kernels)
+    kernels_us = sum(alone[kernel] for part in parts for kernel in part.kernels)
     update = sum(alone[kernel] for kernel in optimizer(nil, whole, 0)[0])
     found = {
         "times_us": several,
-        "kernels_us": MICROBATCHES * one_pass + update,
+        "kernels_us": MICROBATCHES * kernels_us + update,
         "single_us": single,
-        "single_kernels_us": one_pass + update,
+        "single_kernels_us": kernels_us + update,
         "parts": len(parts),
     }
     print(json.dumps(found))
@@ -145,7 +193,7 @@ def main() -> None:
 def _alone_us(maker: Any, kernel: Any) -> float:
     """Processor time of a kernel by itself, us."""
     call, _ = maker.build(kernel)
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP_CPU):
         call()
     begin = time.process_time()
     for _ in range(REPEATS):

@@ -53,7 +53,11 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             )
         elif suite == "host":
             cases[suite] = list(
-                host_time.cases(kind, 1.0 if options.link_mbit is None else namespaces.QUOTA)
+                host_time.cases(
+                    kind,
+                    devices // options.hosts,
+                    1.0 if options.link_mbit is None else namespaces.QUOTA,
+                )
             )
         elif suite == "collectives":
             cases[suite] = list(

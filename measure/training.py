@@ -255,10 +255,37 @@ def profiled(
     def run() -> list[Report]:
         with _started(case, kind, devices) as (ranks, slowest):
             ranks.send({"profile": steps})
-            reports = ranks.gather(120.0 + 20 * steps * slowest)  # a trace takes long to write
-            ranks.send({"bye": True})
-            ranks.join(10.0)
-            return reports
+            return ranks.gather(120.0 + 20 * steps * slowest)  # a trace takes long to write
+
+    return _again(run)
+
+
+def step_times(
+    case: TrainingCase,
+    batches: Sequence[int],
+    rounds: int,
+    *,
+    device_kind: str,
+    devices: Sequence[Device] = (),
+) -> list[tuple[list[float], list[dict[str, float]]]]:
+    """Steps of a case with each of some global batches, which take turns in rounds.
+
+    Of each batch the seconds of every step and, of every step and rank, what
+    `measure.pass_times` read. Raises WorkError where it fails, UserError where it cannot run here.
+    """
+    prepared(case)
+
+    def run() -> list[tuple[list[float], list[dict[str, float]]]]:
+        found: list[tuple[list[float], list[dict[str, float]]]] = [([], []) for _ in batches]
+        kind = device_kind.partition(":")[0]
+        with _started(case, kind, devices, passes=True) as (ranks, slowest):
+            for _ in range(rounds):
+                for (times, passes), batch in zip(found, batches, strict=True):
+                    ranks.send({"go": case.steps, "global_batch": batch})
+                    reports = ranks.gather(60.0 + 4 * case.steps * slowest)
+                    times += _slowest(reports)
+                    passes += [one for report in reports for one in report["passes"]]
+        return found
 
     return _again(run)
 
@@ -294,21 +321,21 @@ def _measure(
         with window() as watched:
             ranks.send({"go": steps})
             reports = ranks.gather(60.0 + 4 * steps * slowest)
-        ranks.send({"bye": True})
-        ranks.join(10.0)
         return reports, watched.result
 
 
 @contextmanager
 def _started(
-    case: TrainingCase, kind: str, devices: Sequence[Device]
+    case: TrainingCase, kind: str, devices: Sequence[Device], passes: bool = False
 ) -> Iterator[tuple[Processes, float]]:
     """The processes of a case, warmed up, and the seconds of a step; ended on leaving."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = Processes(case, kind, folder, devices)
+        ranks = Processes(case, kind, folder, devices, passes)
         try:
             ready = ranks.warmed_up(case)
             yield ranks, max(one["ready"] for one in ready)
+            ranks.send({"bye": True})
+            ranks.join(10.0)
         finally:
             ranks.close()
 

@@ -196,6 +196,9 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
         if "profile" in message:
             pipe.send(ranks.profiled(trainer, number, message["profile"]))
             continue
+        if "global_batch" in message:
+            changed = {"global_batch": message["global_batch"]}
+            trainer.parallelism = parallelism.model_copy(update=changed)
         times, kept, norms, spans = [], [], [], []
         for _ in range(message["go"]):
             took, losses, norm = ranks.timed(trainer, number)

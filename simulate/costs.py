@@ -1,9 +1,10 @@
 """What the parts of a step cost under a calibration, for a vector of uncertainty draws at once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import hypot
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ class PartCost(NamedTuple):
     kernels: Array
     hidden: list[Array]
     exposed: list[Array]
-    host_us: float  # time the host needs to issue it
+    host_us: float  # time the host needs to issue its kernels
     energy: "Energy"
 
 
@@ -293,7 +294,7 @@ class Costs:
             longer = where(left > 0, (own + left) / alone, self.slowed(axis))
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
-        return PartCost(own, hidden, exposed, host_us + self.calibration.host.part_us, energy)
+        return PartCost(own, hidden, exposed, host_us, energy)
 
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:
         """Time at the step's clock, the host's time and the energy."""
@@ -319,15 +320,17 @@ class Costs:
 
     def segment(self, parts: Segment) -> Cost:
         """Duration of a forward or backward segment."""
-        works, apart = self.works.of_segment(parts, self.fullest is not None)
-        compute, host_us, energy = self._kernels(works)
         fit = self.calibration.host
-        host_us += fit.part_us * (len(parts) - len(apart))
+        host_us, pieces = self.works.issued(parts)
+        if pieces and not fit.serial:
+            return joined([self.segment(piece) for piece in pieces])
+        works, apart = self.works.of_segment(parts, self.fullest is not None)
+        compute, issue_us, energy = self._kernels(works)
         exposed = dict(self._exposed(parts))
         for part in apart:
             cost = self.part(part)
             compute, energy = compute + cost.kernels, energy + cost.energy
-            host_us += cost.host_us
+            issue_us += cost.host_us
             if cost.hidden:
                 axis = part.hidden[0].axis
                 left = larger(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
@@ -335,8 +338,12 @@ class Costs:
         spread = self.host_spread()
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, energy)
-        device = sum(exposed.values(), compute)
-        return Cost(compute, exposed, larger(host_us * spread - device, 0.0), energy)
+        host = (issue_us + host_us) * spread
+        if not any(
+            part.waits for part in parts
+        ):  # the device runs what is issued while the host issues more
+            host = larger(host - sum(exposed.values(), compute), 0.0)
+        return Cost(compute, exposed, host, energy)
 
     def host_spread(self) -> Array:
         """What the host's times are multiplied by: how slow the devices' host is, and the spread.
@@ -351,6 +358,17 @@ class Costs:
         works = [work for part in parts for work in self.works.of_part(part).values()]
         time = sum(central(work.time) for work in works)
         return sum(work.modelled_us for work in works) / time if time else 0.0
+
+
+def joined(costs: Sequence[Cost]) -> Cost:
+    """What follows each other."""
+    exposed: dict[str, Array] = {}
+    for one in costs:
+        for axis, time in one.exposed.items():
+            exposed[axis] = exposed[axis] + time if axis in exposed else time
+    compute = reduce(add, [one.compute for one in costs])
+    host = reduce(add, [one.host for one in costs])
+    return Cost(compute, exposed, host, reduce(add, [one.energy for one in costs]))
 
 
 @lru_cache(maxsize=8192)

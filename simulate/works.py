@@ -5,6 +5,7 @@ parts of a segment with nothing beside them, are added up once and then priced a
 works hold for every plan under a calibration and are kept for all of them.
 """
 
+import itertools
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -99,6 +100,7 @@ class Works:
         self._parts: dict[int, tuple[Part, ByClock]] = {}
         self._products: dict[int, tuple[Segment, ByClock]] = {}
         self._segments: dict[tuple[int, bool], tuple[Segment, ByClock, tuple[Part, ...]]] = {}
+        self._issued: dict[int, tuple[Segment, float, tuple[Segment, ...]]] = {}
 
     def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
         """A kernel's work, and how a clock slows it."""
@@ -141,6 +143,24 @@ class Works:
             bound = (one for one in kernels if self._calibration.kernel(one).tflops)
             self._products[id(parts)] = parts, _added(self.of(kernel) for kernel in bound)
         return self._products[id(parts)][1]
+
+    def issued(self, parts: Segment) -> tuple[float, tuple[Segment, ...]]:
+        """What the host takes beside issuing a segment's kernels, us, and how it is cut by it.
+
+        A part that waits is by itself: what was issued before it has run when it begins.
+        """
+        if id(parts) not in self._issued:
+            if len(self._issued) > LIMIT:
+                self._issued.clear()
+            fit, cut = self._calibration.host, itertools.groupby(parts, lambda part: part.waits)
+            pieces = tuple(tuple(some) for _, some in cut)
+            beside_us = fit.part_us * len(parts)
+            for part in parts:
+                beside_us += fit.collective_us * (len(part.exposed) + len(part.hidden))
+                grouped = (one.dims[0] for one in part.kernels if one.op == "grouped_gemm")
+                beside_us += fit.expert_us * max(grouped, default=0)
+            self._issued[id(parts)] = parts, beside_us, pieces if len(pieces) > 1 else ()
+        return self._issued[id(parts)][1:]
 
     def of_segment(self, parts: Segment, uneven: bool) -> tuple[ByClock, tuple[Part, ...]]:
         """Works of a segment's parts, and those that must be priced one by one.

@@ -220,6 +220,11 @@ class HostFit(Record):
     part_us: Micros = Field(
         description="Python and autograd around one part of a layer, beside its kernels' host_us"
     )
+    collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
+    expert_us: Micros = Field(
+        default=0.0,
+        description="Python and autograd around one expert, beside its kernels' host_us",
+    )
     step_us: Micros = Field(description="once a step: optimizer bookkeeping and scalars")
     sd: Spread
     visit_sd: Spread = Field(

@@ -105,18 +105,30 @@ class KernelRow(Repeated):
 
 
 class HostRow(Repeated):
-    """host.csv: Megatron-Core steps of a model whose arithmetic is nil, on a CPU.
+    """host.csv: Megatron-Core steps of a model whose arithmetic is nil.
 
-    Durations are of the processor, which computes and issues: those of a step less its kernels' are
-    Python, modules and autograd between them.
+    On GPUs they last as long as their host needs to issue them. On a CPU durations are of the
+    processor, which computes and issues: those of a step less its kernels' are Python, modules and
+    autograd between them.
     """
 
+    gpus: PositiveInt = Field(default=1, description="devices that ran, each with a process")
+    tp: PositiveInt = Field(default=1, description="of them that shared every layer; others: dp")
+    experts: NonNegativeInt = Field(default=0, description="in a layer of every device; 0: dense")
     layers: PositiveInt
     microbatches: PositiveInt = Field(description="of the steps that the quantiles are of")
     parts: PositiveInt = Field(description="of the model in one microbatch, both passes")
-    kernels_us: Positive = Field(description="all kernels of such a step, each timed by itself")
     single_us: Positive = Field(description="median of steps of one microbatch, run in turn")
-    single_kernels_us: Positive = Field(description="all kernels of those, likewise")
+    forward_us: Positive | None = Field(
+        default=None, description="on GPUs: median of a layer's forward pass on the device"
+    )
+    backward_us: Positive | None = Field(default=None, description="of its backward pass, likewise")
+    kernels_us: Positive | None = Field(
+        default=None, description="on a CPU: all kernels of such a step, each timed by itself"
+    )
+    single_kernels_us: Positive | None = Field(
+        default=None, description="all kernels of the steps of one microbatch, likewise"
+    )
 
 
 class CollectiveRow(Repeated):

@@ -18,7 +18,8 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     Sources in megatron/core/transformer: moe/token_dispatcher.py (MoEAlltoAllTokenDispatcher:
     counts gathered over tp and ep, probabilities exchanged beside the tokens, tokens sorted by
     local expert), moe/experts.py (SequentialMLP: outputs of several experts joined), mlp.py (each
-    row multiplied by its probability in fp32 and cast back).
+    row multiplied by its probability in fp32 and cast back). The host reads how many tokens each
+    expert gets before it issues their exchange (moe_utils.py `permute`: `masked_select`).
     """
     s = shapes(model, p)
     rows = s.local_tokens * model.top_k
@@ -95,6 +96,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                 "dispatch",
                 (moved, *sorted_),
                 exposed=counts + exchange + weights_sent + gather,
+                waits=True,
             ),
             Part("dispatch", (moved_back, *sorted_), exposed=weights_sent + exchange + scatter),
         ),

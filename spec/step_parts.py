@@ -13,13 +13,14 @@ class Part:
     """Work that runs together: `kernels` in order, `hidden` communication beside them.
 
     A part lasts as long as the longer of the two; `exposed` communication has nothing beside it
-    and follows.
+    and follows. In one that `waits` the host reads what the device computed: it cannot be ahead.
     """
 
     name: str
     kernels: tuple[Kernel, ...] = ()
     exposed: tuple[Collective, ...] = ()
     hidden: tuple[Collective, ...] = ()
+    waits: bool = False
 
 
 Segment = tuple[Part, ...]

@@ -71,8 +71,8 @@ def test_every_size_is_repeated_twenty_times(monkeypatch: pytest.MonkeyPatch) ->
             assert min(collectives.repeats_of(2**size, gpu) for size in range(10, 31)) == 20
 
 
-def test_only_a_cpu_has_host_cases() -> None:
-    assert host_time.cases("nvidia") == []
+def test_a_cpu_has_one_host_case_and_a_fake_device_none() -> None:
+    assert host_time.cases("fake", 4) == []
     (whole,), (fifth,) = host_time.cases("cpu"), host_time.cases("cpu", share=0.2)
     assert whole.case_id == fifth.case_id
     assert whole.seconds < fifth.seconds
@@ -80,7 +80,7 @@ def test_only_a_cpu_has_host_cases() -> None:
 
 def test_a_step_whose_arithmetic_is_nil() -> None:
     pytest.importorskip("megatron.core")
-    row = host_time.measure(host_time.HostCase(1.0))
+    row = host_time.measure(host_time.HostCase(1.0), "cpu")
     assert row.median_us > row.kernels_us
     assert row.single_us > row.single_kernels_us
     assert row.median_us > row.single_us
@@ -117,7 +117,7 @@ def test_the_hosts_time_is_fitted_where_rows_show_it(tmp_path: Path, share: floa
 
     def fitted() -> tuple[float, float, float, set[str]]:
         ledger = Ledger()
-        fit = fit_host(Evidence("a", [read_result_set(folder)]), ledger)
+        fit = fit_host(Evidence("a", [read_result_set(folder)]), (), ledger)
         assert fit.serial
         return fit.part_us, fit.step_us, fit.sd, {one.source for one in ledger.parameters}
 
