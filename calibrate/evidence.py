@@ -41,6 +41,8 @@ TELEMETRY_FILE = "telemetry.parquet"
 Z90 = 1.6449
 INDEPENDENT = 10
 LEAST_ERROR = 1e-4
+# of an operation's issue times, the part that is no longer than what is taken for it
+SHORTEST = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,15 @@ class Evidence:
     def devices(self) -> list[Device]:
         """The devices of the newest run."""
         return [device for host in self.runs[-1].manifest.hosts for device in host.devices]
+
+
+def issue_us(times_us: Sequence[float]) -> float:
+    """What issuing an operation takes while many are issued, of times alone on an idle device.
+
+    It is the same for every shape, but after a long kernel the host comes back from waiting with
+    cold caches, and a thread of autograd has to be woken: the less so, the shorter it was.
+    """
+    return float(np.quantile(times_us, SHORTEST))
 
 
 def core_share(manifest: Manifest) -> float:

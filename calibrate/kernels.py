@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.correction import LEARN_FROM, Correction, conformal_scale, fit_correction, folds
-from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, robust_sd, rounded
+from calibrate.evidence import (
+    Evidence,
+    Judged,
+    Ledger,
+    issue_us,
+    log_interval,
+    median_sd,
+    robust_sd,
+    rounded,
+)
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
 from calibrate.state import ClockState, is_compute, kernel_of
 from spec.calibration import KernelFit, KernelPoint
@@ -171,7 +180,7 @@ def _fit(
         judged,
         BASELINE,
     )
-    host_us = float(np.median(group.host_us)) if group.host_us else clock.default_host_us
+    host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
     active_w = float(np.median(group.active_w)) if group.active_w else clock.default_active_w(op)
     active_w *= clock.visit_power if is_compute(op) else 1.0
     _note(group, physics, sds, correction, ledger, detail)
@@ -356,7 +365,7 @@ def _note_power(
             "us",
             log_interval(host_us, sd),
             "measured",
-            f"median of {len(group.host_us)} host times; {detail}",
+            f"tenth percentile of {len(group.host_us)} host times; {detail}",
         )
     else:
         ledger.note(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from simulate.costs import Costs, Draws, Energy, total
 from simulate.exchange import exchanges
+from simulate.issue import repeated_us
 from simulate.pricing import Known, PricedSegment, PricedStep, StagePrices, parts_of, price
 from simulate.uncertainty import central
 from simulate.works import Same
@@ -90,10 +91,9 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
     for _ in range(3):  # the slower the clock, the larger the kernels' share of time
         point = point.with_(clock_ratio=fit.reference_mhz / clock)
         runs: list[tuple[float, Energy]] = []
-        whole, sent, energy = 0.0, 0.0, Energy()
+        whole, sent, energy = sum(repeated_us(segments, point)), 0.0, Energy()
         for segment in segments:
             cost = point.segment(segment)
-            whole += central(cost.total)
             for axis, time in cost.exposed.items():
                 sent += central(time) * point.communication_w(axis)
             energy += cost.energy
@@ -129,15 +129,16 @@ def _of_layer(
     segments: tuple[Segment, ...], point: Costs, clock_ratio: float
 ) -> tuple[float, float]:
     """Time of a layer and energy of its products at a clock."""
-    costs = [point.with_(clock_ratio=clock_ratio).segment(segment) for segment in segments]
-    return sum(central(one.total) for one in costs), sum(one.energy.compute for one in costs)
+    at = point.with_(clock_ratio=clock_ratio)
+    energy = sum(at.segment(segment).energy.compute for segment in segments)
+    return sum(repeated_us(segments, at)), energy
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     """Central time of one layer's forward and backward pass at the step's clock."""
     clock = layer_clock(model, p, costs).clock_mhz
     costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
-    return sum(central(costs.segment(segment).total) for segment in parts_of(model, p)["layer"])
+    return sum(repeated_us(parts_of(model, p)["layer"], costs))
 
 
 class Load(NamedTuple):

@@ -44,12 +44,13 @@ class Cost(NamedTuple):
 
     compute: Array
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
-    host: Array  # what the host adds where the device outruns it
+    host: Array  # what the device waits for its host whatever runs around the segment
+    ahead: Array  # how far the host gets ahead of the device in it; negative where it falls back
     energy: "Energy"
 
     @property
     def total(self) -> Array:
-        """The segment's duration."""
+        """The segment's duration where the host is ahead, see `simulate.issue`."""
         return sum(self.exposed.values(), self.compute + self.host)
 
 
@@ -321,7 +322,7 @@ class Costs:
     def segment(self, parts: Segment) -> Cost:
         """Duration of a forward or backward segment."""
         fit = self.calibration.host
-        host_us, pieces = self.works.issued(parts)
+        beside_us, pieces = self.works.issued(parts)
         if pieces and not fit.serial:
             return joined([self.segment(piece) for piece in pieces])
         works, apart = self.works.of_segment(parts, self.fullest is not None)
@@ -335,15 +336,13 @@ class Costs:
                 axis = part.hidden[0].axis
                 left = larger(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
                 exposed[axis] = exposed[axis] + left if axis in exposed else left
-        spread = self.host_spread()
+        spread, zero = self.host_spread(), self.draws.zero
         if fit.serial:
-            return Cost(compute, exposed, len(parts) * fit.part_us * spread, energy)
-        host = (issue_us + host_us) * spread
-        if not any(
-            part.waits for part in parts
-        ):  # the device runs what is issued while the host issues more
-            host = larger(host - sum(exposed.values(), compute), 0.0)
-        return Cost(compute, exposed, host, energy)
+            return Cost(compute, exposed, len(parts) * fit.part_us * spread, zero, energy)
+        host = (issue_us + beside_us) * spread
+        if any(part.waits for part in parts):
+            return Cost(compute, exposed, host, zero, energy)
+        return Cost(compute, exposed, zero, sum(exposed.values(), compute) - host, energy)
 
     def host_spread(self) -> Array:
         """What the host's times are multiplied by: how slow the devices' host is, and the spread.
@@ -360,15 +359,23 @@ class Costs:
         return sum(work.modelled_us for work in works) / time if time else 0.0
 
 
-def joined(costs: Sequence[Cost]) -> Cost:
-    """What follows each other."""
+def joined(pieces: Sequence[Cost]) -> Cost:
+    """A segment in pieces, with others like it around: some wait, and the host is ahead in none.
+
+    What follows the last wait runs into what comes before the first one of the next segment.
+    """
     exposed: dict[str, Array] = {}
-    for one in costs:
+    for one in pieces:
         for axis, time in one.exposed.items():
             exposed[axis] = exposed[axis] + time if axis in exposed else time
-    compute = reduce(add, [one.compute for one in costs])
-    host = reduce(add, [one.host for one in costs])
-    return Cost(compute, exposed, host, reduce(add, [one.energy for one in costs]))
+    first, *inner, last = pieces
+    host = larger(-last.ahead, 0.0)
+    host = host + larger(-first.ahead - larger(last.ahead, 0.0), 0.0)
+    for one in inner:
+        host = host + one.host + larger(-one.ahead, 0.0)
+    compute = sum((one.compute for one in pieces[1:]), first.compute)
+    energy = reduce(add, [one.energy for one in pieces])
+    return Cost(compute, exposed, host, first.ahead * 0.0, energy)
 
 
 @lru_cache(maxsize=8192)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Cost, Costs, Energy, total
+from simulate.issue import host_waits
 from simulate.overlap import Chunk, waited_us
 from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, ways
 from simulate.sharding import waits
@@ -307,12 +308,16 @@ def _passes(
 ) -> Iterator[PassCost]:
     costs, segments = prices.costs, prices.segments
     zero = costs.draws.zero
-    for way in range(ways(p.schedule)):
-        mine = [(count, segments[name][way].cost) for count, name in pieces]
+    every = [
+        [(count, segments[name][way].cost) for count, name in pieces]
+        for way in range(ways(p.schedule))
+    ]
+    waiting = host_waits(every, costs)
+    for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
         exposed: dict[str, Array] = {}
-        compute = host = zero
+        compute = zero
         for count, cost in mine:
-            compute, host = compute + count * cost.compute, host + count * cost.host
+            compute = compute + count * cost.compute
             for axis, time in cost.exposed.items():
                 exposed[axis] = exposed.get(axis, zero) + count * time
         energy = total((count, cost.energy) for count, cost in mine)

@@ -13,6 +13,7 @@ from simulate.costs import Costs, Draws
 from simulate.exchange import exchanges
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
+from simulate.issue import repeated_us
 from simulate.overlap import Chunk, gather_in_turn, waited_us
 from simulate.uncertainty import central
 from spec.calibration import Calibration
@@ -97,7 +98,7 @@ class Rough:
         if key not in self._passes:
             costs = self._costs(p)
             times = [
-                [central(costs.segment(segment).total) for segment in both]
+                repeated_us(both, costs)
                 for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
             ]
             whole = [sum(both) for both in times]

@@ -125,7 +125,7 @@ class _Stage:
                         self._compute(label, kernels_us)
                     for one, time in zip(part.exposed, of_part.exposed, strict=True):
                         self._collective(label, one, time)
-                self._compute(f"{name} host", central(priced.cost.host))
+        self._compute(f"{name} host", central(cost.host))
         inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
         self._compute(f"{name} slowed", central(cost.compute - inside))
         for one, time in cost.sharded:

@@ -154,11 +154,10 @@ class Works:
                 self._issued.clear()
             fit, cut = self._calibration.host, itertools.groupby(parts, lambda part: part.waits)
             pieces = tuple(tuple(some) for _, some in cut)
-            beside_us = fit.part_us * len(parts)
+            beside_us = 0.0
             for part in parts:
-                beside_us += fit.collective_us * (len(part.exposed) + len(part.hidden))
-                grouped = (one.dims[0] for one in part.kernels if one.op == "grouped_gemm")
-                beside_us += fit.expert_us * max(grouped, default=0)
+                beside_us += fit.backward_part_us if part.backward else fit.part_us
+                beside_us += fit.collective_us * part.collectives + fit.expert_us * part.experts
             self._issued[id(parts)] = parts, beside_us, pieces if len(pieces) > 1 else ()
         return self._issued[id(parts)][1:]
 

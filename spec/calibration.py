@@ -218,12 +218,16 @@ class HostFit(Record):
     """What the host adds: it issues operations one after another, and the device may outrun it."""
 
     part_us: Micros = Field(
-        description="Python and autograd around one part of a layer, beside its kernels' host_us"
+        description="Python around one part of a layer in the forward pass, beside its kernels' "
+        "host_us; on a CPU in either pass, beside its kernels"
+    )
+    backward_part_us: Micros = Field(
+        default=0.0, description="autograd around one in the backward pass"
     )
     collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
-    expert_us: Micros = Field(
-        default=0.0,
-        description="Python and autograd around one expert, beside its kernels' host_us",
+    expert_us: Micros = Field(default=0.0, description="around one expert, in either pass")
+    pass_us: Micros = Field(
+        default=0.0, description="once a microbatch, both passes: schedule and loss"
     )
     step_us: Micros = Field(description="once a step: optimizer bookkeeping and scalars")
     sd: Spread

@@ -22,6 +22,21 @@ class Part:
     hidden: tuple[Collective, ...] = ()
     waits: bool = False
 
+    @property
+    def backward(self) -> bool:
+        """Whether autograd issues it, as far as its kernels tell."""
+        return any(one.direction != "forward" for one in self.kernels)
+
+    @property
+    def collectives(self) -> int:
+        """How many it has."""
+        return len(self.exposed) + len(self.hidden)
+
+    @property
+    def experts(self) -> int:
+        """How many run one after another in it."""
+        return max((one.dims[0] for one in self.kernels if one.op == "grouped_gemm"), default=0)
+
 
 Segment = tuple[Part, ...]
 

@@ -1,0 +1,57 @@
+"""How long a device waits for the host that issues its work.
+
+The host is ahead as long as nothing makes it wait for the device, up to the thousand launches that
+a queue takes. What makes it wait: an exchange between pipeline stages, which Megatron-Core
+synchronises after unless stages are interleaved (`batch_p2p_sync`, `overlap_p2p_comm`), a part that
+`waits`, and the gradient norm at the end of a step.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.costs import Cost, Costs
+from simulate.uncertainty import central, larger, where
+from spec.parallelism import Parallelism
+from spec.step import Segment
+
+Array = NDArray[np.float64]
+
+
+def host_waits(ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs) -> list[Array]:
+    """What each way's pass of one microbatch waits for its host, us, (draws,).
+
+    ways: how often each segment is in the pass, and its cost.
+    """
+    fit, zero = costs.calibration.host, costs.draws.zero
+    inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
+    if fit.serial:
+        return inside
+    once = fit.pass_us / len(ways) * costs.host_spread()
+    ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
+    late = late_us(ahead, costs.parallelism)
+    return [one + more for one, more in zip(inside, late, strict=True)]
+
+
+def late_us(ahead: Sequence[Array], p: Parallelism) -> list[Array]:
+    """What the device waits in each of some passes that follow each other again and again.
+
+    ahead: how far its host gets ahead in each. What it is at the end of one it still is at the
+    start of the next, unless stages exchange in between.
+    """
+    late = [larger(-one, 0.0) for one in ahead]
+    if p.pp > 1 and p.vpp == 1:
+        return late
+    own, whole = reduce(add, late), larger(-reduce(add, ahead), 0.0)
+    kept = where(own > 0, whole / larger(own, 1e-9), 0.0)
+    return [one * kept for one in late]
+
+
+def repeated_us(segments: Sequence[Segment], costs: Costs) -> list[float]:
+    """Central time of each segment where these follow each other again and again."""
+    each = [costs.segment(one) for one in segments]
+    late = late_us([one.ahead for one in each], costs.parallelism)
+    return [central(one.total + more) for one, more in zip(each, late, strict=True)]
