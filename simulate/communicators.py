@@ -26,7 +26,7 @@ Not counted: NVLS (no measured run had it), trees' connections, CollNet.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from simulate.exchange import exchanges
 from spec.hardware import Fabric, Node
@@ -47,8 +47,7 @@ SOCKET_CHANNELS = 2
 FAST_GBITS_PER_S, FEW_PORTS = 200, 4  # beyond 25 GB/s a ring is split in two, on few ports
 
 
-@dataclass(frozen=True)
-class Communicator:
+class Communicator(NamedTuple):
     """One of a rank's."""
 
     ranks: int
@@ -58,8 +57,7 @@ class Communicator:
     receives: int = 0
 
 
-@dataclass(frozen=True)
-class Network:
+class Network(NamedTuple):
     """What NCCL has between nodes."""
 
     channels: int
@@ -89,7 +87,8 @@ def communicators(
     replicas = p.cp * p.dp
     each = p.tp * replicas  # ranks of a stage
     first, last = stage == 0, stage == p.pp - 1
-    world = group(p.gpus, 1)
+    whole = each * p.pp
+    world = group(whole, 1)
     yield world  # barriers
     if p.zero == 1:
         yield world  # the gradients' norm, of the distributed optimizer
@@ -109,7 +108,7 @@ def communicators(
         yield group(2, each, collectives=False, sends=1, receives=int(both))
         yield group(2, each, collectives=False, sends=int(both), receives=1)
     if p.pp > 1 and model.tied_embeddings and (first or last):
-        yield Communicator(2, 2 if gpus >= p.gpus else 1)
+        yield Communicator(2, 2 if gpus >= whole else 1)
     if model.experts and (p.tp > 1 or p.ep > 1):
         split = p.tp * p.ep
         yield group(split, 1)  # counts of tokens
