@@ -6,14 +6,16 @@ the pipeline, reduction, update) counts likewise against its whole. Clocks and t
 other: passes are priced at one clock, and scaled with the clocks until those settle.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, log
 from typing import NamedTuple
 
-from simulate.costs import Costs, Draws, Energy, total
+from simulate.costs import Costs, Draws, Energy
 from simulate.exchange import exchanges
-from simulate.issue import repeated_us
-from simulate.pricing import Known, PricedSegment, PricedStep, StagePrices, parts_of, price
+from simulate.issue import caught_up, repeated_us
+from simulate.passes import Shared
+from simulate.pricing import Known, PricedStep, parts_of, price
 from simulate.uncertainty import central
 from simulate.works import Same
 from spec.calibration import ClockFit
@@ -63,8 +65,6 @@ class LayerClock:
     beside_w: float
     slope: float = 1.0
     energy_slope: float = 1.0
-    # what the segments cost at this clock, as `price` fills it in
-    segments: dict[str, tuple[PricedSegment, ...]] = field(default_factory=dict)
 
 
 def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
@@ -76,8 +76,8 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     """
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
     segments, paths = parts_of(model, p)["layer"], costs.layout.paths
-    placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
-    where = Same(segments), placed, Same(costs.node), Same(costs.fabric)
+    placed = *(paths.get(axis) for axis in ("tp", "cp", "ep")), costs.between_replicas
+    where = Same(segments), placed, caught_up(p), Same(costs.node), Same(costs.fabric)
     known = point.works.layer_clocks
     if where not in known:
         known[where] = _layer_clock(segments, point)
@@ -168,44 +168,43 @@ class Load(NamedTuple):
 def load(priced: PricedStep, stage: int) -> Load:
     """The load of a stage. All communication draws power, also what is hidden (within passes: see
     `Costs.part`)."""
-    costs, update = priced.costs, priced.updates[stage]
-    mine = [(times, cost) for cost, _, times in priced.work_of(stage)]
-    energy = total((times, cost.energy) for times, cost in mine)
-    sent = update.sent_w_us + sum(
-        times * central(time) * costs.communication_w(axis)
-        for times, cost in mine
-        for axis, time in cost.exposed.items()
-    )
-    after = central(update.kernels_us + update.reduction_us + update.gather_us)
-    busy = sum(times * central(cost.total) for times, cost in mine)
-    shards = sum(times * central(time) for times, cost in mine for _, time in cost.sharded)
-    hidden = sum(times * cost.hidden_w_us for times, cost in mine)
+    costs, mine, update = priced.costs, priced.work[stage], priced.updates[stage].alone
+    times = priced.parallelism.microbatches
+    sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
     of_layers = 1.0
-    if shards:
+    if mine.sharded_us:
         p, model = priced.parallelism, priced.model
         layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
         of_layers = layers / sum(trained_parameters(model, p, stage))
     return Load(
-        busy_us=busy,
-        after_us=after,
-        shards=shards * of_layers / busy,
-        shards_w=hidden * of_layers / busy,
-        products=energy.compute,
+        busy_us=times * mine.total_us,
+        after_us=central(priced.updates[stage].after_us),
+        shards=mine.sharded_us * of_layers / mine.total_us,
+        shards_w=mine.hidden_w_us * of_layers / mine.total_us,
+        products=times * mine.energy.compute,
         compute=update.energy.compute,
-        beside=energy.memory + update.energy.memory + sent + hidden,
+        beside=times * (mine.energy.memory + sent + mine.hidden_w_us)
+        + update.energy.memory
+        + update.sent_w_us,
     )
 
 
+@lru_cache(maxsize=32)  # plans alike come one after another
+def _shared(same: Same[LayerClock]) -> Shared:
+    """What is priced of plans that share a layer's clock: kept of the last of these."""
+    del same
+    return Shared()
+
+
 def stage_clocks(
-    model: ModelSpec, p: Parallelism, point: Costs, known: Known
-) -> float | list[float]:
-    """Clock of every stage, or one for all; `point` prices centrally, `known` as in `price`."""
+    model: ModelSpec, p: Parallelism, point: Costs
+) -> tuple[float | list[float], Known]:
+    """Clock of every stage, or one for all, and what was priced for it; `point` is central."""
     fit = point.calibration.clock
     alone = layer_clock(model, p, point)
+    known = Known(_shared(Same(alone)))
     if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
-        return alone.clock_mhz
-    at_clock = point.with_(clock_ratio=fit.reference_mhz / alone.clock_mhz)
-    known.stages[alone.clock_mhz] = StagePrices(alone.clock_mhz, at_clock, alone.segments)
+        return alone.clock_mhz, known
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
@@ -225,7 +224,7 @@ def stage_clocks(
                 + one.shards_w,
             )
             clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
-    return [clocks[stage] for stage in priced.alike]
+    return [clocks[stage] for stage in priced.alike], known
 
 
 def _step_us(priced: PricedStep, busy: list[float]) -> float:
@@ -240,8 +239,7 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     sent = 2 * (p.pp - 1) * central(priced.transfer_us)
     sent += p.microbatches * exchanges(slowest, p.pp) * central(priced.late_us)
     update = priced.updates[slowest]
-    after = update.reduction_us + update.kernels_us + update.gather_us + priced.norm_us
-    return busy[slowest] + fill + sent + central(after)
+    return busy[slowest] + fill + sent + central(update.after_us + priced.norm_us)
 
 
 def _clock_mhz(

@@ -13,8 +13,9 @@ from itertools import takewhile
 from typing import Any
 
 from simulate.estimate import StepEstimate
-from simulate.pricing import PricedStep, UpdateCost
+from simulate.pricing import PricedStep
 from simulate.uncertainty import central
+from simulate.updates import UpdateCost
 from spec.kernel import ATTENTION, PRODUCTS
 from spec.records import ProfileRow
 
@@ -62,7 +63,7 @@ def _outside_s(priced: PricedStep, update: UpdateCost) -> float:
     """What an update does before the optimizer's step: gradients are zeroed, and scaled."""
     if priced.parallelism.zero == 3:
         return 0.0
-    kernels = takewhile(lambda kernel: kernel.op != "grad_norm", update.kernels)
+    kernels = takewhile(lambda kernel: kernel.op != "grad_norm", update.alone.kernels)
     return sum(central(priced.costs.kernel_us(kernel)) for kernel in kernels) / 1e6
 
 

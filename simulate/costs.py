@@ -237,17 +237,22 @@ class Costs:
         time, _ = inside_us(Same(fit), path.local_ranks, max(nbytes, 2.0**26))
         return max(nbytes, 2.0**26) * busbw_factor(kind, path.local_ranks) / time / 1e3
 
+    @property
+    def between_replicas(self) -> bool:
+        """Whether replicas lie on several nodes, so that they use the ports between these."""
+        path = self.layout.paths.get("dp")
+        return path is not None and path.nodes > 1
+
     def ports_us(self, parts: Segment) -> Array:
         """How long what a segment sends keeps the ports busy that replicas use, too, us, (draws,).
 
         Nothing where replicas or the segment's groups stay inside a node.
         """
         found, network, paths = self.draws.zero, self.network, self.layout.paths
-        crossing = {axis for axis, path in paths.items() if path.nodes > 1}
-        if network is None or "dp" not in crossing or not crossing & {"tp", "cp", "ep"}:
+        if network is None or not self.between_replicas:
             return found
         for one in (one for part in parts for one in (*part.exposed, *part.hidden)):
-            if one.axis in crossing:
+            if paths[one.axis].nodes > 1:
                 time = self.collective_us(one)
                 port_us = network.port_us(one.kind, paths[one.axis], one.bytes)
                 found = found + time * min(port_us / central(time), 1.0)

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.clocks import REGULATION_US, load
-from simulate.costs import total
 from simulate.estimate import StepEstimate
 from simulate.heat import Heat, temperatures_c
 from simulate.uncertainty import LEVEL, Z90, Draws, central, interval
@@ -140,9 +139,9 @@ def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str,
     step_us, stages = float(estimate.step_time_s[0]) * 1e6, priced.alike
     found = {"idle": fit.idle_w, "memory": 0.0, "communication": 0.0, "waiting": 0.0}
     for stage in stages:
-        drawn, update = load(priced, stage), priced.updates[stage]
-        passes = total((1.0, cost.energy) for cost in priced.passes_of(stage))
-        memory = passes.memory * priced.parallelism.microbatches + update.energy.memory
+        drawn, passes = load(priced, stage), priced.work[stage].energy
+        memory = passes.memory * priced.parallelism.microbatches
+        memory += priced.updates[stage].alone.energy.memory
         waiting_us = max(step_us - drawn.busy_us - drawn.after_us, 0.0)
         share = 1 / (step_us * len(stages))
         found["memory"] += memory * share

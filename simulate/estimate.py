@@ -14,18 +14,16 @@ from simulate.exchange import HELD_SD
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.overlap import gather_in_turn
+from simulate.pipeline import pipeline
 from simulate.pricing import (
-    Known,
     PricedStep,
-    UpdateCost,
     mean_clock_mhz,
     price,
     products_us,
 )
 from simulate.scale import sd_per_doubling
-from simulate.schedule import graph
 from simulate.stragglers import SlowGpus
-from simulate.timeline import Timeline, execute
+from simulate.timeline import Timeline
 from simulate.traffic import Traffic, kind_of, traffic
 from simulate.uncertainty import assumed_factor, central
 from spec.calibration import Calibration, Parameter
@@ -72,11 +70,6 @@ class StepEstimate:
     assumptions: tuple[Parameter, ...]  # of the step itself, beside the calibration's
 
 
-def _updated_us(update: UpdateCost) -> Array:
-    """Time from the gradients' norm to the next step."""
-    return update.kernels_us + update.gather_us
-
-
 class StepSimulator:
     """Simulates steps of one (model, parallelism, node, fabric) under one calibration."""
 
@@ -114,25 +107,17 @@ class StepSimulator:
     @cached_property
     def priced(self) -> PricedStep:
         """The durations of everything in the step, at the clocks that the power cap leaves it."""
-        point, known = self._costs, Known()
-        if not point.draws.central:
-            point = point.with_(draws=Draws(0))
-        clocks = self._fixed_clock_mhz or stage_clocks(self.model, self.p, point, known)
-        known = known if point is self._costs else Known()
-        return price(self.model, self.p, self._costs, clocks, known)
+        if self._fixed_clock_mhz:
+            return price(self.model, self.p, self._costs, self._fixed_clock_mhz)
+        drawn = not self._costs.draws.central
+        point = self._costs.with_(draws=Draws(0)) if drawn else self._costs
+        clocks, known = stage_clocks(self.model, self.p, point)
+        return price(self.model, self.p, self._costs, clocks, None if drawn else known)
 
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
         """The pipeline's timeline, its central end without transfers, and the step's end, us."""
-        p, duration = self.p, priced.durations
-        executed = execute(  # the last column is the central one again, without transfers
-            graph(p.pp, p.microbatches, p.vpp, p.schedule),
-            np.concatenate([duration, duration[:, :1]], axis=1),
-            *(
-                np.concatenate([np.atleast_1d(one), [0.0]])
-                for one in (priced.transfer_us, priced.late_us)
-            ),
-        )
-        timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
+        p = self.p
+        timeline, ideal_us = pipeline(priced)
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
         parts = [
             (one.reduction_us, one.kernels_us, one.gather_us)
@@ -148,7 +133,7 @@ class StepSimulator:
             updated = (kernels + gather).max(axis=0)
         return (
             timeline,
-            float(executed.end[:, -1].max()),
+            ideal_us,
             reduced + priced.norm_us + updated,
         )
 
@@ -165,16 +150,14 @@ class StepSimulator:
         straggler = self._straggler(finish, capped_us)
         step_us = finish * self._common_factor() + straggler
 
-        mine = [(cost, times) for cost, _, times in priced.work_of(busiest)]
+        mine, often = priced.work[busiest], self.p.microbatches
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
-        breakdown["compute"] = sum(central(one.compute) * m for one, m in mine)
-        breakdown["other"] = sum(central(one.host) * m for one, m in mine)
-        for one, m in mine:
-            for axis, time in one.exposed.items():
-                breakdown[f"{kind_of(axis)}_exposed"] += central(time) * m
+        breakdown["compute"], breakdown["other"] = often * mine.compute_us, often * mine.host_us
+        for axis, time in mine.exposed_us.items():
+            breakdown[f"{kind_of(axis)}_exposed"] += often * time
         pipeline_us = float(timeline.end[:, 0].max())
         updates = [priced.updates[stage] for stage in set(priced.alike)]
-        slowest_update = max(updates, key=lambda one: central(_updated_us(one)))
+        slowest_update = max(updates, key=lambda one: central(one.updated_us))
         optimizer_us = central(slowest_update.kernels_us + priced.norm_us)
         breakdown["pp_exposed"] = pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])

@@ -36,6 +36,11 @@ def host_waits(ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs) -> li
     return [one + more for one, more in zip(inside, late, strict=True)]
 
 
+def caught_up(p: Parallelism) -> bool:
+    """Whether every pass begins with its host no further than the device, as stages exchange."""
+    return p.pp > 1 and p.vpp == 1
+
+
 def late_us(ahead: Sequence[Array], p: Parallelism) -> list[Array]:
     """What the device waits in each of some passes that follow each other again and again.
 
@@ -43,7 +48,7 @@ def late_us(ahead: Sequence[Array], p: Parallelism) -> list[Array]:
     start of the next, unless stages exchange in between.
     """
     late = [larger(-one, 0.0) for one in ahead]
-    if p.pp > 1 and p.vpp == 1:
+    if caught_up(p):
         return late
     own, whole = reduce(add, late), larger(-reduce(add, ahead), 0.0)
     kept = where(own > 0, whole / larger(own, 1e-9), 0.0)

@@ -150,7 +150,7 @@ def simulate(
     times = estimate.step_time_s
     if one.row.lora:
         updates = estimate.priced.updates
-        after = [one.reduction_us + one.kernels_us + one.gather_us for one in updates]
+        after = [one.after_us for one in updates]
         times = times - np.max(np.broadcast_arrays(*after, times)[:-1], axis=0) / 1e6
         estimate = replace(estimate, breakdown_s=_without_updates(estimate, float(times[0])))
     if one.parallelism.cp > 1 and fused_joins(one.row):

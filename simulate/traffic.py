@@ -63,10 +63,11 @@ def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
     """Every collective of a stage, and how often a step has it."""
     p, prices = priced.parallelism, priced.stages[stage]
     sent: list[tuple[Collective, float]] = []
-    for cost, way, times in priced.work_of(stage):
-        for count, name in cost.segments:
+    for cost, way, count in priced.work[stage].different:
+        times = count * p.microbatches
+        for often, name in cost.segments:
             segment = Same(prices.segments[name][way].parts)
-            sent.extend((one, count * times) for one in _sent_by(segment))
+            sent.extend((one, often * times) for one in _sent_by(segment))
         sent.extend((one, times / p.vpp) for one, _ in cost.sharded)
     update = priced.updates[stage]
     sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from simulate.costs import Array
 from simulate.overlap import gather_in_turn
-from simulate.pricing import PassCost, PricedStep
+from simulate.passes import PassCost
+from simulate.pricing import PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
 from simulate.schedule import BACKWARD, WEIGHTS, Pass, order, ways
 from simulate.uncertainty import central

@@ -33,6 +33,8 @@ __all__ = [
     "without_weights",
 ]
 
+LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
+
 
 def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
     return (
@@ -152,7 +154,7 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     return of_shards(p, end_parameters(model, p)[1], forward, backward)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
     """Parameters that one GPU of pipeline stage `stage` holds, adapters apart: (dense, expert).
 
@@ -187,7 +189,7 @@ def end_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
     """Of `stage_parameters`, or with LoRA of the adapters, what has gradients: (dense, expert)."""
     if not model.lora_rank:
@@ -195,7 +197,7 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
     return p.stage_layers(model)[stage] * layer_parameters(model, p)[0], 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def optimizer(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Kernel, ...], tuple[Collective, ...], tuple[Collective, ...]]:
@@ -243,7 +245,7 @@ def optimizer(
     return kernels, reduction, gather
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def copied_alone(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, ...]:
     """What gloo copies once a step where a replica is alone and the optimizer is distributed.
 
@@ -260,7 +262,7 @@ def copied_alone(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, 
     return found
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Collective, ...]:
     """Sums of gradients of parameters that several GPUs of a replica hold, fp32, once a step.
 
@@ -298,7 +300,7 @@ def gradient_buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
     return max(round(sum(chunk_parameters(model, p, stage)[0]) / bucket_parameters(p)), 1)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def chunk_parameters(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[float, float], ...]:
@@ -340,7 +342,7 @@ def _unsplit(model: ModelSpec) -> int:
     return 2 * _norm_parameters(model) + model.hidden * model.experts + biases
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def sharded(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
@@ -360,7 +362,7 @@ def sharded(
     return forward, backward
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def shard_kernels(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, ...]:
     """What passes of a microbatch do to a GPU's shards under zero 3: forward, backward; or none."""
     if p.zero < 3:

@@ -216,8 +216,8 @@ def test_ports_carry_one_byte_at_a_time(zero: int) -> None:
     assert network is not None
     segments = priced.stages[0].segments
     busy = sum(
-        often * count * central(costs.ports_us(segments[name][way].parts))
-        for cost, way, often in priced.work_of(0)
+        p.microbatches * often * count * central(costs.ports_us(segments[name][way].parts))
+        for cost, way, often in priced.work[0].different
         for count, name in cost.segments
     )
     passes = busy

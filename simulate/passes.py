@@ -1,0 +1,230 @@
+"""What a pipeline stage runs for each microbatch: the passes of its model chunks, and their price.
+
+Where nothing is drawn, segments and passes at a clock cost the same in every plan whose layers are
+split and placed alike (`Shared`): only what replicas send in a pass depends on how many there are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.costs import Cost, Costs, Energy, total
+from simulate.issue import host_waits
+from simulate.schedule import WEIGHTS, ways
+from simulate.sharding import waits
+from simulate.uncertainty import central
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step import Segment, shard_kernels, sharded
+
+Array = NDArray[np.float64]
+Pieces = tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)
+Chunks = tuple[tuple[Pieces, int], ...]  # of a stage, and how many there are, in their order
+Sent = tuple[tuple[Collective, Array], ...]  # and the time of each, us, (draws,)
+LIMIT = 8  # clocks kept of plans alike
+
+
+class PricedSegment(NamedTuple):
+    """A segment of the step and what it costs."""
+
+    parts: Segment
+    cost: Cost
+    ports_us: Array  # how long it keeps the ports busy that replicas use, too
+
+
+class StagePrices(NamedTuple):
+    """What the segments cost at the clock of a pipeline stage."""
+
+    clock_mhz: float
+    costs: Costs
+    # of each way, see `simulate.schedule`; embedding and head only at their stages' clocks
+    segments: dict[str, tuple[PricedSegment, ...]]
+
+
+class PassCost(NamedTuple):
+    """Forward or backward pass of one model chunk for one microbatch; arrays in us, (draws,)."""
+
+    total: Array
+    compute: Array
+    exposed: dict[str, Array]  # communication with nothing beside it, by axis
+    host: Array
+    free: Array  # of the total: ports between nodes are left to what replicas send
+    energy: Energy
+    segments: Pieces
+    sharded: Sent  # zero 2 and 3: what is exposed of each
+    hidden_w_us: float  # energy of what is hidden of them
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """All passes of a stage for one microbatch; sums are central, us."""
+
+    # each way's pass, of so many chunks that cost the same, in their order
+    chunks: tuple[tuple[tuple[PassCost, ...], int], ...]
+
+    @cached_property
+    def passes(self) -> tuple[tuple[PassCost, ...], ...]:
+        """Each way's pass of each chunk."""
+        return tuple(each for each, count in self.chunks for _ in range(count))
+
+    @property
+    def different(self) -> list[tuple[PassCost, int, int]]:
+        """(pass, its way, how many there are); those alike only once."""
+        return [(one, way, count) for each, count in self.chunks for way, one in enumerate(each)]
+
+    @cached_property
+    def total_us(self) -> float:
+        """How long they last."""
+        return sum(count * central(one.total) for one, _, count in self.different)
+
+    @cached_property
+    def compute_us(self) -> float:
+        """Of that, in kernels."""
+        return sum(count * central(one.compute) for one, _, count in self.different)
+
+    @cached_property
+    def host_us(self) -> float:
+        """Of that, what the host adds."""
+        return sum(count * central(one.host) for one, _, count in self.different)
+
+    @cached_property
+    def exposed_us(self) -> dict[str, float]:
+        """Of that, communication with nothing beside it, by axis."""
+        found: dict[str, float] = {}
+        for one, _, count in self.different:
+            for axis, time in one.exposed.items():
+                found[axis] = found.get(axis, 0.0) + count * central(time)
+        return found
+
+    @cached_property
+    def sharded_us(self) -> float:
+        """Of that, waiting for sharded weights and gradients."""
+        return sum(
+            count * central(time) for one, _, count in self.different for _, time in one.sharded
+        )
+
+    @cached_property
+    def hidden_w_us(self) -> float:
+        """Energy of what passes hide of those."""
+        return sum(count * one.hidden_w_us for one, _, count in self.different)
+
+    @cached_property
+    def energy(self) -> Energy:
+        """Above idle."""
+        return total((count, one.energy) for one, _, count in self.different)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What is priced already of plans whose layers are split and placed alike."""
+
+    # by clock, as `StagePrices` has them
+    segments: dict[float, dict[str, tuple[PricedSegment, ...]]] = field(default_factory=dict)
+    work: dict[tuple[float, Chunks], StageWork] = field(default_factory=dict)  # by clock
+
+    def at(self, clock_mhz: float) -> dict[str, tuple[PricedSegment, ...]]:
+        """Segments at a clock."""
+        if len(self.segments) > LIMIT:
+            self.segments.clear()
+            self.work.clear()
+        return self.segments.setdefault(clock_mhz, {})
+
+
+def work(
+    model: ModelSpec, p: Parallelism, prices: StagePrices, stage: int, shared: Shared
+) -> StageWork:
+    """What `stage` runs for each microbatch; what is missing in `shared` is added."""
+    chunks = _chunks(p, p.stage_layers(model)[stage], stage == 0, stage == p.pp - 1)
+    if p.zero > 1:
+        return _priced(model, p, prices, chunks, stage)
+    which = prices.clock_mhz, chunks
+    if which not in shared.work:
+        shared.work[which] = _priced(model, p, prices, chunks, stage)
+    return shared.work[which]
+
+
+def _chunks(p: Parallelism, layers: int, first: bool, last: bool) -> Chunks:
+    """A stage has the embedding in its first chunk, the head in its last."""
+    mine: Pieces = ((layers / p.vpp, "layer"),)
+    before: Pieces = ((1, "embedding"),) if first else ()
+    after: Pieces = ((1, "head"),) if last else ()
+    if p.vpp == 1:
+        return (((*before, *mine, *after), 1),)
+    begin: Chunks = (((*before, *mine), 1),) if first else ()
+    end: Chunks = (((*mine, *after), 1),) if last else ()
+    return (*begin, (mine, p.vpp - first - last), *end)
+
+
+def _priced(
+    model: ModelSpec, p: Parallelism, prices: StagePrices, chunks: Chunks, stage: int
+) -> StageWork:
+    groups: tuple[tuple[Collective, ...], tuple[Collective, ...]] = (), ()
+    shards: tuple[Kernel, ...] = ()
+    if p.zero > 1:
+        groups, shards = sharded(model, p, stage), shard_kernels(model, p, stage)
+    return StageWork(
+        tuple(
+            (tuple(_passes(model, p, prices, pieces, groups, shards)), count)
+            for pieces, count in chunks
+        )
+    )
+
+
+def _passes(
+    model: ModelSpec,
+    p: Parallelism,
+    prices: StagePrices,
+    pieces: Pieces,
+    groups: tuple[tuple[Collective, ...], tuple[Collective, ...]],
+    shards: tuple[Kernel, ...],
+) -> Iterator[PassCost]:
+    costs = prices.costs
+    zero = costs.draws.zero
+    every = [
+        [(count, prices.segments[name][way]) for count, name in pieces]
+        for way in range(ways(p.schedule))
+    ]
+    waiting = host_waits([[(count, one.cost) for count, one in mine] for mine in every], costs)
+    for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
+        exposed: dict[str, Array] = {}
+        compute = taken = zero
+        for count, (_, cost, ports_us) in mine:
+            compute, taken = compute + count * cost.compute, taken + count * ports_us
+            for axis, time in cost.exposed.items():
+                exposed[axis] = exposed.get(axis, zero) + count * time
+        energy = total((count, one.cost.energy) for count, one in mine)
+        if shards and way < WEIGHTS:
+            compute = compute + costs.kernel_us(shards[way]) / p.vpp
+            energy += costs.energy(shards[way]) * (1 / p.vpp)
+        waited = []
+        if group := groups[way] if way < WEIGHTS else ():
+            room = compute + host + sum(exposed.values(), zero) - taken
+            free = {
+                name: one.cost.total - one.ports_us
+                for (_, name), (_, one) in zip(pieces, mine, strict=True)
+            }
+            waited = waits(group, way, pieces, free, room, costs, model, p)
+        hidden_w_us = 0.0
+        for one, time, hidden in waited:
+            slowed = costs.slowed(one.axis)
+            compute = compute + costs.slowing(hidden, slowed)
+            hidden_w_us += central(hidden) * slowed * costs.communication_w(one.axis)
+            exposed["dp"] = exposed.get("dp", zero) + time
+        whole = compute + host + sum(exposed.values(), zero)
+        yield PassCost(
+            total=whole,
+            compute=compute,
+            exposed=exposed,
+            host=host,
+            free=whole - taken,
+            energy=energy,
+            segments=tuple(reversed(pieces)) if way else pieces,
+            sharded=tuple((one, time) for one, time, _ in waited),
+            hidden_w_us=hidden_w_us,
+        )

@@ -1,0 +1,54 @@
+"""The timeline of a priced step's pipeline.
+
+Central ones are kept: plans share them where only what follows the passes differs, as it does with
+the number of replicas.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.pricing import PricedStep
+from simulate.schedule import graph
+from simulate.timeline import Timeline, execute
+from simulate.uncertainty import central
+from spec.parallelism import Schedule
+
+Array = NDArray[np.float64]
+Shape = tuple[int, int, int, Schedule]  # stages, microbatches, chunks, schedule
+
+
+def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
+    """The timeline, and its central end without transfers, us."""
+    p = priced.parallelism
+    first = sorted(set(priced.alike))
+    passes = tuple(tuple(one.total for one in priced.passes_of(stage)) for stage in first)
+    shape = p.pp, p.microbatches, p.vpp, p.schedule
+    kinds = tuple(map(first.index, priced.alike))
+    transfer_us, late_us = priced.transfer_us, priced.late_us
+    if priced.costs.draws.central:
+        return _central(shape, passes, kinds, central(transfer_us), central(late_us))
+    return _executed(shape, passes, kinds, transfer_us, late_us)
+
+
+def _executed(
+    shape: Shape,
+    passes: tuple[tuple[Array, ...], ...],
+    kinds: tuple[int, ...],
+    transfer_us: Array | float,
+    late_us: Array | float,
+) -> tuple[Timeline, float]:
+    """`passes`: of each kind of stage; `kinds`: of each stage."""
+    every = np.array(passes)[list(kinds)]
+    duration = every.reshape(every.shape[0] * every.shape[1], -1)
+    executed = execute(  # the last column is the central one again, without transfers
+        graph(*shape),
+        np.concatenate([duration, duration[:, :1]], axis=1),
+        *(np.concatenate([np.atleast_1d(one), [0.0]]) for one in (transfer_us, late_us)),
+    )
+    timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
+    return timeline, float(executed.end[:, -1].max())
+
+
+_central = lru_cache(maxsize=64)(_executed)
