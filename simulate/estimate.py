@@ -52,22 +52,38 @@ BREAKDOWN = (
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A simulated step. Arrays are (1 + draws,), the first entry the central estimate."""
+    """A simulated step. Arrays are (1 + draws,), the first entry the central estimate.
+
+    What a search of thousands of plans does not ask for is worked out when it is asked for.
+    """
 
     step_time_s: Array
     ideal_step_time_s: float  # central, without stragglers: what Astra-Sim is given
     step_spread: Array  # 95th percentile of a run's steps over their median, less 1
     breakdown_s: dict[str, float]  # of the central estimate; sums to step_time_s[0]
-    traffic: dict[str, Traffic]
     power_w: Array  # mean board power of one GPU
     clock_mhz: Array  # of the busiest stage's products
-    mean_clock_mhz: float  # over the step and all GPUs, central: what a monitor shows
     throttled_share: float
-    modelled_share: float  # share of compute time whose kernels were not measured
     stage_busy_s: Array  # (stages,), central
     priced: PricedStep
     doublings: float  # of the GPU count beyond the measured one
     assumptions: tuple[Parameter, ...]  # of the step itself, beside the calibration's
+
+    @cached_property
+    def traffic(self) -> dict[str, Traffic]:
+        """Communication by kind, of the busiest stage."""
+        return traffic(self.priced, self.breakdown_s, int(self.stage_busy_s.argmax()))
+
+    @cached_property
+    def mean_clock_mhz(self) -> float:
+        """Over the step and all GPUs, central: what a monitor shows."""
+        return mean_clock_mhz(self.priced, self.stage_busy_s / self.ideal_step_time_s)
+
+    @cached_property
+    def modelled_share(self) -> float:
+        """Share of compute time whose kernels were not measured."""
+        layer = self.priced.stages[0].segments["layer"]
+        return self.priced.costs.modelled_share(part for one in layer for part in one.parts)
 
 
 class StepSimulator:
@@ -170,7 +186,6 @@ class StepSimulator:
             ideal_step_time_s=float(finish[0]) / 1e6,
             step_spread=self._step_spread(step_us / 1e6, capped_us),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
-            traffic=traffic(priced, breakdown, busiest),
             power_w=np.atleast_1d(
                 self._power_w(float(step_us[0])) * priced.costs.draws.factor("power", POWER_SD)
             ),
@@ -181,11 +196,7 @@ class StepSimulator:
                     fit.max_mhz,
                 )
             ),
-            mean_clock_mhz=mean_clock_mhz(priced, timeline.busy[:, 0] / finish[0]),
             throttled_share=float(priced.stages[busiest].clock_mhz < 0.995 * fit.max_mhz),
-            modelled_share=priced.costs.modelled_share(
-                part for one in priced.stages[0].segments["layer"] for part in one.parts
-            ),
             stage_busy_s=timeline.busy[:, 0] / 1e6,
             priced=priced,
             doublings=self.doublings,

@@ -29,8 +29,8 @@ def kind_of(axis: str) -> str:
     return _KIND_OF.get(axis, axis)
 
 
-def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> dict[str, Traffic]:
-    """What a GPU of `stage` sends in a step, by kind; `breakdown_us` says what is exposed."""
+def traffic(priced: PricedStep, breakdown_s: dict[str, float], stage: int) -> dict[str, Traffic]:
+    """What a GPU of `stage` sends in a step, by kind; `breakdown_s` says what is exposed."""
     sent: dict[Collective, float] = {}
     for one, times in _sent(priced, stage):
         sent[one] = sent.get(one, 0.0) + times
@@ -44,7 +44,7 @@ def traffic(priced: PricedStep, breakdown_us: dict[str, float], stage: int) -> d
             continue
         found[kind] = Traffic(
             total_s=sum(central(costs.collective_us(one)) * n for one, n in mine) / 1e6,
-            exposed_s=breakdown_us[f"{kind}_exposed"] / 1e6,
+            exposed_s=breakdown_s[f"{kind}_exposed"],
             bytes=sum(one.bytes * n for one, n in mine),
             sent_bytes=sum(
                 one.bytes * busbw_factor(one.kind, paths[one.axis].ranks) * n for one, n in mine

@@ -20,18 +20,29 @@ from spec.step import by_chunk, copied_alone, gradient_buckets, optimizer, share
 Array = NDArray[np.float64]
 
 
+class Sends(NamedTuple):
+    """What the model chunks of a stage send once a step."""
+
+    chunks: tuple[Sent, ...]
+    times: tuple[Array, ...]  # of each chunk, us, (draws,)
+    w_us: float  # energy of all
+
+
 class Alone(NamedTuple):
     """What a stage does after its passes, each by itself; no clock of a stage changes it."""
 
     kernels: tuple[Kernel, ...]
     kernels_us: Array
     energy: Energy  # of the kernels
-    sent_w_us: float  # energy of what is sent
-    reduction: tuple[Sent, ...]  # of each model chunk; passes may hide it, as the gather
-    gather: tuple[Sent, ...]
-    shared: Sent  # what no pass hides
-    shared_us: Array
+    reduction: Sends  # passes may hide it, as the gather
+    gather: Sends
+    shared: Sends  # what no pass hides, all at once
     buckets: int  # of the first chunk
+
+    @property
+    def sent_w_us(self) -> float:
+        """Energy of what is sent."""
+        return self.reduction.w_us + self.gather.w_us + self.shared.w_us
 
 
 class UpdateCost(NamedTuple):
@@ -49,7 +60,7 @@ class UpdateCost(NamedTuple):
     @property
     def reduction_us(self) -> Array:
         """All reductions of gradients."""
-        return self.reduced_us + self.alone.shared_us
+        return self.reduced_us + self.alone.shared.times[0]
 
     @property
     def updated_us(self) -> Array:
@@ -64,7 +75,7 @@ class UpdateCost(NamedTuple):
     @property
     def reduction(self) -> Sent:
         """The exposed part of each reduction."""
-        return _exposed(self.alone.reduction, self.reduced_us) + self.alone.shared
+        return _exposed(self.alone.reduction, self.reduced_us) + self.alone.shared.chunks[0]
 
     @property
     def gather(self) -> Sent:
@@ -77,62 +88,54 @@ def alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     kernels, *sent = optimizer(model, p, stage)
     if costs.calibration.host.serial:  # a CPU's, over gloo
         kernels += copied_alone(model, p, stage)
-    reduction, gather = (
-        tuple(_timed(chunk, costs) for chunk in by_chunk(one, model, p, stage)) for one in sent
-    )
-    shared = _timed(shared_gradients(model, p, stage), costs)
+    reduction, gather = (_sends(by_chunk(one, model, p, stage), costs) for one in sent)
     kernels_us, energy = costs.kernels(kernels)
-    sent_w_us = sum(
-        central(time) * costs.communication_w(one.axis)
-        for of_chunk in (*reduction, *gather, shared)
-        for one, time in of_chunk
-    )
     return Alone(
         kernels,
         kernels_us,
         energy,
-        sent_w_us,
         reduction,
         gather,
-        shared,
-        _sent_us(shared, costs),
+        _sends((shared_gradients(model, p, stage),), costs),
         gradient_buckets(model, p, stage),
     )
 
 
 def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateCost:
     """What is left of it beside the stage's passes."""
-    reduction, gather = (
-        [_sent_us(chunk, costs) for chunk in chunks] for chunks in (one.reduction, one.gather)
+
+    def waited(sends: Sends, way: int, beside: bool) -> Array:
+        if not beside:
+            return sum(sends.times, costs.draws.zero)
+        passes = [each[way].free for each in work.passes]
+        return waited_us(list(map(Chunk, sends.times, passes)), p.pp, one.buckets, costs)
+
+    return UpdateCost(
+        one,
+        reduced_us=waited(one.reduction, BACKWARD, p.overlap),
+        gather_us=waited(one.gather, FORWARD, p.overlap and p.zero == 1),
     )
-    reduced_us, gather_us = (sum(times, costs.draws.zero) for times in (reduction, gather))
-    if p.overlap:
-        reduced_us = _beside(reduction, BACKWARD, one, p, costs, work)
-    if p.overlap and p.zero == 1:
-        gather_us = _beside(gather, FORWARD, one, p, costs, work)
-    return UpdateCost(one, reduced_us, gather_us)
 
 
-def _beside(
-    sent: Sequence[Array], way: int, one: Alone, p: Parallelism, costs: Costs, work: StageWork
-) -> Array:
-    """What a step waits for of what chunks send beside their passes."""
-    chunks = [Chunk(time, each[way].free) for time, each in zip(sent, work.passes, strict=True)]
-    return waited_us(chunks, p.pp, one.buckets, costs)
-
-
-def _exposed(chunks: Sequence[Sent], exposed_us: Array) -> Sent:
+def _exposed(sends: Sends, exposed_us: Array) -> Sent:
     """What chunks send, each with the same part of its time exposed."""
-    every = sum(chunks, ())
+    every = sum(sends.chunks, ())
     if not every:
         return ()
     share = exposed_us / sum(time for _, time in every)
     return tuple((one, time * share) for one, time in every)
 
 
-def _timed(sent: tuple[Collective, ...], costs: Costs) -> Sent:
-    return tuple((one, costs.collective_us(one)) for one in sent)
-
-
-def _sent_us(sent: Sent, costs: Costs) -> Array:
-    return sum((time for _, time in sent), costs.draws.zero)
+def _sends(chunks: Sequence[tuple[Collective, ...]], costs: Costs) -> Sends:
+    different = dict.fromkeys(chunks)  # most are alike
+    sent = {chunk: tuple((one, costs.collective_us(one)) for one in chunk) for chunk in different}
+    times = {chunk: sum((time for _, time in sent[chunk]), costs.draws.zero) for chunk in different}
+    w_us = {
+        chunk: sum(central(time) * costs.communication_w(one.axis) for one, time in sent[chunk])
+        for chunk in different
+    }
+    return Sends(
+        tuple(sent[chunk] for chunk in chunks),
+        tuple(times[chunk] for chunk in chunks),
+        sum(w_us[chunk] for chunk in chunks),
+    )
