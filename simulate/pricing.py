@@ -29,7 +29,7 @@ class Known:
     """What is priced already of a step, for pricing it at other clocks."""
 
     shared: Shared = field(default_factory=Shared)  # with steps alike, where nothing is drawn
-    updates: dict[tuple[int, float], Alone] = field(default_factory=dict)  # stage, clock ratio
+    updates: dict[float, dict[int, Alone]] = field(default_factory=dict)  # by clock ratio, stage
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,9 @@ def price(
         transfer = Collective("send_recv", "pp", 2.0 * rows * model.hidden)
     # the update only moves memory, which leaves the clock at its largest
     fastest = costs.with_(clock_ratio=reference / max(costs.calibration.clock.max_mhz, *of_stage))
-    updates = {}
-    for stage in set(alike):
-        which = stage, fastest.clock_ratio
-        if which not in known.updates:
-            known.updates[which] = alone(model, p, fastest, stage)
-        updates[stage] = update(known.updates[which], p, fastest, works[stage])
+    apart = known.updates.setdefault(fastest.clock_ratio, {})
+    apart |= alone(model, p, fastest, set(alike) - set(apart))
+    updates = {stage: update(apart[stage], p, fastest, works[stage]) for stage in set(alike)}
     return PricedStep(
         model,
         p,

@@ -6,6 +6,8 @@ the product with the values; its backward pass likewise. FlashAttention (arXiv 2
 the same accesses as the cost that it avoids.
 """
 
+from collections.abc import Sequence
+
 from simulate.transfer import changed
 from spec.calibration import Calibration
 from spec.kernel_fit import KernelFit
@@ -37,9 +39,13 @@ class UnfusedAttention(KernelFit):
 
     def time_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration and its sd."""
-        return self.central_us(dims), self.amplitude
+        return self._unfused_us(dims), self.amplitude
 
-    def central_us(self, dims: tuple[int, ...]) -> float:
+    def central_us(self, shapes: Sequence[tuple[int, ...]]) -> list[float]:
+        """The durations alone."""
+        return [self._unfused_us(dims) for dims in shapes]
+
+    def _unfused_us(self, dims: tuple[int, ...]) -> float:
         """Products over the whole square of scores (no causal saving), then what memory takes."""
         batch, seq, heads, _, head_dim = dims
         scores = float(batch * heads * seq**2)

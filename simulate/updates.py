@@ -1,6 +1,6 @@
 """What a pipeline stage does once a step, after its last backward pass, and its price."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,8 +83,15 @@ class UpdateCost(NamedTuple):
         return _exposed(self.alone.gather, self.gather_us)
 
 
-def alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
-    """The update of `stage` with no pass beside it."""
+def alone(
+    model: ModelSpec, p: Parallelism, costs: Costs, stages: Collection[int]
+) -> dict[int, Alone]:
+    """The update of each of `stages` with no pass beside it."""
+    costs.works.learn(kernel for stage in stages for kernel in optimizer(model, p, stage)[0])
+    return {stage: _alone(model, p, costs, stage) for stage in stages}
+
+
+def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     kernels, *sent = optimizer(model, p, stage)
     if costs.calibration.host.serial:  # a CPU's, over gloo
         kernels += copied_alone(model, p, stage)

@@ -6,7 +6,7 @@ works hold for every plan under a calibration and are kept for all of them.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -104,20 +104,37 @@ class Works:
 
     def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
         """A kernel's work, and how a clock slows it."""
-        found = self._kernels.get(kernel)
-        if found is None:
-            found = self._kernels[kernel] = self._work(kernel)
+        if kernel not in self._kernels:
+            self.learn((kernel,))
+        return self._kernels[kernel]
+
+    def learn(self, kernels: Iterable[Kernel]) -> None:
+        """Work out those that are new, all shapes of an operation at once."""
+        new: dict[int, tuple[KernelFit, list[Kernel]]] = {}
+        for kernel in kernels:
+            if kernel not in self._kernels:
+                fit = self._calibration.kernel(kernel)
+                new.setdefault(id(fit), (fit, []))[1].append(kernel)
+        for fit, alike in new.values():
+            known = [self._calibration.known(kernel) for kernel in alike]
+            times = self._times(fit, [one.dims for one in known])
+            for kernel, one, both in zip(alike, known, times, strict=True):
+                self._kernels[kernel] = self._work(fit, one, *both)
+
+    def _times(
+        self, fit: KernelFit, shapes: Sequence[tuple[int, ...]]
+    ) -> list[tuple[float, Array]]:
+        """Central and drawn durations at the reference clock, us."""
+        if self._draws.central:
+            return [(one, one + self._draws.zero) for one in fit.central_us(shapes)]
+        name, found = f"kernel {fit.op} {fit.direction}", []
+        for central_us, sd in (reference_us(Same(fit), dims) for dims in shapes):
+            found.append((central_us, central_us * self._draws.factor(name, sd)))
         return found
 
-    def _work(self, kernel: Kernel) -> tuple[Slowed, Work]:
-        kernel = self._calibration.known(kernel)
-        fit = self._calibration.kernel(kernel)
-        if self._draws.central:
-            central_us = fit.central_us(kernel.dims)
-            time = central_us + self._draws.zero
-        else:
-            central_us, sd = reference_us(Same(fit), kernel.dims)
-            time = central_us * self._draws.factor(f"kernel {fit.op} {fit.direction}", sd)
+    def _work(
+        self, fit: KernelFit, kernel: Kernel, central_us: float, time: Array
+    ) -> tuple[Slowed, Work]:
         energy = Energy(0.0, fit.active_power_w * central_us)
         if fit.tflops:
             started = min(fit.launch_us * launches(kernel) / central_us, 1.0)
@@ -175,6 +192,7 @@ class Works:
             for part in parts:
                 alone = part.hidden or (uneven and part.name == EXPERTS)
                 (apart if alone else rest).append(part)
+            self.learn(kernel for part in parts for kernel in part.kernels)
             merged = _added(both for part in rest for both in self.of_part(part).items())
             self._segments[key] = parts, merged, tuple(apart)
         return self._segments[key][1:]
