@@ -112,8 +112,9 @@ def in_process(repeats: int) -> dict[str, float]:
     """Milliseconds of one simulation, and how they grow with the cluster.
 
     Each but the last is of a plan that was not simulated before, under a calibration and a model
-    that were: what a search pays for each plan more. The pipeline's graph and the layer, which do
-    not depend on the number of replicas, are known.
+    that were: what a sweep over cluster sizes pays for each plan more. What does not depend on the
+    number of replicas is known: the pipeline's graph, the layer, and of a point estimate passes
+    and their timeline, as far as clocks come out the same.
     """
     i = inputs(layers=128)
 

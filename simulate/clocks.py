@@ -76,7 +76,7 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     """
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
     segments, paths = parts_of(model, p)["layer"], costs.layout.paths
-    placed = *(paths.get(axis) for axis in ("tp", "cp", "ep")), costs.between_replicas
+    placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
     where = Same(segments), placed, caught_up(p), Same(costs.node), Same(costs.fabric)
     known = point.works.layer_clocks
     if where not in known:
@@ -190,9 +190,9 @@ def load(priced: PricedStep, stage: int) -> Load:
 
 
 @lru_cache(maxsize=32)  # plans alike come one after another
-def _shared(same: Same[LayerClock]) -> Shared:
-    """What is priced of plans that share a layer's clock: kept of the last of these."""
-    del same
+def _shared(same: Same[LayerClock], between_replicas: bool) -> Shared:
+    """What is priced of plans that share a layer's clock and the ports: kept of the last ones."""
+    del same, between_replicas
     return Shared()
 
 
@@ -202,7 +202,7 @@ def stage_clocks(
     """Clock of every stage, or one for all, and what was priced for it; `point` is central."""
     fit = point.calibration.clock
     alone = layer_clock(model, p, point)
-    known = Known(_shared(Same(alone)))
+    known = Known(_shared(Same(alone), point.between_replicas))
     if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
         return alone.clock_mhz, known
     priced = price(model, p, point, alone.clock_mhz, known)
