@@ -4,11 +4,14 @@ Their host issues kernels (`host_us` of the kernels' rows) and, beside each, wha
 and autograd take: around a part of a layer, around an expert, to start a collective, once a step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from math import log
 from statistics import median
 from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
 from calibrate.host_visits import SINGLE_CALLS, with_visits
@@ -18,7 +21,8 @@ from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
-from spec.step import Segment, embedding, head, layer
+from spec.step import Segment, embedding, head, layer, trained_tensors
+from spec.step_parts import Part
 
 # Where no row shows it, in issue times of one operation; assumed, after the first four H200 whose
 # host was measured so, taken to be 1.8 times as slow as the mean of five other hosts.
@@ -26,71 +30,33 @@ CALLS = {
     "part": 3.9,
     "backward_part": 0.5,
     "collective": 7.0,
+    "uneven": 7.0,
     "expert": 13.0,
     "pass": 95.0,
-    "step": 85.0,
+    "tensor": 3.0,
+    "step": 60.0,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
     "backward_part": "autograd around a part in the backward pass",
     "collective": "issuing a collective of a layer",
+    "uneven": "issuing a message of an exchange of experts' tokens",
     "expert": "Python and autograd around an expert, in either pass",
     "pass": "schedule and loss of a microbatch, both passes",
-    "step": "optimizer bookkeeping and scalars of a step",
+    "tensor": "updating a tensor of parameters, once a step",
+    "step": "zeroed gradients, their norm and scalars of a step",
 }
 HOST_SD, STEP_SD = 0.3, 0.7
 DEFAULT_HOST_US = 10.0
 
 
-class Issued(NamedTuple):
-    """What a segment issues beside its kernels: parts of either pass, collectives, experts."""
+class Equation(NamedTuple):
+    """A time of nil steps on the mean visit's host: so much for kernels, and so many of each."""
 
+    time_us: float
     kernels_us: float
-    forward: int
-    backward: int
-    collectives: int
-    experts: int
-
-    def left_us(self, time_us: float, known: Mapping[str, float]) -> float:
-        """What of a time is none of the kernels', nor of what is known."""
-        names = ("part", "backward_part", "collective", "expert")
-        return (
-            time_us
-            - self.kernels_us
-            - sum(count * known.get(name, 0.0) for name, count in zip(names, self[1:], strict=True))
-        )
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Nil steps of one layout on the mean visit's host, and what they issue."""
-
-    row: HostRow
-    forward: Issued  # of a layer
-    backward: Issued
-    ends: Issued  # embedding and head, both passes
-    slower: float  # this visit's host
-
-    @property
-    def forward_us(self) -> float:
-        """A layer's forward pass."""
-        return (self.row.forward_us or 0.0) / self.slower
-
-    @property
-    def backward_us(self) -> float:
-        """A layer's backward pass."""
-        return (self.row.backward_us or 0.0) / self.slower
-
-    @property
-    def microbatch_us(self) -> float:
-        """What a microbatch more takes, both passes."""
-        several, single = self.row.median_us, self.row.single_us
-        return (several - single) / max(self.row.microbatches - 1, 1) / self.slower
-
-    @property
-    def step_us(self) -> float:
-        """What a step takes beside its microbatches."""
-        return self.row.single_us / self.slower - self.microbatch_us
+    counts: Mapping[str, float]  # of what CALLS names
+    of_us: float  # the longer time that it was seen in, with which its error goes
 
 
 def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) -> HostFit:
@@ -109,17 +75,18 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         if times
         else "no kernel row carries a host time",
     )
-    steps = [
-        _steps(row, kernels, evidence.host_slower.get(run, 1.0))
-        for run, row in evidence.rows(HostRow)
-        if row.forward_us and row.backward_us
+    rows_seen = [(run, row) for run, row in evidence.rows(HostRow) if row.forward_us]
+    seen = [
+        one
+        for run, row in rows_seen
+        for one in equations(row, kernels, evidence.host_slower.get(run, 1.0))
     ]
-    shown = beside_kernels(steps)
+    shown = beside_kernels(seen)
     found = {}
     for name, calls in CALLS.items():
         spread = STEP_SD if name == "step" else sd if name in shown else 0.5
         found[f"{name}_us"] = value = rounded(shown.get(name, calls * issue))
-        why = f"{evidence.where(HostRow, len(steps))}: steps whose arithmetic is nil"
+        why = f"{evidence.where(HostRow, len(rows_seen))}: steps whose arithmetic is nil"
         ledger.note(
             f"host.{name}_us",
             value,
@@ -140,66 +107,55 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     )
 
 
-def beside_kernels(steps: Sequence[Steps]) -> dict[str, float]:
-    """What parts, collectives, experts, a microbatch and a step take, us, medians over layouts.
+def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:
+    """What each of CALLS takes, us, of those that the equations tell apart.
 
-    Nothing where no step of a dense model without tensor parallelism tells what parts take.
+    Non-negative least squares of the errors relative to the times that they were seen in.
     """
-    found: dict[str, float] = {}
-    plain = [one for one in steps if one.row.tp == 1 and not one.row.experts]
-    if not plain:
-        return found
-
-    def shown(name: str, values: Iterable[float]) -> None:
-        if some := list(values):
-            found[name] = max(median(some), 0.0)
-
-    shown("part", (o.forward.left_us(o.forward_us, {}) / o.forward.forward for o in plain))
-    shown(
-        "backward_part",
-        (o.backward.left_us(o.backward_us, found) / o.backward.backward for o in plain),
-    )
-
-    def rest_us(one: Steps, count: str) -> float:
-        both = (one.forward, one.forward_us), (one.backward, one.backward_us)
-        left_us = sum(issued.left_us(time_us, found) for issued, time_us in both)
-        often: int = sum(getattr(issued, count) for issued, _ in both)
-        return left_us / often
-
-    split = [one for one in steps if one.row.tp > 1 and not one.row.experts]
-    shown("collective", (rest_us(one, "collectives") for one in split))
-    mixtures = [one for one in steps if one.row.experts and one.row.tp == 1]
-    shown("expert", (rest_us(one, "experts") for one in mixtures))
-    shown(
-        "pass",
-        (
-            o.ends.left_us(o.microbatch_us - o.row.layers * (o.forward_us + o.backward_us), found)
-            for o in plain
-        ),
-    )
-    shown("step", (one.step_us for one in plain))
-    return found
+    names = list(dict.fromkeys(name for one in seen for name in one.counts))
+    counts = np.array([[one.counts.get(name, 0.0) for name in names] for one in seen])
+    if not names or np.linalg.matrix_rank(counts) < len(names):
+        return {}
+    weights = np.array([1 / one.of_us for one in seen])
+    left = np.array([one.time_us - one.kernels_us for one in seen])
+    takes, _ = nnls(counts * weights[:, None], left * weights)
+    return dict(zip(names, map(float, takes), strict=True))
 
 
-def _steps(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Steps:
+def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iterator[Equation]:
+    """What a row of a host that is so many times slower than the mean visit's says."""
     dp = row.gpus // row.tp
-    p = Parallelism(tp=row.tp, dp=dp, sequence_parallel=row.tp > 1, global_batch=dp)
-    model = nil_model(ON_GPU, row.experts)
+    p = Parallelism(tp=row.tp, dp=dp, ep=row.ep, sequence_parallel=row.tp > 1, global_batch=dp)
+    model = nil_model(ON_GPU, row.experts).resized(layers=row.layers)
     by_name = {(fit.op, fit.direction, fit.dtype): fit.host_us for fit in kernels}
 
-    def issued(*segments: Segment) -> Issued:
+    def equation(time_us: float, of_us: float, *segments: Segment, **more: float) -> Equation:
         parts = [part for segment in segments for part in segment]
-        backward = sum(part.backward for part in parts)
-        return Issued(
-            sum(_host_us(kernel, by_name) for part in parts for kernel in part.kernels),
-            len(parts) - backward,
-            backward,
-            sum(part.collectives for part in parts),
-            sum(part.experts for part in parts),
-        )
+        counts = sum((Counter(issued(part)) for part in parts), Counter(more))
+        kernels_us = sum(_host_us(kernel, by_name) for part in parts for kernel in part.kernels)
+        return Equation(time_us / slower, kernels_us, counts, of_us / slower)
 
-    forward, backward = (issued(segment) for segment in layer(model, p))
-    return Steps(row, forward, backward, issued(*embedding(model, p), *head(model, p)), slower)
+    forward_us, backward_us = row.forward_us or 0.0, row.backward_us or 0.0
+    forward, backward = layer(model, p)
+    yield equation(forward_us, forward_us, forward)
+    yield equation(backward_us, backward_us, backward)
+    microbatch_us = (row.median_us - row.single_us) / max(row.microbatches - 1, 1)
+    ends_us = microbatch_us - row.layers * (forward_us + backward_us)
+    ends = (*embedding(model, p), *head(model, p))
+    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
+    tensors = trained_tensors(model, p, 0)
+    yield equation(row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
+
+
+def issued(part: Part) -> dict[str, float]:
+    """How often a part has what takes the host time beside its kernels."""
+    counts = {
+        "backward_part" if part.backward else "part": 1.0,
+        "collective": float(part.collectives),
+        "uneven": float(part.uneven),
+        "expert": float(part.experts),
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 def _host_us(kernel: Kernel, by_name: Mapping[tuple[str, str, str], float]) -> float:

@@ -5,8 +5,9 @@ microbatch and of several, in turn, tell what a pass adds from what a step adds.
 
 On GPUs such a step lasts as long as its host needs to issue it, and the steps of a real model are
 never faster than that. All GPUs of the host take part, as all of its processors do in a real step:
-each with a replica, all with a share of every layer (what issuing collectives takes), and each with
-a mixture of experts. What issuing the kernels alone takes is `host_us` of their rows.
+each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
+share of every layer (what issuing a collective takes), and with a mixture of experts. What issuing
+the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
 its time of a step, less that of the same kernels one by one at the same shapes. That runs in a
@@ -33,7 +34,7 @@ from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
 from spec.parallelism import Parallelism
 from spec.records import HostRow
 
-MICROBATCHES, EXPERTS, MOST_TP = 5, 8, 8
+MICROBATCHES, EXPERTS, MOST, MORE_LAYERS = 5, 8, 8, 4 * LAYERS
 WARM_UP_CPU, REPEATS, LIMIT_S = 5, 40, 300.0
 ROUNDS = 4  # in which steps of one microbatch and of several take turns on GPUs
 GPU_S = 14.0
@@ -41,25 +42,32 @@ GPU_S = 14.0
 
 @dataclass(frozen=True)
 class HostCase:
-    """Steps of one microbatch and of several, each of `gpus` with a replica of tp."""
+    """Steps of one microbatch and of several: `gpus` in replicas of tp, their experts over ep."""
 
     seconds: float
     gpus: int = 1
     tp: int = 1
+    ep: int = 1
     experts: int = 0
+    layers: int = LAYERS
 
     @property
     def case_id(self) -> str:
         """Its name in tables."""
         split = f"-TP{self.tp}-DP{self.gpus // self.tp}" if self.gpus > 1 else ""
         mixture = f"-{self.experts}experts" if self.experts else ""
-        return f"nil-{LAYERS}layers-{MICROBATCHES}microbatches{split}{mixture}"
+        mixture += f"-EP{self.ep}" if self.ep > 1 else ""
+        return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}{mixture}"
 
     def split(self, microbatches: int) -> Parallelism:
         """How a step of so many microbatches is split."""
         dp = self.gpus // self.tp
         return Parallelism(
-            tp=self.tp, dp=dp, sequence_parallel=self.tp > 1, global_batch=dp * microbatches
+            tp=self.tp,
+            dp=dp,
+            ep=self.ep,
+            sequence_parallel=self.tp > 1,
+            global_batch=dp * microbatches,
         )
 
 
@@ -69,9 +77,13 @@ def cases(kind: str, devices: int = 1, share: float = 1.0) -> list[HostCase]:
         return [HostCase(round(15.0 + 2.0 / share, 1))]
     if kind not in ("nvidia", "amd"):
         return []
-    found = [HostCase(GPU_S, devices), HostCase(GPU_S, devices, experts=EXPERTS)]
-    tp = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
-    return [*found, HostCase(GPU_S, devices, tp)] if tp > 1 else found
+    several = max((n for n in (2, 4, MOST) if devices % n == 0), default=1)
+    splits = [{}, {"tp": several}, {"ep": several}] if several > 1 else [{}]
+    return [
+        *(HostCase(GPU_S, devices, **one) for one in splits[:2]),
+        HostCase(2 * GPU_S, devices, layers=MORE_LAYERS),
+        *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in splits),
+    ]
 
 
 def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRow:
@@ -84,8 +96,9 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         role="fit",
         gpus=case.gpus,
         tp=case.tp,
+        ep=case.ep,
         experts=case.experts,
-        layers=LAYERS,
+        layers=case.layers,
         microbatches=MICROBATCHES,
         single_us=statistics.median(found.pop("single_us")),
         **quantiles(found.pop("times_us")),
@@ -96,7 +109,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
 def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, Any]:
     from measure.training import step_times
 
-    model = nil_model(ON_GPU, case.experts)
+    model = nil_model(ON_GPU, case.experts).resized(layers=case.layers)
     several = case.split(MICROBATCHES)
     steps = TrainingCase(model, several, REPEATS // ROUNDS, WARM_UP, case.seconds, case.case_id)
     batches = (case.split(1).global_batch, several.global_batch)
@@ -104,7 +117,7 @@ def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, 
     (single, _), (times, passes) = found
 
     def layer_us(way: str) -> float:
-        layers = LAYERS * MICROBATCHES
+        layers = case.layers * MICROBATCHES
         return 1e6 * statistics.median(one[f"layers_{way}_s"] for one in passes) / layers
 
     return {

@@ -21,19 +21,23 @@ from spec.step import Segment
 Array = NDArray[np.float64]
 
 
-def host_waits(ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs) -> list[Array]:
+def host_waits(
+    ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs
+) -> tuple[list[Array], Array]:
     """What each way's pass of one microbatch waits for its host, us, (draws,).
 
-    ways: how often each segment is in the pass, and its cost.
+    And what the first pass of a step waits more, as its host is not ahead yet. ways: how often each
+    segment is in the pass, and its cost.
     """
     fit, zero = costs.calibration.host, costs.draws.zero
     inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
     if fit.serial:
-        return inside
+        return inside, zero
     once = fit.pass_us / len(ways) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
     late = late_us(ahead, costs.parallelism)
-    return [one + more for one, more in zip(inside, late, strict=True)]
+    first = larger(larger(-ahead[0], 0.0) - reduce(add, late), 0.0)
+    return [one + more for one, more in zip(inside, late, strict=True)], first
 
 
 def caught_up(p: Parallelism) -> bool:

@@ -54,6 +54,7 @@ class PassCost(NamedTuple):
     compute: Array
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array
+    first: Array  # what else a step's first pass waits for its host
     free: Array  # of the total: ports between nodes are left to what replicas send
     energy: Energy
     segments: Pieces
@@ -82,6 +83,11 @@ class StageWork:
     def total_us(self) -> float:
         """How long they last."""
         return sum(count * central(one.total) for one, _, count in self.different)
+
+    @cached_property
+    def first_us(self) -> Array:
+        """What the first pass of a step waits more for its host."""
+        return self.chunks[0][0][0].first
 
     @cached_property
     def compute_us(self) -> float:
@@ -190,7 +196,9 @@ def _passes(
         [(count, prices.segments[name][way]) for count, name in pieces]
         for way in range(ways(p.schedule))
     ]
-    waiting = host_waits([[(count, one.cost) for count, one in mine] for mine in every], costs)
+    waiting, first = host_waits(
+        [[(count, one.cost) for count, one in mine] for mine in every], costs
+    )
     for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
         exposed: dict[str, Array] = {}
         compute = taken = zero
@@ -222,6 +230,7 @@ def _passes(
             compute=compute,
             exposed=exposed,
             host=host,
+            first=first,
             free=whole - taken,
             energy=energy,
             segments=tuple(reversed(pieces)) if way else pieces,

@@ -43,7 +43,7 @@ class PricedStep:
     updates: tuple[UpdateCost, ...]  # by stage
     alike: tuple[int, ...]  # by stage, the first one that costs the same
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
-    norm_us: Array  # host bookkeeping and those reductions
+    norm_us: Array  # host bookkeeping, what the first pass waits for it, and those reductions
     transfer: Collective | None  # between pipeline stages
 
     @property
@@ -158,6 +158,7 @@ def price(
         norm,
         zero
         + costs.calibration.host.step_us * costs.host_spread()
+        + works[0].first_us
         + sum((costs.collective_us(one) for one in norm), zero),
         transfer,
     )

@@ -31,6 +31,7 @@ from spec.step import (
     optimizer,
     shapes,
     sharded,
+    trained_tensors,
 )
 
 
@@ -184,6 +185,9 @@ class Rough:
                     for one in sent
                 )
                 kernels_us = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
+                host = self.calibration.host
+                issued_us = host.tensor_us * trained_tensors(self.model, p, stage) * host.slower
+                kernels_us = max(kernels_us, issued_us)
                 buckets = gradient_buckets(self.model, p, stage)
                 found.append(Update(reduction, gather, kernels_us, buckets))
             self._updates[key] = found

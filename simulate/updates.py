@@ -10,12 +10,19 @@ from simulate.costs import Costs, Energy
 from simulate.overlap import Chunk, waited_us
 from simulate.passes import Sent, StageWork
 from simulate.schedule import BACKWARD, FORWARD
-from simulate.uncertainty import central
+from simulate.uncertainty import central, larger
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import by_chunk, copied_alone, gradient_buckets, optimizer, shared_gradients
+from spec.step import (
+    by_chunk,
+    copied_alone,
+    gradient_buckets,
+    optimizer,
+    shared_gradients,
+    trained_tensors,
+)
 
 Array = NDArray[np.float64]
 
@@ -32,7 +39,7 @@ class Alone(NamedTuple):
     """What a stage does after its passes, each by itself; no clock of a stage changes it."""
 
     kernels: tuple[Kernel, ...]
-    kernels_us: Array
+    kernels_us: Array  # or what their host takes to issue them, where that is longer
     energy: Energy  # of the kernels
     reduction: Sends  # passes may hide it, as the gather
     gather: Sends
@@ -97,6 +104,8 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
         kernels += copied_alone(model, p, stage)
     reduction, gather = (_sends(by_chunk(one, model, p, stage), costs) for one in sent)
     kernels_us, energy = costs.kernels(kernels)
+    issued_us = costs.calibration.host.tensor_us * trained_tensors(model, p, stage)
+    kernels_us = larger(kernels_us, issued_us * costs.host_spread())
     return Alone(
         kernels,
         kernels_us,

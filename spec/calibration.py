@@ -229,7 +229,13 @@ class HostFit(Record):
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"
     )
-    step_us: Micros = Field(description="once a step: optimizer bookkeeping and scalars")
+    uneven_us: Micros = Field(
+        default=0.0, description="to issue one message of an exchange of experts' tokens"
+    )
+    tensor_us: Micros = Field(
+        default=0.0, description="once a step, to update one tensor of parameters"
+    )
+    step_us: Micros = Field(description="once a step: zeroed gradients, their norm, scalars")
     sd: Spread
     visit_sd: Spread = Field(
         default=0.0, description="all of it and kernels' host_us, beside those of another visit"

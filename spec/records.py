@@ -114,7 +114,8 @@ class HostRow(Repeated):
 
     gpus: PositiveInt = Field(default=1, description="devices that ran, each with a process")
     tp: PositiveInt = Field(default=1, description="of them that shared every layer; others: dp")
-    experts: NonNegativeInt = Field(default=0, description="in a layer of every device; 0: dense")
+    ep: PositiveInt = Field(default=1, description="of them that shared a layer's experts")
+    experts: NonNegativeInt = Field(default=0, description="in a layer; 0: dense")
     layers: PositiveInt
     microbatches: PositiveInt = Field(description="of the steps that the quantiles are of")
     parts: PositiveInt = Field(description="of the model in one microbatch, both passes")

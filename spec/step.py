@@ -197,6 +197,20 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
     return p.stage_layers(model)[stage] * layer_parameters(model, p)[0], 0
 
 
+@lru_cache(maxsize=4096)
+def trained_tensors(model: ModelSpec, p: Parallelism, stage: int) -> int:
+    """Parameters as tensors, which the optimizer of a GPU of `stage` goes through one by one."""
+    layers, norms = p.stage_layers(model)[stage], 2 if model.norm == "layernorm" else 1
+    if model.lora_rank:
+        return 8 * layers  # two of each of four linear layers
+    linear = 4 if not model.experts else 3 + 2 * model.experts // p.ep  # the router's too
+    biases = 4 if model.linear_bias else 0
+    ends = (1 if model.position == "rope" else 2) if stage == 0 else 0
+    if stage == p.pp - 1:
+        ends += norms + (0 if model.tied_embeddings and p.pp == 1 else 1)
+    return layers * (linear + biases + 2 * norms) + ends
+
+
 @lru_cache(maxsize=LATEST)
 def optimizer(
     model: ModelSpec, p: Parallelism, stage: int

@@ -21,6 +21,8 @@ class Part:
     exposed: tuple[Collective, ...] = ()
     hidden: tuple[Collective, ...] = ()
     waits: bool = False
+    # messages of exchanges whose parts are uneven: one a rank, each issued by itself
+    uneven: int = 0
 
     @property
     def backward(self) -> bool:
@@ -29,8 +31,8 @@ class Part:
 
     @property
     def collectives(self) -> int:
-        """How many it has."""
-        return len(self.exposed) + len(self.hidden)
+        """How many it has, but for those of uneven parts."""
+        return 0 if self.uneven else len(self.exposed) + len(self.hidden)
 
     @property
     def experts(self) -> int:

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrate.host_issue import Steps, _steps, beside_kernels
+from calibrate.host_issue import beside_kernels, equations
 from measure import host_time
-from simulate.costs import Costs, Draws
+from simulate.costs import Cost, Costs, Draws, Energy
 from simulate.estimate import StepSimulator
-from simulate.issue import late_us, repeated_us
+from simulate.issue import host_waits, late_us, repeated_us
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.nil import LAYERS
@@ -23,9 +23,11 @@ TAKES = {
     "part": 100.0,
     "backward_part": 40.0,
     "collective": 150.0,
+    "uneven": 170.0,
     "expert": 300.0,
     "pass": 2000.0,
     "step": 1500.0,
+    "tensor": 50.0,
 }
 MICROBATCHES = 5
 
@@ -36,55 +38,61 @@ def calibration(tmp_path: Path) -> Calibration:
     return write_calibration(tmp_path / "calibration.json")
 
 
-def nil_steps(tp: int, experts: int, slower: float) -> Steps:
+def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
     """Steps that take what `TAKES` says on a host so many times slower."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
+    sizes = {"gpus": case.gpus, "tp": case.tp, "ep": case.ep, "experts": case.experts}
+    once = dict.fromkeys(("single_us", "forward_us", "backward_us", *names), 1.0)
     row = HostRow(
-        case_id=f"nil {tp} {experts}",
+        case_id=case.case_id,
         role="fit",
         repeats=40,
         std_us=0.0,
-        gpus=4,
-        tp=tp,
-        experts=experts,
-        layers=LAYERS,
+        layers=case.layers,
         microbatches=MICROBATCHES,
         parts=1,
-        single_us=1.0,
-        forward_us=1.0,
-        backward_us=1.0,
-        **dict.fromkeys(names, 1.0),
+        **sizes,
+        **once,
     )
-    issued = _steps(row, (), slower)
-    per = [TAKES[name] for name in ("part", "backward_part", "collective", "expert")]
+    forward_us, backward_us, ends_us, step_us = (
+        slower * sum(TAKES[name] * count for name, count in one.counts.items())
+        for one in equations(row, (), slower)
+    )
+    microbatch_us = case.layers * (forward_us + backward_us) + ends_us
+    several_us = step_us + MICROBATCHES * microbatch_us
+    found = {
+        "forward_us": forward_us,
+        "backward_us": backward_us,
+        "single_us": step_us + microbatch_us,
+    }
+    return row.model_copy(update=found | dict.fromkeys(names, several_us))
 
-    def us(one: tuple[float, ...]) -> float:
-        return sum(count * each for count, each in zip(one[1:], per, strict=True)) * slower
 
-    forward, backward = us(issued.forward), us(issued.backward)
-    once = LAYERS * (forward + backward) + us(issued.ends) + TAKES["pass"] * slower
-    single = once + TAKES["step"] * slower
-    several = single + (MICROBATCHES - 1) * once
-    update = {"forward_us": forward, "backward_us": backward, "single_us": single}
-    return _steps(row.model_copy(update=update | dict.fromkeys(names, several)), (), slower)
-
-
-def test_what_nil_steps_take_is_told_apart() -> None:
-    layouts = [(1, 0), (4, 0), (1, 8)]
-    found = beside_kernels([nil_steps(*one, slower=2.0) for one in layouts])
-    assert found == pytest.approx(TAKES)
-    assert beside_kernels([nil_steps(*one, slower=2.0) for one in layouts[1:]]) == {}
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
+    rows = [nil_row(case, slower=2.0) for case in host_time.cases("nvidia", gpus)]
+    found = beside_kernels([one for row in rows for one in equations(row, (), 2.0)])
+    expected = TAKES if gpus > 1 else {k: v for k, v in TAKES.items() if k in found}
+    assert found == pytest.approx(expected)
+    assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
+    alone = beside_kernels(list(equations(rows[0], (), 2.0)))
+    assert alone == {}  # a step and its tensors cannot be told apart
 
 
 def test_cases_take_all_gpus_of_a_host() -> None:
-    assert [(case.gpus, case.tp, case.experts) for case in host_time.cases("nvidia", 4)] == [
-        (4, 1, 0),
-        (4, 1, 8),
-        (4, 4, 0),
+    found = host_time.cases("nvidia", 4)
+    assert {case.gpus for case in found} == {4}
+    assert [(case.tp, case.ep, case.experts, case.layers) for case in found] == [
+        (1, 1, 0, LAYERS),
+        (4, 1, 0, LAYERS),
+        (1, 1, 0, 4 * LAYERS),
+        (1, 1, 8, LAYERS),
+        (4, 1, 8, LAYERS),
+        (1, 4, 8, LAYERS),
     ]
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
-    assert [case.tp for case in host_time.cases("nvidia", 3)] == [1, 1]
-    assert [case.tp for case in host_time.cases("nvidia", 1)] == [1, 1]
+    assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
+    assert len({case.case_id for case in found}) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,10 @@ def test_the_device_stands_still_where_the_host_reads_from_it(calibration: Calib
         assert after - before == pytest.approx(longer_us)
 
 
-@pytest.mark.parametrize("name", ["part_us", "backward_part_us", "collective_us", "expert_us"])
+@pytest.mark.parametrize(
+    "name",
+    ["part_us", "backward_part_us", "collective_us", "uneven_us", "expert_us", "tensor_us"],
+)
 @pytest.mark.parametrize("split", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"dp": 2}])
 def test_a_slow_host_slows_a_step_and_no_fast_one_does(
     calibration: Calibration, name: str, split: dict[str, int]
@@ -137,5 +148,25 @@ def test_a_slow_host_slows_a_step_and_no_fast_one_does(
 
     steps = [step_s(takes_us) for takes_us in (0.0, 1.0, 1e3, 1e5)]
     assert steps == sorted(steps)
-    if name != "collective_us" or "tp" in split:
+    if name not in ("collective_us", "uneven_us") or "tp" in split:
         assert steps[-1] > 2 * steps[0]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "each", "more"),
+    [((-5.0, 7.0), 0.0, 5.0), ((-5.0, 3.0), 2.0, 3.0), ((5.0, -3.0), 0.0, 0.0)],
+)
+def test_the_first_pass_of_a_step_finds_a_host_that_is_not_ahead(
+    calibration: Calibration, ahead: tuple[float, float], each: float, more: float
+) -> None:
+    """Microbatch by microbatch, as a queue would: what the host is ahead it keeps."""
+    costs = _costs(calibration, _host(), Parallelism(global_batch=4))
+    ways = [[(1.0, Cost(0.0, {}, 0.0, one, Energy()))] for one in ahead]  # type: ignore[arg-type]
+    waits, first = host_waits(ways, costs)
+    queue = waited = 0.0
+    for _ in range(4):
+        for one in ahead:
+            waited += max(-one - queue, 0.0)
+            queue = max(queue + one, 0.0)
+    assert (sum(waits), first) == (each, more)
+    assert waited == pytest.approx(4 * sum(waits) + first)
