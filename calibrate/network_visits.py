@@ -69,6 +69,22 @@ def offsets(rows: Sequence[Visited]) -> dict[tuple[str, ...], float]:
     return {visit: median(values) for visit, values in found.items()}
 
 
+def run_spread(rows: Sequence[Visited], assumed: Assumed) -> tuple[float, int]:
+    """sd of the logarithm of what one visit measured several times, and its degrees of freedom.
+
+    Each time another run, or other devices of it that lie alike: with other connections, which over
+    sockets other threads and processors serve. So has every step. The assumed spread counts as some
+    times more.
+    """
+    alike: dict[Hashable, list[float]] = defaultdict(list)
+    for one in rows:
+        alike[one.what, one.devices].append(log(one.time_us))
+    squares = sum(float(np.var(times)) * len(times) for times in alike.values())
+    free = sum(len(times) - 1 for times in alike.values())
+    known = assumed.visits * assumed.run_sd**2
+    return sqrt((squares + known) / (free + assumed.visits)), free
+
+
 def with_visits(
     fit: NetworkFit, rows: Sequence[Visited], assumed: Assumed, ledger: Ledger
 ) -> NetworkFit:
@@ -85,12 +101,14 @@ def with_visits(
     free = visits - 1 + assumed.visits
     sd = sqrt((squares + assumed.visits * assumed.visit_sd**2) / free)
     sd *= sqrt(1 + 1 / visits) * float(stdtrit(free, 0.95)) / Z90
-    visit = rounded(float(np.hypot(sd, assumed.run_sd)), 3)
-    known = rounded(float(np.hypot(sqrt(squares / visits), assumed.run_sd)), 3)
-    source: Source = "measured" if visits > assumed.visits else "assumed"
-    detail = f"{visits} visit{'s' if visits > 1 else ''}, {assumed.why}"
-    for name, value in (("visit_sd", visit), ("run_sd", known)):
+    run_sd, repeated = run_spread(rows, assumed)
+    visit = rounded(float(np.hypot(sd, run_sd)), 3)
+    known = rounded(float(np.hypot(sqrt(squares / visits), run_sd)), 3)
+    detail = f"{visits} visit{'s' if visits > 1 else ''}, {repeated} times measured again on one, "
+    detail += assumed.why
+    for name, value, count in (("visit_sd", visit, visits), ("run_sd", known, repeated)):
         name = f"network.{fit.protocol}.{name}"
+        source: Source = "measured" if count > assumed.visits else "assumed"
         ledger.note(name, value, "log", spread_interval(value, free), source, detail)
     devices = sorted({name for one in rows for name in one.devices})
     update = {"visit_sd": visit, "run_sd": known, "devices": tuple(devices)}

@@ -237,7 +237,8 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     slowest = busy.index(max(busy))
     fill = (sum(busy) - busy[slowest]) / (p.microbatches * p.vpp)
     sent = 2 * (p.pp - 1) * central(priced.transfer_us)
-    sent += p.microbatches * exchanges(slowest, p.pp) * central(priced.late_us)
+    if p.vpp == 1:  # interleaved, bubbles hold most of them
+        sent += p.microbatches * exchanges(slowest, p.pp) * central(priced.late_us)
     update = priced.updates[slowest]
     return busy[slowest] + fill + sent + central(update.after_us + priced.norm_us)
 

@@ -3,8 +3,16 @@
 Megatron-Core's 1F1B without interleaving (`p2p_communication.py`: `batch_p2p_comm`) sends a stage's
 output and receives its next input in one batch, waits for both and synchronises the device: nothing
 is computed meanwhile. The stage that comes first has its message on its way; what buffers hold of
-it is there when the other one comes, the rest follows then. Interleaved chunks receive beside
-compute (`overlap_p2p_comm`) and wait for nothing of this kind.
+it is there when the other one comes, the rest follows then.
+
+Interleaved chunks send and receive beside compute (`overlap_p2p_comm`) only in the steady phase,
+where forward and backward passes take turns. Before and after it (`schedules.py`,
+`forward_backward_pipelining_with_interleaving`; `overlap_p2p_comm_warmup_flush` is off unless asked
+for) each pass ends with an exchange, its output sent and the next input received, and the next pass
+waits for both (`_communicate`: `wait_on_reqs`). Most of that lies in bubbles. Not counted, as
+passes are longer than messages on all that was measured: in the steady phase a stage waits for its
+last message but one (`send_next_wait_handle`), and the messages of a pair of stages follow each
+other on one stream per direction (more than two stages: on one for both).
 
 - NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it.
 - NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):
@@ -24,12 +32,12 @@ HELD_SD = 0.55  # log: all that sockets may hold, or NCCL's own buffers alone, a
 
 
 def synchronous(p: Parallelism) -> bool:
-    """Whether stages wait for their exchanges to end."""
-    return p.pp > 1 and p.vpp == 1 and p.schedule == "1f1b"
+    """Whether stages wait for exchanges to end: always, or interleaved at either end of a step."""
+    return p.pp > 1 and p.schedule == "1f1b"
 
 
 def exchanges(stage: int, stages: int) -> int:
-    """How many a stage has for each microbatch: one with each neighbour."""
+    """How many a stage has for each microbatch, not interleaved: one with each neighbour."""
     return (stage > 0) + (stage < stages - 1)
 
 

@@ -73,6 +73,20 @@ def warmup(stage: int, stages: int, microbatches: int, chunks: int, name: Schedu
     return min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
 
 
+def exchanging(
+    stage: int, stages: int, microbatches: int, chunks: int, name: Schedule
+) -> NDArray[np.bool_]:
+    """Of each interleaved pass in its stage's order, whether it waits for an exchange before it.
+
+    That is one which the pass before has ended with: its output sent, the next input received, and
+    nothing computed beside. See `simulate.exchange`.
+    """
+    count = ways(name) * microbatches * chunks
+    early = warmup(stage, stages, microbatches, chunks, name)
+    place = np.arange(count)
+    return (place > 0) & ((place <= early) | (place >= count - early))
+
+
 Rows = NDArray[np.intp]
 
 
@@ -80,7 +94,8 @@ class Level(NamedTuple):
     """Passes that wait only for those of earlier levels; they have consecutive rows.
 
     `inputs` are the rows of the stages' previous passes, and of those whose output the passes need
-    (0: none); `kinds` are the kinds of the passes, and those numbers plus the number of kinds.
+    (0: none); `kinds` are the kinds of the passes, plus twice the number of kinds where they wait
+    for an exchange before them, and those kinds plus their number.
     `simulate.composition` makes levels with more of both.
     """
 
@@ -215,14 +230,21 @@ class Graph:
         before[order_of[:, 1:]] = order_of[:, :-1]
         senders, kinds_of = sender.ravel(), kind.ravel()
         listed, edges = _levels(order_of, senders, nothing)
+        if chunks > 1:
+            exchanged = np.zeros(nothing, dtype=bool)
+            shape = stages, self.microbatches, chunks, self.name
+            exchanged[order_of] = [exchanging(one, *shape) for one in range(stages)]
+        else:
+            exchanged = crosses.ravel()[kinds_of]
+        first_kinds = kinds_of + np.where(exchanged, 2 * crosses.size, 0)
         row = np.zeros(nothing + 1, dtype=np.intp)
         row[listed] = np.arange(1, nothing + 1)
-        befores, senders, passes_of = row[before[listed]], row[senders[listed]], kinds_of[listed]
+        befores, senders = row[before[listed]], row[senders[listed]]
+        free_of, arrived_of = first_kinds[listed], kinds_of[listed] + crosses.size
         levels = []
         for begin, end in itertools.pairwise(edges):
             inputs = np.stack([befores[begin:end], senders[begin:end]])
-            kinds = passes_of[begin:end]
-            kinds = np.stack([kinds, kinds + crosses.size])
+            kinds = np.stack([free_of[begin:end], arrived_of[begin:end]])
             levels.append(Level(slice(begin + 1, end + 1), inputs, kinds))
         return Arrays(
             levels=tuple(levels),

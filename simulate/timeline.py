@@ -46,8 +46,8 @@ def execute(
     duration: (stages * chunks * ways, draws), indexed by the passes' kinds (`Arrays`).
     delay: (draws,), or by kind as well: time an activation or gradient needs to reach the pass that
     waits for it, by the kind of that pass.
-    late: (draws,): time that such a pass's stage, once it is free, waits even for an input that was
-    sent long before; see `simulate.exchange`.
+    late: (draws,): what a stage that is free waits for an exchange before a pass, where it has one
+    and computes nothing beside it; see `simulate.exchange`.
     `whole` runs every pass even where the steady phase can be continued.
     """
     busy = graph.microbatches * duration.reshape(graph.stages, -1, duration.shape[1]).sum(axis=1)
@@ -73,9 +73,10 @@ def _ends(
     """
     a = graph.arrays
     crosses = a.crosses[:, None]
-    free, arrived = (duration + np.where(crosses, one, 0.0) for one in (late, delay))
-    # to the end of the pass before, and of the sender; and the number of neither adds nothing
-    added = np.concatenate([free, arrived, np.zeros_like(duration[:1])])
+    arrived = duration + np.where(crosses, delay, 0.0)
+    # to the end of the pass before, of the sender, of the pass before where an exchange lies
+    # between; and the number of neither adds nothing
+    added = np.concatenate([duration, arrived, duration + late, np.zeros_like(duration[:1])])
     end = np.empty((a.rows, duration.shape[1]))
     end[0] = 0.0
     at, steady = 0, None if more is None else graph.steady

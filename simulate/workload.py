@@ -13,7 +13,7 @@ from simulate.overlap import gather_in_turn
 from simulate.passes import PassCost
 from simulate.pricing import PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
-from simulate.schedule import BACKWARD, WEIGHTS, Pass, order, ways
+from simulate.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, ways
 from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.errors import UserError
@@ -67,7 +67,10 @@ class _Stage:
         What stages gather in turn comes before their first pass.
         """
         p = self.priced.parallelism
-        for number, one in enumerate(order(self.stage, p.pp, p.microbatches, p.vpp, p.schedule)):
+        shape = self.stage, p.pp, p.microbatches, p.vpp, p.schedule
+        for number, one in enumerate(order(*shape)):
+            if p.vpp > 1 and exchanging(*shape)[number]:
+                self._exchange(one.name)
             self._pass(one, granularity, first=number == 0)
         self._update()
         return StageProgram(tuple(self.tasks))
@@ -81,10 +84,8 @@ class _Stage:
         inside = range(p.pp * p.vpp if one.way != WEIGHTS else 0)
         if transfer is not None and sender in inside:
             received = self._message("recv", name, one, sender, at)
-            late_ns = central(self.priced.late_us) * 1e3
-            if late_ns > 0:  # the slot of compute, which stands still, and not that of messages
-                wait = self._add(f"{EXCHANGE} {name}", "compute", self.last, duration_ns=late_ns)
-                self.last = (wait,)
+            if p.vpp == 1:
+                self._exchange(name)
             self.last = (*self.last, received)
         if first and gather_in_turn(p):
             self._gather()
@@ -95,6 +96,13 @@ class _Stage:
         self._flush()
         if transfer is not None and receiver in inside:
             self._message("send", name, one, receiver, receiver)
+
+    def _exchange(self, name: str) -> None:
+        """In the slot of compute, which stands still, and not in that of messages."""
+        late_ns = central(self.priced.late_us) * 1e3
+        if late_ns > 0:
+            wait = self._add(f"{EXCHANGE} {name}", "compute", self.last, duration_ns=late_ns)
+            self.last = (wait,)
 
     def _message(self, kind: Kind, name: str, one: Pass, peer: int, to: int) -> int:
         """A send or recv of the pass; `to` is the position of the chunk that receives it."""

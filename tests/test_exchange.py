@@ -11,7 +11,7 @@ from simulate.astra import simulate as cycles
 from simulate.astra.breakdown import breakdown
 from simulate.costs import Costs, Draws
 from simulate.exchange import MIB, exchanges, share_not_held
-from simulate.schedule import graph
+from simulate.schedule import exchanging, graph
 from simulate.timeline import execute
 from simulate.uncertainty import central
 from simulate.workload import Granularity, program
@@ -45,6 +45,20 @@ def test_a_microbatch_costs_its_slowest_stage_and_that_stages_exchanges(stages: 
         assert after - before == pytest.approx(expected, rel=1e-12)
 
 
+def test_interleaved_stages_exchange_before_and_after_their_steady_phase() -> None:
+    """Megatron-Core's loop: forward passes up to the first backward one's, then backward ones."""
+    # two stages, two microbatches, two chunks: the first has no steady phase
+    assert exchanging(0, 2, 2, 2, "1f1b").tolist() == [False] + 7 * [True]
+    # the last: 2 forward passes, 2 times forward and backward, 2 backward passes
+    alone = [False, True, True, False, False, False, True, True]
+    assert exchanging(1, 2, 2, 2, "1f1b").tolist() == alone
+    for microbatches in (2, 4, 64):  # the last has a steady phase that is continued
+        run, passes = graph(2, microbatches, 2), np.ones((8, 1))
+        ends = [execute(run, passes, np.zeros(1), one).end.max() for one in (0.0, 0.25)]
+        # by hand: the last stage's third pass waits for two exchanges, and its last two for others
+        assert ends[1] - ends[0] == pytest.approx(4 * 0.25)
+
+
 def late(p: Parallelism, gpus: int, nbytes: float, **changes: object) -> tuple[float, float]:
     """What a stage waits that comes last, and the whole message, us."""
     node = load_node("hgx-h200").model_copy(update={"gpus": gpus})
@@ -68,8 +82,8 @@ def test_what_buffers_hold_is_there_before() -> None:
         assert waited == pytest.approx(whole)
 
 
-def test_only_exchanges_in_one_batch_are_waited_for() -> None:
-    assert late(Parallelism(pp=2, vpp=2, global_batch=4), 1, 56 * MIB)[0] == 0
+def test_only_exchanges_that_end_before_a_pass_are_waited_for() -> None:
+    assert late(Parallelism(pp=2, vpp=2, global_batch=4), 1, 56 * MIB)[0] > 0
     assert late(Parallelism(pp=2, schedule="gpipe", global_batch=4), 1, 56 * MIB)[0] == 0
     assert late(Parallelism(global_batch=4, pp=2), 1, 56 * MIB)[0] > 0
 
@@ -94,12 +108,12 @@ def test_what_sockets_hold_is_uncertain() -> None:
 
 
 @pytest.mark.parametrize("granularity", ["stage", "layer"])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_astra_sim_waits_as_our_timeline_does(
-    pp: int, granularity: Granularity, tmp_path: Path
+    pp: int, vpp: int, granularity: Granularity, tmp_path: Path
 ) -> None:
     node = load_node("hgx-h200").model_copy(update={"gpus": 1})
-    p = Parallelism(pp=pp, global_batch=16, microbatch=2)
+    p = Parallelism(pp=pp, vpp=vpp, global_batch=16, microbatch=2)
     # passes longer than messages, which wait for each other in Astra-Sim alone
     estimate = simulate(p, model=MODEL.resized(layers=16 * pp), node=node, fabric=LOOPBACK)
     late_s = central(estimate.priced.late_us) / 1e6
@@ -108,6 +122,7 @@ def test_astra_sim_waits_as_our_timeline_does(
     timing = cycles(read_trace(tmp_path / "o"))
     assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=2e-4)
     parts = breakdown(timing, ["pp"])
-    assert parts["pp_exposed"] >= p.microbatches * late_s
+    fewest = exchanging(pp - 1, pp, p.microbatches, vpp, "1f1b").sum()
+    assert parts["pp_exposed"] >= (p.microbatches if vpp == 1 else fewest) * late_s
     computed = estimate.breakdown_s["compute"] + estimate.breakdown_s["optimizer"]
     assert parts["compute"] == pytest.approx(computed, rel=0.02)

@@ -70,7 +70,22 @@ def test_the_sources_are_told_apart() -> None:
         with_visits(network(), rows, SOCKETS, ledger)
         noted = {one.name: one for one in ledger.parameters}
         assert set(noted) == {"network.tcp.visit_sd", "network.tcp.run_sd"}
-        assert {one.source for one in noted.values()} == {source}
+        assert noted["network.tcp.visit_sd"].source == source
+        assert noted["network.tcp.run_sd"].source == "assumed"  # nothing measured twice on a visit
+
+
+def test_what_a_visit_measured_again_says_what_another_run_may_be() -> None:
+    rng = np.random.default_rng(1)
+    apart = [timed(FIRST, float(np.exp(rng.normal(0, 0.12))), only=1)[0] for _ in range(400)]
+    ledger = Ledger()
+    again = with_visits(network(), apart, SOCKETS, ledger)
+    assert again.run_sd == pytest.approx(0.12, rel=0.1)
+    assert again.visit_sd > spread_of(1.0).visit_sd
+    (noted,) = (one for one in ledger.parameters if one.name == "network.tcp.run_sd")
+    assert noted.source == "measured"
+    # one row more says little beside what is assumed
+    twice = with_visits(network(), timed(FIRST, 1.0) + timed(FIRST, 1.02, only=1), SOCKETS, ledger)
+    assert SOCKETS.run_sd * 0.85 < twice.run_sd < SOCKETS.run_sd
 
 
 def test_a_shaped_link_has_the_rate_it_was_given() -> None:

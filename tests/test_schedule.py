@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, ways
+from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, warmup, ways
 from simulate.timeline import NARROW, execute
 
 
@@ -94,7 +94,8 @@ def played(
 
     gather: what a chunk's parameters take, which each stage gathers one after another: those of two
     chunks from the start, and of the next one when a chunk starts.
-    late: what a stage waits, once it is free, for an input that was sent long before.
+    late: what a stage waits, once it is free, for an input that was sent long before; interleaved
+    for an exchange between two passes, unless forward and backward passes take turns.
     """
     orders = [order(s, stages, microbatches, chunks, name) for s in range(stages)]  # type: ignore[arg-type]
     ends: dict[tuple[int, int, int, int], float] = {}
@@ -117,7 +118,13 @@ def played(
                     ready = ends.get((stage, FORWARD, one.microbatch, one.chunk))
                 if ready is None:
                     break
-                start = max(free[stage] + late * crosses, ready)
+                waits = crosses
+                if chunks > 1:
+                    total = microbatches * chunks
+                    turns = warmup(stage, stages, microbatches, chunks, "1f1b") < total
+                    before = orders[stage][at[stage] - 1].way
+                    waits = at[stage] > 0 and (one.way == before or not turns)
+                start = max(free[stage] + late * waits, ready)
                 if one.way == FORWARD and one.microbatch == 0:
                     gathered[stage] = max(gathered[stage], asked[stage][one.chunk]) + gather
                     start = max(start, gathered[stage])
