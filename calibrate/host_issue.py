@@ -4,18 +4,18 @@ Their host issues kernels (`host_us` of the kernels' rows) and, beside each, wha
 and autograd take: around a part of a layer, around an expert, to start a collective, once a step.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import log
-from statistics import median
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import NamedTuple, cast
 
 import numpy as np
 from scipy.optimize import nnls
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
 from calibrate.host_visits import SINGLE_CALLS, with_visits
-from spec.calibration import HostFit
+from spec.calibration import HostFit, HostTime
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
@@ -24,17 +24,17 @@ from spec.records import HostRow, KernelRow
 from spec.step import Segment, embedding, head, layer, trained_tensors
 from spec.step_parts import Part
 
-# Where no row shows it, in issue times of one operation; assumed, after the first four H200 whose
-# host was measured so, taken to be 1.8 times as slow as the mean of five other hosts.
+# Where no row shows it, in issue times of one operation: the means of two hosts of four H200. They
+# differed by up to twice in them, and the same steps by a fifth within minutes.
 CALLS = {
-    "part": 3.9,
-    "backward_part": 0.5,
-    "collective": 7.0,
-    "uneven": 7.0,
-    "expert": 13.0,
-    "pass": 95.0,
-    "tensor": 3.0,
-    "step": 60.0,
+    "part": 4.8,
+    "backward_part": 0.7,
+    "collective": 11.0,
+    "uneven": 17.0,
+    "expert": 17.5,
+    "pass": 165.0,
+    "tensor": 0.9,
+    "step": 135.0,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
@@ -76,12 +76,18 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         else "no kernel row carries a host time",
     )
     rows_seen = [(run, row) for run, row in evidence.rows(HostRow) if row.forward_us]
-    seen = [
-        one
-        for run, row in rows_seen
-        for one in equations(row, kernels, evidence.host_slower.get(run, 1.0))
-    ]
-    shown = beside_kernels(seen)
+    by_devices: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
+    devices = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
+    slower = {devices[run]: factor for run, factor in evidence.host_slower.items()}
+    for run, row in rows_seen:
+        visit = devices[run]
+        by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
+    own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
+    shown = {
+        name: fmean(takes[name] for takes in own.values() if name in takes)
+        for name in CALLS
+        if any(name in takes for takes in own.values())
+    }
     found = {}
     for name, calls in CALLS.items():
         spread = STEP_SD if name == "step" else sd if name in shown else 0.5
@@ -98,12 +104,12 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     runs = {run for run, _ in evidence.rows(KernelRow)}
     return with_visits(
         HostFit(sd=rounded(sd), **found),
-        {
-            one.manifest.device_hashes: evidence.host_slower.get(one.manifest.run)
-            for one in evidence.runs
-            if one.manifest.run in runs
-        },
+        {devices[run]: slower.get(devices[run]) for run in devices if run in runs},
         ledger,
+        {
+            visit: {cast(HostTime, f"{name}_us"): rounded(time) for name, time in takes.items()}
+            for visit, takes in own.items()
+        },
     )
 
 

@@ -6,7 +6,7 @@ from math import exp, log, sqrt
 
 from calibrate.evidence import Evidence, Ledger, log_interval, rounded
 from calibrate.network_visits import Visited, offsets
-from spec.calibration import HostFit, HostVisit
+from spec.calibration import HostFit, HostTime, HostVisit
 from spec.records import KernelRow
 
 # Operations that are one call of a library: what issuing one costs is the same for all of them.
@@ -40,11 +40,15 @@ def alike(evidence: Evidence) -> Evidence:
 
 
 def with_visits(
-    fit: HostFit, slower: Mapping[tuple[str, ...], float | None], ledger: Ledger
+    fit: HostFit,
+    slower: Mapping[tuple[str, ...], float | None],
+    ledger: Ledger,
+    own: Mapping[tuple[str, ...], dict[HostTime, float]] | None = None,
 ) -> HostFit:
     """A host with those of the visits measured, and how another visit's may differ.
 
-    slower: by devices, None where the visit was compared with no other.
+    slower: by devices, None where the visit was compared with no other. own: what nil steps of a
+    visit show by themselves.
     """
     compared = [value for value in slower.values() if value is not None]
     count = max(len(compared), 1)
@@ -60,7 +64,9 @@ def with_visits(
         f"{VISIT_SD}, see docs/calibration.md",
     )
     visits = tuple(
-        HostVisit(devices=devices, slower=rounded(value or 1.0))
+        HostVisit(
+            devices=devices, slower=rounded(value or 1.0), times_us=(own or {}).get(devices, {})
+        )
         for devices, value in slower.items()
     )
     return fit.model_copy(update={"visit_sd": rounded(sd, 3), "visits": visits})

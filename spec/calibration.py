@@ -207,11 +207,27 @@ class ClockFit(Record):
         return self.idle_w + memory_w + compute_w * scale
 
 
+HostTime = Literal[
+    "part_us",
+    "backward_part_us",
+    "collective_us",
+    "uneven_us",
+    "expert_us",
+    "pass_us",
+    "tensor_us",
+    "step_us",
+]
+
+
 class HostVisit(Record):
     """The host of one visit."""
 
     devices: tuple[str, ...] = Field(description="hashes of its devices")
     slower: PositiveShare = Field(description="its times over those of the mean visit's host")
+    times_us: dict[HostTime, Micros] = Field(
+        default={},
+        description="what its own nil steps show, over `slower`",
+    )
 
 
 class HostFit(Record):
@@ -247,10 +263,15 @@ class HostFit(Record):
     )
 
     def on_devices(self, hashes: Sequence[str]) -> "HostFit":
-        """The host as those devices know it: that of their own visit if it was measured."""
+        """The host as those devices know it: that of their own visit if it was measured.
+
+        One whose nil steps were not keeps the spread of visits: how slow it is in issuing single
+        operations says less of what Python takes.
+        """
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
-                return self.model_copy(update={"slower": visit.slower, "visit_sd": 0.0})
+                own = {"visit_sd": 0.0} if visit.times_us else {}
+                return self.model_copy(update={"slower": visit.slower} | own | visit.times_us)
         return self
 
 
