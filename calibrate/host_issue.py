@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
-from calibrate.host_visits import SINGLE_CALLS, with_visits
+from calibrate.host_visits import single_calls, with_visits
 from spec.calibration import HostFit, HostTime
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
@@ -24,17 +24,17 @@ from spec.records import HostRow, KernelRow
 from spec.step import Segment, embedding, head, layer, trained_tensors
 from spec.step_parts import Part
 
-# Where no row shows it, in issue times of one operation: the means of two hosts of four H200. They
+# Where no row shows it, in issue times of one short operation: the means of two hosts of four H200. They
 # differed by up to twice in them, and the same steps by a fifth within minutes.
 CALLS = {
-    "part": 4.8,
-    "backward_part": 0.7,
-    "collective": 11.0,
-    "uneven": 17.0,
-    "expert": 17.5,
-    "pass": 165.0,
-    "tensor": 0.9,
-    "step": 135.0,
+    "part": 7.2,
+    "backward_part": 1.2,
+    "collective": 16.5,
+    "uneven": 23.5,
+    "expert": 26.0,
+    "pass": 250.0,
+    "tensor": 1.3,
+    "step": 210.0,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
@@ -61,8 +61,7 @@ class Equation(NamedTuple):
 
 def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) -> HostFit:
     """Issue times of single operations, and what goes with them: measured, or assumed from them."""
-    rows = [row for _, row in evidence.rows(KernelRow) if row.op in SINGLE_CALLS]
-    times = [row.host_us for row in rows if row.host_us is not None]
+    times = [time_us for _, _, time_us in single_calls(evidence)]
     issue = median(times) if times else DEFAULT_HOST_US
     sd = max(robust_sd(log(time) for time in times), HOST_SD) if times else 0.5
     ledger.note(
@@ -71,7 +70,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         "us",
         log_interval(issue, sd),
         "measured" if times else "assumed",
-        f"{evidence.where(KernelRow, len(times))}: operations of one call"
+        f"{evidence.where(KernelRow, len(times))}: short operations of one call"
         if times
         else "no kernel row carries a host time",
     )

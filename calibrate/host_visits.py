@@ -2,33 +2,46 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import exp, log, sqrt
+from math import exp, log
 
-from calibrate.evidence import Evidence, Ledger, log_interval, rounded
-from calibrate.network_visits import Visited, offsets
+from calibrate.evidence import Evidence, Ledger, rounded
+from calibrate.network_visits import Visited, offsets, pooled_sd
+from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime, HostVisit
 from spec.records import KernelRow
 
 # Operations that are one call of a library: what issuing one costs is the same for all of them.
 SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
-# Seven visits to hosts of H100 and H200, time to issue the same single calls, medians: the first
-# four within 0.06 (log) of each other, three more 0.51, 0.57 and 1.09 slower. Their sd, as of so
-# many; what a system's own visits show is pooled with it, though they are among the seven.
-VISIT_SD, VISITS = 0.42, 4
+SHORT_US = 100.0
+# Nine visits to hosts of H100 and H200, time to issue the same single calls, medians: the first
+# four within 0.03 (log) of each other, the others 0.39, 0.39, 0.42, 0.54 and 0.91 slower. Their sd,
+# as of so many; what a system's own visits show is pooled with it, though they are among the nine.
+VISIT_SD, VISITS = 0.32, 4
+
+
+def single_calls(evidence: Evidence) -> list[tuple[str, KernelRow, float]]:
+    """(run, row, time that the host needed, us) of short operations that are one call.
+
+    In others the host waits for the GPU, too, and after long ones it comes back with cold caches.
+    """
+    return [
+        (run, row, row.host_us)
+        for run, row in evidence.rows(KernelRow)
+        if row.op in SINGLE_CALLS and row.median_us < SHORT_US and row.host_us is not None
+    ]
 
 
 def of_runs(evidence: Evidence) -> dict[str, float]:
     """By run, how much slower its visit's host was than the mean (geometric) of all visits' hosts.
 
-    Over operations of one call that several visits issued, as in others the host waits for the GPU,
-    too; without the runs of a visit that issued nothing that others did.
+    Over single calls that several visits issued; without the runs of a visit that issued nothing
+    that others did.
     """
     hashes = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
     found = offsets(
         [
             Visited((row.op, row.direction, row.dtype, row.shape, row.state), hashes[run], time)
-            for run, row in evidence.rows(KernelRow)
-            if row.op in SINGLE_CALLS and (time := row.host_us) is not None
+            for run, row, time in single_calls(evidence)
         ]
     )
     return {run: exp(found[devices]) for run, devices in hashes.items() if devices in found}
@@ -50,17 +63,16 @@ def with_visits(
     slower: by devices, None where the visit was compared with no other. own: what nil steps of a
     visit show by themselves.
     """
-    compared = [value for value in slower.values() if value is not None]
+    compared = [log(value) for value in slower.values() if value is not None]
     count = max(len(compared), 1)
-    squares = sum(log(value) ** 2 for value in compared)
-    sd = sqrt((squares + VISITS * VISIT_SD**2) / (count - 1 + VISITS)) * sqrt(1 + 1 / count)
+    sd, free = pooled_sd(compared, VISIT_SD, VISITS)
     ledger.note(
         "host.visit_sd",
         sd,
         "log",
-        log_interval(sd, 0.5),
+        spread_interval(sd, free),
         "measured" if count > VISITS else "assumed",
-        f"{count} visit{'s' if count > 1 else ''}; seven hosts of H100 and H200 differed by "
+        f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
         f"{VISIT_SD}, see docs/calibration.md",
     )
     visits = tuple(

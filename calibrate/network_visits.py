@@ -85,22 +85,29 @@ def run_spread(rows: Sequence[Visited], assumed: Assumed) -> tuple[float, int]:
     return sqrt((squares + known) / (free + assumed.visits)), free
 
 
+def pooled_sd(persistent: Sequence[float], sd: float, visits: int) -> tuple[float, int]:
+    """How far another visit lies from the mean of those that did by `persistent`, and its freedom.
+
+    `sd` was known before, as of so many visits. The mean over n visits is itself off, so another
+    one lies sd * sqrt(1 + 1 / n) from it; and as few visits leave their sd open, the 90 % interval
+    is Student's.
+    """
+    count = max(len(persistent), 1)
+    free = count - 1 + visits
+    pooled = sqrt((float(np.sum(np.square(persistent))) + visits * sd**2) / free)
+    return pooled * sqrt(1 + 1 / count) * float(stdtrit(free, 0.95)) / Z90, free
+
+
 def with_visits(
     fit: NetworkFit, rows: Sequence[Visited], assumed: Assumed, ledger: Ledger
 ) -> NetworkFit:
-    """A measured network with what it may be on another visit, and on another run of this one.
-
-    The mean over n visits is itself off, so another one lies sd * sqrt(1 + 1 / n) from it; and as
-    few visits leave their sd open, the 90 % interval is Student's.
-    """
+    """A measured network with what it may be on another visit, and on another run of this one."""
     if not assumed.visits:
         return fit
     persistent = list(offsets(rows).values())
     visits = max(len(persistent), 1)
     squares = float(np.sum(np.square(persistent)))
-    free = visits - 1 + assumed.visits
-    sd = sqrt((squares + assumed.visits * assumed.visit_sd**2) / free)
-    sd *= sqrt(1 + 1 / visits) * float(stdtrit(free, 0.95)) / Z90
+    sd, free = pooled_sd(persistent, assumed.visit_sd, assumed.visits)
     run_sd, repeated = run_spread(rows, assumed)
     visit = rounded(float(np.hypot(sd, run_sd)), 3)
     known = rounded(float(np.hypot(sqrt(squares / visits), run_sd)), 3)
