@@ -24,8 +24,8 @@ from spec.records import HostRow, KernelRow
 from spec.step import Segment, embedding, head, layer, trained_tensors
 from spec.step_parts import Part
 
-# Where no row shows it, in issue times of one short operation: the means of two hosts of four H200. They
-# differed by up to twice in them, and the same steps by a fifth within minutes.
+# Where no row shows it, in issue times of one short operation: the means of two hosts of four H200.
+# They differed by up to twice in them, and the same steps by a fifth within minutes.
 CALLS = {
     "part": 7.2,
     "backward_part": 1.2,

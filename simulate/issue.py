@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 def host_waits(
     ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs
 ) -> tuple[list[Array], Array]:
-    """What each way's pass of one microbatch waits for its host, us, (draws,).
+    """What each way's pass of a model chunk waits for its host, us, (draws,), a microbatch.
 
     And what the first pass of a step waits more, as its host is not ahead yet. ways: how often each
     segment is in the pass, and its cost.
@@ -33,9 +33,10 @@ def host_waits(
     inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
     if fit.serial:
         return inside, zero
-    once = fit.pass_us / len(ways) * costs.host_spread()
+    p = costs.parallelism
+    once = fit.pass_us / (len(ways) * p.vpp) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
-    late = late_us(ahead, costs.parallelism)
+    late = late_us(ahead, p)
     first = larger(larger(-ahead[0], 0.0) - reduce(add, late), 0.0)
     return [one + more for one, more in zip(inside, late, strict=True)], first
 
