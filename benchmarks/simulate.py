@@ -2,9 +2,10 @@
 
     python -m benchmarks.simulate [--json [FILE]] [--write] [--configurations N] [--only NAME,...]
 
-Prints the figures with the machine's description and the last committed ones
-(`benchmarks/figures.json`; `--write` replaces them). Where machines differ, two workloads that
-never change say what this one is worth (`benchmarks.reference`). Times are medians of repeats on a
+Prints the figures with the machine's description and the last committed ones of the same processor,
+else of the first one (`benchmarks/figures.json`; `--write` replaces what was measured now). Where
+machines differ, two workloads that never change say what this one is worth
+(`benchmarks.reference`). Times are medians of repeats on a
 machine that should have nothing else to do; the load average says whether it had. Figures in
 process are processor time. Takes some minutes, most of them for the search; `--configurations`
 shortens it.
@@ -177,6 +178,20 @@ def machine() -> dict[str, Any]:
     }
 
 
+def last_of(cpu: str, every: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The committed figures of a processor, else of the first one."""
+    same = [one for one in every if one["machine"]["cpu"] == cpu]
+    return next(iter([*same, *every]), None)
+
+
+def replaced(now: dict[str, Any], every: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All committed figures with those measured now in place of the same processor's."""
+    kept = [one for one in every if one["machine"]["cpu"] != now["machine"]["cpu"]]
+    own = [one["figures"] for one in every if one["machine"]["cpu"] == now["machine"]["cpu"]]
+    figures = (own[0] if own else {}) | now["figures"]
+    return [*kept, {"machine": now["machine"], "figures": figures}]
+
+
 def table(value: dict[str, Any], committed: dict[str, Any] | None) -> str:
     """The figures beside what they are to reach and the last committed ones."""
     about = value["machine"]
@@ -206,7 +221,7 @@ def main(words: Sequence[str]) -> int:
     options.add_argument("--configurations", type=int, default=10_000, metavar="N")
     options.add_argument("--repeats", type=int, default=9, metavar="N")
     options.add_argument("--only", default="cold,process,search", metavar="NAME,...")
-    options.add_argument("--write", action="store_true", help="replace the committed figures")
+    options.add_argument("--write", action="store_true", help="replace this processor's figures")
     command.add_json(options)
     command.add_progress(options)
     arguments = options.parse_args(words)
@@ -218,10 +233,10 @@ def main(words: Sequence[str]) -> int:
         value["figures"] |= in_process(2 * arguments.repeats)
     if "search" in chosen:
         value["figures"] |= search(arguments.configurations, arguments.progress)
-    committed = read_json(FIGURES, "the committed figures") if FIGURES.exists() else None
-    text = table(value, committed)
+    every = read_json(FIGURES, "the committed figures")["machines"] if FIGURES.exists() else []
+    text = table(value, last_of(value["machine"]["cpu"], every))
     if arguments.write:
-        write_json(FIGURES, value)
+        write_json(FIGURES, {"schema": "benchmark/2", "machines": replaced(value, every)})
     command.emit(arguments.json, value, text)
     return 0
 

@@ -13,6 +13,7 @@ interrupted; never its training steps. The same input gives the same bytes.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,9 +110,15 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write calibration.json, whole or not at all."""
+    """Write calibration.json, whole or not at all; lists of plain values take a line each."""
     value = calibration.model_dump(mode="json", by_alias=True)
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=1, allow_nan=False)
+    text = re.sub(r"\[\n([^][{}]*)\n *\]", lambda found: f"[{_one_line(found[1])}]", text)
+    write_text(path, text + "\n")
+
+
+def _one_line(values: str) -> str:
+    return re.sub(r",\n *", ", ", values.strip())
 
 
 def systems(results: Path, system: str | None = None) -> list[Evidence]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.reference import WORKLOADS, compared, reference
-from benchmarks.simulate import table
+from benchmarks.simulate import last_of, replaced, table
 
 NOW = {"python_ms": 60.0, "numpy_ms": 50.0}
 
@@ -35,3 +35,15 @@ def test_what_this_machine_misses_is_marked() -> None:
     slow, fast = (table(measured(ms, reference=NOW), None) for ms in (4.6, 1.9))
     assert "missed on this machine" in slow
     assert "missed" not in fast
+
+
+def test_each_processor_keeps_its_figures() -> None:
+    first, second = measured(2.0, cpu="A"), measured(3.0, cpu="B")
+    assert last_of("B", [first, second]) is second
+    assert last_of("C", [first, second]) is first
+    assert last_of("A", []) is None
+    again = {"machine": {"cpu": "A"}, "figures": {"cold_s": 1.0}}
+    assert replaced(again, [first, second]) == [
+        second,
+        {"machine": {"cpu": "A"}, "figures": {"point_ms": 2.0, "cold_s": 1.0}},
+    ]
