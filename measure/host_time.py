@@ -71,11 +71,14 @@ class HostCase:
         )
 
 
-def cases(kind: str, devices: int = 1, share: float = 1.0) -> list[HostCase]:
-    """Those of a host of so many devices; on a CPU one of them has `share` of a core."""
+def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) -> list[HostCase]:
+    """Those of a host of so many devices; on a CPU one of them has `share` of a core.
+
+    None in a quick run of GPUs: they only tell something together, in two minutes.
+    """
     if kind == "cpu":
         return [HostCase(round(15.0 + 2.0 / share, 1))]
-    if kind not in ("nvidia", "amd"):
+    if quick or kind not in ("nvidia", "amd"):
         return []
     several = max((n for n in (2, 4, MOST) if devices % n == 0), default=1)
     splits = [{}, {"tp": several}, {"ep": several}] if several > 1 else [{}]

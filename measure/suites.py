@@ -52,13 +52,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
                 else host_plan.kernels(shapes)
             )
         elif suite == "host":
-            cases[suite] = list(
-                host_time.cases(
-                    kind,
-                    devices // options.hosts,
-                    1.0 if options.link_mbit is None else namespaces.QUOTA,
-                )
-            )
+            share = 1.0 if options.link_mbit is None else namespaces.QUOTA
+            cases[suite] = host_time.cases(kind, devices // options.hosts, share, options.quick)
         elif suite == "collectives":
             cases[suite] = list(
                 collective_cases(

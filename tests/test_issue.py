@@ -91,6 +91,7 @@ def test_cases_take_all_gpus_of_a_host() -> None:
         (1, 4, 8, LAYERS),
     ]
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
+    assert host_time.cases("nvidia", 4, quick=True) == []
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert len({case.case_id for case in found}) == len(found)
 
