@@ -7,12 +7,14 @@ import pytest
 
 from calibrate.host_issue import beside_kernels, equations
 from measure import host_time
+from measure.training import step_times
+from measure.training_plan import TrainingCase
 from simulate.costs import Cost, Costs, Draws, Energy
 from simulate.estimate import StepSimulator
 from simulate.issue import host_waits, late_us, repeated_us
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
-from spec.nil import LAYERS
+from spec.nil import LAYERS, ON_CPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow
 from spec.step import layer
@@ -171,3 +173,18 @@ def test_the_first_pass_of_a_step_finds_a_host_that_is_not_ahead(
             queue = max(queue + one, 0.0)
     assert (sum(waits), first) == (each, more)
     assert waited == pytest.approx(4 * sum(waits) + first)
+
+
+def test_steps_of_two_batches_take_turns() -> None:
+    """Over gloo, where a GPU's case runs over NCCL."""
+    pytest.importorskip("megatron.core")
+    case = TrainingCase(
+        nil_model(ON_CPU), Parallelism(global_batch=3), 2, 1, 10.0, "nil of three microbatches"
+    )
+    single, several = step_times(case, (1, 3), 2, device_kind="cpu")
+    for times, passes in (single, several):
+        assert len(times) == len(passes) == 4
+        for step, one in zip(times, passes, strict=True):
+            assert 0 < one["layers_forward_s"] < step
+            assert 0 < one["layers_backward_s"] < step
+    assert sum(several[0]) > sum(single[0])
