@@ -25,7 +25,7 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 from spec.step_parts import Part
 
 # Where no row shows it, in issue times of one short operation: the means of two hosts of four H200.
-# They differed by up to twice in them, and the same steps by a fifth within minutes.
+# They differed by 1.1 to 2.8 times in them, and the same steps by a fifth within minutes.
 CALLS = {
     "part": 7.2,
     "backward_part": 1.2,
@@ -100,7 +100,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             "measured" if name in shown else "assumed",
             f"{WHAT[name]}; {why if name in shown else f'{calls:g} issue times'}",
         )
-    runs = {run for run, _ in evidence.rows(KernelRow)}
+    runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
         HostFit(sd=rounded(sd), **found),
         {devices[run]: slower.get(devices[run]) for run in devices if run in runs},

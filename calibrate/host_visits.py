@@ -14,9 +14,9 @@ from spec.records import KernelRow
 SINGLE_CALLS = ("gemm", "copy", "grad_accumulate", "residual")
 SHORT_US = 100.0
 # Nine visits to hosts of H100 and H200, time to issue the same single calls, medians: the first
-# four within 0.03 (log) of each other, the others 0.39, 0.39, 0.42, 0.54 and 0.91 slower. Their sd,
+# four within 0.03 (log) of each other, the others 0.28, 0.30, 0.34, 0.41 and 0.83 slower. Their sd,
 # as of so many; what a system's own visits show is pooled with it, though they are among the nine.
-VISIT_SD, VISITS = 0.32, 4
+VISIT_SD, VISITS = 0.28, 4
 
 
 def single_calls(evidence: Evidence) -> list[tuple[str, KernelRow, float]]:

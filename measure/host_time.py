@@ -32,9 +32,9 @@ from measure.training_plan import WARM_UP, TrainingCase
 from spec.errors import WorkError
 from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
 from spec.parallelism import Parallelism
-from spec.records import HostRow
+from spec.records import MOST_TP, HostRow
 
-MICROBATCHES, EXPERTS, MOST, MORE_LAYERS = 5, 8, 8, 4 * LAYERS
+MICROBATCHES, EXPERTS, MORE_LAYERS = 5, 8, 4 * LAYERS
 WARM_UP_CPU, REPEATS, LIMIT_S = 5, 40, 300.0
 ROUNDS = 4  # in which steps of one microbatch and of several take turns on GPUs
 GPU_S = 14.0
@@ -80,7 +80,7 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
         return [HostCase(round(15.0 + 2.0 / share, 1))]
     if quick or kind not in ("nvidia", "amd"):
         return []
-    several = max((n for n in (2, 4, MOST) if devices % n == 0), default=1)
+    several = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
     splits = [{}, {"tp": several}, {"ep": several}] if several > 1 else [{}]
     return [
         *(HostCase(GPU_S, devices, **one) for one in splits[:2]),

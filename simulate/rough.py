@@ -13,7 +13,7 @@ from simulate.costs import Costs, Draws
 from simulate.exchange import exchanges
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
-from simulate.issue import repeated_us
+from simulate.issue import caught_up, repeated_us
 from simulate.overlap import Chunk, gather_in_turn, waited_us
 from simulate.uncertainty import central
 from spec.calibration import Calibration
@@ -81,7 +81,7 @@ class Rough:
         return pipeline + self._update_us(p, one)
 
     def _costs(self, p: Parallelism) -> Costs:
-        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8)
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8, caught_up(p))
         if key not in self._layouts:
             fullest = share_of_fullest(self.model, p, Draws(0))
             calibration = (
@@ -94,7 +94,7 @@ class Rough:
         """Depends on how a layer is split, not on how many layers a stage has."""
         key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            p.zero == 3,
+            *(p.zero == 3, caught_up(p)),
         )
         if key not in self._passes:
             costs = self._costs(p)
@@ -116,7 +116,7 @@ class Rough:
 
     def _slower(self, p: Parallelism, costs: Costs, whole_us: float) -> float:
         """What the clock that power leaves makes of a layer; much the same for all microbatches."""
-        key = (p.tp, p.cp, p.ep, p.sequence_parallel, p.fp8)
+        key = (p.tp, p.cp, p.ep, p.sequence_parallel, p.fp8, caught_up(p))
         if key not in self._clocks:
             self._clocks[key] = layer_us(self.model, p, costs) / whole_us
         return self._clocks[key]

@@ -226,7 +226,7 @@ class HostVisit(Record):
     slower: PositiveShare = Field(description="its times over those of the mean visit's host")
     times_us: dict[HostTime, Micros] = Field(
         default={},
-        description="what its own nil steps show, over `slower`",
+        description="what its own nil steps show, divided by `slower`",
     )
 
 

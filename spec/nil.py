@@ -5,6 +5,7 @@ Both `measure` (which steps to time) and `calibrate` (what they issue) read it f
 
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
+from spec.records import MOST_TP
 from spec.step import embedding, head, layer
 from spec.step_parts import Part
 
@@ -17,8 +18,8 @@ ON_CPU = {"hidden": 32, "ffn_hidden": 64, "heads": 2, "kv_heads": 1, "vocab": 12
 ON_GPU = {
     "hidden": 128,
     "ffn_hidden": 256,
-    "heads": 8,
-    "kv_heads": 8,
+    "heads": MOST_TP,
+    "kv_heads": MOST_TP,
     "vocab": 1024,
     "seq_len": 1024,
 }

@@ -104,6 +104,9 @@ class KernelRow(Repeated):
         return self
 
 
+MOST_TP = 8  # heads of the nil model, see `spec.nil`
+
+
 class HostRow(Repeated):
     """host.csv: Megatron-Core steps of a model whose arithmetic is nil.
 
@@ -115,9 +118,13 @@ class HostRow(Repeated):
     gpus: PositiveInt = Field(default=1, description="devices that ran, each with a process")
     tp: PositiveInt = Field(default=1, description="of them that shared every layer; others: dp")
     ep: PositiveInt = Field(default=1, description="of them that shared a layer's experts")
-    experts: NonNegativeInt = Field(default=0, description="in a layer; 0: dense")
-    layers: PositiveInt
-    microbatches: PositiveInt = Field(description="of the steps that the quantiles are of")
+    experts: Annotated[int, Field(ge=0, le=4096)] = Field(
+        default=0, description="in a layer; 0: dense"
+    )
+    layers: Annotated[int, Field(ge=1, le=1000)]
+    microbatches: Annotated[int, Field(ge=2, le=1000)] = Field(
+        description="of the steps that the quantiles are of"
+    )
     parts: PositiveInt = Field(description="of the model in one microbatch, both passes")
     single_us: Positive = Field(description="median of steps of one microbatch, run in turn")
     forward_us: Positive | None = Field(
@@ -130,6 +137,30 @@ class HostRow(Repeated):
     single_kernels_us: Positive | None = Field(
         default=None, description="all kernels of the steps of one microbatch, likewise"
     )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.gpus % self.tp or MOST_TP % self.tp:
+            raise ValueError(f"tp is {self.tp}; it must divide gpus, {self.gpus}, and {MOST_TP}")
+        dp = self.gpus // self.tp
+        if dp % self.ep or self.experts % self.ep or (self.ep > 1 and not self.experts):
+            raise ValueError(
+                f"ep is {self.ep}; it must divide gpus / tp, {dp}, and experts, {self.experts}"
+            )
+        if self.experts == 1:
+            raise ValueError("experts is 1; it must be 0 or at least 2")
+        if self.single_us >= self.median_us:
+            raise ValueError(
+                f"single_us is {self.single_us:g}; steps of one microbatch must be shorter than "
+                f"those of {self.microbatches}, median_us {self.median_us:g}"
+            )
+        pairs = (self.forward_us, self.backward_us), (self.kernels_us, self.single_kernels_us)
+        if sorted(sum(time is not None for time in pair) for pair in pairs) != [0, 2]:
+            raise ValueError(
+                "forward_us and backward_us must be given for GPUs, or kernels_us and "
+                "single_kernels_us for a CPU"
+            )
+        return self
 
 
 class CollectiveRow(Repeated):

@@ -19,7 +19,15 @@ from spec.parallelism import Parallelism
 from spec.step_context import ring_attention
 from spec.step_experts import EXPERTS, expert_mlp
 from spec.step_linear import FP8_PRODUCTS, adapter_parameters, column, row
-from spec.step_parts import Part, Segment, Shapes, copied, shapes, without_weights
+from spec.step_parts import (
+    Part,
+    Segment,
+    Shapes,
+    by_autograd,
+    copied,
+    shapes,
+    without_weights,
+)
 from spec.step_sharded import of_shards, shard_copies
 
 __all__ = [
@@ -101,7 +109,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
     pairs = [norm, *attention, residual, norm, *mlp, residual]
     forward = tuple(first for first, _ in pairs)
-    backward = tuple(second for _, second in reversed(pairs))
+    backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute == "full":
         backward = forward + backward
     elif p.recompute == "selective":
@@ -135,7 +143,7 @@ def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         p,
         end_parameters(model, p)[0],
         (Part("embedding", forward.kernels, exposed=sums),),
-        (Part("embedding", (*backward.kernels, grad), exposed=gather),),
+        by_autograd((Part("embedding", (*backward.kernels, grad), exposed=gather),)),
     )
 
 
@@ -151,7 +159,7 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         loss = (Part("cross_entropy", loss[0].kernels, exposed=sums), loss[1])
     pairs = (norm, logits, loss)
     forward, backward = tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
-    return of_shards(p, end_parameters(model, p)[1], forward, backward)
+    return of_shards(p, end_parameters(model, p)[1], forward, by_autograd(backward))
 
 
 @lru_cache(maxsize=LATEST)

@@ -1,6 +1,6 @@
 """What a training step is written in: parts, segments, and the sizes that recur in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -23,11 +23,7 @@ class Part:
     waits: bool = False
     # messages of exchanges whose parts are uneven: one a rank, each issued by itself
     uneven: int = 0
-
-    @property
-    def backward(self) -> bool:
-        """Whether autograd issues it, as far as its kernels tell."""
-        return any(one.direction != "forward" for one in self.kernels)
+    backward: bool = False  # autograd issues it
 
     @property
     def collectives(self) -> int:
@@ -41,6 +37,11 @@ class Part:
 
 
 Segment = tuple[Part, ...]
+
+
+def by_autograd(segment: Segment) -> Segment:
+    """The parts of a backward pass."""
+    return tuple(replace(part, backward=True) for part in segment)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,6 @@ def without_weights(backward: Segment) -> tuple[Segment, Segment]:
         now = tuple(kernel for kernel in part.kernels if kernel not in later)
         again = tuple(one for one in part.hidden if one.kind == "all_gather")
         behind = tuple(one for one in part.hidden if one.kind != "all_gather")
-        inputs.append(Part(part.name, now, (*behind, *part.exposed)))
-        weights.append(Part(part.name, later, hidden=again))
+        inputs.append(replace(part, kernels=now, exposed=(*behind, *part.exposed), hidden=()))
+        weights.append(Part(part.name, later, hidden=again, backward=True))
     return tuple(inputs), tuple(weights)

@@ -24,7 +24,8 @@ def of_shards(
         return forward, backward
     dims = elements, p.dp * p.cp
     out = Part("gathered", (Kernel("gather_copy_out", "forward", dims),))
-    into = Part("scattered", (Kernel("scatter_copy_in", "forward", dims),)) if backward else None
+    scattered = (Kernel("scatter_copy_in", "forward", dims),)
+    into = Part("scattered", scattered, backward=True) if backward else None
     kept = tuple(
         replace(part, kernels=tuple(k for k in part.kernels if k.op != "grad_accumulate"))
         for part in backward

@@ -44,7 +44,7 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
     """Steps that take what `TAKES` says on a host so many times slower."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
     sizes = {"gpus": case.gpus, "tp": case.tp, "ep": case.ep, "experts": case.experts}
-    once = dict.fromkeys(("single_us", "forward_us", "backward_us", *names), 1.0)
+    once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
     row = HostRow(
         case_id=case.case_id,
         role="fit",
@@ -188,3 +188,24 @@ def test_steps_of_two_batches_take_turns() -> None:
             assert 0 < one["layers_forward_s"] < step
             assert 0 < one["layers_backward_s"] < step
     assert sum(several[0]) > sum(single[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tp": 3}, "tp is 3; it must divide gpus, 4"),
+        ({"ep": 3}, "ep is 3; it must divide gpus / tp, 4, and experts, 8"),
+        ({"experts": 0, "ep": 2}, "ep is 2"),
+        ({"experts": 1}, "experts is 1"),
+        ({"experts": 10**30}, "experts"),
+        ({"layers": 10**6}, "layers"),
+        ({"microbatches": 1}, "microbatches"),
+        ({"single_us": 1e9}, "single_us is 1e+09"),
+        ({"forward_us": None}, "forward_us and backward_us must be given"),
+        ({"kernels_us": 1.0}, "or kernels_us and single_kernels_us"),
+    ],
+)
+def test_an_impossible_host_row_is_refused(changed: dict[str, float], words: str) -> None:
+    row = nil_row(host_time.HostCase(1.0, 4, experts=8), slower=1.0)
+    with pytest.raises(ValueError, match=words.replace("+", "[+]")):
+        HostRow.model_validate(row.model_dump() | changed)
