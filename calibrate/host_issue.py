@@ -25,14 +25,14 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 from spec.step_parts import Part
 
 # Where no row shows it, in issue times of one short operation: the means of two hosts of four H200.
-# They differed by 1.1 to 2.8 times in them, and the same steps by a fifth within minutes.
+# They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 CALLS = {
-    "part": 7.2,
-    "backward_part": 1.2,
+    "part": 7.1,
+    "backward_part": 1.7,
     "collective": 16.5,
     "uneven": 23.5,
     "expert": 26.0,
-    "pass": 250.0,
+    "pass": 245.0,
     "tensor": 1.3,
     "step": 210.0,
 }
