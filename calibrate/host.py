@@ -75,7 +75,7 @@ def _beside_kernels(rows: Sequence[HostRow]) -> tuple[float, float] | None:
             continue
         several = row.median_us - row.kernels_us
         single = row.single_us - row.single_kernels_us
-        one_pass = (several - single) / max(row.microbatches - 1, 1)
+        one_pass = (several - single) / (row.microbatches - 1)
         found.append((one_pass / row.parts, single - one_pass))
     if not found:
         return None

@@ -22,7 +22,6 @@ from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
 from spec.step import Segment, embedding, head, layer, trained_tensors
-from spec.step_parts import Part
 
 # Where no row shows it, in issue times of one short operation: the means of two hosts of four H200.
 # They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
@@ -136,7 +135,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
 
     def equation(time_us: float, of_us: float, *segments: Segment, **more: float) -> Equation:
         parts = [part for segment in segments for part in segment]
-        counts = sum((Counter(issued(part)) for part in parts), Counter(more))
+        counts = +sum((Counter(part.issued) for part in parts), Counter(more))
         kernels_us = sum(_host_us(kernel, by_name) for part in parts for kernel in part.kernels)
         return Equation(time_us / slower, kernels_us, counts, of_us / slower)
 
@@ -144,23 +143,12 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     forward, backward = layer(model, p)
     yield equation(forward_us, forward_us, forward)
     yield equation(backward_us, backward_us, backward)
-    microbatch_us = (row.median_us - row.single_us) / max(row.microbatches - 1, 1)
+    microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
     yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
     tensors = trained_tensors(model, p, 0)
     yield equation(row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
-
-
-def issued(part: Part) -> dict[str, float]:
-    """How often a part has what takes the host time beside its kernels."""
-    counts = {
-        "backward_part" if part.backward else "part": 1.0,
-        "collective": float(part.collectives),
-        "uneven": float(part.uneven),
-        "expert": float(part.experts),
-    }
-    return {name: count for name, count in counts.items() if count}
 
 
 def _host_us(kernel: Kernel, by_name: Mapping[tuple[str, str, str], float]) -> float:

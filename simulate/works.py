@@ -173,9 +173,8 @@ class Works:
             pieces = tuple(tuple(some) for _, some in cut)
             beside_us = 0.0
             for part in parts:
-                beside_us += fit.backward_part_us if part.backward else fit.part_us
-                beside_us += fit.collective_us * part.collectives + fit.uneven_us * part.uneven
-                beside_us += fit.expert_us * part.experts
+                for name, count in part.issued.items():
+                    beside_us += count * getattr(fit, f"{name}_us")
             self._issued[id(parts)] = parts, beside_us, pieces if len(pieces) > 1 else ()
         return self._issued[id(parts)][1:]
 

@@ -26,14 +26,18 @@ class Part:
     backward: bool = False  # autograd issues it
 
     @property
-    def collectives(self) -> int:
-        """How many it has, but for those of uneven parts."""
-        return 0 if self.uneven else len(self.exposed) + len(self.hidden)
+    def issued(self) -> dict[str, int]:
+        """How often it has what takes its host time beside its kernels, as `HostFit` names it.
 
-    @property
-    def experts(self) -> int:
-        """How many run one after another in it."""
-        return max((one.dims[0] for one in self.kernels if one.op == "grouped_gemm"), default=0)
+        Experts count where they run one after another.
+        """
+        grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
+        return {
+            "backward_part" if self.backward else "part": 1,
+            "collective": 0 if self.uneven else len(self.exposed) + len(self.hidden),
+            "uneven": self.uneven,
+            "expert": max(grouped, default=0),
+        }
 
 
 Segment = tuple[Part, ...]
