@@ -208,6 +208,8 @@ def stage_clocks(
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
+    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
+    of_dp_w = point.communication_w("dp")
     for _ in range(ROUNDS):
         ratios = {stage: alone.clock_mhz / clock for stage, clock in clocks.items()}
         busy = {stage: one.busy_us * ratios[stage] ** alone.slope for stage, one in loads.items()}
@@ -219,11 +221,11 @@ def stage_clocks(
             )
             of_layer = (  # its waits recur in every layer
                 (1 - one.shards) * alone.compute_w,
-                (1 - one.shards) * alone.beside_w
-                + one.shards * point.communication_w("dp")
-                + one.shards_w,
+                (1 - one.shards) * alone.beside_w + one.shards * of_dp_w + one.shards_w,
             )
-            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
+            mhz = _paused_mhz(p, fit, of_layer, over_step, busy[stage], slowest)
+            faster = alone.clock_mhz * max(mhz / unpaused, 1.0)
+            clocks[stage] = round(min(faster, fit.max_mhz), 1)
     return [clocks[stage] for stage in priced.alike], known
 
 
@@ -243,8 +245,7 @@ def _step_us(priced: PricedStep, busy: list[float]) -> float:
     return busy[slowest] + fill + sent + central(update.after_us + priced.norm_us)
 
 
-def _clock_mhz(
-    alone: LayerClock,
+def _paused_mhz(
     p: Parallelism,
     fit: ClockFit,
     of_layer: tuple[float, float],
@@ -265,5 +266,4 @@ def _clock_mhz(
                 surge,
             )
         )
-    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-    return round(min(alone.clock_mhz * max(min(seen) / unpaused, 1.0), fit.max_mhz), 1)
+    return min(seen)

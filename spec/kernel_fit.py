@@ -78,10 +78,14 @@ class KernelFit(Record):
         return {point.dims: point for point in self.points}
 
     @cached_property
+    def _scales(self) -> NDArray[np.float64]:
+        """Of the features."""
+        return np.array(self.length_scales)
+
+    @cached_property
     def _process(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Points, weights and inverse covariance of the correction."""
-        x = features(self.op, [point.dims for point in self.points])
-        x /= self.length_scales
+        x = features(self.op, [point.dims for point in self.points]) / self._scales
         y = np.array([log(point.raw_us / self.physics_us(point.dims)) for point in self.points])
         own = np.array([max(self.noise, point.raw_sd) ** 2 for point in self.points])
         covariance = self._covariance(x, x) + np.diag(own)
@@ -131,7 +135,7 @@ class KernelFit(Record):
 
     def _with_points(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
         """(shapes, points): covariance of the correction at shapes with that at the points."""
-        return self._covariance(features(self.op, shapes) / self.length_scales, self._process[0])
+        return self._covariance(features(self.op, shapes) / self._scales, self._process[0])
 
     def _model_us(self, shapes: Sequence[tuple[int, ...]], k: NDArray[np.float64]) -> list[float]:
         corrections = (k @ self._process[1]).tolist()

@@ -341,7 +341,14 @@ def by_chunk(
     sent: tuple[Collective, ...], model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[Collective, ...], ...]:
     """What `optimizer` reduces or gathers, of each model chunk: each has buffers of its own."""
-    chunks = chunk_parameters(model, p, stage)
+    return _shared_out(sent, chunk_parameters(model, p, stage))
+
+
+@lru_cache(maxsize=LATEST)
+def _shared_out(
+    sent: tuple[Collective, ...], chunks: tuple[tuple[float, float], ...]
+) -> tuple[tuple[Collective, ...], ...]:
+    """What chunks of so many parameters (dense, expert) have of what is sent for all."""
     dense, experts = (sum(kind) for kind in zip(*chunks, strict=True))
     found = {}
     for chunk in dict.fromkeys(chunks):  # most are alike
