@@ -209,11 +209,11 @@ def stage_clocks(
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
     unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-    of_dp_w = point.communication_w("dp")
+    of_dp_w, besides = point.communication_w("dp"), _besides(priced)
     for _ in range(ROUNDS):
         ratios = {stage: alone.clock_mhz / clock for stage, clock in clocks.items()}
         busy = {stage: one.busy_us * ratios[stage] ** alone.slope for stage, one in loads.items()}
-        step_us = _step_us(priced, [busy[stage] for stage in priced.alike])
+        step_us = _step_us(p, [busy[stage] for stage in priced.alike], besides)
         slowest = max(busy.values())
         for stage, one in loads.items():
             over_step = one.drawn_w(
@@ -229,20 +229,30 @@ def stage_clocks(
     return [clocks[stage] for stage in priced.alike], known
 
 
-def _step_us(priced: PricedStep, busy: list[float]) -> float:
+def _besides(priced: PricedStep) -> list[float]:
+    """By stage, what a step has beside its passes where that stage is the slowest, us.
+
+    A transfer to and from each stage, the slowest one's exchanges, and what follows its last pass.
+    """
+    p, updates = priced.parallelism, priced.updates
+    sent_us = 2 * (p.pp - 1) * central(priced.transfer_us)
+    after = {one: central(updates[one].after_us + priced.norm_us) for one in set(priced.alike)}
+    found = [sent_us + after[one] for one in priced.alike]
+    if p.vpp > 1:  # bubbles hold most exchanges
+        return found
+    late_us = p.microbatches * central(priced.late_us)
+    return [one + exchanges(stage, p.pp) * late_us for stage, one in enumerate(found)]
+
+
+def _step_us(p: Parallelism, busy: list[float], besides: list[float]) -> float:
     """A step whose stages are busy so long, in closed form.
 
     The slowest stage's passes, one microbatch through the other stages (arXiv 2104.04473, section
-    2.2) with a transfer to and from each and its exchanges, and what follows the last pass.
+    2.2), and what is beside them.
     """
-    p = priced.parallelism
     slowest = busy.index(max(busy))
     fill = (sum(busy) - busy[slowest]) / (p.microbatches * p.vpp)
-    sent = 2 * (p.pp - 1) * central(priced.transfer_us)
-    if p.vpp == 1:  # interleaved, bubbles hold most of them
-        sent += p.microbatches * exchanges(slowest, p.pp) * central(priced.late_us)
-    update = priced.updates[slowest]
-    return busy[slowest] + fill + sent + central(update.after_us + priced.norm_us)
+    return busy[slowest] + fill + besides[slowest]
 
 
 def _paused_mhz(

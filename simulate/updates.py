@@ -143,15 +143,14 @@ def _exposed(sends: Sends, exposed_us: Array) -> Sent:
 
 
 def _sends(chunks: Sequence[tuple[Collective, ...]], costs: Costs) -> Sends:
-    different = dict.fromkeys(chunks)  # most are alike
-    sent = {chunk: tuple((one, costs.collective_us(one)) for one in chunk) for chunk in different}
-    times = {chunk: sum((time for _, time in sent[chunk]), costs.draws.zero) for chunk in different}
-    w_us = {
-        chunk: sum(central(time) * costs.communication_w(one.axis) for one, time in sent[chunk])
-        for chunk in different
-    }
-    return Sends(
-        tuple(sent[chunk] for chunk in chunks),
-        tuple(times[chunk] for chunk in chunks),
-        sum(w_us[chunk] for chunk in chunks),
-    )
+    priced: dict[tuple[Collective, ...], tuple[Sent, Array, float]] = {}  # most are alike
+    for chunk in chunks:
+        if chunk not in priced:
+            sent, time, w_us = [], costs.draws.zero, 0.0
+            for one in chunk:
+                taken = costs.collective_us(one)
+                sent.append((one, taken))
+                time, w_us = time + taken, w_us + central(taken) * costs.communication_w(one.axis)
+            priced[chunk] = tuple(sent), time, w_us
+    each, times, energies = zip(*(priced[chunk] for chunk in chunks), strict=True)
+    return Sends(each, times, sum(energies))

@@ -327,7 +327,7 @@ class Calibration(BaseModel):
 
     def kernel(self, kernel: Kernel) -> KernelFit:
         """The model of one kernel, see `known`; raises UserError where the system has none."""
-        fit = self._fit(self.known(kernel))
+        fit = self._fit(kernel) or self._fit(kernel.stand_in or kernel)
         if fit is None:
             raise UserError(
                 f"the calibration of {self.system} has no {kernel.op} {kernel.direction} in "
