@@ -208,7 +208,6 @@ def stage_clocks(
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
-    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
     of_dp_w, besides = point.communication_w("dp"), _besides(priced)
     for _ in range(ROUNDS):
         ratios = {stage: alone.clock_mhz / clock for stage, clock in clocks.items()}
@@ -223,9 +222,7 @@ def stage_clocks(
                 (1 - one.shards) * alone.compute_w,
                 (1 - one.shards) * alone.beside_w + one.shards * of_dp_w + one.shards_w,
             )
-            mhz = _paused_mhz(p, fit, of_layer, over_step, busy[stage], slowest)
-            faster = alone.clock_mhz * max(mhz / unpaused, 1.0)
-            clocks[stage] = round(min(faster, fit.max_mhz), 1)
+            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike], known
 
 
@@ -255,7 +252,8 @@ def _step_us(p: Parallelism, busy: list[float], besides: list[float]) -> float:
     return busy[slowest] + fill + besides[slowest]
 
 
-def _paused_mhz(
+def _clock_mhz(
+    alone: LayerClock,
     p: Parallelism,
     fit: ClockFit,
     of_layer: tuple[float, float],
@@ -276,4 +274,5 @@ def _paused_mhz(
                 surge,
             )
         )
-    return min(seen)
+    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
+    return round(min(alone.clock_mhz * max(min(seen) / unpaused, 1.0), fit.max_mhz), 1)
