@@ -1,9 +1,9 @@
 """How long a device waits for the host that issues its work.
 
 The host is ahead as long as nothing makes it wait for the device; that a queue takes about a
-thousand launches is left out. What makes it wait: an exchange between pipeline stages, which Megatron-Core
-synchronises after unless stages are interleaved (`batch_p2p_sync`, `overlap_p2p_comm`), a part that
-`waits`, and the gradient norm at the end of a step.
+thousand launches is left out. What makes it wait: an exchange between pipeline stages, which
+Megatron-Core synchronises after unless stages are interleaved (`batch_p2p_sync`,
+`overlap_p2p_comm`), a part that `waits`, and the gradient norm at the end of a step.
 """
 
 from collections.abc import Sequence
