@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 
 from benchmarks.reference import compared, reference
@@ -170,7 +171,7 @@ def machine() -> dict[str, Any]:
         model = names[0].partition(":")[2].strip() if names else model
     return {
         "cpu": model,
-        "cores": os.cpu_count(),
+        "cores": joblib.cpu_count(),  # that may be used: fewer than there are, under `taskset`
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "numpy": np.__version__,

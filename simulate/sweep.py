@@ -5,7 +5,6 @@ another sweep is refused. A line that a killed process left unfinished is droppe
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -93,7 +92,9 @@ def sweep(
 
 
 def _all(inputs: Inputs, plans: Sequence[Plan], workers: Workers) -> Iterable[list[Point]]:
-    count = workers.count or (os.cpu_count() if len(plans) >= WORTH_WORKERS else 1) or 1
+    from joblib import cpu_count  # of a scheduler's cpuset or a container's limit, not the machine
+
+    count = workers.count or (cpu_count() if len(plans) >= WORTH_WORKERS else 1)
     if workers.address is None and count == 1:
         return (simulate(inputs, [plan]) for plan in plans)
     return _parallel(inputs, plans, count, workers.address)
