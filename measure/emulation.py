@@ -4,12 +4,15 @@ NCCL tells hosts apart by a hash of the host's name, or of `NCCL_HOSTID` where t
 (`getHostHash` in its src/misc/utils.cc). Ranks with different ids talk through its network path, as
 ranks of real nodes do; ranks with the same id talk through NVLink. Without InfiniBand that path
 is TCP sockets over the loopback device. Both variables must stand in a process's environment before
-its first communicator. gloo, which a CPU uses, knows no such switch: there each node is a host of
+its first communicator. NCCL's threads copy every byte, so each node has its own share of the host's
+cores, as real nodes have: which cores serve a connection is then the same for all that a run
+measures, and no longer the scheduler's luck. gloo, which a CPU uses, knows no such switch: there each node is a host of
 `measure.namespaces`, with one device.
 """
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from measure import namespaces
 from spec.errors import UserError
@@ -18,6 +21,8 @@ from spec.errors import UserError
 ENVIRONMENT = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 # by default; kernels of emulated GPU nodes are those of the host itself
 SUITES = {"gpu": ("collectives", "training"), "cpu": ("kernels", "host", "collectives", "training")}
+CORES = "MEASURE_CORES"  # node and number of nodes, in a worker's environment
+CPUS = Path("/sys/devices/system/cpu")
 NETWORK_GBYTES_PER_S = 6.0  # for estimates of durations only
 # log2 of the largest collectives' bytes: 256 MiB last about 50 ms; what data parallelism sends goes
 # up to gigabytes in one piece
@@ -52,7 +57,33 @@ def rank_environment(rank: int, world: int, nodes: int) -> dict[str, str]:
         return namespaces.rank_environment(rank // (world // nodes))
     if nodes == 1:
         return {}
-    return ENVIRONMENT | {"NCCL_HOSTID": f"emulated-node-{rank // (world // nodes)}"}
+    node = rank // (world // nodes)
+    return ENVIRONMENT | {"NCCL_HOSTID": f"emulated-node-{node}", CORES: f"{node}/{nodes}"}
+
+
+def enter_cores() -> None:
+    """Keep this thread, and those it starts, to its node's cores; nothing outside of nodes."""
+    if CORES in os.environ:
+        node, nodes = map(int, os.environ[CORES].split("/"))
+        mine = share(sorted(os.sched_getaffinity(0), key=_place), node, nodes)
+        if mine:  # fewer cores than nodes: none has its own
+            os.sched_setaffinity(0, mine)
+
+
+def share(cores: Sequence[int], node: int, nodes: int) -> list[int]:
+    """A node's part of some cores, as many for each node."""
+    each = len(cores) // nodes
+    return list(cores[node * each : (node + 1) * each])
+
+
+def _place(cpu: int) -> tuple[int, int, int]:
+    """Its socket and core, so that nodes share no core's threads and as few sockets as can be."""
+    topology = CPUS / f"cpu{cpu}" / "topology"
+    try:
+        socket = int((topology / "physical_package_id").read_text())
+        return socket, int((topology / "core_id").read_text()), cpu
+    except (OSError, ValueError):
+        return 0, 0, cpu
 
 
 def system_name(plain: str, devices: int, nodes: int, link_mbit: int | None = None) -> str:
@@ -80,5 +111,6 @@ def note(devices: int, nodes: int, link_mbit: int | None = None) -> str:
         )
     return (
         f"{nodes} nodes of {devices // nodes} devices are emulated on one host: each worker has "
-        "its node's NCCL_HOSTID, and nodes talk through TCP sockets over the loopback device"
+        "its node's NCCL_HOSTID and cores, and nodes talk through TCP sockets over the loopback "
+        "device"
     )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from measure import cpu_memory, megatron_cpu, namespaces
+from measure import cpu_memory, emulation, megatron_cpu, namespaces
 from measure.training_trace import STEP, record
 from spec.errors import WorkError
 from spec.model import ModelSpec
@@ -240,6 +240,7 @@ def main(case: dict[str, Any], rank: int, pipe: Connection, log: str) -> None:
     messages = listen(pipe)
     try:
         namespaces.enter_network()
+        emulation.enter_cores()
         namespaces.enter_share()
         run(case, rank, pipe, messages)
     except BaseException as error:

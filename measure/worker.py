@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from measure import cpu_memory, namespaces
+from measure import cpu_memory, emulation, namespaces
 from measure.channels import Message
 from measure.devices import open_devices
 
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         out.flush()
 
     namespaces.enter_network()
+    emulation.enter_cores()
     devices = open_devices(asked.kind)
     monitor = devices[asked.device]
     core = getattr(monitor, "core", None)

@@ -34,6 +34,36 @@ def test_ranks_fill_nodes_one_after_the_other() -> None:
     assert emulation.rank_environment(3, 4, 1) == {}
 
 
+@pytest.mark.parametrize(("cores", "nodes"), [(64, 4), (128, 8), (9, 2), (3, 4)])
+def test_each_node_has_cores_of_its_own(cores: int, nodes: int) -> None:
+    shares = [emulation.share(range(cores), node, nodes) for node in range(nodes)]
+    taken = [core for share in shares for core in share]
+    assert len(taken) == len(set(taken))
+    assert {len(share) for share in shares} == {cores // nodes}
+
+
+def test_a_process_keeps_to_its_nodes_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of one core stay together: cores 0 and 1 have the CPUs 0, 2 and 1, 3."""
+    for cpu in range(4):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text("0\n")
+        (folder / "core_id").write_text(f"{cpu % 2}\n")
+    kept: list[list[int]] = []
+    monkeypatch.setattr(emulation, "CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(cores))
+    emulation.enter_cores()
+    assert not kept  # no emulated node
+    for rank in range(2):
+        environment = emulation.rank_environment(rank, 2, 2)
+        monkeypatch.setenv(emulation.CORES, environment[emulation.CORES])
+        emulation.enter_cores()
+    assert kept == [[0, 2], [1, 3]]
+
+
 @pytest.mark.parametrize(
     ("ranks", "stride", "groups", "two", "four"),
     [(2, 1, 1, 1, 2), (2, 1, 2, 1, 2), (2, 2, 1, 2, 2), (2, 2, 2, 2, 2), (4, 1, 1, 2, 4)],
