@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spec.files import replacing
 from spec.records import TELEMETRY
 
@@ -22,6 +24,7 @@ COLUMNS = tuple(name for name, _, _ in TELEMETRY)
 PARTS = "telemetry.parts"
 PART_S = 10.0  # seconds between two parts: what a kill loses
 ROW_GROUP = 65536  # rows; many small groups would compress worse
+TICK_S = 2.0**-20  # what sample times are kept to
 MOST_NOTES = 50
 MERGED = "merged_parts"  # key of the file's metadata
 
@@ -68,7 +71,7 @@ def merge(folder: Path) -> int:
             temporary,
             arrow_schema(),
             compression="zstd",
-            compression_level=9,
+            compression_level=19,
             use_dictionary=[name for name in COLUMNS if name != "time_s"],
             column_encoding={"time_s": "BYTE_STREAM_SPLIT"},
         )
@@ -79,6 +82,7 @@ def merge(folder: Path) -> int:
                     table = pq.read_table(path, schema=arrow_schema())
                 except (pa.ArrowException, OSError):
                     continue
+                table = _rounded(table)
                 merged.append(path)
                 total += table.num_rows
                 waiting.append(table)
@@ -95,6 +99,15 @@ def merge(folder: Path) -> int:
     with contextlib.suppress(OSError):
         (folder / PARTS).rmdir()
     return total
+
+
+def _rounded(table: Any) -> Any:
+    """Times to a microsecond: finer digits are noise and do not compress."""
+    import pyarrow as pa
+
+    at = table.schema.get_field_index("time_s")
+    times = np.round(table["time_s"].to_numpy() / TICK_S) * TICK_S
+    return table.set_column(at, table.schema.field(at), pa.array(times))
 
 
 def _merged(target: Path) -> set[str]:

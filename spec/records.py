@@ -419,7 +419,7 @@ TABLES: dict[str, type[Row]] = {
 
 # telemetry.parquet: (column, Arrow type, unit and meaning). One row per device and sample.
 TELEMETRY: tuple[tuple[str, str, str], ...] = (
-    ("time_s", "double", "monotonic seconds since the run's telemetry began"),
+    ("time_s", "double", "monotonic seconds since the run's telemetry began, to 2^-20 s"),
     ("device", "int16", "index of the device into the manifest's list; -1: the host, or a port"),
     ("case_id", "string", "case in flight when the sample was taken; empty between cases"),
     ("power_w", "float", "instantaneous board power"),
