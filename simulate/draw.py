@@ -49,6 +49,9 @@ class Grid(BaseModel):
     families: tuple[Family, ...] = Field(min_length=1)
     microbatch: tuple[PositiveInt, ...] = (1, 2, 4)
     microbatches: tuple[PositiveInt, ...] = (1, 2, 4, 8)
+    tp: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="all that split the GPUs; fewer where it is to stay inside a node"
+    )
     vpp: tuple[PositiveInt, ...] = (1, 2)
     cp: tuple[PositiveInt, ...] = (1,)
     uneven: tuple[bool, ...] = Field(
@@ -126,7 +129,10 @@ def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | N
     gpus, cp = rng.choice(grid.gpus), rng.choice(grid.cp)
     if gpus % grid.nodes or gpus % cp:
         return None
-    tp, pp, dp = rng.choice(list(_splits(gpus // cp)))
+    splits = [one for one in _splits(gpus // cp) if grid.tp is None or one[0] in grid.tp]
+    if not splits:
+        return None
+    tp, pp, dp = rng.choice(splits)
     replicas = dp * cp
     microbatch = rng.choice(grid.microbatch)
     fields: dict[str, Any] = {
