@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from simulate import overhead
 from simulate.imbalance import largest_share
+from simulate.memory_sharded import Passes, blocks_apart_bytes
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -100,54 +101,27 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
     return passing
 
 
-def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, one_batch: float) -> float:
-    """What the peak holds beyond kept activations; `one_batch` is what a microbatch keeps.
+def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) -> float:
+    """What the peak of the passes holds beyond what each layer keeps, `kept`, of a microbatch.
 
     The largest of three moments: the loss, whose logits are in bf16 and, beside that, in fp32,
     where softmax and gradient replace each other in place (tensor_parallel/cross_entropy.py); a
     layer's backward pass; and, when the layers have been freed, the table's dense gradient.
     """
+    recomputed = 0.0
+    if p.recompute == "full":
+        recomputed = layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+    passing = _passing_bytes(model, p)
+    if p.zero >= 3:
+        return Passes(model, p, stage, kept, recomputed, passing).temporary_bytes()
     s = shapes(model, p)
     vocab = model.vocab / p.tp
-    layer = _passing_bytes(model, p)
-    if p.recompute == "full":
-        layer += layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
-    logits = 6.0 * s.tokens * vocab + 4 * 2.0 * s.local_tokens * model.hidden
-    table = 2.0 * vocab * model.hidden
-    if p.zero >= 3:
-        # gathered: at the loss, the output layer; in a layer's backward pass, that layer and the
-        # next, while the gradient of the one before is scattered in fp32; the table, both at once
-        one = _layer_elements(model, p, stage)
-        before = vocab * model.hidden if stage == p.pp - 1 else one
-        logits += 2.0 * vocab * model.hidden
-        layer += 2 * 2.0 * one + 4.0 * before
-        table += (2.0 + 4.0) * vocab * model.hidden
-    found = [layer]
+    found = [passing + recomputed]
     if stage == p.pp - 1:
-        found.append(logits)
+        found.append(6.0 * s.tokens * vocab + 4 * 2.0 * s.local_tokens * model.hidden)
     if stage == 0 and not model.lora_rank:
-        found.append(table - one_batch)
+        found.append(2.0 * vocab * model.hidden - p.stage_layers(model)[0] * kept)
     return max(found)
-
-
-def _layer_elements(model: ModelSpec, p: Parallelism, stage: int) -> float:
-    """Parameters of a GPU in one layer of `stage`."""
-    ends = (stage == 0) + (stage == p.pp - 1)
-    held = sum(stage_parameters(model, p, stage)) - ends * model.vocab / p.tp * model.hidden
-    return held / p.stage_layers(model)[stage]
-
-
-def _other_streams_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
-    """Blocks that only FSDP's own streams use: PyTorch's allocator gives no stream another's.
-
-    The largest unit gathered in bf16, and its gradient in fp32 before and after it is scattered.
-    """
-    if p.zero < 3:
-        return 0.0
-    largest = _layer_elements(model, p, stage)
-    if stage in (0, p.pp - 1):
-        largest = max(largest, model.vocab / p.tp * model.hidden)
-    return (2.0 + 4.0 + 4.0 / (p.dp * p.cp)) * largest
 
 
 def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) -> float:
@@ -190,10 +164,13 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     elif p.vpp > 1:
         chunks = min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, p.microbatches * p.vpp)
         in_flight = chunks / p.vpp
-    one_batch = layers * layer_activation_bytes(model, p)
-    activations = in_flight * one_batch
-    temporary = _temporary_bytes(model, p, stage, one_batch)
-    temporary = max(temporary, _clipping_bytes(model, p, stage, owned) - activations)
+    kept = layer_activation_bytes(model, p)
+    activations = in_flight * layers * kept
+    temporary = _temporary_bytes(model, p, stage, kept)
+    update = _clipping_bytes(model, p, stage, owned)
+    if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
+        update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
+    temporary = max(temporary, update - activations)
     return StageMemory(weights, gradients, optimizer, activations, temporary)
 
 
@@ -244,7 +221,7 @@ def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memo
             contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
         context = contexts[ends]
         allocated.append(held.allocated / GIB)
-        apart = _other_streams_bytes(model, p, stage) / GIB
+        apart = blocks_apart_bytes(model, p, stage) / GIB
         kept = overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB)
         reserved.append(kept + apart)
         device.append(reserved[-1] + context)

@@ -1,0 +1,141 @@
+"""What a step holds at its peak where PyTorch's FSDP shards weights and gradients (ZeRO 3).
+
+FSDP gathers a unit (the embedding, each layer, and the rest: final norm and output layer) into a
+message and copies it out, so that both are there for a moment. What it then holds, and when:
+
+- Forward the message stays until the next unit's is there: at the loss, the last layer's.
+- Backward, as a unit begins, the message of the unit before is gathered already. Megatron-Core
+  names what to gather where layers are recomputed: before the first layer rotary positions, which
+  have no weights, so that the embedding is not.
+- Gradients of a unit stay in bf16 until all are there, and are then copied into a message in fp32,
+  which stays until the next unit's (earlier layer's) gradients are complete.
+- A unit's gradients count as complete when those of its inputs are. The embedding's and the rest's
+  inputs are tokens, which have none: weights and gradients of both stay to the end of the pass,
+  where the rest's are scattered, then the embedding's. Their one matrix's gradient stays meanwhile
+  (a loop's variable in `foreach_reduce` refers to it).
+- Reduced gradients are bf16; Megatron-Core's optimizer replaces them by fp32 copies.
+
+Sources: torch's `distributed/fsdp/_fully_shard` (`FSDPParamGroup.wait_for_unshard` and
+`post_backward`, `FSDPState._root_post_backward_final_callback`, `foreach_reduce`), Megatron-Core
+0.16's `TorchFullyShardedDataParallel` and `Float16OptimizerWithFloat16Params`.
+"""
+
+from dataclasses import dataclass
+
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step import end_parameters, layer_parameters, shapes
+
+
+def units(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float, float, float]:
+    """Parameters of the embedding, a layer and the rest on a GPU; 0 of what `stage` lacks."""
+    first, last = end_parameters(model, p)
+    layer = float(sum(layer_parameters(model, p)))
+    return float(first * (stage == 0)), layer, float(last * (stage == p.pp - 1))
+
+
+def blocks_apart_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Blocks that the peak leaves idle: PyTorch's allocator gives no stream another's.
+
+    Messages of two units that come one after the other are gathered in a stream of their own (one
+    layer's is there at the peak); fp32 gradients are reduced, and cast to bf16, in another. The
+    largest unit's message of fp32 gradients needs a block that activations leave none for.
+    """
+    if p.zero < 3:
+        return 0.0
+    embedding, layer, rest = units(model, p, stage)
+    gathered = 2.0 * max(rest + embedding, embedding + layer, 2 * layer) - 2.0 * layer
+    return gathered + (4.0 + (4.0 + 2.0) / (p.dp * p.cp)) * max(embedding, layer, rest)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a GPU of `stage`, each number bytes, for one microbatch.
+
+    `kept`: activations that a layer keeps; `recomputed`: those that it makes again; `passing`: what
+    comes and goes beside them at the MLP's second product's weight gradient.
+    """
+
+    model: ModelSpec
+    p: Parallelism
+    stage: int
+    kept: float
+    recomputed: float
+    passing: float
+
+    def temporary_bytes(self) -> float:
+        """What their peak holds beside all shards and a microbatch's activations."""
+        layers = self.p.stage_layers(self.model)[self.stage]
+        # linear in `done` from the second layer that comes to the last but one
+        places = {0, min(1, layers - 1), max(layers - 2, 0), layers - 1}
+        found = [self._layer_bytes(layers, done) for done in places]
+        found.append(self._end_bytes() - layers * self.kept)
+        if self.stage == self.p.pp - 1:
+            found.append(self._loss_bytes() - self._missing_bytes(layers))
+        return max(found)
+
+    @property
+    def _outside(self) -> float:
+        """A gradient's bytes between layers."""
+        return 2.0 * shapes(self.model, self.p).local_tokens * self.model.hidden
+
+    def _missing_bytes(self, layers: int) -> float:
+        """Shards of gradients that an only microbatch lacks while `layers` have none yet."""
+        if self.p.microbatches > 1:
+            return 0.0
+        embedding, layer, rest = units(self.model, self.p, self.stage)
+        return 2.0 * (embedding + rest + layers * layer) / (self.p.dp * self.p.cp)
+
+    def _loss_bytes(self) -> float:
+        """Logits in bf16 and fp32 beside the last layer's message; those in fp32 beside the rest's;
+        those in bf16 beside the rest's gradient and the last layer's next message."""
+        _, layer, rest = units(self.model, self.p, self.stage)
+        logits = 2.0 * shapes(self.model, self.p).tokens * self.model.vocab / self.p.tp
+        message, gathered = 2 * layer, 2 * rest
+        most = max(3 * logits + message, 2 * logits + gathered, logits + gathered + message)
+        return gathered + most + 4 * self._outside
+
+    def _layer_bytes(self, layers: int, done: int) -> float:
+        """In a layer's backward pass, after `done` of `layers`, beside all shards and what all
+        layers keep."""
+        embedding, layer, rest = units(self.model, self.p, self.stage)
+        own, sent = 2 * layer, 4 * layer  # bf16 weights or gradients; gradients in fp32
+        message = own  # of the unit before
+        if done == layers - 1:
+            named = self.p.recompute != "none" and self.model.position == "rope"
+            message = 0.0 if named else 2 * embedding
+        held = 4 * rest + message - done * self.kept + self.recomputed
+        held -= self._missing_bytes(layers - done)
+        # when all gradients are there, no activations are; then weights go and are they sent
+        gone = self.recomputed or self.kept
+        complete = own - gone + 2 * self._outside
+        reduced = 6 * layer / (self.p.dp * self.p.cp) + self._second_bytes - own
+        older = sent if done else 0.0
+        during = own + older + max(self._passing_bytes, complete)
+        return held + max(during, sent + complete + max(reduced, 0.0))
+
+    @property
+    def _second_bytes(self) -> float:
+        """A weight gradient of the MLP's second product, a layer's last matrix."""
+        return 2.0 * self.model.hidden * self.model.ffn_hidden / self.p.tp
+
+    @property
+    def _passing_bytes(self) -> float:
+        """`passing`, or what there is at the first product's weight gradient: the second's too, but
+        none of the activations between the products."""
+        model, p = self.model, self.p
+        share = max(model.top_k, 1) / max(model.experts // p.ep, 1)  # experts run in turn
+        wide = 2.0 * shapes(model, p).tokens * model.ffn_hidden / p.tp * share
+        first = (2 if model.gated else 1) * (self._second_bytes - 2 * wide)
+        return self.passing + max(first, 0.0)
+
+    def _end_bytes(self) -> float:
+        """Without activations: the embedding's gradient; the rest's scattered; then its own."""
+        embedding, layer, rest = units(self.model, self.p, self.stage)
+        scattered = 2 + 4 + (4 + 2) / (self.p.dp * self.p.cp)  # bf16, fp32; reduced fp32, bf16
+        held = max(
+            4 * embedding + 4 * rest + 4 * layer,
+            4 * embedding + scattered * rest,
+            scattered * embedding,
+        )
+        return held - self._missing_bytes(0)
