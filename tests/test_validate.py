@@ -458,6 +458,7 @@ def test_what_committed_grids_draw_can_be_measured(path: Path) -> None:
     for model, p in drawn:
         refuse(model, p)
         assert p.gpus in grid.gpus
+        assert grid.tp is None or p.tp in grid.tp
         assert p.gpus % grid.nodes == 0
     kinds = {
         "cp": any(p.cp > 1 for _, p in drawn),
