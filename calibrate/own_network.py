@@ -62,10 +62,11 @@ class Crossing:
     def time_us(self) -> float:
         """What it lasts in a step: the median, as outliers are none of it.
 
+        Of several groups the slowest counts where it is known: a step goes on when all are done.
         Where a host waits for its turn, a repeat is short or as long as that, and it is their mean
         that many add up to.
         """
-        return self.row.mean_us if self.in_turns else self.row.median_us
+        return self.row.mean_us if self.in_turns else self.row.slowest_us or self.row.median_us
 
     @property
     def sd(self) -> float:

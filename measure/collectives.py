@@ -244,6 +244,7 @@ def row(case: dict[str, Any], role: str, kind: str, replies: Sequence[dict[str, 
         bytes=exact,
         dtype="bf16" if gpu else "fp32",
         busbw_gbytes_per_s=exact / numbers["median_us"] * factor * 1e-3,
+        slowest_us=max(group_times_us(case, replies).values(), default=None),
         **arrival(case, replies),
         **numbers,
     )

@@ -264,7 +264,9 @@ def collective_cases(
     """The collective suite over every power-of-two group that `world` ranks allow.
 
     With `nodes` emulated on one host, or on several `hosts`, each case says how many of them its
-    groups span.
+    groups span. Across emulated nodes all groups of a parallel axis send at once, so groups that
+    fill the world are measured, the largest first; one of them alone, at few sizes, shows what the
+    others cost it.
     """
     gpu = device_kind in ("nvidia", "amd")
     rate = emulation.NETWORK_GBYTES_PER_S if hosts == 1 else cluster_plan.GBYTES_PER_S[gpu]
@@ -274,24 +276,28 @@ def collective_cases(
         return [place(case) for case in asked]
     top = emulation.LARGEST if nodes > 1 else 30 if gpu else (24 if quick else 26)
     step = 2 if quick else 1
-    cases = []
-    for ranks, stride, groups in spans(world):
-        dense = stride == 1 and groups == 1
-        if nodes > 1:  # groups inside one node are known from the host itself
-            dense = dense and ranks > world // nodes
-        for exponent in range(10, top + 1, step if dense else 2):
+    cases: list[CollectiveCase] = []
+    for ranks, stride, groups in spans(world)[:: -1 if nodes > 1 else 1]:
+        across = (
+            place(CollectiveCase("send_recv", ranks, 2, stride, groups)).nodes if nodes > 1 else 1
+        )
+        fills = ranks * groups == world
+        dense = stride == 1 and groups == 1 and (nodes == 1 or ranks == world)
+        spacing = step if dense else 4 if across > 1 and not fills else 2
+        for exponent in range(10, top + 1, spacing):
             for kind in COLLECTIVES:
                 seconds = (0.1 if gpu else 0.03) + 30 * 2**exponent / (2e11 if gpu else 1e9)
                 case = CollectiveCase(kind, ranks, 2**exponent, stride, groups, seconds=seconds)
                 cases.append(place(case))
         if groups > 1 and nodes == 1 and gpu and not quick:
             cases += [place(case) for case in _pipelines(ranks, stride, groups)]
-        if nodes > 1:
-            largest = [
-                CollectiveCase(kind, ranks, 2**emulation.LARGEST_REDUCED, stride, groups)
+        largest = 2**emulation.LARGEST_REDUCED
+        known = {(case.ranks, case.nodes, case.bytes) for case in cases}
+        if across > 1 and fills and (ranks, across, largest) not in known:
+            cases += [
+                place(CollectiveCase(kind, ranks, largest, stride, groups))
                 for kind in emulation.REDUCED
             ]
-            cases += [case for case in map(place, largest) if case.nodes > 1]
     return cases
 
 

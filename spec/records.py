@@ -187,6 +187,10 @@ class CollectiveRow(Repeated):
         default=None,
         description="median over the repeats of what the first rank to come waited for the last",
     )
+    slowest_us: Positive | None = Field(
+        default=None,
+        description="median duration of the slowest of several groups; median_us is of their mean",
+    )
 
 
 class InterferenceRow(Repeated):

@@ -120,6 +120,16 @@ def test_kernels_come_from_the_host_and_the_network_from_its_own_rows(
     assert judged["every other size left out"].median_error < 0.1
 
 
+def test_a_step_waits_for_the_slowest_of_several_groups() -> None:
+    one = next(rows_of("all_gather"))
+    several = one.model_copy(update={"groups": 2, "slowest_us": 1.2 * one.median_us})
+    path = path_of(4, 2, 1.0, 1)
+    assert Crossing(one, path).time_us == one.median_us
+    assert Crossing(several, path).time_us == pytest.approx(1.2 * one.median_us)
+    # a host that waits for its turn: what many repeats add up to
+    assert Crossing(several, path, in_turns=True).time_us == one.mean_us
+
+
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize(("size", "stride", "groups"), [(4, 1, 1), (2, 2, 2)])
 def test_measured_layouts_are_looked_up(

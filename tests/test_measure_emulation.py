@@ -76,6 +76,21 @@ def test_rows_say_how_many_nodes_a_group_spans(
     assert emulation.nodes_of(members, 4, 4) == four
 
 
+@pytest.mark.parametrize("nodes", [4, 8])
+def test_groups_that_fill_the_world_have_all_sizes_and_one_of_several_few(nodes: int) -> None:
+    found = [
+        c for c in collective_cases("nvidia", 8, False, PlanFile(), nodes=nodes) if c.nodes > 1
+    ]
+    filling = [case for case in found if case.ranks * case.groups == 8]
+    alone = [case for case in found if case.ranks * case.groups < 8]
+    assert {case.ranks for case in filling} == {2, 4, 8}
+    assert {case.bytes for case in filling} > {case.bytes for case in alone}
+    assert len(alone) < len(filling) / 2
+    largest = [(c.ranks, c.nodes, c.collective) for c in filling if c.bytes == 2**30]
+    assert len(largest) == len(set(largest))  # each layout once
+    assert {one[:2] for one in largest} == {(case.ranks, case.nodes) for case in filling}
+
+
 def test_collectives_across_and_inside_nodes() -> None:
     found = collective_cases("nvidia", 4, False, PlanFile(), nodes=2)
     assert len({case.case_id for case in found}) == len(found)
@@ -84,6 +99,7 @@ def test_collectives_across_and_inside_nodes() -> None:
     assert {case.bytes for case in found if case.nodes == 2} == sizes
     assert {c.collective for c in found if c.bytes == 2**30} == set(emulation.REDUCED)
     assert {(c.stride, c.groups) for c in found if c.nodes == 2} == {(2, 1), (2, 2), (1, 1)}
+    assert found[0].ranks == 4  # what a run that is cut short should have
     inside = [case for case in found if case.nodes == 1]
     plain = {case.case_id for case in collective_cases("nvidia", 4, False, PlanFile())}
     assert {case.case_id for case in inside} <= plain  # what it measures has not changed

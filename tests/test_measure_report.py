@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from measure.collectives import group_times_us
+from measure.collectives import row as row_of
 from measure.plan import CollectiveCase
 from measure.report import main, named, slow_devices, slow_links, telemetry_checks
 from measure.store import Store, read_links, write_links
@@ -70,6 +71,8 @@ def test_slow_links_are_those_of_the_slow_group() -> None:
     assert found.devices == (4, 5)
     assert named("devices", [found]) == ["devices 4, 5: 40.0% slower"]
     assert group_times_us(CollectiveCase("send_recv", 8, 2**20).message(), replies) == {}
+    told = row_of(case.message(), "fit", "nvidia", [one | {"bytes": 2**20} for one in replies])
+    assert (told.slowest_us, told.median_us) == (14.0, 11.0)
 
 
 def test_a_noisy_device_is_not_a_slow_one() -> None:
