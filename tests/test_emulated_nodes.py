@@ -1,5 +1,6 @@
 """A made-up system of emulated nodes, from its collective rows to a validated training step."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import pytest
 from calibrate import fit as fitting
 from calibrate.network import path_of
 from calibrate.own_network import Crossing, concurrent, curves
+from measure.plan import CollectiveCase, collective_cases
+from measure.plan_file import PlanFile
 from simulate import validate
 from simulate.costs import Costs, Draws
 from simulate.uncertainty import central
@@ -118,6 +121,30 @@ def test_kernels_come_from_the_host_and_the_network_from_its_own_rows(
     assert judged["rows of role judge"].rows == len(COLLECTIVES) * len(SPANS)
     assert judged["rows of role judge"].median_error < 0.03
     assert judged["every other size left out"].median_error < 0.1
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+def test_every_group_of_a_plan_on_emulated_nodes_is_laid_out_as_one_that_is_measured(
+    world: int, nodes: int
+) -> None:
+    node = load_node("4x-h200").model_copy(update={"gpus": world // nodes})
+    measured = {
+        (case.collective, case.ranks, case.nodes, concurrent(as_row(case), node.gpus))
+        for case in collective_cases("nvidia", world, False, PlanFile(), nodes)
+    }
+    powers = [2**k for k in range(world.bit_length())]
+    for ranks, stride in itertools.product(powers[1:], powers):
+        if ranks * stride > world:
+            continue
+        path = group_path(node, load_fabric("loopback"), world, ranks, stride)
+        if path.nodes > 1:
+            for kind in COLLECTIVES:
+                assert (kind, path.ranks, path.nodes, path.concurrent) in measured
+
+
+def as_row(case: CollectiveCase) -> CollectiveRow:
+    known = {"ranks": case.ranks, "stride": case.stride, "groups": case.groups}
+    return next(rows_of(case.collective)).model_copy(update=known)
 
 
 def test_a_step_waits_for_the_slowest_of_several_groups() -> None:
