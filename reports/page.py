@@ -173,16 +173,22 @@ def svg(figure: "Drawing", name: str) -> str:
     Text stays text, and the output is the same for the same figure.
     """
     from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.legend import Legend
     from matplotlib.text import Text as Label
 
-    for label in figure.findobj(Label):
-        if isinstance(label, Label) and label.get_color() == "black":
-            label.set_color(INK)  # drawn outside of `new_figure`'s style, such as a legend's
+    for part in (figure, *figure.axes):
+        for child in part.get_children():  # drawn outside of `new_figure`'s style
+            for label in child.findobj(Label) if isinstance(child, (Label, Legend)) else ():
+                if isinstance(label, Label) and label.get_color() == "black":
+                    label.set_color(INK)
     out = StringIO()
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}
     with rc_context(settings):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+        # `savefig` would draw twice, the first time for a layout that drawing finds anyway
+        canvas: Any = FigureCanvasSVG(figure)  # whose methods have no types
+        canvas.print_svg(out, metadata=nothing)
     text = out.getvalue()
     text = text[text.index("<svg") :]
     # ids are unique within one drawing only
