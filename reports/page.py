@@ -151,7 +151,6 @@ def new_figure(
         "ytick.color": INK,
         "axes.facecolor": "none",
         "figure.facecolor": "none",
-        "legend.frameon": False,
         "font.size": 9,
         "font.family": "sans-serif",
         "axes.grid": True,
@@ -179,6 +178,8 @@ def svg(figure: "Drawing", name: str) -> str:
 
     for part in (figure, *figure.axes):
         for child in part.get_children():  # drawn outside of `new_figure`'s style
+            if isinstance(child, Legend):
+                child.set_frame_on(False)  # white, on dark pages too
             for label in child.findobj(Label) if isinstance(child, (Label, Legend)) else ():
                 if isinstance(label, Label) and label.get_color() == "black":
                     label.set_color(INK)

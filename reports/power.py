@@ -132,7 +132,7 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
     axes.axhline(1, color=INK, linewidth=0.6)
     axes.set_xlabel("step time, times that of the projection (simulated)")
     axes.set_ylabel("GPUs' energy of a step, times that")
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="upper left")
     rows = [
         (
             one["power_cap_w"],

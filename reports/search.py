@@ -98,7 +98,7 @@ def _front(value: Json) -> Figure:
     )
     axes.set_xlabel("step time, s (simulated)")
     axes.set_ylabel("energy per step, kJ (simulated)")
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="upper left")
     rows = [
         (one["name"], one["step_time_s"], one["energy_j_per_step"] / 1e3, one["memory_gib"])
         for one in front

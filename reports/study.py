@@ -63,9 +63,7 @@ def _throughput(value: Json, points: Sequence[Json]) -> Figure:
     left.set_ylabel(value["axis"])
     right.set_yticklabels([])
     if len(series) > 1:
-        figure.legend(
-            *left.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
-        )
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     rows = [
         (
             one["label"],
@@ -106,7 +104,7 @@ def _breakdown(value: Json, points: Sequence[Json]) -> Figure:
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("% of the step (simulated)")
     axes.set_ylabel(value["axis"] if not several else "")
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(loc="outside upper center", ncols=4)
     rows: list[tuple[Cell, ...]] = [
         (name, *(groups[part][index] for part in groups)) for index, name in enumerate(names)
     ]
