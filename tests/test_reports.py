@@ -1,12 +1,14 @@
 """Reports: everything of their JSON is on the page, nothing from a stranger runs."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reports.page import new_figure, svg
 from reports.projection import render as render_projection
 from reports.validation import render as render_validation
 from simulate.project import main
@@ -145,6 +147,19 @@ def test_judged_forecast_says_when_and_from_what() -> None:
     text = " ".join(Page(render_validation(value)).words)
     assert "2026-01-01T00:00:00Z" in text
     assert "1 never measured: b" in text
+
+
+def test_drawn_text_follows_the_page() -> None:
+    """Legends and annotations too, which matplotlib by itself draws black, on white frames."""
+    figure, (axes,) = new_figure()
+    axes.plot([0, 1], [0, 1], label="a line")
+    axes.annotate("a point", (0, 0))
+    axes.legend(title="lines")
+    drawn = svg(figure, "drawn")
+    texts = re.findall(r"<text style=\"([^\"]*)\"[^>]*>([^<]*)", drawn)
+    assert {"a line", "a point", "lines", "0.6"} <= {words for _, words in texts}
+    assert all("fill: currentColor" in style for style, _ in texts)
+    assert "#ffffff" not in drawn
 
 
 def test_every_report_is_one_file() -> None:
