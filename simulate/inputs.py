@@ -3,9 +3,9 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from simulate.transfer import meshed, transfer
 from spec.calibration import Calibration, read_calibration
@@ -14,8 +14,10 @@ from spec.files import first_problem
 from spec.hardware import Fabric, Node, same_device
 from spec.model import ModelSpec, load_model, model_names
 from spec.parallelism import Schedule
-from spec.results import ResultSet
 from topologies import fabric_names, load_fabric, load_node, node_names
+
+if TYPE_CHECKING:
+    from spec.results import ResultSet
 
 RESULTS = "results"
 DEFAULT_MODEL = "llama3-70b"
@@ -124,13 +126,43 @@ def find_calibration(arguments: argparse.Namespace) -> Path:
         raise UserError(f"{root}: no system in it is calibrated; {_HOW}")
 
     def rank(path: Path) -> tuple[bool, bool, int, str]:
-        found = read_calibration(path)
+        found = _read_extent(path)
         sockets = any(one.protocol == "tcp" and one.source == "measured" for one in found.networks)
         # nodes that talk through sockets are emulated ones: projections start from the host itself
         most = max((curve.ranks for fit in found.collectives for curve in fit.curves), default=1)
         return found.kind in ("cpu", "fake"), sockets, -most, path.parent.name
 
     return min(found, key=rank)
+
+
+class _Curve(BaseModel):
+    ranks: int
+
+
+class _Collective(BaseModel):
+    curves: tuple[_Curve, ...]
+
+
+class _Network(BaseModel):
+    protocol: str
+    source: str
+
+
+class _Extent(BaseModel):
+    """What of a calibration says how much was measured; its other keys are skipped."""
+
+    schema_version: Literal["calibration/1"] = Field(alias="schema")
+    kind: str
+    networks: tuple[_Network, ...]
+    collectives: tuple[_Collective, ...]
+
+
+def _read_extent(path: Path) -> _Extent | Calibration:
+    """The extent alone, as reading many calibrations whole takes a while."""
+    try:
+        return _Extent.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return read_calibration(path)  # whose error says what is wrong
 
 
 def calibration_of(arguments: argparse.Namespace, system: Path) -> Path:
@@ -165,7 +197,7 @@ def node_of(kind: str, device: str, system: str) -> Node:
     return max(fitting, key=lambda node: node.gpus)
 
 
-def measured_node(found: ResultSet) -> Node | None:
+def measured_node(found: "ResultSet") -> Node | None:
     """The largest named node with the devices of a result set; None where no such node is named."""
     device = found.manifest.hosts[0].devices[0]
     try:

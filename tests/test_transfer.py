@@ -14,7 +14,7 @@ from simulate.transfer import same_gpu, transfer
 from spec.calibration import Calibration, Parameter
 from spec.command import run
 from spec.errors import UserError
-from spec.files import write_json
+from spec.files import write_json, write_text
 from spec.hardware import same_device
 from tests.made_up import write_calibration
 from topologies import load_node, node_names
@@ -209,3 +209,11 @@ def test_the_default_is_the_system_with_the_most_gpus(tmp_path: Path) -> None:
     )
     found = find_calibration(Namespace(calibration=None, system=None, results=tmp_path))
     assert found.parent.name == "4x-h200"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "calibration/0"}'])
+def test_a_calibration_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    write_calibration(tmp_path / "4x-h200" / "calibration.json")
+    write_text(tmp_path / "other" / "calibration.json", text)
+    with pytest.raises(UserError, match=r"other/calibration\.json: (not valid JSON|schema is)"):
+        find_calibration(Namespace(calibration=None, system=None, results=tmp_path))
