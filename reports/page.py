@@ -18,8 +18,9 @@
   where a number comes from; `Badge(source, text)` shows `text` in that colour.
 - `svg(figure, name)` turns a matplotlib figure into inline SVG that follows the page's colours;
   draw on a figure from `new_figure()`, whose text and axes take the page's text colour.
+  Bars come from `reports.bars`, which needs no matplotlib.
 
-Everything but `Figure.svg` is escaped; give `Figure` only what `svg` made.
+Everything but `Figure.svg` is escaped; give `Figure` only what `svg` or `bars` made.
 """
 
 import re

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reports.bars import Bar, bars
 from reports.page import (
-    COLOURS,
     Badge,
     Figure,
     Section,
@@ -93,15 +93,10 @@ def _notes(value: Json) -> list[Block]:
 def _breakdown(value: Json) -> Figure:
     parts = [(name, s) for name, s in value["breakdown_s"].items() if s > 0]
     step = value["step_time_s"]["median"]
-    figure, (axes,) = new_figure(7.0, 0.6 + 0.32 * len(parts))
-    names = [name for name, _ in reversed(parts)]
-    axes.barh(names, [s for _, s in reversed(parts)], color=COLOURS[0])
-    axes.set_xlabel("seconds of the step (simulated)")
-    axes.grid(axis="y", visible=False)
     rows = [(name, s, f"{s / step:.1%}", WORDS.get(name, "")) for name, s in parts]
     rows.append(("step", step, "100.0%", "the sum"))
     return Figure(
-        svg(figure, "breakdown"),
+        bars([Bar(name, 0, s) for name, s in parts], "seconds of the step (simulated)"),
         "Where the step's time goes, central estimate",
         Table(("part", "s", "share", "what it is"), rows),
     )
@@ -138,15 +133,10 @@ def _communication(value: Json) -> Table:
 
 def _memory(value: Json) -> Figure:
     memory = value["memory_gib"]
-    stages = range(1, len(memory["by_stage"]) + 1)
-    figure, (axes,) = new_figure(7.0, 2.4)
-    axes.bar([str(stage) for stage in stages], memory["by_stage"], color=COLOURS[0], width=0.6)
-    axes.axhline(memory["capacity"], color=COLOURS[1], linestyle="--")
-    axes.set_xlabel("pipeline stage")
-    axes.set_ylabel("GiB per GPU")
-    rows = [(stage, gib) for stage, gib in zip(stages, memory["by_stage"], strict=True)]
+    rows = list(enumerate(memory["by_stage"], start=1))
+    drawn = [Bar(f"stage {stage}", 0, gib) for stage, gib in rows]
     return Figure(
-        svg(figure, "memory"),
+        bars(drawn, "GiB per GPU (simulated)", memory["capacity"], dashed=True),
         f"Peak device memory by stage (simulated); dashed: the device's {memory['capacity']:.0f} "
         "GiB (published)",
         Table(("stage", "GiB"), rows),
@@ -250,19 +240,10 @@ def _scaling(value: Json) -> list[Block]:
 
 
 def _sensitivity(value: Json) -> Figure:
-    step = value["step_time_s"]["median"]
-    rows = list(reversed(value["sensitivity"]))
-    figure, (axes,) = new_figure(7.0, 0.6 + 0.3 * max(len(rows), 1))
-    for index, row in enumerate(rows):
-        ends = sorted((row["low_s"], row["high_s"]))
-        axes.barh(index, ends[1] - ends[0], left=ends[0], color=COLOURS[0], height=0.6)
-    axes.axvline(step, color=COLOURS[1])
-    axes.set_yticks(range(len(rows)), [row["factor"] for row in rows])
-    axes.set_xlabel("step time, s (simulated)")
-    axes.grid(axis="y", visible=False)
     numbers = [(row["factor"], row["low_s"], row["high_s"]) for row in value["sensitivity"]]
+    drawn = [Bar(*row) for row in numbers]
     return Figure(
-        svg(figure, "sensitivity"),
+        bars(drawn, "step time, s (simulated)", line=value["step_time_s"]["median"]),
         "Step time when one uncertain factor alone is at either end of its 90 % interval",
         Table(("factor", "s at its low end", "s at its high end"), numbers),
     )
@@ -273,19 +254,18 @@ def _scale_growth(value: Json) -> list[Block]:
     growth = value["scale_growth"]
     if not growth["doublings"]:
         return []
-    figure, (axes,) = new_figure(5.6, 2.8)
     slope, end = growth["sd_per_doubling"], growth["doublings"]
-    axes.plot([0, end], [0, 164.5 * slope * end], color=COLOURS[0], label="half-width at 90 %")
-    names = ("doublings", "pairs", "median_change")
-    rows = [tuple(row[name] for name in names) for row in growth["learned_from"]]
-    learned = [(apart, 100 * change) for apart, _, change in rows]
-    axes.plot(
-        *zip(*learned, strict=True), "o", color=COLOURS[1], label="published series, median change"
-    )
-    axes.plot([end], [164.5 * slope * end], "s", color=COLOURS[0])
-    axes.set_xlabel("doublings of the GPU count beyond what was measured")
-    axes.set_ylabel("of the step time, %")
-    axes.legend(fontsize=8)
+    drawn = [
+        Bar(
+            f"{2 ** row['doublings']:,} times the GPUs",
+            0,
+            164.5 * slope * row["doublings"],
+            mark=100 * row["median_change"],
+        )
+        for row in growth["learned_from"]
+    ]
+    drawn.append(Bar(f"{2**end:,.0f} times, this step", 0, 164.5 * slope * end))
+    unit = "% of the step time: half-width at 90 % (bars), published series' median change (points)"
     rows = [
         (row["doublings"], row["pairs"], row["median_change"]) for row in growth["learned_from"]
     ]
@@ -294,7 +274,7 @@ def _scale_growth(value: Json) -> list[Block]:
         f"this step's interval at {end:.1f} doublings; series reach 3, the rest is extrapolation"
     )
     table = Table(("doublings apart", "pairs of published rows", "median change of error"), rows)
-    return [Figure(svg(figure, "scale-growth"), caption, table)]
+    return [Figure(bars(drawn, unit), caption, table)]
 
 
 def _engines(value: Json) -> list[Block]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reports.bars import Bar, bars
 from reports.page import COLOURS, INK, Figure, Section, Table, Text, new_figure, page, svg
 
 Json = Mapping[str, Any]
@@ -25,7 +26,7 @@ def render(value: Json) -> str:
     ]
     if value["why"]:
         title = "Why the first beats the second"
-        sections.append(Section(title, [_why(value["why"], "runner-up", "the second")]))
+        sections.append(Section(title, [_why(value["why"], "the second")]))
     if value["against"]:
         sections.append(_against(value["against"], value))
     return page(
@@ -109,21 +110,15 @@ def _front(value: Json) -> Figure:
     return Figure(svg(figure, "front"), caption, Table(("plan", "step time, s", "kJ", "GiB"), rows))
 
 
-def _why(rows: Sequence[Json], name: str, who: str, by: str = "seconds") -> Figure:
+def _why(rows: Sequence[Json], who: str, by: str = "seconds") -> Figure:
     """`by` is `seconds` of the step or `gpu_seconds` of all GPUs."""
     share = "share_of_step" if by == "seconds" else "share_of_gpu_time"
     unit = by.replace("gpu_", "GPU ")
     shown = [row for row in rows if row["part"] != "total" and abs(row[share]) >= 5e-4]
-    figure, (axes,) = new_figure(7.0, 0.7 + 0.3 * max(len(shown), 1))
-    labels = [row["part"] for row in reversed(shown)]
-    seconds = [row[by] for row in reversed(shown)]
-    axes.barh(labels, seconds, color=[COLOURS[1] if s > 0 else COLOURS[2] for s in seconds])
-    axes.axvline(0, color=INK, linewidth=0.8)
-    axes.set_xlabel(f"{unit} that {who} takes longer (simulated)")
-    axes.grid(axis="y", visible=False)
+    drawn = [Bar(row["part"], 0, row[by], COLOURS[1 if row[by] > 0 else 2]) for row in shown]
     numbers = [(row["part"], row[by], f"{row[share]:+.1%}") for row in rows]
     return Figure(
-        svg(figure, name),
+        bars(drawn, f"{unit} that {who} takes longer (simulated)"),
         "Differences of the central breakdowns; they sum exactly to the difference of the steps",
         Table(("part", unit, "of the first's"), numbers),
     )
@@ -140,4 +135,4 @@ def _against(other: Json, value: Json) -> Section:
     title = f"Against {other['gpus']:,} GPUs of {other['node']} on {other['fabric']}"
     said = value["warnings"]
     warnings = [Text(one, "warning") for one in other["warnings"] if one not in said]
-    return Section(title, [Text(text), _why(other["why"], "against", "it", by), *warnings])
+    return Section(title, [Text(text), _why(other["why"], "it", by), *warnings])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from reports.bars import Bar, bars, ticks
 from reports.page import new_figure, svg
 from reports.projection import render as render_projection
 from reports.validation import render as render_validation
@@ -160,6 +161,55 @@ def test_drawn_text_follows_the_page() -> None:
     assert {"a line", "a point", "lines", "0.6"} <= {words for _, words in texts}
     assert all("fill: currentColor" in style for style, _ in texts)
     assert "#ffffff" not in drawn
+
+
+def drawn_bars(drawn: str) -> list[tuple[float, float]]:
+    """Left end and width of each bar."""
+    found = re.findall(r'<rect x="([0-9.]+)" y="[0-9.]+" width="([0-9.]+)"', drawn)
+    return [(float(x), float(width)) for x, width in found]
+
+
+def test_bars_are_to_scale() -> None:
+    rows = [
+        Bar("longest", 0, 4),
+        Bar("range", 3, 1),
+        Bar("below", 0, -2, mark=2),
+        Bar(HOSTILE, 0, 0),
+    ]
+    drawn = bars(rows, "seconds", line=2)
+    (zero, four), (one, two), (below, less), (none, nothing) = drawn_bars(drawn)
+    assert two == less == pytest.approx(four / 2, abs=0.2)
+    assert one == pytest.approx(zero + four / 4, abs=0.2)
+    assert below + less == pytest.approx(zero, abs=0.2)
+    assert (none, nothing) == (zero, 0)
+    middles = re.findall(r'<circle cx="([0-9.]+)"|M([0-9.]+) 4V[0-9.]+" stroke="#', drawn)
+    assert [float(mark or line) for mark, line in middles] == [
+        pytest.approx(zero + four / 2, abs=0.2)
+    ] * 2
+    page = Page(drawn)
+    assert not page.open
+    assert {"longest", "below", HOSTILE, "seconds", "-2", "0", "4"} <= set(page.words)
+
+
+def test_bars_of_anything() -> None:
+    """Nothing, one point, more rows than fit: a drawing all the same."""
+    for rows in ([], [Bar("a", 0, 0)], [Bar("a", 5, 5)], [Bar("a", -3, 0)], [Bar("a", 0, 1e-15)]):
+        assert len(drawn_bars(bars(rows, "s"))) == len(rows)
+    many = bars([Bar(f"stage {stage}", 0, stage) for stage in range(1, 129)], "GiB")
+    assert len(drawn_bars(many)) == 128
+    assert 20 <= len(re.findall(">stage ", many)) <= 24
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (1.7, 3.3, [1.8, 2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2]),
+        (-30, 140, [-20, 0, 20, 40, 60, 80, 100, 120, 140]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
 
 
 def test_every_report_is_one_file() -> None:
