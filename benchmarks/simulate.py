@@ -74,7 +74,7 @@ def cold(repeats: int) -> dict[str, float]:
     seconds, busy, peaks = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "simulate.project", "--gpus", "8192", "--json"]
-        words += ["--calibration", str(CALIBRATION), "--out", folder]
+        words += ["--out", folder]
         for _ in range(repeats):
             started = time.monotonic()
             child = subprocess.Popen(words, cwd=HERE.parent, stdout=subprocess.DEVNULL)

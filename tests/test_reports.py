@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,19 @@ def test_projection_page(projection: dict[str, Any]) -> None:
         assert words in text
     assert page.tags.count("svg") >= 4
     assert "script" not in page.tags
+
+
+def test_a_projection_loads_nothing_slow(tmp_path: Path) -> None:
+    """What takes longer to import than a projection takes."""
+    write_json(tmp_path / "calibration.json", calibration_json())
+    words = ["--calibration", str(tmp_path / "calibration.json"), "--gpus", "64", "--tp", "8"]
+    code = (
+        "import sys; from simulate.project import main; main(sys.argv[1:]); "
+        "print(*{'matplotlib', 'networkx', 'spec.records'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    words = [sys.executable, "-c", code, *words, "--engine", "timeline", "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stderr.split() == []
 
 
 def test_strangers_words_are_only_words(projection: dict[str, Any]) -> None:
