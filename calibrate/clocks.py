@@ -39,9 +39,10 @@ from calibrate.variability import device_spread, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
 from spec.records import HeatRow, KernelRow
 
-# shares of the room between idle and power limit, where no telemetry shows them
-COMMUNICATION_SHARE, WAITING_SHARE = 0.35, 0.25
-IDLE_SHARE = 0.1
+# shares of the room between idle and power limit, and of the limit, where no telemetry shows them:
+# 0.40 to 0.44, 0.12 to 0.13 and 0.10 to 0.12 on four H200, two H200 and two H100
+COMMUNICATION_SHARE, WAITING_SHARE = 0.40, 0.12
+IDLE_SHARE = 0.11
 PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 
 

@@ -22,6 +22,7 @@ from spec.records import TELEMETRY
 
 COLUMNS = tuple(name for name, _, _ in TELEMETRY)
 PARTS = "telemetry.parts"
+CRASH = "telemetry.crash"  # where the sampler was when a library of the vendor's killed it
 PART_S = 10.0  # seconds between two parts: what a kill loses
 ROW_GROUP = 65536  # rows; many small groups would compress worse
 TICK_S = 2.0**-20  # what sample times are kept to
@@ -149,12 +150,12 @@ class Sampler:
         self.notes: list[str] = []
         self._start()
 
-    def _start(self) -> None:
+    def _start(self, *more: str) -> None:
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._starts += 1
         self._process = subprocess.Popen(
-            self._command,
+            [*self._command, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -185,10 +186,11 @@ class Sampler:
                 )
                 return
             self.notes.append(
-                f"the telemetry process ended {at} ({ended}) and was started again; up to "
-                f"{PART_S:.0f} s of samples before and a few after are missing"
+                f"the telemetry process ended {at} ({ended}) and was started again, without "
+                f"hardware counters; up to {PART_S:.0f} s of samples before and a few after are "
+                "missing"
             )
-            self._start()
+            self._start("--careful")
             for device, word in self._said.items():
                 self._write(device, word)
 
@@ -227,5 +229,8 @@ class Sampler:
             process.kill()
             self.notes.append("the telemetry process did not end when told to; it was killed")
         self._ear.join(timeout=5)
+        crash = self._folder / CRASH
+        if crash.exists() and not crash.stat().st_size:
+            crash.unlink()
         if merge_parts:
             merge(self._folder)

@@ -11,4 +11,4 @@ for line in sys.stdin:
         sys.exit(3)
     with heard.open("a") as file:
         file.write(line)
-    print("a note", flush=True)
+    print("careful" if "--careful" in sys.argv else "a note", flush=True)
