@@ -228,7 +228,10 @@ def test_sockets_draw_less_power_than_links(network: NetworkFit, tmp_path: Path)
     assert costs.communication_w("dp") == 70.0
     assert costs.communication_w("tp") == used.clock.communication_w
     plain = Costs(with_network(tmp_path, network), node, load_fabric("loopback"), p, Draws(0))
-    assert plain.communication_w("dp") == used.clock.communication_w
+    slow, waiting = plain.communication_w("dp"), used.clock.waiting_w
+    share = plain.layout.paths["dp"].gbytes_per_s / node.scale_up_gbytes_per_s
+    assert 0 < share < 0.1  # the less, the nearer to a GPU that waits
+    assert slow == pytest.approx(waiting + share * (used.clock.communication_w - waiting))
 
 
 def test_kernels_slow_what_the_gpu_moves_not_what_processors_copy(
