@@ -219,6 +219,7 @@ def record(recorder: Recorder, finish: threading.Event) -> None:
     # before the other loop: on eight GPUs most samplers died of a segmentation fault about when
     # these were read first, beside it
     recorder.sample(read_activity)
+    recorder.sample(read_pcie)
     recorder.sample_host()
     beside = threading.Thread(target=slow, daemon=True)
     beside.start()
@@ -264,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--epoch", type=float, required=True, help="UNIX time of second zero")
     parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--label", default="host0")
-    parser.add_argument("--careful", action="store_true", help="without hardware counters")
+    parser.add_argument("--careful", action="store_true", help="without activity and PCIe counters")
     asked = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when to end
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str]) -> int:
         zero=zero,
         ports=ports,
         rapl=Rapl(),
-        without=("activity",) if asked.careful else (),
+        without=("activity", "pcie_kb_per_s") if asked.careful else (),
         note=_say,
     )
     for port in ports:

@@ -187,7 +187,7 @@ class Sampler:
                 return
             self.notes.append(
                 f"the telemetry process ended {at} ({ended}) and was started again, without "
-                f"hardware counters; up to {PART_S:.0f} s of samples before and a few after are "
+                f"activity and PCIe counters; up to {PART_S:.0f} s of samples before and a few after are "
                 "missing"
             )
             self._start("--careful")

@@ -145,7 +145,7 @@ def test_a_dead_sampler_is_started_once_more_and_told_again(tmp_path: Path) -> N
     assert (tmp_path / "heard").read_text() == "0\tkept\n"
     assert sampler.notes.count("careful") == 1  # the second start leaves out what may have ended it
     ended = [note for note in sampler.notes if note != "careful"]
-    assert "(exit status 3) and was started again, without hardware counters" in ended[0]
+    assert "(exit status 3) and was started again, without activity and PCIe counters" in ended[0]
     assert "ended again" in ended[1]
     assert len(ended) == 2
 
