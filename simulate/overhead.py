@@ -27,7 +27,7 @@ NCCL_MIB = 186.0
 MESSAGES_MIB = 62.0
 
 # 90 % intervals: quantiles of measured over predicted on the 73 stages, rounded outwards.
-ALLOCATED = (0.98, 1.02)
+ALLOCATED = (0.99, 1.01)
 RESERVED = (0.92, 1.08)
 # A hundredth of the context is what it is off on hosts and networks measured; more for others.
 CONTEXT = (0.95, 1.05)

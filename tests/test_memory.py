@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from simulate.communicators import Communicator, Network, communicator_mib
-from simulate.memory import GIB, layer_activation_bytes, memory, stage_memory
+from simulate.memory import GIB, WORKSPACES, layer_activation_bytes, memory, stage_memory
 from simulate.overhead import FITTED_ON, context_gib, intervals
 from simulate.plans import fewest_gpus, fitting
 from simulate.remedies import FIELDS, remedies
@@ -62,14 +62,25 @@ def errors(cases: list[Case], kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("system", "least"), [("4x-h200", 100), ("4x-h200-2x2", 17), ("2x-h200", 32), ("2x-h100", 31)]
+    ("system", "least"),
+    [
+        ("4x-h200", 286),
+        ("2x-h200", 32),
+        ("2x-h100", 31),
+        ("8x-h200", 51),
+        ("8x-h200-4x2", 11),
+        ("4x-h200-2x2", 26),
+        ("4x-h200-4x1", 28),
+        ("2x-h200-2x1", 8),
+        ("2x1x-h200", 4),
+    ],
 )
 def test_allocated_peaks_of_every_measured_stage(system: str, least: int) -> None:
     cases = measured(system)
     assert len(cases) >= least
     for (row, stage, _, _), error in zip(cases, errors(cases, "allocated"), strict=True):
-        assert error < 0.05, f"{row.case_id} stage {stage}"
-    assert np.mean(errors(cases, "allocated")) < 0.01
+        assert error < 0.015, f"{row.case_id} stage {stage}"
+    assert np.mean(errors(cases, "allocated")) < 0.003
 
 
 def test_reserved_and_device_peaks_of_visits_not_fitted_on() -> None:
@@ -111,6 +122,8 @@ def test_reserved_and_device_peaks_of_later_visits(
         ("2x-h200-2x1", 0.01),
         ("4x-h200-4x1", 0.03),
         ("2x1x-h200", 0.01),
+        ("8x-h200", 0.01),
+        ("8x-h200-4x2", 0.07),
     ],
 )
 def test_communicators_are_what_lies_beside_the_reserved_memory(
@@ -199,14 +212,16 @@ def test_sequence_parallelism_splits_all_a_layer_keeps_but_the_rotations() -> No
 def test_the_loss_holds_logits_in_two_precisions() -> None:
     p = Parallelism(global_batch=1)
     logits = 4096 * MODEL.vocab * (2 + 4)
-    assert stage_memory(MODEL, p, 0).temporary == logits + 4 * 32 * 2.0**20
+    norm = 2 * 32 * 2.0**20  # what the final one takes and gives
+    assert stage_memory(MODEL, p, 0).temporary == logits + norm + WORKSPACES
 
 
 def test_without_activations_the_peak_is_clipping_the_largest_gradient() -> None:
     model = load_model("llama3-70b").resized(layers=4, seq_len=128)
     held = stage_memory(model, Parallelism(global_batch=1, recompute="full"), 0)
     states = held.weights + held.gradients + held.optimizer
-    assert held.allocated - states == pytest.approx(4.0 * model.vocab * model.hidden)
+    largest = 4.0 * model.vocab * model.hidden
+    assert held.allocated - states == pytest.approx(largest + WORKSPACES)
 
 
 def test_earlier_stages_keep_more_microbatches() -> None:
