@@ -123,13 +123,13 @@ def test_reserved_and_device_peaks_of_later_visits(
         ("4x-h200-4x1", 0.03),
         ("2x1x-h200", 0.01),
         ("8x-h200", 0.01),
-        ("8x-h200-4x2", 0.07),
+        ("8x-h200-4x2", 0.08),
     ],
 )
 def test_communicators_are_what_lies_beside_the_reserved_memory(
     system: str, worst_gib: float
 ) -> None:
-    """1.2 to 5.6 GiB a rank. Trees between nodes, 4 to 50 MiB, are not counted."""
+    """1.2 to 5.6 GiB a rank. Trees between nodes, 4 to 75 MiB, are not counted."""
     for row, stage, _, run in measured(system):
         ranks = [
             [float(part) for part in (text or "").split(",")]
