@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
+from simulate.remedies import any_of, remedies
 from simulate.rough import Rough
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -161,7 +162,7 @@ def fitting(
     """The parallelisms that fit memory, those of the shortest step in closed form first.
 
     Where only one is possible it is returned whether it fits or not; otherwise raises UserError
-    where none fits, saying by how much the smallest misses.
+    where none fits, saying by how much the smallest misses and what would fit.
     """
     found: list[tuple[Parallelism, float]] = []
     tightest: tuple[float, Parallelism] | None = None
@@ -181,14 +182,16 @@ def fitting(
     if not found and considered == 1:
         found = [(tightest[1], tightest[0])]
     if not found:
-        enough = fewest_gpus(model, gpus, global_batch, node, fabric)
+        needed, p = tightest
+        use = any_of(remedies(model, p, node, fabric, calibration))
+        if not use:
+            enough = fewest_gpus(model, gpus, global_batch, node, fabric)
+            use = f"at least {enough} GPUs" if enough else "more GPUs"
+            use = "other degrees" if enough == gpus else f"{use} or a smaller model"
         raise UserError(
             f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
-            f"needs {tightest[0]:.0f} GiB (tp {tightest[1].tp}, pp {tightest[1].pp}, "
-            f"recompute {tightest[1].recompute}), {tightest[0] - node.memory_gib:.0f} GiB too "
-            "many; use "
-            + (f"at least {enough} GPUs" if enough else "more GPUs")
-            + " or a smaller model"
+            f"needs {needed:.0f} GiB (tp {p.tp}, pp {p.pp}, recompute {p.recompute}), "
+            f"{needed - node.memory_gib:.0f} GiB too many; use {use}"
         )
     if len(found) == 1:
         return Plans((Plan(found[0][0], 0.0, found[0][1]),), considered)

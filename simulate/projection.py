@@ -14,7 +14,7 @@ from simulate.fp8 import with_fp8_products
 from simulate.memory import Memory, memory
 from simulate.overhead import KEPT
 from simulate.plans import fewest_gpus
-from simulate.remedies import Remedy, remedies
+from simulate.remedies import Remedy, any_of, remedies
 from simulate.saturation import messages
 from simulate.scale import widening
 from simulate.stragglers import SlowGpus, goodput, published_mtbf
@@ -278,7 +278,7 @@ def warnings(projection: Projection) -> list[str]:
             f"Does not fit: a GPU of the fullest stage needs {used.needed_gib:.1f} GiB of "
             f"{used.capacity_gib:.1f} GiB, {used.needed_gib - used.capacity_gib:.1f} GiB too many."
         )
-        would = "; or ".join(", ".join(one.changes) for one in projection.would_fit)
+        would = any_of(projection.would_fit)
         said.append(
             f"What would fit {p.gpus} GPUs: {would}."
             if would

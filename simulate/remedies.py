@@ -1,7 +1,7 @@
 """What would fit where a plan does not: the nearest plans on the same GPUs and batch."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,6 +33,11 @@ class Remedy:
             "changes": list(self.changes),
             "peak": self.peak_gib,
         }
+
+
+def any_of(found: Sequence[Remedy]) -> str:
+    """Their changes in words, any of which would do."""
+    return "; or ".join(", ".join(one.changes) for one in found)
 
 
 def _neighbours(model: ModelSpec, p: Parallelism, node: Node) -> Iterator[Parallelism]:

@@ -20,6 +20,7 @@ from simulate.inputs import (
     Inputs,
     add_inputs,
     add_parallelism,
+    calibration_for,
     check_gpus,
     fixed_parallelism,
     read_batch,
@@ -45,6 +46,7 @@ EXAMPLES = """examples:
   python -m simulate.search --gpus 32 --model gpt3-175b --against hgx-h100:64 --report search.html
   python -m simulate.search --gpus 8192 --out sweep.jsonl --workers dask://10.0.0.1:8786
 """
+SMALL_SHARE = 5e-4  # of a step: parts below it are printed as one
 KEEP = 2000  # plans simulated at most, unless asked for
 # What is to be small, from a step's time and its GPUs' power: seconds, joules, joule-seconds.
 OBJECTIVES: dict[str, Callable[[Array, Array], Array]] = {
@@ -206,7 +208,7 @@ def plan(
         "parallelism": one.request.parallelism.model_dump(),
         "memory_gib": value["memory_gib"]["peak"],
         "times_best": worse,
-        "tie": one is not best and worse["low"] <= 1,
+        "tie": one is not best and worse["low"] <= 1 <= worse["high"],
     } | {key: value[key] for key in keep}
 
 
@@ -229,11 +231,9 @@ def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
             f"({', '.join(fabric_names())}) or a file, and perhaps :GPUS"
         )
     node = load_node(name)
-    path = inputs.calibration_path.parent.parent / str(node.calibration) / "calibration.json"
-    if node.calibration is None or not path.is_file():
-        return replace(inputs, node=node), gpus
-    calibration = read_calibration(path)
-    return replace(inputs, node=node, calibration=calibration, calibration_path=path), gpus
+    # from the same measurements, as `--node` would have it, so that no visit is compared with one
+    calibration = calibration_for(read_calibration(inputs.calibration_path), node)
+    return replace(inputs, node=node, calibration=calibration), gpus
 
 
 def against(best: Projection, arguments: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
@@ -300,12 +300,20 @@ def _line(one: dict[str, Any], wide: int = 0) -> str:
 
 
 def _parts(rows: list[dict[str, Any]]) -> list[str]:
+    *parts, total = rows
+    small = [
+        row
+        for row in parts
+        if max(abs(row["share_of_step"]), abs(row["share_of_gpu_time"])) < SMALL_SHARE
+    ]
+    sums = {key: sum(row[key] for row in small) for key in total if key != "part"}
+    shown = [row for row in parts if row not in small]
+    if any(sums.values()):
+        shown.append({"part": "smaller parts", **sums})
     return [
         f"     {row['part']:18} {row['seconds']:+.4g} s ({row['share_of_step']:+.1%}), "
         f"{row['gpu_seconds']:+.4g} GPU s"
-        for row in rows
-        if max(abs(row["share_of_step"]), abs(row["share_of_gpu_time"])) >= 5e-4
-        or row["part"] == "total"
+        for row in (*shown, total)
     ]
 
 

@@ -151,6 +151,9 @@ def switches(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
 
 def schedules(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
     """What the order of passes costs in bubble and memory: 1F1B, interleaved, GPipe, ZB-H1."""
+    for name in ("schedule", "vpp"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"the study varies --{name} itself; leave it out")
     base = _with_stages(inputs, arguments)
     for name, fields in (
         ("1f1b", {}),

@@ -152,14 +152,17 @@ def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> lis
     if text and not text.endswith("\n") and not others_ignored:
         raise UserError(f"{path}: its last line does not end; the file may be half-written")
     lines = csv.DictReader(text.splitlines(keepends=True), strict=True)
+    try:
+        names = lines.fieldnames or ()
+    except csv.Error as error:
+        raise UserError(f"{path}: line 1 is not a CSV header ({error})") from None
     missing = [
         name
         for name, field in row.model_fields.items()
-        if field.is_required() and name not in (lines.fieldnames or ())
+        if field.is_required() and name not in names
     ]
     if missing:
         raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
-    names = lines.fieldnames or ()
     if len(set(names)) < len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
         raise UserError(f"{path}: the column {twice!r} is in the header twice; keep one")

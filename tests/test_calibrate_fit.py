@@ -263,6 +263,11 @@ def break_rows(folder: Path) -> None:
     (folder / "kernels.csv").unlink()
 
 
+def break_header(folder: Path) -> None:
+    path = folder / "kernels.csv"
+    path.write_text('{"op":1,"dtype":2}\n' + path.read_text())
+
+
 def break_telemetry(folder: Path) -> None:
     (folder / "telemetry.parquet").write_text("not parquet")
 
@@ -280,6 +285,7 @@ def break_folder(folder: Path) -> None:
         (break_half, "half-written"),
         (break_schema, "results/99"),
         (break_rows, "measure.run"),
+        (break_header, "not a CSV header"),
         (break_telemetry, "telemetry"),
         (break_folder, "no result set"),
     ],

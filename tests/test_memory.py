@@ -187,6 +187,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     with pytest.raises(UserError, match=r"GiB too many; use at least 16 GPUs or a smaller model"):
         fitting(model, 4, 128, node, fabric, calibration)
     assert fewest_gpus(model, 4, 128, node, fabric) == 16
+    with pytest.raises(UserError, match=r"GiB too many; use (tp 4|zero 3|pp 4) instead of 1; or "):
+        fitting(model, 64, 128, node, fabric, calibration, {"tp": 1, "pp": 1})
 
 
 def test_a_layer_keeps_what_autograd_needs() -> None:

@@ -238,6 +238,35 @@ def test_against_another_node_and_a_report(command: Any, tmp_path: Path) -> None
     assert "against 16 GPUs of hgx-h200 on ethernet-100g" in out
 
 
+@pytest.mark.parametrize("node", ["hgx-h200", "dgx-a100"])
+def test_another_node_is_what_it_would_be_by_itself(
+    command: Any, node: str, tmp_path: Path
+) -> None:
+    """Whatever else was measured: both sides stand on one calibration, transferred to each GPU."""
+    content = calibration_json(system="8x-h200")
+    for kernel in content["kernels"]:
+        kernel["gbytes_per_s"] = 2000.0
+    write_json(tmp_path / "results/8x-h200/calibration.json", content)
+    words = ("--system=8x-h200", "--tp=2", "--pp=1", "--microbatch=1", "--top=1", "--json")
+    code, out, err = command(*SMALL, *words, f"--against={node}")
+    assert (code, err) == (0, "")
+    other = json.loads(out)["against"]
+    _, out, _ = command(*SMALL, *words, f"--node={node}")
+    (itself,) = json.loads(out)["plans"]
+    assert other["plan"]["step_time_s"] == itself["step_time_s"]
+    assert other["plan"]["energy_j_per_step"] == itself["energy_j_per_step"]
+    assert 0 < other["plan"]["mfu"]["median"] < 1
+    assert other["plan"]["tie"] == (node == "hgx-h200")
+
+
+def test_printed_parts_sum_to_their_total(command: Any) -> None:
+    _, out, _ = command(*SMALL, "--keep=5", "--against=hgx-h100:32")
+    for table in out.split("longer than the first:")[1:]:
+        lines = [line.split(" s (")[0] for line in table.split("\n\n")[0].strip().splitlines()]
+        *parts, total = (float(line.split()[-1]) for line in lines)
+        assert sum(parts) == pytest.approx(total, rel=0.01)
+
+
 def test_attribution_sums_and_tells_places_apart(inputs: Inputs) -> None:
     def at(fabric: str, **degrees: Any) -> Any:
         p = Parallelism(dp=2, global_batch=32, overlap=True, **degrees)

@@ -87,6 +87,8 @@ def test_a_switch_without_effect_is_said(command: Any) -> None:
         (("power",), "study 'power' is none of scaling, fabrics"),
         (("scaling", "--gpus", "0"), "--gpus is 0"),
         (("scaling", "--draws", "0"), "--draws"),
+        (("schedules", "--schedule", "gpipe"), "the study varies --schedule itself"),
+        (("schedules", "--vpp", "4"), "the study varies --vpp itself"),
     ],
 )
 def test_wrong_requests_get_a_sentence(command: Any, words: Any, sentence: str) -> None:
