@@ -187,8 +187,8 @@ class Sampler:
                 return
             self.notes.append(
                 f"the telemetry process ended {at} ({ended}) and was started again, without "
-                f"activity and PCIe counters; up to {PART_S:.0f} s of samples before and a few after are "
-                "missing"
+                f"activity and PCIe counters; up to {PART_S:.0f} s of samples before and a few "
+                "after are missing"
             )
             self._start("--careful")
             for device, word in self._said.items():
