@@ -157,7 +157,17 @@ class Projection:
     def fabric(self) -> list[dict[str, Any]]:
         """Each tier's use, and the messages that its links are the busiest for."""
         r = self.request
-        sent = list(messages(r.model, r.parallelism, self.estimate.priced.costs))
+        tiers = self.tiers()
+
+        def busiest(message: dict[str, Any]) -> str:
+            """Of the tiers that the axis crosses, scale-up links too."""
+            used = {one.tier: one.by_axis.get(message["axis"], 0.0) for one in tiers}
+            return max(used, key=lambda tier: (used[tier], tier == message["tier"]))
+
+        sent = [
+            message | {"tier": busiest(message)}
+            for message in messages(r.model, r.parallelism, self.estimate.priced.costs)
+        ]
         return [
             {
                 "tier": one.tier,
@@ -167,7 +177,7 @@ class Projection:
                 "by_axis": one.by_axis,
                 "messages": [message for message in sent if message["tier"] == one.tier],
             }
-            for one in self.tiers()
+            for one in tiers
         ]
 
     def picture(self) -> str:

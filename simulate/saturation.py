@@ -57,8 +57,8 @@ def saturating_size(costs: Costs, kind: str, axis: str) -> float:
 def messages(model: ModelSpec, p: Parallelism, costs: Costs) -> Iterable[dict[str, Any]]:
     """What the step sends over each axis, and from where on that is bound by the links.
 
-    `tier` is that of the busiest link; `from_microbatch` is None where the message does not grow
-    with the microbatch.
+    `tier` is that of the busiest link between nodes, if there is one; `from_microbatch` is None
+    where the message does not grow with the microbatch.
     """
     costs = costs.with_(draws=Draws(0))
     for one in collectives(model, p):

@@ -14,6 +14,7 @@ from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.errors import UserError
 from spec.files import write_json
+from spec.hardware import Node
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from tests.made_up import calibration_json
@@ -25,12 +26,12 @@ NODE, FABRIC = load_node("hgx-h200"), load_fabric("ndr400-rail")
 MODEL = load_model("llama3-8b").resized(layers=8, seq_len=2048)
 
 
-def projected(path: Path, **changes: Any) -> Projection:
+def projected(path: Path, node: Node = NODE, **changes: Any) -> Projection:
     fields = {"tp": 8, "pp": 2, "dp": 4, "global_batch": 32, "sequence_parallel": True}
     p = Parallelism.model_validate(fields | changes)
     file = path / "calibration.json"
     write_json(file, calibration_json())
-    return project(Request(MODEL, p, NODE, FABRIC, CALIBRATION, file, draws=20))
+    return project(Request(MODEL, p, node, FABRIC, CALIBRATION, file, draws=20))
 
 
 def test_budget_is_steps_times_the_step(tmp_path: Path) -> None:
@@ -104,3 +105,17 @@ def test_messages_that_grow_with_the_microbatch(tmp_path: Path) -> None:
     value = one.as_json()["fabric"]
     assert {tier["tier"] for tier in value} >= {"scale-up", "nic"}
     assert sum(len(tier["messages"]) for tier in value) == len(small)
+
+
+def test_a_message_is_listed_at_the_tier_that_it_fills(tmp_path: Path) -> None:
+    """With a port a GPU, 32 in a node send 1/32 of their bytes over it, the rest in the node."""
+    wide = NODE.model_copy(update={"gpus": 32, "nics": 32})
+    for node, tier in ((wide, "scale-up"), (NODE, "nic")):
+        one = projected(
+            tmp_path, node=node, tp=1, pp=1, dp=64, sequence_parallel=False, global_batch=64
+        )
+        tiers = {found["tier"]: found for found in one.as_json()["fabric"]}
+        assert {message["axis"] for message in tiers[tier]["messages"]} == {"dp"}
+        assert sum(len(found["messages"]) for found in tiers.values()) == len(
+            tiers[tier]["messages"]
+        )
