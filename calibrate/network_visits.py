@@ -22,6 +22,7 @@ class Visited:
     what: Hashable
     devices: tuple[str, ...]
     time_us: float
+    luck_sd: float | None = None  # of `at_once`, where its groups were told apart
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,16 @@ def run_spread(rows: Sequence[Visited], assumed: Assumed) -> tuple[float, int]:
     """sd of the logarithm of what one visit measured several times, and its degrees of freedom.
 
     Each time another run, or other devices of it that lie alike: with other connections, which over
-    sockets other threads and processors serve. So has every step. The assumed spread counts as some
-    times more.
+    sockets other threads and processors serve. So has every step. Groups that send at once are such
+    devices, too. The assumed spread counts as some times more.
     """
     alike: dict[Hashable, list[float]] = defaultdict(list)
     for one in rows:
         alike[one.what, one.devices].append(log(one.time_us))
     squares = sum(float(np.var(times)) * len(times) for times in alike.values())
     free = sum(len(times) - 1 for times in alike.values())
+    at_once = [one.luck_sd for one in rows if one.luck_sd is not None]
+    squares, free = squares + float(np.sum(np.square(at_once))), free + len(at_once)
     known = assumed.visits * assumed.run_sd**2
     return sqrt((squares + known) / (free + assumed.visits)), free
 

@@ -11,6 +11,7 @@ from math import log, sqrt
 
 import numpy as np
 
+from calibrate.at_once import Alone, luck_sd, through_us
 from calibrate.collectives import LEAST_SD
 from calibrate.evidence import (
     INDEPENDENT,
@@ -57,16 +58,16 @@ class Crossing:
     path: GroupPath
     in_turns: bool = False  # each device has a share of a core, and waits for its turn
     devices: tuple[str, ...] = ()  # hashes of the run's devices
+    alone_us: float | None = None  # of one of several groups, where that was measured
 
     @property
     def time_us(self) -> float:
         """What it lasts in a step: the median, as outliers are none of it.
 
-        Of several groups the slowest counts where it is known: a step goes on when all are done.
-        Where a host waits for its turn, a repeat is short or as long as that, and it is their mean
-        that many add up to.
+        Of several groups until all are through: a step goes on then. Where a host waits for its
+        turn, a repeat is short or as long as that, and it is their mean that many add up to.
         """
-        return self.row.mean_us if self.in_turns else self.row.slowest_us or self.row.median_us
+        return self.row.mean_us if self.in_turns else through_us(self.row, self.alone_us)
 
     @property
     def sd(self) -> float:
@@ -83,7 +84,8 @@ class Crossing:
     @property
     def visited(self) -> Visited:
         """As the spread of visits takes it."""
-        return Visited((*self.layout, self.row.groups, self.row.bytes), self.devices, self.time_us)
+        what = *self.layout, self.row.groups, self.row.bytes
+        return Visited(what, self.devices, self.time_us, luck_sd(self.row))
 
     @property
     def layout(self) -> tuple[str, int, int, int]:
@@ -124,6 +126,7 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
         manifest = one.manifest
         sockets = manifest.environment.get("NCCL_IB_DISABLE") == "1"
         several = len(manifest.hosts) * manifest.emulated_nodes > 1
+        alone = Alone(one.fit(CollectiveRow))
         for row in one.table(CollectiveRow):
             if row.role != role or row.nodes < 2 or row.ranks < row.nodes:
                 continue
@@ -132,7 +135,8 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
             rdma = row.backend in ("nccl", "rccl") and not sockets
             beside = concurrent(row, per_node(manifest)) if several else 1
             path = path_of(row.ranks, row.nodes, 1.0, beside)
-            one_of = Crossing(row, path, core_share(manifest) < 1, manifest.device_hashes)
+            in_turns, devices = core_share(manifest) < 1, manifest.device_hashes
+            one_of = Crossing(row, path, in_turns, devices, alone.time_us(row))
             found["infiniband" if rdma else "tcp"].append(one_of)
     return found
 

@@ -147,12 +147,15 @@ def as_row(case: CollectiveCase) -> CollectiveRow:
     return next(rows_of(case.collective)).model_copy(update=known)
 
 
-def test_a_step_waits_for_the_slowest_of_several_groups() -> None:
+def test_a_step_waits_for_all_of_several_groups() -> None:
     one = next(rows_of("all_gather"))
     several = one.model_copy(update={"groups": 2, "slowest_us": 1.2 * one.median_us})
     path = path_of(4, 2, 1.0, 1)
     assert Crossing(one, path).time_us == one.median_us
     assert Crossing(several, path).time_us == pytest.approx(1.2 * one.median_us)
+    # the other is through at 0.8 of the mean, and a third of this one's is left, twice as fast
+    shared = Crossing(several, path, alone_us=0.6 * one.median_us)
+    assert shared.time_us == pytest.approx(one.median_us)
     # a host that waits for its turn: what many repeats add up to
     assert Crossing(several, path, in_turns=True).time_us == one.mean_us
 
