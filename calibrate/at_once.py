@@ -1,10 +1,10 @@
 """Several groups at once: when all of them are through.
 
 Groups that send at once may share what carries them: over the loopback device of a host of eight
-H200 four pairs took 1.5 to 1.9 times as long as one alone (64 MiB), two groups of four on four nodes
-1.3 to 1.8 times. The suite times each group repeat after repeat, all of them busy, so its slowest
-group is one that others leave little to. In a step these are through first, and what is left then
-goes as fast as a group alone.
+H200 four pairs took 1.5 to 1.9 times as long as one alone (64 MiB), two groups of four on four
+nodes 1.3 to 1.8 times. The suite times each group repeat after repeat, all of them busy, so its
+slowest group is one that others leave little to. In a step these are through first, and what is
+left then goes as fast as a group alone.
 """
 
 from collections import defaultdict
