@@ -118,6 +118,12 @@ class Fabric(BaseModel):
             raise ValueError(f"`group_nodes` has no effect on a {self.kind} fabric; remove it")
         if self.oversubscription and self.kind in ("torus", "single-switch"):
             raise ValueError(f"`oversubscription` has no effect on a {self.kind} fabric; remove it")
+        most = 2 if self.kind in ("dragonfly+", "ocs") else self.levels - 1
+        if len(self.oversubscription) > most:
+            raise ValueError(
+                f"`oversubscription` has {len(self.oversubscription)} entries, but this fabric has "
+                f"{most} levels with links up; give at most as many, leaves first"
+            )
         if min(self.oversubscription, default=1.0) < 1:
             raise ValueError("oversubscription is down- over up-bandwidth, so at least 1")
         return self

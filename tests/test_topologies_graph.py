@@ -127,6 +127,7 @@ GOOD = {"name": "x", "kind": "fat-tree", "radix": 8} | {
         (GOOD | {"dimensions": [2, 2]}, "no effect"),
         (GOOD | {"group_nodes": 4}, "no effect"),
         (GOOD | {"oversubscription": [0.5]}, "at least 1"),
+        (GOOD | {"oversubscription": [2, 2, 2, 2, 2, 2]}, "give at most as many"),
         (GOOD | {"kind": "dragonfly+"}, "needs `group_nodes`"),
         (GOOD | {"kind": "torus", "radix": None, "oversubscription": [2]}, "no effect"),
         (GOOD | {"assumed": ["luck"]}, "not a field"),
