@@ -9,19 +9,20 @@ from reports.page import COLOURS, INK, Figure, Section, Table, Text, new_figure,
 Json = Mapping[str, Any]
 DRAWN = 1500  # points of the picture at most; of those beyond the front, the fastest are kept
 
-OBJECTIVES = {
-    "throughput": "tokens per second",
-    "tokens-per-joule": "tokens per joule",
-    "mix": "energy-delay product",
+RANKED = {  # what plans are ranked by, in words
+    "step_time_s": "step time",
+    "tokens_per_j": "tokens/J",
+    "edp_js": "energy-delay product",
 }
 
 
 def render(value: Json) -> str:
     """The whole page."""
     best = value["plans"][0]
-    ties = sum(one["tie"] for one in value["plans"])
+    ties = [one for one in value["plans"] if one["tie"]]
+    worse = sum(one["worse_in_pairs"] for one in ties)
     sections = [
-        Section("Plans", [*_notes(value), _plans(value["plans"])]),
+        Section("Plans", [*_notes(value), _plans(value)]),
         Section("Time against energy", [_front(value)]),
     ]
     if value["why"]:
@@ -34,14 +35,27 @@ def render(value: Json) -> str:
         sections,
         subtitle=f"{value['node']} nodes, {value['fabric']} fabric · global batch "
         f"{value['global_batch']:,} · {value['considered']:,} possible, {value['fitting']:,} fit "
-        f"memory, {len(value['points']):,} simulated · ranked by {OBJECTIVES[value['objective']]}",
+        f"memory, {len(value['points']):,} simulated · ranked by {RANKED[value['ranked_by']]}",
         facts=(
             ("best plan", best["name"]),
             ("step time", _interval(best["step_time_s"], "s")),
             ("tokens/J", _interval(best["tokens_per_j"])),
-            ("ties with it", f"{ties} of the {len(value['plans']) - 1} next"),
+            (
+                "ties with it",
+                f"{len(ties)} of the {len(value['plans']) - 1} next"
+                + (f", {worse} of them worse in pairs" if worse else ""),
+            ),
         ),
     )
+
+
+def tie(plan: Json) -> str:
+    """Whether a plan ties with the best, and what pairs of draws say; empty where it does not."""
+    if not plan["tie"]:
+        return ""
+    if plan["worse_in_pairs"]:
+        return "tie, worse in pairs"
+    return "tie, better in pairs" if plan["better_in_pairs"] else "tie"
 
 
 def _interval(one: Json, unit: str = "", scale: float = 1.0) -> str:
@@ -51,27 +65,34 @@ def _interval(one: Json, unit: str = "", scale: float = 1.0) -> str:
 
 def _notes(value: Json) -> list[Text]:
     text = (
-        "Two plans tie when the 90 % interval of their ratio, draw by draw, reaches 1: errors that "
-        "both share do not tell them apart. All results are simulated."
+        "A plan ties with the best where the 90 % intervals of their "
+        f"{RANKED[value['ranked_by']]} overlap. In pairs, draw by draw, errors that both share "
+        "cancel: times the best is the ratio in pairs, and a plan whose interval of it lies above "
+        "1 is worse in pairs. All results are simulated."
     )
     return [Text(text, "note"), *(Text(one, "warning") for one in value["warnings"])]
 
 
-def _plans(plans: Sequence[Json]) -> Table:
+def _plans(value: Json) -> Table:
+    mix = value["ranked_by"] == "edp_js"
     rows = [
         (
             rank,
-            one["name"] + (" (tie)" if one["tie"] else ""),
+            one["name"],
+            tie(one),
+            *((_interval(one["edp_js"], scale=1e-6),) if mix else ()),
             _interval(one["step_time_s"]),
+            _interval(one["tokens_per_j"]),
             _interval(one["times_best"]),
             f"{one['mfu']['median']:.1%}",
-            _interval(one["tokens_per_j"]),
             one["memory_gib"],
         )
-        for rank, one in enumerate(plans, start=1)
+        for rank, one in enumerate(value["plans"], start=1)
     ]
-    columns = ("", "plan", "step time, s", "times the best", "MFU", "tokens/J", "GiB")
-    return Table(columns, rows, "Best first; medians and 90 % intervals (simulated)")
+    product = ("energy-delay product, MJ s",) if mix else ()
+    columns = ("", "plan", "tie", *product, "step time, s", "tokens/J", "times the best")
+    caption = "Best first; medians and 90 % intervals (simulated)"
+    return Table((*columns, "MFU", "GiB"), rows, caption)
 
 
 def _front(value: Json) -> Figure:
@@ -129,7 +150,8 @@ def _against(other: Json, value: Json) -> Section:
     text = (
         f"The best of {other['fitting']:,} plans there: {plan['name']}, "
         f"{_interval(plan['step_time_s'], 's')}, {_interval(plan['tokens_per_j'], 'tokens/J')}; "
-        f"by the objective {_interval(plan['times_best'])} times the first's."
+        f"by the {RANKED[value['ranked_by']]} {_interval(plan['times_best'])} times the first's"
+        + (f" ({tie(plan)})." if plan["tie"] else ".")
     )
     by = "gpu_seconds" if other["gpus"] != value["gpus"] else "seconds"
     title = f"Against {other['gpus']:,} GPUs of {other['node']} on {other['fabric']}"

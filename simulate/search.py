@@ -28,6 +28,7 @@ from simulate.inputs import (
 )
 from simulate.plans import Plans, fitting
 from simulate.projection import Projection, Request, project, warnings
+from simulate.search_text import LISTED, table
 from simulate.sweep import Point, Workers, sweep
 from simulate.uncertainty import interval
 from simulate.whatif import Changed, WhatIf, change
@@ -46,7 +47,6 @@ EXAMPLES = """examples:
   python -m simulate.search --gpus 32 --model gpt3-175b --against hgx-h100:64 --report search.html
   python -m simulate.search --gpus 8192 --out sweep.jsonl --workers dask://10.0.0.1:8786
 """
-SMALL_SHARE = 5e-4  # of a step: parts below it are printed as one
 KEEP = 2000  # plans simulated at most, unless asked for
 # What is to be small, from a step's time and its GPUs' power: seconds, joules, joule-seconds.
 OBJECTIVES: dict[str, Callable[[Array, Array], Array]] = {
@@ -189,11 +189,14 @@ def projections(ranking: Ranking, count: int, arguments: argparse.Namespace) -> 
 
 
 def plan(
-    one: Projection, value: dict[str, Any], best: Projection, objective: str
+    one: Projection, value: dict[str, Any], best: dict[str, Any], first: Projection, objective: str
 ) -> dict[str, Any]:
-    """A plan's line: its figures (`value` is its JSON), and whether it is told from the best."""
+    """A plan's line: its figures, and whether it is told from the best.
+
+    `value` is its JSON, `best` that of the best plan, `first`.
+    """
     keep = ["step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j"]
-    keep += ["energy_j_per_step", "power_w_per_gpu", "breakdown_s"]
+    keep += ["energy_j_per_step", "edp_js", "power_w_per_gpu", "breakdown_s"]
 
     def badness(of: Projection) -> Array:
         power = of.estimate.power_w * of.request.parallelism.gpus
@@ -202,14 +205,22 @@ def plan(
     # what a step is more than its parts differs from plan to plan, so it does not cancel
     sd = 2**0.5 * one.request.calibration.composition_sd
     apart = Draws(one.request.draws, one.request.seed).factor("plan against plan", sd)
-    worse = interval(badness(one) / badness(best) * (1.0 if one is best else apart))
+    ratio = interval(badness(one) / badness(first) * (1.0 if one is first else apart))
+    ranked_by = LISTED[objective][0]
     return {
         "name": describe(one.request.parallelism),
         "parallelism": one.request.parallelism.model_dump(),
         "memory_gib": value["memory_gib"]["peak"],
-        "times_best": worse,
-        "tie": one is not best and worse["low"] <= 1 <= worse["high"],
+        "tie": one is not first and overlap(value[ranked_by], best[ranked_by]),
+        "times_best": ratio,
+        "worse_in_pairs": ratio["low"] > 1,
+        "better_in_pairs": ratio["high"] < 1,
     } | {key: value[key] for key in keep}
+
+
+def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Whether two intervals have a value in common."""
+    return one["low"] <= other["high"] and other["low"] <= one["high"]
 
 
 def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
@@ -236,7 +247,9 @@ def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
     return replace(inputs, node=node, calibration=calibration), gpus
 
 
-def against(best: Projection, arguments: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
+def against(
+    first: Projection, best: dict[str, Any], arguments: argparse.Namespace, inputs: Inputs
+) -> dict[str, Any]:
     """The best plan of another cluster, and where its time goes differently."""
     theirs, gpus = other_cluster(arguments.against, inputs, arguments.gpus)
     ranking = rank(theirs, gpus, arguments, None)
@@ -246,8 +259,8 @@ def against(best: Projection, arguments: argparse.Namespace, inputs: Inputs) -> 
         "fabric": theirs.fabric.name,
         "gpus": gpus,
         "fitting": len(ranking.found.plans),
-        "plan": plan(one, one.as_json(), best, arguments.objective),
-        "why": attribution(best, one),
+        "plan": plan(one, one.as_json(), best, first, arguments.objective),
+        "why": attribution(first, one),
         "warnings": warnings(one),
     }
 
@@ -261,60 +274,6 @@ def point_json(point: Point, of_front: set[Point]) -> dict[str, Any]:
         "memory_gib": point.peak_gib,
         "front": point in of_front,
     }
-
-
-def table(value: dict[str, Any]) -> str:
-    """The terminal summary."""
-    lines = [
-        f"{value['model']} on {value['gpus']} GPUs, global batch {value['global_batch']}: "
-        f"{value['fitting']} parallelisms fit, {len(value['points'])} simulated; the best "
-        f"{len(value['plans'])} by {value['objective']}, 90 % intervals",
-        "",
-    ]
-    wide = max(len(one["name"]) for one in value["plans"])
-    for number, one in enumerate(value["plans"], start=1):
-        lines.append(
-            f"{number:3}  {_line(one, wide)}" + ("  tie with the best" if one["tie"] else "")
-        )
-    if value["why"]:
-        lines += ["", "what the second takes longer than the first:", *_parts(value["why"])]
-    other = value["against"]
-    if other:
-        lines += [
-            "",
-            f"against {other['gpus']} GPUs of {other['node']} on {other['fabric']}:",
-            f"     {_line(other['plan'])}",
-            "what it takes longer than the first:",
-            *_parts(other["why"]),
-        ]
-    return "\n".join(lines)
-
-
-def _line(one: dict[str, Any], wide: int = 0) -> str:
-    time = one["step_time_s"]
-    return (
-        f"{one['name']:{wide}}  {time['median']:.4g} s [{time['low']:.4g}, {time['high']:.4g}]  "
-        f"MFU {one['mfu']['median']:.1%}  {one['tokens_per_j']['median']:.3g} tokens/J  "
-        f"{one['memory_gib']:.0f} GiB"
-    )
-
-
-def _parts(rows: list[dict[str, Any]]) -> list[str]:
-    *parts, total = rows
-    small = [
-        row
-        for row in parts
-        if max(abs(row["share_of_step"]), abs(row["share_of_gpu_time"])) < SMALL_SHARE
-    ]
-    sums = {key: sum(row[key] for row in small) for key in total if key != "part"}
-    shown = [row for row in parts if row not in small]
-    if any(sums.values()):
-        shown.append({"part": "smaller parts", **sums})
-    return [
-        f"     {row['part']:18} {row['seconds']:+.4g} s ({row['share_of_step']:+.1%}), "
-        f"{row['gpu_seconds']:+.4g} GPU s"
-        for row in (*shown, total)
-    ]
 
 
 def main(words: Sequence[str]) -> int:
@@ -340,6 +299,7 @@ def main(words: Sequence[str]) -> int:
         "gpus": arguments.gpus,
         "global_batch": read_batch(arguments, arguments.gpus),
         "objective": arguments.objective,
+        "ranked_by": LISTED[arguments.objective][0],
         "node": inputs.node.name,
         "fabric": inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
@@ -347,14 +307,16 @@ def main(words: Sequence[str]) -> int:
         "considered": ranking.found.considered,
         "fitting": len(ranking.found.plans),
         "plans": [
-            plan(one, its, best[0], arguments.objective)
+            plan(one, its, values[0], best[0], arguments.objective)
             for one, its in zip(best, values, strict=True)
         ],
         "why": attribution(best[0], best[1]) if len(best) > 1 else [],
-        "against": against(best[0], arguments, inputs) if arguments.against else None,
+        "against": None,
         "points": [point_json(point, of_front) for point in ranking.points],
         "warnings": warnings(best[0]),
     }
+    if arguments.against:
+        value["against"] = against(best[0], values[0], arguments, inputs)
     if arguments.report:
         write_text(Path(arguments.report), render(value))
     emit(arguments.json, value, table(value))

@@ -1,6 +1,7 @@
 """The search: nothing good is pruned, nothing finished is lost, and the reasons sum."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,18 +192,39 @@ def test_clusters_that_are_not_there(command: Any) -> None:
     assert "needs the package ray" in err or "nothing answers" in err
 
 
+RANKED = {"throughput": "step_time_s", "tokens-per-joule": "tokens_per_j", "mix": "edp_js"}
+
+
 @pytest.mark.parametrize("objective", search.OBJECTIVES)
 def test_order_ties_and_front(command: Any, objective: str, tmp_path: Path) -> None:
-    code, out, err = command(*SMALL, "--objective", objective, "--keep", "30", "--json")
+    words = ("--microbatch=1", "--vpp=1", "--top=30", "--objective", objective)
+    words += ("--report=search.html",)
+    code, out, err = command(*SMALL, *words, "--json")
     assert (code, err) == (0, "")
     value = json.loads(out)
-    assert len(value["points"]) == 30
+    assert value["ranked_by"] == RANKED[objective]
+    assert len(value["points"]) == value["fitting"] == 28
     first = value["plans"][0]
     assert first["times_best"]["median"] == 1
     worse = [one["times_best"]["median"] for one in value["plans"]]
     assert worse == sorted(worse)
-    for one in value["plans"][1:]:
-        assert one["tie"] == (one["times_best"]["low"] <= 1)
+    # a tie, wherever it is said: intervals of what is ranked by overlap, whatever pairs say
+    ranges = [one[RANKED[objective]] for one in value["plans"]]
+    printed = command(*SMALL, *words[:-1])[1].split("\n\n")[1].splitlines()
+    page = (tmp_path / "search.html").read_text()
+    kinds = set()
+    for one, its, line in zip(value["plans"][1:], ranges[1:], printed[1:], strict=True):
+        apart = its["low"] > ranges[0]["high"] or its["high"] < ranges[0]["low"]
+        surely = one["times_best"]["low"] > 1
+        assert (one["tie"], one["worse_in_pairs"]) == (not apart, surely)
+        said = "" if apart else "tie, worse in pairs" if surely else "tie"
+        assert line.endswith(f"GiB  {said}".rstrip())
+        assert re.search(rf"<td[^>]*>{re.escape(one['name'])}</td>\s*<td[^>]*>{said}</td>", page)
+        low, median, high = (f"{its[key]:.4g}" for key in ("low", "median", "high"))
+        assert re.search(rf"  {re.escape(median)} [\w/ ]+ \[{re.escape(f'{low}, {high}')}\]", line)
+        kinds.add(said)
+    assert kinds >= {"", "tie, worse in pairs"}
+    assert not value["plans"][0]["tie"]
     front = [one for one in value["points"] if one["front"]]
     for one in value["points"]:
         beaten = any(
@@ -248,15 +270,19 @@ def test_another_node_is_what_it_would_be_by_itself(
         kernel["gbytes_per_s"] = 2000.0
     write_json(tmp_path / "results/8x-h200/calibration.json", content)
     words = ("--system=8x-h200", "--tp=2", "--pp=1", "--microbatch=1", "--top=1", "--json")
-    code, out, err = command(*SMALL, *words, f"--against={node}")
+    code, first, err = command(*SMALL, *words, f"--against={node}")
     assert (code, err) == (0, "")
-    other = json.loads(out)["against"]
+    other = json.loads(first)["against"]
     _, out, _ = command(*SMALL, *words, f"--node={node}")
     (itself,) = json.loads(out)["plans"]
     assert other["plan"]["step_time_s"] == itself["step_time_s"]
     assert other["plan"]["energy_j_per_step"] == itself["energy_j_per_step"]
     assert 0 < other["plan"]["mfu"]["median"] < 1
-    assert other["plan"]["tie"] == (node == "hgx-h200")
+    low, high = (itself["step_time_s"][key] for key in ("low", "high"))
+    (mine,) = json.loads(first)["plans"]
+    overlaps = low <= mine["step_time_s"]["high"] and high >= mine["step_time_s"]["low"]
+    assert other["plan"]["tie"] == overlaps
+    assert other["plan"]["worse_in_pairs"] == (node == "dgx-a100")
 
 
 def test_printed_parts_sum_to_their_total(command: Any) -> None:
