@@ -266,7 +266,9 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     group.add_argument(
-        "--layers-per-stage", metavar="N,N,...", help="uneven pipeline stages, first to last"
+        "--layers-per-stage",
+        metavar="N,N,...",
+        help="uneven pipeline stages, first to last (default: as even as can be)",
     )
 
 

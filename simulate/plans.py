@@ -19,6 +19,9 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 NARROW = ["none", "full"]  # recomputation that is searched for
+# Of the longest uneven stage that is searched for, to an even share of the layers, with embedding
+# and loss counted as a layer each.
+UNEVEN = 1.1
 
 
 # How far the closed form's ratio to the simulation varies among promising plans of the same tensor-
@@ -58,6 +61,30 @@ def divisors(number: int, limit: int) -> list[int]:
     return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
 
 
+def stages(layers: int, pp: int) -> tuple[int, ...] | None:
+    """Layers of each of `pp` stages, as even as can be; None where all get as many.
+
+    The first and the last stage, which hold embedding and loss, get fewer where some must, and the
+    longest of the others come last: the earlier a stage, the more microbatches it holds.
+    """
+    fewer, longer = divmod(layers, pp)
+    if not longer:
+        return None
+    between = max(pp - 2, 0)
+    inner = min(longer, between)
+    first = fewer + (longer > between)
+    return (first, *[fewer] * (between - inner), *[fewer + 1] * inner, fewer)
+
+
+def pipelines(layers: int, gpus: int, wide: bool) -> list[int]:
+    """Pipeline sizes: those whose stages are even, or nearly so; `wide`: all."""
+    return [
+        pp
+        for pp in divisors(gpus, layers)
+        if wide or layers % pp == 0 or -(-layers // pp) * pp <= UNEVEN * (layers + 2)
+    ]
+
+
 def candidates(
     model: ModelSpec,
     gpus: int,
@@ -68,15 +95,18 @@ def candidates(
 ) -> Iterator[Parallelism]:
     """Valid parallelisms of exactly `gpus` GPUs; `fixed` holds what the user has set.
 
-    `wide` adds context parallelism, selective recomputation and ZeRO 3.
+    Where a pipeline's stages do not divide the layers they are as even as can be. `wide` adds less
+    even ones, context parallelism, selective recomputation and ZeRO 0, 2 and 3.
     """
 
     def options(name: str, values: list[Any]) -> list[Any]:
         return [fixed[name]] if fixed.get(name) is not None else values
 
-    uneven = fixed.get("layers_per_stage")
+    given = fixed.get("layers_per_stage")
+    sizes = [len(given)] if given else pipelines(model.layers, gpus, wide)
     for tp in options("tp", divisors(gpus, node.gpus)):
-        for pp in options("pp", [len(uneven)] if uneven else divisors(model.layers, gpus)):
+        for pp in options("pp", sizes):
+            uneven = given or stages(model.layers, pp)
             for cp in options("cp", divisors(gpus, 16) if wide else [1]):
                 if gpus % (tp * pp * cp):
                     continue
@@ -91,7 +121,7 @@ def candidates(
                     options("microbatch", [1, 2, 4, 8]),
                     options("vpp", chunks),
                     options("recompute", ["none", "selective", "full"] if wide else NARROW),
-                    options("zero", [1, 3] if wide and dp * cp > 1 else [1]),
+                    options("zero", [0, 1, 2, 3] if wide and dp * cp > 1 else [1]),
                 ):
                     switches = {"sequence_parallel": tp > 1, "overlap": dp * cp > 1}
                     switches |= {key: fixed[key] for key in switches if fixed.get(key) is not None}

@@ -81,7 +81,7 @@ def parser() -> Parser:
     group.add_argument(
         "--wide",
         action="store_true",
-        help="context parallelism, selective recomputation and ZeRO 3 too",
+        help="context parallelism, selective recomputation, ZeRO 0, 2 and 3, less even stages too",
     )
     group.add_argument(
         "--against",

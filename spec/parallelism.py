@@ -1,5 +1,6 @@
 """How a training step is split over GPUs; impossible or ineffective combinations are refused."""
 
+from itertools import groupby
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -166,12 +167,19 @@ class Parallelism(BaseModel):
 
 
 def describe(parallelism: Parallelism) -> str:
-    """A short name such as `TP8 PP16 DP64 mb1 gb1024 sp recompute=full`."""
+    """A short name such as `TP8 PP16 DP64 mb1 gb1024 SP recompute=full`.
+
+    Uneven stages by their layers: `stages=7+14x8+7` has 14 of 8 layers between two of 7.
+    """
     p = parallelism
     parts = [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
     parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
     parts += [f"CP{p.cp}"] if p.cp > 1 else []
     parts += [f"EP{p.ep}"] if p.ep > 1 else []
+    if p.layers_per_stage is not None:
+        runs = [(layers, len(list(run))) for layers, run in groupby(p.layers_per_stage)]
+        said = [f"{count}x{layers}" if count > 1 else f"{layers}" for layers, count in runs]
+        parts.append("stages=" + "+".join(said))
     parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]
     parts += ["SP"] if p.sequence_parallel else []
     parts += [f"ZeRO{p.zero}"] if p.zero != 1 else []

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simulate import search, sweep
 from simulate.attribution import attribution
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
-from simulate.plans import ROUGH_ERROR, candidates, fitting
+from simulate.plans import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans import search as quick_search
 from simulate.projection import Request, project
 from simulate.sweep import Point, Workers
@@ -20,7 +22,7 @@ from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, describe
 from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
 
@@ -57,6 +59,8 @@ def command(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch, cap
         ("llama3-70b", 32, 32, "ethernet-100g", {"microbatch": 1, "recompute": "full"}),
         ("llama3-8b", 32, 64, "ethernet-800g", {"zero": 3, "pp": 1}),
         ("mixtral-8x7b", 16, 32, "ndr400-rail", {"recompute": "full", "microbatch": 2}),
+        ("llama3-8b", 24, 96, "ndr400-rail", {"pp": 3}),  # uneven stages
+        ("llama3-8b", 24, 96, "ndr400-rail", {"recompute": "none"}),
     ],
 )
 def test_the_best_plan_is_not_pruned(
@@ -89,11 +93,52 @@ def test_a_wide_search_adds_plans_and_loses_none() -> None:
     wide = set(candidates(small, 16, 32, NODE, {}, wide=True))
     assert narrow < wide
     assert {p.cp for p in wide} > {1}
-    assert {p.zero for p in wide} == {1, 3}
+    assert {p.zero for p in wide} == {0, 1, 2, 3}
+    assert {p.zero for p in wide if p.dp * p.cp == 1} == {1}
     assert {p.recompute for p in wide} == {"none", "selective", "full"}
     assert all(p.gpus == 16 for p in wide)
     tied = set(candidates(small, 16, 32, NODE, {"cp": 2, "recompute": "full"}, wide=True))
     assert tied == {p for p in wide if p.cp == 2 and p.recompute == "full"}
+
+
+@given(layers=st.integers(1, 200), data=st.data())
+def test_stages_are_as_even_as_can_be(layers: int, data: Any) -> None:
+    pp = data.draw(st.integers(1, layers))
+    found = stages(layers, pp)
+    if layers % pp == 0:
+        assert found is None
+        return
+    assert found is not None
+    assert (sum(found), len(found)) == (layers, pp)
+    assert max(found) - min(found) == 1
+    assert found[-1] == min(found)
+    assert found[0] == min(found) or set(found[:-1]) == {max(found)}  # all but one are longer
+    assert list(found[1:-1]) == sorted(found[1:-1])
+
+
+def test_layers_that_no_pipeline_divides_get_uneven_stages() -> None:
+    """Llama 3's 126 layers: a layer less on the first and on the last stage (arXiv 2407.21783)."""
+    model, fabric = load_model("llama3-405b"), load_fabric("ndr400-rail")
+    found = fitting(model, 16384, 4096, NODE, fabric, CALIBRATION).plans
+    uneven = [plan.parallelism for plan in found if plan.parallelism.layers_per_stage]
+    assert {p.pp for p in uneven} == {4, 8, 16, 32, 64}
+    assert {p.layers_per_stage for p in uneven if p.pp == 16} == {(7, *[8] * 14, 7)}
+    assert {p.vpp for p in uneven} == {1}
+    names = {describe(plan.parallelism) for plan in found}
+    assert len(names) == len(found)
+    assert any("PP16 DP128 stages=7+14x8+7 mb1" in name for name in names)
+
+
+def test_layers_that_are_divided_stay_so_unless_asked() -> None:
+    model, fabric = load_model("llama3-70b"), load_fabric("ndr400-rail")
+    found = fitting(model, 8192, 2048, NODE, fabric, CALIBRATION).plans
+    assert len(found) == 151
+    assert all(plan.parallelism.layers_per_stage is None for plan in found)
+    one = {"tp": 8, "microbatch": 1, "cp": 1, "recompute": "none", "zero": 1}
+    for fixed, wide in ((one, True), (one | {"pp": 32}, False)):
+        some = candidates(model, 8192, 2048, NODE, fixed, wide)
+        (uneven,) = (p for p in some if p.pp == 32)
+        assert uneven.layers_per_stage == (*[2] * 15, *[3] * 16, 2)
 
 
 def test_a_sweep_resumes_where_it_stopped(
