@@ -47,9 +47,11 @@ def waits(
     """What is exposed and what is hidden of each of `sent` in a pass, us, (draws,) each.
 
     Each of `sent` is what the pass gathers or scatters over an axis for the whole stage; `work` is
-    how long each unit's pass lasts and `room` the chunk's, us.
+    how long each unit's pass lasts and `room` the chunk's, us. What goes over several axes (as
+    experts' weights) shares a unit's pass: one stream sends it.
     """
     found = []
+    shares = _shares(sent, units, costs, model, p) if p.zero == 3 and p.overlap else {}
     for one in sent:
         if p.zero < 3 or not p.overlap:
             time = costs.collective_us(one) / p.vpp
@@ -61,12 +63,15 @@ def waits(
             continue
         times = _times(one, units, costs, model, p)
         mine = [unit for unit in units if unit[1] in times]
+        beside = work
+        if one.axis in shares:
+            beside = {name: work[name] * share for name, share in shares[one.axis].items()}
         if costs.calibration.one_queue:
-            exposed = _in_one_queue(one, way, mine, times, work, costs)
+            exposed = _in_one_queue(one, way, mine, times, beside, costs)
         else:
             other = next((two for two in sent if two.axis == one.axis and two != one), None)
             others = _times(other, units, costs, model, p) if other else {}
-            exposed = _in_several(one, way, mine, times, others, work, costs)
+            exposed = _in_several(one, way, mine, times, others, beside, costs)
         found.append((one, exposed, _whole(mine, times, costs) - exposed))
     return found
 
@@ -90,6 +95,26 @@ def _times(
         for _, name in units
         if sizes.get(name)
     }
+
+
+def _shares(
+    sent: Sequence[Collective], units: Units, costs: Costs, model: ModelSpec, p: Parallelism
+) -> dict[str, dict[str, Array]]:
+    """By axis, the part of each unit's pass that has what goes over it beside it, (draws,).
+
+    As what a unit sends over it is of all that it sends; nothing where all goes over one axis.
+    """
+    axes, zero = {one.axis for one in sent}, costs.draws.zero
+    if len(axes) < 2:
+        return {}
+    found: dict[str, dict[str, Array]] = {axis: {} for axis in axes}
+    times = [(one.axis, _times(one, units, costs, model, p)) for one in sent]
+    for _, name in units:
+        whole = sum((time.get(name, zero) for _, time in times), zero)
+        for axis, shares in found.items():
+            own = sum((time.get(name, zero) for over, time in times if over == axis), zero)
+            shares[name] = own / whole
+    return found
 
 
 def _in_one_queue(

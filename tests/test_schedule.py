@@ -9,19 +9,33 @@ from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, warmup, 
 from simulate.timeline import NARROW, execute
 
 
-def run(stages: int, microbatches: int, chunks: int, name: str = "1f1b") -> float:
-    """Length of a pipeline whose forward takes 1 per stage and backward 2, without transfers."""
-    duration = np.array([[1.0], [2.0]] * (stages * chunks)) / chunks
+def run(
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    name: str = "1f1b",
+    took: tuple[float, float] = (1.0, 2.0),
+) -> float:
+    """Length of a pipeline without transfers; forward and backward of a stage take `took`."""
+    duration = np.array([[one] for one in took] * (stages * chunks)) / chunks
     pipeline = graph(stages, microbatches, chunks, name)  # type: ignore[arg-type]
     return float(execute(pipeline, duration, np.zeros(1)).end.max())
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (4, 4), (4, 16), (8, 32)])
-def test_bubble_of_1f1b_and_gpipe(stages: int, microbatches: int) -> None:
+passes = st.floats(0.1, 9)
+exact = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@exact
+@given(st.integers(1, 8), st.integers(1, 40), passes, passes)
+def test_bubble_of_1f1b_and_gpipe(
+    stages: int, microbatches: int, forward: float, backward: float
+) -> None:
     """(p - 1) forward and backward passes are lost (arXiv 2104.04473, section 2.2)."""
-    expected = 3.0 * (microbatches + stages - 1)
-    assert run(stages, microbatches, 1) == pytest.approx(expected, rel=1e-12)
-    assert run(stages, microbatches, 1, "gpipe") == pytest.approx(expected, rel=1e-12)
+    expected = (forward + backward) * (microbatches + stages - 1)
+    for name in ("1f1b", "gpipe"):
+        found = run(stages, microbatches, 1, name, (forward, backward))
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
@@ -44,12 +58,15 @@ def test_bubble_of_zero_bubble_h1(
         assert most == stages
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
-def test_bubble_of_interleaving(stages: int, microbatches: int, chunks: int) -> None:
+@exact
+@given(st.integers(2, 8), st.integers(1, 5), st.integers(2, 4), passes, passes)
+def test_bubble_of_interleaving(
+    stages: int, rounds: int, chunks: int, forward: float, backward: float
+) -> None:
     """Interleaving divides the bubble by the number of chunks (same source)."""
-    expected = 3.0 * (microbatches + (stages - 1) / chunks)
-    assert run(stages, microbatches, chunks) == pytest.approx(expected, rel=1e-12)
+    expected = (forward + backward) * (rounds * stages + (stages - 1) / chunks)
+    found = run(stages, rounds * stages, chunks, took=(forward, backward))
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 @given(

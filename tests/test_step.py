@@ -1,20 +1,17 @@
-"""Properties of a simulated step, under a made-up calibration."""
+"""A simulated step under a made-up calibration; properties of any step: test_step_properties."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simulate.clocks import _clock_mhz, kept_share, layer_clock, load
 from simulate.costs import Costs, Draws
-from simulate.estimate import BREAKDOWN, StepEstimate, StepSimulator
+from simulate.estimate import StepEstimate, StepSimulator
 from simulate.imbalance import shares
 from simulate.memory import stage_memory
-from simulate.pricing import parts_of
 from simulate.projection import Request, project
 from simulate.uncertainty import central
 from spec.calibration import Calibration
@@ -23,11 +20,9 @@ from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import (
-    embedding,
     gradient_buckets,
     head,
     layer,
-    optimizer,
     stage_parameters,
     trained_parameters,
 )
@@ -46,115 +41,6 @@ def simulate(
     model = options.pop("model", MODEL)
     node, fabric = options.pop("node", NODE), options.pop("fabric", FABRIC)
     return StepSimulator(model, p, node, fabric, calibration, **{"draws": 0} | options).run()
-
-
-@st.composite
-def parallelisms(draw: st.DrawFn) -> Parallelism:
-    """Valid parallelisms of up to 512 GPUs for the models above."""
-    tp = draw(st.sampled_from([1, 2, 4, 8]))
-    pp = draw(st.sampled_from([1, 2, 4]))
-    dp = draw(st.sampled_from([1, 2, 16]))
-    microbatch = draw(st.sampled_from([1, 2]))
-    rounds = draw(st.sampled_from([1, 2, 4]))
-    fields = {
-        "tp": tp,
-        "pp": pp,
-        "vpp": draw(st.sampled_from([1, 2])) if pp > 1 else 1,
-        "dp": dp,
-        "microbatch": microbatch,
-        "global_batch": dp * microbatch * pp * rounds,
-        "sequence_parallel": draw(st.booleans()) if tp > 1 else False,
-        "zero": draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 1,
-        "overlap": draw(st.booleans()) if dp > 1 else False,
-        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
-        "fp8": draw(st.booleans()),
-    }
-    if pp > 1 and fields["vpp"] == 1 and fields["zero"] < 2:
-        fields["schedule"] = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
-    try:
-        return Parallelism.model_validate(fields)
-    except ValidationError:  # pragma: no cover - the strategy should not make these
-        raise AssertionError(fields) from None
-
-
-many = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@many
-@given(parallelisms())
-def test_breakdown_sums_to_the_step(p: Parallelism) -> None:
-    estimate = simulate(p)
-    assert tuple(estimate.breakdown_s) == BREAKDOWN
-    assert sum(estimate.breakdown_s.values()) == pytest.approx(estimate.step_time_s[0], rel=1e-9)
-    assert min(estimate.breakdown_s.values()) >= -1e-9 * estimate.step_time_s[0]
-
-
-@many
-@given(parallelisms(), st.sampled_from(["scale-up", "ports", "latency", "compute", "clock"]))
-def test_faster_hardware_never_slows_a_step(p: Parallelism, what: str) -> None:
-    value = calibration_json()
-    node, fabric, clock = NODE, FABRIC, None
-    if what == "scale-up":
-        for one in value["collectives"]:
-            for curve in one["curves"]:
-                for point in curve["points"]:
-                    point["time_us"] = 12 + (point["time_us"] - 12) / 2
-    elif what == "ports":
-        fabric = FABRIC.model_copy(update={"nic_gbits_per_s": 2 * FABRIC.nic_gbits_per_s})
-    elif what == "latency":
-        fabric = FABRIC.model_copy(update={"latency_us": FABRIC.latency_us / 2})
-    elif what == "compute":
-        for one in value["kernels"]:
-            one["tflops"] = one["tflops"] and 2 * one["tflops"]
-    base_clock = 1500.0 if what == "clock" else None
-    if what == "clock":
-        clock = 1900.0
-    faster = simulate(
-        p, Calibration.model_validate(value), node=node, fabric=fabric, clock_mhz=clock or 1500.0
-    )
-    base = simulate(p, clock_mhz=base_clock or 1500.0)
-    assert faster.step_time_s[0] <= base.step_time_s[0] * (1 + 1e-12)
-
-
-def test_step_of_one_gpu_is_the_sum_of_its_kernels() -> None:
-    p = Parallelism(global_batch=4, zero=0)
-    value = calibration_json(host={"part_us": 0.0, "step_us": 0.0, "sd": 0.0})
-    calibration = Calibration.model_validate(value)
-    kernels = [
-        (count * 4, kernel)
-        for count, pair in (
-            (MODEL.layers, layer(MODEL, p)),
-            (1, embedding(MODEL, p)),
-            (1, head(MODEL, p)),
-        )
-        for segment in pair
-        for part in segment
-        for kernel in part.kernels
-    ]
-    kernels += [(1, kernel) for kernel in optimizer(MODEL, p, 0)[0]]
-    total_us = sum(n * calibration.kernel(k).time_us(k.dims)[0] for n, k in kernels)
-    estimate = simulate(p, calibration, clock_mhz=1980.0)
-    assert estimate.step_time_s[0] * 1e6 == pytest.approx(total_us, rel=1e-9)
-
-
-def test_scaling_the_clock_of_units_scales_the_result() -> None:
-    """All durations three times as long make a step three times as long."""
-    value = calibration_json()
-    for one in value["kernels"]:
-        one["launch_us"] *= 3
-        one["tflops"] = one["tflops"] and one["tflops"] / 3
-        one["gbytes_per_s"] /= 3
-        one["host_us"] *= 3
-        for point in one["points"]:
-            point["time_us"] *= 3
-    for one in value["collectives"]:
-        for curve in one["curves"]:
-            for point in curve["points"]:
-                point["time_us"] *= 3
-    value["host"] = {key: 3 * x if key != "sd" else x for key, x in value["host"].items()}
-    p = Parallelism(tp=2, pp=2, dp=2, global_batch=8, sequence_parallel=True)
-    slow = simulate(p, Calibration.model_validate(value), clock_mhz=1980.0)
-    assert slow.step_time_s[0] == pytest.approx(3 * simulate(p, clock_mhz=1980.0).step_time_s[0])
 
 
 def test_communicated_bytes_match_megatrons_formulas() -> None:
@@ -433,18 +319,6 @@ def test_uneven_experts_slow_products_and_exchange(cv: float) -> None:
     assert simulate(p, model=bounded).step_time_s[0] < uneven.step_time_s[0]
     more = stage_memory(MOE.resized(expert_imbalance=cv), p, 0).activations
     assert more > stage_memory(bounded, p, 0).activations > stage_memory(MOE, p, 0).activations
-
-
-@many
-@given(parallelisms())
-def test_plans_that_split_layers_alike_share_their_parts(p: Parallelism) -> None:
-    """What a layer depends on must be in the key that shares it."""
-    shared, fresh = parts_of(MODEL, p), {"layer": layer(MODEL, p), "head": head(MODEL, p)}
-    fresh["embedding"] = embedding(MODEL, p)
-    for name, (forward, backward) in fresh.items():
-        assert shared[name][0] == forward
-        if p.schedule != "zb-h1":
-            assert shared[name][1] == backward
 
 
 def test_clocks_settle_where_full_timelines_would() -> None:
