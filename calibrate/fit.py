@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from threadpoolctl import threadpool_limits
 from calibrate import host_visits
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
-from calibrate.evidence import FITTED, Evidence, Ledger, input_file
+from calibrate.evidence import FITTED, TELEMETRY_FILE, Evidence, Ledger, input_file
 from calibrate.families import judge_families
 from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
@@ -129,17 +130,23 @@ def systems(results: Path, system: str | None = None) -> list[Evidence]:
 
 
 def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
-    """A system's evidence with the runs of another one before its own, for its kernel rows.
+    """A system's evidence with the runs of another one before its own.
 
     The other one is `named`; or, where there are no kernel rows of its own, the system that the
     manifest names (emulated nodes are made of the GPUs of a measured host), or one with kernel rows
-    that was measured on the same devices (some of several hosts' measured by themselves).
+    that was measured on the same devices (some of several hosts' measured by themselves); or, where
+    no telemetry was recorded beside kernels, so that powers would have to be assumed, the system of
+    the same GPU with most visits.
     """
-    base = named
-    if base == found.system or (base is None and any(one.fit(KernelRow) for one in found.runs)):
+    own = [one for one in found.runs if one.fit(KernelRow)]
+    told = any((one.path / TELEMETRY_FILE).exists() for one in own)
+    if named == found.system or (named is None and told):
         return found
     others = find_result_sets(results)
-    base = base or found.runs[-1].manifest.base_system or on_same_devices(found, others)
+    if own:
+        base = named or most_visited(found, others)
+    else:
+        base = named or found.runs[-1].manifest.base_system or on_same_devices(found, others)
     if base is None or base == found.system:
         return found
     if base not in {one.manifest.system for one in others}:
@@ -148,16 +155,30 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
             f"{base}, whose it would take; name another with --kernels-from"
         )
     runs = [one for one in others if one.manifest.system == base]
-    theirs, own = (
+    theirs, ours = (
         {d.name for one in some for d in one.manifest.hosts[0].devices}
         for some in (runs, found.runs)
     )
-    if not theirs & own:
+    if not theirs & ours:
         raise UserError(
             f"--kernels-from {base}: its devices are {', '.join(sorted(theirs))}, those of "
-            f"{found.system} {', '.join(sorted(own))}; name a system of the same devices"
+            f"{found.system} {', '.join(sorted(ours))}; name a system of the same devices"
         )
+    if not own and named is None:
+        runs = list(with_kernels(Evidence(base, runs), results, None).runs)
     return Evidence(found.system, [*runs, *found.runs])
+
+
+def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
+    """The system of the same GPU with most runs of kernels and telemetry beside them, if any."""
+    first = found.runs[0].manifest.hosts[0].devices[0]
+    visits = Counter(
+        one.manifest.system
+        for one in others
+        if one.manifest.hosts[0].devices[0].name == first.name and first.kind != "cpu"
+        if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()
+    )
+    return max(visits, key=lambda system: visits[system], default=None)
 
 
 def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:

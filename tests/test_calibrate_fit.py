@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.fit import fit, main, systems
+from calibrate.fit import fit, main, systems, with_kernels
 from calibrate.network import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
@@ -17,6 +17,7 @@ from spec.records import CollectiveRow, InterferenceRow, KernelRow, Row
 from tests.synthetic import Truth, write_result_set
 
 TRUTH = Truth()
+RESULTS = Path(__file__).parent.parent / "results"
 OPERATIONS = ("gemm", "attention", "copy", "rope", "swiglu", "adam")
 
 
@@ -366,3 +367,13 @@ def test_collectives_across_nodes_become_the_measured_network(results: Path) -> 
     assert found.collectives[0].curves[-1].ranks == 4
     inside = {one.name for one in found.parameters if one.name.startswith("collective.all_reduce")}
     assert "collective.all_reduce.4.latency_us" in inside
+
+
+def test_a_visit_without_telemetry_beside_kernels_is_pooled_with_those_that_have_it() -> None:
+    """Eight H200, whose sampler died: with the visits to four of them; nodes of theirs likewise."""
+    for system, before in (("8x-h200", "4x-h200"), ("8x-h200-4x2", "4x-h200"), ("2x-h200", None)):
+        own = systems(RESULTS, system)[0]
+        pooled = with_kernels(own, RESULTS, None)
+        assert pooled.system == system
+        assert pooled.runs[0].manifest.system == (before or system)
+        assert [run.path for run in pooled.runs[-len(own.runs) :]] == [run.path for run in own.runs]
