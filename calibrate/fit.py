@@ -111,10 +111,11 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write calibration.json, whole or not at all; lists of plain values take a line each."""
+    """Write calibration.json, whole or not at all; innermost lists and records take a line each."""
     value = calibration.model_dump(mode="json", by_alias=True)
     text = json.dumps(value, indent=1, allow_nan=False)
     text = re.sub(r"\[\n([^][{}]*)\n *\]", lambda found: f"[{_one_line(found[1])}]", text)
+    text = re.sub(r"\{\n([^{}]*)\n *\}", lambda found: f"{{{_one_line(found[1])}}}", text)
     write_text(path, text + "\n")
 
 
