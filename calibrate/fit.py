@@ -151,10 +151,14 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
     if base is None or base == found.system:
         return found
     if base not in {one.manifest.system for one in others}:
-        raise UserError(
-            f"system {found.system} has no kernel rows of its own; {results} does not hold "
-            f"{base}, whose it would take; name another with --kernels-from"
-        )
+        if named:
+            why = f"--kernels-from is {named}; {results} does not hold it"
+        else:
+            why = (
+                f"system {found.system} has no kernel rows of its own; {results} does not hold "
+                f"{base}, whose it would take"
+            )
+        raise UserError(f"{why}; name another with --kernels-from")
     runs = [one for one in others if one.manifest.system == base]
     theirs, ours = (
         {d.name for one in some for d in one.manifest.hosts[0].devices}

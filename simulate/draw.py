@@ -36,7 +36,9 @@ class Family(BaseModel):
     layers: tuple[PositiveInt, ...] = Field(min_length=1)
     seq_len: tuple[PositiveInt, ...] = Field(min_length=1)
     vocab: PositiveInt | None = Field(default=None, description="padded as Megatron-Core pads it")
-    lora_rank: tuple[NonNegativeInt, ...] = Field(default=(0,), description="0: all weights train")
+    lora_rank: tuple[NonNegativeInt, ...] = Field(
+        default=(0,), min_length=1, description="0: all weights train"
+    )
 
 
 class Grid(BaseModel):
@@ -47,19 +49,23 @@ class Grid(BaseModel):
     gpus: tuple[PositiveInt, ...] = Field(min_length=1)
     nodes: PositiveInt = Field(default=1, description="nodes that every configuration fills")
     families: tuple[Family, ...] = Field(min_length=1)
-    microbatch: tuple[PositiveInt, ...] = (1, 2, 4)
-    microbatches: tuple[PositiveInt, ...] = (1, 2, 4, 8)
+    microbatch: tuple[PositiveInt, ...] = Field(default=(1, 2, 4), min_length=1)
+    microbatches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8), min_length=1)
     tp: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="all that split the GPUs; fewer where it is to stay inside a node"
+        default=None,
+        min_length=1,
+        description="all that split the GPUs; fewer where it is to stay inside a node",
     )
-    vpp: tuple[PositiveInt, ...] = (1, 2)
-    cp: tuple[PositiveInt, ...] = (1,)
+    vpp: tuple[PositiveInt, ...] = Field(default=(1, 2), min_length=1)
+    cp: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
     uneven: tuple[bool, ...] = Field(
-        default=(False,), description="move a layer from one pipeline stage to another"
+        default=(False,),
+        min_length=1,
+        description="move a layer from one pipeline stage to another",
     )
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    zero: tuple[int, ...] = (0, 1)
-    switches: tuple[bool, ...] = (False, True)
+    recompute: tuple[Recompute, ...] = Field(default=("none", "selective", "full"), min_length=1)
+    zero: tuple[int, ...] = Field(default=(0, 1), min_length=1)
+    switches: tuple[bool, ...] = Field(default=(False, True), min_length=1)
     memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
     step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")
 

@@ -8,6 +8,7 @@ from reports.search import RANKED, tie
 Json = Mapping[str, Any]
 
 SMALL_SHARE = 5e-4  # of a step: parts below it are printed as one
+ROUNDING = 1e-9  # s; what floating-point sums are off by
 # The figures of a plan whose intervals are listed, the one that is ranked by first.
 LISTED = {
     "throughput": ("step_time_s",),
@@ -72,7 +73,7 @@ def _parts(rows: Sequence[Json]) -> list[str]:
     ]
     sums = {key: sum(row[key] for row in small) for key in total if key != "part"}
     shown = [row for row in parts if row not in small]
-    if any(sums.values()):
+    if max(map(abs, sums.values())) > ROUNDING:
         shown.append({"part": "smaller parts", **sums})
     return [
         f"     {row['part']:18} {row['seconds']:+.4g} s ({row['share_of_step']:+.1%}), "

@@ -121,8 +121,8 @@ class Fabric(BaseModel):
         most = 2 if self.kind in ("dragonfly+", "ocs") else self.levels - 1
         if len(self.oversubscription) > most:
             raise ValueError(
-                f"`oversubscription` has {len(self.oversubscription)} entries, but this fabric has "
-                f"{most} levels with links up; give at most as many, leaves first"
+                f"`oversubscription` has {len(self.oversubscription)} entries; levels of "
+                f"this fabric with links up: {most}; give at most as many, leaves first"
             )
         if min(self.oversubscription, default=1.0) < 1:
             raise ValueError("oversubscription is down- over up-bandwidth, so at least 1")

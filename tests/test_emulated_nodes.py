@@ -382,3 +382,5 @@ def test_a_host_that_is_not_there_is_one_sentence(
     assert "name another with --kernels-from" in capsys.readouterr().err
     assert run(fitting.main, [str(results), "--kernels-from", BASE]) == 2
     assert "--kernels-from is for one system" in capsys.readouterr().err
+    assert run(fitting.main, [str(results), "--system", BASE, "--kernels-from", "x"]) == 2
+    assert f"--kernels-from is x; {results} does not hold it" in capsys.readouterr().err

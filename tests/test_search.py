@@ -16,6 +16,7 @@ from simulate.inputs import Inputs
 from simulate.plans import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans import search as quick_search
 from simulate.projection import Request, project
+from simulate.search_text import _parts
 from simulate.sweep import Point, Workers
 from spec.calibration import Calibration
 from spec.command import run
@@ -336,6 +337,15 @@ def test_printed_parts_sum_to_their_total(command: Any) -> None:
         lines = [line.split(" s (")[0] for line in table.split("\n\n")[0].strip().splitlines()]
         *parts, total = (float(line.split()[-1]) for line in lines)
         assert sum(parts) == pytest.approx(total, rel=0.01)
+
+
+def test_what_rounding_leaves_is_no_part() -> None:
+    shares = {"share_of_step": 0.1, "share_of_gpu_time": 0.1, "gpu_seconds": 1.0}
+    nought = dict.fromkeys(("seconds", *shares), 1e-17)
+    rows = [{"part": name, "seconds": 1.0} | shares for name in ("kernels", "total")]
+    value = {"part": "bubble"} | nought
+    assert len(_parts([rows[0], value, rows[1]])) == 2
+    assert "smaller parts" in _parts([rows[0], value | {"seconds": 1e-4}, rows[1]])[1]
 
 
 def test_attribution_sums_and_tells_places_apart(inputs: Inputs) -> None:

@@ -484,6 +484,10 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
     code, _, err = call(capsys, "predict", "grid.yaml", *words)
     assert code == 2
     assert "grid.yaml: gpus is []" in err
+    for name in ("tp", "vpp", "cp", "microbatch", "zero"):
+        (tmp_path / "grid.yaml").write_text(f"{GRID}\n{name}: []\n")
+        code, _, err = call(capsys, "predict", "grid.yaml", *words)
+        assert (code, f"grid.yaml: {name} is []" in err) == (2, True)
 
 
 def profile(case_id: str, rank: int, **seconds: tuple[float, ...]) -> list[ProfileRow]:
