@@ -5,9 +5,9 @@ NCCL tells hosts apart by a hash of the host's name, or of `NCCL_HOSTID` where t
 ranks of real nodes do; ranks with the same id talk through NVLink. Without InfiniBand that path
 is TCP sockets over the loopback device. Both variables must stand in a process's environment before
 its first communicator. NCCL's threads copy every byte, so each node has its own share of the host's
-cores, as real nodes have: which cores serve a connection is then the same for all that a run
-measures, and no longer the scheduler's luck. gloo, which a CPU uses, knows no such switch: there
-each node is a host of `measure.namespaces`, with one device.
+cores, as real nodes have, and no scheduler moves one node's work to another's. What sets of
+connections differ by was no smaller with it (docs/calibration.md). gloo, which a CPU uses, knows no
+such switch: there each node is a host of `measure.namespaces`, with one device.
 """
 
 import os
