@@ -37,7 +37,15 @@ from calibrate.network import (
     predict,
     published_samples,
 )
-from calibrate.network_visits import RDMA, SHAPED, SOCKETS, Assumed, Visited, with_visits
+from calibrate.network_visits import (
+    RDMA,
+    SHAPED,
+    SHAPED_CPU,
+    SOCKETS,
+    Assumed,
+    Visited,
+    with_visits,
+)
 from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, _columns
 from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
@@ -59,6 +67,7 @@ class Crossing:
     in_turns: bool = False  # each device has a share of a core, and waits for its turn
     devices: tuple[str, ...] = ()  # hashes of the run's devices
     alone_us: float | None = None  # of one of several groups, where that was measured
+    shaped: bool = False  # links between nodes have a set rate
 
     @property
     def time_us(self) -> float:
@@ -97,7 +106,9 @@ def assumed_of(protocol: str, rows: Sequence[Crossing]) -> Assumed:
     """What is assumed of visits, by what copies the messages."""
     if protocol == "infiniband":
         return RDMA
-    return SOCKETS if any(one.row.backend in ("nccl", "rccl") for one in rows) else SHAPED
+    if all(one.row.backend == "gloo" for one in rows):
+        return SHAPED_CPU
+    return SHAPED if all(one.shaped for one in rows) else SOCKETS
 
 
 def concurrent(row: CollectiveRow, per_node: int) -> int:
@@ -135,8 +146,14 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
             rdma = row.backend in ("nccl", "rccl") and not sockets
             beside = concurrent(row, per_node(manifest)) if several else 1
             path = path_of(row.ranks, row.nodes, 1.0, beside)
-            in_turns, devices = core_share(manifest) < 1, manifest.device_hashes
-            one_of = Crossing(row, path, in_turns, devices, alone.time_us(row))
+            one_of = Crossing(
+                row,
+                path,
+                core_share(manifest) < 1,
+                manifest.device_hashes,
+                alone.time_us(row),
+                manifest.link_mbit_per_s is not None,
+            )
             found["infiniband" if rdma else "tcp"].append(one_of)
     return found
 

@@ -1,21 +1,22 @@
 #!/bin/sh
 # A machine without a GPU as 2, 4 and 8 hosts; the steps of 8 are forecast from what 2 and 4 measured.
 #
-#   examples/emulated-hosts.sh [RESULTS] [MBIT] [SYSTEM]
+#   examples/emulated-hosts.sh [RESULTS] [MBIT] [SYSTEM] [CORES]
 #
-# Needs root and iproute2; about 45 minutes on two cores. A run that turns out invalid (something
+# Needs root and iproute2; about 45 minutes on two cores, and ten with CORES=1, a whole core for each
+# host, where there are sixteen. A run that turns out invalid (something
 # else used the cores) ends it: repeat. What is there is not measured again, a forecast not replaced.
 set -e
 RESULTS=${1:-results} MBIT=${2:-200}
-SYSTEM=${3:-netns-${MBIT}mbit}
+SYSTEM=${3:-netns-${MBIT}mbit} CORES=${4:-0.2}
 FORECASTS=$RESULTS/$SYSTEM/forecasts
 PYTHON=${PYTHON:-python3}
 
 measure() { # HOSTS, options
     HOSTS=$1
     shift
-    $PYTHON -m measure.run --emulate-nodes "$HOSTS" --link-mbit "$MBIT" --out "$RESULTS" \
-        --system "$SYSTEM" --progress "$@"
+    $PYTHON -m measure.run --emulate-nodes "$HOSTS" --link-mbit "$MBIT" --node-cores "$CORES" \
+        --out "$RESULTS" --system "$SYSTEM" --progress "$@"
 }
 
 mkdir -p "$FORECASTS"

@@ -7,8 +7,7 @@ are a billion; at 5 to 9 GB/s between nodes these steps last 0.2 to 3 s.
 from dataclasses import replace
 from typing import Any
 
-from measure.emulation import NETWORK_GBYTES_PER_S
-from measure.namespaces import QUOTA
+from measure.emulation import gbytes_per_s
 from measure.training_plan import WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
 from spec.model import ModelSpec, load_model
@@ -55,29 +54,36 @@ _PLAN: tuple[_Wish, ...] = (
 )
 
 
-def cases(world: int, nodes: int, device_kind: str, quick: bool) -> list[TrainingCase]:
+def cases(
+    world: int, nodes: int, device_kind: str, quick: bool, link_mbit: int | None = None
+) -> list[TrainingCase]:
     """The plan for `world` devices as `nodes` nodes; quick: the first four."""
     found = []
     for name, layers, split in _PLAN:
         p = Parallelism(**split)
         if p.gpus == world:
             model = load_model(name).resized(layers=layers, seq_len=4096)
-            found.append(emulated(case_of(model, p, device_kind, quick), nodes))
+            found.append(emulated(case_of(model, p, device_kind, quick), nodes, link_mbit))
     return found[:QUICK_CASES] if quick else found
 
 
-def emulated(case: TrainingCase, nodes: int, link_mbit: int | None = None) -> TrainingCase:
-    """The case on emulated nodes; raises UserError where its devices do not fill them."""
+def emulated(
+    case: TrainingCase, nodes: int, link_mbit: int | None = None, share: float | None = None
+) -> TrainingCase:
+    """The case on emulated nodes; raises UserError where its devices do not fill them.
+
+    share: of a core, that each node of a CPU may use.
+    """
     p = case.parallelism
-    if link_mbit is not None:
-        case = replace(case, seconds=round(case.seconds / QUOTA, 1), steps=STEPS)
+    if share is not None:
+        case = replace(case, seconds=round(case.seconds / share, 1), steps=STEPS)
     if nodes == 1:
         return case
     if p.gpus % nodes:
         raise UserError(f"{case.case_id}: {p.gpus} devices do not divide into {nodes} nodes")
     own = case.case_id == TrainingConfig.name_of(case.model, p)
-    rate = NETWORK_GBYTES_PER_S if link_mbit is None else link_mbit / 8e3
-    seconds = case.seconds + communication_s(case.model, p, nodes, rate) * (STEPS + WARM_UP + 2)
+    sent_s = communication_s(case.model, p, nodes, gbytes_per_s(link_mbit))
+    seconds = case.seconds + sent_s * (STEPS + WARM_UP + 2)
     return replace(
         case,
         nodes=nodes,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import namespaces
+from measure.emulation import enter_cores, rank_environment
 from spec.errors import UserError, WorkError
 from spec.files import read_json, write_json
 
@@ -28,17 +29,18 @@ WARM_UP = 50
 SECONDS = 35.0  # rough duration of a check, for estimates
 
 
-def counts(hosts: int) -> tuple[int, ...]:
-    """Counts of hosts to be compared in a run of `hosts`."""
-    return COUNTS if hosts <= max(COUNTS) else (*COUNTS, hosts)
+def counts(hosts: int, share: float) -> tuple[int, ...]:
+    """Counts of hosts to be compared in a run of `hosts`: as many as the machine can have."""
+    most = namespaces.most_hosts(os.cpu_count() or 1, share)
+    return tuple(sorted({count for count in COUNTS if count <= most} | {hosts}))
 
 
 class _Worker:
     """A process on one host that multiplies matrices when told."""
 
-    def __init__(self, host: int) -> None:
+    def __init__(self, host: int, hosts: int) -> None:
         threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        own = {namespaces.HOST: str(host), "PYTHONPATH": os.pathsep.join(sys.path)}
+        own = rank_environment(host, hosts, hosts) | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "measure.host_check"],
             stdin=subprocess.PIPE,
@@ -70,12 +72,11 @@ class _Worker:
             pipe.close()
 
 
-def compute_s(hosts: int) -> dict[str, float]:
+def compute_s(compared: Sequence[int]) -> dict[str, float]:
     """Median seconds of the computation, by how many of the hosts computed at once."""
-    compared = counts(hosts)
     workers: list[_Worker] = []
     try:
-        workers = [_Worker(host) for host in range(max(compared))]
+        workers = [_Worker(host, max(compared)) for host in range(max(compared))]
         for worker in workers:
             worker.seconds()  # imports are done
         times: dict[int, list[float]] = {count: [] for count in compared}
@@ -111,19 +112,19 @@ def verdict(checks: Sequence[dict[str, float]]) -> str | None:
     )
 
 
-def record(folder: Path, hosts: int, link_mbit: int) -> str | None:
+def record(folder: Path, hosts: int, link_mbit: int, share: float) -> str | None:
     """Check, add the result to the run's hosts.json, and give the verdict on all its checks."""
     path = folder / FILE
     try:
         before: list[Any] = read_json(path, "checks of hosts")["compute_s"] if path.exists() else []
     except (KeyError, TypeError):
         raise UserError(f"{path}: not written by measure.run; delete it") from None
-    checks = [*before, compute_s(hosts)]
+    checks = [*before, compute_s(counts(hosts, share))]
     why_not = verdict(checks)
     value = {
         "schema": SCHEMA,
         "hosts": hosts,
-        "cores_per_host": namespaces.QUOTA,
+        "cores_per_host": share,
         "period_us": namespaces.PERIOD_US,
         "link_mbit_per_s": link_mbit,
         "compute_s": checks,
@@ -139,6 +140,7 @@ def main() -> None:
     import numpy as np
 
     matrix = np.random.default_rng(0).random((SIZE, SIZE), dtype=np.float32)
+    enter_cores()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ[namespaces.HOST]) % len(cores)]})
     namespaces.enter_share()

@@ -1,6 +1,6 @@
 """What to measure on the hosts of `measure.namespaces`, as data; each has one device.
 
-All that is sent leaves its host, and on a fifth of a core everything takes five times as long: so
+All that is sent leaves its host, and with part of a core everything takes as much longer: so
 only what training steps are made of, and their sizes.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from measure.emulation_plan import QUICK_CASES, emulated
-from measure.namespaces import QUOTA
 from measure.plan import CollectiveCase, KernelCase
 from measure.training_plan import TrainingCase, case_of
 from spec.collective import COLLECTIVES, busbw_factor
@@ -19,7 +18,7 @@ from spec.step import kernels_of
 # log2 of bytes; 16 MiB last 1.3 s at 200 Mbit/s. 8 MiB too: gradients are large, and the only two
 # sizes near theirs could both be kept for judging.
 SIZES = (10, 12, 14, 16, 18, 20, 22, 23, 24)
-KERNEL_S = 5.0  # repeats last long enough to hold many turns of the processor
+KERNEL_S = 1.0  # of a core; repeats last long enough to hold many turns of one that is shared
 COLLECTIVE_REPEATS = 21
 
 _SP = {"sequence_parallel": True}
@@ -50,26 +49,26 @@ _STEPS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def training(hosts: int, quick: bool, link_mbit: int) -> list[TrainingCase]:
+def training(hosts: int, quick: bool, link_mbit: int, share: float) -> list[TrainingCase]:
     """Steps for so many hosts, and one for a single one of them; quick: the first four."""
     found = []
     for layers, split in _STEPS:
         p = Parallelism(**split)
         if p.gpus in (1, hosts):
             case = case_of(load_model("small").resized(layers=layers), p, "cpu", quick)
-            found.append(emulated(case, p.gpus, link_mbit))
+            found.append(emulated(case, p.gpus, link_mbit, share))
     return found[:QUICK_CASES] if quick else found
 
 
-def kernels(steps: Iterable[tuple[ModelSpec, Parallelism]]) -> list[KernelCase]:
-    """The kernels of some steps; any host measures any of them."""
+def kernels(steps: Iterable[tuple[ModelSpec, Parallelism]], share: float) -> list[KernelCase]:
+    """The kernels of some steps; any host measures any of them with its share of a core."""
     wanted = dict.fromkeys(
         kernel
         for model, split in steps
         for kernel in sorted(kernels_of(model, split), key=lambda k: (k.op, k.direction, k.dims))
     )
     return [
-        KernelCase(kernel, seconds=round(max(KERNEL_S, 20 * kernel.flops / (1e10 * QUOTA)), 1))
+        KernelCase(kernel, seconds=round(max(KERNEL_S, 20 * kernel.flops / 1e10) / share, 1))
         for kernel in wanted
     ]
 

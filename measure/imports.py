@@ -169,7 +169,7 @@ def write(
         environment=pairs("--env", asked.env),
         command=host.command_line(words, "measure.imports"),
         suites=[name for name in tables if name != "steps"],
-        base_system=asked.base_system,
+        emulated={"base_system": asked.base_system},
     )
     store.manifest.started = newest.strftime("%Y-%m-%dT%H:%M:%SZ")
     for note in notes:

@@ -1,12 +1,15 @@
-"""Several hosts on one Linux machine without a GPU: real sockets, shaped links, equal processors.
+"""Several hosts on one Linux machine: real sockets, shaped links, equal processors.
 
 Each host is a network namespace, joined to the others by a virtual Ethernet pair and a bridge (in a
 namespace of its own, so that the machine's network is left alone), its link limited both ways by
-`tc tbf`; and a control group that may use `QUOTA` of a core and no more. Weighted above everything
-else on the machine, hosts get that share whatever runs beside them, so long as all shares together
-fit the cores: whether they do is measured, see `measure.host_check`.
+`tc tbf`.
 
-Needs root and iproute2. Control groups of version 2, or the cpu controller of version 1.
+A host of a CPU has a core of its own, or a control group that may use part of a core and no more.
+Weighted above everything else on the machine, hosts get that share whatever runs beside them, so
+long as all shares together fit the cores: whether they do is measured, see `measure.host_check`.
+Hosts of GPUs have cores of their own, see `measure.emulation`.
+
+Needs root and iproute2. Shares need control groups: version 2, or the cpu controller of version 1.
 """
 
 import contextlib
@@ -21,26 +24,29 @@ from pathlib import Path
 
 from spec.errors import UserError, WorkError
 
-QUOTA = 0.2  # of a core, each host
+SHARE = 0.2  # of a core, each host of a CPU: so eight fit on two
 PERIOD_US = 20_000  # in which a host may run for its quota
 LARGEST_SHARE = 0.9  # of the machine's cores, all hosts together
 LINK_MBIT = 200
 INTERFACE = "eth0"
 MTU = 9000
-BURST_BYTES = 32 * 1024  # that a link lets through at once after idling
-QUEUE_BYTES = 8 * 1024 * 1024  # before a link drops: more than sockets keep in flight
+# that a link lets through at once after idling, and that wait before it drops: more than sockets
+# keep in flight. Bytes, or seconds at the link's rate where that is more.
+BURST_BYTES, BURST_S = 32 * 1024, 2e-4
+QUEUE_BYTES, QUEUE_S = 8 * 1024 * 1024, 0.2
 PREFIX = "measure"
 NAMESPACES = Path("/run/netns")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 HOSTS = "MEASURE_HOSTS"  # name of the hosts in being, in the environment of a run and its workers
 HOST = "MEASURE_HOST"  # number of the host that a worker belongs to
+SHARED = "MEASURE_SHARE"  # set where hosts have control groups: part of a core that each may use
 
 _CLONE_NEWNET = 0x40000000
 
 
-def most_hosts(cores: int) -> int:
-    """Hosts whose quotas fit on so many cores."""
-    return int(LARGEST_SHARE * cores / QUOTA + 1e-9)
+def most_hosts(cores: int, share: float) -> int:
+    """Hosts that fit on so many cores, each with a share of one or a whole one."""
+    return cores if share == 1 else int(LARGEST_SHARE * cores / share + 1e-9)
 
 
 def address(host: int) -> str:
@@ -75,9 +81,14 @@ def enter_network() -> None:
             raise OSError(error, os.strerror(error), str(path))
 
 
+def on_share() -> bool:
+    """Whether this process belongs to a host with part of a core, which computes in turns."""
+    return on_host() and SHARED in os.environ
+
+
 def enter_share() -> None:
-    """Move this process under its host's quota; nothing outside of hosts."""
-    if on_host():
+    """Move this process under its host's quota; nothing where it has none."""
+    if on_share():
         group = Controller().root / os.environ[HOSTS] / os.environ[HOST]
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
@@ -95,10 +106,10 @@ class Controller:
                 "mount control groups (version 2, or the cpu controller of version 1)"
             )
 
-    def make(self, name: str, hosts: int) -> None:
-        """Groups `name`/0 to `name`/(hosts - 1), each with its quota."""
+    def make(self, name: str, hosts: int, share: float) -> None:
+        """Groups `name`/0 to `name`/(hosts - 1), each with its share of a core."""
         parent = self.root / name
-        quota = str(int(PERIOD_US * QUOTA))
+        quota = str(int(PERIOD_US * share))
         if self.unified:
             (self.root / "cgroup.subtree_control").write_text("+cpu")
         parent.mkdir()
@@ -134,29 +145,36 @@ class Controller:
                 time.sleep(0.02)
 
 
-def check_machine(root: Path = CONTROL_GROUPS) -> None:
-    """Raise UserError where hosts cannot be made here."""
+def check_machine(share: float = 1.0, root: Path = CONTROL_GROUPS) -> None:
+    """Raise UserError where hosts with such shares of a core cannot be made here."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing or os.geteuid():
         raise UserError(
-            "emulated nodes of a CPU are network namespaces, which need root and iproute2: "
+            "shaped links, and emulated nodes of a CPU, are network namespaces, which need root "
+            "and iproute2: "
             + (f"{' and '.join(missing)} not found" if missing else "this user is not root")
         )
-    Controller(root)
+    if share < 1:
+        Controller(root)
 
 
 @contextlib.contextmanager
-def hosts(count: int, link_mbit: int, shares: int | None = None) -> Iterator[str]:
-    """Have `count` hosts (and quotas for `shares`, if more); yields their name, leaves nothing.
+def hosts(
+    count: int, link_mbit: int, share: float = 1.0, shares: int | None = None
+) -> Iterator[str]:
+    """Have `count` hosts; yields their name, leaves nothing.
 
+    share: part of a core that each may use; 1: no limit. Quotas are made for `shares`, if more.
     Raises UserError where this machine cannot have them, WorkError where the kernel refuses.
     """
-    check_machine()
+    check_machine(share)
     _sweep()
     name = f"{PREFIX}-{os.getpid()}"
     try:
         try:
-            Controller().make(name, max(count, shares or count))
+            if share < 1:
+                Controller().make(name, max(count, shares or count), share)
+                os.environ[SHARED] = str(share)
             _connect(name, count, link_mbit)
         except OSError as error:
             raise WorkError(f"control group {error.filename}: {error.strerror}") from None
@@ -164,13 +182,17 @@ def hosts(count: int, link_mbit: int, shares: int | None = None) -> Iterator[str
         yield name
     finally:
         os.environ.pop(HOSTS, None)
+        os.environ.pop(SHARED, None)
         _remove(name)
 
 
 def _connect(name: str, count: int, link_mbit: int) -> None:
     """Namespaces, a bridge, a pair of interfaces for each host, and the links' rate."""
     switch = f"{name}-switch"
-    rate = f"tbf rate {link_mbit}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
+    bytes_per_s = link_mbit * 1e6 / 8
+    burst = max(BURST_BYTES, int(BURST_S * bytes_per_s))
+    queue = max(QUEUE_BYTES, int(QUEUE_S * bytes_per_s))
+    rate = f"tbf rate {link_mbit}mbit burst {burst} limit {queue}"
     _run(f"ip netns add {switch}")
     _run(f"ip -n {switch} link add bridge0 mtu {MTU} type bridge")
     _run(f"ip -n {switch} link set bridge0 up")
@@ -200,7 +222,8 @@ def _run(command: str) -> None:
 
 def _remove(name: str) -> None:
     """Take hosts away; interfaces and queues go with their namespaces."""
-    Controller().remove(name)
+    with contextlib.suppress(UserError):  # no controller, so no groups
+        Controller().remove(name)
     for path in NAMESPACES.glob(f"{name}-*"):
         with contextlib.suppress(WorkError):
             _run(f"ip netns del {path.name}")
@@ -209,7 +232,8 @@ def _remove(name: str) -> None:
 def _sweep() -> None:
     """Take away what runs left that were killed before they could."""
     left = {path.name.split("-")[1] for path in NAMESPACES.glob(f"{PREFIX}-*-*")}
-    left |= {path.name.split("-")[1] for path in Controller().root.glob(f"{PREFIX}-*")}
+    with contextlib.suppress(UserError):
+        left |= {path.name.split("-")[1] for path in Controller().root.glob(f"{PREFIX}-*")}
     for pid in left:
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             _remove(f"{PREFIX}-{pid}")

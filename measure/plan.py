@@ -259,22 +259,29 @@ def _seconds(kernel: Kernel, gpu: bool) -> float:
 
 
 def collective_cases(
-    device_kind: str, world: int, quick: bool, plan: PlanFile, nodes: int = 1, hosts: int = 1
+    device_kind: str,
+    world: int,
+    quick: bool,
+    plan: PlanFile,
+    nodes: int = 1,
+    hosts: int = 1,
+    link_mbit: int | None = None,
 ) -> list[CollectiveCase]:
     """The collective suite over every power-of-two group that `world` ranks allow.
 
-    With `nodes` emulated on one host, or on several `hosts`, each case says how many of them its
-    groups span. Across emulated nodes all groups of a parallel axis send at once, so groups that
-    fill the world are measured, the largest first; one of them alone, at few sizes, shows what the
-    others cost it.
+    With `nodes` emulated on one host (joined by links of `link_mbit`, if shaped), or on several
+    `hosts`, each case says how many of them its groups span. Across emulated nodes all groups of a
+    parallel axis send at once, so groups that fill the world are measured, the largest first; one
+    of them alone, at few sizes, shows what the others cost it.
     """
     gpu = device_kind in ("nvidia", "amd")
-    rate = emulation.NETWORK_GBYTES_PER_S if hosts == 1 else cluster_plan.GBYTES_PER_S[gpu]
+    rate = emulation.gbytes_per_s(link_mbit) if hosts == 1 else cluster_plan.GBYTES_PER_S[gpu]
     place = partial(_placed, world=world, nodes=max(nodes, hosts), gbytes_per_s=rate)
     if plan.collectives:
         asked = [CollectiveCase(**wish.model_dump()) for wish in plan.collectives]
         return [place(case) for case in asked]
-    top = emulation.LARGEST if nodes > 1 else 30 if gpu else (24 if quick else 26)
+    across_top, reduced_top = emulation.largest(link_mbit)
+    top = across_top if nodes > 1 else 30 if gpu else (24 if quick else 26)
     step = 2 if quick else 1
     cases: list[CollectiveCase] = []
     for ranks, stride, groups in spans(world)[:: -1 if nodes > 1 else 1]:
@@ -291,7 +298,7 @@ def collective_cases(
                 cases.append(place(case))
         if groups > 1 and nodes == 1 and gpu and not quick:
             cases += [place(case) for case in _pipelines(ranks, stride, groups)]
-        largest = 2**emulation.LARGEST_REDUCED
+        largest = 2**reduced_top
         known = {(case.ranks, case.nodes, case.bytes) for case in cases}
         if across > 1 and fills and (ranks, across, largest) not in known:
             cases += [

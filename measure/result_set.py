@@ -8,7 +8,6 @@ from pathlib import Path
 
 from measure import emulation, host
 from measure.devices import Device
-from measure.namespaces import QUOTA
 from measure.other_hosts import OtherHost
 from measure.plan_file import PlanFile
 from measure.store import PLAN, Store
@@ -26,15 +25,17 @@ def open_store(
     words: Sequence[str],
 ) -> Store:
     """A fresh result set, with the plan beside it."""
-    if options.link_mbit is None:
+    if options.share is None:
         own = [device for device in devices if device.host is None]
         hosts = [host.describe_host(own), *(one.described() for one in others)]
     else:
-        hosts = [host.describe_share(device, n, QUOTA) for n, device in enumerate(devices)]
+        hosts = [host.describe_share(one, n, options.share) for n, one in enumerate(devices)]
     name = base = host.system_name(hosts)
     if options.nodes > 1:
-        name = emulation.system_name(base, len(devices), options.nodes, options.link_mbit)
-    within = options.nodes if options.link_mbit is None else 1
+        name = emulation.system_name(
+            base, len(devices), options.nodes, options.link_mbit, options.share
+        )
+    within = options.nodes if options.share is None else 1
     plan = {
         "suites": options.suites,
         "models": options.models,
@@ -42,6 +43,7 @@ def open_store(
         "plan": options.plan.model_dump(),
         "nodes": options.nodes,
         "link_mbit": options.link_mbit,
+        "share": options.share,
         "hosts": options.hosts,
     }
     store = Store.create(
@@ -54,8 +56,11 @@ def open_store(
         environment=host.environment(),
         command=host.command_line(words),
         suites=options.suites,
-        emulated_nodes=within,
-        base_system=base if within > 1 else None,
+        emulated={
+            "emulated_nodes": within,
+            "link_mbit_per_s": options.link_mbit,
+            "base_system": base if within > 1 else None,
+        },
         plan=plan,
     )
     if devices[0].kind == "amd":
@@ -67,7 +72,7 @@ def open_store(
         )
         print(f"note: {store.manifest.notes[-1]}", file=sys.stderr)
     if options.nodes > 1:
-        store.note(emulation.note(len(devices), options.nodes, options.link_mbit))
+        store.note(emulation.note(len(devices), options.nodes, options.link_mbit, options.share))
     elif any(config.nodes > 1 for config in options.plan.training):
         store.note("training steps whose column nodes is above 1 ran on emulated nodes")
     return store
@@ -86,6 +91,7 @@ def left_to_do(folder: Path) -> Options:
             parse(PlanFile, value["plan"], str(folder / PLAN)),
             int(value.get("nodes", 1)),
             value.get("link_mbit"),
+            value.get("share"),
             int(value.get("hosts", 1)),
         )
     except (KeyError, TypeError):

@@ -13,7 +13,7 @@ from typing import Any
 from measure import checks, cpu_memory, emulation, host, host_check, namespaces, other_hosts, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
-from measure.namespaces import LINK_MBIT, check_machine
+from measure.namespaces import LINK_MBIT, SHARE, check_machine
 from measure.other_hosts import OtherHost, Samplers
 from measure.plan import ON_REQUEST, SUITES
 from measure.plan_file import PlanFile, read_plan
@@ -34,6 +34,7 @@ examples:
   python -m measure.run --list                             what would run, and how long
   python -m measure.run --resume 20260101-120000           continue a run that was cut short
   python -m measure.run --emulate-nodes 2                  four GPUs as two nodes of two
+  python -m measure.run --emulate-nodes 2 --link-mbit 10000  the same, joined by 10 Gbit/s
   python -m measure.run --emulate-nodes 4 --link-mbit 200  no GPU: four hosts on this one
   python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
@@ -107,7 +108,14 @@ def arguments_parser() -> Parser:
         "--link-mbit",
         type=whole(1, 100_000),
         metavar="N",
-        help=f"rate of the links of a CPU's emulated nodes (default: {LINK_MBIT})",
+        help="rate of the links between emulated nodes, in network namespaces (needs root); by "
+        f"default the loopback device's, and {LINK_MBIT} on a CPU",
+    )
+    parser.add_argument(
+        "--node-cores",
+        type=core_share,
+        metavar="N",
+        help=f"part of a core for each emulated node of a CPU (default: {SHARE:g}; 1: a whole one)",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="list or write the plan of a machine with N GPUs"
@@ -130,6 +138,17 @@ def arguments_parser() -> Parser:
     return parser
 
 
+def core_share(text: str) -> float:
+    """Part of a core, as an option's value: above 0.05, and at most a whole one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.05 to 1")
+    return value
+
+
 def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[str, ...]:
     """The suites named, in the order in which they run."""
     if words is None:
@@ -147,10 +166,12 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int 
     plan = read_plan(asked.plan) if asked.plan else PlanFile()
     nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes
     if asked.emulate_nodes is not None:
-        emulation.check(nodes, devices, kind)
+        emulation.check(nodes, devices, kind, asked.node_cores or SHARE)
+    elif asked.link_mbit is not None:
+        raise UserError("--link-mbit is for emulated nodes; see --emulate-nodes")
     on_cpu = kind == "cpu" and nodes > 1
-    if asked.link_mbit is not None and not on_cpu:
-        raise UserError("--link-mbit is for the emulated nodes of a CPU; see --emulate-nodes")
+    if asked.node_cores is not None and not on_cpu:
+        raise UserError("--node-cores is for the emulated nodes of a CPU; see --emulate-nodes")
     default = emulation.SUITES["cpu" if on_cpu else "gpu"]
     suites = parse_suites(asked.suite, SUITES if nodes == 1 else default)
     alone = [one for one in suites if one not in default]
@@ -165,8 +186,9 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int 
             + ("which the plan's kernels replace" if plan.kernels else "which is not asked for")
             + "; leave it out"
         )
-    link = (asked.link_mbit or LINK_MBIT) if on_cpu else None
-    return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link, hosts)
+    link = asked.link_mbit or (LINK_MBIT if on_cpu else None)
+    share = (asked.node_cores or SHARE) if on_cpu else None
+    return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link, share, hosts)
 
 
 def plan_elsewhere(asked: argparse.Namespace) -> int:
@@ -190,18 +212,24 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def emulated_hosts(store: Store, options: Options) -> Iterator[None]:
-    """The hosts of a CPU, if asked for, checked before the cases and after them."""
+    """Nodes with shaped links, if asked for; a CPU's checked before the cases and after them."""
     if options.link_mbit is None:
         yield
+        return
+    if options.share is None:
+        with namespaces.hosts(options.nodes, options.link_mbit):
+            yield
         return
 
     def check() -> None:
         assert options.link_mbit is not None
-        why_not = host_check.record(store.folder, options.nodes, options.link_mbit)
-        store.manifest.invalid = why_not
+        assert options.share is not None
+        store.manifest.invalid = host_check.record(
+            store.folder, options.nodes, options.link_mbit, options.share
+        )
 
-    shares = max(host_check.counts(options.nodes))
-    with namespaces.hosts(options.nodes, options.link_mbit, shares):
+    shares = max(host_check.counts(options.nodes, options.share))
+    with namespaces.hosts(options.nodes, options.link_mbit, options.share, shares):
         check()
         if store.manifest.invalid:
             raise WorkError(f"{store.folder}: invalid, nothing measured: {store.manifest.invalid}")
@@ -267,17 +295,18 @@ def lead(
         chosen = f"cpu:{nodes}"
     devices: list[Device] = [*open_devices(chosen), *(d for one in others for d in one.devices)]
     options = before or read_options(asked, kind, len(devices), hosts)
-    if options.nodes > 1 and options.link_mbit is None:
-        os.environ.update(emulation.ENVIRONMENT)  # of the workers too, and of the manifest
+    if options.nodes > 1 and options.share is None:
+        # of the workers too, and of the manifest
+        os.environ.update(emulation.SHAPED if options.link_mbit else emulation.ENVIRONMENT)
         os.environ.pop("NCCL_HOSTID", None)  # every worker gets its own
     cases = planned(options, kind, len(devices))
     if asked.write_plan:
         return write_plan(asked.write_plan, options, kind, len(devices))
     if asked.list:
-        twice = 0.0 if options.link_mbit is None else 2 * host_check.SECONDS
+        twice = 0.0 if options.share is None else 2 * host_check.SECONDS
         return list_cases(asked.json, cases, kind, len(devices), asked.budget, twice)
     if options.link_mbit is not None:
-        check_machine()
+        check_machine(options.share or 1.0)
     if folder:
         store = reopen_store(folder, devices)
     else:
@@ -302,7 +331,7 @@ def lead(
     sampler = Samplers(Sampler(store.folder, chosen, epoch=epoch), others, store.folder, epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)
     deadline = began + 60 * asked.budget if asked.budget else None
-    if deadline and options.link_mbit is not None:
+    if deadline and options.share is not None:
         deadline -= host_check.SECONDS  # the check after the cases
     campaign = Campaign(chosen, devices, store, sampler, bar.show, deadline, options.nodes, others)
     status = "partial"

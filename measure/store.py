@@ -54,13 +54,13 @@ class Store:
         environment: dict[str, str],
         command: str,
         suites: Sequence[str],
-        emulated_nodes: int = 1,
-        base_system: str | None = None,
+        emulated: dict[str, Any] | None = None,
         plan: dict[str, Any] | None = None,
     ) -> "Store":
         """Begin a new result set; refuses a folder that already holds one.
 
-        `plan` is what --resume needs; it is there before the manifest, which makes it a run.
+        `emulated` are the manifest's fields that say how this host plays several nodes, and `plan`
+        what --resume needs; it is there before the manifest, which makes it a run.
         """
         folder = root / system / run
         if (folder / "manifest.json").exists():
@@ -73,8 +73,7 @@ class Store:
             "interconnect": interconnect,
             "software": software,
             "environment": environment,
-            "emulated_nodes": emulated_nodes,
-            "base_system": base_system,
+            **(emulated or {}),
             "command": command,
             "suites": list(suites),
             "started": now(),

@@ -12,7 +12,6 @@ from measure import (
     heat,
     host_plan,
     host_time,
-    namespaces,
     placement,
 )
 from measure.budget import affordable, estimate_s
@@ -35,7 +34,8 @@ class Options:
     quick: bool
     plan: PlanFile
     nodes: int = 1  # emulated on this host
-    link_mbit: int | None = None  # between the emulated nodes of a CPU
+    link_mbit: int | None = None  # of shaped links between the emulated nodes
+    share: float | None = None  # of a core, of each emulated node of a CPU
     hosts: int = 1  # real ones, each with as many devices
 
 
@@ -48,18 +48,24 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             shapes = [(case.model, case.parallelism) for case in steps]
             cases[suite] = list(
                 kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
-                if options.link_mbit is None or options.plan.kernels or options.models
-                else host_plan.kernels(shapes)
+                if options.share is None or options.plan.kernels or options.models
+                else host_plan.kernels(shapes, options.share)
             )
         elif suite == "host":
-            share = 1.0 if options.link_mbit is None else namespaces.QUOTA
-            cases[suite] = host_time.cases(kind, devices // options.hosts, share, options.quick)
+            each = devices // options.hosts
+            cases[suite] = host_time.cases(kind, each, options.share or 1.0, options.quick)
         elif suite == "collectives":
             cases[suite] = list(
                 collective_cases(
-                    kind, devices, options.quick, options.plan, options.nodes, options.hosts
+                    kind,
+                    devices,
+                    options.quick,
+                    options.plan,
+                    options.nodes,
+                    options.hosts,
+                    options.link_mbit,
                 )
-                if options.link_mbit is None or options.plan.collectives
+                if options.link_mbit is None or options.share is None or options.plan.collectives
                 else host_plan.collectives(devices, options.quick, options.link_mbit)
             )
         elif suite == "interference":
@@ -93,14 +99,16 @@ def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCas
                 )
             if config.nodes > 1:
                 emulation.check(config.nodes, case.gpus, kind)
-            cases.append(emulation_plan.emulated(case, config.nodes, options.link_mbit))
+            cases.append(
+                emulation_plan.emulated(case, config.nodes, options.link_mbit, options.share)
+            )
             if options.nodes > 1:
                 emulation_plan.fits(cases[-1], devices, options.nodes)
         return cases
-    if options.link_mbit is not None:
-        return host_plan.training(devices, options.quick, options.link_mbit)
+    if options.link_mbit is not None and options.share is not None:
+        return host_plan.training(devices, options.quick, options.link_mbit, options.share)
     if options.nodes > 1:
-        return emulation_plan.cases(devices, options.nodes, kind, options.quick)
+        return emulation_plan.cases(devices, options.nodes, kind, options.quick, options.link_mbit)
     if options.hosts > 1:
         each = devices // options.hosts
         found = cluster_plan.cases(options.hosts, each, kind, options.quick)

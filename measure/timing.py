@@ -74,7 +74,7 @@ class CpuTimer:
         self.device = torch.device("cpu")
         self._monitor = monitor
         # a host with a share of a core runs at full speed until its turn is over
-        self._turns = namespaces.on_host()
+        self._turns = namespaces.on_share()
         self._cache = last_level_cache()
 
     def synchronize(self) -> None:

@@ -53,6 +53,9 @@ class Manifest(BaseModel):
     emulated_nodes: PositiveInt = Field(
         default=1, description="nodes that each host's devices were split into, for NCCL"
     )
+    link_mbit_per_s: PositiveInt | None = Field(
+        default=None, description="of each emulated node's link, each way, where it was shaped"
+    )
     base_system: str | None = Field(
         default=None, description="system of the same devices that has this one's kernel rows"
     )

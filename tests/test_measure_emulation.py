@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from measure import emulation, emulation_plan
+from measure import emulation, emulation_plan, namespaces
 from measure.plan import CollectiveCase, collective_cases
 from measure.plan_file import PlanFile
 from measure.run import main
@@ -19,6 +19,7 @@ from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import CollectiveRow, TrainingConfig
 from spec.results import find_result_sets
+from tests.test_measure_hosts import needs_root
 from tests.test_measure_workers import Case
 
 TINY = load_model("tiny")
@@ -146,6 +147,46 @@ def test_each_worker_is_told_its_node() -> None:
         ]
     finally:
         pool.close()
+
+
+def test_links_with_a_rate_are_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(namespaces.HOSTS, "measure-1")
+    told = [emulation.rank_environment(rank, 4, 2) for rank in range(4)]
+    assert [one[namespaces.HOST] for one in told] == ["0", "0", "1", "1"]
+    assert {one["NCCL_SOCKET_IFNAME"] for one in told} == {namespaces.INTERFACE}
+    assert [one[emulation.CORES] for one in told] == ["0/2", "0/2", "1/2", "1/2"]
+    assert emulation.rank_environment(1, 2, 1)[namespaces.HOST] == "0"  # a case inside a node
+    monkeypatch.setenv(namespaces.SHARED, "0.2")  # what keeps a host to its share
+    assert emulation.CORES not in emulation.rank_environment(0, 2, 2)
+
+
+def test_slower_links_have_smaller_collectives() -> None:
+    def most(link_mbit: int | None) -> int:
+        cases = collective_cases("nvidia", 4, False, PlanFile(), 4, 1, link_mbit)
+        return max(case.bytes for case in cases)
+
+    assert most(None) == most(100_000) * 2 == 2**30
+    assert most(10_000) == 2**27
+    assert most(1_000) == 2**24
+
+
+@needs_root
+def test_a_run_over_links_with_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("collectives:\n- {collective: all_reduce, ranks: 2, bytes: 4096}\n")
+    words = ["--kind", "fake:2", "--emulate-nodes", "2", "--link-mbit", "500", "--json"]
+    words += ["--suite", "collectives", "--plan", str(plan), "--out", str(tmp_path / "results")]
+    assert run(main, words) == 0
+    assert json.loads(capsys.readouterr().out)["system"] == "1x-fake-500mbit"
+    (found,) = find_result_sets(tmp_path / "results")
+    assert (found.manifest.emulated_nodes, found.manifest.link_mbit_per_s) == (2, 500)
+    assert found.manifest.environment["NCCL_SOCKET_IFNAME"] == namespaces.INTERFACE
+    assert "virtual Ethernet of 500 Mbit/s" in found.manifest.notes[0]
+    (row,) = found.table(CollectiveRow)
+    assert (row.ranks, row.nodes) == (2, 2)
 
 
 def test_a_run_with_emulated_nodes(

@@ -73,7 +73,7 @@ def inside(host: int, code: str) -> str:
 @needs_root
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_has_a_network_and_a_share_of_its_own() -> None:
-    with hosts(2, 123) as name:
+    with hosts(2, 123, 0.2) as name:
         queue = subprocess.run(
             ["tc", "-n", f"{name}-1", "qdisc", "show", "dev", namespaces.INTERFACE],
             capture_output=True,
@@ -121,7 +121,7 @@ def test_nothing_is_left_after_an_error_and_of_processes() -> None:
         assert child.stdout.readline() == b"1\n"
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), hosts(1, 100):
+    with pytest.raises(ZeroDivisionError), hosts(1, 100, 0.2):
         fail()
     assert started[0].wait(timeout=10) == -signal.SIGKILL
     started[0].communicate()
@@ -135,7 +135,7 @@ def test_ctrl_c_and_kill_leave_nothing_for_long() -> None:
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from measure.namespaces import hosts\n"
-        "with hosts(1, 100) as name:\n    print(name, flush=True)\n    signal.pause()\n"
+        "with hosts(1, 100, 0.2) as name:\n    print(name, flush=True)\n    signal.pause()\n"
     )
 
     def begin() -> "tuple[subprocess.Popen[str], Path]":
@@ -161,7 +161,7 @@ def test_ctrl_c_and_kill_leave_nothing_for_long() -> None:
     child.kill()
     child.communicate(timeout=20)
     assert group.exists()
-    with hosts(1, 100):  # the next run takes it away
+    with hosts(1, 100, 0.2):  # the next run takes it away
         assert not group.exists()
         assert not list(namespaces.NAMESPACES.glob(f"{group.name}-*"))
 
@@ -175,7 +175,7 @@ def test_control_groups_of_both_versions(tmp_path: Path, unified: bool) -> None:
         base = tmp_path / "cpu"
         base.mkdir()
         (base / "cpu.shares").write_text("1024\n")
-    Controller(tmp_path).make("measure-1", 2)
+    Controller(tmp_path).make("measure-1", 2, 0.2)
     made = {
         path.relative_to(base).as_posix(): path.read_text()
         for path in base.rglob("*")
@@ -206,16 +206,20 @@ def test_hosts_that_compute_alike_and_not() -> None:
 
 def test_plans_fill_the_hosts() -> None:
     for count in (2, 4, 8):
-        steps = host_plan.training(count, False, 200)
+        steps = host_plan.training(count, False, 200, 0.2)
         assert {case.gpus for case in steps} == {1, count}
         assert all(case.nodes == case.gpus for case in steps)
         sent = host_plan.collectives(count, False, 200)
         assert {case.ranks * case.groups for case in sent} == {count}
         assert all(case.nodes == case.ranks for case in sent)
-    faster = host_plan.training(4, False, 2000)
-    assert sum(one.seconds for one in faster) < sum(
-        one.seconds for one in host_plan.training(4, False, 200)
-    )
+
+
+def test_faster_links_and_more_of_a_core_take_less_time() -> None:
+    def seconds(link_mbit: int, share: float) -> float:
+        return sum(one.seconds for one in host_plan.training(4, False, link_mbit, share))
+
+    assert seconds(2000, 0.2) < seconds(200, 0.2)
+    assert seconds(200, 1.0) < seconds(200, 0.2) < seconds(200, 0.1)
 
 
 def test_invalid_runs_are_passed_over(tmp_path: Path) -> None:
@@ -236,7 +240,10 @@ def test_invalid_runs_are_passed_over(tmp_path: Path) -> None:
         (["--emulate-nodes", "5000"], "so that each gets 0.2 of a core"),
         (["--emulate-nodes", "2", "--suite", "telemetry"], "suite 'telemetry' is not measured on"),
         (["--emulate-nodes", "2", "--link-mbit", "0"], "'0' is not a whole number"),
-        (["--link-mbit", "100"], "is for the emulated nodes of a CPU"),
+        (["--link-mbit", "100"], "--link-mbit is for emulated nodes"),
+        (["--node-cores", "1"], "--node-cores is for the emulated nodes of a CPU"),
+        (["--emulate-nodes", "2", "--node-cores", "2"], "'2' is not a number from 0.05 to 1"),
+        (["--emulate-nodes", "5000", "--node-cores", "1"], "so that each gets a core"),
     ],
 )
 def test_a_wrong_request_is_one_sentence(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Ledger
-from calibrate.network_visits import SHAPED, SOCKETS, Visited, offsets, with_visits
+from calibrate.network_visits import SHAPED, SHAPED_CPU, SOCKETS, Visited, offsets, with_visits
 from simulate.costs import Costs, Draws
 from simulate.whatif import on_devices
 from spec.calibration import Calibration, NetworkFit
@@ -89,7 +89,11 @@ def test_what_a_visit_measured_again_says_what_another_run_may_be() -> None:
 
 
 def test_a_shaped_link_has_the_rate_it_was_given() -> None:
-    assert with_visits(network(), timed(FIRST, 1.0), SHAPED, Ledger()) == network()
+    rows = timed(FIRST, 1.0)
+    assert with_visits(network(), rows, SHAPED_CPU, Ledger()) == network()
+    of_gpus, loopback = (with_visits(network(), rows, of, Ledger()) for of in (SHAPED, SOCKETS))
+    assert 0 < of_gpus.run_sd < loopback.run_sd
+    assert 0 < of_gpus.visit_sd < loopback.visit_sd / 2
 
 
 def test_only_steps_on_other_devices_have_the_spread_of_visits(tmp_path: Path) -> None:
