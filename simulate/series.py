@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from simulate import misses
 from simulate.scale import increments
 from simulate.scores import grouped, summarise
 from simulate.series_choices import DEFAULTS, OTHERS, Choices
@@ -27,7 +28,6 @@ from simulate.series_fit import (
     fit,
     project,
 )
-from simulate.series_misses import misses
 from simulate.series_plan import Plan, TooLittle, plan
 from simulate.series_rows import metric_of, read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
@@ -95,7 +95,7 @@ def series_validation(
         "groups": grouped([e for e in entries if e["anchored"] and not e["vendor_expected"]]),
         "series": fitted,
         "skipped": skipped,
-        "misses": misses(entries),
+        "misses": misses.of_series(entries),
         "scale": by_doublings(entries),
         "scale_growth": increments(
             [e for e in entries if e["anchored"] and not e["vendor_expected"]]

@@ -16,6 +16,7 @@ from simulate.components import Parts, errors, measured, simulated
 from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
+from simulate.misses import of_memory, of_steps
 from simulate.overhead import FITTED_ON
 from simulate.scores import grouped, peaks, summarise
 from simulate.twin import carried_over, pairs
@@ -159,8 +160,9 @@ def validation(cases: Sequence[Case]) -> dict[str, Any]:
         "cases": entries,
         **_judged(entries),
         "systems": {
-            name: _judged([entry for entry in entries if entry["system"] == name])
+            name: _judged(own) | {"misses": of_steps(own), "memory_misses": of_memory(own)}
             for name in systems
+            for own in ([entry for entry in entries if entry["system"] == name],)
         },
         "twins": twins(entries, [case.row for case in cases]),
     }
@@ -207,6 +209,7 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
         "system": case.system,
         "model": row.model,
         "gpus": row.parallelism().gpus,
+        "nodes": row.nodes,
         "real_s": real,
         "predicted_s": time,
         "error": time["median"] / real - 1,

@@ -6,6 +6,7 @@ from typing import Any
 from reports.projection import percent
 from reports.validation import systems_of
 from reports.validation_plots import off_most
+from simulate.aims import SERIES
 from simulate.scores import wide_or_narrow
 
 Json = Mapping[str, Any]
@@ -29,7 +30,10 @@ def table(value: Json) -> str:
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
     ]
     for name, one in systems.items():
-        found = [*_quantities(one), *_peaks(one), *_components(one), *_intervals(one)]
+        found = [
+            *(*_quantities(one), *_peaks(one), *_components(one), *_intervals(one)),
+            *_missed(one),
+        ]
         text += [f"{name}:", *(f"  {words}" for words in found)] if several and found else found
     for one in value.get("twins", ()):
         text.append(
@@ -110,6 +114,30 @@ def _intervals(one: Json) -> list[str]:
     if wide:
         text.append(f"intervals: {len(wide)} groups' wider than they had to be, such as {wide[0]}")
     return text
+
+
+def _missed(one: Json) -> list[str]:
+    """Groups that miss what is wanted, with the component that is off, and by how much."""
+    text = []
+    for grouping, groups in one.get("misses", {}).items():
+        label = "" if grouping == "all" else f"{grouping} "
+        for name, mine in groups.items():
+            far = abs(mine["worst"]["error"]) > (SERIES.worst or 0)
+            if mine["missed"] and (grouping != "series" or far):  # the report has them all
+                text.append(
+                    f"missed, {label}{name} ({_count(mine['rows'])}): {', '.join(mine['missed'])}; "
+                    f"off is {mine['in_words']}"
+                )
+    return text + [
+        f"missed, memory {peak['quantity']}: mean error {peak['mape']:.1%}, wanted "
+        f"{peak['wanted']:.0%}; off is {peak['component']}, by {peak['off_gib']:.2f} GiB (bias "
+        f"{peak['bias_gib']:+.2f})"
+        for peak in one.get("memory_misses", ())
+    ]
+
+
+def _count(rows: int) -> str:
+    return f"{rows} case" + ("s" if rows > 1 else "")
 
 
 def _worst(cases: Sequence[Json], count: int) -> list[str]:

@@ -188,6 +188,22 @@ def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) 
         assert words in out
 
 
+def test_what_is_missed_is_named_with_the_component_that_is_off(
+    results: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """All steps took 4 % longer than simulated, where 3 % is wanted."""
+    code, out, err = call(capsys, str(results), "--report", "v.html")
+    assert code == 0, err
+    (line,) = (one for one in out.splitlines() if one.startswith("missed, all"))
+    assert line.startswith(f"missed, all ({len(SPLITS)} cases): mean error 3.8%, wanted 3%; off is")
+    assert "compute" in line
+    assert any(one.startswith("missed, kind TP (2 cases)") for one in out.splitlines())
+    page = (tmp_path / "v.html").read_text()
+    assert "What is missed, and what is off" in page
+    assert line.split("off is ")[1] in page
+    assert "model llama3-8b" in page
+
+
 def test_systems_are_judged_apart_by_themselves(results: Path, tmp_path: Path, capsys: Any) -> None:
     """A second system, whose steps took twice as long: neither errors nor baselines are mixed."""
     alone = json.loads(call(capsys, str(results), "--json")[1])
