@@ -143,7 +143,7 @@ def _structure_sd(sweep: Sweep, ledger: Ledger, detail: str) -> float:
     largest, next_to_it = sweep.curves[-1].ranks, sweep.curves[-2].ranks
     errors = [
         abs(log(row.predicted / row.measured)) / log2(largest / next_to_it)
-        for row in _largest_from_smaller(sweep)
+        for row in largest_from_smaller(sweep)
     ]
     value = max(float(np.quantile(errors, 0.9)) / Z90, LEAST_STRUCTURE_SD)
     return ledger.note(
@@ -301,7 +301,7 @@ def _decade(point: CollectivePoint) -> int:
     return int(np.log10(point.bytes))
 
 
-def _largest_from_smaller(sweep: Sweep) -> list[Judged]:
+def largest_from_smaller(sweep: Sweep) -> list[Judged]:
     """The largest group's sizes from the smaller groups, beside constant bus bandwidth per size."""
     smaller = sweep.curves[:-1]
     structure, _ = sweep.structure(smaller)
@@ -326,7 +326,7 @@ def _judge_groups(fit: CollectiveFit, sweep: Sweep, ledger: Ledger) -> None:
     ledger.score(
         f"collective.{fit.collective}",
         f"groups of {fit.curves[-1].ranks} from groups of {smaller}",
-        _largest_from_smaller(sweep),
+        largest_from_smaller(sweep),
         "bus bandwidth of the same size on the next smaller group",
     )
 

@@ -2,11 +2,14 @@
 
 examples:
     python -m calibrate.judge results/ --system 4x-h200 --fit-until 20261121-095352
+    python -m calibrate.judge --sweep published.csv --fit-groups 2,3,4
 
 Rows of role `fit` of the runs up to the named one are fitted on, as `calibrate.fit` does it. Judged
 are all kernel and collective rows of the later runs, kernels at the clock that was read beside.
 Collectives are judged twice: with all sizes of the earlier runs fitted on, and with the decade of
-the judged size left out of them. Nothing is written but what --json names.
+the judged size left out of them. With --sweep instead: of a published sweep of collectives inside a
+node (columns collective, gpus, bytes, time_us; where there are some, gpu and nodes), groups larger
+than those named, from these. Nothing is written but what --json names.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from calibrate import collectives, kernels
 from calibrate.clocks import clock_state
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.fit import held_out_lines, systems
+from calibrate.sweeps import judge_sweep
 from calibrate.telemetry import monitored, read_telemetry
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError
@@ -106,6 +110,25 @@ def _score_collectives(early: Evidence, rows: Sequence[CollectiveRow], ledger: L
         ledger.score(name, which, mine, BUSBW)
 
 
+def main_sweep(options: argparse.Namespace) -> int:
+    """The command on a published sweep."""
+    words = options.fit_groups.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
+        raise UserError(
+            f"--fit-groups is {options.fit_groups!r}; give group sizes from 2 on, such as 2,3,4"
+        )
+    fitted = sorted({int(word) for word in words})
+    ledger = judge_sweep(options.sweep, fitted)
+    value = {
+        "schema": "judge/1",
+        "sweep": options.sweep.as_posix(),
+        "fitted_on": fitted,
+        "held_out": [one.model_dump(mode="json") for one in ledger.held_out],
+    }
+    emit(options.json, value, "\n".join(held_out_lines(ledger.held_out)))
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command."""
     parser = Parser(
@@ -117,11 +140,19 @@ def main(arguments: Sequence[str]) -> int:
         "results", type=Path, nargs="?", default=Path("results"), help="default: %(default)s/"
     )
     parser.add_argument("--system", metavar="NAME", help="where results/ holds several")
+    parser.add_argument("--fit-until", metavar="RUN", help="the last run that is fitted on")
+    parser.add_argument("--sweep", type=Path, metavar="FILE.csv", help="a published sweep instead")
     parser.add_argument(
-        "--fit-until", required=True, metavar="RUN", help="the last run that is fitted on"
+        "--fit-groups", metavar="N,N", help="of --sweep: the group sizes that are fitted on"
     )
     add_json(parser)
     options = parser.parse_args(arguments)
+    if (options.fit_until is None) == (options.sweep is None):
+        raise UserError("give either --fit-until RUN or --sweep FILE.csv")
+    if (options.sweep is None) != (options.fit_groups is None):
+        raise UserError("--sweep FILE.csv and --fit-groups N,N go together")
+    if options.sweep is not None:
+        return main_sweep(options)
     found = systems(options.results, options.system)
     if len(found) > 1:
         names = ", ".join(one.system for one in found)

@@ -14,6 +14,7 @@ from spec.files import read_table, write_table
 from spec.records import CollectiveRow, KernelRow, Row
 from tests.synthetic import kernel_rows
 from tests.test_calibrate_fit import TRUTH, write_small
+from tests.test_calibrate_models import A100
 
 SLOWER = 1.1
 
@@ -70,3 +71,50 @@ def test_what_cannot_be_judged(results: Path, capsys: Any) -> None:
         assert code == 2
         assert words in err
         assert err.count("\n") == 1
+
+
+def sweep(path: Path, groups: tuple[int, ...] = (2, 3, 4, 8)) -> Path:
+    """All-reduce on A100s as a published table, with columns and lines that are of no use here."""
+    lines = ["source,gpu,collective,gpus,nodes,bytes,time_us", "x,A100,all_reduce,,,1048576,1.0"]
+    lines.append("x,A100,all_reduce,16,2,1048576,1.0")
+    for nbytes, times in A100.items():
+        for ranks, time in zip((2, 3, 4, 8), times, strict=True):
+            if ranks in groups:
+                lines.append(f"x,A100,all_reduce,{ranks},1,{nbytes},{time}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_larger_groups_of_a_published_sweep(tmp_path: Path, capsys: Any) -> None:
+    path = sweep(tmp_path / "sweep.csv")
+    code = run(judge.main, ["--sweep", str(path), "--fit-groups", "2,3,4", "--json"])
+    value = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert value["fitted_on"] == [2, 3, 4]
+    (one,) = value["held_out"]
+    assert one["model"] == "collective.all_reduce, A100"
+    assert one["split"] == "groups of 8 from groups of 2, 3, 4"
+    assert one["rows"] == len(A100)
+    assert one["median_error"] < 0.025
+    assert one["median_error"] < 0.5 * one["baseline_median_error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "either --fit-until RUN or --sweep"),
+        (("--sweep", "s.csv"), "go together"),
+        (("--sweep", "s.csv", "--fit-groups", "2,q"), "'2,q'"),
+        (("--sweep", "s.csv", "--fit-groups", "2,4,8"), "a larger one"),
+        (("--sweep", "none.csv", "--fit-groups", "2,4"), "none.csv"),
+    ],
+)
+def test_a_sweep_that_cannot_be_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep(tmp_path / "s.csv")
+    assert run(judge.main, list(words)) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1

@@ -5,7 +5,7 @@ from math import exp, log, sin
 import numpy as np
 import pytest
 
-from calibrate.collectives import Sweep, _largest_from_smaller
+from calibrate.collectives import Sweep, largest_from_smaller
 from calibrate.correction import conformal_scale, fit_correction, folds
 from calibrate.evidence import Judged, Ledger
 from calibrate.network import (
@@ -72,7 +72,7 @@ def errors(judged: list[Judged]) -> tuple[float, float]:
 
 def test_larger_group_follows_from_smaller_ones() -> None:
     ours, dumb = errors(
-        _largest_from_smaller(Sweep("all_reduce", tuple(a100_curves()), nccl=True, rows=0))
+        largest_from_smaller(Sweep("all_reduce", tuple(a100_curves()), nccl=True, rows=0))
     )
     assert ours < 0.025
     assert ours < 0.5 * dumb
@@ -284,9 +284,9 @@ def test_sends_of_a_group_not_measured_follow_from_channels() -> None:
     sweep = Sweep("send_recv", (sends(2, SENT), sends(4, SENT)), nccl=True, rows=0)
     structure, _ = sweep.structure(sweep.curves[:1])
     assert isinstance(structure, SendStructure)
-    errors = [abs(one.predicted / one.measured - 1) for one in _largest_from_smaller(sweep)]
+    errors = [abs(one.predicted / one.measured - 1) for one in largest_from_smaller(sweep)]
     assert max(errors) < 0.1
-    baseline = [abs(one.baseline / one.measured - 1) for one in _largest_from_smaller(sweep)]
+    baseline = [abs(one.baseline / one.measured - 1) for one in largest_from_smaller(sweep)]
     assert max(baseline) > 0.4
 
 
