@@ -27,6 +27,7 @@ WORTH_NAMING = 0.05  # error of a series' worst row
 NOTHING = 0.02  # rms error that runs of one row differ by
 SMALLEST_SHARE = 0.01
 WORTH_A_WORD = 0.001  # of the step
+SPLIT = ("tp", "pp", "cp", "ep")
 # A component explains rows where it leaves no more than runs differ by anyway, and half the error.
 ALIKE, PART = 0.03, 0.5
 SAME = 1.25  # explanations that leave up to this much more than the best are as good
@@ -35,26 +36,44 @@ SAME = 1.25  # explanations that leave up to this much more than the best are as
 # between nodes by 0.13; collectives inside a node are off by 0.04 between measured sizes.
 KNOWN_SD = {"compute": 0.03, "bubble": 0.03, "optimizer": 0.05, "straggler": 0.1, "other": 0.3}
 COLLECTIVE_SD, NETWORK_SD = 0.05, 0.15
+# The same of a published series once its anchor is fitted (docs/series.md, What is fitted).
+SERIES_SD = {"compute": 0.05, "bubble": 0.05, "optimizer": 0.1, "straggler": 0.1, "other": 0.5}
+SERIES_COLLECTIVE_SD = 0.2
 RUN_SD = 0.01  # by which runs of one step differ
 
 
 def of_series(entries: Sequence[dict[str, Any]]) -> Misses:
-    """By source and, where a row is off by 5 % and more, by series: see `named`.
+    """By source, where a row is off by 5 % and more by series, and where several are by split.
 
-    `missed` is what the group misses of what is wanted (`simulate.aims`), in words.
+    Each has what `named` finds, `missed` (what of `simulate.aims` the group misses, in words), and
+    where no component explains all rows what `by_row` finds.
     """
-    anchored = [one for one in entries if one["anchored"]]
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {
+        grouping: defaultdict(list) for grouping in ("source", "series", "split")
+    }
+    for one in entries:
+        if one["anchored"]:
+            groups["source"][one["kind"]].append(one)
+            groups["series"][one["series"]].append(one)
+            groups["split"][f"{one['kind']}, {_split(one['parallelism'])}"].append(one)
     found: Misses = {}
-    for grouping, key in (("source", "kind"), ("series", "series")):
-        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for one in anchored:
-            groups[one[key]].append(one)
-        found[grouping] = {
-            name: named(rows) | {"missed": missed(summarise(rows), SERIES)}
-            for name, rows in groups.items()
-            if key == "kind" or max(abs(row["error"]) for row in rows) >= WORTH_NAMING
-        }
+    for grouping, mine in groups.items():
+        found[grouping] = {}
+        for name, rows in mine.items():
+            off = max(abs(row["error"]) for row in rows) >= WORTH_NAMING
+            several = len(rows) > 1 and len(groups["source"][rows[0]["kind"]]) > len(rows)
+            if grouping == "source" or (off and (grouping == "series" or several)):
+                one = named(rows)
+                if one["alike"] is False:
+                    one["by_row"] = by_row(rows)
+                    one["in_words"] += f"; row by row, most likely, {_parts_off(one['by_row'])}"
+                found[grouping][name] = one | {"missed": missed(summarise(rows), SERIES)}
     return found
+
+
+def _split(degrees: Mapping[str, Any]) -> str:
+    used = [f"{name.upper()}{degrees[name]}" for name in SPLIT if degrees[name] > 1]
+    return " ".join(used) or "DP alone"
 
 
 def of_steps(entries: Sequence[dict[str, Any]]) -> Misses:
@@ -82,12 +101,7 @@ def _explained(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     one = named(rows, _known_sd(rows))
     if one["before"] >= NOTHING and not one["alike"]:
         one["by_row"] = by_row(rows)
-        parts = ", ".join(
-            f"{_name(name)} by {part['error']:.1%} of the step (bias {part['bias']:+.1%})"
-            for name, part in list(one["by_row"].items())[:3]
-            if part["error"] >= WORTH_A_WORD
-        )
-        one["in_words"] = f"row by row, most likely, {parts}"
+        one["in_words"] = f"row by row, most likely, {_parts_off(one['by_row'])}"
     elif one["before"] >= NOTHING and one["component"] == "compute":
         one["in_words"] = _times(one)
     if profiled := errors(rows):
@@ -99,15 +113,27 @@ def _explained(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return one
 
 
+def _parts_off(found: Mapping[str, Mapping[str, float]]) -> str:
+    return ", ".join(
+        f"{_name(name)} by {part['error']:.1%} of the step (bias {part['bias']:+.1%})"
+        for name, part in list(found.items())[:3]
+        if part["error"] >= WORTH_A_WORD
+    )
+
+
 def _known_sd(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    exposed = NETWORK_SD if any(row.get("nodes", 1) > 1 for row in rows) else COLLECTIVE_SD
-    return {name: KNOWN_SD.get(name, exposed) for row in rows for name in row["breakdown_s"]}
+    known, exposed = KNOWN_SD, COLLECTIVE_SD
+    if "anchored" in rows[0]:
+        known, exposed = SERIES_SD, SERIES_COLLECTIVE_SD
+    elif any(row.get("nodes", 1) > 1 for row in rows):
+        exposed = NETWORK_SD
+    return {name: known.get(name, exposed) for row in rows for name in row["breakdown_s"]}
 
 
 def by_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Each component's part of the rows' mean error and bias, of the step, the largest first.
 
-    A row's error is shared as the variances are that its components have by `KNOWN_SD`.
+    A row's error is shared as the variances are that its components have by `_known_sd`.
     """
     found: dict[str, dict[str, float]] = defaultdict(lambda: {"error": 0.0, "bias": 0.0})
     for row in rows:

@@ -123,7 +123,7 @@ def _missed(one: Json) -> list[str]:
         label = "" if grouping == "all" else f"{grouping} "
         for name, mine in groups.items():
             far = abs(mine["worst"]["error"]) > (SERIES.worst or 0)
-            if mine["missed"] and (grouping != "series" or far):  # the report has them all
+            if mine["missed"] and (grouping not in ("series", "split") or far):  # else: the report
                 text.append(
                     f"missed, {label}{name} ({_count(mine['rows'])}): {', '.join(mine['missed'])}; "
                     f"off is {mine['in_words']}"

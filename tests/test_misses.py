@@ -21,6 +21,7 @@ def case(compute: float, tp: float, factors: dict[str, float], **more: Any) -> d
         "gpus": 4,
         "series": "s",
         "anchored": True,
+        "parallelism": {"tp": 2, "pp": 1, "cp": 1, "ep": 1},
         "breakdown_s": parts,
         "real_s": real,
         "predicted_s": {"median": made, "low": 0.9 * made, "high": 1.1 * made},
@@ -60,6 +61,24 @@ def test_series_within_five_percent_are_not_listed() -> None:
     assert set(found["series"]) == {"t"}
 
 
+def ours(row: dict[str, Any]) -> dict[str, Any]:
+    """The same as a measured step, which has no anchor."""
+    return {name: value for name, value in row.items() if name != "anchored"}
+
+
+def test_splits_of_a_source_are_told_apart() -> None:
+    """Eight-way tensor parallelism waits, row by row differently; the rest is right."""
+    eight = {"parallelism": {"tp": 8, "pp": 1, "cp": 1, "ep": 1}}
+    off = [case(1.0, 0.3, {"tp_exposed": factor}, **eight) for factor in (1.5, 0.6)]
+    near = [case(1.0, 0.1, {})] * 2
+    found = of_series([*off, *near])
+    assert set(found["split"]) == {"source, TP8"}
+    words = found["split"]["source, TP8"]["in_words"]
+    assert "no component explains its rows" in words
+    assert "row by row, most likely, TP communication by" in words
+    assert of_series(off)["split"] == {}  # the source itself
+
+
 def test_what_is_missed_is_said() -> None:
     one = summarise([case(1.0, 0.1, {"compute": 0.9}, baseline_s=1.15, neighbour_s=9.9)])
     assert missed(one, SERIES)[0].startswith("mean error 10.0%, wanted 5%")
@@ -74,25 +93,25 @@ def test_groups_of_steps_that_miss_name_the_component() -> None:
     """Tensor-parallel communication takes 1.6 times what was simulated, in steps of one kind."""
     off = [case(1.0, tp, {"tp_exposed": 1.6}, kind="TP") for tp in (0.2, 0.4, 0.8)]
     near = [case(1.0, 0.1, {"compute": 1.01}, kind="DP")] * 3
-    found = of_steps([*off, *near])
+    found = of_steps([ours(row) for row in (*off, *near)])
     assert set(found["kind"]) == {"TP"}
     one = found["kind"]["TP"]
     assert (one["component"], one["alike"]) == ("tp_exposed", True)
     assert "TP communication" in one["in_words"]
     assert "1.60" in one["in_words"]
     assert one["missed"][0].startswith("mean error")
-    assert of_steps(near) == {}
+    assert of_steps([ours(row) for row in near]) == {}
 
 
 def test_across_nodes_five_percent_are_wanted() -> None:
-    rows = [case(1.0, 0.5, {"tp_exposed": 1.13})] * 2
+    rows = [ours(case(1.0, 0.5, {"tp_exposed": 1.13}))] * 2
     assert set(of_steps(rows)) == {"all", "kind", "scale", "model"}
     assert of_steps([row | {"nodes": 2} for row in rows]) == {}
 
 
 def test_where_no_component_explains_all_rows_each_row_is_shared() -> None:
     """Opposite errors of the host in two rows; what is left goes to what is known least."""
-    rows = [case(0.5, 0.0, {"other": factor}) for factor in (0.5, 1.7)]
+    rows = [ours(case(0.5, 0.0, {})) for _ in range(2)]
     for row, factor in zip(rows, (0.5, 1.7), strict=True):
         row["breakdown_s"]["other"] = 0.5
         row["predicted_s"]["median"] = 1.0
