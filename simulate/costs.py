@@ -14,7 +14,7 @@ from simulate.exchange import share_not_held, synchronous
 from simulate.uncertainty import Draws, OneAtATime, central, larger, where
 from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
 from spec.calibration import Calibration, CollectiveFit, NetworkFit
-from spec.collective import Collective, busbw_factor
+from spec.collective import AS_WRITTEN, Collective, Widths, busbw_factor
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
@@ -93,6 +93,7 @@ class Costs:
     works: Works = field(init=False)
     fullest: Array | float | None = None  # load of the fullest expert-parallel rank over the mean
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
+    widths: Widths = AS_WRITTEN  # of what replicas send
     _factors: dict[Slowed, float] = field(default_factory=dict)  # see `_slower`
     # these two hold at any clock; segments by identity, for hashing them is slow
     _sent: dict[Collective, Array] = field(default_factory=dict)
@@ -150,7 +151,7 @@ class Costs:
         """Duration of a collective on its group's path; tokens' exchange by the fullest rank."""
         found = self._sent.get(collective)
         if found is None:
-            found = self._collective_us(collective)
+            found = self._collective_us(self.widths.of(collective))
             if self.fullest is not None and collective.kind == "all_to_all":
                 found = found * self.fullest
             self._sent[collective] = found

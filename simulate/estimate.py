@@ -27,6 +27,7 @@ from simulate.timeline import Timeline
 from simulate.traffic import Traffic, kind_of, traffic
 from simulate.uncertainty import assumed_factor, central
 from spec.calibration import Calibration, Parameter
+from spec.collective import AS_WRITTEN, Widths
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -102,6 +103,7 @@ class StepSimulator:
         measured_gpus: int = 4,
         clock_mhz: float | None = None,
         slow_gpus: SlowGpus | None = None,
+        widths: Widths = AS_WRITTEN,
     ) -> None:
         """Check the combination; nothing is simulated yet."""
         parallelism.check(model)
@@ -118,6 +120,7 @@ class StepSimulator:
             parallelism,
             drawn,
             share_of_fullest(model, parallelism, drawn),
+            widths=widths,
         )
 
     @cached_property

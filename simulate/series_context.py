@@ -2,7 +2,8 @@
 
 The step that is simulated joins the ring's pieces as `measure/megatron_context.py` does, kernel by
 kernel in fp32. Transformer Engine (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P)
-keeps them in 16 bits and joins them with one fused kernel for each later piece.
+keeps them in 16 bits and joins them with one fused kernel for each later piece. Its other way
+(AttnFuncWithCPAndQKVOA2A) exchanges tokens for heads: a GPU has some heads of the whole sequence.
 """
 
 import re
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from simulate.costs import Costs
 from simulate.estimate import StepEstimate
 from simulate.series_rows import SeriesRow
+from spec.collective import Collective
 from spec.step_parts import Part, copied
 
 _ENGINE = re.compile(r"megatron|nemo|dgxc|mlcommons|transformer.?engine")
@@ -27,11 +29,23 @@ def fused_joins(row: SeriesRow) -> bool:
     return bool(_ENGINE.search(row.words)) and not row.early and not row.amd
 
 
-def longer_us(estimate: StepEstimate) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def exchanges(row: SeriesRow) -> bool:
+    """Whether a row's software exchanges tokens for heads where it can, not in a ring.
+
+    NVIDIA's LoRA of MLPerf since v5.0 (`cp_comm_type` of its
+    conf/megatron_gpt_peft_tuning_config.yaml is a2a), but not where it ran in a container of 2024.
+    """
+    old = re.search(r"ngc24|_24\.\d\d", row.words)
+    return row.mlperf >= 5.0 and row.lora and not row.amd and not old
+
+
+def longer_us(
+    estimate: StepEstimate, row: SeriesRow
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What a step's attention is longer for its own joins, per draw: kernels, and what they hide.
 
     Of a step, in microseconds, with the pipeline's ends; the second is negative where kernels that
-    are shorter leave more of the ring's communication exposed.
+    are shorter leave more of the communication exposed.
     """
     priced = estimate.priced
     p, prices = priced.parallelism, priced.stages[0]
@@ -39,18 +53,42 @@ def longer_us(estimate: StepEstimate) -> tuple[NDArray[np.float64], NDArray[np.f
     for segment in prices.segments["layer"]:
         for part in segment.parts:
             if part.hidden and part.hidden[0].axis == "cp":
-                own, own_left = _lasting(prices.costs, part)
-                fused, fused_left = _lasting(prices.costs, _fused(part))
-                kernels, hidden = kernels + own - fused, hidden + own_left - fused_left
+                kv_heads = part.kernels[_own(part)].dims[3]
+                swapped = exchanges(row) and kv_heads % p.cp == 0
+                other = _exchanged(part, p.cp) if swapped else _fused(part)
+                before, left_before = _lasting(prices.costs, part)
+                after, left = _lasting(prices.costs, other)
+                kernels, hidden = kernels + before - after, hidden + left_before - left
     passes = priced.model.layers / p.pp * (p.microbatches + (p.pp - 1) / p.vpp)
     return kernels * passes, hidden * passes
 
 
 def _lasting(costs: Costs, part: Part) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Kernels of a part, and what is left of the communication beside them."""
+    """Kernels of a part, and its communication that they do not hide."""
     cost = costs.part(part)
-    left = np.maximum(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
-    return cost.kernels, left
+    zero = costs.draws.zero
+    left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)
+    return cost.kernels, sum(cost.exposed, left)
+
+
+def _own(part: Part) -> int:
+    """Where the attention to a GPU's own keys stands among a part's kernels."""
+    return next(place for place, one in enumerate(part.kernels) if one.op == "attention")
+
+
+def _exchanged(part: Part, cp: int) -> Part:
+    """The same attention of all tokens and a `cp`-th of the heads, between two exchanges.
+
+    Queries, keys, values and the output go around in either pass. Each is laid out by rank before
+    or after and by place in the sequence on the other side.
+    """
+    own = part.kernels[_own(part)]
+    batch, length, heads, kv_heads, dim = own.dims
+    sizes = [batch * length * each * dim for each in (heads, kv_heads, kv_heads, heads)]
+    laid_out = tuple(copied(4 * size) for size in sizes for _ in range(2))
+    whole = replace(own, dims=(batch, length * cp, heads // cp, kv_heads // cp, dim))
+    sent = tuple(Collective("all_to_all", "cp", 2.0 * size) for size in sizes)
+    return replace(part, kernels=(*laid_out, whole), exposed=sent, hidden=())
 
 
 def _fused(part: Part) -> Part:

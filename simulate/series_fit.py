@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from simulate.costs import Draws
 from simulate.estimate import StepEstimate, StepSimulator
-from simulate.fp8 import with_fp8
+from simulate.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
+from simulate.pricing import PricedStep
 from simulate.scale import ROW_SD, sd_per_doubling
 from simulate.series_attention import with_unfused_attention
 from simulate.series_context import fused_joins, longer_us
 from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
-from simulate.series_software import fused_gradients, tensor_exposure, with_graphs
+from simulate.series_software import fused_gradients, sent_widths, tensor_exposure, with_graphs
+from simulate.timeline import Timeline
 from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.hardware import Node
@@ -105,17 +107,31 @@ class Calibrations:
         self._measured = measured
         self._for = lru_cache(maxsize=64)(self._transferred)
 
-    def _transferred(self, node: Node, fp8: bool, unfused: bool, graphs: bool) -> Calibration:
+    def _transferred(self, node: Node, fp4: bool, unfused: bool, graphs: bool) -> Calibration:
         calibration = calibration_for(self._measured, node)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
             calibration = with_unfused_attention(calibration)
-        return with_fp8(calibration) if fp8 else calibration
+        return with_fp4(with_fp8_products(calibration, node), node) if fp4 else calibration
 
     def of(self, one: Plan) -> Calibration:
         """The calibration that a plan is simulated with."""
-        return self._for(one.node, one.fp8, one.row.early, one.row.graphs)
+        return self._for(one.node, one.fp8 and one.row.fp4, one.row.early, one.row.graphs)
+
+
+class Frozen(StepSimulator):
+    """A step that trains low-rank adapters: it neither reduces nor updates any weights.
+
+    The adapters' reduction and update take next to no time of the device. The host goes through
+    their tensors, four a layer: of queries, keys and values, and of the output (MLPerf's).
+    """
+
+    def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
+        timeline, ideal_us, _ = super()._timeline(priced)
+        tensors = 4 * max(self.p.stage_layers(self.model))
+        issued_us = self.calibration.host.tensor_us * tensors * self._costs.host_spread()
+        return timeline, ideal_us, timeline.end.max(axis=0) + priced.norm_us + issued_us
 
 
 def simulate(
@@ -125,36 +141,30 @@ def simulate(
 
     `at_reference` takes the calibration's reference clock, to rank rows by, in a third of the time.
 
-    Low-rank adapters leave the weights' gradients out, and reduce and update next to nothing.
-    Captured graphs take no time of the host. Where gradients are reduced in 16 bits, what leaves a
-    node takes half the time that the step, which reduces 32, gives it; what passes between pipeline
-    stages is little beside it. Tensor-parallel communication is exposed as the row's software does.
+    Low-rank adapters leave the weights' gradients out. Gradients and parameters are as wide, and
+    tensor-parallel communication is exposed, as in the row's software.
     """
     calibration = calibrations.of(one)
     network = next(
         (fit for fit in calibration.networks if fit.protocol == one.fabric.protocol), None
     )
-    if one.row.half_gradients:
-        points = points - np.log(2.0) * (np.array(FACTORS) == "network")
     spreads = (network.latency_sd, network.efficiency_sd) if network else (1.0, 1.0)
-    estimate = StepSimulator(
+    estimate = (Frozen if one.row.lora else StepSimulator)(
         one.model,
-        one.parallelism,
+        one.parallelism.model_copy(update={"fp8": one.fp8}),
         one.node,
         one.fabric,
         calibration,
         draws=Shifts(points, *spreads, _free(one)),
         measured_gpus=one.parallelism.gpus,
         clock_mhz=calibration.clock.reference_mhz if at_reference else None,
+        widths=sent_widths(one.row, one.model, one.fp8),
     ).run()
     times = estimate.step_time_s
     if one.row.lora:
-        updates = estimate.priced.updates
-        after = [one.after_us for one in updates]
-        times = times - np.max(np.broadcast_arrays(*after, times)[:-1], axis=0) / 1e6
-        estimate = replace(estimate, breakdown_s=_without_updates(estimate, float(times[0])))
+        estimate = replace(estimate, breakdown_s=_without_updates(estimate))
     if one.parallelism.cp > 1 and fused_joins(one.row):
-        kernels, left = (time / 1e6 for time in longer_us(estimate))
+        kernels, left = (time / 1e6 for time in longer_us(estimate, one.row))
         times = times - kernels - left
         parts = dict(estimate.breakdown_s)
         parts["compute"] -= float(kernels[0])
@@ -168,18 +178,15 @@ def simulate(
     return np.maximum(times, 1e-9), estimate
 
 
-def _without_updates(estimate: StepEstimate, step_s: float) -> dict[str, float]:
-    """The breakdown of a step that neither reduces nor updates its weights; sums to `step_s`."""
-    parts = dict(estimate.breakdown_s)
-    updates = ("dp_exposed", "optimizer")
-    kept = step_s - sum(seconds for name, seconds in parts.items() if name not in updates)
-    before = sum(parts[name] for name in updates) or 1.0
-    return parts | {name: parts[name] * max(kept, 0.0) / before for name in updates}
+def _without_updates(estimate: StepEstimate) -> dict[str, float]:
+    """The breakdown of a step of `Frozen`: what is left of the update is the host's."""
+    parts = estimate.breakdown_s | {"dp_exposed": 0.0, "optimizer": 0.0}
+    return parts | {"optimizer": float(estimate.step_time_s[0]) - sum(parts.values())}
 
 
 def _free(one: Plan) -> tuple[str, ...]:
     """Ends of the names of what takes no time in a row's software."""
-    free = ["wgrad"] * one.row.lora + ["host"] * one.row.graphs
+    free = ["wgrad"] * one.row.lora
     # grouped products of experts do not add up
     fused = fused_gradients(one.row) and not one.model.experts
     return (*free, *["grad_accumulate forward"] * (one.row.lora or fused))
@@ -341,6 +348,8 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
             and all(getattr(other.parallelism, axis) == 1 for other in system.anchors)
             for axis in ("tp", "pp", "cp", "ep")
         )
+        kinds = {(other.fp8, other.row.fp4) for other in system.anchors}
+        variance += NEW_AXIS_SD**2 * ((one.fp8, one.row.fp4) not in kinds)
         if system.correction is not None:
             more, unexplained = system.correction.of(one)
             value += more

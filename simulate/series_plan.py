@@ -80,7 +80,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if not printed and gpus > node.gpus:
         fill.assumed.append(f"fabric {fabric.name} assumed")
     if row.graphs:
-        fill.assumed.append("captured graphs assumed: no host time")
+        fill.assumed.append("captured graphs assumed: no host time but the optimizer's")
     if not memory(model, p, node, fabric).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     fp8 = ways.fp8(fill)
@@ -322,9 +322,10 @@ def _least_split(
     options = sorted(
         (tp * pp, -tp, pp)
         for tp in (1, 2, 4, 8)
-        for pp in range(1, model.layers + 1)
+        for pp in ((1,) if row.one_stage else range(1, model.layers + 1))
         if tp <= node.gpus and gpus % (tp * pp) == 0 and model.layers % pp == 0
     )
+    least = min(least, max(size for size, _, _ in options))  # cp takes the rest
     for size, minus_tp, pp in options:
         if size < least:
             continue

@@ -125,6 +125,12 @@ class SeriesRow:
         return re.search(r"fp8|float8|fp4", text) is not None
 
     @property
+    def fp4(self) -> bool:
+        """Whether linear layers run in 4 bits; a cell that names both formats leaves it open."""
+        text = f"{self.text('precision')} {self.text('flags')}".lower().replace("fp8/fp4", "")
+        return "fp4" in text
+
+    @property
     def vendor_expected(self) -> bool:
         """A vendor's own expected performance, not a measurement: NVIDIA's dgxc-benchmarking."""
         return "dgxc" in self.source.lower() or self.pair_id.lower().startswith("dgxc")
@@ -135,24 +141,24 @@ class SeriesRow:
         return _EARLY.search(self.words) is not None
 
     @property
+    def mlperf(self) -> float:
+        """The release of MLPerf Training that it was submitted to; 0 for anything else."""
+        found = re.search(r"mlcommons/training_results_v(\d+\.\d+)", self.words)
+        return float(found.group(1)) if found else 0.0
+
+    @property
     def graphs(self) -> bool:
         """Kernels replayed from captured graphs, so that the host issues next to nothing.
 
-        MLPerf submissions on NVIDIA GPUs do (`LAYER_CUDA_GRAPH` where a row prints its
-        configuration).
+        NVIDIA's MLPerf submissions have no option for it until v4.0, one that rows print in v4.1
+        (`LAYER_CUDA_GRAPH`), and since v5.0 another that they do not: assumed from then on.
         """
-        mlperf = self.source == "mlcommons/training_results"
-        return "cuda_graph" in self.words or (mlperf and not self.amd)
+        return "cuda_graph" in self.words or (self.mlperf >= 5.0 and not self.amd)
 
     @property
     def amd(self) -> bool:
         """Whether its GPUs are AMD's."""
         return re.search(r"\bamd\b|\bmi\d", self.text("gpu_type").lower()) is not None
-
-    @property
-    def half_gradients(self) -> bool:
-        """Gradients reduced in 16 bits, as Megatron-LM did in fp16 training of that time."""
-        return self.early and "fp16" in self.text("precision").lower()
 
     @property
     def recompute_counted(self) -> bool:
@@ -161,6 +167,11 @@ class SeriesRow:
         In the row's notes; or in the paper: the tables of arXiv 2104.04473 count by its eq. 3.
         """
         return re.search(r"includes recompute|2104\.04473", self.words) is not None
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether its software has no pipeline: MLPerf's LoRA, all of whose configs name pp1."""
+        return self.mlperf > 0 and self.lora
 
     @property
     def lora(self) -> bool:

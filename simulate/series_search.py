@@ -94,7 +94,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
     found: list[tuple[int, int, int] | None] = []
     for tp in (1, 2, 4, 8):
-        for pp in (1, 2, 3, 4, 6, 8, 12, 16):
+        for pp in (1,) if row.one_stage else (1, 2, 3, 4, 6, 8, 12, 16):
             for cp in cps:
                 size = tp * pp * cp
                 if tp > one.node.gpus or gpus % size or model.layers % pp:

@@ -9,6 +9,8 @@ import re
 from simulate.series_rows import SeriesRow
 from simulate.transfer import changed, with_points
 from spec.calibration import Calibration
+from spec.collective import Widths
+from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 # Native tensor parallelism of PyTorch: every collective is waited for.
@@ -18,6 +20,9 @@ _WAITS = re.compile(r"megatron-deepspeed|2104\.04473|cases_april2021|bigscience-
 # Weight gradients are added to the fp32 ones inside the product: `gradient_accumulation_fusion`,
 # default in Megatron-LM since end of 2021 where Apex or Transformer Engine is installed.
 _FUSES = re.compile(r"megatron|nemo|2205\.05198|dgxc|mlcommons")
+# NVIDIA's recipes in NeMo; MaxText's and PaxML's stand in the same tables.
+_DGXC, _OTHER_DGXC = re.compile(r"dgxc-benchmarking"), re.compile(r"maxtext|paxml")
+_NEMO_2 = re.compile(r"dgxc:v(25\.(0[4-9]|1)|2[6-9])")
 
 # Between kernels of a captured graph, assumed from NVIDIA's 1.3 us of device time a node
 # ("Constant time launch for straight-line CUDA graphs", 2024).
@@ -25,17 +30,28 @@ GRAPH_LAUNCH_US = 1.5
 
 
 def with_graphs(calibration: Calibration) -> Calibration:
-    """The calibration where kernels are replayed from captured graphs, not launched by the host."""
+    """The calibration where passes are replayed from captured graphs, not issued by the host.
+
+    What the host does once a step stays: both of NVIDIA's graphs, of layers and of a whole
+    iteration (Megatron-Core's `cuda_graph_scope`), end before the optimizer.
+    """
     kernels = []
     for fit in calibration.kernels:
-        less = changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US))
+        less = changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US), host_us=0.0)
         kernels.append(with_points(fit, less))
-    return changed(calibration, kernels=tuple(kernels))
+    issued = ("part_us", "backward_part_us", "collective_us", "expert_us", "pass_us", "uneven_us")
+    host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
+    return changed(calibration, kernels=tuple(kernels), host=host)
 
 
 def fused_gradients(row: SeriesRow) -> bool:
     """Whether products add weight gradients up themselves, so that no kernel of its own does."""
     return bool(_FUSES.search(row.words)) and not _WAITS.search(row.words) and not row.amd
+
+
+def _recipe(row: SeriesRow) -> bool:
+    """Whether a row is one of dgxc-benchmarking's recipes in NeMo."""
+    return bool(_DGXC.search(row.words)) and not _OTHER_DGXC.search(row.words)
 
 
 def tensor_exposure(
@@ -57,7 +73,9 @@ def tensor_exposure(
     whole = forward + backward
     if p.tp == 1 or not whole:
         return 1.0
-    if re.search(r"tp[-_]comm[-_]overl|async tp", row.words):
+    if re.search(r"tp[-_]comm[-_]overl|async tp", row.words) or (
+        _recipe(row) and not row.lora and p.ep == 1
+    ):
         return 1 / p.tp
     if re.search(r"kempnerforge", row.words) and p.sequence_parallel:
         return ((forward * (5 + 2) / (2 + 2)) + backward * (5 + 2) / 2) / whole
@@ -66,3 +84,27 @@ def tensor_exposure(
     if _DTENSOR.search(row.words) or _WAITS.search(row.words):
         return (whole + hidden_us) / whole
     return 1.0
+
+
+def sent_widths(row: SeriesRow, model: ModelSpec, fp8: bool) -> Widths:
+    """What a row's software sends of gradients and parameters, over fp32 and bf16.
+
+    - Gradients of 16 bits: Megatron-LM before 2022, where it trained in fp16; NVIDIA's MLPerf
+      submissions (`grad_sync_dtype: bf16` of gpt3, `grad_reduce_in_fp32=False` of the others);
+      NeMo 2's performance recipes, which dgxc-benchmarking runs since 25.04 (NeMo 1 has fp32).
+    - Parameters of 8 bits, where layers run in FP8: `fp8_params` of dgxc-benchmarking,
+      `FP8_PARAM_GATHER` of MLPerf's since v5.1, off with FP4. Tables stay in bf16.
+    """
+    halves = row.early and "fp16" in row.text("precision").lower()
+    eighths = False
+    if row.mlperf and not row.amd:
+        halves = True
+        eighths = row.mlperf >= 5.1 and "fp4" not in row.text("flags").lower()
+    elif _recipe(row):
+        halves = _NEMO_2.search(row.pair_id.lower()) is not None and "nemo_mega" not in row.words
+        eighths = True
+    parameters = 1.0
+    if eighths and fp8:
+        tables = model.embedding_parameters() + model.head_parameters()
+        parameters = (1 + tables / model.parameters()) / 2
+    return Widths(0.5 if halves else 1.0, parameters)

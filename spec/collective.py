@@ -17,6 +17,23 @@ class Collective(NamedTuple):
     bytes: float
 
 
+class Widths(NamedTuple):
+    """What replicas send of a gradient, over fp32, and of a parameter, over bf16."""
+
+    gradients: float = 1.0
+    parameters: float = 1.0
+
+    def of(self, collective: Collective) -> Collective:
+        """A collective that is written in fp32 or bf16, as wide as it is sent."""
+        if self == AS_WRITTEN or collective.axis not in ("dp", "edp"):
+            return collective
+        width = self.parameters if collective.kind == "all_gather" else self.gradients
+        return collective._replace(bytes=collective.bytes * width)
+
+
+AS_WRITTEN = Widths()
+
+
 def busbw_factor(kind: str, ranks: int) -> float:
     """Bytes over a rank's link per byte of buffer: bus bandwidth = bytes / time * this factor.
 

@@ -6,7 +6,6 @@ import pytest
 
 from calibrate.fit import fit, systems
 from calibrate.kernels import _by_model
-from simulate.fp8 import with_fp8
 from spec.calibration import Calibration
 from spec.files import read_table, write_table
 from spec.kernel import GEMM_DIRECTIONS, Kernel, parse_kernel
@@ -78,7 +77,7 @@ def test_other_products_have_their_own_models(folder: Path) -> None:
     assert before.kernel(low_rank).op == "gemm"
     listed = {one.model for one in after.held_out}
     assert {"kernel.gemm.forward", "kernel.gemm.forward.fp8", "kernel.narrow_gemm.wgrad"} <= listed
-    assert with_fp8(after).kernel_fits["gemm", "forward", "bf16"].tflops == pytest.approx(
+    assert after.kernel_fits["gemm", "forward", "fp8"].tflops == pytest.approx(
         FASTER * (after.kernel_fits["gemm", "forward", "bf16"].tflops or 0), rel=0.05
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simulate import project
-from simulate.fp8 import FP8_SPEEDUP, with_fp8
+from simulate.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
 from simulate.inputs import calibration_for, default_node, find_calibration
 from simulate.transfer import same_gpu, transfer
 from spec.calibration import Calibration, Parameter
@@ -148,13 +148,23 @@ def test_names_of_one_gpu(one: str, other: str, same: bool) -> None:
 
 
 def test_fp8_speeds_up_products_only(calibration: Calibration) -> None:
-    fast = with_fp8(calibration)
+    fast = with_fp8_products(calibration, load_node("hgx-h200")).kernel_fits
     dims = (16384, 16384, 16384)
-    gemm = ("gemm", "forward", "bf16")
-    ratio = calibration.kernel_fits[gemm].time_us(dims)[0] / fast.kernel_fits[gemm].time_us(dims)[0]
-    assert ratio == pytest.approx(FP8_SPEEDUP, rel=0.01)
-    attention = ("attention", "forward", "bf16")
-    assert fast.kernel_fits[attention] == calibration.kernel_fits[attention]
+    wide, narrow = (fast["gemm", "forward", dtype] for dtype in ("bf16", "fp8"))
+    assert wide.time_us(dims)[0] / narrow.time_us(dims)[0] == pytest.approx(FP8_SPEEDUP, rel=0.01)
+    for kind, fit in calibration.kernel_fits.items():
+        assert fast[kind] == fit
+
+
+@pytest.mark.parametrize(("gpu", "ratio"), [("NVIDIA GB200", 2.0), ("B300", 3.0)])
+def test_fp4_products_by_the_datasheet(calibration: Calibration, gpu: str, ratio: float) -> None:
+    node = load_node("gb200-nvl72").model_copy(update={"gpu": gpu})
+    eight = with_fp8_products(calibration, node)
+    four = with_fp4(eight, node).kernel_fits
+    dims = (16384, 16384, 16384)
+    before, after = (one["gemm", "dgrad", "fp8"] for one in (eight.kernel_fits, four))
+    assert before.time_us(dims)[0] / after.time_us(dims)[0] == pytest.approx(ratio, rel=0.01)
+    assert four["gemm", "dgrad", "bf16"] == eight.kernel_fits["gemm", "dgrad", "bf16"]
 
 
 def test_projection_on_another_gpu_says_so(

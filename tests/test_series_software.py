@@ -1,0 +1,147 @@
+"""What the software behind published rows does otherwise than Megatron-Core, as documented."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulate.series_context import exchanges
+from simulate.series_fit import FACTORS, Calibrations, Fitted, fit, project, simulate
+from simulate.series_plan import Plan, plan
+from simulate.series_rows import SeriesRow
+from simulate.series_software import sent_widths, tensor_exposure
+from tests.made_up import write_calibration
+from tests.test_series import row
+
+MLPERF = "mlcommons/training_results_v5.1 NVIDIA/results/x/llama31_8b/result_*.txt"
+DGXC = {"source": "NVIDIA/dgxc-benchmarking llama3.1/README.md", "pair_id": "dgxc:v25.04:llama3.1"}
+HERE = np.zeros((1, len(FACTORS)))
+
+
+@pytest.fixture
+def calibrations(tmp_path: Path) -> Calibrations:
+    return Calibrations(write_calibration(tmp_path / "calibration.json"))
+
+
+def widths(fp8: bool = True, **changes: str) -> tuple[float, float]:
+    one = row(**changes)
+    return sent_widths(one, plan(one).model, fp8)
+
+
+def test_widths_of_gradients_and_parameters() -> None:
+    tables = 32000 * 4096 * 2 / plan(row()).model.parameters()
+    eighths = pytest.approx((1 + tables) / 2, rel=1e-4)  # but for the last norm
+    assert widths() == (1.0, 1.0)
+    assert widths(source=MLPERF) == (0.5, eighths)
+    assert widths(source=MLPERF, fp8=False) == (0.5, 1.0)
+    assert widths(source=MLPERF, flags="fp4") == (0.5, 1.0)
+    assert widths(source=MLPERF.replace("5.1", "4.0")) == (0.5, 1.0)
+    assert widths(source=MLPERF, gpu_type="AMD Instinct MI300X") == (1.0, 1.0)
+    assert widths(**DGXC) == (0.5, eighths)
+    assert widths(**DGXC | {"pair_id": "dgxc:v25.02:llama3.1"}) == (1.0, eighths)
+    assert widths(**DGXC | {"source": "NVIDIA/dgxc-benchmarking maxtext/README.md"}) == (1.0, 1.0)
+    early = {"source": "Narayanan et al. 2021 (arXiv 2104.04473)", "precision": "fp16"}
+    assert widths(fp8=False, **early) == (0.5, 1.0)
+
+
+def test_narrower_gradients_leave_less_exposed(calibrations: Calibrations) -> None:
+    """And nothing else: what is sent inside a replica is as it was."""
+    far = {"gpus": "64", "tp": "2", "pp": "1", "global_batch": "32", "flags": ""}
+    wide = simulate(plan(row(**far)), calibrations, HERE)[1].breakdown_s
+    half = simulate(plan(row(**far, **DGXC)), calibrations, HERE)[1].breakdown_s
+    assert 0 < half["dp_exposed"] < 0.7 * wide["dp_exposed"]
+
+
+def test_frozen_weights_wait_for_no_update(calibrations: Calibrations) -> None:
+    """Neither does any GPU come later for one: a slow network between replicas takes no time."""
+    one = plan(row(gpus="64", tp="1", pp="1", global_batch="64", notes="LoRA"))
+    slow = np.vstack([HERE, 2.0 * (np.array(FACTORS) == "network")])
+    times, estimate = simulate(one, calibrations, slow)
+    assert times[1] == pytest.approx(times[0], rel=0.02)  # the norm's four bytes
+    parts = estimate.breakdown_s
+    assert parts["dp_exposed"] == 0.0
+    assert sum(parts.values()) == pytest.approx(times[0])
+    tensors = 4 * one.model.layers
+    host = calibrations.of(one).host
+    assert parts["optimizer"] * 1e6 >= host.tensor_us * tensors + host.step_us
+
+
+@pytest.mark.parametrize(
+    ("release", "flags", "captured"),
+    [
+        ("4.0", "TP_COMM_OVERLAP", False),
+        ("4.1", "VBOOST", False),
+        ("4.1", "LAYER_CUDA_GRAPH", True),
+        ("5.0", "", True),
+    ],
+)
+def test_graphs_by_release(
+    release: str, flags: str, captured: bool, calibrations: Calibrations
+) -> None:
+    one = plan(row(source=MLPERF.replace("5.1", release), flags=flags))
+    assert one.row.graphs == captured
+    host = calibrations.of(one).host
+    assert (host.part_us == 0) == captured
+    assert host.step_us > 0
+
+
+def lora(release: str, **changes: str) -> SeriesRow:
+    source = f"mlcommons/training_results_v{release} Some/results/n1_nemo/llama2_70b_lora/result"
+    return row(source=source, **changes)
+
+
+def test_tokens_are_exchanged_for_heads_since_v5() -> None:
+    assert exchanges(lora("5.0"))
+    assert not exchanges(lora("4.1"))
+    assert not exchanges(lora("5.0", gpu_type="AMD Instinct MI300X"))
+    assert not exchanges(row(source="mlcommons/training_results_v5.0 HPE/results/n1_24.09/lora"))
+    assert not exchanges(row(source=MLPERF))
+
+
+def test_an_exchange_has_fewer_kernels_and_all_of_it_exposed(calibrations: Calibrations) -> None:
+    shape = {"seq_len": "8192", "tp": "1", "pp": "1", "cp": "8", "gpus": "8", "global_batch": "1"}
+    ring, exchange = (
+        simulate(plan(lora(release, flags="LAYER_CUDA_GRAPH", **shape)), calibrations, HERE)
+        for release in ("4.1", "5.1")
+    )
+    assert exchange[1].breakdown_s["compute"] < ring[1].breakdown_s["compute"]
+    assert exchange[1].breakdown_s["cp_exposed"] > 0
+    assert sum(exchange[1].breakdown_s.values()) == pytest.approx(exchange[0][0])
+    few = shape | {"kv_heads": "4", "flags": "LAYER_CUDA_GRAPH"}  # fewer than ranks: rings
+    old, new = (simulate(plan(lora(one, **few)), calibrations, HERE)[0] for one in ("4.1", "5.1"))
+    assert old == pytest.approx(new)
+
+
+def test_four_bits_are_another_rate_than_eight(calibrations: Calibrations) -> None:
+    """An anchor in FP4 says less of a row in FP8 than one in FP8 does."""
+    blackwell = {"gpu_type": "GB200", "precision": "FP8/FP4 see config", "source": MLPERF}
+    eight, four = (plan(row(flags=flags, **blackwell)) for flags in ("", "fp4"))
+    assert (eight.row.fp4, four.row.fp4) == (False, True)
+    assert row(precision="nvfp4").fp4
+    slower, faster = (simulate(one, calibrations, HERE)[0][0] for one in (eight, four))
+    assert faster < 0.95 * slower
+    assert (
+        spread(eight, fit([four], calibrations), calibrations)
+        > 0.09
+        > spread(eight, fit([eight], calibrations), calibrations)
+    )
+
+
+def spread(one: Plan, system: Fitted, calibrations: Calibrations) -> float:
+    return project(one, system, calibrations, 0.0).sd
+
+
+def test_mlperfs_adapters_have_no_pipeline() -> None:
+    """However many GPUs share a sequence: context parallelism takes what tensors' does not."""
+    open_ = {"tp": "", "pp": "", "vpp": "", "cp": "", "sharding": "", "micro_batch": ""}
+    batch = {"gpus": "128", "global_batch": "8", "grad_accum": "1", "seq_len": "8192"}
+    one = plan(lora("5.0", **open_, **batch)).parallelism
+    assert (one.pp, one.tp * one.cp, one.dp) == (1, 16, 8)
+
+
+def test_recipes_overlap_tensor_parallel_communication() -> None:
+    one = row(**DGXC)
+    p = plan(one).parallelism
+    assert tensor_exposure(one, p, (10.0, 5.0), 5.0) == pytest.approx(1 / p.tp)
+    adapters = row(**DGXC | {"source": "NVIDIA/dgxc-benchmarking lora/README.md"})
+    assert tensor_exposure(adapters, p, (10.0, 5.0), 5.0) == 1.0
