@@ -125,18 +125,21 @@ def by_group(groups: Mapping[str, Mapping[str, Json]], prefix: str = "") -> list
                 percent(error),
                 percent(width),
                 f"{width / error:.1f}" if error else None,
+                "{low:.1f} to {high:.1f}".format(**one["width_by_chance"]),
                 f"{one['winkler']:.3f}",
                 f"{one['baseline_winkler']:.3f}" if one["baseline_winkler"] is not None else None,
             )
         )
     columns = (
         *("group", "cases", "inside 90 %", "median error", "median half-width"),
-        *("half-width over error", "Winkler score", "constant rate's"),
+        *("half-width over error", "by chance", "Winkler score", "constant rate's"),
     )
     note = (
-        "An honest interval holds about 90 %; one more than 2.5 median errors wide promises less "
-        "than it could. The Winkler score (in parts of the measured time, smaller is better) "
-        "charges both; the baseline's interval has the spread of its own errors on these rows."
+        "An honest interval holds about 90 %. One more than 2.5 median errors wide promises less "
+        "than it could, unless that is by chance: 90 % of groups of this size lie in the range "
+        "given even if their intervals are exactly right. The Winkler score (in parts of the "
+        "measured time, smaller is better) charges both; the baseline's interval has the spread "
+        "of its own errors on these rows."
     )
     return [
         Text(note),

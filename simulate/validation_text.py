@@ -109,8 +109,8 @@ def _components(one: Json) -> list[str]:
 
 def _intervals(one: Json) -> list[str]:
     off = wide_or_narrow(one.get("groups", {}))
-    text = [f"intervals: {words}" for words in off if "narrow" in words]
-    wide = [words for words in off if "narrow" not in words]
+    wide = [words for words in off if "wide" in words]
+    text = [f"intervals: {words}" for words in off if words not in wide]
     if wide:
         text.append(f"intervals: {len(wide)} groups' wider than they had to be, such as {wide[0]}")
     return text

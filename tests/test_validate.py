@@ -13,6 +13,7 @@ from simulate import components, validate
 from simulate.draw import Grid, _random
 from simulate.memory import memory
 from simulate.scores import coverage, grouped, summarise, wide_or_narrow, winkler
+from simulate.uncertainty import Z90
 from simulate.validation import predict
 from spec.calibration import read_calibration
 from spec.command import run
@@ -586,3 +587,32 @@ def test_groups_say_what_is_too_narrow_and_what_too_wide() -> None:
     assert "4.8 median errors wide" in wide_or_narrow(grouped(entries(0.2, 0.04)))[0]
     assert wide_or_narrow(grouped(entries(0.08, 0.04))) == []
     assert set(grouped(entries(0.1, 0.1))) == {"kind", "scale", "model", "system"}
+
+
+def test_a_small_group_may_be_wide_by_chance() -> None:
+    def entries(count: int) -> list[dict[str, Any]]:
+        interval = {"median": 1.02, "low": 0.95, "high": 1.09}  # half-width 3.4 errors
+        one = {"kind": "TP", "model": "m", "gpus": 4, "real_s": 1.0, "predicted_s": interval}
+        return [one | {"error": 0.02}] * count
+
+    assert wide_or_narrow(grouped(entries(5))) == []
+    assert "3.4 median errors wide" in wide_or_narrow(grouped(entries(80)))[0]
+    likely = [summarise(entries(count))["width_by_chance"] for count in (1, 5, 80, 2000)]
+    assert likely[0]["low"] < likely[1]["low"] < likely[2]["low"] < Z90 / 0.674
+    assert likely[0]["high"] > likely[1]["high"] > likely[2]["high"] > Z90 / 0.674
+    assert likely[3] == pytest.approx({"low": 2.44, "high": 2.44}, rel=0.06)
+    # of one case: half-widths over |normal| at its 5th and 95th percentile
+    assert likely[0] == pytest.approx({"low": 0.84, "high": 26.0}, rel=0.2)
+
+
+def test_a_group_that_scores_worse_than_the_constant_rate_is_said() -> None:
+    rows = [(1.0, 1.001), (1.0, 0.999), (1.0, 1.002), (1.0, 0.998)]
+    interval = {"median": 1.1, "low": 0.8, "high": 1.4}
+    found = [
+        {"kind": "TP", "model": "m", "gpus": 4, "real_s": real, "baseline_s": guess}
+        | {"predicted_s": interval}
+        for real, guess in rows
+    ]
+    assert "kind TP scores worse than the constant rate's" in wide_or_narrow(grouped(found))
+    better = [one | {"baseline_s": 3.0**place} for place, one in enumerate(found)]
+    assert not any("worse" in words for words in wide_or_narrow(grouped(better)))
