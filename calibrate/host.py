@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibrate.evidence import Evidence, Ledger, core_share, log_interval, rounded
-from calibrate.host_issue import HOST_SD, fit_issue
+from calibrate.host_issue import fit_issue
 from spec.calibration import HostFit
 from spec.kernel_fit import KernelFit
 from spec.records import HostRow, InterferenceRow
 
 # Python around a part where the host is the device and no row shows it: some tens of calls of a
 # microsecond each, assumed.
-CPU_PART_US, CPU_PARTS_PER_STEP, CPU_HOST_SD = 60.0, 50.0, 0.7
+CPU_PART_US, CPU_PARTS_PER_STEP = 60.0, 50.0
+CPU_HOST_SD, MEASURED_SD = 0.7, 0.3
 # A kernel beside a collective where none was measured: communication kernels occupy some
 # multiprocessors (16-32 of 132 under NCCL's defaults) and share memory bandwidth.
 INTERFERENCE = (0.12, 0.03, 0.3)
@@ -45,7 +46,7 @@ def _on_cpu(evidence: Evidence, ledger: Ledger) -> HostFit:
     share = core_share(evidence.runs[-1].manifest)
     measured = _beside_kernels([row for _, row in evidence.rows(HostRow)])
     part, step = measured or (CPU_PART_US, CPU_PARTS_PER_STEP * CPU_PART_US)
-    sd = HOST_SD if measured else CPU_HOST_SD
+    sd = MEASURED_SD if measured else CPU_HOST_SD
     why = "Python, modules and autograd around {}; a CPU spends it between kernels"
     if measured:
         rows = len(evidence.rows(HostRow))

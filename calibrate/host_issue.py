@@ -6,7 +6,7 @@ and autograd take: around a part of a layer, around an expert, to start a collec
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from math import log
+from math import log, sqrt
 from statistics import fmean, median
 from typing import NamedTuple, cast
 
@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
 from calibrate.host_visits import single_calls, with_visits
+from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
@@ -45,7 +46,9 @@ WHAT = {
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
 }
-HOST_SD, STEP_SD = 0.3, 0.7
+# Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
+HOST_SD = 0.2
+ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
 DEFAULT_HOST_US = 10.0
 
 
@@ -62,7 +65,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     """Issue times of single operations, and what goes with them: measured, or assumed from them."""
     times = [time_us for _, _, time_us in single_calls(evidence)]
     issue = median(times) if times else DEFAULT_HOST_US
-    sd = max(robust_sd(log(time) for time in times), HOST_SD) if times else 0.5
+    sd = max(robust_sd(log(time) for time in times), ISSUE_SD) if times else UNSEEN_SD
     ledger.note(
         "host.issue_us",
         issue,
@@ -88,7 +91,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     }
     found = {}
     for name, calls in CALLS.items():
-        spread = STEP_SD if name == "step" else sd if name in shown else 0.5
+        spread = STEP_SD if name == "step" else sd if name in shown else UNSEEN_SD
         found[f"{name}_us"] = value = rounded(shown.get(name, calls * issue))
         why = f"{evidence.where(HostRow, len(rows_seen))}: steps whose arithmetic is nil"
         ledger.note(
@@ -101,7 +104,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         )
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
-        HostFit(sd=rounded(sd), **found),
+        HostFit(sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD, **found),
         {devices[run]: slower.get(devices[run]) for run in devices if run in runs},
         ledger,
         {
@@ -124,6 +127,42 @@ def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:
     left = np.array([one.time_us - one.kernels_us for one in seen])
     takes, _ = nnls(counts * weights[:, None], left * weights)
     return dict(zip(names, map(float, takes), strict=True))
+
+
+def host_sd(
+    seen: Mapping[tuple[str, ...], Sequence[Equation]],
+    own: Mapping[tuple[str, ...], Mapping[str, float]],
+    ledger: Ledger,
+) -> float:
+    """What a step is off by on a host whose nil steps were fitted, over all such hosts.
+
+    seen, own: by the host's devices, its equations and what `beside_kernels` made of them. Akaike's
+    final prediction error: the mean square of what is left, times (n + p) / (n - p) for p numbers
+    fitted to n equations.
+    """
+    squares, count, fitted = 0.0, 0, 0
+    for visit, takes in own.items():
+        if takes:
+            squares += sum(_left(one, takes) ** 2 for one in seen[visit])
+            count, fitted = count + len(seen[visit]), fitted + len(takes)
+    shown = count > fitted
+    left = sqrt(squares / count * (count + fitted) / (count - fitted)) if shown else 0.0
+    value = max(left, HOST_SD)
+    return ledger.note(
+        "host.sd",
+        value,
+        "log",
+        spread_interval(value, max(count - fitted, 4)),
+        "measured" if left > HOST_SD else "assumed",
+        (f"{fitted} numbers leave {left:.2f} of {count} times of nil steps; " if shown else "")
+        + f"at least {HOST_SD:g}, by which nil steps differ within minutes",
+    )
+
+
+def _left(one: Equation, takes: Mapping[str, float]) -> float:
+    """What is left of an equation, as a share of the time that it was seen in."""
+    found = one.kernels_us + sum(takes[name] * count for name, count in one.counts.items())
+    return (one.time_us - found) / one.of_us
 
 
 def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iterator[Equation]:

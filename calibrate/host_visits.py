@@ -17,6 +17,10 @@ SHORT_US = 100.0
 # four within 0.03 (log) of each other, the others 0.28, 0.30, 0.34, 0.41 and 0.83 slower. Their sd,
 # as of so many; what a system's own visits show is pooled with it, though they are among the nine.
 VISIT_SD, VISITS = 0.28, 4
+# Nil steps of each of three hosts of H200 from what the other two take, by its issue times: off by
+# 0.18 dense and 0.42 with experts (root mean squares of microbatches), 0.25 beyond HOST_SD. More
+# for three are few.
+PYTHON_SD = 0.3
 
 
 def single_calls(evidence: Evidence) -> list[tuple[str, KernelRow, float]]:
@@ -58,7 +62,7 @@ def with_visits(
     ledger: Ledger,
     own: Mapping[tuple[str, ...], dict[HostTime, float]] | None = None,
 ) -> HostFit:
-    """A host with those of the visits measured, and how another visit's may differ.
+    """A host with those of the visits measured, and how those of others may differ.
 
     slower: by devices, None where the visit was compared with no other. own: what nil steps of a
     visit show by themselves.
@@ -75,10 +79,20 @@ def with_visits(
         f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
         f"{VISIT_SD}, see docs/calibration.md",
     )
+    ledger.note(
+        "host.python_sd",
+        PYTHON_SD,
+        "log",
+        (0.15, 0.6),
+        "assumed",
+        "what goes with issuing, for its time, on a host whose nil steps were not timed: three "
+        "hosts of H200, each by the other two",
+    )
     visits = tuple(
         HostVisit(
             devices=devices, slower=rounded(value or 1.0), times_us=(own or {}).get(devices, {})
         )
         for devices, value in slower.items()
     )
-    return fit.model_copy(update={"visit_sd": rounded(sd, 3), "visits": visits})
+    update = {"visit_sd": rounded(sd, 3), "python_sd": PYTHON_SD, "visits": visits}
+    return fit.model_copy(update=update)

@@ -359,10 +359,10 @@ class Costs:
     def host_spread(self) -> Array:
         """What the host's times are multiplied by: how slow the devices' host is, and the spread.
 
-        How another visit's host differs counts beside what one host's operations differ by.
+        How another visit's host differs counts beside what steps on one host are off by.
         """
         fit = self.calibration.host
-        return fit.slower * self.draws.factor("host", hypot(fit.sd, fit.visit_sd))
+        return fit.slower * self.draws.factor("host", hypot(fit.sd, fit.python_sd, fit.visit_sd))
 
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""

@@ -136,7 +136,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
         device=target.gpu,
         kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
         collectives=_collectives(calibration, by.scale_up, target),
-        host=changed(calibration.host, sd=HOST_SD, visit_sd=0.0),  # visits are in it
+        host=changed(calibration.host, sd=HOST_SD, python_sd=0.0, visit_sd=0.0),  # all is in it
         clock=changed(
             clock,
             reference_mhz=target.max_clock_mhz,

@@ -252,7 +252,11 @@ class HostFit(Record):
         default=0.0, description="once a step, to update one tensor of parameters"
     )
     step_us: Micros = Field(description="once a step: zeroed gradients, their norm, scalars")
-    sd: Spread
+    sd: Spread = Field(description="what a step on a host whose nil steps were timed is off by")
+    python_sd: Spread = Field(
+        default=0.0,
+        description="what goes with issuing, for its time, beside that of another visit's host",
+    )
     visit_sd: Spread = Field(
         default=0.0, description="all of it and kernels' host_us, beside those of another visit"
     )
@@ -265,13 +269,14 @@ class HostFit(Record):
     def on_devices(self, hashes: Sequence[str]) -> "HostFit":
         """The host as those devices know it: that of their own visit if it was measured.
 
-        One whose nil steps were not keeps the spread of visits: how slow it is in issuing single
-        operations says less of what Python takes.
+        One whose nil steps were not keeps `python_sd`: how slow it is in issuing single operations
+        leaves open what Python takes.
         """
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
-                own = {"visit_sd": 0.0} if visit.times_us else {}
-                return self.model_copy(update={"slower": visit.slower} | own | visit.times_us)
+                own = {"python_sd": 0.0} if visit.times_us else {}
+                known = {"slower": visit.slower, "visit_sd": 0.0}
+                return self.model_copy(update=known | own | visit.times_us)
         return self
 
 

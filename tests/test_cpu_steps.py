@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.host import HOST_SD, fit_host
+from calibrate.host import MEASURED_SD, fit_host
 from calibrate.own_network import crossings
 from measure import cpu_memory, host_time
 from measure.devices.cpu import CACHE_BYTES, last_level_cache
@@ -127,7 +127,7 @@ def test_the_hosts_time_is_fitted_where_rows_show_it(tmp_path: Path, share: floa
     part_us, step_us, sd, sources = fitted()
     assert part_us == pytest.approx(37.5 / share)
     assert step_us == pytest.approx(2000.0 / share)
-    assert (sd, sources) == (HOST_SD, {"measured"})
+    assert (sd, sources) == (MEASURED_SD, {"measured"})
 
 
 @pytest.mark.parametrize(("kind", "cores", "expected"), [("cpu", 0.2, 6.0), ("cpu", 1.0, 1.0)])

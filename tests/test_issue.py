@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrate.host_issue import beside_kernels, equations
+from calibrate.evidence import Ledger
+from calibrate.host_issue import HOST_SD, beside_kernels, equations, host_sd
 from measure import host_time
 from measure.training import step_times
 from measure.training_plan import TrainingCase
@@ -79,6 +80,35 @@ def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
     assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))
     assert alone == {}  # a step and its tensors cannot be told apart
+
+
+def test_steps_are_off_by_what_nil_steps_leave() -> None:
+    """Times that scatter by a third, most of them fitted: a new one is off by about that."""
+    cases = host_time.cases("nvidia", 4)
+    rng = np.random.default_rng(0)
+
+    def found(sd: float, hosts: int) -> float:
+        seen, ledger = {}, Ledger()
+        for host in range(hosts):
+            rows = [nil_row(case, slower=1.0) for case in cases]
+            exact = [one for row in rows for one in equations(row, (), 1.0)]
+            seen[(str(host),)] = [
+                one._replace(time_us=one.time_us + one.of_us * rng.normal(0, sd)) for one in exact
+            ]
+        own = {host: beside_kernels(some) for host, some in seen.items()}
+        value = host_sd(seen, own, ledger)
+        source = "measured" if value > HOST_SD else "assumed"
+        (noted,) = ledger.parameters
+        assert (noted.name, noted.source) == ("host.sd", source)
+        assert noted.value == pytest.approx(value, rel=1e-4)
+        return value
+
+    # what is left understates the scatter by what the fit took up; a new step has both
+    assert found(0.4, hosts=30) == pytest.approx(0.4 * (1 + 8 / 24) ** 0.5, rel=0.1)
+    assert found(0.01, hosts=3) == HOST_SD
+    assert host_sd({}, {}, Ledger()) == HOST_SD
+    few = {("a",): list(equations(nil_row(cases[0], 1.0), (), 1.0))}
+    assert host_sd(few, {("a",): {}}, Ledger()) == HOST_SD  # told nothing apart
 
 
 def test_cases_take_all_gpus_of_a_host() -> None:
