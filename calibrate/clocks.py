@@ -35,7 +35,7 @@ from calibrate.state import (
     is_product,
 )
 from calibrate.telemetry import Telemetry
-from calibrate.variability import device_spread, visit_sd
+from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
 from spec.records import HeatRow, KernelRow
 
@@ -258,6 +258,7 @@ def fit_clock(
     rows = [row for _, row in evidence.rows(KernelRow)]
     bend = fit_bend(evidence, state, rows, ledger)
     jitter_sd, jitter_mean = fit_jitter(evidence, rows, ledger)
+    devices = fit_devices(evidence, state, ledger)
     return ClockFit(
         reference_mhz=rounded(state.reference_mhz),
         max_mhz=rounded(state.reference_mhz),
@@ -274,7 +275,8 @@ def fit_clock(
         jitter_sd=rounded(jitter_sd),
         jitter_mean=rounded(jitter_mean),
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
-        devices=fit_devices(evidence, state, ledger),
+        own_visit_sd=own_visit_sd(ledger) if devices else None,
+        devices=devices,
     )
 
 

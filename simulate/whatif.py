@@ -114,7 +114,7 @@ def with_clock(
 def on_devices(calibration: Calibration, hashes: Sequence[str]) -> Calibration:
     """The calibration for some devices: their mean where they were measured, else as it is.
 
-    A network measured on them, and their host, are those of their visit.
+    A network measured on them, their host and how fast kernels were are those of their visit.
     """
     networks = tuple(one.on_devices(hashes) for one in calibration.networks)
     host = calibration.host.on_devices(hashes)
@@ -124,7 +124,10 @@ def on_devices(calibration: Calibration, hashes: Sequence[str]) -> Calibration:
     powers = [known[name] for name in hashes if name in known]
     if not powers:
         return calibration
-    return with_clock(calibration, calibration.clock, sum(powers) / len(powers))
+    clock = calibration.clock
+    if len(powers) == len(hashes):
+        clock = clock.on_own_devices()
+    return with_clock(calibration, clock, sum(powers) / len(powers))
 
 
 def check(what: WhatIf, calibration: Calibration, node: Node) -> None:

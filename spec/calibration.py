@@ -168,6 +168,9 @@ class ClockFit(Record):
         default=0.0, description="mean duration under the cap beyond the median, a share"
     )
     visit_sd: Spread = Field(description="whole speed, one visit to the machine to another")
+    own_visit_sd: Spread | None = Field(
+        default=None, description="the same where all devices are among `devices`, if less"
+    )
     devices: tuple[DeviceFit, ...] = Field(
         default=(), description="those that ran the same product under the cap, in order"
     )
@@ -200,6 +203,12 @@ class ClockFit(Record):
         if x > whole:
             return exp(self.product_bend * whole * (x - whole))
         return exp(-self.product_bend * x * (whole - x))
+
+    def on_own_devices(self) -> "ClockFit":
+        """As for devices that are all among those measured."""
+        if self.own_visit_sd is None or self.own_visit_sd >= self.visit_sd:
+            return self
+        return self.model_copy(update={"visit_sd": self.own_visit_sd})
 
     def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:
         """Board power of those kernels at a clock."""

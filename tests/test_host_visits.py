@@ -10,7 +10,7 @@ from calibrate.evidence import Evidence, Ledger
 from calibrate.host_visits import VISIT_SD, alike, of_runs, with_visits
 from simulate.estimate import StepSimulator
 from simulate.whatif import on_devices
-from spec.calibration import HostFit
+from spec.calibration import ClockFit, HostFit
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import KernelRow
@@ -64,6 +64,20 @@ def test_unlike_visits_widen_what_another_may_be() -> None:
         ("host.python_sd", "assumed"),
     ]
     assert one.python_sd == apart.python_sd > 0
+
+
+def test_only_steps_on_other_devices_have_the_whole_spread_of_visits(tmp_path: Path) -> None:
+    calibration = write_calibration(tmp_path / "calibration.json")
+    devices = [{"uuid_hash": name, "power": 1.0} for name in FIRST]
+    clock = calibration.clock.model_dump() | {"devices": devices, "visit_sd": 0.02}
+
+    def sd(hashes: tuple[str, ...], own: float | None) -> float:
+        fit = ClockFit.model_validate(clock | {"own_visit_sd": own})
+        return on_devices(calibration.model_copy(update={"clock": fit}), hashes).clock.visit_sd
+
+    assert sd(FIRST, 0.01) == sd(FIRST[:1], 0.01) == 0.01
+    assert sd(SECOND, 0.01) == sd((*FIRST, "c"), 0.01) == sd((), 0.01) == 0.02
+    assert sd(FIRST, 0.03) == sd(FIRST, None) == 0.02  # visits that differ less
 
 
 def test_devices_know_their_host(tmp_path: Path) -> None:
