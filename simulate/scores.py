@@ -12,6 +12,7 @@ from simulate.uncertainty import LEVEL, Z90
 # A median half-width beyond this many times the median error is wide without need, unless chance
 # may do that in a group of its size, see `by_chance`.
 WIDEST = 2.5
+FEWEST = 5  # cases of a group that may be called so: chance alone makes some of many small ones
 CHANCES = 1000  # groups of errors drawn to see what chance does
 GROUPS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "kind": lambda entry: str(entry["kind"]),
@@ -146,7 +147,7 @@ def wide_or_narrow(groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
             score = one["baseline_winkler"]
             if score is not None and one["winkler"] > score:
                 found.append(f"{grouping} {name} scores worse than the constant rate's")
-            if width and width > max(WIDEST, one["width_by_chance"]["high"]) * error:
+            if one["n"] >= FEWEST and width > max(WIDEST, one["width_by_chance"]["high"]) * error:
                 times = f"{width / error:.1f}" if error else "very many"
                 likely = "{low:.1f} to {high:.1f}".format(**one["width_by_chance"])
                 found.append(f"{grouping} {name} is {times} median errors wide, {likely} by chance")
