@@ -30,11 +30,12 @@ def missed(one: Mapping[str, Any], aim: Aim) -> list[str]:
         found.append(f"worst {one['max_ape']:.1%}, wanted {aim.worst:.0%}")
     seen = []
     for name, words in BASELINES.items():
-        theirs = one[f"{name}_mape"]
+        theirs = one[f"{name}_mape"] and round(one[f"{name}_mape"], 9)
         if theirs in seen:  # with one anchor both are the same row
             continue
         seen.append(theirs)
         if aim.of_baseline is not None and theirs and one["mape"] > aim.of_baseline * theirs:
             share = one["mape"] / theirs
-            found.append(f"{share:.2f} of {words} error, wanted {aim.of_baseline:g}")
+            times = f"{share:.2f}" if share < 100 else "over 100 times"
+            found.append(f"{times} of {words} error, wanted {aim.of_baseline:g}")
     return found

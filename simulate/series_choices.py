@@ -84,6 +84,8 @@ def recompute(fill: Filling) -> Any:
 def fp8(fill: Filling) -> bool:
     """Printed, or a choice on GPUs that have it."""
     has = has_fp8(fill.row)
+    if fill.row.fp4 and has and not has_fp4(fill.row):
+        fill.assumed.append("FP8, as this GPU has no 4-bit products")
     if fill.row.fp8 and not has:
         fill.assumed.append("bf16, as this GPU has no 8-bit products")
         return False
@@ -97,6 +99,13 @@ def has_fp8(row: SeriesRow) -> bool:
     return not re.search(r"a[18]00|ampere|v100|mi2\d\d", row.text("gpu_type").lower())
 
 
+def has_fp4(row: SeriesRow) -> bool:
+    """Whether the GPU multiplies in 4 bits: Blackwell and MI350."""
+    return (
+        re.search(r"\bgb?[23]00|\bb[23]00|blackwell|mi35", row.text("gpu_type").lower()) is not None
+    )
+
+
 def rate_limit(row: SeriesRow) -> float:
     """Most model FLOP/s that a row can have, in bf16 peaks of its GPU.
 
@@ -106,8 +115,7 @@ def rate_limit(row: SeriesRow) -> float:
     words = f"{row.text('precision')} {row.text('flags')}".lower()
     most = 1.0
     if has_fp8(row) and (row.fp8 or not row.text("precision")):
-        four = re.search(r"gb?[23]00|blackwell|mi35", row.text("gpu_type").lower())
-        most = 4.0 if four and re.search(r"fp4|^ *$", words) else 2.0
+        most = 4.0 if has_fp4(row) and re.search(r"fp4|^ *$", words) else 2.0
     return most * (1.5 if row.lora else 1.0)
 
 

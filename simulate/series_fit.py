@@ -117,7 +117,7 @@ class Calibrations:
 
     def of(self, one: Plan) -> Calibration:
         """The calibration that a plan is simulated with."""
-        return self._for(one.node, one.fp8 and one.row.fp4, one.row.early, one.row.graphs)
+        return self._for(one.node, one.fp4, one.row.early, one.row.graphs)
 
 
 class Frozen(StepSimulator):
@@ -348,8 +348,8 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
             and all(getattr(other.parallelism, axis) == 1 for other in system.anchors)
             for axis in ("tp", "pp", "cp", "ep")
         )
-        kinds = {(other.fp8, other.row.fp4) for other in system.anchors}
-        variance += NEW_AXIS_SD**2 * ((one.fp8, one.row.fp4) not in kinds)
+        kinds = {(other.fp8, other.fp4) for other in system.anchors}
+        variance += NEW_AXIS_SD**2 * ((one.fp8, one.fp4) not in kinds)
         if system.correction is not None:
             more, unexplained = system.correction.of(one)
             value += more

@@ -29,6 +29,7 @@ class Shape:
 _LLAMA2, _LLAMA3 = "arXiv 2307.09288", "arXiv 2407.21783, table 3"
 _GPT3 = "arXiv 2005.14165, table 2.1"
 _NARAYANAN = "arXiv 2104.04473, table 1"
+_QWEN = "Hugging Face config.json"
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> Shape:
@@ -62,10 +63,19 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
         r"mixtral-8x22b",
         Shape(56, 6144, 16384, 48, 8, 32768, True, "Hugging Face config.json", 8, 2),
     ),
+    (r"mistral-7b", Shape(32, 4096, 14336, 32, 8, 32000, True, "arXiv 2310.06825, table 1")),
+    (r"qwen-?2(\.5)?-7b", Shape(28, 3584, 18944, 28, 4, 152064, True, _QWEN)),
+    (r"qwen-?2\.5-14b", Shape(48, 5120, 13824, 40, 8, 152064, True, _QWEN)),
+    (r"qwen-?2\.5-32b", Shape(64, 5120, 27648, 40, 8, 152064, True, _QWEN)),
+    (r"qwen-?2(\.5)?-72b", Shape(80, 8192, 29568, 64, 8, 152064, True, _QWEN)),
+    (r"qwen-?3-8b", Shape(36, 4096, 12288, 32, 8, 151936, True, _QWEN)),
+    (r"qwen-?3-14b", Shape(40, 5120, 17408, 40, 8, 151936, True, _QWEN)),
+    (r"qwen-?3-32b", Shape(64, 5120, 25600, 64, 8, 151936, True, _QWEN, head_dim=128)),
+    (r"qwen-?3-235b-a22b", Shape(94, 4096, 1536, 64, 4, 151936, True, _QWEN, 128, 8, 128)),
     (r"mixtral-8x7b", Shape(32, 4096, 14336, 32, 8, 32000, True, "arXiv 2401.04088", 8, 2)),
     (
         r"qwen3-30b-a3b",
-        Shape(48, 2048, 768, 32, 4, 151936, True, "Hugging Face config.json", 128, 8, 128),
+        Shape(48, 2048, 768, 32, 4, 151936, True, _QWEN, 128, 8, 128),
     ),
     (
         r"gpt-oss-120b",

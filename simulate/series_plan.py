@@ -27,6 +27,7 @@ from spec.parallelism import Parallelism
 MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
 # Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288); of a GPU on 256 of them.
 BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
+ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
 
 
@@ -48,7 +49,8 @@ class Plan:
     open: frozenset[str]  # choices that the row leaves open
     network_printed: bool
     searched: bool  # tensor- and pipeline-parallel sizes are not the row's
-    fp8: bool  # linear layers in 8 bits
+    fp8: bool  # linear layers in 8 bits, or
+    fp4: bool  # their products in 4
 
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
@@ -101,6 +103,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         network_printed=printed or gpus <= node.gpus,
         searched=searched,
         fp8=fp8,
+        fp4=fp8 and row.fp4 and ways.has_fp4(row),
     )
 
 
@@ -268,6 +271,10 @@ def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int
     if batch is None:
         batch = dp * (microbatch or 1) * (row.whole("grad_accum") or 1)
         fill.assumed.append(f"global batch {batch} from micro-batch and accumulation")
+    even = round(batch / dp) * dp  # what is rounded was printed so, or ran with uneven shares
+    if even != batch and abs(even / batch - 1) <= ROUNDED:
+        fill.assumed.append(f"global batch {even}, not {batch}: dp {dp} divides it")
+        batch = even
     if batch % dp:
         fewer = max(size for size in range(1, dp + 1) if batch % size == 0 and dp % size == 0)
         fill.assumed.append(

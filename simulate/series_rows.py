@@ -189,6 +189,8 @@ def read_rows(path: Path) -> list[SeriesRow]:
         header = [name.strip() for name in lines.fieldnames or ()]
         lines.fieldnames = header
         missing = [name for name in NEEDED if name not in header]
+        if len(header) == 1 and re.search(r"[;\t|]", header[0]):
+            raise UserError(f"{path}: columns must be separated by commas, not as in {header[0]!r}")
         if missing:
             raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
         doubled = [name for name, count in Counter(header).items() if count > 1 and name]

@@ -87,6 +87,10 @@ def test_what_is_missed_is_said() -> None:
     assert "of the constant rate's error, wanted 0.5" in words[2]
     near = summarise([case(1.0, 0.1, {"compute": 0.99}, baseline_s=1.15)])
     assert missed(near, ONE_HOST) == []
+    exact = case(1.0, 0.0, {"compute": 0.8}, baseline_s=0.8 * (1 + 1e-5), neighbour_s=0.8 + 1e-15)
+    assert missed(summarise([exact]), SERIES)[2:] == [
+        "over 100 times of the constant rate's error, wanted 0.6"
+    ]
 
 
 def test_groups_of_steps_that_miss_name_the_component() -> None:

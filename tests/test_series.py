@@ -439,6 +439,7 @@ def test_shapes_of_one_pair_are_told_apart(calibration: Calibration, tmp_path: P
     [
         ("", "column 'row_id' is missing"),
         ("row_id,metric\na,step_time_s\n", "column 'value' is missing"),
+        ("row_id;metric;value\na;step_time_s;1\n", "columns must be separated by commas"),
         ("row_id,metric,value\n", "has a header and no row"),
         ("row_id,metric,value\na,step_time_s\n", "line 2 does not have the header's 3 columns"),
         ("row_id,metric,value\na,x,1\na,x,1\n", "row_id a stands there 2 times"),
