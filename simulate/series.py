@@ -170,7 +170,7 @@ def judged(
     system = _without_odd(anchors, calibrations, skipped)
     effects: list[list[float]] = [[] for _ in tests]
     shifts, said = [0.0 for _ in tests], [list(one.assumed) for one in tests]
-    middle = [project(one, system, calibrations, 0.0) for one in tests]
+    middle = [project(one, system, calibrations) for one in tests]
     open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
     for name in sorted(open_names):
         moved_anchors = [_other_way(one, name, chosen) for one in anchors]
@@ -181,7 +181,7 @@ def judged(
         for index, (one, other) in enumerate(zip(tests, moved, strict=True)):
             if still and _same(one, other):
                 continue
-            value = project(other, again, calibrations, 0.0).value
+            value = project(other, again, calibrations).value
             # a rate means other seconds where a batch or a length is taken otherwise
             effect = value - middle[index].value - log(other.real_s / one.real_s)
             if share is not None:  # the mean of two points of these weights, and their spread
@@ -196,13 +196,13 @@ def judged(
         slow = fit(anchors, calibrations, rounds=2, host=host)
         for index, one in enumerate(tests):
             if min(changes(one, other) for other in anchors):
-                value = project(one, slow, calibrations, 0.0).value
+                value = project(one, slow, calibrations).value
                 effects[index].append(2 / 6**0.5 * (value - middle[index].value))
     entries = []
     for index, (one, projected) in enumerate(zip(tests, middle, strict=True)):
         # either way is as likely: half the difference is the spread of two equal points
         extra = float(np.sqrt(sum((value / 2) ** 2 for value in effects[index])))
-        sd = float(np.hypot(projected.sd, extra))
+        sd = projected.spread(extra)
         mean = replace(projected, value=projected.value + shifts[index])
         entries.append(_entry(one, mean, sd, anchors, series) | {"assumed": said[index]})
     return entries, system

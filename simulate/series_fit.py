@@ -54,6 +54,9 @@ CHANGE_SD = 0.03
 MICROBATCH_SD = 0.11
 NEW_AXIS_SD = 0.1  # an axis that no anchor uses: another code path of the framework
 SEARCHED_SD = 0.1
+# All of these together are too wide: with this part of them, growth with scale apart, 90 % of the
+# rows of every source are inside; see docs/series.md.
+OWN_WIDTH = 0.75
 _CHANGES = ("tp", "pp", "vpp", "cp", "ep", "microbatch", "zero", "recompute", "sequence_parallel")
 _SHAPES = ("layers", "hidden", "seq_len", "experts")
 
@@ -333,13 +336,20 @@ class Projected:
     sd: float
     estimate: StepEstimate
     doublings: float
+    alone: bool  # without an anchor, or with a family of them: spreads as they are
+
+    def spread(self, more: float) -> float:
+        """Standard deviation of the logarithm, with that of what the row leaves open."""
+        growth = sd_per_doubling() * self.doublings
+        own = self.sd**2 + more**2 - growth**2
+        return sqrt((1.0 if self.alone else OWN_WIDTH) ** 2 * max(own, 0.0) + growth**2)
 
 
-def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: float) -> Projected:
-    """Project a row on a fitted system; `choice_sd` is the effect of what it leaves open."""
+def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
+    """Project a row on a fitted system."""
     value, slopes, estimate = around(one, calibrations, system.factors)
     apart = doublings(one, system.anchors)
-    variance = float(slopes @ system.covariance @ slopes) + ROW_SD**2 + choice_sd**2
+    variance = float(slopes @ system.covariance @ slopes) + ROW_SD**2
     variance += (sd_per_doubling() * apart) ** 2
     if system.anchors:
         variance += min(_unlike(one, other) for other in system.anchors)
@@ -360,4 +370,5 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations, choice_sd: fl
             variance += max(system.residuals, key=abs) ** 2
     if one.searched:
         variance += SEARCHED_SD**2
-    return Projected(value, sqrt(variance), estimate, apart)
+    alone = not system.anchors or system.correction is not None
+    return Projected(value, sqrt(variance), estimate, apart, alone)

@@ -91,11 +91,13 @@ def sent_widths(row: SeriesRow, model: ModelSpec, fp8: bool) -> Widths:
 
     - Gradients of 16 bits: Megatron-LM before 2022, where it trained in fp16; NVIDIA's MLPerf
       submissions (`grad_sync_dtype: bf16` of gpt3, `grad_reduce_in_fp32=False` of the others);
-      NeMo 2's performance recipes, which dgxc-benchmarking runs since 25.04 (NeMo 1 has fp32).
+      NeMo 2's performance recipes, which dgxc-benchmarking runs since 25.04 (NeMo 1 has fp32);
+      `PURE` mixed precision of Composer's FSDP.
     - Parameters of 8 bits, where layers run in FP8: `fp8_params` of dgxc-benchmarking,
       `FP8_PARAM_GATHER` of MLPerf's since v5.1, off with FP4. Tables stay in bf16.
     """
     halves = row.early and "fp16" in row.text("precision").lower()
+    halves |= re.search(r"mp_mode=pure", row.words) is not None
     eighths = False
     if row.mlperf and not row.amd:
         halves = True

@@ -333,11 +333,11 @@ def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
     assert system.factors[0] == pytest.approx(0.262, abs=5e-3)
     assert np.all(system.factors[1:] == 0)
     larger = row(row_id="b", gpus="64", global_batch="512")
-    projected = project(plan(larger), system, by, 0.0)
+    projected = project(plan(larger), system, by)
     expected = float(simulated(calibration, larger, 0.262))
     assert exp(projected.value) == pytest.approx(expected, rel=0.01)
     assert projected.doublings == 3
-    further = project(plan(row(gpus="4096", global_batch="32768")), system, by, 0.0)
+    further = project(plan(row(gpus="4096", global_batch="32768")), system, by)
     assert further.sd > projected.sd > 0.02
 
 

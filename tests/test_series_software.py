@@ -1,12 +1,14 @@
 """What the software behind published rows does otherwise than Megatron-Core, as documented."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from simulate.scale import sd_per_doubling
 from simulate.series_context import exchanges
-from simulate.series_fit import FACTORS, Calibrations, Fitted, fit, project, simulate
+from simulate.series_fit import FACTORS, OWN_WIDTH, Calibrations, Fitted, fit, project, simulate
 from simulate.series_plan import Plan, plan
 from simulate.series_rows import SeriesRow
 from simulate.series_software import sent_widths, tensor_exposure
@@ -40,6 +42,7 @@ def test_widths_of_gradients_and_parameters() -> None:
     assert widths(**DGXC) == (0.5, eighths)
     assert widths(**DGXC | {"pair_id": "dgxc:v25.02:llama3.1"}) == (1.0, eighths)
     assert widths(**DGXC | {"source": "NVIDIA/dgxc-benchmarking maxtext/README.md"}) == (1.0, 1.0)
+    assert widths(fp8=False, flags="mp_mode=PURE;act_cpu_offload=False") == (0.5, 1.0)
     early = {"source": "Narayanan et al. 2021 (arXiv 2104.04473)", "precision": "fp16"}
     assert widths(fp8=False, **early) == (0.5, 1.0)
 
@@ -128,7 +131,7 @@ def test_four_bits_are_another_rate_than_eight(calibrations: Calibrations) -> No
 
 
 def spread(one: Plan, system: Fitted, calibrations: Calibrations) -> float:
-    return project(one, system, calibrations, 0.0).sd
+    return project(one, system, calibrations).sd
 
 
 def test_mlperfs_adapters_have_no_pipeline() -> None:
@@ -137,6 +140,18 @@ def test_mlperfs_adapters_have_no_pipeline() -> None:
     batch = {"gpus": "128", "global_batch": "8", "grad_accum": "1", "seq_len": "8192"}
     one = plan(lora("5.0", **open_, **batch)).parallelism
     assert (one.pp, one.tp * one.cp, one.dp) == (1, 16, 8)
+
+
+def test_what_grows_with_scale_keeps_its_width(calibrations: Calibrations) -> None:
+    """What is taken off is of the spreads assumed; none is where no anchor was fitted."""
+    far = plan(row(gpus="512", global_batch="4096"))
+    one = project(far, fit([plan(row())], calibrations), calibrations)
+    growth = sd_per_doubling() * 6
+    assert OWN_WIDTH * one.sd < one.spread(0.0) < one.sd
+    assert one.spread(0.2) ** 2 - one.spread(0.0) ** 2 == pytest.approx((OWN_WIDTH * 0.2) ** 2)
+    assert replace(one, sd=growth).spread(0.0) == pytest.approx(growth)
+    none = project(far, fit([], calibrations), calibrations)
+    assert none.spread(0.0) == pytest.approx(none.sd)
 
 
 def test_recipes_overlap_tensor_parallel_communication() -> None:
