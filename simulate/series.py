@@ -41,6 +41,7 @@ VENDOR = "vendor-expected tables"
 EIGHT_BITS = "FP8"
 UNANCHORED = "without anchor"
 MEAN = "mean over sources"
+UNLIKE = f"{MEAN}, rows unlike their anchors"  # in split, micro-batch or shape
 ALONE = "no factor in reach explains its time: the batch, the shape or the time is another run's"
 UNEXPLAINED = log(2.0)  # of a log step time
 LONELY = "an anchor whose series has no row to project"
@@ -299,6 +300,8 @@ def summaries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     measured = [e for e in plain if e["precision"] != "fp8"]
     if measured:
         found[MEAN] = mean_over_kinds(measured)
+        unlike = [e for e in measured if e["changes"]]
+        found |= {UNLIKE: mean_over_kinds(unlike)} if unlike else {}
     apart = {
         EIGHT_BITS: [e for e in plain if e["precision"] == "fp8"],
         VENDOR: [e for e in entries if e["vendor_expected"] and e["precision"] != "fp8"],

@@ -12,7 +12,7 @@ import pytest
 
 from reports.validation import render
 from simulate import validate
-from simulate.series import Series, judged, series_validation
+from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, summaries
 from simulate.series_fit import Calibrations, Shifts, around, fit, project
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import named_shape
@@ -388,6 +388,24 @@ def test_the_published_rows(calibration: Calibration, tmp_path: Path, capsys: An
     for words in ("Fitted systems", "T01553", "assumed or searched", "Growth of the error"):
         assert words in page
     assert page == render(value)
+
+
+def test_rows_unlike_their_anchors_are_summarised_beside_all() -> None:
+    """Two sources that count once each, however many rows they have."""
+
+    def entry(kind: str, made: float, changes: int) -> dict[str, Any]:
+        about = {"anchored": True, "vendor_expected": False, "precision": "bf16"}
+        interval = {"median": made, "low": 0.9 * made, "high": 1.1 * made}
+        case = {"kind": kind, "real_s": 1.0, "predicted_s": interval, "changes": changes}
+        return case | about
+
+    alike = [entry("a", 1.0, 0), entry("a", 1.0, 0)]
+    unlike = [entry("a", 1.1, 1), entry("b", 0.7, 2)]
+    found = summaries([*alike, *unlike])
+    assert found[UNLIKE]["n"] == 2
+    assert found[UNLIKE]["mape"] == pytest.approx(0.2)
+    assert found[MEAN]["mape"] == pytest.approx((0.1 / 3 + 0.3) / 2)
+    assert UNLIKE not in summaries(alike)
 
 
 def test_use_decides_and_anchor_none_fits_nothing(
