@@ -330,14 +330,20 @@ def _worst(cases: Sequence[Json]) -> Table:
 
 
 def _off_most(case: Json) -> str:
-    """The component of a profiled case that is off most; else how far each would have to be."""
+    """The component of a profiled case that is off most; else what is likely, or the largest."""
     if "profile_s" in case:
         real, made = case["profile_s"], case["components_s"]
         name = max(made, key=lambda one: abs(made[one] - real[one]))
         return f"{name}: {(made[name] - real[name]) / sum(real.values()):+.1%} of the step"
-    name, seconds = max(case["breakdown_s"].items(), key=lambda item: item[1])
     missing = case["real_s"] - case["predicted_s"]["median"]
-    said = f"not profiled; {name} alone would have to change by {missing / seconds:+.0%}"
+    if "likely_off" in case:
+        likely = case["likely_off"]
+        said = (
+            f"not profiled; most likely {likely['in_words']}, {likely['of_step']:+.1%} of the step"
+        )
+    else:
+        name, seconds = max(case["breakdown_s"].items(), key=lambda item: item[1])
+        said = f"not profiled; {name} alone would have to change by {missing / seconds:+.0%}"
     if "real_power_w" in case and missing > 0:
         less = 1 - case["real_power_w"] / case["predicted_power_w"]["median"]
         if less > WAITED:

@@ -113,6 +113,12 @@ def _explained(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return one
 
 
+def most_likely(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The component that most of one step's error goes to by `by_row`: its name, and how much."""
+    component, part = next(iter(by_row([entry]).items()))
+    return {"component": component, "in_words": _name(component), "of_step": part["bias"]}
+
+
 def _parts_off(found: Mapping[str, Mapping[str, float]]) -> str:
     return ", ".join(
         f"{_name(name)} by {part['error']:.1%} of the step (bias {part['bias']:+.1%})"

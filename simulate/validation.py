@@ -16,7 +16,7 @@ from simulate.components import Parts, errors, measured, simulated
 from simulate.engines import astra_sim_s
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
-from simulate.misses import of_memory, of_steps
+from simulate.misses import most_likely, of_memory, of_steps
 from simulate.overhead import FITTED_ON
 from simulate.scores import grouped, peaks, summarise
 from simulate.twin import carried_over, pairs
@@ -230,6 +230,8 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
     profile = measured(case.profile, real)
     if profile is not None and predicted.components_s is not None:
         entry |= {"profile_s": profile, "components_s": predicted.components_s}
+    else:
+        entry["likely_off"] = most_likely(entry)
     if predicted.astra_sim_s is not None:
         entry["astra_sim_s"] = predicted.astra_sim_s
     if row.energy_per_step_j is not None:

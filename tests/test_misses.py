@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from simulate.aims import ONE_HOST, SERIES, missed
-from simulate.misses import by_row, named, of_memory, of_series, of_steps
+from simulate.misses import by_row, most_likely, named, of_memory, of_series, of_steps
 from simulate.scores import summarise
 
 
@@ -125,6 +125,9 @@ def test_where_no_component_explains_all_rows_each_row_is_shared() -> None:
     assert next(iter(parts)) == "other"
     mean = sum(abs(row["error"]) for row in rows) / 2
     assert 0.95 * mean < parts["other"]["error"] < mean
+    likely = most_likely(rows[0])
+    assert (likely["component"], likely["in_words"]) == ("other", "waiting for the host")
+    assert likely["of_step"] == pytest.approx(rows[0]["error"], rel=0.05)
     one = of_steps(rows)["all"]["all"]
     assert "row by row" in one["in_words"]
     assert "waiting for the host" in one["in_words"]

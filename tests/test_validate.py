@@ -202,6 +202,7 @@ def test_what_is_missed_is_named_with_the_component_that_is_off(
     page = (tmp_path / "v.html").read_text()
     assert "What is missed, and what is off" in page
     assert line.split("off is ")[1] in page
+    assert "not profiled; most likely compute, -3." in page
     assert "model llama3-8b" in page
 
 
