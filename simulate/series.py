@@ -258,6 +258,7 @@ def _entry(
         "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),
         "model": row.text("model") or "unnamed",
         "gpus": one.parallelism.gpus,
+        "gpu": one.node.gpu,
         "series": series.name,
         "real_s": one.real_s,
         "predicted_s": {"median": median, "low": low, "high": high},
@@ -302,14 +303,19 @@ def summaries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found[MEAN] = mean_over_kinds(measured)
         unlike = [e for e in measured if e["changes"]]
         found |= {UNLIKE: mean_over_kinds(unlike)} if unlike else {}
+    bare = [e for e in entries if not e["anchored"]]
     apart = {
         EIGHT_BITS: [e for e in plain if e["precision"] == "fp8"],
         VENDOR: [e for e in entries if e["vendor_expected"] and e["precision"] != "fp8"],
         f"{VENDOR}, {EIGHT_BITS}": [
             e for e in entries if e["vendor_expected"] and e["precision"] == "fp8"
         ],
-        UNANCHORED: [e for e in entries if not e["anchored"]],
+        UNANCHORED: bare,
     }
+    # what the transfer alone says of each GPU
+    for entry in bare:
+        if not entry["vendor_expected"] and entry["precision"] != "fp8":
+            apart.setdefault(f"{UNANCHORED}, 16 bits, {entry['gpu']}", []).append(entry)
     found |= {name: summarise(mine) for name, mine in apart.items() if mine}
     return found | {kind: summarise([e for e in entries if e["kind"] == kind]) for kind in kinds}
 

@@ -427,6 +427,8 @@ def test_use_decides_and_anchor_none_fits_nothing(
     assert [case["id"] for case in value["cases"]] == ["a", "c"]
     assert "baseline_s" not in value["cases"][-1]
     assert value["summary"]["without anchor"]["n"] == 1
+    (gpu,) = (name for name in value["summary"] if name.startswith("without anchor, 16 bits"))
+    assert "H200" in gpu
     bare = write(tmp_path / "n.csv", [{k: v for k, v in one.items() if k != "use"} for one in rows])
     code, out, err = call(capsys, "--series", str(bare), "--anchor", "none", "--json")
     assert code == 0, err
