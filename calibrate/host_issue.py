@@ -24,23 +24,23 @@ from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
 from spec.step import Segment, embedding, head, layer, trained_tensors
 
-# Where no row shows it, in issue times of one short operation: the means of two hosts of four H200.
-# They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
+# Where no row shows it, in issue times of one short operation: the means of three hosts of four
+# H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 CALLS = {
-    "part": 7.1,
-    "backward_part": 1.7,
-    "collective": 16.5,
-    "uneven": 23.5,
+    "part": 7.0,
+    "backward_part": 1.6,
+    "collective": 15.0,
+    "uneven": 63.0,
     "expert": 26.0,
-    "pass": 245.0,
-    "tensor": 1.3,
-    "step": 210.0,
+    "pass": 210.0,
+    "tensor": 1.7,
+    "step": 175.0,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
     "backward_part": "autograd around a part in the backward pass",
     "collective": "issuing a collective of a layer",
-    "uneven": "issuing a message of an exchange of experts' tokens",
+    "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",

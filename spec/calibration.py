@@ -255,7 +255,7 @@ class HostFit(Record):
         default=0.0, description="once a microbatch, both passes: schedule and loss"
     )
     uneven_us: Micros = Field(
-        default=0.0, description="to issue one message of an exchange of experts' tokens"
+        default=0.0, description="to exchange experts' tokens with other ranks, one way"
     )
     tensor_us: Micros = Field(
         default=0.0, description="once a step, to update one tensor of parameters"

@@ -19,9 +19,8 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     counts gathered over tp and ep, probabilities exchanged beside the tokens, tokens sorted by
     local expert), moe/experts.py (SequentialMLP: outputs of several experts joined), mlp.py (each
     row multiplied by its probability in fp32 and cast back). The host reads how many tokens each
-    expert gets before it issues their exchange (moe_utils.py `permute`: `masked_select`). Parts are
-    uneven, so torch's NCCL backend issues what tp gathers and scatters (probabilities, too) rank by
-    rank.
+    expert gets before it issues their exchange (moe_utils.py `permute`: `masked_select`). What an
+    uneven exchange takes the host goes with neither ranks nor messages, see docs/calibration.md.
     """
     s = shapes(model, p)
     rows = s.local_tokens * model.top_k
@@ -39,10 +38,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     whole = 2.0 * expert_rows * model.hidden
     gather = (Collective("all_gather", "tp", whole),) if p.tp > 1 else ()
     scatter = (Collective("reduce_scatter", "tp", whole),) if p.tp > 1 else ()
-    # there and back: hidden states and probabilities there, hidden states alone back
-    there, back = (2 * p.tp if p.tp > 1 else 0), (p.tp if p.tp > 1 else 0)
-    if p.ep > 1:
-        there, back = there + 2, back + 1
+    uneven = p.tp > 1 or p.ep > 1
     moved = Kernel("permute", "forward", (rows, model.hidden))
     moved_back = Kernel("permute", "backward", (rows, model.hidden))
     # split by local expert and source, and joined again: read and written once
@@ -103,19 +99,19 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                 (moved, *sorted_),
                 exposed=counts + exchange + weights_sent + gather,
                 waits=True,
-                uneven=there + len(counts),
+                uneven=uneven,
             ),
             Part(
                 "dispatch",
                 (moved_back, *sorted_),
                 exposed=weights_sent + exchange + scatter,
-                uneven=there,
+                uneven=uneven,
             ),
         ),
         (Part(EXPERTS, experts("forward")), Part(EXPERTS, experts("backward"))),
         (
             # back to their tokens by adding, which is what a gather's gradient is
-            Part("combine", (*sorted_, moved_back), exposed=scatter + exchange, uneven=back),
-            Part("combine", (moved, *sorted_), exposed=gather + exchange, uneven=back),
+            Part("combine", (*sorted_, moved_back), exposed=scatter + exchange, uneven=uneven),
+            Part("combine", (moved, *sorted_), exposed=gather + exchange, uneven=uneven),
         ),
     ]

@@ -21,8 +21,7 @@ class Part:
     exposed: tuple[Collective, ...] = ()
     hidden: tuple[Collective, ...] = ()
     waits: bool = False
-    # messages of exchanges whose parts are uneven: one a rank, each issued by itself
-    uneven: int = 0
+    uneven: bool = False  # its ranks exchange tokens, and no two of them as many
     backward: bool = False  # autograd issues it
 
     @property
@@ -35,7 +34,7 @@ class Part:
         return {
             "backward_part" if self.backward else "part": 1,
             "collective": 0 if self.uneven else len(self.exposed) + len(self.hidden),
-            "uneven": self.uneven,
+            "uneven": int(self.uneven),
             "expert": max(grouped, default=0),
         }
 

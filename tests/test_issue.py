@@ -186,6 +186,19 @@ def test_a_slow_host_slows_a_step_and_no_fast_one_does(
 
 
 @pytest.mark.parametrize(
+    "split", [{"tp": 2}, {"tp": 8}, {"ep": 2}, {"ep": 8}, {"tp": 2, "ep": 4}, {}]
+)
+def test_an_exchange_of_tokens_counts_once_whatever_its_ranks(split: dict[str, int]) -> None:
+    """There and back in either pass, and none of its messages as a collective besides."""
+    tp, ep = split.get("tp", 1), split.get("ep", 1)
+    p = Parallelism(tp=tp, ep=ep, dp=ep, sequence_parallel=tp > 1, global_batch=ep)
+    for segment in layer(load_model("mixtral-8x7b").resized(layers=1), p):
+        exchanged = [part.issued for part in segment if part.name in ("dispatch", "combine")]
+        assert [one["uneven"] for one in exchanged] == [int(bool(split))] * 2
+        assert [one["collective"] for one in exchanged] == [0, 0]
+
+
+@pytest.mark.parametrize(
     ("ahead", "each", "more"),
     [((-5.0, 7.0), 0.0, 5.0), ((-5.0, 3.0), 2.0, 3.0), ((5.0, -3.0), 0.0, 0.0)],
 )
