@@ -223,16 +223,20 @@ def fit_measured(
     fit = fit.model_copy(update={"curves": curves(fit, rows)})
     score(ledger, fit, "rows of role judge", judged, rows)
     fit = with_visits(fit, [one.visited for one in rows], assumed_of(protocol, rows), ledger)
-    power = None if idle_w is None else between_nodes_w(evidence)
-    if power is None or idle_w is None:
-        return fit
-    active = rounded(max(power - idle_w, 0.0))
-    note_one(ledger, fit, "active_w", active, "W", 0.1)
-    return fit.model_copy(update={"active_w": active})
+    for name, several in (("active_w", False), ("active_inside_w", True)):
+        power = None if idle_w is None else between_nodes_w(evidence, several)
+        if power is not None and idle_w is not None:
+            active = rounded(max(power - idle_w, 0.0))
+            note_one(ledger, fit, name, active, "W", 0.1)
+            fit = fit.model_copy(update={name: active})
+    return fit
 
 
-def between_nodes_w(evidence: Evidence) -> float | None:
-    """Median board power during large collectives between nodes in which all devices take part."""
+def between_nodes_w(evidence: Evidence, several: bool) -> float | None:
+    """Median board power during large collectives between nodes in which all devices take part.
+
+    several: of groups with several ranks in a node, else of those with one in each.
+    """
     readings: list[float] = []
     for one in evidence.runs:
         path = one.path / TELEMETRY_FILE
@@ -242,7 +246,10 @@ def between_nodes_w(evidence: Evidence) -> float | None:
         large = {
             row.case_id
             for row in one.fit(CollectiveRow)
-            if row.nodes > 1 and row.bytes >= LARGE_BYTES and row.ranks * row.groups >= devices
+            if row.nodes > 1
+            and row.bytes >= LARGE_BYTES
+            and row.ranks * row.groups >= devices
+            and (row.ranks > row.nodes) is several
         }
         columns = _columns(path)
         readings += list(columns[1][np.isin(columns[0], list(large))])

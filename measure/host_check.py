@@ -30,9 +30,10 @@ SECONDS = 35.0  # rough duration of a check, for estimates
 
 
 def counts(hosts: int, share: float) -> tuple[int, ...]:
-    """Counts of hosts to be compared in a run of `hosts`: as many as the machine can have."""
+    """Counts of hosts to be compared in a run of `hosts`: a run of fewer needs no more."""
     most = namespaces.most_hosts(os.cpu_count() or 1, share)
-    return tuple(sorted({count for count in COUNTS if count <= most} | {hosts}))
+    several = max(COUNTS) if share < 1 else hosts
+    return tuple(sorted({count for count in COUNTS if count <= min(most, several)} | {hosts}))
 
 
 class _Worker:

@@ -12,7 +12,7 @@ from math import exp, log
 from typing import NamedTuple
 
 from simulate.costs import Costs, Draws, Energy
-from simulate.exchange import exchanges
+from simulate.exchange import neighbours, of_boundary
 from simulate.issue import caught_up, repeated_us
 from simulate.passes import Shared
 from simulate.pricing import Known, PricedStep, parts_of, price
@@ -232,13 +232,17 @@ def _besides(priced: PricedStep) -> list[float]:
     A transfer to and from each stage, the slowest one's exchanges, and what follows its last pass.
     """
     p, updates = priced.parallelism, priced.updates
-    sent_us = 2 * (p.pp - 1) * central(priced.transfer_us)
+    transfers, lates = priced.transfers_us, priced.lates_us
+    sent_us = 2 * sum(central(of_boundary(transfers, one)) for one in range(p.pp - 1))
     after = {one: central(updates[one].after_us + priced.norm_us) for one in set(priced.alike)}
     found = [sent_us + after[one] for one in priced.alike]
     if p.vpp > 1:  # bubbles hold most exchanges
         return found
-    late_us = p.microbatches * central(priced.late_us)
-    return [one + exchanges(stage, p.pp) * late_us for stage, one in enumerate(found)]
+    late_us = [
+        sum(central(of_boundary(lates, one)) for one in neighbours(stage, p.pp))
+        for stage in range(p.pp)
+    ]
+    return [one + p.microbatches * late for one, late in zip(found, late_us, strict=True)]
 
 
 def _step_us(p: Parallelism, busy: list[float], besides: list[float]) -> float:

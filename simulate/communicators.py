@@ -28,7 +28,7 @@ Not counted: NVLS (no measured run had it), trees' connections, CollNet.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from simulate.exchange import exchanges
+from simulate.exchange import neighbours
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -101,8 +101,8 @@ def communicators(
     if p.cp > 1:  # the ring of attention
         yield group(p.cp, p.tp, collectives=False, sends=1, receives=1)
     if p.pp > 1 and p.vpp == 1:
-        neighbours = exchanges(stage, p.pp)
-        yield group(p.pp, each, collectives=False, sends=neighbours, receives=neighbours)
+        both = len(neighbours(stage, p.pp))
+        yield group(p.pp, each, collectives=False, sends=both, receives=both)
     elif p.pp > 1:  # messages that are not batched have a communicator for each pair
         both = p.pp > 2  # of two stages, one sends in a pair of the whole world's group
         yield group(2, each, collectives=False, sends=1, receives=int(both))

@@ -26,7 +26,7 @@ class Composed(NamedTuple):
 @lru_cache(maxsize=128)  # a megabyte for 16 stages, 64 microbatches, 4 chunks
 def composed(graph: Graph, begin: int, end: int) -> Composed:
     """The levels from `begin` to before `end`, in blocks of DEPTH."""
-    levels, none = graph.arrays.levels[begin:end], 3 * len(graph.arrays.crosses)
+    levels, none = graph.arrays.levels[begin:end], 4 * len(graph.arrays.crosses)
     direct = np.concatenate([level.inputs for level in levels], axis=1)
     kinds = np.concatenate([level.kinds for level in levels], axis=1)
     blocks = [levels[at : at + DEPTH] for at in range(0, len(levels), DEPTH)]

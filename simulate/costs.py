@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.exchange import share_not_held, synchronous
+from simulate.exchange import crossing, share_not_held, synchronous
 from simulate.uncertainty import Draws, OneAtATime, central, larger, where
 from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
 from spec.calibration import Calibration, CollectiveFit, NetworkFit
@@ -20,7 +20,7 @@ from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step import EXPERTS, Part, Segment
-from topologies.placement import group_path
+from topologies.placement import group_path, with_senders
 
 __all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost", "total"]
 
@@ -75,8 +75,11 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
         "embd": (min(p.pp, 2), p.tp * replicas * max(p.pp // 2, 1)),
     }
     groups = {axis: placed for axis, placed in groups.items() if placed[0] > 1}
-    paths = {placed: group_path(node, fabric, p.gpus, *placed) for placed in set(groups.values())}
-    return Layout({axis: paths[placed] for axis, placed in groups.items()})
+    placed = {one: group_path(node, fabric, p.gpus, *one) for one in set(groups.values())}
+    paths = {axis: placed[one] for axis, one in groups.items()}
+    if "embd" in paths:  # of the first and the last stage alone
+        paths["embd"] = with_senders(paths["embd"], p.tp * replicas, node, fabric)
+    return Layout(paths)
 
 
 @dataclass
@@ -200,26 +203,28 @@ class Costs:
             spread = spread * draws.factor("network visit", network.visit_sd)
         return time * spread
 
-    def transfer_us(self, collective: Collective) -> Array:
-        """Mean time of a message between neighbouring pipeline stages: few of them change nodes."""
+    def transfers_us(self, collective: Collective) -> tuple[Array, ...]:
+        """Time of a message between neighbouring stages, by boundary or one for all."""
         path = self.layout.paths[collective.axis]
         fit = self.calibration.collective_fits.get(collective.kind)
         if path.nodes == 1 or path.local_ranks == 1 or fit is None:
-            return self.collective_us(collective)
-        crossing = (path.nodes - 1) / (path.ranks - 1)
+            return (self.collective_us(collective),)
         # in a group that spans nodes NCCL spreads a message over all its channels, as between two
         time, sd = inside_us(Same(fit), 2, collective.bytes)
         inside = time * self.draws.factor(f"collective {collective.kind}", sd)
-        return crossing * self.collective_us(collective) + (1 - crossing) * inside
+        across = self.collective_us(collective)
+        return tuple(across if crosses else inside for crosses in crossing(path))
 
-    def late_us(self, collective: Collective) -> Array:
+    def lates_us(self, collective: Collective) -> tuple[Array, ...]:
         """What a stage that comes last still waits for of such a message, see `exchange`."""
         path, gloo = self.layout.paths[collective.axis], self.calibration.host.serial
         if not synchronous(self.parallelism) or (path.nodes == 1 and not gloo):
-            return self.draws.zero
+            return (self.draws.zero,)
         share = share_not_held(collective.bytes, self.fabric.protocol, gloo, self.draws)
-        crossing = 1.0 if gloo else (path.nodes - 1) / (path.ranks - 1)  # as in `transfer_us`
-        return self.collective_us(collective) * (crossing * share)
+        late = self.collective_us(collective) * share
+        if gloo or path.local_ranks == 1:
+            return (late,)
+        return tuple(late if crosses else self.draws.zero for crosses in crossing(path))
 
     def communication_w(self, axis: str) -> float:
         """Board power above idle while the groups of an axis communicate.
@@ -231,8 +236,11 @@ class Costs:
         clock, path = self.calibration.clock, self.layout.paths.get(axis)
         if path is None or path.nodes == 1 or self.network is None:
             return clock.communication_w
-        if self.network.active_w is not None:
-            return self.network.active_w
+        network = self.network
+        several = network.active_inside_w if path.local_ranks > 1 else None
+        measured = network.active_w if several is None else several
+        if measured is not None:
+            return measured
         share = min(path.gbytes_per_s / self.node.scale_up_gbytes_per_s, 1.0)
         return clock.waiting_w + share * (clock.communication_w - clock.waiting_w)
 

@@ -244,7 +244,10 @@ class StepSimulator:
             )
             imbalance = self.model.expert_imbalance
             found.append(assumed_factor("step.expert_imbalance", imbalance, IMBALANCE_SD, given))
-        if central(self.priced.late_us) > 0 and not self.calibration.host.serial:
+        if (
+            any(central(one) > 0 for one in self.priced.lates_us)
+            and not self.calibration.host.serial
+        ):
             held = "what NCCL's and sockets' buffers hold of a message between stages on two nodes"
             found.append(assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held))
         return tuple(found)

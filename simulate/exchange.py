@@ -22,8 +22,13 @@ other on one stream per direction (more than two stages: on one for both).
 - gloo sends nothing before the receiver has asked for it (`transport/tcp/pair.cc`, `Pair::send`).
 """
 
+from typing import TypeVar
+
 from simulate.uncertainty import Array, Draws, larger
+from spec.hardware import GroupPath
 from spec.parallelism import Parallelism
+
+T = TypeVar("T")
 
 MIB = 2.0**20
 NCCL_HELD = 2 * 2 * 8 * MIB / 8  # ends, channels, steps of 128 KiB
@@ -36,9 +41,26 @@ def synchronous(p: Parallelism) -> bool:
     return p.pp > 1 and p.schedule == "1f1b"
 
 
-def exchanges(stage: int, stages: int) -> int:
-    """How many a stage has for each microbatch, not interleaved: one with each neighbour."""
-    return (stage > 0) + (stage < stages - 1)
+def crossing(path: GroupPath) -> tuple[bool, ...]:
+    """Of each boundary of stages, whether its messages change nodes.
+
+    Boundary n lies between stage n and the next one; the last, between the last stage and the
+    first, is that of interleaved chunks.
+    """
+    ends = range(1, path.ranks + 1)
+    return tuple(
+        path.nodes > 1 and (end % path.local_ranks == 0 or end == path.ranks) for end in ends
+    )
+
+
+def of_boundary(times: tuple[T, ...], boundary: int) -> T:
+    """Of a boundary, of times by boundary or one for all."""
+    return times[boundary % len(times)]
+
+
+def neighbours(stage: int, stages: int) -> tuple[int, ...]:
+    """Boundaries that a stage exchanges over for each microbatch, not interleaved."""
+    return tuple(one for one in (stage - 1, stage) if 0 <= one < stages - 1)
 
 
 def share_not_held(nbytes: float, protocol: str, gloo: bool, draws: Draws) -> Array | float:

@@ -62,14 +62,14 @@ def intervals(allocated: float, reserved: float, device: float) -> dict[str, dic
         return {"median": median, "low": low, "high": high, "level": 0.9}
 
     context = device - reserved
+    # the constant was read off stages of gigabytes; small ones may have none of it
+    least = max(min(reserved * RESERVED[0], reserved - RESERVED_GIB), allocated)
     return {
         "allocated": around(allocated, allocated * ALLOCATED[0], allocated * ALLOCATED[1]),
-        "reserved": around(
-            reserved, max(reserved * RESERVED[0], allocated), reserved * RESERVED[1]
-        ),
+        "reserved": around(reserved, least, reserved * RESERVED[1]),
         "device": around(
             device,
-            max(reserved * RESERVED[0], allocated) + context * CONTEXT[0],
+            least + context * CONTEXT[0],
             reserved * RESERVED[1] + context * CONTEXT[1],
         ),
     }

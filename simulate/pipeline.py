@@ -26,18 +26,19 @@ def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
     passes = tuple(tuple(one.total for one in priced.passes_of(stage)) for stage in first)
     shape = p.pp, p.microbatches, p.vpp, p.schedule
     kinds = tuple(map(first.index, priced.alike))
-    transfer_us, late_us = priced.transfer_us, priced.late_us
+    transfers_us, lates_us = priced.transfers_us, priced.lates_us
     if priced.costs.draws.central:
-        return _central(shape, passes, kinds, central(transfer_us), central(late_us))
-    return _executed(shape, passes, kinds, transfer_us, late_us)
+        sent = tuple(map(central, transfers_us)), tuple(map(central, lates_us))
+        return _central(shape, passes, kinds, *sent)
+    return _executed(shape, passes, kinds, transfers_us, lates_us)
 
 
 def _executed(
     shape: Shape,
     passes: tuple[tuple[Array, ...], ...],
     kinds: tuple[int, ...],
-    transfer_us: Array | float,
-    late_us: Array | float,
+    transfers_us: tuple[Array | float, ...],
+    lates_us: tuple[Array | float, ...],
 ) -> tuple[Timeline, float]:
     """`passes`: of each kind of stage; `kinds`: of each stage."""
     every = np.array(passes)[list(kinds)]
@@ -45,10 +46,15 @@ def _executed(
     executed = execute(  # the last column is the central one again, without transfers
         graph(*shape),
         np.concatenate([duration, duration[:, :1]], axis=1),
-        *(np.concatenate([np.atleast_1d(one), [0.0]]) for one in (transfer_us, late_us)),
+        *(_and_none(times) for times in (transfers_us, lates_us)),
     )
     timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
     return timeline, float(executed.end[:, -1].max())
+
+
+def _and_none(times: tuple[Array | float, ...]) -> Array:
+    """(boundaries or 1, draws + 1): the times, and none of them."""
+    return np.stack([np.concatenate([np.atleast_1d(one), [0.0]]) for one in times])
 
 
 _central = lru_cache(maxsize=64)(_executed)

@@ -56,18 +56,18 @@ class PricedStep:
         return [one for each in self.work[stage].passes for one in each]
 
     @property
-    def transfer_us(self) -> Array:
-        """Time of an activation or gradient between pipeline stages."""
+    def transfers_us(self) -> tuple[Array, ...]:
+        """Time of an activation or gradient between stages, by boundary or one for all."""
         if self.transfer is None:
-            return self.costs.draws.zero
-        return self.costs.transfer_us(self.transfer)
+            return (self.costs.draws.zero,)
+        return self.costs.transfers_us(self.transfer)
 
     @property
-    def late_us(self) -> Array:
-        """What a stage waits for of its exchange with another that came first."""
+    def lates_us(self) -> tuple[Array, ...]:
+        """What a stage waits for of its exchange with another that came first; likewise."""
         if self.transfer is None:
-            return self.costs.draws.zero
-        return self.costs.late_us(self.transfer)
+            return (self.costs.draws.zero,)
+        return self.costs.lates_us(self.transfer)
 
 
 class _Split:

@@ -10,7 +10,7 @@ from typing import Any
 
 from simulate.clocks import layer_us
 from simulate.costs import Costs, Draws
-from simulate.exchange import exchanges
+from simulate.exchange import neighbours, of_boundary
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
 from simulate.issue import caught_up, repeated_us
@@ -33,6 +33,8 @@ from spec.step import (
     sharded,
     trained_tensors,
 )
+
+Times = tuple[float, ...]  # by boundary of stages, or one for all
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Rough:
         stages[0] += one.embedding
         stages[-1] += one.head
         stages = [stage + self._sharded_us(p, one, index) for index, stage in enumerate(stages)]
-        transfer, late = self._transfer_us(p) if p.pp > 1 else (0.0, 0.0)
-        pipeline = _pipeline_us(stages, m, p.vpp, transfer, late)
+        transfers, lates = self._transfers_us(p) if p.pp > 1 else ((0.0,), (0.0,))
+        pipeline = _pipeline_us(stages, m, p.vpp, transfers, lates)
         return pipeline + self._update_us(p, one)
 
     def _costs(self, p: Parallelism) -> Costs:
@@ -121,11 +123,13 @@ class Rough:
             self._clocks[key] = layer_us(self.model, p, costs) / whole_us
         return self._clocks[key]
 
-    def _transfer_us(self, p: Parallelism) -> tuple[float, float]:
+    def _transfers_us(self, p: Parallelism) -> tuple[Times, Times]:
         """A message between stages, and what a stage that is late waits for of it."""
         size = 2.0 * shapes(self.model, p).local_tokens * self.model.hidden
         message, costs = Collective("send_recv", "pp", size), self._costs(p)
-        return central(costs.transfer_us(message)), central(costs.late_us(message))
+        both = costs.transfers_us(message), costs.lates_us(message)
+        transfers, lates = (tuple(map(central, times)) for times in both)
+        return transfers, lates
 
     def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
         """What zero 2 and 3 send beside every microbatch."""
@@ -199,7 +203,7 @@ class Rough:
 
 
 def _pipeline_us(
-    stages: list[float], microbatches: int, chunks: int, transfer: float, late: float
+    stages: list[float], microbatches: int, chunks: int, transfers: Times, lates: Times
 ) -> float:
     """A pipeline whose stages take so long for a microbatch's forward and backward pass.
 
@@ -209,16 +213,18 @@ def _pipeline_us(
     what it waits for of its exchanges with its neighbours.
     Interleaved, twice as many are, with two transfers per chunk.
     """
-    m, ways = microbatches, 2 * transfer
+    m, last = microbatches, len(stages) - 1
+    ways = [2 * of_boundary(transfers, boundary) for boundary in range(last)]
     if chunks > 1:
-        fill = (sum(stages) - max(stages)) / chunks + ways * (len(stages) - 1) * chunks
-        round_trip = sum(stages) / len(stages) / 2 + chunks * transfer
+        fill = (sum(stages) - max(stages)) / chunks + sum(ways) * chunks
+        round_trip = sum(stages) / len(stages) / 2 + chunks * sum(ways) / last / 2
         return max(m * max(stages) + fill, m * round_trip + fill / 2)
     slowest, behind = 0.0, 0.0
     for count, stage in enumerate(reversed(stages), start=1):
         behind += stage
-        round_trip = (behind + (count - 1) * ways) / count
-        before = sum(stages) - behind + (len(stages) - count) * ways
-        waits = exchanges(len(stages) - count, len(stages)) * late
+        number = len(stages) - count
+        round_trip = (behind + sum(ways[number:])) / count
+        before = sum(stages) - behind + sum(ways[:number])
+        waits = sum(of_boundary(lates, boundary) for boundary in neighbours(number, len(stages)))
         slowest = max(slowest, before + m * max(stage + waits, round_trip))
     return slowest

@@ -87,6 +87,21 @@ def exchanging(
     return (place > 0) & ((place <= early) | (place >= count - early))
 
 
+def sending(
+    stage: int, stages: int, microbatches: int, chunks: int, name: Schedule
+) -> NDArray[np.bool_]:
+    """Of each pass in its stage's order, whether it also waits for the pass before to be sent.
+
+    Not interleaved, a stage sends one pass's output and receives the next one's input in one batch
+    where forward and backward passes take turns. Of two alike in a row the first one's output is
+    sent before the second one's input is received.
+    """
+    ways_of = np.array([one.way for one in order(stage, stages, microbatches, chunks, name)])
+    receiver = np.where(ways_of == FORWARD, stage + 1, stage - 1)
+    alone = (ways_of[1:] == ways_of[:-1]) & (receiver[:-1] >= 0) & (receiver[:-1] < stages)
+    return np.concatenate([[False], alone & (chunks == 1)])
+
+
 Rows = NDArray[np.intp]
 
 
@@ -95,7 +110,7 @@ class Level(NamedTuple):
 
     `inputs` are the rows of the stages' previous passes, and of those whose output the passes need
     (0: none); `kinds` are the kinds of the passes, plus twice the number of kinds where they wait
-    for an exchange before them, and those kinds plus their number.
+    for an exchange before them, thrice where for two, and those kinds plus their number.
     `simulate.composition` makes levels with more of both.
     """
 
@@ -167,6 +182,23 @@ class Graph:
         return graph(self.stages, count, self.chunks) if shorter else None
 
     @cached_property
+    def boundary(self) -> Rows:
+        """By kind of pass, the boundary of stages that its input comes over: see `exchange`."""
+        return self._boundary(FORWARD)
+
+    @cached_property
+    def other_boundary(self) -> Rows:
+        """By kind of pass, the one that its output leaves over."""
+        return self._boundary(BACKWARD)
+
+    def _boundary(self, way: int) -> Rows:
+        """By kind, the boundary before the stage for passes of a way, and behind it for others."""
+        stage = np.arange(self.stages)[:, None, None]
+        before = np.arange(ways(self.name)) == way
+        found = np.broadcast_to(stage - before, (self.stages, self.chunks, before.size))
+        return found.ravel() % self.stages
+
+    @cached_property
     def steady(self) -> "Steady | None":
         """Where the order of passes repeats while every stage is busy in every level."""
         if self.name != "1f1b":
@@ -236,7 +268,12 @@ class Graph:
             exchanged[order_of] = [exchanging(one, *shape) for one in range(stages)]
         else:
             exchanged = crosses.ravel()[kinds_of]
-        first_kinds = kinds_of + np.where(exchanged, 2 * crosses.size, 0)
+        times = np.where(exchanged, 2, 0)
+        if self.name == "1f1b" and chunks == 1:
+            shape = stages, self.microbatches, chunks, self.name
+            both = order_of[[sending(one, *shape) for one in range(stages)]]
+            times[both] = 3
+        first_kinds = kinds_of + times * crosses.size
         row = np.zeros(nothing + 1, dtype=np.intp)
         row[listed] = np.arange(1, nothing + 1)
         befores, senders = row[before[listed]], row[senders[listed]]

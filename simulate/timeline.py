@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.composition import composed
-from simulate.schedule import Graph, Steady
+from simulate.schedule import Graph, Rows, Steady
 
 Array = NDArray[np.float64]
 
@@ -44,9 +44,9 @@ def execute(
     """Run `graph` with each pass starting as soon as its stage and its input are ready.
 
     duration: (stages * chunks * ways, draws), indexed by the passes' kinds (`Arrays`).
-    delay: (draws,), or by kind as well: time an activation or gradient needs to reach the pass that
-    waits for it, by the kind of that pass.
-    late: (draws,): what a stage that is free waits for an exchange before a pass, where it has one
+    delay: (draws,), or also by boundary of stages: time an activation or gradient needs to reach
+    the pass that waits for it.
+    late: likewise: what a stage that is free waits for an exchange before a pass, where it has one
     and computes nothing beside it; see `simulate.exchange`.
     `whole` runs every pass even where the steady phase can be continued.
     """
@@ -73,10 +73,13 @@ def _ends(
     """
     a = graph.arrays
     crosses = a.crosses[:, None]
-    arrived = duration + np.where(crosses, delay, 0.0)
-    # to the end of the pass before, of the sender, of the pass before where an exchange lies
+    arrived = duration + np.where(crosses, _by_kind(delay, graph.boundary), 0.0)
+    # to the end of the pass before, of the sender, of the pass before where an exchange or two lie
     # between; and the number of neither adds nothing
-    added = np.concatenate([duration, arrived, duration + late, np.zeros_like(duration[:1])])
+    waited = duration + _by_kind(late, graph.boundary)
+    twice = duration + np.where(crosses, waited - duration, 0.0)
+    twice += _by_kind(late, graph.other_boundary)
+    added = np.concatenate([duration, arrived, waited, twice, np.zeros_like(duration[:1])])
     end = np.empty((a.rows, duration.shape[1]))
     end[0] = 0.0
     at, steady = 0, None if more is None else graph.steady
@@ -95,6 +98,13 @@ def _ends(
         return None
     _run(graph, at, len(a.levels), added, end)
     return end[a.last_row]
+
+
+def _by_kind(times: Array | float, boundary: Rows) -> Array | float:
+    """Times by boundary, or one for all, as the kinds of passes have them."""
+    if not isinstance(times, np.ndarray) or times.ndim < 2:
+        return times
+    return times[boundary % len(times)]
 
 
 def _run(graph: Graph, begin: int, stop: int, added: Array, end: Array) -> None:

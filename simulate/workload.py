@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from simulate.costs import Array
+from simulate.exchange import of_boundary
 from simulate.overlap import gather_in_turn
 from simulate.passes import PassCost
 from simulate.pricing import PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
-from simulate.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, ways
+from simulate.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.errors import UserError
@@ -68,9 +69,12 @@ class _Stage:
         """
         p = self.priced.parallelism
         shape = self.stage, p.pp, p.microbatches, p.vpp, p.schedule
+        sent = sending(*shape)
         for number, one in enumerate(order(*shape)):
             if p.vpp > 1 and exchanging(*shape)[number]:
-                self._exchange(one.name)
+                self._exchange(one, self._boundary(one))
+            if sent[number]:
+                self._exchange(one, self._boundary(one, behind=True))
             self._pass(one, granularity, first=number == 0)
         self._update()
         return StageProgram(tuple(self.tasks))
@@ -85,7 +89,7 @@ class _Stage:
         if transfer is not None and sender in inside:
             received = self._message("recv", name, one, sender, at)
             if p.vpp == 1:
-                self._exchange(name)
+                self._exchange(one, self._boundary(one))
             self.last = (*self.last, received)
         if first and gather_in_turn(p):
             self._gather()
@@ -97,11 +101,15 @@ class _Stage:
         if transfer is not None and receiver in inside:
             self._message("send", name, one, receiver, receiver)
 
-    def _exchange(self, name: str) -> None:
+    def _boundary(self, one: Pass, behind: bool = False) -> int:
+        """Of stages, the one that a pass's input comes over, or its output leaves over."""
+        return (self.stage - ((one.way == BACKWARD) is behind)) % self.priced.parallelism.pp
+
+    def _exchange(self, one: Pass, boundary: int) -> None:
         """In the slot of compute, which stands still, and not in that of messages."""
-        late_ns = central(self.priced.late_us) * 1e3
+        late_ns = central(of_boundary(self.priced.lates_us, boundary)) * 1e3
         if late_ns > 0:
-            wait = self._add(f"{EXCHANGE} {name}", "compute", self.last, duration_ns=late_ns)
+            wait = self._add(f"{EXCHANGE} {one.name}", "compute", self.last, duration_ns=late_ns)
             self.last = (wait,)
 
     def _message(self, kind: Kind, name: str, one: Pass, peer: int, to: int) -> int:
@@ -111,11 +119,9 @@ class _Stage:
         tag = (one.microbatch * p.pp * p.vpp + to) * 2 + (one.way == BACKWARD) + 1
         deps = self.last if kind == "send" else ()
         fields = {"peer": peer % p.pp, "tag": tag, "bytes": round(transfer.bytes)}
-        return self._add(f"{kind} {name}", kind, deps, **fields, time_ns=self._transfer_ns)
-
-    @property
-    def _transfer_ns(self) -> float:
-        return central(self.priced.transfer_us) * 1e3
+        over = to if one.way == BACKWARD else to - 1  # the boundary before or behind the receiver
+        time_ns = central(of_boundary(self.priced.transfers_us, over % p.pp)) * 1e3
+        return self._add(f"{kind} {name}", kind, deps, **fields, time_ns=time_ns)
 
     def _layers(self, name: str, cost: PassCost, way: int) -> None:
         """A pass at layer granularity; a chunk has whole layers, embedding and head once."""

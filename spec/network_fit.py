@@ -71,8 +71,9 @@ class NetworkFit(Record):
     sends it 2 (ranks - 1) / ranks times.
 
     Where groups laid out the same way were measured (`curves`), log(measured / formula) is
-    interpolated over their sizes and held constant beyond them. Else that of the same layout on the
-    nearest count of nodes, with the formula's own spread.
+    interpolated over their sizes and held constant beyond them; between two sizes a time lies
+    between theirs. Else that of the same layout on the nearest count of nodes, with the formula's
+    own spread.
     """
 
     protocol: str = Field(description="kind of network that it holds for")
@@ -108,6 +109,10 @@ class NetworkFit(Record):
     active_w: Watts | None = Field(
         default=None,
         description="board power above idle while communicating between nodes; None: unmeasured",
+    )
+    active_inside_w: Watts | None = Field(
+        default=None,
+        description="the same in groups that have several ranks in a node, which NVLink joins",
     )
     visit_sd: Spread = Field(
         default=0.0, description="all its times, beside those of another visit to such hosts"
@@ -181,11 +186,18 @@ class NetworkFit(Record):
     ) -> float:
         """Duration for a group laid out as `path`; `scale_up_busbw` in 1e9 bytes/s."""
         time = self._formula_us(collective, path, nbytes, scale_up_busbw)
-        found = self._looked_up(collective, path) or self._nearest(collective, path)
+        same = self._looked_up(collective, path)
+        found = same or self._nearest(collective, path)
         if found is None:
             return time
-        _, sizes, residuals = found
-        return time * exp(float(np.interp(log(max(nbytes, 1.0)), sizes, residuals)))
+        curve, sizes, residuals = found
+        at = log(max(nbytes, 1.0))
+        time *= exp(float(np.interp(at, sizes, residuals)))
+        if same is None or not sizes[0] < at < sizes[-1]:
+            return time
+        place = int(np.searchsorted(sizes, at))
+        low, high = sorted(curve.points[one].time_us for one in (place - 1, place))
+        return min(max(time, low), high)
 
     def port_us(self, collective: str, path: GroupPath, nbytes: float) -> float:
         """How long its bytes keep its share of the ports busy, at the most these carry."""

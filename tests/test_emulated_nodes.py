@@ -217,10 +217,12 @@ def test_few_messages_between_stages_leave_a_node(network: NetworkFit, tmp_path:
     for split in ({"pp": 4}, {"pp": 2, "dp": 2}):
         p = Parallelism(**split, global_batch=8)
         costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
-        times[p.pp] = central(costs.transfer_us(message)), central(costs.collective_us(message))
-    assert times[2][0] == times[2][1]  # every message changes the node
+        sent = tuple(map(central, costs.transfers_us(message)))
+        times[p.pp] = sent, central(costs.collective_us(message))
+    assert times[2][0] == (times[2][1],)  # every message changes the node
     inside, _ = used.collective_fits["send_recv"].time_us(2, 2**25)
-    assert times[4][0] == pytest.approx((times[4][1] + 2 * inside) / 3, rel=0.01)
+    across = times[4][1]
+    assert times[4][0] == pytest.approx((inside, across, inside, across), rel=0.01)
 
 
 def test_sockets_draw_less_power_than_links(network: NetworkFit, tmp_path: Path) -> None:
@@ -230,6 +232,10 @@ def test_sockets_draw_less_power_than_links(network: NetworkFit, tmp_path: Path)
     costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
     assert costs.communication_w("dp") == 70.0
     assert costs.communication_w("tp") == used.clock.communication_w
+    joined = network.model_copy(update={"active_w": 70.0, "active_inside_w": 95.0})
+    whole = Parallelism(tp=4, global_batch=1)  # two ranks in each node
+    costs = Costs(with_network(tmp_path, joined), node, load_fabric("loopback"), whole, Draws(0))
+    assert costs.communication_w("tp") == 95.0
     plain = Costs(with_network(tmp_path, network), node, load_fabric("loopback"), p, Draws(0))
     slow, waiting = plain.communication_w("dp"), used.clock.waiting_w
     share = plain.layout.paths["dp"].gbytes_per_s / node.scale_up_gbytes_per_s

@@ -9,9 +9,9 @@ import pytest
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.astra.breakdown import breakdown
-from simulate.costs import Costs, Draws
-from simulate.exchange import MIB, exchanges, share_not_held
-from simulate.schedule import exchanging, graph
+from simulate.costs import Costs, Draws, layout
+from simulate.exchange import MIB, crossing, neighbours, share_not_held
+from simulate.schedule import BACKWARD, exchanging, graph, order, sending
 from simulate.timeline import execute
 from simulate.uncertainty import central
 from simulate.workload import Granularity, program
@@ -21,6 +21,7 @@ from spec.parallelism import Parallelism
 from tests.made_up import calibration_json
 from tests.test_step import MODEL, simulate
 from topologies import load_fabric, load_node
+from topologies.placement import group_path
 
 CALIBRATION = Calibration.model_validate(calibration_json())
 LOOPBACK, RAIL = load_fabric("loopback"), load_fabric("ndr400-rail")
@@ -39,7 +40,7 @@ def test_a_microbatch_costs_its_slowest_stage_and_that_stages_exchanges(stages: 
         execute(graph(stages, m), passes.reshape(-1, 1), np.array([message]), message).end.max()
         for m in (40, 41, 42)
     ]
-    waits = message * np.array([exchanges(stage, stages) for stage in range(stages)])
+    waits = message * np.array([len(neighbours(stage, stages)) for stage in range(stages)])
     expected = (passes.sum(axis=1) + waits).max()
     for before, after in pairwise(ends):
         assert after - before == pytest.approx(expected, rel=1e-12)
@@ -60,12 +61,14 @@ def test_interleaved_stages_exchange_before_and_after_their_steady_phase() -> No
 
 
 def late(p: Parallelism, gpus: int, nbytes: float, **changes: object) -> tuple[float, float]:
-    """What a stage waits that comes last, and the whole message, us."""
+    """What a stage waits that comes last, and the whole message, us; the longest of both."""
     node = load_node("hgx-h200").model_copy(update={"gpus": gpus})
     fabric = changes.pop("fabric", LOOPBACK)
     costs = Costs(CALIBRATION.model_copy(update=changes), node, fabric, p, Draws(0))  # type: ignore[arg-type]
     message = Collective("send_recv", "pp", nbytes)
-    return central(costs.late_us(message)), central(costs.transfer_us(message))
+    both = costs.lates_us(message), costs.transfers_us(message)
+    waited, whole = (max(map(central, times)) for times in both)
+    return waited, whole
 
 
 def test_what_buffers_hold_is_there_before() -> None:
@@ -94,9 +97,62 @@ def test_few_exchanges_leave_a_node() -> None:
     p = Parallelism(pp=4, global_batch=4)
     costs = Costs(CALIBRATION, node, LOOPBACK, p, Draws(0))
     message = Collective("send_recv", "pp", 56 * MIB)
-    assert central(costs.late_us(message)) == pytest.approx(
-        0.75 * central(costs.collective_us(message)) / 3
+    across = central(costs.collective_us(message))
+    crosses = [False, True, False, True]  # the last: from the last stage to the first
+    assert list(crossing(costs.layout.paths["pp"])) == crosses
+    waited = [central(one) for one in costs.lates_us(message)]
+    assert waited == pytest.approx([0.75 * across * one for one in crosses])
+    sent = [central(one) for one in costs.transfers_us(message)]
+    assert sent[1] == across == sent[3]
+    assert sent[0] == sent[2] < across / 20
+
+
+def test_a_tied_tables_groups_have_the_ports_that_others_leave() -> None:
+    """Its ranks are those of the first and the last stage.
+
+    Of four stages of one GPU one on each of two nodes, which has the whole port; of two stages of
+    two, both GPUs of a node.
+    """
+    node = load_node("hgx-h200").model_copy(update={"gpus": 2})
+    alone, both = (
+        layout(Parallelism(tp=tp, pp=4 // tp, global_batch=4), node, LOOPBACK).paths["embd"]
+        for tp in (1, 2)
     )
+    assert (alone.ranks, alone.nodes, alone.concurrent) == (2, 2, 1)
+    assert (both.ranks, both.nodes, both.concurrent) == (2, 2, 2)
+    assert alone.gbytes_per_s == pytest.approx(2 * both.gbytes_per_s)
+    assert dict(alone.shares)["nic"] == pytest.approx(alone.gbytes_per_s)
+    railed = layout(Parallelism(pp=4, global_batch=4), node, RAIL).paths["embd"]
+    assert railed.gbytes_per_s == group_path(node, RAIL, 4, 2, 2).gbytes_per_s  # a port each
+
+
+def test_a_slow_boundary_holds_up_every_microbatch() -> None:
+    """Only the second of three boundaries changes nodes: its stages wait for it, not for a third.
+
+    Its exchange takes 3, all of it waited for, and each pass 1: a microbatch costs the stages on
+    either side of it two passes and one exchange, and where all boundaries are alike one with each
+    neighbour.
+    """
+    passes = np.ones((8, 1))
+    slow = np.array([[0.0], [3.0], [0.0], [0.0]])
+    ends = [execute(graph(4, m), passes, slow, slow).end.max() for m in (40, 41)]
+    assert ends[1] - ends[0] == pytest.approx(2 + 3.0)
+    even = np.array([1.0])
+    ends = [execute(graph(4, m), passes, even, even).end.max() for m in (40, 41)]
+    assert ends[1] - ends[0] == pytest.approx(2 + 2 * 1.0)
+
+
+def test_outputs_are_sent_alone_before_and_after_the_turns() -> None:
+    """Megatron-Core's warm-up and cool-down: `send_forward`, then `recv_forward`, one by one."""
+    shape = 4, 8, 1, "1f1b"
+    for stage, early in enumerate((3, 2, 1, 0)):
+        found = sending(stage, *shape)
+        forward = range(1, early + 1)  # the first pass of the steady phase, too
+        backward = range(16 - early, 16) if stage else ()
+        assert np.flatnonzero(found).tolist() == [*forward, *backward]
+        ways = [one.way for one in order(stage, *shape)]
+        assert all(ways[at] == BACKWARD for at in backward)
+    assert not sending(0, 4, 8, 2, "1f1b").any()
 
 
 def test_what_sockets_hold_is_uncertain() -> None:
@@ -116,7 +172,7 @@ def test_astra_sim_waits_as_our_timeline_does(
     p = Parallelism(pp=pp, vpp=vpp, global_batch=16, microbatch=2)
     # passes longer than messages, which wait for each other in Astra-Sim alone
     estimate = simulate(p, model=MODEL.resized(layers=16 * pp), node=node, fabric=LOOPBACK)
-    late_s = central(estimate.priced.late_us) / 1e6
+    late_s = max(map(central, estimate.priced.lates_us)) / 1e6
     assert late_s > 0
     emit(program(estimate.priced, granularity), tmp_path / "o", whole=True)
     timing = cycles(read_trace(tmp_path / "o"))

@@ -4,6 +4,7 @@ Their formulas never fall, but for NCCL's own rule of channels. What was measure
 (noise, and protocols chosen badly), and a fit follows it: it falls no further than that.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.collective import COLLECTIVES
 from spec.collective_fit import LL_BYTES, P2P_CHANNELS, SendStructure, channels
 from spec.hardware import GroupPath
+from spec.network_fit import NetworkCurve
 
 FILES = sorted((Path(__file__).parents[1] / "results").glob("*/calibration.json"))
 COMMITTED = {path.parent.name: read_calibration(path) for path in FILES}
@@ -61,6 +63,11 @@ def test_formulas_between_nodes(
             assert fewer <= more * (1 + 1e-12), kind
 
 
+def path_of(curve: NetworkCurve) -> GroupPath:
+    local = -(-curve.ranks // curve.nodes)
+    return GroupPath(curve.ranks, local, curve.nodes, curve.concurrent, 50.0, 2.0, "nic")
+
+
 def fall(times: list[float]) -> float:
     """Largest fall below an earlier time, in logarithms."""
     logs = np.log(times)
@@ -79,9 +86,23 @@ def test_fits_fall_no_further_than_measurements(system: str) -> None:
             seen += 1
     for network in calibration.networks:
         for curve in network.curves:
-            local = -(-curve.ranks // curve.nodes)
-            path = GroupPath(curve.ranks, local, curve.nodes, curve.concurrent, 50.0, 2.0, "nic")
+            path = path_of(curve)
             times = [network.time_us(curve.collective, path, nbytes, 1e6) for nbytes in SIZES]
             assert fall(times) <= fall([one.time_us for one in curve.points]) + BENT
             seen += 1
     assert seen
+
+
+def test_between_two_measured_sizes_a_time_lies_between_theirs() -> None:
+    checked = 0
+    for calibration in BETWEEN:
+        for network in calibration.networks:
+            for curve in network.curves:
+                path = path_of(curve)
+                for before, after in pairwise(curve.points):
+                    low, high = sorted((before.time_us, after.time_us))
+                    middle = (before.bytes * after.bytes) ** 0.5
+                    time = network.time_us(curve.collective, path, middle, 1e6)
+                    assert low <= time <= high
+                    checked += 1
+    assert checked > 100

@@ -44,7 +44,7 @@ def reduced(
 ) -> list[float]:
     """By stage: from its last pass to the end of its reductions, one after another."""
     chunks = len(sent)
-    ends = played(stages, microbatches, chunks, "1f1b", took, delay)
+    ends = played(stages, microbatches, chunks, "1f1b", took, [delay])
     found = []
     for stage in range(stages):
         done = 0.0
@@ -112,7 +112,7 @@ def test_gathers_delay_even_stages_by_what_is_exposed(
 ) -> None:
     passes = [*took] * stages * chunks
     with_gathers, without = (
-        max(played(stages, rounds * stages, chunks, "1f1b", passes, 0.0, each).values())
+        max(played(stages, rounds * stages, chunks, "1f1b", passes, [0.0], each).values())
         for each in (gather, 0.0)
     )
     expected = exposed([gather] * chunks, [took[FORWARD]] * chunks, stages)

@@ -1,5 +1,7 @@
 """Pipeline schedules: textbook bubbles, and an order that Megatron-Core would run."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,16 +105,17 @@ def played(
     chunks: int,
     name: str,
     took: list[float],
-    delay: float,
+    delay: Sequence[float],
     gather: float = 0.0,
-    late: float = 0.0,
+    late: Sequence[float] = (0.0,),
 ) -> dict[tuple[int, int, int, int], float]:
     """Ends by (stage, way, microbatch, chunk): pass by pass from `order`, nothing clever.
 
     gather: what a chunk's parameters take, which each stage gathers one after another: those of two
     chunks from the start, and of the next one when a chunk starts.
-    late: what a stage waits, once it is free, for an input that was sent long before; interleaved
-    for an exchange between two passes, unless forward and backward passes take turns.
+    late: what a stage waits, once it is free, for an input that was sent long before, and for the
+    output of the pass before where that was of the same way; interleaved for an exchange between
+    two passes, unless forward and backward passes take turns. `delay` and `late` by boundary.
     """
     orders = [order(s, stages, microbatches, chunks, name) for s in range(stages)]  # type: ignore[arg-type]
     ends: dict[tuple[int, int, int, int], float] = {}
@@ -130,18 +133,27 @@ def played(
                 elif 0 <= where < stages * chunks:
                     key = (where % stages, one.way, one.microbatch, where // stages)
                     ready = ends.get(key)
-                    ready = None if ready is None else ready + delay * (stages > 1)
+                    over = (stage if one.way == BACKWARD else stage - 1) % stages
+                    ready = (
+                        None if ready is None else ready + delay[over % len(delay)] * (stages > 1)
+                    )
                 elif one.way == BACKWARD:
                     ready = ends.get((stage, FORWARD, one.microbatch, one.chunk))
                 if ready is None:
                     break
-                waits = crosses
+                before, behind = stage - 1, stage
+                if one.way == BACKWARD:
+                    before, behind = behind, before
+                waited = late[before % len(late)] * crosses
+                again = at[stage] > 0 and orders[stage][at[stage] - 1].way == one.way
+                if again and name == "1f1b" and 0 <= behind < stages - 1:
+                    waited += late[behind % len(late)]
                 if chunks > 1:
                     total = microbatches * chunks
                     turns = warmup(stage, stages, microbatches, chunks, "1f1b") < total
-                    before = orders[stage][at[stage] - 1].way
-                    waits = at[stage] > 0 and (one.way == before or not turns)
-                start = max(free[stage] + late * waits, ready)
+                    waited = late[before % len(late)]
+                    waited *= at[stage] > 0 and (again or not turns)
+                start = max(free[stage] + waited, ready)
                 if one.way == FORWARD and one.microbatch == 0:
                     gathered[stage] = max(gathered[stage], asked[stage][one.chunk]) + gather
                     start = max(start, gathered[stage])
@@ -169,13 +181,15 @@ few = settings(max_examples=40, deadline=None)
 def test_timeline_is_what_the_order_gives(
     stages: int, rounds: int, chunks: int, numbers: list[float], delay: float, share: float
 ) -> None:
-    late = share * delay
+    delays = [delay * (1 + 0.3 * (boundary % 3)) for boundary in range(stages)]
+    lates = [share * (boundary % 2) * one for boundary, one in enumerate(delays)]
     for name, parts in (("1f1b", chunks if stages > 1 else 1), ("gpipe", 1), ("zb-h1", 1)):
         took = numbers[: stages * parts * ways(name)]  # type: ignore[arg-type]
         pipeline = graph(stages, rounds * stages, parts, name)  # type: ignore[arg-type]
-        timeline = execute(pipeline, np.array(took)[:, None], np.array([delay]), late)
+        times = (np.array(one)[:, None] for one in (delays, lates))
+        timeline = execute(pipeline, np.array(took)[:, None], *times)
         found = timeline.end[:, 0]
-        ends = played(stages, rounds * stages, parts, name, took, delay, late=late)
+        ends = played(stages, rounds * stages, parts, name, took, delays, late=lates)
         last = [max(end for key, end in ends.items() if key[0] == s) for s in range(stages)]
         assert found == pytest.approx(last, rel=1e-12)
 

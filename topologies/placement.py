@@ -12,6 +12,7 @@ Everything is in closed form; `tests/test_topologies.py` routes the same flows o
 compares. Routing in switched fabrics spreads evenly over equal paths (adaptive routing's ideal).
 """
 
+from dataclasses import replace
 from math import ceil, gcd
 from typing import Literal
 
@@ -97,6 +98,20 @@ def group_path(
         tier=tier,
         shares=tuple((name, rate / load) for name, load in loads.items()),
     )
+
+
+def with_senders(path: GroupPath, senders: int, node: Node, fabric: Fabric) -> GroupPath:
+    """The path of groups that have one rank each among `senders` neighbouring GPUs, others idle.
+
+    A sender then has its node's ports to itself, or with as many others as share its port.
+    """
+    here = min(senders, node.gpus)
+    if path.nodes == 1 or path.local_ranks > 1 or here >= path.concurrent:
+        return path
+    faster = min(path.concurrent / here, max(node.gpus / ports(node, fabric), 1.0))
+    shares = tuple((tier, faster * rate) for tier, rate in path.shares)
+    rate = faster * path.gbytes_per_s
+    return replace(path, concurrent=here, gbytes_per_s=rate, shares=shares)
 
 
 def _nodes_of_group(per_node: int, gpus: int, size: int, stride: int) -> int:
