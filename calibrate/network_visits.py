@@ -23,6 +23,7 @@ class Visited:
     devices: tuple[str, ...]
     time_us: float
     luck_sd: float | None = None  # of `at_once`, where its groups were told apart
+    large: bool = True  # a message as steps send them, not one of the latency's
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,10 @@ def run_spread(rows: Sequence[Visited], assumed: Assumed) -> tuple[float, int]:
 
     Each time another run, or other devices of it that lie alike: with other connections, which over
     sockets other threads and processors serve. So has every step. Groups that send at once are such
-    devices, too. The assumed spread counts as some times more.
+    devices, too. Small messages, where any were large, are left out: their latency has a spread of
+    its own. The assumed spread counts as some times more.
     """
+    rows = [one for one in rows if one.large] or rows
     alike: dict[Hashable, list[float]] = defaultdict(list)
     for one in rows:
         alike[one.what, one.devices].append(log(one.time_us))

@@ -55,6 +55,7 @@ from spec.network_fit import NetworkCurve
 from spec.records import CollectiveRow
 
 UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed
+LARGE = 2**20  # bytes: what steps send between nodes is mostly larger
 SCALE_UP = 1e6  # 1e9 bytes/s: never what limits a collective over such networks
 
 
@@ -94,7 +95,8 @@ class Crossing:
     def visited(self) -> Visited:
         """As the spread of visits takes it."""
         what = *self.layout, self.row.groups, self.row.bytes
-        return Visited(what, self.devices, self.time_us, luck_sd(self.row))
+        large = self.row.bytes >= LARGE
+        return Visited(what, self.devices, self.time_us, luck_sd(self.row), large)
 
     @property
     def layout(self) -> tuple[str, int, int, int]:
