@@ -44,8 +44,6 @@ def render(value: Json) -> str:
         own = [case for case in cases if not several or case["system"] == name]
         notes = _coverage(one) if several else _notes(value)
         sections += _system(one, own, notes, f"{name}: " if several else "")
-    if value.get("twins"):
-        sections.append(Section("Scaled-down twins", [_twins(value["twins"])]))
     sections += series_sections(value) if series else []
     sections.append(Section("All numbers", [_table(cases)]))
     title = "Forecast against measurement" if forecast else "Simulated against measured"
@@ -195,20 +193,6 @@ def _missed(one: Json) -> list[Block]:
     )
     columns = ("group", "cases", "missed", "what is off, and by how much", "worst case")
     return [Text(note), Table(columns, rows)]
-
-
-def _twins(found: Sequence[Json]) -> Table:
-    """Measured steps whose scaled-down twin was measured too."""
-    rows = [
-        (one["id"], one["twin"], f"{one['error']:+.1%}", _signed(one.get("baseline_error")))
-        for one in found
-    ]
-    columns = ("step", "twin", "the twin's FLOP/s carried over", "constant rate")
-    return Table(columns, rows, "A measured twin's rate, with the bubble that it lacks put back")
-
-
-def _signed(value: float | None) -> str | None:
-    return None if value is None else f"{value:+.1%}"
 
 
 def _summary(summary: Mapping[str, Json], label: str = "kind") -> Table:

@@ -190,20 +190,24 @@ def components(value: Json, cases: Sequence[Json], prefix: str = "") -> list[Blo
             percent(one["share"]),
             f"{one['bias']:+.1%}",
             percent(one["error"]),
+            percent(one.get("neighbour_error")),
+            percent(one.get("mean_error")),
             percent(one["mape"]),
         )
         for one in found
     ]
     columns = (
         *("component", "share of the step", "bias, of the step", "mean error, of the step"),
-        "of itself (2 % of a step and more)",
+        *("nearest profile's", "mean share's", "of itself (2 % of a step and more)"),
     )
     note = (
         f"{len(profiled)} profiled configurations; off most: {off_most(found)}. "
         "Profiled steps are not the timed ones: the profiler slows the host. Both sides are the "
         "device that computes most; gemm, attention and memory(-bound) are its kernels by class; "
         "tp, pp, dp, ep and cp what each communicator leaves exposed beyond the fastest rank's; "
-        "the rest of that is waiting, with the bubble and the host."
+        "the rest of that is waiting, with the bubble and the host. Baselines, from the system's "
+        "other profiles: the seconds of the nearest configuration, scaled with the model FLOPs per "
+        "GPU; and the mean share of the step, times this step as it was measured."
     )
     by_case = [(label, *(f"{one:+.1%}" for one in values)) for label, values in off.items()]
     return [

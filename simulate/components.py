@@ -22,6 +22,7 @@ from spec.records import ProfileRow
 COMPUTE = ("gemm", "attention", "memory")
 AXES = ("tp", "pp", "dp", "ep", "cp")
 COMPONENTS = (*COMPUTE, "optimizer", *AXES, "waiting")
+BASELINES = {"neighbour": "nearest profile", "mean": "mean share"}
 Parts = dict[str, float]
 
 
@@ -102,9 +103,11 @@ def errors(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """By component, over cases with a profile: shares of the step, and simulated less measured.
 
     `error` is in parts of the step, the profiler's slowing taken off: mean, and mean of its size;
-    `mape` of the component itself, where it is at least 2 % of a step.
+    `mape` of the component itself, where it is at least 2 % of a step. Of the same cases, in the
+    same parts, what takes no model (see `simulate.validation`): None where one case has no other.
     """
-    both = [(case["profile_s"], case["components_s"]) for case in cases if "profile_s" in case]
+    profiled = [case for case in cases if "profile_s" in case]
+    both = [(case["profile_s"], case["components_s"]) for case in profiled]
     found = []
     for name in COMPONENTS:
         rows = [
@@ -122,6 +125,19 @@ def errors(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "bias": sum(off for _, off in rows) / len(rows),
                 "error": sum(abs(off) for _, off in rows) / len(rows),
                 "mape": sum(large) / len(large) if large else None,
+                **{f"{way}_error": _mean_off(profiled, name, way) for way in BASELINES},
             }
         )
     return found
+
+
+def _mean_off(cases: Sequence[Mapping[str, Any]], name: str, way: str) -> float | None:
+    """Mean error of a component by one of the baselines, in parts of the step."""
+    if any(f"{way}_components_s" not in case for case in cases):
+        return None
+    off = [
+        abs(case[f"{way}_components_s"][name] - case["profile_s"][name])
+        / sum(case["profile_s"].values())
+        for case in cases
+    ]
+    return float(sum(off) / len(off))

@@ -165,9 +165,9 @@ def _read_extent(path: Path) -> _Extent | Calibration:
         return read_calibration(path)  # whose error says what is wrong
 
 
-def calibration_of(arguments: argparse.Namespace, system: Path) -> Path:
-    """The calibration for the result sets of one system's folder."""
-    path = Path(arguments.calibration or system / "calibration.json")
+def calibration_of(given: str | None, system: Path) -> Path:
+    """The calibration for the result sets of one system's folder, or the one that was given."""
+    path = Path(given or system / "calibration.json")
     if not path.is_file():
         raise UserError(f"{path}: no such calibration; {_HOW}")
     return path

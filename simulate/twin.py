@@ -14,7 +14,7 @@ one, and with fewer microbatches a step's gradients weigh more.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ from spec.files import first_problem, write_table
 from spec.measurable import refuse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
-from spec.records import TrainingConfig, TrainingRow
+from spec.records import TrainingConfig
 
 EXAMPLES = """examples:
   python -m simulate.twin --gpus 8192 --on 4
   python -m simulate.twin --gpus 1024 --model gpt3-175b --tp 4 --pp 16 --on 4 --plan-out twin.csv
+  python -m simulate.twin judge results/
 """
 PADDING = 128  # Megatron-Core pads vocabularies to a multiple of this per tensor-parallel rank
 KINDS = ("tp", "pp", "dp", "ep", "cp")
@@ -174,39 +175,6 @@ def compared(
     }
 
 
-def pairs(rows: Sequence[TrainingRow]) -> Iterator[tuple[TrainingRow, TrainingRow]]:
-    """(larger, its twin) among measured rows."""
-    for row in rows:
-        for other in rows:
-            same = all(getattr(row, name) == getattr(other, name) for name in _KEPT)
-            if not same or other.layers >= row.layers:
-                continue
-            gpus = other.parallelism().gpus
-            try:
-                small = twin(row.model_spec(), row.parallelism(), gpus, other.layers)
-            except UserError:
-                continue
-            if small == (other.model_spec(), other.parallelism()):
-                yield row, other
-
-
-def carried_over(row: TrainingConfig, small: TrainingRow) -> float:
-    """Seconds of a step at its twin's FLOP/s; the bubble by its formula, 1 + (p - 1) / (v m)."""
-    assert small.step_time_median_s is not None
-    per_gpu = []
-    for one in (row, small):
-        p, model = one.parallelism(), one.model_spec()
-        bubble = 1 + (p.pp - 1) / (p.vpp * p.microbatches)
-        per_gpu.append(model.step_flops(p.global_batch) / p.gpus * bubble)
-    return small.step_time_median_s * per_gpu[0] / per_gpu[1]
-
-
-_KEPT = (
-    *("model", "hidden", "seq_len", "tp", "cp", "microbatch", "recompute", "sequence_parallel"),
-    "nodes",
-)
-
-
 def table(value: dict[str, Any]) -> str:
     """Full step and twin side by side."""
     full, small = value["full"], value["twin"]
@@ -228,15 +196,24 @@ def table(value: dict[str, Any]) -> str:
         words = (f"{one[f'{name}_share']:.1%}" for one in (full, small))
         lines.append((f"{name}, share of the step", *words))
     lines.append(("TFLOP/s per GPU", *(f"{one['tflops_per_gpu']:.0f}" for one in (full, small))))
-    widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    return "\n".join(
+    return "\n".join(aligned(lines))
+
+
+def aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
         for line in lines
-    )
+    ]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command."""
+    """Run the form of the command that the first word names."""
+    if words and words[0] == "judge":
+        from simulate.twin_judge import main_judge
+
+        return main_judge(words[1:])
     arguments = parser().parse_args(words)
     check_gpus(arguments.gpus, "--gpus")
     check_gpus(arguments.on, "--on")

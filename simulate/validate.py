@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from simulate.inputs import (
     DEFAULT_FABRIC,
     RESULTS,
     calibration_for,
-    calibration_of,
     default_node,
     find_calibration,
-    measured_node,
 )
-from simulate.transfer import changed
+from simulate.measured import Settings, fabric_of, hashes_of
 from simulate.validation import Case, predict, validation
 from simulate.validation_text import table
 from spec.calibration import Calibration, read_calibration
@@ -120,24 +117,6 @@ def parser(form: str) -> Parser:
     return options
 
 
-def calibration_path(arguments: Any, found: ResultSet) -> Path:
-    """The calibration of a result set's system; an imported log may name the one of its GPUs."""
-    folder, about = found.path.parent, found.manifest
-    if about.base_system and about.emulated_nodes == 1:
-        base = folder.parent / about.base_system
-        if not (folder / "calibration.json").is_file() and (base / "calibration.json").is_file():
-            folder = base
-    return calibration_of(arguments, folder)
-
-
-def fabric_of(calibration: Calibration) -> str:
-    """Fabric between hosts: one-host runs do not use it, emulated ones run over the loopback."""
-    emulated = any(
-        one.protocol == "tcp" and one.source == "measured" for one in calibration.networks
-    )
-    return CPU_FABRIC if emulated or calibration.kind == "cpu" else DEFAULT_FABRIC
-
-
 def newest_profiles(sets: Sequence[ResultSet]) -> dict[tuple[Path, str], list[ProfileRow]]:
     """By system's folder and case: its profile, of the newest run that has one."""
     profiles: dict[tuple[Path, str], list[ProfileRow]] = {}
@@ -160,26 +139,12 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     # a profile stands beside the newest run of its case, once
     last = {(found.path.parent, row.case_id): found.path for found, row in todo}
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
-    # files are read once, not for every row
-    read, fabric_named = cache(read_calibration), cache(load_fabric)
-    nodes = {found.path: measured_node(found) for found in sets}
-
-    @cache
-    def system(path: Path, one_queue: bool, node: Node | None) -> tuple[Calibration, Node]:
-        calibration = changed(read(path), one_queue=one_queue)
-        node = node or default_node(calibration)
-        return calibration_for(calibration, node), node
-
+    settings = Settings(arguments.calibration, arguments.fabric)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
-        path = calibration_path(arguments, found)
-        calibration, node = system(path, row.one_queue, nodes[found.path])
-        used[path.as_posix()] = calibration.system
-        emulated = row.nodes > 1 and len(found.manifest.hosts) == 1
-        fabric = fabric_named(
-            arguments.fabric or (CPU_FABRIC if emulated else fabric_of(calibration))
-        )
+        at = settings.of(found, row)
+        used[at.path.as_posix()] = at.calibration.system
         predicted = predict(
-            row, calibration, node, fabric, arguments.draws, 0, binary, hashes_of(found)
+            row, at.calibration, at.node, at.fabric, arguments.draws, 0, binary, at.devices
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         key = (found.path.parent, row.case_id)
@@ -305,13 +270,6 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
             "option out"
         )
     return hashes
-
-
-def hashes_of(found: ResultSet) -> list[str]:
-    """Hashes of the devices of a run's first host, in order; none where rows may be of others."""
-    if not found.manifest.on_known_devices:
-        return []
-    return [one.uuid_hash for one in found.manifest.hosts[0].devices]
 
 
 def main_predict(words: Sequence[str]) -> int:

@@ -14,12 +14,11 @@ from typing import Any
 from simulate.astra import Binary
 from simulate.components import Parts, errors, measured, simulated
 from simulate.engines import astra_sim_s
-from simulate.estimate import StepSimulator
+from simulate.estimate import StepEstimate, StepSimulator
 from simulate.memory import memory
 from simulate.misses import most_likely, of_memory, of_steps
 from simulate.overhead import FITTED_ON
 from simulate.scores import grouped, peaks, summarise
-from simulate.twin import carried_over, pairs
 from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
 from spec.calibration import Calibration
@@ -74,15 +73,9 @@ def predict(
     `devices` are the hashes of the host's devices in order, where they are known: those that ran
     kernels have power of their own. With `binary`, Astra-Sim runs the same step too.
     """
-    model, p = config.model_spec(), config.parallelism()
-    p.check(model)
-    calibration = on_devices(calibration, devices[: p.gpus])
-    node = node.model_copy(update={"gpus": max(p.gpus // config.nodes, 1)})
-    simulator = StepSimulator(
-        model, p, node, fabric, calibration, draws=draws, seed=seed, measured_gpus=p.gpus
-    )
-    estimate = simulator.run()
-    held = memory(model, p, node, fabric)
+    p, node = config.parallelism(), node_of(config, node)
+    estimate = step_of(config, calibration, node, fabric, draws, seed, devices)
+    held = memory(config.model_spec(), p, node, fabric)
     return Prediction(
         step_time_s=interval(estimate.step_time_s),
         energy_j=interval(estimate.step_time_s * estimate.power_w * p.gpus),
@@ -95,6 +88,36 @@ def predict(
         components_s=simulated(estimate),
         astra_sim_s=astra_sim_s(estimate, binary) if binary else None,
     )
+
+
+def node_of(config: TrainingConfig, node: Node) -> Node:
+    """A node with as many GPUs as the configuration has on each of its own."""
+    gpus = max(config.parallelism().gpus // config.nodes, 1)
+    return node.model_copy(update={"gpus": gpus})
+
+
+def step_of(
+    config: TrainingConfig,
+    calibration: Calibration,
+    node: Node,
+    fabric: Fabric,
+    draws: int,
+    seed: int,
+    devices: Sequence[str],
+) -> StepEstimate:
+    """The step of one configuration, as `predict` has it."""
+    model, p = config.model_spec(), config.parallelism()
+    p.check(model)
+    return StepSimulator(
+        model,
+        p,
+        node_of(config, node),
+        fabric,
+        on_devices(calibration, devices[: p.gpus]),
+        draws=draws,
+        seed=seed,
+        measured_gpus=p.gpus,
+    ).run()
 
 
 def kind_of(config: TrainingConfig) -> str:
@@ -153,6 +176,7 @@ def validation(cases: Sequence[Case]) -> dict[str, Any]:
             if other.system == case.system and other.row.case_id != case.row.case_id
         ]
         entries.append(_entry(case, others))
+    _add_component_baselines(entries, cases)
     systems = dict.fromkeys(entry["system"] for entry in entries)
     return {
         "schema": SCHEMA,
@@ -164,7 +188,6 @@ def validation(cases: Sequence[Case]) -> dict[str, Any]:
             for name in systems
             for own in ([entry for entry in entries if entry["system"] == name],)
         },
-        "twins": twins(entries, [case.row for case in cases]),
     }
 
 
@@ -185,18 +208,32 @@ def _fullest_gib(column: str) -> float:
     return max(float(part) for part in column.split(","))
 
 
-def twins(entries: Sequence[dict[str, Any]], rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
-    """Measured steps whose scaled-down twin was measured too: the twin's FLOP/s carried over."""
-    found = []
-    by_id = {entry["id"]: entry for entry in entries}
-    for row, small in pairs(rows):
-        entry = by_id[row.case_id]
-        error = carried_over(row, small) / entry["real_s"] - 1
-        one = {"id": row.case_id, "twin": small.case_id, "error": error}
-        if "baseline_s" in entry:
-            one["baseline_error"] = entry["baseline_s"] / entry["real_s"] - 1
-        found.append(one)
-    return found
+def _add_component_baselines(entries: Sequence[dict[str, Any]], cases: Sequence[Case]) -> None:
+    """What takes no model says of the components of profiled steps, from a system's other profiles.
+
+    `neighbour`: the seconds of the nearest configuration, scaled with the model FLOPs per GPU;
+    `mean`: the mean share of the step, times this step as it was measured.
+    """
+    profiled = [both for both in zip(entries, cases, strict=True) if "profile_s" in both[0]]
+    for entry, case in profiled:
+        others = {
+            other.row.case_id: (other.row, theirs["profile_s"])
+            for theirs, other in profiled
+            if other.system == case.system and other.row.case_id != case.row.case_id
+        }
+        near = nearest(case.row, [row for row, _ in others.values()])
+        if near is None:
+            continue
+        times = flops_per_gpu(case.row) / flops_per_gpu(near)
+        parts, step_s = others[near.case_id][1], sum(entry["profile_s"].values())
+        shares = [
+            {name: seconds / sum(one.values()) for name, seconds in one.items()}
+            for _, one in others.values()
+        ]
+        entry["neighbour_components_s"] = {name: times * one for name, one in parts.items()}
+        entry["mean_components_s"] = {
+            name: step_s * sum(one[name] for one in shares) / len(shares) for name in parts
+        }
 
 
 def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from reports.projection import percent
 from reports.validation import systems_of
 from reports.validation_plots import off_most
 from simulate.aims import SERIES
+from simulate.components import BASELINES
 from simulate.scores import wide_or_narrow
 
 Json = Mapping[str, Any]
@@ -35,11 +36,6 @@ def table(value: Json) -> str:
             *_missed(one),
         ]
         text += [f"{name}:", *(f"  {words}" for words in found)] if several and found else found
-    for one in value.get("twins", ()):
-        text.append(
-            f"twin {one['twin']} predicts {one['id']}: {one['error']:+.1%}"
-            + (f", constant rate {one['baseline_error']:+.1%}" if "baseline_error" in one else "")
-        )
     for name in systems:
         own = [e for e in value["cases"] if not several or e["system"] == name]
         text.append(f"worst cases{f' of {name}' if several else ''} (predicted / measured - 1):")
@@ -101,10 +97,18 @@ def _components(one: Json) -> list[str]:
     components = one.get("components", ())
     text = [
         f"component {part['component']}: {percent(part['share'])} of a step, off by "
-        f"{percent(part['error'])} of the step (bias {part['bias']:+.1%}; {part['n']} profiles)"
+        f"{percent(part['error'])} of the step (bias {part['bias']:+.1%}; {part['n']} profiles); "
+        f"as baselines, {_baselines(part)}"
         for part in components
     ]
     return [*text, f"off most: {off_most(components)}"] if components else text
+
+
+def _baselines(part: Json) -> str:
+    """What takes no model is off by, of the same component."""
+    return ", ".join(
+        f"the {words} {percent(part[f'{way}_error'])}" for way, words in BASELINES.items()
+    )
 
 
 def _intervals(one: Json) -> list[str]:

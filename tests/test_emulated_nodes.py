@@ -16,6 +16,7 @@ from measure.plan import CollectiveCase, collective_cases
 from measure.plan_file import PlanFile
 from simulate import validate
 from simulate.costs import Costs, Draws
+from simulate.measured import fabric_of
 from simulate.uncertainty import central
 from simulate.validation import predict
 from spec.calibration import Calibration, NetworkFit, read_calibration
@@ -273,7 +274,7 @@ def test_validation_simulates_steps_across_nodes(
     results: Path, network: NetworkFit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used, path = with_network(tmp_path, network), tmp_path / "calibration.json"
-    assert validate.fabric_of(used) == "loopback"
+    assert fabric_of(used) == "loopback"
     model = load_model("llama3-8b").resized(layers=2, seq_len=2048)
     split = Parallelism(tp=2, dp=2, sequence_parallel=True, global_batch=4, zero=0)
     config = TrainingConfig.of("case", model, split, nodes=2)

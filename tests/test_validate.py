@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reports.validation import render
 from simulate import components, validate
 from simulate.draw import Grid, _random
 from simulate.memory import memory
 from simulate.scores import coverage, grouped, summarise, wide_or_narrow, winkler
 from simulate.uncertainty import Z90
-from simulate.validation import predict
+from simulate.validation import Case, predict, validation
+from simulate.validation_text import table
 from spec.calibration import read_calibration
 from spec.command import run
 from spec.files import parse, read_table, read_yaml, write_json, write_table
@@ -573,9 +575,36 @@ def test_errors_by_component(results: Path, tmp_path: Path, capsys: Any) -> None
     assert found["gemm"]["bias"] < -0.05
     assert found["tp"]["error"] == pytest.approx(0, abs=1e-9)
     assert found["waiting"]["bias"] >= 0
+    # no other profile to take a baseline from
+    assert (found["gemm"]["neighbour_error"], found["gemm"]["mean_error"]) == (None, None)
     page = (tmp_path / "v.html").read_text()
     assert "Which part is off" in page
     assert "Coverage by group" in page
+
+
+def test_baselines_of_components_come_from_other_profiles(tmp_path: Path) -> None:
+    """Products are 40, 50 and 60 % of three steps; the nearest of 8 sequences has 2 or 16."""
+    calibration = write_calibration(tmp_path / "calibration.json")
+    node, fabric = load_node("4x-h200"), load_fabric("ndr400-rail")
+    cases = []
+    for share, batch in ((0.4, 2), (0.5, 8), (0.6, 16)):
+        config = TrainingConfig.of(f"case-{batch}", MODEL, Parallelism(global_batch=batch))
+        step_s = 0.1 * batch
+        more = {"status": "done", "framework": "made up", "steps": 1, "step_time_median_s": step_s}
+        row = TrainingRow.model_validate(config.model_dump() | more)
+        parts = {"gemm": (share * step_s,), "idle": ((1 - share) * step_s,)}
+        cases.append(
+            Case(row, predict(row, calibration, node, fabric, 0), profile=profile("a", 0, **parts))
+        )
+    value = validation(cases)
+    found = {one["component"]: one for one in value["components"]}["gemm"]
+    # time goes with FLOPs here, so the nearest one's share stays: 50, 60 and 50 %
+    assert found["neighbour_error"] == pytest.approx((0.1 + 0.1 + 0.1) / 3)
+    assert found["mean_error"] == pytest.approx((0.15 + 0.0 + 0.15) / 3)
+    assert value["cases"][0]["mean_components_s"]["gemm"] == pytest.approx(0.55 * 0.2)
+    text = table(value)
+    assert "as baselines, the nearest profile 10.0%, the mean share 10.0%" in text
+    assert "nearest profile's" in render(value).replace("&#39;", "'")
 
 
 def test_groups_say_what_is_too_narrow_and_what_too_wide() -> None:
