@@ -151,9 +151,10 @@ class Load(NamedTuple):
     products: float  # energy of the passes that goes with the clock
     compute: float  # the same of the update
     beside: float  # all other energy
+    waiting_w: float  # while it waits for other stages
 
     def drawn_w(
-        self, fit: ClockFit, step_us: float, longer: float = 1.0, more: float = 1.0
+        self, step_us: float, longer: float = 1.0, more: float = 1.0
     ) -> tuple[float, float]:
         """Mean power above idle over the step, as `ClockFit` takes it.
 
@@ -162,7 +163,7 @@ class Load(NamedTuple):
         """
         waiting_us = max(step_us - self.busy_us * longer - self.after_us, 0.0)
         compute = self.products * more + self.compute
-        return compute / step_us, (self.beside + waiting_us * fit.waiting_w) / step_us
+        return compute / step_us, (self.beside + waiting_us * self.waiting_w) / step_us
 
 
 def load(priced: PricedStep, stage: int) -> Load:
@@ -186,6 +187,7 @@ def load(priced: PricedStep, stage: int) -> Load:
         beside=times * (mine.energy.memory + sent + mine.hidden_w_us)
         + update.energy.memory
         + update.sent_w_us,
+        waiting_w=costs.waiting_w,
     )
 
 
@@ -216,7 +218,7 @@ def stage_clocks(
         slowest = max(busy.values())
         for stage, one in loads.items():
             over_step = one.drawn_w(
-                fit, step_us, ratios[stage] ** alone.slope, ratios[stage] ** alone.energy_slope
+                step_us, ratios[stage] ** alone.slope, ratios[stage] ** alone.energy_slope
             )
             of_layer = (  # its waits recur in every layer
                 (1 - one.shards) * alone.compute_w,

@@ -244,6 +244,17 @@ class Costs:
         share = min(path.gbytes_per_s / self.node.scale_up_gbytes_per_s, 1.0)
         return clock.waiting_w + share * (clock.communication_w - clock.waiting_w)
 
+    @property
+    def waiting_w(self) -> float:
+        """Board power above idle of a pipeline stage that waits for another one's message.
+
+        Its kernel polls as one does that moves a message, over few channels between nodes.
+        """
+        path, network = self.layout.paths.get("pp"), self.network
+        between = path is not None and path.nodes > 1 and network is not None
+        measured = network.active_w if between and network is not None else None
+        return self.calibration.clock.waiting_w if measured is None else measured
+
     def scale_up_busbw(self, kind: str, path: GroupPath, nbytes: float) -> float:
         """Bus bandwidth in 1e9 bytes/s of the part of a group that lies inside a node."""
         fit = self.calibration.collective_fits.get(kind)

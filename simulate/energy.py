@@ -146,7 +146,7 @@ def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str,
         share = 1 / (step_us * len(stages))
         found["memory"] += memory * share
         found["communication"] += (drawn.beside - memory) * share
-        found["waiting"] += waiting_us * fit.waiting_w * share
+        found["waiting"] += waiting_us * drawn.waiting_w * share
     return {"products": float(estimate.power_w[0]) - sum(found.values())} | found
 
 

@@ -211,7 +211,7 @@ class StepSimulator:
         fit = self.calibration.clock
         found = {}
         for stage in set(self.priced.alike):
-            compute_w, beside_w = load(self.priced, stage).drawn_w(fit, step_us)
+            compute_w, beside_w = load(self.priced, stage).drawn_w(step_us)
             watts = fit.power_w(compute_w, self.priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
         return sum(found[stage] for stage in self.priced.alike) / self.p.pp

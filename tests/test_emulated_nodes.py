@@ -233,6 +233,10 @@ def test_sockets_draw_less_power_than_links(network: NetworkFit, tmp_path: Path)
     costs = Costs(used, node, load_fabric("loopback"), p, Draws(0))
     assert costs.communication_w("dp") == 70.0
     assert costs.communication_w("tp") == used.clock.communication_w
+    assert costs.waiting_w == used.clock.waiting_w  # stages there are none
+    stages = Parallelism(pp=4, global_batch=4)
+    costs = Costs(used, node, load_fabric("loopback"), stages, Draws(0))
+    assert costs.waiting_w == 70.0  # of a message from another node
     joined = network.model_copy(update={"active_w": 70.0, "active_inside_w": 95.0})
     whole = Parallelism(tp=4, global_batch=1)  # two ranks in each node
     costs = Costs(with_network(tmp_path, joined), node, load_fabric("loopback"), whole, Draws(0))

@@ -306,7 +306,7 @@ def test_a_probe_of_simulated_stages_predicts_what_the_simulator_does() -> None:
     for number, stage in enumerate(priced.stages):
         layer = [16e-6 * central(part.cost.total) for part in stage.segments["layer"]]
         passes = [1e-6 * central(one.total) for one in priced.passes_of(number)]
-        compute_w, beside_w = load(priced, number).drawn_w(calibration.clock, step_s * 1e6)
+        compute_w, beside_w = load(priced, number).drawn_w(step_s * 1e6)
         watts = calibration.clock.power_w(compute_w, stage.clock_mhz, beside_w)
         stages.append(
             {

@@ -329,7 +329,7 @@ def test_clocks_settle_where_full_timelines_would() -> None:
     alone = layer_clock(MODEL, p, estimate.priced.costs)
     busy = [float(one) * 1e6 for one in estimate.stage_busy_s]
     for stage in range(4):
-        over = load(estimate.priced, stage).drawn_w(fit, step_us)
+        over = load(estimate.priced, stage).drawn_w(step_us)
         drawn = alone.compute_w, alone.beside_w
         again = _clock_mhz(alone, p, fit, drawn, over, busy[stage], max(busy))
         assert again == pytest.approx(estimate.priced.stages[stage].clock_mhz, rel=3e-3)
