@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.exchange import crossing, share_not_held, synchronous
+from simulate.groups import Layout, layout
 from simulate.uncertainty import Draws, OneAtATime, central, larger, where
 from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
 from spec.calibration import Calibration, CollectiveFit, NetworkFit
@@ -20,13 +21,10 @@ from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step import EXPERTS, Part, Segment
-from topologies.placement import group_path, with_senders
 
 __all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost", "total"]
 
 Array = NDArray[np.float64]
-
-AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 class PartCost(NamedTuple):
@@ -52,34 +50,6 @@ class Cost(NamedTuple):
     def total(self) -> Array:
         """The segment's duration where the host is ahead, see `simulate.issue`."""
         return sum(self.exposed.values(), self.compute + self.host)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each parallel group lies on the cluster."""
-
-    paths: dict[str, GroupPath]
-
-
-def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
-    """Group paths of every axis in Megatron's rank order: tp, cp, dp (ep within), pp."""
-    replicas = p.dp * p.cp
-    groups = {
-        "tp": (p.tp, 1),
-        "cp": (p.cp, p.tp),
-        "dp": (replicas, p.tp),
-        "ep": (p.ep, p.tp),
-        "edp": (replicas // p.ep, p.tp * p.ep),
-        "pp": (p.pp, p.tp * replicas),
-        # first and last stage, for a tied embedding: as far apart as stages half the way apart
-        "embd": (min(p.pp, 2), p.tp * replicas * max(p.pp // 2, 1)),
-    }
-    groups = {axis: placed for axis, placed in groups.items() if placed[0] > 1}
-    placed = {one: group_path(node, fabric, p.gpus, *one) for one in set(groups.values())}
-    paths = {axis: placed[one] for axis, one in groups.items()}
-    if "embd" in paths:  # of the first and the last stage alone
-        paths["embd"] = with_senders(paths["embd"], p.tp * replicas, node, fabric)
-    return Layout(paths)
 
 
 @dataclass

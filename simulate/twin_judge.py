@@ -1,6 +1,6 @@
 """`python -m simulate.twin judge`: do measured twins predict the measured steps they stand for?
 
-A twin of a measured step is another measured step that the rule of `simulate.twin` leads to:
+A twin of a measured step is another measured step that the rule of `simulate.shrink` leads to:
 exactly, or with other sizes of what the rule shrinks (layers, vocabulary, stages, replicas, groups
 of experts, microbatches). How unlike it is: the part of the step that it spends on something else,
 of compute, communication, bubble, optimizer and the rest, both as simulated. Every step that has a
@@ -24,10 +24,10 @@ from simulate.estimate import StepEstimate
 from simulate.inputs import RESULTS
 from simulate.measured import Setting, Settings
 from simulate.scores import coverage
-from simulate.twin import aligned, evidence, twin
+from simulate.shrink import evidence, twin
 from simulate.uncertainty import LEVEL, Draws, interval
 from simulate.validation import flops_per_gpu, measured_s, step_of
-from spec.command import Parser, add_draws, add_json, add_progress, emit, progress
+from spec.command import Parser, add_draws, add_json, add_progress, aligned, emit, progress
 from spec.errors import UserError
 from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets

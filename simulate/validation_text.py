@@ -9,6 +9,7 @@ from reports.validation_plots import off_most
 from simulate.aims import SERIES
 from simulate.components import BASELINES
 from simulate.scores import wide_or_narrow
+from spec.command import aligned
 
 Json = Mapping[str, Any]
 COLUMNS = (
@@ -26,10 +27,7 @@ def table(value: Json) -> str:
         for kind, mine in one["summary"].items():
             own = (name if kind == "all" else f"  {kind}") if several else kind
             lines.append(_line(own, mine))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    text = [
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines
-    ]
+    text = aligned(lines)
     for name, one in systems.items():
         found = [
             *(*_quantities(one), *_peaks(one), *_components(one), *_intervals(one)),

@@ -148,6 +148,15 @@ def counter(label: str, asked: bool) -> Callable[[int, int], None] | None:
     return show
 
 
+def aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
 def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None) -> int:
     """Run a command's `main` and turn its errors into sentences and exit codes.
 

@@ -9,8 +9,9 @@ import pytest
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.astra.breakdown import breakdown
-from simulate.costs import Costs, Draws, layout
+from simulate.costs import Costs, Draws
 from simulate.exchange import MIB, crossing, neighbours, share_not_held
+from simulate.groups import layout
 from simulate.schedule import BACKWARD, exchanging, graph, order, sending
 from simulate.timeline import execute
 from simulate.uncertainty import central
