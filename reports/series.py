@@ -110,6 +110,7 @@ FACTORS = {
     "network": "between nodes",
     "scale_up": "inside nodes",
     "host": "host",
+    "issue": "issuing collectives",
 }
 
 

@@ -69,7 +69,11 @@ def zero(fill: Filling) -> int:
 
 
 def recompute(fill: Filling) -> Any:
-    """What the backward pass computes again."""
+    """What the backward pass computes again.
+
+    vTrain's tables print nothing, but its configurations of the same rows do: `use_checkpoint` is
+    true in VIA-Research/vTrain@f8dda84, config/validation/single.
+    """
     text = fill.row.cells.get("recompute", "").strip().lower()
     if text in ("none", "no", "false", "off"):
         return "none"
@@ -77,6 +81,9 @@ def recompute(fill: Filling) -> Any:
         if name in text:
             return name
     if text in ("yes", "true", "on"):
+        return "full"
+    if not text and "via-research/vtrain" in fill.row.words:
+        fill.assumed.append("full recomputation, as in the configurations beside the table")
         return "full"
     return fill.choose("recompute")
 

@@ -2,9 +2,11 @@
 
 Four factors multiply times: of kernels, of collectives between nodes, of collectives inside a node,
 and of the host. Each has a prior. One anchor moves the first only; anchors with different shares of
-network time move the second too; a whole family of anchors (`FAMILY`) moves all four. Whatever is
-not moved keeps its prior's spread, and a row's interval is wide where that spread acts on it more
-than on the anchors. Nothing is fitted to a row that is projected.
+network time move the second too; a whole family of anchors (`FAMILY`) moves all four, and a fifth:
+how much longer or shorter than the rest its host takes to issue a collective, which other software
+does in other Python. Without a family that goes with the host. Whatever is not moved keeps its
+prior's spread, and a row's interval is wide where that spread acts on it more than on the anchors.
+Nothing is fitted to a row that is projected.
 
 The posterior is the Gaussian one of the model linearised around its maximum: with J the derivatives
 of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)^-1.
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log2, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +33,21 @@ from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_software import fused_gradients, sent_widths, tensor_exposure, with_graphs
 from simulate.timeline import Timeline
+from simulate.transfer import changed
 from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.hardware import Node
 
 Array = NDArray[np.float64]
 
-FACTORS = ("compute", "network", "scale_up", "host")
+FACTORS = ("compute", "network", "scale_up", "host", "issue")
 # Spread of each factor's logarithm before any anchor. Assumed: frameworks differ by more in their
 # kernels than GPUs do; networks as `calibrate.network.CLUSTER_SD` and its citation, doubled for
-# clusters that nobody swept, and again where not even the rate is printed.
-PRIOR_SD = (0.4, 0.2, 0.15, 0.5)
+# clusters that nobody swept, and again where not even the rate is printed; issuing a collective as
+# `calibrate.host_issue.UNSEEN_SD`.
+PRIOR_SD = (0.4, 0.2, 0.15, 0.5, 0.5)
 UNPRINTED_NETWORK_SD = 0.4
+TIED_SD = 1e-6  # of issuing where it goes with the host
 # Without an anchor there is only the transferred calibration: frameworks lie this far from it.
 UNANCHORED_SD = 0.25
 STEP = 0.05  # of the derivatives, in log factors
@@ -109,6 +115,13 @@ class Calibrations:
         """`measured` is what all of them start from."""
         self._measured = measured
         self._for = lru_cache(maxsize=64)(self._transferred)
+        self._issued = lru_cache(maxsize=64)(self._issuing)
+
+    def _issuing(self, issue: float, *of: Any) -> Calibration:
+        calibration = self._for(*of)
+        host = calibration.host
+        slower = changed(host, collective_us=host.collective_us * exp(issue))
+        return changed(calibration, host=slower)
 
     def _transferred(self, node: Node, fp4: bool, unfused: bool, graphs: bool) -> Calibration:
         calibration = calibration_for(self._measured, node)
@@ -118,9 +131,10 @@ class Calibrations:
             calibration = with_unfused_attention(calibration)
         return with_fp4(with_fp8_products(calibration, node), node) if fp4 else calibration
 
-    def of(self, one: Plan) -> Calibration:
-        """The calibration that a plan is simulated with."""
-        return self._for(one.node, one.fp4, one.row.early, one.row.graphs)
+    def of(self, one: Plan, issue: float = 0.0) -> Calibration:
+        """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
+        of = one.node, one.fp4, one.row.early, one.row.graphs
+        return self._issued(issue, *of) if issue else self._for(*of)
 
 
 class Frozen(StepSimulator):
@@ -142,12 +156,14 @@ def simulate(
 ) -> tuple[Array, StepEstimate]:
     """Step times in seconds at some log factors, and the estimate at the first of them.
 
+    `points` is (entries, factors); the factor of issuing is the first entry's in all of them.
+
     `at_reference` takes the calibration's reference clock, to rank rows by, in a third of the time.
 
     Low-rank adapters leave the weights' gradients out. Gradients and parameters are as wide, and
     tensor-parallel communication is exposed, as in the row's software.
     """
-    calibration = calibrations.of(one)
+    calibration = calibrations.of(one, float(points[0, FACTORS.index("issue")]))
     network = next(
         (fit for fit in calibration.networks if fit.protocol == one.fabric.protocol), None
     )
@@ -216,12 +232,21 @@ def _tensor_exposure(one: Plan, estimate: StepEstimate) -> float:
     return tensor_exposure(one.row, one.parallelism, (forward, backward), hidden)
 
 
-def around(one: Plan, calibrations: Calibrations, at: Array) -> tuple[float, Array, StepEstimate]:
-    """Log step time at log factors `at`, its derivatives by them, and the estimate there."""
-    points = np.vstack([at, at + STEP * np.eye(len(FACTORS))])
-    times, estimate = simulate(one, calibrations, points)
+def around(
+    one: Plan, calibrations: Calibrations, at: Array, family: bool = False
+) -> tuple[float, Array, StepEstimate]:
+    """Log step time at log factors `at`, its derivatives by them, and the estimate there.
+
+    Outside a family the factor of issuing stays where it is, and its derivative is 0.
+    """
+    *shifts, issue = STEP * np.eye(len(FACTORS))
+    times, estimate = simulate(one, calibrations, at + np.array([0 * issue, *shifts]))
     logs = np.log(times)
-    return float(logs[0]), (logs[1:] - logs[0]) / STEP, estimate
+    slopes = np.append((logs[1:] - logs[0]) / STEP, 0.0)
+    if family:
+        longer, _ = simulate(one, calibrations, (at + issue)[None])
+        slopes[-1] = (np.log(longer[0]) - logs[0]) / STEP
+    return float(logs[0]), slopes, estimate
 
 
 @dataclass(frozen=True)
@@ -264,17 +289,20 @@ def fit(
         prior[0] = UNANCHORED_SD
     if anchors and not all(one.network_printed for one in anchors):
         prior[1] = UNPRINTED_NETWORK_SD
-    at = np.array([0.0, 0.0, 0.0, host])
-    free = np.array([bool(anchors), False, False, False])
+    family = len(anchors) >= FAMILY
+    if not family:
+        prior[FACTORS.index("issue")] = TIED_SD
+    at = np.array([0.0, 0.0, 0.0, host, 0.0])
+    free = np.array([bool(anchors), False, False, False, False])
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.real_s for one in anchors])
     for turn in range(rounds + 1 if anchors else 0):
-        found = [around(one, calibrations, at) for one in anchors]
+        found = [around(one, calibrations, at, family) for one in anchors]
         jacobian = np.array([slopes for _, slopes, _ in found])
         left = np.array([value for value, _, _ in found]) - target
         if turn == 0:
             free[1] = np.ptp(jacobian[:, 1]) > NETWORK_SHARE
-            free[2:] = len(anchors) >= FAMILY
+            free[2:] = family
         if turn == rounds:
             break
         weights = _weights(left, noise, len(anchors))
@@ -286,7 +314,7 @@ def fit(
     spare = len(anchors) - int(free.sum())
     if spare > 0:
         noise = max(noise, sqrt(float((left**2).sum()) / spare))
-    correction = learn(anchors, -left) if len(anchors) >= FAMILY else None
+    correction = learn(anchors, -left) if family else None
     precision = np.diag(prior**-2.0) + jacobian.T @ jacobian / noise**2
     return Fitted(
         anchors=tuple(anchors),
@@ -347,7 +375,8 @@ class Projected:
 
 def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
     """Project a row on a fitted system."""
-    value, slopes, estimate = around(one, calibrations, system.factors)
+    family = system.correction is not None
+    value, slopes, estimate = around(one, calibrations, system.factors, family)
     apart = doublings(one, system.anchors)
     variance = float(slopes @ system.covariance @ slopes) + ROW_SD**2
     variance += (sd_per_doubling() * apart) ** 2

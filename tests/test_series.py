@@ -85,7 +85,7 @@ def call(capsys: Any, *words: str) -> tuple[int, str, str]:
 
 def simulated(calibration: Calibration, one: SeriesRow, shift: float = 0.0) -> str:
     """The step time of a row whose kernels take exp(shift) as long."""
-    value, _, _ = around(plan(one), Calibrations(calibration), np.array([shift, 0, 0, 0]))
+    value, _, _ = around(plan(one), Calibrations(calibration), np.array([shift, 0, 0, 0, 0]))
     return repr(exp(value))
 
 
@@ -343,10 +343,10 @@ def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
 
 def test_a_second_anchor_with_more_network_fits_the_network(calibration: Calibration) -> None:
     slow = {"network latency": 0.0, "network efficiency": 0.0}
-    assert set(slow) == set(Shifts(np.zeros((1, 4)), 0.2, 0.1)._network)
+    assert set(slow) == set(Shifts(np.zeros((1, 5)), 0.2, 0.1)._network)
     far = {"gpus": "64", "tp": "1", "pp": "1", "global_batch": "64", "sequence_parallel": ""}
     far |= {"sharding": "DDP", "interconnect": "1x 100Gb/s per node", "flags": ""}
-    at = np.array([0.1, 0.3, 0.0, 0.0])
+    at = np.array([0.1, 0.3, 0.0, 0.0, 0.0])
     by = Calibrations(calibration)
     rows = [row(row_id="a"), row(row_id="b", **far)]
     timed = [
@@ -516,6 +516,14 @@ def test_tensor_parallel_communication_is_exposed_as_the_software_does() -> None
     assert of(source="KempnerInstitute/KempnerForge x", tp="1") == 1.0
 
 
+def test_recomputation_of_vtrains_rows_is_that_of_its_configurations() -> None:
+    names = ("VIA-Research/vTrain data/ground_truth_single.csv", "some/where README.md")
+    vtrain, other = (plan(row(source=name, recompute="")) for name in names)
+    assert vtrain.parallelism.recompute == "full"
+    assert "recompute" not in vtrain.open
+    assert "recompute" in other.open
+
+
 def test_what_software_fuses(calibration: Calibration) -> None:
     """Megatron-LM's products add gradients up; the rest has a kernel for it."""
     assert fused_gradients(row(source="NVIDIA/Megatron-LM README.md"))
@@ -523,7 +531,7 @@ def test_what_software_fuses(calibration: Calibration) -> None:
     assert not fused_gradients(row())
     by = Calibrations(calibration)
     times = [
-        around(plan(row(source=source)), by, np.zeros(4))[0]
+        around(plan(row(source=source)), by, np.zeros(5))[0]
         for source in ("NVIDIA/Megatron-LM README.md", "some/where README.md")
     ]
     assert times[0] < times[1]

@@ -1,13 +1,23 @@
 """A family of anchors: what it says of its software's kernels, and where it says nothing."""
 
 from math import log2
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from simulate.series_family import features, learn
+from simulate.series_fit import Calibrations, fit, project, simulate
 from simulate.series_plan import Plan, plan
+from simulate.series_rows import SeriesRow
+from spec.calibration import Calibration
+from tests.made_up import write_calibration
 from tests.test_series import row
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Calibration:
+    return write_calibration(tmp_path / "calibration.json")
 
 
 def one(hidden: int, tp: int, microbatch: int) -> Plan:
@@ -37,3 +47,40 @@ def test_what_a_family_shows_is_carried_to_other_splits() -> None:
 def test_features_are_logarithms() -> None:
     assert features(one(4096, 2, 4))[0] == 12
     assert len(features(one(1024, 1, 1))) == len(features(one(4096, 4, 8)))
+
+
+def small(tp: int, pp: int, layers: int, microbatch: int, value: str = "9") -> SeriesRow:
+    """A row of a model so small that its devices wait for their host."""
+    return row(
+        **{"hidden": "1024", "heads": "16", "kv_heads": "16", "ffn_hidden": "4096"},
+        **{"layers": str(layers), "seq_len": "1024", "global_batch": "8", "value": value},
+        **{"tp": str(tp), "pp": str(pp), "gpus": str(tp * pp), "micro_batch": str(microbatch)},
+    )
+
+
+def test_a_family_tells_how_long_its_host_takes_to_issue_a_collective(
+    calibration: Calibration,
+) -> None:
+    """With fewer anchors that goes with the host, and no interval holds it apart."""
+    host = calibration.host.model_copy(update={"collective_us": 200.0})
+    by = Calibrations(calibration.model_copy(update={"host": host}))
+    truth = np.array([0.0, 0.0, 0.0, 0.4, -0.7])
+
+    def timed(tp: int, pp: int, layers: int, mb: int) -> Plan:
+        seconds = simulate(plan(small(tp, pp, layers, mb)), by, truth[None])[0][0]
+        return plan(small(tp, pp, layers, mb, repr(float(seconds))))
+
+    anchors = [
+        timed(tp, pp, layers, mb)
+        for tp, pp in ((1, 2), (2, 1), (2, 2))
+        for layers in (8, 16)
+        for mb in (1, 8)
+    ]
+    system = fit(anchors, by)
+    assert system.moved[-1] == "issue"
+    assert system.factors[3:] == pytest.approx(truth[3:], abs=0.2)
+    other = timed(8, 1, 16, 1)
+    assert project(other, system, by).value == pytest.approx(np.log(other.real_s), abs=0.03)
+    few = fit(anchors[:3], by)
+    assert few.factors[4] == 0.0
+    assert few.covariance[4] == pytest.approx(np.zeros(5), abs=1e-9)
