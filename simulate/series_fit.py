@@ -25,6 +25,7 @@ from simulate.costs import Draws
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
+from simulate.issue import caught_up
 from simulate.pricing import PricedStep
 from simulate.scale import ROW_SD, sd_per_doubling
 from simulate.series_attention import with_unfused_attention
@@ -189,10 +190,14 @@ def simulate(
         parts["compute"] -= float(kernels[0])
         parts["cp_exposed"] -= float(left[0])
         estimate = replace(estimate, breakdown_s=parts)
-    more = (_tensor_exposure(one, estimate) - 1) * estimate.breakdown_s["tp_exposed"]
-    if more:
-        times = times + more * np.exp(points[:, 2] - points[0, 2])
-        parts = estimate.breakdown_s | {"tp_exposed": estimate.breakdown_s["tp_exposed"] + more}
+    sent = (_tensor_exposure(one, estimate) - 1) * estimate.breakdown_s["tp_exposed"]
+    if sent:
+        more = sent * np.exp(points[:, 2] - points[0, 2])
+        late = np.minimum(late_us(estimate) / 1e6, np.maximum(more, 0.0))  # it is sent meanwhile
+        times = times + more - late
+        parts = dict(estimate.breakdown_s)
+        parts["tp_exposed"] += sent
+        parts["other"] -= float(late[0])
         estimate = replace(estimate, breakdown_s=parts)
     return np.maximum(times, 1e-9), estimate
 
@@ -209,6 +214,21 @@ def _free(one: Plan) -> tuple[str, ...]:
     # grouped products of experts do not add up
     fused = fused_gradients(one.row) and not one.model.experts
     return (*free, *["grad_accumulate forward"] * (one.row.lora or fused))
+
+
+def late_us(estimate: StepEstimate) -> Array:
+    """What the busiest GPU waits for its host in a step's backward passes, (draws,).
+
+    Where every pass does not begin with a host that has caught up, in the forward passes, too. Not
+    with experts, whose parts wait for the host whatever is sent.
+    """
+    p, work = estimate.priced.parallelism, estimate.priced.work
+    passes = work[int(estimate.stage_busy_s.argmax())].different
+    late = np.zeros(len(estimate.step_time_s))
+    for one, way, count in passes:
+        if not estimate.priced.model.experts and (way or not caught_up(p)):
+            late = late + p.microbatches * count * one.host
+    return late
 
 
 def _tensor_exposure(one: Plan, estimate: StepEstimate) -> float:

@@ -84,3 +84,17 @@ def test_a_family_tells_how_long_its_host_takes_to_issue_a_collective(
     few = fit(anchors[:3], by)
     assert few.factors[4] == 0.0
     assert few.covariance[4] == pytest.approx(np.zeros(5), abs=1e-9)
+
+
+def test_what_is_sent_while_devices_wait_for_their_host_takes_no_longer(
+    calibration: Calibration,
+) -> None:
+    """All tensor-parallel communication of software that waits for it races the host alike."""
+    changes = dict(small(4, 1, 8, 1).cells) | {"source": "microsoft/Megatron-DeepSpeed"}
+    one = plan(SeriesRow(changes))
+    host_slow = np.array([[0.0, 0.0, 0.0, 3.0, 0.0], [0.0, 0.0, 0.3, 3.0, 0.0]])
+    times, estimate = simulate(one, Calibrations(calibration), host_slow)
+    assert times[1] == pytest.approx(times[0], rel=0.005)
+    parts = estimate.breakdown_s
+    assert sum(parts.values()) == pytest.approx(times[0])
+    assert parts["tp_exposed"] > 0.01 * times[0]
