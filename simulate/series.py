@@ -17,10 +17,8 @@ from simulate.scale import increments
 from simulate.scores import grouped, summarise
 from simulate.series_choices import DEFAULTS, OTHERS, Choices
 from simulate.series_fit import (
-    FACTORS,
     PRIOR_SD,
     UNANCHORED_SD,
-    Calibrations,
     Fitted,
     Projected,
     changes,
@@ -31,6 +29,7 @@ from simulate.series_fit import (
 from simulate.series_plan import Plan, TooLittle, plan
 from simulate.series_rows import metric_of, read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
+from simulate.series_step import FACTORS, Calibrations
 from simulate.uncertainty import LEVEL, Z90
 from simulate.validation import SCHEMA
 from spec.calibration import Calibration

@@ -14,8 +14,9 @@ import numpy as np
 
 from simulate.memory import memory
 from simulate.series_choices import Choices
-from simulate.series_fit import FACTORS, Calibrations, fit, simulate
+from simulate.series_fit import fit
 from simulate.series_plan import Plan, TooLittle, plan
+from simulate.series_step import FACTORS, Calibrations, simulate
 from spec.errors import UserError
 
 MICROBATCHES = (1, 2, 4, 8, 16)

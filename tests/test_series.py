@@ -13,13 +13,14 @@ import pytest
 from reports.validation import render
 from simulate import validate
 from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, summaries
-from simulate.series_fit import Calibrations, Shifts, around, fit, project
+from simulate.series_fit import around, fit, project
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import named_shape
 from simulate.series_plan import TooLittle, plan
 from simulate.series_rows import SeriesRow, metric_kind, number, read_rows
 from simulate.series_search import shared_choices
 from simulate.series_software import fused_gradients, tensor_exposure
+from simulate.series_step import Calibrations, Shifts
 from spec.calibration import Calibration
 from spec.command import run
 from tests.made_up import write_calibration

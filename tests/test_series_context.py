@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from simulate.series_context import fused_joins
-from simulate.series_fit import Calibrations, simulate
 from simulate.series_plan import plan
+from simulate.series_step import Calibrations, simulate
 from tests.made_up import write_calibration
 from tests.test_series import row
 
@@ -25,7 +25,7 @@ def test_joins_are_fused_where_transformer_engine_runs_on_nvidias() -> None:
 
 def test_a_fused_ring_takes_less_of_the_kernels_and_hides_less(tmp_path: Path) -> None:
     calibrations = Calibrations(write_calibration(tmp_path / "calibration.json"))
-    points = np.vstack([np.zeros(4), [0.1, 0.0, 0.0, 0.0]])
+    points = np.vstack([np.zeros(5), [0.1, 0.0, 0.0, 0.0, 0.0]])
     own, mine = simulate(plan(row(**LONG)), calibrations, points)
     fused, theirs = simulate(plan(row(source="some/where NeMo", **LONG)), calibrations, points)
     assert (fused < own).all()

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from simulate.series_family import features, learn
-from simulate.series_fit import Calibrations, fit, project, simulate
+from simulate.series_fit import fit, project
 from simulate.series_plan import Plan, plan
 from simulate.series_rows import SeriesRow
+from simulate.series_step import Calibrations, simulate
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.test_series import row

@@ -8,10 +8,11 @@ import pytest
 
 from simulate.scale import sd_per_doubling
 from simulate.series_context import exchanges
-from simulate.series_fit import FACTORS, OWN_WIDTH, Calibrations, Fitted, fit, project, simulate
+from simulate.series_fit import OWN_WIDTH, Fitted, fit, project
 from simulate.series_plan import Plan, plan
 from simulate.series_rows import SeriesRow
 from simulate.series_software import sent_widths, tensor_exposure
+from simulate.series_step import FACTORS, Calibrations, simulate
 from tests.made_up import write_calibration
 from tests.test_series import row
 
