@@ -47,10 +47,8 @@ def crossing(path: GroupPath) -> tuple[bool, ...]:
     Boundary n lies between stage n and the next one; the last, between the last stage and the
     first, is that of interleaved chunks.
     """
-    ends = range(1, path.ranks + 1)
-    return tuple(
-        path.nodes > 1 and (end % path.local_ranks == 0 or end == path.ranks) for end in ends
-    )
+    node = [rank * path.nodes // path.ranks for rank in range(path.ranks)]
+    return tuple(one != other for one, other in zip(node, node[1:] + node[:1], strict=True))
 
 
 def of_boundary(times: tuple[T, ...], boundary: int) -> T:

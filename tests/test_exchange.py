@@ -108,6 +108,22 @@ def test_few_exchanges_leave_a_node() -> None:
     assert sent[0] == sent[2] < across / 20
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "stages"),
+    [(2, 2, 4), (8, 2, 4), (4, 3, 4), (8, 3, 4), (8, 3, 12), (4, 6, 8), (8, 6, 8), (8, 6, 16)],
+)
+def test_as_many_boundaries_change_nodes_as_on_every_rank(
+    gpus: int, nodes: int, stages: int
+) -> None:
+    """Also where stages lie unevenly over the nodes, of `gpus` each."""
+    stride = gpus * nodes // stages
+    node = load_node("hgx-h200").model_copy(update={"gpus": gpus})
+    found = crossing(group_path(node, LOOPBACK, gpus * nodes, stages, stride))
+    for rank in range(stride):
+        at = [(rank + stride * stage) // gpus for stage in range(stages)]
+        assert sum(found) == sum(one != other for one, other in pairwise([*at, at[0]]))
+
+
 def test_a_tied_tables_groups_have_the_ports_that_others_leave() -> None:
     """Its ranks are those of the first and the last stage.
 
