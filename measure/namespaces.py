@@ -25,6 +25,7 @@ from pathlib import Path
 from spec.errors import UserError, WorkError
 
 SHARE = 0.2  # of a core, each host of a CPU: so eight fit on two
+LEAST_SHARE = 0.05
 PERIOD_US = 20_000  # in which a host may run for its quota
 LARGEST_SHARE = 0.9  # of the machine's cores, all hosts together
 LINK_MBIT = 200

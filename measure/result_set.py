@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from measure import emulation, host
 from measure.devices import Device
 from measure.other_hosts import OtherHost
-from measure.plan_file import PlanFile
 from measure.store import PLAN, Store
 from measure.suites import Options
 from spec.errors import UserError
-from spec.files import parse, read_json
+from spec.files import first_problem, read_json
 from spec.manifest import OTHER_DEVICES
 
 
@@ -36,16 +37,7 @@ def open_store(
             base, len(devices), options.nodes, options.link_mbit, options.share
         )
     within = options.nodes if options.share is None else 1
-    plan = {
-        "suites": options.suites,
-        "models": options.models,
-        "quick": options.quick,
-        "plan": options.plan.model_dump(),
-        "nodes": options.nodes,
-        "link_mbit": options.link_mbit,
-        "share": options.share,
-        "hosts": options.hosts,
-    }
+    plan = vars(options) | {"plan": options.plan.model_dump()}
     store = Store.create(
         Path(asked.out),
         system=asked.system or name,
@@ -84,18 +76,9 @@ def left_to_do(folder: Path) -> Options:
         raise UserError(f"{folder}: this run is complete; there is nothing to resume")
     value = read_json(folder / PLAN, "what a run still has to do")
     try:
-        return Options(
-            tuple(value["suites"]),
-            tuple(value["models"]),
-            bool(value["quick"]),
-            parse(PlanFile, value["plan"], str(folder / PLAN)),
-            int(value.get("nodes", 1)),
-            value.get("link_mbit"),
-            value.get("share"),
-            int(value.get("hosts", 1)),
-        )
-    except (KeyError, TypeError):
-        raise UserError(f"{folder / PLAN}: not written by measure.run; delete the run") from None
+        return TypeAdapter(Options).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{folder / PLAN}: {first_problem(error)}") from None
 
 
 def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:

@@ -13,7 +13,7 @@ from typing import Any
 from measure import checks, cpu_memory, emulation, host, host_check, namespaces, other_hosts, wrap
 from measure.campaign import Campaign, measure_all
 from measure.devices import Device, find_kind, open_devices
-from measure.namespaces import LINK_MBIT, SHARE, check_machine
+from measure.namespaces import LEAST_SHARE, LINK_MBIT, SHARE, check_machine
 from measure.other_hosts import OtherHost, Samplers
 from measure.plan import ON_REQUEST, SUITES
 from measure.plan_file import PlanFile, read_plan
@@ -139,13 +139,13 @@ def arguments_parser() -> Parser:
 
 
 def core_share(text: str) -> float:
-    """Part of a core, as an option's value: above 0.05, and at most a whole one."""
+    """Part of a core, as an option's value: at most a whole one."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.05 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.05 to 1")
+    if not LEAST_SHARE <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_SHARE} to 1")
     return value
 
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt
 
 from measure import (
     checks,
@@ -12,6 +14,7 @@ from measure import (
     heat,
     host_plan,
     host_time,
+    namespaces,
     placement,
 )
 from measure.budget import affordable, estimate_s
@@ -24,6 +27,8 @@ from spec.errors import UserError
 from spec.files import write_table
 from spec.records import TrainingConfig
 
+Share = Annotated[float, Field(ge=namespaces.LEAST_SHARE, le=1)]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -33,10 +38,10 @@ class Options:
     models: tuple[str, ...]
     quick: bool
     plan: PlanFile
-    nodes: int = 1  # emulated on this host
-    link_mbit: int | None = None  # of shaped links between the emulated nodes
-    share: float | None = None  # of a core, of each emulated node of a CPU
-    hosts: int = 1  # real ones, each with as many devices
+    nodes: PositiveInt = 1  # emulated on this host
+    link_mbit: PositiveInt | None = None  # of shaped links between the emulated nodes
+    share: Share | None = None  # of a core, of each emulated node of a CPU
+    hosts: PositiveInt = 1  # real ones, each with as many devices
 
 
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:

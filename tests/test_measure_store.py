@@ -1,6 +1,7 @@
 """Result sets survive kills at any moment; windows add up."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ from measure.budget import by_worth
 from measure.checks import LoadCase
 from measure.devices import Device
 from measure.devices.fake import FakeDevice
+from measure.plan_file import PlanFile
+from measure.result_set import left_to_do
 from measure.store import Store, find_run
+from measure.suites import Options
 from measure.window import Window
 from spec.errors import UserError
+from spec.files import write_json
 from spec.manifest import Host, Manifest
 from spec.records import CollectiveRow
 from spec.results import read_result_set
@@ -109,3 +114,26 @@ def test_a_short_budget_begins_with_cheap_cases() -> None:
     first = by_worth(cases)[:40]
     assert first == by_worth(cases[::-1])[:40]
     assert sum(case.seconds < 1 for case in first) > 35
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"link_mbit": -5}, "link_mbit is -5"),
+        ({"link_mbit": "x"}, "link_mbit is 'x'"),
+        ({"share": 7}, "share is 7; input should be less than or equal to 1"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"suites": 3}, "suites is 3"),
+        ({"plan": {"kernels": 1}}, "plan.kernels is 1"),
+    ],
+)
+def test_a_changed_plan_of_an_unfinished_run_is_a_sentence(
+    changed: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    options = Options(("kernels",), (), True, PlanFile(), 2, 500, 0.5)
+    plan = vars(options) | {"plan": options.plan.model_dump()}
+    write_json(tmp_path / "plan.json", plan)
+    assert left_to_do(tmp_path) == options
+    write_json(tmp_path / "plan.json", plan | changed)
+    with pytest.raises(UserError, match=re.escape(f"plan.json: {problem}")):
+        left_to_do(tmp_path)
