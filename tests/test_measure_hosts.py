@@ -291,3 +291,12 @@ def test_a_collective_between_two_hosts_end_to_end(
     assert [len(host.devices) for host in found.manifest.hosts] == [1, 1]
     assert len({host.name_hash for host in found.manifest.hosts}) == 2
     assert not read_json(found.path / host_check.FILE, "")["valid"]
+
+
+def test_as_many_hosts_are_compared_as_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shares of a core 2, 4 and 8, so that runs of any of them are alike; else the run's."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert [host_check.counts(hosts, 0.2) for hosts in (2, 8)] == [(2, 4, 8), (2, 4, 8)]
+    assert [host_check.counts(hosts, 1.0) for hosts in (2, 4, 16)] == [(2,), (2, 4), (2, 4, 8, 16)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert host_check.counts(4, 0.2) == (2, 4)

@@ -128,7 +128,7 @@ def test_a_share_of_a_core_is_timed_over_many_turns(
             now += 16e-3  # the turn is over
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(timing.namespaces, "on_host", lambda: shared)
+    monkeypatch.setattr(timing.namespaces, "on_share", lambda: shared)
     timer = timing.CpuTimer(FakeDevice(0))
     found = timer.burst(call, 0.0).times_us
     assert len(found) >= timing.MIN_REPEATS
