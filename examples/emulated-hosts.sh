@@ -3,8 +3,8 @@
 #
 #   examples/emulated-hosts.sh [RESULTS] [MBIT] [SYSTEM] [CORES]
 #
-# Needs root and iproute2; about 45 minutes on two cores, and ten with CORES=1, a whole core for each
-# host, where there are sixteen. A run that turns out invalid (something
+# Needs root and iproute2; about 45 minutes on two cores; less with CORES=1, a whole core for each
+# host, where there are as many and their clocks are steady. A run that turns out invalid (something
 # else used the cores) ends it: repeat. What is there is not measured again, a forecast not replaced.
 set -e
 RESULTS=${1:-results} MBIT=${2:-200}

@@ -74,7 +74,10 @@ def check(nodes: int, devices: int, kind: str, share: float = 1.0) -> None:
 
 
 def rank_environment(rank: int, world: int, nodes: int) -> dict[str, str]:
-    """Environment of a rank among `world` on `nodes` emulated nodes; nothing for one node."""
+    """Environment of a rank among `world` on `nodes` emulated nodes.
+
+    For one node nothing but its host, where links are shaped.
+    """
     node = rank // (world // nodes)
     shaped = namespaces.HOSTS in os.environ
     host = namespaces.rank_environment(node) if shaped else {}

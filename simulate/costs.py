@@ -220,10 +220,10 @@ class Costs:
 
         Its kernel polls as one does that moves a message, over few channels between nodes.
         """
-        path, network = self.layout.paths.get("pp"), self.network
-        between = path is not None and path.nodes > 1 and network is not None
-        measured = network.active_w if between and network is not None else None
-        return self.calibration.clock.waiting_w if measured is None else measured
+        path, waiting_w = self.layout.paths.get("pp"), self.calibration.clock.waiting_w
+        if path is None or path.nodes == 1 or self.network is None:
+            return waiting_w
+        return waiting_w if self.network.active_w is None else self.network.active_w
 
     def scale_up_busbw(self, kind: str, path: GroupPath, nbytes: float) -> float:
         """Bus bandwidth in 1e9 bytes/s of the part of a group that lies inside a node."""

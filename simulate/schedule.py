@@ -96,10 +96,13 @@ def sending(
     where forward and backward passes take turns. Of two alike in a row the first one's output is
     sent before the second one's input is received.
     """
-    ways_of = np.array([one.way for one in order(stage, stages, microbatches, chunks, name)])
-    receiver = np.where(ways_of == FORWARD, stage + 1, stage - 1)
-    alone = (ways_of[1:] == ways_of[:-1]) & (receiver[:-1] >= 0) & (receiver[:-1] < stages)
-    return np.concatenate([[False], alone & (chunks == 1)])
+    place = np.arange(ways(name) * microbatches * chunks)
+    if name != "1f1b" or chunks > 1:
+        return np.zeros(len(place), dtype=bool)
+    early = warmup(stage, stages, microbatches, chunks, name)
+    forward = (place > 0) & (place <= min(early, microbatches - 1)) & (stage < stages - 1)
+    turned = max(2 * microbatches - early, microbatches + 1)  # backward passes in a row since
+    return forward | ((place >= turned) & (stage > 0))
 
 
 Rows = NDArray[np.intp]
@@ -262,17 +265,14 @@ class Graph:
         before[order_of[:, 1:]] = order_of[:, :-1]
         senders, kinds_of = sender.ravel(), kind.ravel()
         listed, edges = _levels(order_of, senders, nothing)
+        shape = stages, self.microbatches, chunks, self.name
         if chunks > 1:
             exchanged = np.zeros(nothing, dtype=bool)
-            shape = stages, self.microbatches, chunks, self.name
             exchanged[order_of] = [exchanging(one, *shape) for one in range(stages)]
         else:
             exchanged = crosses.ravel()[kinds_of]
         times = np.where(exchanged, 2, 0)
-        if self.name == "1f1b" and chunks == 1:
-            shape = stages, self.microbatches, chunks, self.name
-            both = order_of[[sending(one, *shape) for one in range(stages)]]
-            times[both] = 3
+        times[order_of[[sending(one, *shape) for one in range(stages)]]] = 3
         first_kinds = kinds_of + times * crosses.size
         row = np.zeros(nothing + 1, dtype=np.intp)
         row[listed] = np.arange(1, nothing + 1)

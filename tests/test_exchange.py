@@ -1,5 +1,6 @@
 """Exchanges of 1F1B: what stages wait for between passes, in both engines."""
 
+import itertools
 from itertools import pairwise
 from pathlib import Path
 
@@ -169,7 +170,17 @@ def test_outputs_are_sent_alone_before_and_after_the_turns() -> None:
         assert np.flatnonzero(found).tolist() == [*forward, *backward]
         ways = [one.way for one in order(stage, *shape)]
         assert all(ways[at] == BACKWARD for at in backward)
-    assert not sending(0, 4, 8, 2, "1f1b").any()
+    for stages, microbatches in itertools.product(range(1, 6), range(1, 8)):
+        for stage in range(stages):
+            in_order = [one.way for one in order(stage, stages, microbatches)]
+            alike = [False, *(one == other for one, other in pairwise(in_order))]
+            to = [stage - 1 if way == BACKWARD else stage + 1 for way in in_order]
+            found = sending(stage, stages, microbatches, 1, "1f1b")
+            assert found.tolist() == [a and 0 <= n < stages for a, n in zip(alike, to, strict=True)]
+    for chunks, name in ((2, "1f1b"), (1, "gpipe"), (1, "zb-h1")):
+        found = sending(0, 4, 8, chunks, name)
+        assert len(found) == len(order(0, 4, 8, chunks, name))
+        assert not found.any()
 
 
 def test_what_sockets_hold_is_uncertain() -> None:
