@@ -17,6 +17,7 @@ from simulate.scale import increments
 from simulate.scores import grouped, summarise
 from simulate.series_choices import DEFAULTS, OTHERS, Choices
 from simulate.series_fit import (
+    FAMILY,
     PRIOR_SD,
     UNANCHORED_SD,
     Fitted,
@@ -132,8 +133,9 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
         shapes[_shape(one)].append(one)
     several = sum(len({one.parallelism.gpus for one in group}) > 1 for group in shapes.values())
     split = len(shapes) > 1 and several * 2 > len(shapes)
-    groups = shapes if split else {(): members}
     every = [one for one in members if one.row.use == "anchor"]
+    # a family's correction tells shapes apart, from the anchors of all of them
+    groups = shapes if split and len(every) < FAMILY else {(): members}
     found = []
     for shape, group in groups.items():
         name = " ".join([pair, *([f"{shape[0]} layers, hidden {shape[1]}"] if shape else [])])

@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     from sklearn.gaussian_process import GaussianProcessRegressor
 
 Array = NDArray[np.float64]
-_SPLIT = ("tp", "pp", "dp", "microbatch", "microbatches")
+_SPLIT = ("tp", "dp", "microbatch", "microbatches")
 
 
 def features(one: Plan) -> list[float]:
-    """Logarithms of a row's width, depth, length and split."""
+    """Logarithms of a row's width and length, and of what its split leaves a GPU to run.
+
+    Layers are a stage's: what pipelines do is simulated. Scores are in batches of heads of a GPU's
+    sequences, which decides the kernels of unfused attention.
+    """
     m, p = one.model, one.parallelism
-    sizes = [m.hidden, m.layers, m.seq_len, *(getattr(p, name) for name in _SPLIT)]
+    layers, scores = m.layers / p.pp, p.microbatch * m.heads / p.tp
+    sizes = [m.hidden, m.seq_len, layers, scores, *(getattr(p, name) for name in _SPLIT)]
     return [log2(size) for size in sizes]
 
 

@@ -455,6 +455,20 @@ def test_shapes_of_one_pair_are_told_apart(calibration: Calibration, tmp_path: P
     assert len(value["cases"]) == 3
 
 
+def test_a_family_of_several_shapes_is_one_system(calibration: Calibration, tmp_path: Path) -> None:
+    rows = [
+        WHOLE
+        | {"row_id": f"{layers}-{gpus}-{n}", "layers": layers, "gpus": gpus, "global_batch": "64"}
+        | {"use": use}
+        for layers in ("8", "16")
+        for gpus, use, count in (("8", "anchor", 6), ("16", "test", 1))
+        for n in range(count)
+    ]
+    value = series_validation(write(tmp_path / "s.csv", rows), calibration)
+    assert {case["series"] for case in value["cases"]} == {"p"}
+    assert not value["series"]["p"]["borrowed"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

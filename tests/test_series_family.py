@@ -50,6 +50,13 @@ def test_features_are_logarithms() -> None:
     assert len(features(one(1024, 1, 1))) == len(features(one(4096, 4, 8)))
 
 
+def test_a_pipeline_of_as_deep_stages_is_corrected_alike() -> None:
+    """What its bubbles cost is simulated; its GPUs run the same kernels as often."""
+    whole, halves = plan(small(2, 1, 8, 1)), plan(small(2, 2, 16, 1))
+    assert features(whole) == features(halves)
+    assert features(whole) != features(plan(small(2, 2, 8, 1)))
+
+
 def small(tp: int, pp: int, layers: int, microbatch: int, value: str = "9") -> SeriesRow:
     """A row of a model so small that its devices wait for their host."""
     return row(
