@@ -243,6 +243,7 @@ def _note_structure(
     detail: str,
 ) -> None:
     units = {"launch_us": "us", "step_us": "us", "busbw_gbytes_per_s": "GB/s"}
+    units |= {"simple_us": "us", "channel_gbytes_per_s": "GB/s", "ahead_chunks": "chunks"}
     for field, value in structure.model_dump().items():
         prior = groups < 2 and field in ("step_us", "copy_share")
         ledger.note(

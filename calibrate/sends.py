@@ -9,23 +9,24 @@ from math import log
 
 import numpy as np
 
+from calibrate.evidence import Z90
 from calibrate.physics import BELIEVED
 from calibrate.structure import STRUCTURE_NOISE, Array, fit_structure, most_likely, soft
 from spec.collective_fit import (
-    LL_BYTES,
+    BUFFERED_CHUNKS,
     P2P_CHANNELS,
     CollectiveCurve,
     CollectiveStructure,
     SendStructure,
-    channels,
 )
 
 # Priors, (median, sd of the logarithm). NCCL 2.28, src/graph/tuning.cc: protocol LL reaches between
 # 1/3.8 (trees) and 1/2 (rings) of Simple; beside LL's, Simple's base latency is 1.8 us longer and a
-# step over NVLink 2.8 us.
+# step over NVLink 2.8 us. A channel sends between one chunk and all that it buffers before it
+# receives: 90 % of the prior.
 LL_SHARE = (0.36, 0.35)
 SIMPLE_US = (4.6, 0.5)
-PIPELINING = (0.3, 1.0)
+AHEAD_CHUNKS = (BUFFERED_CHUNKS**0.5, log(BUFFERED_CHUNKS**0.5) / Z90)
 CHANNELS_USED = P2P_CHANNELS / 2  # that the best bandwidth seen is taken for, before any fit
 
 
@@ -66,8 +67,6 @@ def fit_send_structure(
     sizes = np.array([float(point.bytes) for _, point in known])
     times = np.array([point.time_us for _, point in known])
     noise = np.hypot(np.array([point.sd for _, point in known]), STRUCTURE_NOISE)
-    over = np.array([float(channels(ranks, point.bytes)) for ranks, point in known])
-    quick = sizes <= LL_BYTES * P2P_CHANNELS
     best = float((sizes / times).max()) / 1e3
     priors = {
         "launch_us": (float(times.min()), 0.2),
@@ -75,19 +74,15 @@ def fit_send_structure(
         "simple_us": SIMPLE_US,
         "channel_gbytes_per_s": (best / CHANNELS_USED, 0.3),
         "busbw_gbytes_per_s": (best, 0.1),
-        "pipelining": PIPELINING,
+        "ahead_chunks": AHEAD_CHUNKS,
     }
     start = np.log(np.array([value for value, _ in priors.values()]))
     widths = np.array([width for _, width in priors.values()])
 
     def residuals(x: Array) -> Array:
-        launch, share, simple, channel, busbw, pipelining = np.exp(x)
-        rate = over * channel * 1e3
-        a = launch + simple
-        b = sizes / np.minimum(rate, busbw * 1e3)
-        chunked = a + b + 2 * pipelining * np.sqrt(a * b)
-        model = np.where(quick, launch + sizes / (share * rate), chunked)
-        return np.concatenate([soft(np.log(model / times) / noise), (x - start) / widths])
+        structure = SendStructure.model_construct(**dict(zip(priors, np.exp(x), strict=True)))
+        model = [structure.time_us("send_recv", ranks, point.bytes) for ranks, point in known]
+        return np.concatenate([soft(np.log(np.array(model) / times) / noise), (x - start) / widths])
 
     values, sds = most_likely(list(priors), residuals, start, widths)
     return SendStructure.model_validate(values), sds

@@ -91,24 +91,30 @@ class CollectiveStructure(Record):
         return a + b + 2 * self.pipelining * sqrt(a * b)
 
 
-# NCCL 2.28, src/enqueue.cc (scheduleP2pTasksToPlan, addP2pToPlan), inside a node. Two ranks have
-# P2P_CHANNELS channels between them, halved until all peers of a group have theirs, and doubled
-# again while a channel's part is above PART bytes; a part is MIN_PART at least. Messages of up to
-# LL_BYTES a channel go by protocol LL. Parts are counted in chunks of 512 KiB (NVLink).
+# NCCL 2.28.9, src/enqueue.cc (scheduleP2pTasksToPlan, addP2pToPlan) and src/init.cc, inside a node.
+# Two ranks have P2P_CHANNELS channels between them, halved until all peers of a group have theirs,
+# fewer where a channel's part would be below an eighth of a chunk, and doubled again while a part
+# is above 32 chunks. Messages of up to LL_BYTES a channel go by protocol LL, in chunks of 64 KiB;
+# others by protocol Simple, over NVLink in chunks of 512 KiB, of which a channel buffers eight.
 P2P_CHANNELS = 32  # of GPUs joined by all their links, as through NVSwitch
 LL_BYTES = 16 * 2**10
-MIN_PART, PART = 2**19 // 8, 2**19 * 32
+LL_CHUNK, SIMPLE_CHUNK = 2**16, 2**19
+BUFFERED_CHUNKS = 8
+
+
+def by_ll(nbytes: float) -> bool:
+    """Whether NCCL sends a message inside a node by protocol LL, not Simple."""
+    return nbytes <= LL_BYTES * P2P_CHANNELS
 
 
 def channels(ranks: int, nbytes: float) -> int:
     """Channels over which NCCL sends a message between two ranks of a group inside a node."""
+    chunk = LL_CHUNK if by_ll(nbytes) else SIMPLE_CHUNK
     found = P2P_CHANNELS
     while found * ranks > P2P_CHANNELS and found > 1:
         found //= 2
-    if nbytes <= LL_BYTES * P2P_CHANNELS:
-        return found
-    found = min(found, max(ceil(nbytes / MIN_PART), 1))
-    while nbytes / found > PART and found <= P2P_CHANNELS // 2:
+    found = min(found, max(ceil(nbytes / (chunk // 8)), 1))
+    while nbytes / found > 32 * chunk and found <= P2P_CHANNELS // 2:
         found *= 2
     return found
 
@@ -116,27 +122,38 @@ def channels(ranks: int, nbytes: float) -> int:
 class SendStructure(Record):
     """How NCCL's send/recv inside a node grows with bytes, over so many channels.
 
-    a = launch_us, b = bytes / (ll_share * channels * channel) by protocol LL: time = a + b
-    a = launch_us + simple_us, b = bytes / min(channels * channel, busbw) by protocol Simple:
-    time = a + b + 2 * pipelining * sqrt(a * b)
+    Protocol LL: launch_us + part / (ll_share * channel), part = bytes / channels.
+
+    Protocol Simple sends a chunk whole before the other side takes it out of the buffer. A channel
+    first only sends, the first `ahead_chunks` or less, then does both at once, and in the end only
+    receives. One that does one thing alone copies at twice the rate:
+
+    launch_us + simple_us + ahead / min(2 * channel, link) + ahead / (2 * channel)
+        + (part - ahead) / min(channel, link), link = busbw / channels
     """
 
     launch_us: Micros
     ll_share: Positive = Field(description="of a channel's bandwidth that protocol LL reaches")
     simple_us: Micros = Field(description="what protocol Simple adds to the launch")
-    channel_gbytes_per_s: Rate = Field(description="of one channel, protocol Simple")
+    channel_gbytes_per_s: Rate = Field(
+        description="of one channel that sends and receives at once, protocol Simple"
+    )
     busbw_gbytes_per_s: Rate = Field(description="of the links, large messages")
-    pipelining: Share
+    ahead_chunks: Positive = Field(
+        description="of 512 KiB that a channel sends before it receives, protocol Simple"
+    )
 
     def time_us(self, collective: str, ranks: int, nbytes: float) -> float:
         """Duration by structure alone."""
         assert collective == "send_recv"
-        rate = channels(ranks, nbytes) * self.channel_gbytes_per_s * 1e3
-        if nbytes <= LL_BYTES * P2P_CHANNELS:
-            return self.launch_us + nbytes / (self.ll_share * rate)
-        a = self.launch_us + self.simple_us
-        b = nbytes / min(rate, self.busbw_gbytes_per_s * 1e3)
-        return a + b + 2 * self.pipelining * sqrt(a * b)
+        over = channels(ranks, nbytes)
+        part, channel = nbytes / over, self.channel_gbytes_per_s * 1e3
+        if by_ll(nbytes):
+            return self.launch_us + part / (self.ll_share * channel)
+        link = self.busbw_gbytes_per_s * 1e3 / over
+        ahead = min(self.ahead_chunks * SIMPLE_CHUNK, part)
+        alone = ahead / min(2 * channel, link) + ahead / (2 * channel)
+        return self.launch_us + self.simple_us + alone + (part - ahead) / min(channel, link)
 
 
 class CollectiveFit(Record):

@@ -21,7 +21,6 @@ from calibrate.network import (
 from calibrate.physics import Physics, fit_physics, multiprocessors, system_of
 from calibrate.structure import fit_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
-from spec.collective_fit import LL_BYTES, P2P_CHANNELS, CollectiveStructure, SendStructure, channels
 from spec.files import read_table
 from spec.kernel import Kernel
 from spec.kernel_fit import features
@@ -251,52 +250,3 @@ def test_families_stay_together_in_folds() -> None:
     assert sorted(index for part in split for index in part) == list(range(50))
     for family in set(families):
         assert sum(any(families[index] == family for index in part) for part in split) == 1
-
-
-SENT = SendStructure(
-    launch_us=11.0,
-    ll_share=0.25,
-    simple_us=3.0,
-    channel_gbytes_per_s=22.0,
-    busbw_gbytes_per_s=350.0,
-    pipelining=0.1,
-)
-
-
-def sends(ranks: int, structure: SendStructure | CollectiveStructure) -> CollectiveCurve:
-    points = (
-        CollectivePoint(
-            bytes=2**size, time_us=structure.time_us("send_recv", ranks, 2.0**size), sd=0.01
-        )
-        for size in range(10, 31)
-    )
-    return CollectiveCurve(ranks=ranks, points=tuple(points))
-
-
-def test_nccl_gives_a_larger_group_fewer_channels_until_the_message_is_large() -> None:
-    assert [channels(ranks, 2**26) for ranks in (2, 4, 8)] == [16, 8, 4]
-    assert [channels(4, size) for size in (2**27, 2**27 + 1, 2**28 + 1, 2**30)] == [8, 16, 32, 32]
-    assert channels(2, 2**20) == 16
-    assert channels(4, LL_BYTES * P2P_CHANNELS) == 8
-
-
-def test_sends_of_a_group_not_measured_follow_from_channels() -> None:
-    sweep = Sweep("send_recv", (sends(2, SENT), sends(4, SENT)), nccl=True, rows=0)
-    structure, _ = sweep.structure(sweep.curves[:1])
-    assert isinstance(structure, SendStructure)
-    errors = [abs(one.predicted / one.measured - 1) for one in largest_from_smaller(sweep)]
-    assert max(errors) < 0.1
-    baseline = [abs(one.baseline / one.measured - 1) for one in largest_from_smaller(sweep)]
-    assert max(baseline) > 0.4
-
-
-def test_sends_without_channels_keep_the_plain_structure() -> None:
-    plain = CollectiveStructure(
-        launch_us=10.0, step_us=1.0, busbw_gbytes_per_s=5.0, copy_share=0.1, pipelining=0.3
-    )
-    curves = (sends(2, plain), sends(4, plain))
-    for nccl in (False, True):
-        structure, _ = Sweep("send_recv", curves, nccl, rows=0).structure()
-        assert isinstance(structure, CollectiveStructure)
-    over_channels, _ = Sweep("send_recv", (sends(2, SENT),), nccl=False, rows=0).structure()
-    assert isinstance(over_channels, CollectiveStructure)
