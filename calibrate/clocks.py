@@ -22,6 +22,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
+from calibrate.kernel_visits import fit_shape_spread
 from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
 from calibrate.pulses import held_w, pulse_exponent, surge
 from calibrate.state import (
@@ -87,6 +88,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         state.default_host_us = float(median(hosts))
     elif device.kind == "cpu":
         state.default_host_us = 0.0
+    state.shape_spread = fit_shape_spread(evidence, state, ledger)
     return state
 
 

@@ -60,7 +60,6 @@ def fit_exponents(
         offsets = [_offset(pair, value, trusted, state.reference_mhz) for pair in bursts]
         if len(offsets) >= LEAST_PAIRS:
             state.burst_offsets[compute] = float(np.median(offsets))
-            state.repeat_sds[compute] = max(robust_sd(offsets) / 2**0.5, 0.003)
 
 
 def _assume(kind: str, ledger: Ledger) -> float:

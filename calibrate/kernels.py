@@ -20,7 +20,6 @@ from calibrate.evidence import (
     Ledger,
     issue_us,
     log_interval,
-    median_sd,
     robust_sd,
     rounded,
 )
@@ -127,19 +126,19 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
 
 
 def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shape:
-    """The median of a shape's rows and its sd: spread of the repeats, and of one row to another.
+    """The median of a shape's rows and its sd: of the repeats, and of one visit to another.
 
     Bursts count where there are any, so that all shapes are known in the same state: a burst finds
     its operands in memory, a sustained loop in the cache where they fit.
     """
     rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]
-    own = median_sd(rows)
-    between = clock.repeat_sd(kernel.op) / len(rows) ** 0.5
+    time_us = exp(float(np.median(times)))
+    one = clock.shape_spread.sd(kernel, time_us)
     if len(rows) > 2:
-        between = max(between, robust_sd(times) / len(rows) ** 0.5)
-    sd = float(np.sqrt(own**2 + between**2 + LEAST_SD**2))
-    return Shape(kernel, exp(float(np.median(times))), sd, len(rows))
+        one = max(one, robust_sd(times))
+    sd = float(np.hypot(one / len(rows) ** 0.5, LEAST_SD))
+    return Shape(kernel, time_us, sd, len(rows))
 
 
 def residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
@@ -402,7 +401,8 @@ def judged_rows(
 ) -> list[tuple[Kernel, bool, Judged]]:
     """(kernel as it was modelled, whether its shape was fitted on, outcome) of each row.
 
-    At the row's own clock. Rows of operations without a model are left out.
+    At the row's own clock; as far off as another visit may be. Rows of operations without a model
+    are left out.
     """
     by_key = {(fit.op, fit.direction, fit.dtype): fit for fit in fits}
     dumb = {
@@ -424,7 +424,7 @@ def judged_rows(
             continue
         time, sd = fit.time_us(kernel.dims)
         slower = clock.factor(row)
-        sd = max(float(np.hypot(sd, clock.repeat_sd(row.op))), LEAST_SD)
+        sd = float(np.hypot(sd, clock.shape_spread.sd(kernel_of(row), time)))
         baseline = dumb[fit.op, fit.direction, fit.dtype](kernel) * slower
         judged = Judged(time * slower, sd, row.median_us, baseline)
         found.append((kernel, kernel.dims in fit.measured, judged))

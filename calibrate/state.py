@@ -1,7 +1,8 @@
 """The state a row was measured in: brings its time and power to the reference clock."""
 
-from dataclasses import dataclass, field
-from math import exp, log
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil, exp, hypot, log
 
 from spec.kernel import ATTENTION, Kernel, parse_kernel
 from spec.records import KernelRow
@@ -23,8 +24,13 @@ COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
 # Power of one core, idle and more while busy, where none can be read.
 CORE_IDLE_W, CORE_ACTIVE_W = 1.5, 3.0
 CORE_SOURCE = "280 W of a 64-core AMD EPYC 7763, data sheet, a third of it idle"
-# of a second timing of the same shape, where pairs do not tell; assumed
-REPEAT_SD = 0.01
+# What the timing of a gradient norm holds of the host, us: issuing it, and reading back the norm
+# of each tensor that `measure.operations` cuts it into, one by one. Least squares on the rows of
+# the first three visits to four H200: 23.5 to 23.7, and 6.7 to 7.5.
+NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
+# Of a shape from visit to visit, all operations together, where no two visits tell: the first three
+# visits to four H200, see `calibrate.kernel_visits`.
+SHAPE_VISIT_SD = 0.0085
 
 
 def is_compute(op: str) -> bool:
@@ -45,6 +51,36 @@ def is_product(row: KernelRow) -> bool:
     return row.op == "gemm" and row.dtype != "fp8" and kernel_of(row).modelled == "gemm"
 
 
+@dataclass(frozen=True)
+class ShapeSpread:
+    """How far a shape's time on another visit lies from what visits measured (sd, logarithm).
+
+    By operation, direction and type (as modelled): `between` visits, and what a visit's own
+    `repeats` leave open, the operation's median and each measured shape's (`shapes`).
+    """
+
+    between: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
+    repeats: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
+    shapes: Mapping[Kernel, float] = field(default_factory=dict)
+    other: float = SHAPE_VISIT_SD  # between, of any other operation
+    host_sd: float = 0.0  # of what a host takes, from visit to visit
+
+    def sd(self, kernel: Kernel, time_us: float) -> float:
+        """Of one visit's timing of a kernel that takes `time_us`."""
+        key = kernel.modelled, kernel.direction, kernel.dtype
+        repeats = self.shapes.get(replace(kernel, op=kernel.modelled), self.repeats.get(key, 0.0))
+        host = host_share(kernel, time_us) * self.host_sd
+        return hypot(self.between.get(key, self.other), repeats, host)
+
+
+def host_share(kernel: Kernel, time_us: float) -> float:
+    """Part of a timing that the device waits for its host: only a gradient norm reads back."""
+    if kernel.op != "grad_norm":
+        return 0.0
+    tensors = ceil(kernel.named["elements"] / NORM_TENSOR)
+    return min((NORM_ISSUE_US + NORM_READ_US * (tensors - 1)) / time_us, 1.0)
+
+
 @dataclass
 class ClockState:
     """Reference clock, exponents and idle power: what other fits need to read a row."""
@@ -57,10 +93,10 @@ class ClockState:
     burst_exponents: dict[bool, float] = field(default_factory=dict)  # of clocks read in bursts
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
-    repeat_sds: dict[bool, float] = field(default_factory=dict)  # one row of a shape to another
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
     visit_power: float = 1.0  # of products, the newest visit's beside all visits'
     default_host_us: float = 10.0
+    shape_spread: ShapeSpread = field(default_factory=ShapeSpread)
 
     def exponent(self, op: str, direction: str) -> float:
         """Duration goes as (reference clock / clock) to this power."""
@@ -85,10 +121,6 @@ class ClockState:
         share = log(row.median_us / SHORT_US) / log(LARGE_US / SHORT_US)
         offset = self.burst_offsets.get(compute, 0.0) * min(max(share, 0.0), 1.0)
         return float(slower**exponent) * exp(offset)
-
-    def repeat_sd(self, op: str) -> float:
-        """Spread from one row of a shape to another, clock taken out."""
-        return self.repeat_sds.get(is_compute(op), REPEAT_SD)
 
     def at_reference(self, row: KernelRow) -> float:
         """A row's duration at the reference clock, us."""

@@ -1,0 +1,115 @@
+"""How far a measured shape lies on another visit: learned from shapes that several visits timed."""
+
+from collections.abc import Sequence
+from math import exp
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.kernel_visits import fit_shape_spread
+from calibrate.state import SHAPE_VISIT_SD, ClockState, ShapeSpread, host_share
+from spec.kernel import Kernel
+from spec.records import KernelRow
+from tests.synthetic import kernel_rows
+from tests.test_calibrate_fit import TRUTH
+
+STATE = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.0, False: 0.0})
+SHAPES = [Kernel("copy", "forward", (size << 20,)) for size in range(1, 81)]
+KEY = ("copy", "forward", "bf16")
+
+
+def row(kernel: Kernel, time_us: float, noise: float = 0.0) -> KernelRow:
+    """A burst of a kernel whose repeats spread by `noise` (sd, log)."""
+    like = next(one for one in kernel_rows(TRUTH, 4, np.random.default_rng(0)) if one.op == "copy")
+    quantile = exp(1.2816 * noise)
+    return like.model_copy(
+        update={
+            "op": kernel.op,
+            "direction": kernel.direction,
+            "shape": kernel.shape,
+            "state": "burst",
+            "repeats": 100,
+            "clock_mhz": None,
+            "host_us": None,
+            "median_us": time_us,
+            "p10_us": time_us / quantile,
+            "p90_us": time_us * quantile,
+        }
+    )
+
+
+def evidence(visits: Sequence[Sequence[KernelRow]]) -> Evidence:
+    """One run for each visit, all on other devices."""
+
+    def run(index: int, rows: Sequence[KernelRow]) -> Any:
+        about = SimpleNamespace(run=f"run-{index}", device_hashes=(f"device-{index}",))
+        return SimpleNamespace(
+            manifest=about, table=lambda wanted: rows if wanted is KernelRow else []
+        )
+
+    return Evidence("made-up", cast(Any, [run(*one) for one in enumerate(visits)]))
+
+
+def visit(sd: float, seed: int, noise: float = 0.0, shapes: Sequence[Kernel] = SHAPES) -> Any:
+    """All shapes as one visit times them, apart by `sd` from 100 us."""
+    off = np.random.default_rng(seed).normal(0.0, sd, len(shapes))
+    return [row(one, 100.0 * exp(by), noise) for one, by in zip(shapes, off, strict=True)]
+
+
+def fitted(visits: Sequence[Sequence[KernelRow]]) -> ShapeSpread:
+    return fit_shape_spread(evidence(visits), STATE, Ledger())
+
+
+def test_another_visit_lies_within_what_earlier_ones_say() -> None:
+    for sd in (0.005, 0.03):
+        spread = fitted([visit(sd, seed) for seed in range(12)])
+        assert spread.between[KEY] == pytest.approx(sd, rel=0.25)
+        later = [one.median_us for one in visit(sd, 99)]
+        limits = [Z90 * spread.sd(one, 100.0) for one in SHAPES]
+        inside = np.abs(np.log(np.array(later) / 100.0)) <= limits
+        assert 0.8 <= inside.mean() <= 0.98
+
+
+def test_what_repeats_leave_open_is_a_shapes_own() -> None:
+    quiet, loud = SHAPES[::2], SHAPES[1::2]
+    noise = 0.1  # a median of 100 in one state counts as ten: 1.25 * 0.1 / sqrt(10)
+    visits = [visit(0.004, seed, 0.0, quiet) for seed in range(12)]
+    for seed, mine in enumerate(visits):
+        mine += visit(1.25 * noise / 10**0.5, 100 + seed, noise, loud)
+    spread = fitted(visits)
+    assert spread.sd(quiet[0], 100.0) < 0.015
+    assert spread.sd(loud[0], 100.0) == pytest.approx(1.25 * noise / 10**0.5, rel=0.1)
+    new = Kernel("copy", "forward", (7,))  # not measured: as an operation's shapes usually are
+    assert spread.sd(quiet[0], 100.0) <= spread.sd(new, 100.0) <= spread.sd(loud[0], 100.0)
+
+
+def test_few_timings_lean_on_all_operations_and_one_visit_on_what_is_assumed() -> None:
+    rare = [Kernel("rope", "forward", (1024, 8, 128))]
+    visits = [visit(0.005, seed) + visit(0.1, seed, shapes=rare) for seed in range(8)]
+    spread = fitted(visits)
+    assert spread.between[KEY] < spread.between["rope", "forward", "bf16"] < 0.09
+    ledger = Ledger()
+    once = fit_shape_spread(evidence([visit(0.005, 0)]), STATE, ledger)
+    assert once.between == {}
+    assert 1.2 * SHAPE_VISIT_SD < once.other < 2 * SHAPE_VISIT_SD  # Student's, of few visits
+    assert [(one.name, one.source) for one in ledger.parameters] == [("kernel.visit_sd", "assumed")]
+
+
+def test_the_same_devices_again_are_no_other_visit() -> None:
+    runs = evidence([visit(0.03, 0), visit(0.03, 1)])
+    for one in runs.runs:
+        one.manifest.device_hashes = ("same",)
+    assert fit_shape_spread(runs, STATE, Ledger()).between == {}
+
+
+def test_a_gradient_norm_waits_for_its_host() -> None:
+    short, long = (Kernel("grad_norm", "forward", (size,)) for size in (2**14, 2**32))
+    assert host_share(short, 20.0) == 1.0
+    assert 0.05 < host_share(long, 4660.0) < 0.15
+    assert host_share(Kernel("copy", "forward", (2**14,)), 20.0) == 0.0
+    spread = fitted([visit(0.005, seed) for seed in range(4)])
+    copied = spread.sd(Kernel("copy", "forward", (2**32,)), 4660.0)
+    assert spread.sd(short, 20.0) > 0.2 > spread.sd(long, 4660.0) > copied
