@@ -14,8 +14,10 @@ Shape = tuple[str, str, str]
 def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[DeviceFit, ...]:
     """From shapes that several devices of a run sustained under the power cap.
 
-    All are held at the same power (the readings of a second or two scatter around it by 2 %), so
-    what differs is the clock that it leaves them: power goes as its inverse to `power_exponent`.
+    A run of one device is set beside the others by shape; where there are no others, it is the
+    central one. All are held at the same power (the readings of a second or two scatter around it
+    by 2 %), so what differs is the clock that it leaves them: power goes as its inverse to
+    `power_exponent`.
     """
     hashes = {
         (one.manifest.run, device.index): device.uuid_hash
@@ -31,8 +33,10 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
             clocks[run, (row.direction, row.dtype, row.shape)][row.device] = row.clock_mhz
     shared = {key: own for key, own in clocks.items() if len(own) > 1}
     by_shape: dict[Shape, list[float]] = defaultdict(list)
-    for (_, shape), own in shared.items():
+    for (_, shape), own in (shared or clocks).items():
         by_shape[shape] += own.values()
+    lonely = {one.manifest.run for one in evidence.runs if len(one.manifest.device_hashes) == 1}
+    shared |= {key: own for key, own in clocks.items() if key[0] in lonely and key[1] in by_shape}
     found: dict[str, list[float]] = defaultdict(list)
     for (run, shape), own in shared.items():
         usual = median(by_shape[shape])

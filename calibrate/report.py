@@ -259,8 +259,8 @@ def _clock(c: Calibration) -> list[Text | Table | Figure]:
         (
             f"{fit.op} {fit.direction}",
             fit.active_power_w,
-            clock.clock_mhz(*draw(fit)),
-            _capped_power(clock, *draw(fit)),
+            clock.clock_mhz(*draw(fit, clock)),
+            _capped_power(clock, *draw(fit, clock)),
         )
         for fit in drawing
     ]

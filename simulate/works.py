@@ -31,7 +31,7 @@ class Energy(NamedTuple):
     """Energy above idle of some kernels, W us: what goes with the clock, and what does not."""
 
     compute: float = 0.0  # at the reference clock's power, over the time at the step's clock
-    memory: float = 0.0
+    memory: float = 0.0  # at the power of any clock
 
     def __add__(self, other: "Energy") -> "Energy":  # type: ignore[override]
         return Energy(self.compute + other.compute, self.memory + other.memory)
@@ -135,10 +135,13 @@ class Works:
     def _work(
         self, fit: KernelFit, kernel: Kernel, central_us: float, time: Array
     ) -> tuple[Slowed, Work]:
-        energy = Energy(0.0, fit.active_power_w * central_us)
+        drawn = fit.active_power_w * central_us
         if fit.tflops:
             started = min(fit.launch_us * launches(kernel) / central_us, 1.0)
-            energy = Energy(energy.memory * (1 - (1 - BUSY_SHARE) * started), 0.0)
+            energy = Energy(drawn * (1 - (1 - BUSY_SHARE) * started), 0.0)
+        else:
+            share = self._calibration.clock.memory_with_clock
+            energy = Energy(drawn * share, drawn * (1 - share))
         modelled_us = 0.0 if kernel.dims in fit.measured else central_us
         slowed = fit.op in PRODUCTS, fit.clock_exponent
         return slowed, Work(time, energy, fit.issue_us(kernel.dims), modelled_us)

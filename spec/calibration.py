@@ -130,8 +130,8 @@ class DeviceFit(Record):
 class ClockFit(Record):
     """Board power and the clock that a power cap leaves.
 
-    Kernels bound by arithmetic draw power that goes with the clock; those bound by memory, whose
-    rate does not depend on the clock, draw what they were measured to draw:
+    Kernels bound by arithmetic draw power that goes with the clock, and so does `memory_with_clock`
+    of what those bound by memory draw; the rest of that stays as it was measured:
 
         power(f) = idle_w + memory_w + compute_w * (f / reference_mhz) ** power_exponent
 
@@ -152,6 +152,9 @@ class ClockFit(Record):
         default=1.0, description="mean power that the cap allows for under a second, over cap_w"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
+    memory_with_clock: Share = Field(
+        default=0.0, description="of a memory-bound kernel's power above idle; the rest does not"
+    )
     communication_w: Watts = Field(description="above idle, while only communicating")
     waiting_w: Watts = Field(description="above idle, while waiting for a peer")
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")

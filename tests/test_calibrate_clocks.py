@@ -18,11 +18,14 @@ from calibrate.own_exponents import USUAL, fit_bend, fit_jitter, fit_own_exponen
 from calibrate.state import POWER_EXPONENT, SURGE, ClockState
 from calibrate.telemetry import Telemetry, monitored, read_telemetry
 from calibrate.variability import spread_interval
+from simulate.uncertainty import Draws
+from simulate.works import works
 from spec.calibration import ClockFit
 from spec.files import write_table
 from spec.kernel import Kernel
 from spec.records import InterferenceRow, KernelRow
 from spec.results import ResultSet
+from tests.made_up import write_calibration
 from tests.synthetic import Truth, manifest
 from tests.test_calibrate_fit import write_small
 
@@ -257,6 +260,43 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     state = ClockState(1980.0, 700.0, 80.0)
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows[-1:])
     assert fit_devices(evidence, state, Ledger()) == ()
+
+
+def test_a_lone_device_is_set_beside_those_of_other_visits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = manifest("made-up", "pair", 2, Truth(), "2030-01-01T00:00:00Z")
+    alone = manifest("made-up", "alone", 1, Truth(), "2030-01-02T00:00:00Z")
+    alone.hosts[0].devices[0].uuid_hash = "f" * 16
+    rows = [("pair", capped(8192, 1000.0, clock, i)) for i, clock in enumerate((1500.0, 1500.0))]
+    rows += [("alone", capped(8192, 1000.0, 1600.0, 0)), ("alone", capped(4096, 99.0, 1300.0, 0))]
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=2.0)
+    for abouts, kept, power in (
+        ((pair, alone), rows, (1500 / 1600) ** 2),
+        ((alone,), rows[2:], 1.0),  # by itself it is the central one
+    ):
+        sets = [ResultSet(Path("results/made-up") / one.run, one) for one in abouts]
+        monkeypatch.setattr(Evidence, "rows", lambda *_, kept=kept: kept)
+        found = fit_devices(Evidence("made-up", sets), state, Ledger())
+        assert len(found) == sum(len(one.device_hashes) for one in abouts)
+        assert found[-1].uuid_hash == "f" * 16
+        assert found[-1].power == pytest.approx(power, rel=1e-5)
+
+
+def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None:
+    """Products and they in turns, on one H200: docs/power.md."""
+    measured = write_calibration(tmp_path / "calibration.json")
+    clock = measured.clock.model_copy(update={"memory_with_clock": 0.5, "power_exponent": 1.42})
+    calibration = measured.model_copy(update={"clock": clock})
+    kernel = Kernel("copy", "forward", (2**24,))
+    drawn = works(calibration, Draws(0)).of(kernel)[1].energy
+    fit = calibration.kernel(kernel)
+    whole = fit.active_power_w * fit.time_us(kernel.dims)[0]
+    assert drawn.compute == pytest.approx(whole / 2)
+    assert drawn.compute + drawn.memory == pytest.approx(whole)
+    share = clock.power_w(drawn.compute, 1692 / 1980 * clock.reference_mhz, drawn.memory)
+    assert (share - clock.idle_w) / whole == pytest.approx(0.9, abs=0.005)
 
 
 def test_a_sustained_row_has_the_clock_that_its_monitor_showed(tmp_path: Path) -> None:
