@@ -57,7 +57,8 @@ def regulators(fit: ClockFit) -> tuple[tuple[float, float], ...]:
 class LayerClock:
     """Clock of a layer's products when nothing pauses, and its mean power above idle, W.
 
-    The layer's time goes as (this clock / another) ** slope, its products' energy by energy_slope.
+    The layer's time goes as (this clock / another) ** slope, and by energy_slope what of its energy
+    goes with the clock.
     """
 
     clock_mhz: float
@@ -71,7 +72,8 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     """Clock from the power that a layer's forward and backward pass draw.
 
     Kernels much shorter than the regulator's memory share what memory-bound ones between them
-    leave; longer ones run into the cap by themselves. The clock is the mean of the products'.
+    leave; longer ones run into the cap by themselves. The clock is the mean of those kernels', by
+    what of their energy goes with it: nearly all of it products'.
     Plans whose layers are split and placed alike share it.
     """
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
@@ -128,7 +130,7 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
 def _of_layer(
     segments: tuple[Segment, ...], point: Costs, clock_ratio: float
 ) -> tuple[float, float]:
-    """Time of a layer and energy of its products at a clock."""
+    """Time of a layer at a clock, and what of its energy goes with the clock."""
     at = point.with_(clock_ratio=clock_ratio)
     energy = sum(at.segment(segment).energy.compute for segment in segments)
     return sum(repeated_us(segments, at)), energy
@@ -159,7 +161,7 @@ class Load(NamedTuple):
         """Mean power above idle over the step, as `ClockFit` takes it.
 
         What is not the stage's own passes, update or communication is waiting for other stages.
-        `longer` and `more` scale the passes' time and products' energy to another clock.
+        `longer` and `more` scale the passes' time and `products` to another clock.
         """
         waiting_us = max(step_us - self.busy_us * longer - self.after_us, 0.0)
         compute = self.products * more + self.compute

@@ -300,14 +300,15 @@ class Costs:
 
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:
         """Time at the step's clock, the host's time and the energy."""
-        time, host_us, compute, memory = self.draws.zero, 0.0, 0.0, 0.0
-        for slowed, (time_us, (of_clock, other), issue_us, _) in works.items():
+        time, host_us, compute, memory, bound = self.draws.zero, 0.0, 0.0, 0.0, 0.0
+        for slowed, (time_us, (of_clock, other, of_bound), issue_us, _) in works.items():
             slower = self._slower(slowed)
             time = time + slower * time_us
             compute += slower * of_clock
             memory += slower * other
+            bound += slower * of_bound
             host_us += issue_us
-        return time, host_us, Energy(compute, memory)
+        return time, host_us, Energy(compute, memory, bound)
 
     def _exposed(self, parts: Segment) -> dict[str, Array]:
         """Communication of a segment with nothing beside it, by axis; no clock changes it."""

@@ -133,19 +133,22 @@ def peaks_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float
 def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float]:
     """What the mean power of a GPU goes to, central, W; sums to it.
 
-    Products are what the others leave of the mean, which the cap may have clipped.
+    Memory-bound kernels at their stage's clock. Products are what the others leave of the mean,
+    which the cap may have clipped.
     """
     fit, priced = calibration.clock, estimate.priced
     step_us, stages = float(estimate.step_time_s[0]) * 1e6, priced.alike
     found = {"idle": fit.idle_w, "memory": 0.0, "communication": 0.0, "waiting": 0.0}
     for stage in stages:
         drawn, passes = load(priced, stage), priced.work[stage].energy
-        memory = passes.memory * priced.parallelism.microbatches
-        memory += priced.updates[stage].alone.energy.memory
+        bound = passes.bound * priced.parallelism.microbatches
+        bound += priced.updates[stage].alone.energy.bound
+        fixed = bound * (1 - fit.memory_with_clock)
+        at_clock = fit.power_w(bound - fixed, priced.stages[stage].clock_mhz, fixed) - fit.idle_w
         waiting_us = max(step_us - drawn.busy_us - drawn.after_us, 0.0)
         share = 1 / (step_us * len(stages))
-        found["memory"] += memory * share
-        found["communication"] += (drawn.beside - memory) * share
+        found["memory"] += at_clock * share
+        found["communication"] += (drawn.beside - fixed) * share
         found["waiting"] += waiting_us * drawn.waiting_w * share
     return {"products": float(estimate.power_w[0]) - sum(found.values())} | found
 

@@ -38,7 +38,7 @@ def features(one: Plan) -> list[float]:
 
 @dataclass(frozen=True)
 class Correction:
-    """A fitted process; `varies` are the features in which the anchors differ."""
+    """A fitted process; `varies` are the features in which the anchors differ, all if in none."""
 
     process: "GaussianProcessRegressor"
     varies: Array
@@ -58,6 +58,7 @@ def learn(anchors: Sequence[Plan], missing: Array) -> Correction:
 
     x = np.array([features(one) for one in anchors])
     varies = np.ptp(x, axis=0) > 0
+    varies |= not varies.any()  # one configuration, repeated: it holds near that one
     amplitude = max(float(np.mean(missing**2)), 1e-4)
     kernel = ConstantKernel(amplitude, (amplitude / 4, 4 * amplitude)) * RBF(
         np.full(int(varies.sum()), 2.0), (0.5, 20.0)

@@ -32,21 +32,25 @@ class Energy(NamedTuple):
 
     compute: float = 0.0  # at the reference clock's power, over the time at the step's clock
     memory: float = 0.0  # at the power of any clock
+    bound: float = 0.0  # of both, what memory-bound kernels draw at the reference clock's power
 
     def __add__(self, other: "Energy") -> "Energy":  # type: ignore[override]
-        return Energy(self.compute + other.compute, self.memory + other.memory)
+        return Energy(
+            self.compute + other.compute, self.memory + other.memory, self.bound + other.bound
+        )
 
     def __mul__(self, count: float) -> "Energy":  # type: ignore[override]
-        return Energy(self.compute * count, self.memory * count)
+        return Energy(self.compute * count, self.memory * count, self.bound * count)
 
 
 def total(energies: Iterable[tuple[float, Energy]]) -> Energy:
     """The sum of (how often, energy)."""
-    compute = memory = 0.0
-    for count, (of_clock, other) in energies:
+    compute = memory = bound = 0.0
+    for count, (of_clock, other, of_bound) in energies:
         compute += of_clock * count
         memory += other * count
-    return Energy(compute, memory)
+        bound += of_bound * count
+    return Energy(compute, memory, bound)
 
 
 class Work(NamedTuple):
@@ -141,7 +145,7 @@ class Works:
             energy = Energy(drawn * (1 - (1 - BUSY_SHARE) * started), 0.0)
         else:
             share = self._calibration.clock.memory_with_clock
-            energy = Energy(drawn * share, drawn * (1 - share))
+            energy = Energy(drawn * share, drawn * (1 - share), drawn)
         modelled_us = 0.0 if kernel.dims in fit.measured else central_us
         slowed = fit.op in PRODUCTS, fit.clock_exponent
         return slowed, Work(time, energy, fit.issue_us(kernel.dims), modelled_us)

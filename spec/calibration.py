@@ -152,8 +152,8 @@ class ClockFit(Record):
         default=1.0, description="mean power that the cap allows for under a second, over cap_w"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
-    memory_with_clock: Share = Field(
-        default=0.0, description="of a memory-bound kernel's power above idle; the rest does not"
+    memory_with_clock: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="of a memory-bound kernel's power above idle, the share that does"
     )
     communication_w: Watts = Field(description="above idle, while only communicating")
     waiting_w: Watts = Field(description="above idle, while waiting for a peer")
@@ -175,7 +175,7 @@ class ClockFit(Record):
         default=None, description="the same where all devices are among `devices`, if less"
     )
     devices: tuple[DeviceFit, ...] = Field(
-        default=(), description="those that ran the same product under the cap, in order"
+        default=(), description="those that ran products under the cap, in order"
     )
 
     @property

@@ -20,12 +20,13 @@ from calibrate.telemetry import Telemetry, monitored, read_telemetry
 from calibrate.variability import spread_interval
 from simulate.uncertainty import Draws
 from simulate.works import works
-from spec.calibration import ClockFit
-from spec.files import write_table
+from spec.calibration import ClockFit, read_calibration
+from spec.errors import UserError
+from spec.files import write_json, write_table
 from spec.kernel import Kernel
 from spec.records import InterferenceRow, KernelRow
 from spec.results import ResultSet
-from tests.made_up import write_calibration
+from tests.made_up import calibration_json, write_calibration
 from tests.synthetic import Truth, manifest
 from tests.test_calibrate_fit import write_small
 
@@ -282,6 +283,14 @@ def test_a_lone_device_is_set_beside_those_of_other_visits(
         assert len(found) == sum(len(one.device_hashes) for one in abouts)
         assert found[-1].uuid_hash == "f" * 16
         assert found[-1].power == pytest.approx(power, rel=1e-5)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_of_power_is_between_nothing_and_all(tmp_path: Path, share: float) -> None:
+    clock = calibration_json()["clock"] | {"memory_with_clock": share}
+    write_json(tmp_path / "c.json", calibration_json(clock=clock))
+    with pytest.raises(UserError, match=f"clock.memory_with_clock is {share}"):
+        read_calibration(tmp_path / "c.json")
 
 
 def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_what_a_family_shows_is_carried_to_other_splits() -> None:
     assert found.of(far)[1] > 2 * sd
 
 
+def test_one_configuration_repeated_says_nothing_of_others() -> None:
+    found = learn([one(2048, 2, 4)] * 12, np.full(12, 0.1))
+    assert found.of(one(2048, 2, 4))[0] == pytest.approx(0.1, abs=0.02)
+    far = plan(row(gpus="4096", tp="8", pp="16", global_batch="8192", micro_batch="2"))
+    assert abs(found.of(far)[0]) < 0.05
+    assert found.of(far)[1] > 2 * found.of(one(2048, 2, 4))[1]
+
+
 def test_features_are_logarithms() -> None:
     assert features(one(4096, 2, 4))[0] == 12
     assert len(features(one(1024, 1, 1))) == len(features(one(4096, 4, 8)))

@@ -263,6 +263,26 @@ def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path
     assert "kernels bound by memory" in render(value)
 
 
+def test_power_by_activity_tells_memory_bound_kernels_at_any_share(
+    calibration: Calibration,
+) -> None:
+    """At the reference clock it is the same whatever part of their power goes with the clock."""
+
+    def found(share: float, mhz: float) -> dict[str, float]:
+        clock = calibration.clock.model_copy(update={"memory_with_clock": share})
+        changed = calibration.model_copy(update={"clock": clock})
+        simulator = StepSimulator(MODEL, P, NODE, FABRIC, changed, draws=0, clock_mhz=mhz)
+        return by_activity_w(simulator.run(), changed)
+
+    reference = calibration.clock.reference_mhz
+    still, half, whole = (found(share, reference) for share in (0.0, 0.5, 1.0))
+    assert still["memory"] > 0
+    assert half == pytest.approx(still)
+    assert whole == pytest.approx(still)
+    slow = [found(share, 0.8 * reference)["memory"] for share in (0.0, 1.0)]
+    assert slow[1] == pytest.approx(0.8**calibration.clock.power_exponent * slow[0])
+
+
 def test_the_hottest_of_many_is_hotter_and_none_passes_the_limit(
     calibration: Calibration,
 ) -> None:
