@@ -9,10 +9,10 @@ Interleaved chunks send and receive beside compute (`overlap_p2p_comm`) only in 
 where forward and backward passes take turns. Before and after it (`schedules.py`,
 `forward_backward_pipelining_with_interleaving`; `overlap_p2p_comm_warmup_flush` is off unless asked
 for) each pass ends with an exchange, its output sent and the next input received, and the next pass
-waits for both (`_communicate`: `wait_on_reqs`). Most of that lies in bubbles. Not counted, as
-passes are longer than messages on all that was measured: in the steady phase a stage waits for its
-last message but one (`send_next_wait_handle`), and the messages of a pair of stages follow each
-other on one stream per direction (more than two stages: on one for both).
+waits for both (`_communicate`: `wait_on_reqs`). Most of that lies in bubbles. Messages longer than
+passes also take turns and hold up their senders: see `simulate.messages`. Where none is longer,
+interleaved stages wait for their input's boundary alone, not for an output that leaves over a
+slower one (stages of different nodes beside stages of one).
 
 - NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it.
 - NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):

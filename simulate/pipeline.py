@@ -16,7 +16,7 @@ from simulate.uncertainty import central
 from spec.parallelism import Schedule
 
 Array = NDArray[np.float64]
-Shape = tuple[int, int, int, Schedule]  # stages, microbatches, chunks, schedule
+Shape = tuple[int, int, int, Schedule, bool]  # what `graph` takes
 
 
 def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
@@ -24,13 +24,24 @@ def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
     p = priced.parallelism
     first = sorted(set(priced.alike))
     passes = tuple(tuple(one.total for one in priced.passes_of(stage)) for stage in first)
-    shape = p.pp, p.microbatches, p.vpp, p.schedule
+    shape = p.pp, p.microbatches, p.vpp, p.schedule, taking_turns(priced)
     kinds = tuple(map(first.index, priced.alike))
     transfers_us, lates_us = priced.transfers_us, priced.lates_us
     if priced.costs.draws.central:
         sent = tuple(map(central, transfers_us)), tuple(map(central, lates_us))
         return _central(shape, passes, kinds, *sent)
     return _executed(shape, passes, kinds, transfers_us, lates_us)
+
+
+def taking_turns(priced: PricedStep) -> bool:
+    """Whether interleaved stages have messages longer than a pass, see `simulate.messages`.
+
+    Others do not hold up one another, nor their senders where stages are alike but for an end.
+    """
+    if priced.parallelism.vpp == 1:
+        return False
+    passes = (one for stage in set(priced.alike) for one in priced.passes_of(stage))
+    return max(map(central, priced.transfers_us)) > min(central(one.total) for one in passes)
 
 
 def _executed(

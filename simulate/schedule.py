@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.messages import Passes, with_messages
 from spec.parallelism import Schedule
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2  # ways; the last one only where a schedule tells it apart
@@ -87,6 +88,20 @@ def exchanging(
     return (place > 0) & ((place <= early) | (place >= count - early))
 
 
+def waiting(
+    stage: int, stages: int, microbatches: int, chunks: int, name: Schedule
+) -> NDArray[np.bool_]:
+    """Of each interleaved pass in its stage's order, whether it waits for the last one's output.
+
+    Until that is sent: where `exchanging`, but for the first backward pass after forward and
+    backward ones took turns, whose input alone is waited for.
+    """
+    found = exchanging(stage, stages, microbatches, chunks, name)
+    early = warmup(stage, stages, microbatches, chunks, name)
+    found[early + 1 : len(found) - early + 1] = False
+    return found
+
+
 def sending(
     stage: int, stages: int, microbatches: int, chunks: int, name: Schedule
 ) -> NDArray[np.bool_]:
@@ -110,6 +125,8 @@ Rows = NDArray[np.intp]
 
 class Level(NamedTuple):
     """Passes that wait only for those of earlier levels; they have consecutive rows.
+
+    Here without messages; with them see `simulate.messages`.
 
     `inputs` are the rows of the stages' previous passes, and of those whose output the passes need
     (0: none); `kinds` are the kinds of the passes, plus twice the number of kinds where they wait
@@ -168,6 +185,7 @@ class Graph:
     microbatches: int
     chunks: int
     name: Schedule
+    messages: bool = False  # interleaved: they have rows, see `simulate.messages`
 
     @property
     def period(self) -> int:
@@ -181,13 +199,17 @@ class Graph:
         """
         warm_up = (4 if self.chunks > 1 else 3) * self.stages
         count = warm_up + rounds * self.period
-        shorter = self.name == "1f1b" and count < self.microbatches
+        shorter = self.name == "1f1b" and count < self.microbatches and not self.messages
         return graph(self.stages, count, self.chunks) if shorter else None
 
     @cached_property
     def boundary(self) -> Rows:
-        """By kind of pass, the boundary of stages that its input comes over: see `exchange`."""
-        return self._boundary(FORWARD)
+        """By kind of pass, the boundary of stages that its input comes over: see `exchange`.
+
+        Its output's, interleaved, where the input comes over none.
+        """
+        alone = ~self.arrays.crosses & (self.chunks > 1)
+        return np.where(alone, self.other_boundary, self._boundary(FORWARD))
 
     @cached_property
     def other_boundary(self) -> Rows:
@@ -204,7 +226,7 @@ class Graph:
     @cached_property
     def steady(self) -> "Steady | None":
         """Where the order of passes repeats while every stage is busy in every level."""
-        if self.name != "1f1b":
+        if self.name != "1f1b" or self.messages:
             return None
         levels, rows = self.arrays.levels, 2 * self.stages * self.chunks * self.period
         period = rows // self.stages
@@ -261,10 +283,12 @@ class Graph:
         kind = numbers + count * chunk_of
 
         order_of = self._order(forward, backward)
+        if self.messages:
+            return self._with_messages(order_of, sender.ravel(), kind.ravel(), crosses.ravel())
         before = np.full(nothing, nothing)
         before[order_of[:, 1:]] = order_of[:, :-1]
         senders, kinds_of = sender.ravel(), kind.ravel()
-        listed, edges = _levels(order_of, senders, nothing)
+        listed, edges = _levels(order_of, [senders], nothing)
         shape = stages, self.microbatches, chunks, self.name
         if chunks > 1:
             exchanged = np.zeros(nothing, dtype=bool)
@@ -289,6 +313,26 @@ class Graph:
             crosses=crosses.ravel(),
             last_row=row[order_of[:, -1]],
         )
+
+    def _with_messages(
+        self, order_of: Rows, senders: Rows, kinds_of: Rows, crosses: NDArray[np.bool_]
+    ) -> Arrays:
+        """As `arrays`, with messages; the other three by pass, by pass and by kind."""
+        shape = self.stages, self.microbatches, self.chunks, self.name
+        exchanged = np.array([exchanging(one, *shape) for one in range(self.stages)])
+        waited = np.array([waiting(one, *shape) for one in range(self.stages)])
+        over = np.where(crosses, self._boundary(FORWARD), -1)[kinds_of]
+        passes = Passes(order_of, senders, kinds_of, over, exchanged, waited)
+        lanes, inputs, times = found = with_messages(passes, crosses.size)
+        listed, edges = _levels(lanes, list(inputs), found.none)
+        row = np.zeros(found.none + 1, dtype=np.intp)
+        row[listed] = np.arange(1, len(listed) + 1)
+        rows, kinds = row[inputs[:, listed]], times[:, listed]
+        levels = tuple(
+            Level(slice(begin + 1, end + 1), rows[:, begin:end].copy(), kinds[:, begin:end].copy())
+            for begin, end in itertools.pairwise(edges)
+        )
+        return Arrays(levels, len(listed) + 1, crosses, row[order_of[:, -1]])
 
     def _order(self, forward: Rows, backward: Rows) -> Rows:
         """(stages, passes of all ways): the passes of each stage as `order` lists them."""
@@ -320,20 +364,23 @@ def _longest(marks: list[bool]) -> tuple[int, int]:
     return best
 
 
-def _levels(order_of: Rows, sender: Rows, nothing: int) -> tuple[Rows, list[int]]:
+def _levels(order_of: Rows, inputs: list[Rows], nothing: int) -> tuple[Rows, list[int]]:
     """All passes by the longest path from the start to each, and where each length begins."""
     stages = len(order_of)
     never = nothing + 1  # behind the last pass of each stage
+    count = np.count_nonzero(order_of < nothing)
     order_of = np.column_stack([order_of, np.full(stages, never)])
-    sender = np.concatenate([sender, [nothing, never]])
+    first, *others = (np.concatenate([one, [nothing, never]]) for one in inputs)
     done = np.zeros(nothing + 2, dtype=bool)
     done[nothing] = True
     at = np.zeros(stages, dtype=np.intp)
     every = np.arange(stages)
     listed, edges = [], [0]
-    while edges[-1] < nothing:
+    while edges[-1] < count:
         waiting = order_of[every, at]
-        ready = done[sender[waiting]]
+        ready = done[first[waiting]]
+        for other in others:
+            ready &= done[other[waiting]]
         started = waiting[ready]
         if not len(started):
             raise RuntimeError("the schedule waits for itself")
@@ -345,6 +392,8 @@ def _levels(order_of: Rows, sender: Rows, nothing: int) -> tuple[Rows, list[int]
 
 
 @lru_cache(maxsize=1024)
-def graph(stages: int, microbatches: int, chunks: int = 1, name: Schedule = "1f1b") -> Graph:
+def graph(
+    stages: int, microbatches: int, chunks: int = 1, name: Schedule = "1f1b", messages: bool = False
+) -> Graph:
     """The dependency graph of a schedule; cached, since many projections share one."""
-    return Graph(stages, microbatches, chunks, name)
+    return Graph(stages, microbatches, chunks, name, messages)

@@ -71,15 +71,10 @@ def _ends(
     `more` periods than the graph has are continued, and None is returned where its passes do not
     move alike. Where `more` is None every pass is run.
     """
-    a = graph.arrays
-    crosses = a.crosses[:, None]
-    arrived = duration + np.where(crosses, _by_kind(delay, graph.boundary), 0.0)
-    # to the end of the pass before, of the sender, of the pass before where an exchange or two lie
-    # between; and the number of neither adds nothing
-    waited = duration + _by_kind(late, graph.boundary)
-    twice = duration + np.where(crosses, waited - duration, 0.0)
-    twice += _by_kind(late, graph.other_boundary)
-    added = np.concatenate([duration, arrived, waited, twice, np.zeros_like(duration[:1])])
+    a, added = (
+        graph.arrays,
+        (_with_messages if graph.messages else _times)(graph, duration, delay, late),
+    )
     end = np.empty((a.rows, duration.shape[1]))
     end[0] = 0.0
     at, steady = 0, None if more is None else graph.steady
@@ -100,6 +95,36 @@ def _ends(
     return end[a.last_row]
 
 
+def _times(graph: Graph, duration: Array, delay: Array, late: Array | float) -> Array:
+    """(kinds of times, draws): what the levels' kinds add.
+
+    To the end of the pass before, of the sender, of the pass before where an exchange or two lie
+    between; and the number of neither adds nothing.
+    """
+    crosses = graph.arrays.crosses[:, None]
+    arrived = duration + np.where(crosses, _by_kind(delay, graph.boundary), 0.0)
+    waited = duration + _by_kind(late, graph.boundary)
+    twice = duration + np.where(crosses, waited - duration, 0.0)
+    twice += _by_kind(late, graph.other_boundary)
+    return np.concatenate([duration, arrived, waited, twice, np.zeros_like(duration[:1])])
+
+
+def _with_messages(graph: Graph, duration: Array, delay: Array, late: Array | float) -> Array:
+    """As `_times` where messages have rows, whose ends are those of their senders' part.
+
+    To the end of what a pass waits for, and of a message for it; by boundary to the end of a
+    message's sender, of the message before it, and to when its receiver asked for it: that counts
+    where buffers do not hold all of it.
+    """
+    every = np.arange(graph.stages)
+    shape = graph.stages, duration.shape[1]
+    whole, rest = (np.broadcast_to(_by_kind(one, every), shape) for one in (delay, late))
+    held = (whole - rest) / 2  # at the sender's end
+    arrived = duration + np.where(graph.arrays.crosses[:, None], held[graph.boundary], 0.0)
+    asked = np.where(rest > 0, rest - held, -np.inf)
+    return np.concatenate([duration, arrived, whole - held, whole, asked])
+
+
 def _by_kind(times: Array | float, boundary: Rows) -> Array | float:
     """Times by boundary, or one for all, as the kinds of passes have them."""
     if not isinstance(times, np.ndarray) or times.ndim < 2:
@@ -109,7 +134,12 @@ def _by_kind(times: Array | float, boundary: Rows) -> Array | float:
 
 def _run(graph: Graph, begin: int, stop: int, added: Array, end: Array) -> None:
     """Levels from `begin` to before `stop`; composed where calls take longer than arithmetic."""
-    if graph.stages * added.shape[1] > NARROW:
+    if graph.messages:
+        for rows, inputs, kinds in graph.arrays.levels[begin:stop]:
+            ends = end.take(inputs, 0)
+            ends += added.take(kinds, 0)
+            np.maximum.reduce(ends, axis=0, out=end[rows])
+    elif graph.stages * added.shape[1] > NARROW:
         for rows, inputs, kinds in graph.arrays.levels[begin:stop]:
             both = end.take(inputs, 0)
             both += added.take(kinds, 0)

@@ -72,7 +72,8 @@ class _Stage:
         sent = sending(*shape)
         for number, one in enumerate(order(*shape)):
             if p.vpp > 1 and exchanging(*shape)[number]:
-                self._exchange(one, self._boundary(one))
+                alone = not self._inside(self._sender(one))
+                self._exchange(one, self._boundary(one, behind=alone))
             if sent[number]:
                 self._exchange(one, self._boundary(one, behind=True))
             self._pass(one, granularity, first=number == 0)
@@ -80,13 +81,13 @@ class _Stage:
         return StageProgram(tuple(self.tasks))
 
     def _pass(self, one: Pass, granularity: Granularity, *, first: bool) -> None:
-        p, transfer = self.priced.parallelism, self.priced.transfer
-        name, backward = one.name, one.way == BACKWARD
+        p, name = self.priced.parallelism, one.name
         cost = self.passes[one.chunk * ways(p.schedule) + one.way]
         at = one.chunk * p.pp + self.stage  # position among all model chunks
-        sender, receiver = (at + 1, at - 1) if backward else (at - 1, at + 1)
-        inside = range(p.pp * p.vpp if one.way != WEIGHTS else 0)
-        if transfer is not None and sender in inside:
+        sender = self._sender(one)
+        receiver = 2 * at - sender
+        crosses = self.priced.transfer is not None and one.way != WEIGHTS
+        if crosses and self._inside(sender):
             received = self._message("recv", name, one, sender, at)
             if p.vpp == 1:
                 self._exchange(one, self._boundary(one))
@@ -98,8 +99,17 @@ class _Stage:
         else:
             self._layers(name, cost, one.way)
         self._flush()
-        if transfer is not None and receiver in inside:
+        if crosses and self._inside(receiver):
             self._message("send", name, one, receiver, receiver)
+
+    def _sender(self, one: Pass) -> int:
+        """The position among all model chunks that a pass's input comes from."""
+        at = one.chunk * self.priced.parallelism.pp + self.stage
+        return at + 1 if one.way == BACKWARD else at - 1
+
+    def _inside(self, position: int) -> bool:
+        p = self.priced.parallelism
+        return 0 <= position < p.pp * p.vpp
 
     def _boundary(self, one: Pass, behind: bool = False) -> int:
         """Of stages, the one that a pass's input comes over, or its output leaves over."""

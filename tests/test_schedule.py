@@ -151,7 +151,7 @@ def played(
                 if chunks > 1:
                     total = microbatches * chunks
                     turns = warmup(stage, stages, microbatches, chunks, "1f1b") < total
-                    waited = late[before % len(late)]
+                    waited = late[(before if crosses else behind) % len(late)]
                     waited *= at[stage] > 0 and (again or not turns)
                 start = max(free[stage] + waited, ready)
                 if one.way == FORWARD and one.microbatch == 0:
