@@ -211,15 +211,15 @@ def _pipeline_us(
     2.2), with two transfers per stage. In 1F1B as many microbatches are in flight from a stage on
     as stages follow, so each also takes its share of a round trip from there to the last stage, or
     what it waits for of its exchanges with its neighbours.
-    Interleaved, twice as many are, with two transfers per chunk, which take turns over a boundary
-    (see `simulate.messages`; the first chunk's and the last one's share one between two stages).
+    Interleaved, twice as many are, with two transfers per chunk, which take turns over a boundary:
+    all of them, or between two stages those of each direction (see `simulate.messages`).
     """
     m, last = microbatches, len(stages) - 1
     ways = [2 * of_boundary(transfers, boundary) for boundary in range(last)]
     if chunks > 1:
         fill = (sum(stages) - max(stages)) / chunks + sum(ways) * chunks
         round_trip = sum(stages) / len(stages) / 2 + chunks * sum(ways) / last / 2
-        turns = (chunks - 0.5) * m * max(ways)
+        turns = (chunks if last > 1 else chunks - 0.5) * m * max(ways)
         return max(m * max(stages) + fill, m * round_trip + fill / 2, turns)
     slowest, behind = 0.0, 0.0
     for count, stage in enumerate(reversed(stages), start=1):
