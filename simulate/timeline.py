@@ -71,10 +71,8 @@ def _ends(
     `more` periods than the graph has are continued, and None is returned where its passes do not
     move alike. Where `more` is None every pass is run.
     """
-    a, added = (
-        graph.arrays,
-        (_with_messages if graph.messages else _times)(graph, duration, delay, late),
-    )
+    a, times_of = graph.arrays, _with_messages if graph.messages else _times
+    added = times_of(graph, duration, delay, late)
     end = np.empty((a.rows, duration.shape[1]))
     end[0] = 0.0
     at, steady = 0, None if more is None else graph.steady

@@ -28,8 +28,8 @@ Key = tuple[int, int, int]  # way, microbatch, position of the chunk that comput
 def issued(stage: int, shape: tuple[int, int, int]) -> Iterator[tuple[str, Key]]:
     """What a stage issues, as `forward_backward_pipelining_with_interleaving` does.
 
-    "run" a pass, "send" its output, "ask" for a pass's input, "wait" for the input of a pass or
-    ("sent") until a pass's output is sent. Receives are asked for pass by pass of one way.
+    "run" a pass once its input is there, "send" its output, "ask" for a pass's input, wait until a
+    pass's output is "sent". Receives are asked for pass by pass of one way.
     """
     stages, microbatches, chunks = shape
     total = microbatches * chunks
