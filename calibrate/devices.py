@@ -31,14 +31,14 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
             continue
         if "power_cap" in (row.throttle or ""):
             clocks[run, (row.direction, row.dtype, row.shape)][row.device] = row.clock_mhz
-    shared = {key: own for key, own in clocks.items() if len(own) > 1}
+    compared = {key: own for key, own in clocks.items() if len(own) > 1}
     by_shape: dict[Shape, list[float]] = defaultdict(list)
-    for (_, shape), own in (shared or clocks).items():
+    for (_, shape), own in (compared or clocks).items():
         by_shape[shape] += own.values()
     lonely = {one.manifest.run for one in evidence.runs if len(one.manifest.device_hashes) == 1}
-    shared |= {key: own for key, own in clocks.items() if key[0] in lonely and key[1] in by_shape}
+    compared |= {key: own for key, own in clocks.items() if key[0] in lonely and key[1] in by_shape}
     found: dict[str, list[float]] = defaultdict(list)
-    for (run, shape), own in shared.items():
+    for (run, shape), own in compared.items():
         usual = median(by_shape[shape])
         for device, clock in own.items():
             power = float((usual / clock) ** state.power_exponent) / state.visit_power
@@ -51,8 +51,8 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
             "factor",
             (min(powers.values()), max(powers.values())),
             "measured",
-            f"{evidence.where(KernelRow, sum(map(len, shared.values())))}: power of products at a "
-            f"clock, least and most of {len(powers)} devices; used for steps on those devices",
+            f"{evidence.where(KernelRow, sum(map(len, compared.values())))}: power of products at "
+            f"a clock, least and most of {len(powers)} devices; used for steps on those devices",
         )
     return tuple(
         DeviceFit(uuid_hash=name, power=powers[name])

@@ -12,13 +12,12 @@ from scipy.special import stdtrit
 from calibrate.evidence import Z90, Evidence, Ledger, median_sd, rounded
 from calibrate.host_visits import PYTHON_SD, VISIT_SD, VISITS, of_runs
 from calibrate.network_visits import pooled_sd
-from calibrate.state import SHAPE_VISIT_SD, ClockState, ShapeSpread, kernel_of
+from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread, kernel_of
 from calibrate.variability import spread_interval
 from spec.calibration import Source
 from spec.kernel import Kernel
 from spec.records import KernelRow
 
-Key = tuple[str, str, str]
 # rows by shape (op as modelled) and state, each with its visit
 Timings = dict[tuple[Kernel, str], list[tuple[Hashable, KernelRow]]]
 Deviation = tuple[float, float]  # size (log), and the sd that its shape's repeats leave open

@@ -24,14 +24,13 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
-from calibrate.state import ClockState, is_compute, kernel_of
+from calibrate.state import ClockState, Key, is_compute, kernel_of
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import features
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]
-Key = tuple[str, str, str]
 
 LEAST_SD = 0.003  # of a measured shape: clocks and events are not read more exactly
 # families left out at once; their physics is fitted anew, length scales are kept

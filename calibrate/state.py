@@ -32,6 +32,8 @@ NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
 # visits to four H200, see `calibrate.kernel_visits`.
 SHAPE_VISIT_SD = 0.0085
 
+Key = tuple[str, str, str]  # an operation as modelled, its direction and its type
+
 
 def is_compute(op: str) -> bool:
     """Whether an operation is bound by arithmetic where it is large."""
@@ -55,12 +57,12 @@ def is_product(row: KernelRow) -> bool:
 class ShapeSpread:
     """How far a shape's time on another visit lies from what visits measured (sd, logarithm).
 
-    By operation, direction and type (as modelled): `between` visits, and what a visit's own
-    `repeats` leave open, the operation's median and each measured shape's (`shapes`).
+    `between` visits, and what a visit's own `repeats` leave open: each operation's median, and each
+    measured shape's (`shapes`).
     """
 
-    between: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    repeats: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
+    between: Mapping[Key, float] = field(default_factory=dict)
+    repeats: Mapping[Key, float] = field(default_factory=dict)
     shapes: Mapping[Kernel, float] = field(default_factory=dict)
     other: float = SHAPE_VISIT_SD  # between, of any other operation
     host_sd: float = 0.0  # of what a host takes, from visit to visit
@@ -133,7 +135,8 @@ class ClockState:
     def active_w(self, row: KernelRow) -> float:
         """Power above idle that a row's kernel would draw at the reference clock.
 
-        What a memory-bound kernel draws does not go with the clock, see `ClockFit`.
+        That of a memory-bound kernel is taken as it was read: alone, they run at the largest clock
+        or a few per cent below.
         """
         assert row.power_w is not None
         if not is_compute(row.op):
