@@ -133,9 +133,8 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
         shapes[_shape(one)].append(one)
     several = sum(len({one.parallelism.gpus for one in group}) > 1 for group in shapes.values())
     split = len(shapes) > 1 and several * 2 > len(shapes)
+    groups = shapes if split else {(): members}
     every = [one for one in members if one.row.use == "anchor"]
-    # a family's correction tells shapes apart, from the anchors of all of them
-    groups = shapes if split and len(every) < FAMILY else {(): members}
     found = []
     for shape, group in groups.items():
         name = " ".join([pair, *([f"{shape[0]} layers, hidden {shape[1]}"] if shape else [])])
@@ -150,6 +149,9 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
             tests = [one for one in group if one.parallelism.gpus > least]
         borrowed = has_use and not anchors and bool(every)
         found.append(Series(name, every if borrowed else anchors, tests, borrowed))
+    own = [one for series in found if not series.borrowed for one in series.anchors]
+    if split and len(own) >= FAMILY:  # its correction tells shapes apart, from all their anchors
+        return [Series(pair, own, [one for series in found for one in series.tests])]
     return found
 
 

@@ -464,9 +464,13 @@ def test_a_family_of_several_shapes_is_one_system(calibration: Calibration, tmp_
         for gpus, use, count in (("8", "anchor", 6), ("16", "test", 1))
         for n in range(count)
     ]
-    value = series_validation(write(tmp_path / "s.csv", rows), calibration)
-    assert {case["series"] for case in value["cases"]} == {"p"}
-    assert not value["series"]["p"]["borrowed"]
+    bare = [{name: text for name, text in one.items() if name != "use"} for one in rows]
+    for table in (rows, bare):  # marked, or the smallest of each shape
+        value = series_validation(write(tmp_path / "s.csv", table), calibration)
+        assert {case["id"] for case in value["cases"]} == {"8-16-0", "16-16-0"}
+        assert {case["series"] for case in value["cases"]} == {"p"}
+        assert len(value["series"]["p"]["anchors"]) == 12
+        assert not value["series"]["p"]["borrowed"]
 
 
 @pytest.mark.parametrize(
