@@ -45,8 +45,8 @@ from spec.records import HeatRow, KernelRow
 COMMUNICATION_SHARE, WAITING_SHARE = 0.40, 0.12
 IDLE_SHARE = 0.11
 # Of memory-bound kernels' power above idle, what goes with the clock as products' does: in turns
-# with products under the cap, on one H200, a sum of bf16 tensors showed 0.33 (twice), gradients
-# added to those in fp32 0.63.
+# with products under the cap, on one H200 (`benchmarks/turns.json`), a sum of bf16 tensors showed
+# 0.33 and 0.34, gradients added to those in fp32 0.63 and 0.39.
 MEMORY_WITH_CLOCK = (0.48, 0.3, 0.65)
 PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 
