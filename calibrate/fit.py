@@ -135,9 +135,9 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
 
     The other one is `named`; or, where there are no kernel rows of its own, the system that the
     manifest names (emulated nodes are made of the GPUs of a measured host), or one with kernel rows
-    that was measured on the same devices (some of several hosts' measured by themselves); or, where
-    no telemetry was recorded beside kernels, so that powers would have to be assumed, the system of
-    the same GPU with most visits.
+    that was measured on the same devices (some of several hosts' measured by themselves), or the
+    system of the same GPU with most visits. The last one also where no telemetry was recorded
+    beside kernels, so that powers would have to be assumed.
     """
     own = [one for one in found.runs if one.fit(KernelRow)]
     told = any((one.path / TELEMETRY_FILE).exists() for one in own)
@@ -147,7 +147,10 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
     if own:
         base = named or most_visited(found, others)
     else:
-        base = named or found.runs[-1].manifest.base_system or on_same_devices(found, others)
+        host = found.runs[-1].manifest.base_system
+        known = host in {one.manifest.system for one in others}
+        near = None if known else on_same_devices(found, others) or most_visited(found, others)
+        base = named or near or host
     if base is None or base == found.system:
         return found
     if base not in {one.manifest.system for one in others}:
