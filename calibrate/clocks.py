@@ -86,7 +86,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
         if shown:
             state.kind_power_w[compute] = float(median(state.active_w(row) for row in shown))
-    state.visit_power = _visit_power(evidence, state, ledger)
+    state.devices, state.device_power = fit_devices(evidence, state, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
         state.default_host_us = float(median(hosts))
@@ -94,37 +94,6 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         state.default_host_us = 0.0
     state.shape_spread = fit_shape_spread(evidence, state, ledger)
     return state
-
-
-def _visit_power(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
-    """Power of capped products on the newest visit beside that of all: a host's own, and its heat.
-
-    A forecast is for the host whose kernels were measured last; times are pooled over visits, since
-    the clock is taken out of them, but what a clock costs differs from host to host.
-    """
-    by_run: dict[str, dict[tuple[str, str, str], list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for run, row in evidence.rows(KernelRow):
-        if is_product(row) and state.shows_power(row) and "power_cap" in (row.throttle or ""):
-            by_run[run][row.direction, row.dtype, row.shape].append(state.active_w(row))
-    if len(by_run) < 2:
-        return 1.0
-    newest = by_run[list(by_run)[-1]]
-    ratios = [
-        median(own) / median(value for run in by_run.values() for value in run.get(shape, ()))
-        for shape, own in newest.items()
-    ]
-    value = float(median(ratios))
-    low, high = np.quantile(ratios, [0.05, 0.95])
-    return ledger.note(
-        "clock.visit_power",
-        value,
-        "factor",
-        (float(low), float(high)),
-        "measured",
-        f"{evidence.where(KernelRow, len(ratios))}: products on the newest visit beside all",
-    )
 
 
 def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str]:
@@ -264,7 +233,6 @@ def fit_clock(
     rows = [row for _, row in evidence.rows(KernelRow)]
     bend = fit_bend(evidence, state, rows, ledger)
     jitter_sd, jitter_mean = fit_jitter(evidence, rows, ledger)
-    devices = fit_devices(evidence, state, ledger)
     return ClockFit(
         reference_mhz=rounded(state.reference_mhz),
         max_mhz=rounded(state.reference_mhz),
@@ -282,8 +250,8 @@ def fit_clock(
         jitter_sd=rounded(jitter_sd),
         jitter_mean=rounded(jitter_mean),
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
-        own_visit_sd=own_visit_sd(ledger) if devices else None,
-        devices=devices,
+        own_visit_sd=own_visit_sd(ledger) if state.devices else None,
+        devices=state.devices,
     )
 
 

@@ -1,7 +1,7 @@
-"""What each measured device's products draw at a clock, beside the calibration's central one."""
+"""What each measured device's products draw at a clock, beside the central one, their mean."""
 
 from collections import defaultdict
-from statistics import median
+from statistics import fmean, median
 
 from calibrate.evidence import Evidence, Ledger, rounded
 from calibrate.state import ClockState, is_product
@@ -11,8 +11,13 @@ from spec.records import KernelRow
 Shape = tuple[str, str, str]
 
 
-def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[DeviceFit, ...]:
-    """From shapes that several devices of a run sustained under the power cap.
+def fit_devices(
+    evidence: Evidence, state: ClockState, ledger: Ledger
+) -> tuple[tuple[DeviceFit, ...], float]:
+    """Each device's power, and their mean's beside that of all rows, which is the central one.
+
+    From shapes that several devices of a run sustained under the power cap; devices count alike,
+    however many rows they have, since whose steps are forecast is not known.
 
     A run of one device is set beside the others by shape; where there are no others, it is the
     central one. All are held at the same power (the readings of a second or two scatter around it
@@ -41,21 +46,24 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
     for (run, shape), own in compared.items():
         usual = median(by_shape[shape])
         for device, clock in own.items():
-            power = float((usual / clock) ** state.power_exponent) / state.visit_power
-            found[hashes[run, device]].append(power)
-    powers = {name: rounded(float(median(factors))) for name, factors in found.items()}
-    if powers:
-        ledger.note(
-            "clock.device_power",
-            float(median(powers.values())),
-            "factor",
-            (min(powers.values()), max(powers.values())),
-            "measured",
-            f"{evidence.where(KernelRow, sum(map(len, compared.values())))}: power of products at "
-            f"a clock, least and most of {len(powers)} devices; used for steps on those devices",
-        )
-    return tuple(
+            found[hashes[run, device]].append(float((usual / clock) ** state.power_exponent))
+    if not found:
+        return (), 1.0
+    beside_rows = {name: float(median(factors)) for name, factors in found.items()}
+    mean = fmean(beside_rows.values())
+    powers = {name: rounded(power / mean) for name, power in beside_rows.items()}
+    ledger.note(
+        "clock.device_power",
+        float(median(powers.values())),
+        "factor",
+        (min(powers.values()), max(powers.values())),
+        "measured",
+        f"{evidence.where(KernelRow, sum(map(len, compared.values())))}: power of products at "
+        f"a clock, least and most of {len(powers)} devices; used for steps on those devices",
+    )
+    devices = tuple(
         DeviceFit(uuid_hash=name, power=powers[name])
         for name in dict.fromkeys(hashes.values())
         if name in powers
     )
+    return devices, mean

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 
+from spec.calibration import DeviceFit
 from spec.kernel import ATTENTION, Kernel, parse_kernel
 from spec.records import KernelRow
 
@@ -96,7 +97,8 @@ class ClockState:
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
-    visit_power: float = 1.0  # of products, the newest visit's beside all visits'
+    devices: tuple[DeviceFit, ...] = ()
+    device_power: float = 1.0  # of products, the mean device's beside all rows'
     default_host_us: float = 10.0
     shape_spread: ShapeSpread = field(default_factory=ShapeSpread)
 

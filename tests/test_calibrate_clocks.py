@@ -14,7 +14,6 @@ from calibrate.clocks import (
     _fit_power_exponent,
     _onset_exponent,
     _surge,
-    _visit_power,
 )
 from calibrate.devices import fit_devices
 from calibrate.evidence import Evidence, Ledger
@@ -236,18 +235,6 @@ def test_interference_is_read_where_a_collective_covers_the_kernel(
     assert found.collective == pytest.approx(0.3)
 
 
-def test_power_is_that_of_the_newest_visit(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.0)
-    rows = [("first", capped(n, 1000.0, 1500.0, 0)) for n in (4096, 8192, 14336)]
-    rows += [("second", capped(n, 1020.0, 1440.0, 0)) for n in (4096, 8192, 14336)]
-    evidence = Evidence("made-up", [])
-    monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
-    pooled = (1 + 1500 / 1440) / 2
-    assert _visit_power(evidence, state, Ledger()) == pytest.approx(1500 / 1440 / pooled)
-    monkeypatch.setattr(Evidence, "rows", lambda *_: rows[:3])
-    assert _visit_power(evidence, state, Ledger()) == 1
-
-
 def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,16 +245,16 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     rows.append(("run", capped(4096, 100.0, 1300.0, 0)))  # no other device ran it
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
-    state = ClockState(1980.0, 700.0, 80.0, power_exponent=2.0, visit_power=0.98)
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=2.0)
     ledger = Ledger()
-    found = fit_devices(evidence, state, ledger)
-    assert [one.power for one in found] == pytest.approx(
-        [(1500 / clock) ** 2 / 0.98 for clock in clocks], rel=1e-5
-    )
+    found, mean = fit_devices(evidence, state, ledger)
+    beside_rows = [(1500 / clock) ** 2 for clock in clocks]
+    assert mean == pytest.approx(sum(beside_rows) / 3)
+    assert [one.power for one in found] == pytest.approx([p / mean for p in beside_rows], rel=1e-5)
     assert ledger.parameters[0].low == found[2].power
     state = ClockState(1980.0, 700.0, 80.0)
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows[-1:])
-    assert fit_devices(evidence, state, Ledger()) == ()
+    assert fit_devices(evidence, state, Ledger()) == ((), 1.0)
 
 
 def test_a_lone_device_is_set_beside_those_of_other_visits(
@@ -286,10 +273,11 @@ def test_a_lone_device_is_set_beside_those_of_other_visits(
     ):
         sets = [ResultSet(Path("results/made-up") / one.run, one) for one in abouts]
         monkeypatch.setattr(Evidence, "rows", lambda *_, kept=kept: kept)
-        found = fit_devices(Evidence("made-up", sets), state, Ledger())
+        found, mean = fit_devices(Evidence("made-up", sets), state, Ledger())
         assert len(found) == sum(len(one.device_hashes) for one in abouts)
         assert found[-1].uuid_hash == "f" * 16
-        assert found[-1].power == pytest.approx(power, rel=1e-5)
+        assert found[-1].power * mean == pytest.approx(power, rel=1e-5)
+        assert sum(one.power for one in found) / len(found) == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
