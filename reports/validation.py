@@ -57,6 +57,9 @@ def render(value: Json) -> str:
         ]
     else:
         facts = _facts(value["summary"].get(MEAN, value["summary"]["all"]))
+    if forecast and forecast.get("warning"):  # earlier files have none
+        count = len(forecast["on_other_devices"]) + len(forecast["on_unknown_devices"])
+        facts.insert(0, ("on other devices", f"{count} of {len(cases)}"))
     return page(title, sections, subtitle=subtitle, facts=facts)
 
 
@@ -101,6 +104,8 @@ def _notes(value: Json) -> list[Block]:
     blocks: list[Block] = []
     forecast = value.get("forecast")
     if forecast:
+        if forecast.get("warning"):
+            blocks.append(Text(f"{forecast['warning']}.", "warning"))
         missing = forecast["never_measured"]
         blocks.append(
             Text(

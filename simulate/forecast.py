@@ -14,11 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 
 from simulate.inputs import measured_node
+from simulate.measured import hashes_of
 from simulate.validation import Case, Prediction, predict
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
+from spec.manifest import DeviceHash
 from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet
 from topologies import load_node, node_names
@@ -91,6 +93,11 @@ class Forecast(BaseModel):
         pattern=r"\S",
         description="of the node; earlier forecasts, of named nodes, do not say it",
     )
+    devices: tuple[DeviceHash, ...] | None = Field(
+        default=None,
+        description="of a node in order, that it is conditional on, as manifests have them; empty: "
+        "of any, None: an earlier forecast, which does not say",
+    )
     drawn: Drawn | None = Field(default=None, description="None: not in this command")
     cases: tuple[Forecasted, ...] = Field(min_length=1)
 
@@ -150,6 +157,7 @@ def seal(
         },
         "node": node.name,
         "gpu": node.gpu,
+        "devices": list(devices),
         "drawn": drawn.model_dump() if drawn else None,
         "cases": cases,
     }
@@ -187,7 +195,10 @@ def match(
         return tuple(getattr(row, name) for name in names)
 
     made = {key(one.config): one for one in forecast.cases}
+    asked = forecast.devices or ()
     cases, seen, early, again = [], set(), 0, 0
+    other: list[str] = []
+    unknown: list[str] = []
     for found in sets:
         node = measured_node(found)
         if not same_device(gpu, node.gpu if node else found.manifest.hosts[0].devices[0].name):
@@ -215,6 +226,9 @@ def match(
             )
             unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
             cases.append(Case(unique, predicted, *limits(found), system=found.path.parent.name))
+            meant, ran = (set(of[: row.parallelism().gpus]) for of in (asked, hashes_of(found)))
+            if meant and meant != ran:
+                (other if ran else unknown).append(unique.case_id)
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,
@@ -222,5 +236,27 @@ def match(
         "never_measured": [one.config.case_id for k, one in made.items() if k not in seen],
         "measured_before_the_forecast": early,
         "measured_again": again,
+        "devices": forecast.devices,
+        "on_other_devices": other,
+        "on_unknown_devices": unknown,
+        "warning": _on_others(len(other), len(unknown), len(cases)),
     }
     return cases, notes
+
+
+def _on_others(other: int, unknown: int, cases: int) -> str | None:
+    """How many judged cases ran on devices that the forecast is not of; None: not one.
+
+    `unknown`: those of runs that were resumed on other devices.
+    """
+    parts = [
+        f"{count} of {cases} cases {did}"
+        for count, did in ((other, "ran"), (unknown, "may have run"))
+        if count
+    ]
+    if not parts:
+        return None
+    return (
+        f"{' and '.join(parts)} on other devices than those this forecast is conditional on: there "
+        "it is judged as one of another host"
+    )

@@ -330,6 +330,8 @@ def main_compare(words: Sequence[str]) -> int:
     title = f"{len(cases)} measured after the forecast of {forecast.created}; {missing} never"
     if notes["measured_again"]:
         title += f"; {notes['measured_again']} repeats of them do not count"
+    if notes["warning"]:
+        title += f"\n{notes['warning']}"
     return finish(arguments, value, title)
 
 

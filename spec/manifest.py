@@ -1,6 +1,6 @@
 """manifest.json of a result set: what was measured, on what, with what, when."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -9,6 +9,12 @@ from spec.records import Positive
 
 # the note of a run that went on elsewhere
 OTHER_DEVICES = "resumed on other devices than it began on; devices of rows may be either"
+DeviceHash = Annotated[
+    str,
+    Field(
+        pattern=r"^[0-9a-f]{16}$", description="first 16 hex digits of SHA-256 of a device's UUID"
+    ),
+]
 
 
 class Device(BaseModel):
@@ -19,7 +25,7 @@ class Device(BaseModel):
     index: NonNegativeInt
     kind: Literal["nvidia", "amd", "cpu", "fake"]
     name: str
-    uuid_hash: str = Field(description="first 16 hex digits of SHA-256 of the device's UUID")
+    uuid_hash: DeviceHash
     memory_gib: Positive | None = None
     max_clock_mhz: Positive | None = None
     power_limit_w: Positive | None = None

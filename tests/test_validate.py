@@ -20,6 +20,7 @@ from simulate.validation_text import table
 from spec.calibration import read_calibration
 from spec.command import run
 from spec.files import parse, read_table, read_yaml, write_json, write_table
+from spec.manifest import OTHER_DEVICES
 from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
@@ -386,6 +387,78 @@ def test_a_forecast_for_gpus_never_measured(results: Path, tmp_path: Path, capsy
     code, _, err = call(capsys, *words)
     assert code == 2
     assert "give one of them" in err
+
+
+def test_a_forecast_judged_on_other_devices_says_so(
+    results: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Sealed for a run's four devices, judged there, on other ones, and on some of them."""
+    system, count = results / "4x-h200", len(SPLITS)
+    write_table(tmp_path / "plan.csv", TrainingConfig, configs())
+    row = kernel_rows(Truth(), 4, np.random.default_rng(0))[0]
+    write_table(system / "run-1" / "kernels.csv", KernelRow, [row])
+    about = system / "run-1" / "manifest.json"
+    was = json.loads(about.read_text())
+    names = [one["uuid_hash"] for one in was["hosts"][0]["devices"]]
+    value = json.loads((system / "calibration.json").read_text())
+    value["clock"]["devices"] = [{"uuid_hash": name, "power": 1.1} for name in names]
+    write_json(system / "calibration.json", value)
+    for out, more in (("own.json", ["--same-devices"]), ("any.json", [])):
+        words = ("predict", "plan.csv", "--out", out, "--draws", "20", *more)
+        assert call(capsys, *words)[0] == 0
+    sealed = json.loads((tmp_path / "own.json").read_text())
+    assert sealed["devices"] == names
+    assert json.loads((tmp_path / "any.json").read_text())["devices"] == []
+
+    def judged(path: str, hashes: list[str], *notes: str) -> tuple[dict[str, Any], str, str]:
+        changed = json.loads(json.dumps(was))
+        for device, name in zip(changed["hosts"][0]["devices"], hashes, strict=True):
+            device["uuid_hash"] = name
+        write_json(about, changed | {"notes": list(notes)})
+        more = ("--json", "judged.json", "--report", "judged.html")
+        code, out, err = call(capsys, "compare", path, str(results), *more)
+        assert code == 0, err
+        value = json.loads((tmp_path / "judged.json").read_text())
+        return value, out, (tmp_path / "judged.html").read_text()
+
+    here, out, page = judged("own.json", names)
+    assert here["forecast"]["warning"] is None
+    assert here["forecast"]["on_other_devices"] == []
+    assert "other devices" not in out + page
+    others = [f"{index:016x}" for index in range(8, 12)]
+    there, out, page = judged("own.json", others)
+    assert there["summary"] == here["summary"]
+    assert len(there["forecast"]["on_other_devices"]) == count
+    assert out.splitlines()[1] == there["forecast"]["warning"]
+    assert out.splitlines()[1].startswith(
+        f"{count} of {count} cases ran on other devices than those this forecast is conditional on"
+    )
+    assert there["forecast"]["warning"] in page
+    assert f"<dt>on other devices</dt><dd>{count} of {count}</dd>" in page
+    # the third and fourth device are others: of the six, two steps have four GPUs
+    mixed, out, _ = judged("own.json", [*names[:2], *others[2:]])
+    fours = [one["id"] for one in mixed["cases"] if one["gpus"] == 4]
+    assert mixed["forecast"]["on_other_devices"] == fours
+    assert f"\n2 of {count} cases ran on other devices" in out
+    swapped = judged("own.json", [names[1], names[0], *names[2:]])[0]
+    assert swapped["forecast"]["on_other_devices"] == ["run-1/case-0"]  # its one GPU is the second
+    moved, out, _ = judged("own.json", names, OTHER_DEVICES)
+    assert len(moved["forecast"]["on_unknown_devices"]) == count
+    assert f"\n{count} of {count} cases may have run on other devices" in out
+
+    # of no devices by name; earlier forecasts do not say
+    older = {key: value for key, value in sealed.items() if key != "devices"}
+    write_json(tmp_path / "older.json", older)
+    for path, devices in (("any.json", []), ("older.json", None)):
+        value, out, page = judged(path, others)
+        assert value["forecast"]["devices"] == devices
+        assert "other devices" not in out + page
+    for wrong in (7, "0" * 16, [7], ["GPU-0"], ["0" * 15 + "\n"], ["<script>"], {"0": "1"}):
+        write_json(tmp_path / "odd.json", sealed | {"devices": wrong})
+        code, out, err = call(capsys, "compare", "odd.json", str(results))
+        assert (code, out) == (2, "")
+        assert "odd.json: devices" in err
+        assert err.count("\n") == 1
 
 
 def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
