@@ -20,10 +20,10 @@ from pydantic import ValidationError
 from simulate.estimate import StepEstimate
 from spec.errors import UserError
 from spec.files import first_problem
+from spec.measurable import PADDING
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 
-PADDING = 128  # Megatron-Core pads vocabularies to a multiple of this per tensor-parallel rank
 KINDS = ("tp", "pp", "dp", "ep", "cp")
 
 

@@ -6,6 +6,9 @@ from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
 from spec.step import bucket_parameters, trained_parameters
 
+PADDING = 128  # Megatron-Core pads vocabularies to a multiple of this per tensor-parallel rank
+ALIGNED = 8  # bf16 numbers in 16 bytes: rows of other lengths leave cuBLAS its slower kernels
+
 
 def refuse(model: ModelSpec, p: Parallelism) -> None:
     """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
@@ -41,10 +44,17 @@ def refuse(model: ModelSpec, p: Parallelism) -> None:
             "LoRA steps of a mixture of experts are not measured: Megatron-Core has no adapters, "
             "and those made here are for the linear layers of dense models"
         )
+    padded = -(-model.vocab // (PADDING * p.tp)) * PADDING * p.tp
     if model.vocab % p.tp:
         raise UserError(
             f"tp {p.tp} does not divide vocab {model.vocab} of {model.name}; Megatron-Core needs "
-            f"a padded vocabulary, such as {-(-model.vocab // (128 * p.tp)) * 128 * p.tp}"
+            f"a padded vocabulary, such as {padded}"
+        )
+    if model.vocab // p.tp % ALIGNED:
+        raise UserError(
+            f"vocab {model.vocab} of {model.name} leaves each of tp {p.tp} a part that is no "
+            f"multiple of {ALIGNED}: its products run in other, slower kernels than are measured; "
+            f"give a padded vocabulary, as Megatron-Core trains with, such as {padded}"
         )
     if model.kv_heads % p.tp:
         raise UserError(

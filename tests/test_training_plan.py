@@ -87,6 +87,8 @@ def test_the_first_twelve_of_four_gpus_cover_the_axes() -> None:
         (MIXED, {"cp": 2}, "cp 2 with experts"),
         (MIXED.resized(lora_rank=4), {}, "LoRA .*mixture of experts"),
         (TINY.resized(vocab=511), {"tp": 2}, "padded vocabulary, such as 512"),
+        (TINY.resized(vocab=50257), {}, "no multiple of 8: .* such as 50304"),
+        (TINY.resized(vocab=50264), {"tp": 2}, "no multiple of 8: .* such as 50432"),
         (TINY, {"tp": 4}, "would be repeated"),
         (TINY, {"pp": 3, "global_batch": 3}, "does not divide the 4 layers"),
     ],
