@@ -1,28 +1,79 @@
-"""What each measured device's products draw at a clock, beside the central one, their mean."""
+"""What each measured device draws at a clock, beside the central one, their mean."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import fmean, median
 
 from calibrate.evidence import Evidence, Ledger, rounded
-from calibrate.state import ClockState, is_product
+from calibrate.state import ClockState, is_compute, is_product
 from spec.calibration import DeviceFit
 from spec.records import KernelRow
 
-Shape = tuple[str, str, str]
+Shape = tuple[str, str, str, str]
+Factors = dict[str, float]  # by hash of a device
 
 
 def fit_devices(
     evidence: Evidence, state: ClockState, ledger: Ledger
-) -> tuple[tuple[DeviceFit, ...], float]:
-    """Each device's power, and their mean's beside that of all rows, which is the central one.
+) -> tuple[tuple[DeviceFit, ...], dict[bool, float]]:
+    """Devices beside their mean, and that beside all rows, by whether arithmetic is the bound.
 
-    From shapes that several devices of a run sustained under the power cap; devices count alike,
-    however many rows they have, since whose steps are forecast is not known.
+    Devices count alike, however many rows they have: whose steps are forecast is not known.
+    From sustained shapes: products under the power cap, memory-bound kernels below it.
 
-    A run of one device is set beside the others by shape; where there are no others, it is the
-    central one. All are held at the same power (the readings of a second or two scatter around it
-    by 2 %), so what differs is the clock that it leaves them: power goes as its inverse to
-    `power_exponent`.
+    All products are held at the same power (the readings of a second or two scatter around it by
+    2 %), so what differs is the clock that it leaves them: power goes as its inverse to
+    `power_exponent`. Memory-bound kernels run at the largest clock, and their power is read.
+    """
+    rows = [(run, row) for run, row in evidence.rows(KernelRow) if state.shows_power(row)]
+    capped = [(run, row) for run, row in rows if "power_cap" in (row.throttle or "")]
+    products = _beside_rows(
+        evidence,
+        [
+            (run, row, row.clock_mhz**-state.power_exponent)
+            for run, row in capped
+            if is_product(row) and row.clock_mhz
+        ],
+    )
+    memory = _beside_rows(
+        evidence,
+        [
+            (run, row, state.active_w(row))
+            for run, row in rows
+            if not is_compute(row.op) and "power_cap" not in (row.throttle or "")
+        ],
+    )
+    memory = {name: factor for name, factor in memory.items() if name in products}
+    if not products:
+        return (), {}
+    of_rows = {True: fmean(products.values()), False: fmean(memory.values() or [1.0])}
+    fits = tuple(
+        DeviceFit(
+            uuid_hash=name,
+            power=rounded(power / of_rows[True]),
+            memory=rounded(memory.get(name, of_rows[False]) / of_rows[False]),
+        )
+        for name, power in products.items()
+    )
+    for name, what in (("power", "products"), ("memory", "memory-bound kernels")):
+        factors = [getattr(one, name) for one in fits]
+        ledger.note(
+            f"clock.device_{name}",
+            float(median(factors)),
+            "factor",
+            (min(factors), max(factors)),
+            "measured",
+            f"{evidence.where(KernelRow, len(rows))}: what {what} draw at a clock, least and most "
+            f"of {len(fits)} devices beside their mean; used for steps on those devices",
+        )
+    return fits, of_rows
+
+
+def _beside_rows(evidence: Evidence, drawn: Sequence[tuple[str, KernelRow, float]]) -> Factors:
+    """What each device draws beside the median row of a shape, median over its shapes.
+
+    Of shapes that several devices ran, in whichever runs; a device that no other one stands beside
+    is the usual one.
     """
     hashes = {
         (one.manifest.run, device.index): device.uuid_hash
@@ -30,40 +81,18 @@ def fit_devices(
         for host in one.manifest.hosts
         for device in host.devices
     }
-    clocks: dict[tuple[str, Shape], dict[int, float]] = defaultdict(dict)
-    for run, row in evidence.rows(KernelRow):
-        if not is_product(row) or not row.clock_mhz or not state.shows_power(row):
-            continue
-        if "power_cap" in (row.throttle or ""):
-            clocks[run, (row.direction, row.dtype, row.shape)][row.device] = row.clock_mhz
-    compared = {key: own for key, own in clocks.items() if len(own) > 1}
-    by_shape: dict[Shape, list[float]] = defaultdict(list)
-    for (_, shape), own in (compared or clocks).items():
-        by_shape[shape] += own.values()
-    lonely = {one.manifest.run for one in evidence.runs if len(one.manifest.device_hashes) == 1}
-    compared |= {key: own for key, own in clocks.items() if key[0] in lonely and key[1] in by_shape}
+    own: dict[Shape, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run, row, power in drawn:
+        shape = row.op, row.direction, row.dtype, row.shape
+        own[shape][hashes[run, row.device]].append(power)
+    compared = [by_device for by_device in own.values() if len(by_device) > 1]
+    if len({name for by_device in own.values() for name in by_device}) == 1:
+        compared = list(own.values())
     found: dict[str, list[float]] = defaultdict(list)
-    for (run, shape), own in compared.items():
-        usual = median(by_shape[shape])
-        for device, clock in own.items():
-            found[hashes[run, device]].append(float((usual / clock) ** state.power_exponent))
-    if not found:
-        return (), 1.0
-    beside_rows = {name: float(median(factors)) for name, factors in found.items()}
-    mean = fmean(beside_rows.values())
-    powers = {name: rounded(power / mean) for name, power in beside_rows.items()}
-    ledger.note(
-        "clock.device_power",
-        float(median(powers.values())),
-        "factor",
-        (min(powers.values()), max(powers.values())),
-        "measured",
-        f"{evidence.where(KernelRow, sum(map(len, compared.values())))}: power of products at "
-        f"a clock, least and most of {len(powers)} devices; used for steps on those devices",
-    )
-    devices = tuple(
-        DeviceFit(uuid_hash=name, power=powers[name])
-        for name in dict.fromkeys(hashes.values())
-        if name in powers
-    )
-    return devices, mean
+    for by_device in compared:
+        powers = {name: median(values) for name, values in by_device.items()}
+        for name, power in powers.items():
+            found[name].append(power / median(powers.values()))
+    return {
+        name: float(median(found[name])) for name in dict.fromkeys(hashes.values()) if name in found
+    }

@@ -180,7 +180,7 @@ def _fit(
     )
     host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
     active_w = float(np.median(group.active_w)) if group.active_w else clock.default_active_w(op)
-    active_w *= clock.device_power if is_compute(op) else 1.0
+    active_w *= clock.device_power.get(is_compute(op), 1.0)
     _note(group, physics, sds, correction, ledger, detail)
     _note_power(group, active_w, host_us, ledger, detail, clock)
     return KernelFit(

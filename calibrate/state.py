@@ -98,7 +98,8 @@ class ClockState:
     power_exponent: float = POWER_EXPONENT[0]
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
     devices: tuple[DeviceFit, ...] = ()
-    device_power: float = 1.0  # of products, the mean device's beside all rows'
+    # the mean device's beside all rows', by is_compute
+    device_power: Mapping[bool, float] = field(default_factory=dict)
     default_host_us: float = 10.0
     shape_spread: ShapeSpread = field(default_factory=ShapeSpread)
 

@@ -8,6 +8,7 @@ the step is simulated at either end of each, and the spread widens the projectio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import log
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,14 +100,13 @@ class Changed:
 
 
 def with_clock(
-    calibration: Calibration, clock: ClockFit, product_power: float = 1.0
+    calibration: Calibration, clock: ClockFit, product_power: float = 1.0, memory_power: float = 1.0
 ) -> Calibration:
-    """The calibration with another clock model, its products' power times a factor."""
+    """With another clock model, products' and memory-bound kernels' power times factors."""
+    factors = [product_power if one.tflops else memory_power for one in calibration.kernels]
     kernels = tuple(
-        one.model_copy(update={"active_power_w": one.active_power_w * product_power})
-        if one.tflops and product_power != 1
-        else one
-        for one in calibration.kernels
+        one.model_copy(update={"active_power_w": one.active_power_w * factor})
+        for one, factor in zip(calibration.kernels, factors, strict=True)
     )
     return changed(calibration, clock=clock, kernels=kernels)
 
@@ -120,14 +120,14 @@ def on_devices(calibration: Calibration, hashes: Sequence[str]) -> Calibration:
     host = calibration.host.on_devices(hashes)
     if networks != calibration.networks or host is not calibration.host:
         calibration = changed(calibration, networks=networks, host=host)
-    known = {one.uuid_hash: one.power for one in calibration.clock.devices}
-    powers = [known[name] for name in hashes if name in known]
-    if not powers:
+    known = [one for one in calibration.clock.devices if one.uuid_hash in hashes]
+    if not known:
         return calibration
     clock = calibration.clock
-    if len(powers) == len(hashes):
+    if len(known) == len(set(hashes)):
         clock = clock.on_own_devices()
-    return with_clock(calibration, clock, sum(powers) / len(powers))
+    products, memory = fmean(one.power for one in known), fmean(one.memory for one in known)
+    return with_clock(calibration, clock, products, memory)
 
 
 def check(what: WhatIf, calibration: Calibration, node: Node) -> None:

@@ -125,6 +125,7 @@ class DeviceFit(Record):
 
     uuid_hash: str
     power: PositiveShare = Field(description="of its products at a clock, as a factor")
+    memory: PositiveShare = Field(default=1.0, description="of its memory-bound kernels, likewise")
 
 
 class ClockFit(Record):

@@ -25,8 +25,9 @@ from calibrate.state import POWER_EXPONENT, SURGE, ClockState
 from calibrate.telemetry import Telemetry, monitored, read_telemetry
 from calibrate.variability import spread_interval
 from simulate.uncertainty import Draws
+from simulate.whatif import on_devices
 from simulate.works import works
-from spec.calibration import ClockFit, read_calibration
+from spec.calibration import ClockFit, DeviceFit, read_calibration
 from spec.errors import UserError
 from spec.files import write_json, write_table
 from spec.kernel import Kernel
@@ -247,14 +248,53 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     state = ClockState(1980.0, 700.0, 80.0, power_exponent=2.0)
     ledger = Ledger()
-    found, mean = fit_devices(evidence, state, ledger)
+    found, of_rows = fit_devices(evidence, state, ledger)
     beside_rows = [(1500 / clock) ** 2 for clock in clocks]
-    assert mean == pytest.approx(sum(beside_rows) / 3)
+    mean = sum(beside_rows) / 3
+    assert of_rows == pytest.approx({True: mean, False: 1.0})
     assert [one.power for one in found] == pytest.approx([p / mean for p in beside_rows], rel=1e-5)
     assert ledger.parameters[0].low == found[2].power
-    state = ClockState(1980.0, 700.0, 80.0)
-    monkeypatch.setattr(Evidence, "rows", lambda *_: rows[-1:])
-    assert fit_devices(evidence, state, Ledger()) == ((), 1.0)
+    monkeypatch.setattr(Evidence, "rows", lambda *_: [*rows[1:3], *rows[-1:]])
+    assert [one.uuid_hash for one in fit_devices(evidence, state, Ledger())[0]] == [
+        one.uuid_hash for one in about.hosts[0].devices[1:]
+    ]
+    apart = [("run", capped(size, 1000.0, 1500.0, i)) for i, size in enumerate((4096, 8192))]
+    monkeypatch.setattr(Evidence, "rows", lambda *_: apart)
+    assert fit_devices(evidence, state, Ledger()) == ((), {})  # nothing sets one beside another
+
+
+def test_memory_bound_kernels_draw_what_each_device_was_read_to_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not under the cap, which holds all devices at one power; of any run, by shape."""
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    evidence = Evidence("made-up", [ResultSet(Path("results/made-up/run"), about)])
+    rows = [("run", capped(8192, 1000.0, 1500.0, i)) for i in (0, 1)]
+    for i, power in enumerate((530.0, 630.0)):
+        for size, throttle, read in ((2**28, "", power), (2**29, "power_cap", 690.0)):
+            one = row(Kernel("copy", "forward", (size,)), 500.0, 1980.0, device=i)
+            changes = {"power_w": read, "throttle": throttle}
+            rows.append(("run", one.model_copy(update=changes)))
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.1})
+    found, of_rows = fit_devices(evidence, state, Ledger())
+    assert [one.power for one in found] == [1.0, 1.0]
+    assert [one.memory for one in found] == pytest.approx([0.9, 1.1], rel=1e-5)  # 450 and 550 W
+    assert of_rows[False] == pytest.approx(1.0)
+
+
+def test_steps_on_measured_devices_draw_what_these_do(tmp_path: Path) -> None:
+    calibration = write_calibration(tmp_path / "calibration.json")
+    devices = (
+        DeviceFit(uuid_hash="a" * 16, power=1.02, memory=0.9),
+        DeviceFit(uuid_hash="b" * 16, power=0.98, memory=0.8),
+    )
+    clock = calibration.clock.model_copy(update={"devices": devices})
+    known = on_devices(calibration.model_copy(update={"clock": clock}), ["a" * 16, "b" * 16])
+    for before, after in zip(calibration.kernels, known.kernels, strict=True):
+        factor = 1.0 if before.tflops else 0.85
+        assert after.active_power_w == pytest.approx(factor * before.active_power_w)
 
 
 def test_a_lone_device_is_set_beside_those_of_other_visits(
@@ -273,10 +313,10 @@ def test_a_lone_device_is_set_beside_those_of_other_visits(
     ):
         sets = [ResultSet(Path("results/made-up") / one.run, one) for one in abouts]
         monkeypatch.setattr(Evidence, "rows", lambda *_, kept=kept: kept)
-        found, mean = fit_devices(Evidence("made-up", sets), state, Ledger())
+        found, of_rows = fit_devices(Evidence("made-up", sets), state, Ledger())
         assert len(found) == sum(len(one.device_hashes) for one in abouts)
         assert found[-1].uuid_hash == "f" * 16
-        assert found[-1].power * mean == pytest.approx(power, rel=1e-5)
+        assert found[-1].power * of_rows[True] == pytest.approx(power, rel=1e-5)
         assert sum(one.power for one in found) / len(found) == pytest.approx(1, rel=1e-5)
 
 
