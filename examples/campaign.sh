@@ -7,6 +7,7 @@
 # PLAN.csv has the configuration columns of training.csv; `python -m measure.run --write-plan` makes
 # one. Run it again to continue: what is finished is kept, and a forecast is never replaced.
 set -e
+: "${1:?name the system, such as my-system}" "${2:?name the plan, such as plan.csv}"
 SYSTEM=$1 PLAN=$2 RESULTS=${3:-results} MINUTES=${4:-60}
 NAME=$(basename "$PLAN" .csv)
 SEALED=$RESULTS/$SYSTEM/forecasts/$NAME.json
@@ -18,16 +19,18 @@ unfinished() {
         xargs -r grep -l "\"$1\"" | tail -n 1 | xargs -r dirname | xargs -r basename
 }
 
+predict() { # more options
+    $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
+        --results "$RESULTS" --system "$SYSTEM" "$@"
+}
+
 if [ ! -e "$SEALED" ]; then
     RUN=$(unfinished kernels)
     $PYTHON -m measure.run --suite kernels,host,collectives,interference,telemetry --plan "$PLAN" \
         --out "$RESULTS" --system "$SYSTEM" --progress ${RUN:+--resume "$RUN"}
     $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM"
     # for the devices just measured, where a power cap told them apart
-    $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
-        --results "$RESULTS" --system "$SYSTEM" --same-devices ||
-        $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
-            --results "$RESULTS" --system "$SYSTEM"
+    predict --same-devices || { echo "so the forecast is for any devices of their kind" >&2; predict; }
 fi
 RUN=$(unfinished training)
 $PYTHON -m measure.run --suite training --plan "$PLAN" --budget "$MINUTES" \

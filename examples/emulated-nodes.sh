@@ -8,10 +8,16 @@
 # best on the same visit. A plan at RESULTS/SYSTEM/forecasts/plan.csv is used where there is one,
 # else the default one is written; a forecast is never replaced.
 set -e
+: "${1:?say how many nodes}" "${2:?name the system of the host}" "${3:?name the system of the nodes}"
 NODES=$1 HOST=$2 SYSTEM=$3 RESULTS=${4:-results}
 FORECASTS=$RESULTS/$SYSTEM/forecasts
 PLAN=$FORECASTS/plan.csv SEALED=$FORECASTS/plan.json
 PYTHON=${PYTHON:-python3}
+
+predict() { # more options
+    $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
+        --results "$RESULTS" --system "$SYSTEM" "$@"
+}
 
 mkdir -p "$FORECASTS"
 [ -e "$PLAN" ] || $PYTHON -m measure.run --emulate-nodes "$NODES" --write-plan "$PLAN"
@@ -21,10 +27,7 @@ if [ ! -e "$SEALED" ]; then
     $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM" --kernels-from "$HOST"
     # for the devices of the host's kernels, where those are this visit's and a power cap told them
     # apart
-    $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
-        --results "$RESULTS" --system "$SYSTEM" --same-devices ||
-        $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
-            --results "$RESULTS" --system "$SYSTEM"
+    predict --same-devices || { echo "so the forecast is for any devices of their kind" >&2; predict; }
 fi
 $PYTHON -m measure.run --emulate-nodes "$NODES" --suite training --plan "$PLAN" \
     --out "$RESULTS" --system "$SYSTEM" --progress

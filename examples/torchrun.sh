@@ -7,6 +7,7 @@
 # One process on each node is enough: it starts a worker for each GPU itself. Where your launcher
 # insists on one process per GPU that is fine too: the others end at once. Node 0 writes the results.
 set -e
+: "${1:?name the system, such as 8x-h200}"
 SYSTEM=$1
 shift
 if [ "${NODES:-1}" -gt 1 ]; then

@@ -127,7 +127,9 @@ def write_plan(path: Path, options: Options, kind: str, devices: int) -> int:
     if not cases:
         raise UserError(f"{path}: no training step fits {devices} devices; nothing is written")
     write_table(path, TrainingConfig, [case.config for case in cases])
-    print(f"{len(cases)} training steps written to {path}")
+    device = "CPU worker" if kind == "cpu" else "GPU"
+    on = f"{devices} {device}{'s' if devices > 1 else ''}"
+    print(f"{len(cases)} training steps for {on} written to {path}")
     return 0
 
 

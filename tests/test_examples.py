@@ -72,8 +72,12 @@ def test_torchrun_is_told_of_several_nodes(stubs: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("example", LAUNCHED[1:])
-def test_what_is_not_named_is_asked_for(stubs: Path, example: str) -> None:
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [*((name, ()) for name in (*LAUNCHED, "campaign.sh")), ("emulated-nodes.sh", ("2",))],
+)
+def test_what_is_not_named_is_asked_for(stubs: Path, example: str, words: tuple[str, ...]) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:
-        said(example, stubs)
+        said(example, stubs, *words)
     assert b"name the system" in error.value.stderr
+    assert not (stubs.parent / "said").exists()

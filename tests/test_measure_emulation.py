@@ -243,7 +243,7 @@ def test_a_plan_is_written_where_the_gpus_are_not(
         case.case_id for case in emulation_plan.cases(4, 2, "nvidia", quick=False)
     ]
     assert {one.nodes for one in configs} == {2}
-    capsys.readouterr()
+    assert "training steps for 4 GPUs written to" in capsys.readouterr().out
     assert run(main, [*words, "--plan", str(path), "--suite", "training", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["suites"]["training"]["cases"]
     assert [one["case_id"] for one in listed] == [one.case_id for one in configs]

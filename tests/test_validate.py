@@ -13,7 +13,7 @@ from reports.validation import render
 from simulate import components, validate
 from simulate.draw import Grid, _random
 from simulate.memory import memory
-from simulate.scores import coverage, grouped, summarise, wide_or_narrow, winkler
+from simulate.scores import _inside, coverage, grouped, summarise, wide_or_narrow, winkler
 from simulate.uncertainty import Z90
 from simulate.validation import Case, predict, validation
 from simulate.validation_text import table
@@ -481,6 +481,14 @@ def test_winkler_score() -> None:
     one = np.array([1.0])
     assert winkler(one, 0.9 * one, 1.1 * one)[0] == pytest.approx(0.2)
     assert winkler(one, 1.1 * one, 1.3 * one)[0] == pytest.approx(0.2 + 20 * 0.1)
+
+
+def test_a_clock_that_never_moves_is_inside() -> None:
+    """A CPU's at 2499.982 MHz, of which a calibration keeps six digits; 1 MHz above it is not."""
+    held = {"low": 2404.2, "high": 2499.98}
+    for real, inside in ((2499.982, 1), (2500.98, 0), (2403.2, 0)):
+        entry = {"predicted_clock_mhz": held, "real_clock_mhz": real}
+        assert _inside([entry], "clock_mhz") == inside
 
 
 def test_summary_of_nothing() -> None:
