@@ -29,13 +29,16 @@ from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
     LARGE_US,
+    MEMORY_WITH_CLOCK,
     POWER_EXPONENT,
+    PULSES_ELSEWHERE,
     SURGE,
     ClockState,
     is_compute,
     is_product,
 )
 from calibrate.telemetry import Telemetry
+from calibrate.turns import assumed, fit_turns, left_open, turned_exponent, turned_share
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
 from spec.records import HeatRow, KernelRow
@@ -44,11 +47,6 @@ from spec.records import HeatRow, KernelRow
 # 0.40 to 0.44, 0.12 to 0.13 and 0.10 to 0.12 on four H200, two H200 and two H100
 COMMUNICATION_SHARE, WAITING_SHARE = 0.40, 0.12
 IDLE_SHARE = 0.11
-# Of memory-bound kernels' power above idle, what goes with the clock as products' does: in turns
-# with products under the cap, on one H200 (`benchmarks/turns.json`), a sum of bf16 tensors showed
-# 0.33 and 0.34, gradients added to those in fp32 0.63 and 0.39.
-MEMORY_WITH_CLOCK = (0.48, 0.3, 0.65)
-PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 
 
 def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> ClockState:
@@ -112,10 +110,16 @@ def _fit_power_exponent(
     rows: Sequence[KernelRow],
     ledger: Ledger,
 ) -> None:
-    """From pulses of products; else rows of one shape on one device below the cap at two clocks."""
+    """From pulses of products, else turns, else rows of one shape at two clocks below the cap."""
     pulsed = pulse_exponent(evidence, state, ledger)
+    before = POWER_EXPONENT
     if pulsed is not None:
-        state.power_exponent = pulsed
+        noted = ledger.parameters[-1]
+        before = noted.value, noted.low, noted.high
+    state.turned = fit_turns(evidence, state, assumed(*before))
+    told = turned_exponent(evidence, state, ledger) if pulsed is None else pulsed
+    if told is not None:
+        state.power_exponent = told
         return
     capped = 0.97 * state.limit_w if state.limit_w else float("inf")
     by_shape: dict[tuple[str, str, str, str, int], list[KernelRow]] = defaultdict(list)
@@ -152,7 +156,9 @@ def _fit_power_exponent(
             "measured" if known else "assumed",
             f"{telemetry.detail}: {onset:.2f} from the largest power of a device in bursts of "
             f"products, before the cap acts, beside {evidence.where(KernelRow, used)} sustained; "
-            "the sensor lags, so it is more" + ("" if known else f"; {PULSES_ELSEWHERE}"),
+            "the sensor lags, so it is more"
+            + ("" if known else f"; {PULSES_ELSEWHERE}")
+            + left_open(state),
         )
     else:
         value, low_end, high_end = POWER_EXPONENT
@@ -162,7 +168,8 @@ def _fit_power_exponent(
             "1",
             (low_end, high_end),
             "assumed",
-            f"{PULSES_ELSEWHERE}; no shape was sustained at two clocks below the power cap here",
+            f"{PULSES_ELSEWHERE}; no shape was sustained at two clocks below the power cap here"
+            + left_open(state),
         )
     state.power_exponent = value
 
@@ -241,7 +248,7 @@ def fit_clock(
         regulated_w=_regulated(evidence, state, ledger),
         surge=_surge(evidence, state, ledger),
         power_exponent=rounded(state.power_exponent),
-        memory_with_clock=_memory_with_clock(state, ledger),
+        memory_with_clock=rounded(_memory_with_clock(evidence, state, ledger)),
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
         device_spread_sd=rounded(device_spread(evidence, state, ledger)),
@@ -255,10 +262,13 @@ def fit_clock(
     )
 
 
-def _memory_with_clock(state: ClockState, ledger: Ledger) -> float:
+def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
     """Nothing where no cap changes a clock."""
     if state.limit_w is None:
         return 0.0
+    told = turned_share(evidence, state, ledger)
+    if told is not None:
+        return told
     value, low, high = MEMORY_WITH_CLOCK
     detail = "products and memory-bound kernels in turns on one H200 under its cap; no such turns"
     return ledger.note("clock.memory_with_clock", value, "share", (low, high), "assumed", detail)

@@ -24,6 +24,7 @@ from spec.records import (
     KernelRow,
     Repeated,
     Row,
+    TurnRow,
 )
 from spec.results import ResultSet
 
@@ -35,6 +36,7 @@ FITTED: dict[type[Row], str] = {
     CollectiveRow: "collectives.csv",
     InterferenceRow: "interference.csv",
     HeatRow: "heat.csv",
+    TurnRow: "turns.csv",
 }
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution

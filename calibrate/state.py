@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 
+from calibrate.evidence import Z90
 from spec.calibration import DeviceFit
 from spec.kernel import ATTENTION, Kernel, parse_kernel
 from spec.records import KernelRow
@@ -16,6 +17,11 @@ COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", *ATTENTION)
 # Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).
 # Power goes as clock times voltage squared: up to 3 (Kandiah et al., "AccelWattch", MICRO 2021).
 POWER_EXPONENT = (1.42, 1.0, 2.4)
+PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
+# Of memory-bound kernels' power above idle, what goes with the clock as products' does, where no
+# turns of both tell: on one H200 (docs/power.md) a sum of bf16 tensors showed 0.33 and 0.34,
+# gradients added to those in fp32 0.63 and 0.39.
+MEMORY_WITH_CLOCK = (0.48, 0.3, 0.65)
 # The same of what a cap lets through for some tenths of a second, see `calibrate.pulses.surge`.
 SURGE = (1.043, 1.0, 1.05)
 # shares of the room between idle and power limit, where no row shows power
@@ -84,6 +90,28 @@ def host_share(kernel: Kernel, time_us: float) -> float:
     return min((NORM_ISSUE_US + NORM_READ_US * (tensors - 1)) / time_us, 1.0)
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its standard deviation."""
+
+    value: float
+    sd: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """90 %."""
+        return self.value - Z90 * self.sd, self.value + Z90 * self.sd
+
+
+@dataclass(frozen=True)
+class Turned:
+    """What turns tell of power, see `calibrate.turns`."""
+
+    exponent: Estimate
+    share: Estimate  # of memory-bound kernels' power that goes with the clock
+    rows: int
+
+
 @dataclass
 class ClockState:
     """Reference clock, exponents and idle power: what other fits need to read a row."""
@@ -96,6 +124,7 @@ class ClockState:
     burst_exponents: dict[bool, float] = field(default_factory=dict)  # of clocks read in bursts
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
+    turned: Turned | None = None
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
     devices: tuple[DeviceFit, ...] = ()
     # the mean device's beside all rows', by is_compute

@@ -10,6 +10,7 @@ from measure import nccl_choice
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 
 OWN_PROCESSES = ("host", "training", "placement", "profile")  # suites that start their own
+SHARED = ("kernels", "turns")  # suites whose cases need one device each: all devices at once
 START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
 ORDERED = ("kernels", "collectives", "interference")  # others: as planned, most instructive first
@@ -21,9 +22,9 @@ def start_s(suite: str, kind: str) -> float:
 
 
 def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> float:
-    """Wall-clock estimate of a suite: kernels are shared by the devices."""
+    """Wall-clock estimate of a suite; devices share the cases that need one."""
     total = float(sum(case.seconds for case in cases))
-    if suite == "kernels":
+    if suite in SHARED:
         total /= devices
     if suite == "collectives" and kind in START_S:
         asked = nccl_choice.wanted(cases)
@@ -82,7 +83,7 @@ def affordable(
     left = seconds
     for suite, some in cases.items():
         share = share_s(suite, cases, left, kind, devices) if some else 0.0
-        at_once = devices if suite == "kernels" else 1
+        at_once = devices if suite in SHARED else 1
         alone = sum(case.seconds for case in some) / at_once
         used, taken = estimate_s(suite, some, kind, devices) - alone, []  # what comes on top
         for case in order(suite, some):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, host_time, nccl_choice, placement
+from measure import checks, heat, host_time, nccl_choice, placement, turns
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.other_hosts import OtherHost, Samplers
@@ -16,7 +16,7 @@ from measure.store import Store, seconds_since, write_links
 from measure.window import Window
 from measure.workers import Pool
 from spec.errors import UserError, WorkError
-from spec.records import KernelRow
+from spec.records import TABLES
 
 
 @dataclass
@@ -80,15 +80,23 @@ class Campaign:
 
     def kernels(self, pool: Pool, cases: Sequence[KernelCase], until: float | None) -> None:
         """Share the cases among the devices."""
+        self._each("kernels", pool, cases, until)
 
-        def begin(device: int, case: KernelCase) -> None:
+    def turns(self, pool: Pool, cases: Sequence[turns.TurnCase], until: float | None) -> None:
+        """All devices at once, each by itself."""
+        self._each("turns", pool, cases, until)
+
+    def _each(self, table: str, pool: Pool, cases: Sequence[Any], until: float | None) -> None:
+        """Cases that need one device, into a table of theirs."""
+
+        def begin(device: int, case: Any) -> None:
             self.sampler.tag(case.case_id, device)
 
-        def finish(device: int, case: KernelCase, reply: dict[str, Any]) -> None:
+        def finish(device: int, case: Any, reply: dict[str, Any]) -> None:
             self.sampler.tag("", device)
             if "row" in reply:
-                row = KernelRow.model_validate(reply["row"] | {"device": device})
-                self.store.append("kernels", [row])
+                row = TABLES[table].model_validate(reply["row"] | {"device": device})
+                self.store.append(table, [row])
             elif "skip" in reply:
                 self.store.skip(case.case_id, reply["skip"])
             else:

@@ -20,8 +20,9 @@ from spec.parallelism import Parallelism
 from spec.step import kernels_of
 
 SUITES = ("kernels", "host", "collectives", "interference", "training", "telemetry")
-# minutes that only a thermal model, or a placement, needs; training steps again, under a profiler
-ON_REQUEST = ("heat", "placement", "profile")
+# minutes that only a thermal model, a model of power, or a placement needs; training steps again,
+# under a profiler
+ON_REQUEST = ("heat", "turns", "placement", "profile")
 JUDGE_SHARE = 0.2
 
 

@@ -16,6 +16,7 @@ from measure import (
     host_time,
     namespaces,
     placement,
+    turns,
 )
 from measure.budget import affordable, estimate_s
 from measure.plan import collective_cases, interference_cases, kernel_cases
@@ -83,6 +84,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = steps
         elif suite == "heat":
             cases[suite] = list(heat.cases(options.quick))
+        elif suite == "turns":
+            cases[suite] = turns.cases(devices, options.quick)
         elif suite == "placement":
             cases[suite] = placement.cases(kind, devices, options.quick)
     return cases

@@ -64,6 +64,18 @@ def quantiles(times_us: Sequence[float]) -> dict[str, Any]:
     }
 
 
+class HostEvent:
+    """A moment of this process's clock, with a CUDA event's methods."""
+
+    def record(self) -> None:
+        """Now."""
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, later: "HostEvent") -> float:
+        """Milliseconds until another."""
+        return 1e3 * (later._at_s - self._at_s)
+
+
 class CpuTimer:
     """Times calls on the CPU of this process."""
 
@@ -79,6 +91,10 @@ class CpuTimer:
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
+
+    def event(self) -> HostEvent:
+        """A timing event."""
+        return HostEvent()
 
     def release(self) -> None:
         """Nothing is cached."""

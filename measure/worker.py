@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         cpu_memory.keep()
     import torch
 
-    from measure import collectives, interference, kernels, nccl_choice
+    from measure import collectives, interference, kernels, nccl_choice, turns
     from measure.heat import burn
     from measure.load import load
     from measure.products import Refused
@@ -78,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
             if case["suite"] == "kernels":
                 row = kernels.measure(case, timer, asked.rank)
                 reply({"row": row.model_dump(mode="json")})
+            elif case["suite"] == "turns":
+                turned = turns.measure(case, timer, monitor, asked.rank)
+                reply({"row": turned.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
             elif case["suite"] == "choice":

@@ -223,6 +223,49 @@ class HeatRow(Row):
     throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
 
 
+class TurnRow(Row):
+    """turns.csv: products and memory-bound kernels in turns on one device, its clock settled."""
+
+    device: NonNegativeInt = Field(description="index into the manifest's devices")
+    op: Literal["grad_accumulate", "add"] = Field(
+        description="memory-bound: a bf16 gradient added to an fp32 one; the sum of bf16 tensors"
+    )
+    elements: PositiveInt = Field(description="of each tensor of the memory-bound kernel")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    products: NonNegativeInt = Field(description="products of a turn")
+    others: NonNegativeInt = Field(description="memory-bound kernels of a turn")
+    product_us: Positive | None = Field(default=None, description="median time of one product")
+    other_us: Positive | None = Field(
+        default=None, description="median time of one memory-bound kernel"
+    )
+    clock_mhz: Positive | None = Field(default=None, description="SM clock, mean of the readings")
+    power_w: Positive | None = Field(
+        default=None, description="mean, by the energy counter where there is one"
+    )
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+    @model_validator(mode="after")
+    def _timed(self) -> Self:
+        """What ran was timed, and something ran."""
+        timed = (self.product_us is not None, self.other_us is not None)
+        if timed != (self.products > 0, self.others > 0) or not any(timed):
+            raise ValueError(
+                "product_us and other_us are to be there where products and others are above 0, of "
+                "which one is"
+            )
+        return self
+
+    @property
+    def product_share(self) -> float:
+        """Part of the time that products run."""
+        products, others = (
+            count * (time_us or 0.0)
+            for count, time_us in ((self.products, self.product_us), (self.others, self.other_us))
+        )
+        return products / (products + others)
+
+
 class TrainingConfig(Row):
     """A configuration of training steps: the columns of a plan, and the first of training.csv."""
 
@@ -415,6 +458,7 @@ TABLES: dict[str, type[Row]] = {
     "collectives": CollectiveRow,
     "interference": InterferenceRow,
     "heat": HeatRow,
+    "turns": TurnRow,
     "training": TrainingRow,
     "steps": StepRow,
     "placement": PlacementRow,

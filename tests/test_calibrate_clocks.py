@@ -1,6 +1,5 @@
 """Clock, power and telemetry: what a row says once its state is known."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pyarrow.parquet as parquet
 import pytest
 
 from calibrate.clocks import (
-    MEMORY_WITH_CLOCK,
     _fit_power_exponent,
     _onset_exponent,
     _surge,
@@ -326,28 +324,6 @@ def test_a_share_of_power_is_between_nothing_and_all(tmp_path: Path, share: floa
     write_json(tmp_path / "c.json", calibration_json(clock=clock))
     with pytest.raises(UserError, match=f"clock.memory_with_clock is {share}"):
         read_calibration(tmp_path / "c.json")
-
-
-def test_turns_of_products_and_memory_bound_kernels_show_the_share_that_is_assumed() -> None:
-    """The four turns that tell, as docs/power.md reads them; idle 78 W, exponent 1.416."""
-    turns = {
-        (one["kind"], one["gemms"], one["others"]): one
-        for one in json.loads((Path(__file__).parents[1] / "benchmarks/turns.json").read_text())
-    }
-    products = turns["accumulate", 4, 0]
-    shares = []
-    for kind, gemms, others in (
-        ("accumulate", 2, 2), ("accumulate", 3, 1), ("add", 1, 4), ("add", 2, 4),
-    ):  # fmt: skip
-        one, alone = turns[kind, gemms, others], turns[kind, 0, 4]["power_w"] - 78
-        busy = [gemms * one["ms"]["gemm"], others * one["ms"][kind]]
-        slower = (one["clock_mhz"] / products["clock_mhz"]) ** 1.416
-        drawn = (one["power_w"] - 78) * sum(busy) - (products["power_w"] - 78) * slower * busy[0]
-        left = drawn / busy[1] / alone
-        shares.append((1 - left) / (1 - (one["clock_mhz"] / 1980) ** 1.416))
-    assert shares == pytest.approx([0.63, 0.39, 0.33, 0.34], abs=0.02)
-    value, low, high = MEMORY_WITH_CLOCK
-    assert low < min(shares) < value < max(shares) < high
 
 
 def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None:

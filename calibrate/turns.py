@@ -1,0 +1,137 @@
+"""How power goes with the clock, from products and memory-bound kernels in turns (`turns.csv`).
+
+The less of the time products have, the more clock a cap leaves: their rows lie at several clocks. A
+device draws, on the mean over a turn,
+
+    idle + f * P * x ** a + (1 - f) * M * (1 - s + s * x ** a)
+
+with f the products' part of the time, x = clock / reference clock, a the exponent of power, s the
+share of a memory-bound kernel's power that goes with the clock, P and M what products and that
+kernel draw at the reference clock. P and M are each device's own, a and s the system's.
+"""
+
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.state import (
+    MEMORY_WITH_CLOCK,
+    POWER_EXPONENT,
+    PULSES_ELSEWHERE,
+    ClockState,
+    Estimate,
+    Turned,
+)
+from spec.records import TurnRow
+
+# of a row's power: an energy counter moves ten times a second, which over three is 1.4 %
+ROW_SD = 0.015
+# Turns tell the exponent where they leave no more than this part of what was assumed of it open.
+# Assumed: on H200, whose products stay below the largest clock in every turn, they leave 0.6.
+MOST_OPEN = 0.5
+
+
+def assumed(value: float, low: float, high: float) -> Estimate:
+    """A value and its standard deviation from a 90 % interval."""
+    return Estimate(value, (high - low) / (2 * Z90))
+
+
+def fit_turns(evidence: Evidence, state: ClockState, exponent: Estimate) -> Turned | None:
+    """Exponent and share by least squares over all turns; None without any.
+
+    `exponent` is what is known of it otherwise; of the share it is `MEMORY_WITH_CLOCK`. Both count
+    beside the rows, and so are what comes out where these say nothing.
+    """
+    found = evidence.rows(TurnRow)
+    rows = [one for one in found if one[1].clock_mhz and (one[1].power_w or 0) > state.idle_w]
+    if not rows or state.limit_w is None:
+        return None
+    powers: dict[tuple[str, int, str], int] = {}  # place of each P and M
+    of_products, of_others = np.zeros(len(rows), int), np.zeros(len(rows), int)
+    for number, (run, row) in enumerate(rows):
+        for name, count, places in (
+            ("product", row.products, of_products),
+            (row.op, row.others, of_others),
+        ):
+            if count:
+                places[number] = powers.setdefault((run, row.device, name), len(powers))
+    clock = np.array([row.clock_mhz for _, row in rows]) / state.reference_mhz
+    part = np.array([row.product_share for _, row in rows])
+    power = np.array([row.power_w or 0.0 for _, row in rows])
+    drawn, sd = power - state.idle_w, ROW_SD * power
+    share = assumed(*MEMORY_WITH_CLOCK)
+
+    def residuals(p: NDArray[np.float64]) -> NDArray[np.float64]:
+        a, s, each = p[0], p[1], p[2:]
+        going = clock**a
+        model = part * each[of_products] * going
+        model = model + (1 - part) * each[of_others] * (1 - s + s * going)
+        known = (a - exponent.value) / exponent.sd, (s - share.value) / share.sd
+        loose = each / drawn.max() - 1  # or a lone mixed turn would not part P from M
+        return np.concatenate([(model - drawn) / sd, known, loose])
+
+    start = np.array([exponent.value, share.value, *[drawn.max()] * len(powers)])
+    low = [0.1, 0.0, *[1e-6] * len(powers)]
+    high = [10.0, 1.0, *[np.inf] * len(powers)]
+    best = least_squares(residuals, start, bounds=(low, high), x_scale=np.abs(start))
+    sds = np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
+    return Turned(
+        exponent=Estimate(float(best.x[0]), float(sds[0])),
+        share=Estimate(float(best.x[1]), float(sds[1])),
+        rows=len(rows),
+    )
+
+
+def turned_exponent(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
+    """The exponent of power where turns tell it."""
+    if state.turned is None:
+        return None
+    found, before = state.turned.exponent, assumed(*POWER_EXPONENT)
+    if found.sd > MOST_OPEN * before.sd:
+        return None
+    return ledger.note(
+        "clock.power_exponent",
+        found.value,
+        "1",
+        found.interval,
+        "measured",
+        _detail(evidence, state.turned, before, PULSES_ELSEWHERE),
+    )
+
+
+def left_open(state: ClockState) -> str:
+    """What turns say of the exponent where they tell too little of it."""
+    if state.turned is None:
+        return ""
+    found = state.turned.exponent
+    return f"; turns leave it open, {found.value:.2f} with an sd of {found.sd:.2f} with this beside"
+
+
+def turned_share(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
+    """What goes with the clock of memory-bound kernels' power, where there are turns.
+
+    Called measured where the rows weigh at least as much as what is assumed beside them.
+    """
+    if state.turned is None:
+        return None
+    found, before = state.turned.share, assumed(*MEMORY_WITH_CLOCK)
+    weighs = found.sd <= sqrt(0.5) * before.sd
+    return ledger.note(
+        "clock.memory_with_clock",
+        found.value,
+        "share",
+        found.interval,
+        "measured" if weighs else "assumed",
+        _detail(evidence, state.turned, before, "of turns on one H200")
+        + ("" if weighs else ", which weighs more"),
+    )
+
+
+def _detail(evidence: Evidence, turned: Turned, before: Estimate, source: str) -> str:
+    return (
+        f"{evidence.where(TurnRow, turned.rows)}: products and memory-bound kernels in turns; "
+        f"beside them {before.value:g} with an sd of {before.sd:.2f}, {source}"
+    )
