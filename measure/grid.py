@@ -93,7 +93,7 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
         found += [
             Kernel(op, way, dims) for op in _BY_WIDTH for dims in _GPU_WIDTHS for way in PASSES
         ]
-    found += blocks(gpu) + shards(gpu)
+    found += blocks(gpu) + around_blocks(gpu) + shards(gpu)
     head = (16, 128) if gpu else (4, 32)
     for count, _ in rows:
         found += [Kernel("rope", way, (count, *head)) for way in PASSES]
@@ -141,6 +141,22 @@ def blocks(gpu: bool) -> list[Kernel]:
             (1, 8192, 4096, 16, 2, 128),
         )
     return [Kernel("attention_block", way, one) for one in dims for way in PASSES]
+
+
+def around_blocks(gpu: bool) -> list[Kernel]:
+    """What orders, joins and sums the pieces of ring attention, around `blocks`.
+
+    A step has few shapes of its own: tokens and heads differ from model to model.
+    """
+    heads: tuple[tuple[int, int], ...] = ((64, 4), (256, 8))
+    if gpu:
+        heads = ((1024, 8), (1024, 40), (4096, 8), (4096, 32), (8192, 64))
+    dim = 128 if gpu else 32
+    found = [Kernel("reorder", "forward", (rows, count, dim)) for rows, count in heads]
+    for size in (rows * count for rows, count in heads):
+        found.append(Kernel("rescale", "forward", (size, dim)))
+        found += [Kernel(op, "forward", (size * dim,)) for op in ("widen", "accumulate")]
+    return found
 
 
 def shards(gpu: bool) -> list[Kernel]:

@@ -283,6 +283,25 @@ class Maker(Products):
         gradient = self._normal(elements, dtype=dtype)
         return lambda: main.add_(gradient)
 
+    _accumulate = _grad_accumulate
+
+    def _reorder(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """[seq, batch, heads, dim], as layers have it, to the ring's [batch, heads, seq, dim]."""
+        rows, heads, dim = kernel.dims
+        by_token = self._normal(rows, 1, heads, dim, dtype=dtype)
+        return lambda: by_token.permute(1, 2, 0, 3).contiguous()
+
+    def _widen(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        piece = self._normal(*kernel.dims, dtype=dtype)
+        return piece.float
+
+    def _rescale(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """By ones: what is multiplied again and again must stay a normal number."""
+        del dtype
+        joined = self._normal(*kernel.dims, dtype=torch.float32)
+        factors = torch.ones(kernel.dims[0], device=self.device)
+        return lambda: joined.mul_(factors[..., None])
+
     def _pieces(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
         whole, rest = divmod(elements, PARAMETER)
         sizes = [PARAMETER] * whole + ([rest] if rest else [])

@@ -113,25 +113,28 @@ class Works:
         return self._kernels[kernel]
 
     def learn(self, kernels: Iterable[Kernel]) -> None:
-        """Work out those that are new, all shapes of an operation at once."""
-        new: dict[int, tuple[KernelFit, list[Kernel]]] = {}
+        """Work out those that are new, all shapes of an operation at once.
+
+        What another operation stands for is off by itself, and takes its time where that is free.
+        """
+        new: dict[tuple[int, str], tuple[KernelFit, list[tuple[Kernel, Kernel]]]] = {}
         for kernel in kernels:
             if kernel not in self._kernels:
-                fit = self._calibration.kernel(kernel)
-                new.setdefault(id(fit), (fit, []))[1].append(kernel)
-        for fit, alike in new.values():
-            known = [self._calibration.known(kernel) for kernel in alike]
-            times = self._times(fit, [one.dims for one in known])
-            for kernel, one, both in zip(alike, known, times, strict=True):
-                self._kernels[kernel] = self._work(fit, one, *both)
+                fit, known = self._calibration.kernel(kernel), self._calibration.known(kernel)
+                op = fit.op if known is kernel else kernel.op
+                new.setdefault((id(fit), op), (fit, []))[1].append((kernel, known))
+        for (_, op), (fit, alike) in new.items():
+            times = self._times(fit, op, [known.dims for _, known in alike])
+            for (kernel, known), both in zip(alike, times, strict=True):
+                self._kernels[kernel] = self._work(fit, known, *both)
 
     def _times(
-        self, fit: KernelFit, shapes: Sequence[tuple[int, ...]]
+        self, fit: KernelFit, op: str, shapes: Sequence[tuple[int, ...]]
     ) -> list[tuple[float, Array]]:
-        """Central and drawn durations at the reference clock, us."""
+        """Central and drawn durations at the reference clock, us; `op` is what they are for."""
         if self._draws.central:
             return [(one, one + self._draws.zero) for one in fit.central_us(shapes)]
-        name, found = f"kernel {fit.op} {fit.direction}", []
+        name, found = f"kernel {op} {fit.direction}", []
         for central_us, sd in (reference_us(Same(fit), dims) for dims in shapes):
             found.append((central_us, central_us * self._draws.factor(name, sd)))
         return found

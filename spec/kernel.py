@@ -49,6 +49,11 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # FSDP: weights gathered from `ranks` GPUs out of the message; bf16 gradients into one, as fp32
     "gather_copy_out": (("elements", "ranks"), ("forward",)),
     "scatter_copy_in": (("elements", "ranks"), ("forward",)),
+    # around ring attention's pieces, see `spec.step_context`; torch vectorises none of them
+    "reorder": (("rows", "heads", "head_dim"), ("forward",)),  # bf16, by token to by head
+    "widen": (("elements",), ("forward",)),  # bf16 to fp32
+    "rescale": (("rows", "width"), ("forward",)),  # fp32, each row by a factor of its own
+    "accumulate": (("elements",), ("forward",)),  # fp32 += bf16, of no weight's gradient
 }
 
 # Elements touched per output element (rows * width), each counted once in its own dtype's size:
@@ -66,6 +71,7 @@ _TOUCHED = {
 
 PRODUCTS = ("gemm", "narrow_gemm", "grouped_gemm", "fused_grouped_gemm")
 ATTENTION = ("attention", "attention_block")
+AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 
 
@@ -109,13 +115,16 @@ class Kernel:
         """What a system that never measured this operation takes its time from, if anything.
 
         A block without mask: causal attention of as many products. FSDP's copies: a plain copy of
-        as many bytes.
+        as many bytes. What is around a ring's pieces: the one kernel of a step's others that torch
+        does not vectorise either, of as many bytes.
         """
         d = self.named
         if self.op == "attention_block":
             seq = isqrt(2 * d["queries"] * d["keys"])
             dims = (d["batch"], seq, d["heads"], d["kv_heads"], d["head_dim"])
             return Kernel("attention", self.direction, dims, self.dtype)
+        if self.op in AROUND_BLOCKS:
+            return Kernel("grad_accumulate", "forward", (max(int(self.bytes) // 10, 1),))
         if self.op in ("gather_copy_out", "scatter_copy_in"):
             return Kernel("copy", "forward", (max(int(self.bytes) // 4, 1),))
         return None
@@ -161,7 +170,7 @@ class Kernel:
                 return float(d["rows"] * d["vocab"] * (size + 4))
             case "router":
                 return float(d["rows"] * d["experts"] * 4 * 4)
-            case "grad_accumulate":
+            case "grad_accumulate" | "accumulate":
                 return float(d["elements"] * (size + 4 + 4))
             case "adam":  # fp32 master, two moments read and written, fp32 gradient, bf16 weight
                 return float(d["elements"] * (3 * 8 + 4 + 2))
@@ -169,8 +178,12 @@ class Kernel:
                 return float(d["elements"] * 4)
             case "copy" | "gather_copy_out":
                 return float(2 * d["elements"] * size)
-            case "scatter_copy_in":
+            case "scatter_copy_in" | "widen":
                 return float(d["elements"] * (size + 4))
+            case "rescale":
+                return float(d["rows"] * (2 * d["width"] + 1) * 4)
+            case "reorder":
+                return float(2 * prod(self.dims) * size)
         touched = _TOUCHED[self.op][self.direction == "backward"]
         return float(prod(self.dims) * size * touched)
 

@@ -25,22 +25,24 @@ def ring_attention(
     own = (p.microbatch, length, heads, kv_heads, dim)
     block = (p.microbatch, length, length // 2, heads, kv_heads, dim)
     later = p.cp - 1
-    stacked, half = copied(8 * keys), copied(4 * keys)  # keys and values: all of them, half
-    ordered = copied(4 * queries)  # by head, as the kernel wants them
+    # keys and values, all of them and half, and queries: by head, as the attention wants them
+    stacked, half, ordered = (
+        Kernel("reorder", "forward", (rows, n, dim)) for n in (2 * kv_heads, kv_heads, heads)
+    )
     # scaled by exp of differences of log-sums, both summands read and one written, in fp32
     joined = (
-        copied(12 * sums),  # logaddexp
-        *(copied(8 * sums),) * 5,  # two differences, two exponentials, and where they stay
-        *(copied(8 * queries),) * 2,
+        *(copied(12 * sums),) * 3,  # logaddexp, two differences
+        *(copied(8 * sums),) * 3,  # two exponentials, and where the sums stay
+        *(Kernel("rescale", "forward", (sums, dim)),) * 2,
         copied(12 * queries),
     )
 
     def there(attention: Kernel) -> tuple[Kernel, ...]:
-        return ordered, attention, copied(6 * queries)  # cast to fp32
+        return ordered, attention, Kernel("widen", "forward", (queries,))
 
     def back(attention: Kernel) -> tuple[Kernel, ...]:
         # gradient and queries by head; gradients of queries are summed in fp32
-        return ordered, ordered, attention, copied(10 * queries)
+        return ordered, ordered, attention, Kernel("accumulate", "forward", (queries,))
 
     forward = (
         stacked,
@@ -50,13 +52,13 @@ def ring_attention(
         ordered,  # by token again
     )
     # gradients of half the keys and values, added in bf16 to those that came around
-    passed_on = (half, copied(6 * keys))
+    passed_on = (copied(4 * keys), copied(6 * keys))
     backward = (
         stacked,
-        ordered,  # zeros in fp32
+        copied(4 * queries),  # zeros in fp32
         *back(Kernel("attention", "backward", own)),
-        stacked,
-        half,  # zeros in bf16, before the first gradients go around
+        copied(8 * keys),
+        copied(4 * keys),  # zeros in bf16, before the first gradients go around
         *((half, *back(Kernel("attention_block", "backward", block)), *passed_on) * later),
         copied(12 * keys),  # this GPU's and those that came back
         copied(6 * queries),  # cast

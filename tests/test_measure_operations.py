@@ -63,6 +63,27 @@ def test_a_block_of_the_ring_sees_every_key() -> None:
     assert [tuple(one.shape[1:]) for one in back()] == [(4, 16, 16), (2, 8, 16), (2, 8, 16)]
 
 
+def test_what_is_around_a_rings_pieces_is_what_the_ring_does() -> None:
+    """Heads before tokens, in fp32, rows by their factors, added up; see `megatron_context`."""
+
+    def run(op: str, *dims: int) -> torch.Tensor:
+        out = Maker(torch.device("cpu")).build(Kernel(op, "forward", dims))[0]()
+        torch.manual_seed(1234)  # what the maker drew
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    by_head = run("reorder", 16, 4, 8)
+    by_token = torch.randn(16, 1, 4, 8, dtype=torch.bfloat16)
+    assert by_head.is_contiguous()
+    assert torch.equal(by_head, by_token.permute(1, 2, 0, 3))
+    wide = run("widen", 64)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, torch.randn(64, dtype=torch.bfloat16).float())
+    assert torch.equal(run("rescale", 64, 8), torch.randn(64, 8))  # by ones
+    total = run("accumulate", 64)
+    assert torch.equal(total, torch.randn(64) + torch.randn(64, dtype=torch.bfloat16))
+
+
 def test_shards_are_copied_between_weights_and_messages() -> None:
     """Rank after rank, and of each tensor after tensor; a gradient becomes fp32."""
     weights = Maker(torch.device("cpu")).build(Kernel("gather_copy_out", "forward", (4000, 4)))[0]()

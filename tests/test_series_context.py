@@ -7,9 +7,13 @@ import pytest
 
 from simulate.series_context import fused_joins
 from simulate.series_plan import plan
-from simulate.series_step import Calibrations, simulate
+from simulate.series_step import Calibrations, Shifts, simulate
+from simulate.transfer import changed
+from simulate.works import Works
+from spec.kernel import AROUND_BLOCKS, OPS, Kernel
 from tests.made_up import write_calibration
 from tests.test_series import row
+from tests.test_step import CALIBRATION
 
 LONG = {"seq_len": "16384", "tp": "1", "pp": "1", "cp": "4", "global_batch": "4"}
 
@@ -33,3 +37,14 @@ def test_a_fused_ring_takes_less_of_the_kernels_and_hides_less(tmp_path: Path) -
     assert theirs.breakdown_s["cp_exposed"] >= mine.breakdown_s["cp_exposed"]
     assert sum(theirs.breakdown_s.values()) == pytest.approx(fused[0])
     assert fused[1] > fused[0]
+
+
+def test_a_rings_sums_take_time_where_weight_gradients_are_free() -> None:
+    """Adapters leave no gradients of weights to add up, but the ring's sums are of queries'."""
+    kinds = ("grad_accumulate", "reorder", "accumulate")
+    kernels = [Kernel(op, "forward", (4096, 8, 64)[: len(OPS[op][0])]) for op in kinds]
+    free = Shifts(np.zeros((1, 5)), 0.1, 0.1, ("grad_accumulate forward",))
+    without = [one for one in CALIBRATION.kernels if one.op not in AROUND_BLOCKS]
+    works = Works(changed(CALIBRATION, kernels=tuple(without)), free)
+    gradients, *ring = (float(works.of(one)[1].time[0]) for one in kernels)
+    assert gradients < 1e-3 < 1 < min(ring)

@@ -8,6 +8,7 @@ from simulate.pricing import PassCost, parts_of
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.transfer import changed
 from spec.collective import Collective
+from spec.kernel import AROUND_BLOCKS
 from spec.parallelism import Parallelism
 from spec.step import (
     end_parameters,
@@ -130,7 +131,7 @@ RING = Parallelism(cp=4, global_batch=8)
 
 @pytest.mark.parametrize(
     ("p", "ops"),
-    [(P, ("gather_copy_out", "scatter_copy_in")), (RING, ("attention_block",))],
+    [(P, ("gather_copy_out", "scatter_copy_in")), (RING, ("attention_block", *AROUND_BLOCKS))],
     ids=["sharded", "ring"],
 )
 def test_kernels_that_were_never_measured_cost_what_stands_for_them(
