@@ -90,9 +90,9 @@ def _beside_rows(evidence: Evidence, drawn: Sequence[tuple[str, KernelRow, float
         compared = list(own.values())
     found: dict[str, list[float]] = defaultdict(list)
     for by_device in compared:
-        powers = {name: median(values) for name, values in by_device.items()}
-        for name, power in powers.items():
-            found[name].append(power / median(powers.values()))
+        usual = median(power for powers in by_device.values() for power in powers)
+        for name, powers in by_device.items():
+            found[name].append(median(powers) / usual)
     return {
         name: float(median(found[name])) for name in dict.fromkeys(hashes.values()) if name in found
     }

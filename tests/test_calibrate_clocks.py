@@ -261,6 +261,22 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     assert fit_devices(evidence, state, Ledger()) == ((), {})  # nothing sets one beside another
 
 
+def test_a_device_of_several_visits_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median row is of the one that was visited twice; the central power is both devices'."""
+    runs = ("first", "second", "third")
+    abouts = [manifest("made-up", name, 1, Truth(), "2030-01-01T00:00:00Z") for name in runs]
+    abouts[2].hosts[0].devices[0].uuid_hash = "f" * 16
+    sets = [ResultSet(Path("results/made-up") / one.run, one) for one in abouts]
+    clocks = zip(runs, (1500.0, 1500.0, 1250.0), strict=True)
+    rows = [(run, capped(8192, 1000.0, clock, 0)) for run, clock in clocks]
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.0)
+    found, of_rows = fit_devices(Evidence("made-up", sets), state, Ledger())
+    assert of_rows[True] == pytest.approx(1.1)
+    assert [one.power for one in found] == pytest.approx([1 / 1.1, 1.2 / 1.1], rel=1e-5)
+
+
 def test_memory_bound_kernels_draw_what_each_device_was_read_to_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
