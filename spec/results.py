@@ -8,7 +8,16 @@ from typing import TypeVar
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
 from spec.manifest import Manifest
-from spec.records import SCHEMA, TABLES, PlacementRow, ProfileRow, Row, StepRow
+from spec.records import (
+    SCHEMA,
+    TABLES,
+    KernelRow,
+    PlacementRow,
+    ProfileRow,
+    Row,
+    StepRow,
+    TurnRow,
+)
 
 R = TypeVar("R", bound=Row)
 
@@ -28,6 +37,7 @@ class ResultSet:
             path = self.path / f"{name}.csv"
             rows = read_table(path, row) if path.exists() or path.is_symlink() else []
             _refuse_duplicates(path, rows)
+            _refuse_unknown_devices(path, rows, self.manifest)
             self._tables[name] = list(rows)
         return self._tables[name]  # type: ignore[return-value]
 
@@ -42,6 +52,16 @@ def _refuse_duplicates(path: Path, rows: list[R]) -> None:
         key, count = keys.most_common(1)[0]
         if count > 1:
             raise UserError(f"{path}: case_id {key} stands there {count} times; keep one")
+
+
+def _refuse_unknown_devices(path: Path, rows: list[R], manifest: Manifest) -> None:
+    known = {device.index for host in manifest.hosts for device in host.devices}
+    for row in rows:
+        if isinstance(row, KernelRow | TurnRow) and row.device not in known:
+            raise UserError(
+                f"{path}: case_id {row.case_id}: device is {row.device}; "
+                f"manifest.json has {', '.join(map(str, sorted(known)))}"
+            )
 
 
 def _key(row: Row) -> str:

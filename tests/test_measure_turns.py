@@ -97,13 +97,14 @@ def row(**changed: object) -> TurnRow:
         ("product_us", "", "product_us and other_us are to be there"),
         ("power_w", "nan", "power_w"),
         ("device", "first", "device"),
+        ("device", "7", "device is 7; manifest.json has 0, 1"),
     ],
 )
 def test_a_broken_table_is_named_with_its_column(
     tmp_path: Path, column: str, value: str, said: str
 ) -> None:
     path = tmp_path / "turns.csv"
-    about = manifest("made-up", "run", 1, Truth(), "2030-01-01T00:00:00Z")
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
     (tmp_path / "manifest.json").write_text(about.model_dump_json(by_alias=True))
     write_table(path, TurnRow, [row(power_w=690.0)])
     assert read_result_set(tmp_path).table(TurnRow) == [row(power_w=690.0)]
