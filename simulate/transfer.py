@@ -146,6 +146,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             regulated_w=regulated,
             communication_w=clock.communication_w * by.power,
             waiting_w=clock.waiting_w * by.power,
+            devices=(),  # of another GPU
         ),
         composition_sd=(calibration.composition_sd**2 + by.sd**2) ** 0.5,
         parameters=(*_rule(by, where), *_parameters(calibration, by, target)),

@@ -10,8 +10,8 @@ import pytest
 from simulate import project
 from simulate.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
 from simulate.inputs import calibration_for, default_node, find_calibration
-from simulate.transfer import same_gpu, transfer
-from spec.calibration import Calibration, Parameter
+from simulate.transfer import changed, same_gpu, transfer
+from spec.calibration import Calibration, DeviceFit, Parameter
 from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json, write_text
@@ -74,6 +74,14 @@ def test_ceilings_scale_with_the_datasheet(calibration: Calibration) -> None:
     time, _ = a100.collective_fits["all_reduce"].time_us(8, 961 * 2**20)
     assert 961 * 2**20 * 1.75 / time / 1e3 == pytest.approx(228.3, rel=0.02)
     assert a100.composition_sd > calibration.composition_sd
+
+
+def test_devices_stay_with_their_gpu(calibration: Calibration) -> None:
+    own = DeviceFit(uuid_hash="a" * 16, power=1.02)
+    known = changed(calibration, clock=changed(calibration.clock, devices=(own,)))
+    h200 = load_node("hgx-h200")
+    assert transfer(known, h200, h200).clock.devices == (own,)
+    assert transfer(known, h200, load_node("hgx-h100")).clock.devices == ()
 
 
 def test_measured_shapes_keep_their_ratio_to_the_roofline(tmp_path: Path) -> None:
