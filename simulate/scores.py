@@ -13,9 +13,8 @@ from simulate.uncertainty import LEVEL, Z90
 # may do that in a group of its size, see `by_chance`.
 WIDEST = 2.5
 FEWEST = 5  # cases of a group that may be called so: chance alone makes some of many small ones
-ROUNDED = (
-    1e-5  # calibrations have six digits, so a clock that never moves may end just above its own
-)
+# calibrations have six digits, so a clock that never moves may end just above its own
+ROUNDED = 1e-5
 CHANCES = 1000  # groups of errors drawn to see what chance does
 GROUPS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "kind": lambda entry: str(entry["kind"]),
