@@ -26,6 +26,7 @@ SCHEMA = "results/1"
 
 Positive = Annotated[float, Field(ge=1e-15, le=1e18, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Role = Annotated[
     Literal["fit", "judge"],
     Field(description="fit: a model may be fitted on this row; judge: only compared with"),
@@ -232,8 +233,8 @@ class TurnRow(Row):
     )
     elements: PositiveInt = Field(description="of each tensor of the memory-bound kernel")
     product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
-    products: NonNegativeInt = Field(description="products of a turn")
-    others: NonNegativeInt = Field(description="memory-bound kernels of a turn")
+    products: Count = Field(description="products of a turn")
+    others: Count = Field(description="memory-bound kernels of a turn")
     product_us: Positive | None = Field(default=None, description="median time of one product")
     other_us: Positive | None = Field(
         default=None, description="median time of one memory-bound kernel"

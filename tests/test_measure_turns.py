@@ -94,6 +94,7 @@ def row(**changed: object) -> TurnRow:
     [
         ("op", "copy", "op"),
         ("others", "-1", "others"),
+        ("products", "9" * 307, "products"),
         ("product_us", "", "product_us and other_us are to be there"),
         ("power_w", "nan", "power_w"),
         ("device", "first", "device"),
