@@ -293,6 +293,7 @@ def judged_decades(
         for curve in truth:
             for point in (one for one in curve.points if _decade(one) == decade):
                 time, sd = rest.time_us(curve.ranks, point.bytes)
+                sd = float(np.hypot(sd, point.sd))  # what was measured scatters, too
                 dumb = constant_busbw(fit, curve.ranks, point.bytes)
                 judged.append((curve.ranks, Judged(time, sd, point.time_us, dumb)))
     return judged

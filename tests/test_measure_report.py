@@ -86,7 +86,7 @@ def test_a_noisy_device_is_not_a_slow_one() -> None:
 def test_links_are_kept_with_the_run_and_reported_afterwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = new_store(tmp_path)
+    store = new_store(tmp_path, devices=6)
     store.append("kernels", [row(0, 1600.0), row(1, 1600.0), row(2, 1800.0, 1400.0)])
     write_links(store.folder, "a", {(0, 1): 10.0, (2, 3): 10.0, (4, 5): 14.0})
     write_links(store.folder, "b", {(0, 2): 10.0})

@@ -41,8 +41,9 @@ ROW = CollectiveRow(
 )
 
 
-def new_store(root: Path) -> Store:
-    host = Host(name_hash="0", cpu="x", cores=1, memory_gib=1.0, devices=[FakeDevice(0).describe()])
+def new_store(root: Path, devices: int = 1) -> Store:
+    found = [FakeDevice(index).describe() for index in range(devices)]
+    host = Host(name_hash="0", cpu="x", cores=1, memory_gib=1.0, devices=found)
     return Store.create(
         root,
         system="fake",
