@@ -27,22 +27,17 @@ def fit_devices(
     """
     rows = [(run, row) for run, row in evidence.rows(KernelRow) if state.shows_power(row)]
     capped = [(run, row) for run, row in rows if "power_cap" in (row.throttle or "")]
-    products = _beside_rows(
-        evidence,
-        [
-            (run, row, row.clock_mhz**-state.power_exponent)
-            for run, row in capped
-            if is_product(row) and row.clock_mhz
-        ],
-    )
-    memory = _beside_rows(
-        evidence,
-        [
-            (run, row, state.active_w(row))
-            for run, row in rows
-            if not is_compute(row.op) and "power_cap" not in (row.throttle or "")
-        ],
-    )
+    by_clock = [
+        (run, row, row.clock_mhz**-state.power_exponent)
+        for run, row in capped
+        if is_product(row) and row.clock_mhz
+    ]
+    read = [
+        (run, row, state.active_w(row))
+        for run, row in rows
+        if not is_compute(row.op) and "power_cap" not in (row.throttle or "")
+    ]
+    products, memory = _beside_rows(evidence, by_clock), _beside_rows(evidence, read)
     memory = {name: factor for name, factor in memory.items() if name in products}
     if not products:
         return (), {}
@@ -55,16 +50,21 @@ def fit_devices(
         )
         for name, power in products.items()
     )
-    for name, what in (("power", "products"), ("memory", "memory-bound kernels")):
-        factors = [getattr(one, name) for one in fits]
+    for name, what, known, used in (
+        ("power", "products", products, by_clock),
+        ("memory", "memory-bound kernels", memory, read),
+    ):
+        factors = [getattr(one, name) for one in fits if one.uuid_hash in known]
+        if not factors:
+            continue
         ledger.note(
             f"clock.device_{name}",
             float(median(factors)),
             "factor",
             (min(factors), max(factors)),
             "measured",
-            f"{evidence.where(KernelRow, len(rows))}: what {what} draw at a clock, least and most "
-            f"of {len(fits)} devices beside their mean; used for steps on those devices",
+            f"{evidence.where(KernelRow, len(used))}: what {what} draw at a clock, least and most "
+            f"of {len(factors)} devices beside their mean; used for steps on those devices",
         )
     return fits, of_rows
 

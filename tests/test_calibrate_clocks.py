@@ -252,6 +252,7 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     assert of_rows == pytest.approx({True: mean, False: 1.0})
     assert [one.power for one in found] == pytest.approx([p / mean for p in beside_rows], rel=1e-5)
     assert ledger.parameters[0].low == found[2].power
+    assert [one.name for one in ledger.parameters] == ["clock.device_power"]  # no memory was read
     monkeypatch.setattr(Evidence, "rows", lambda *_: [*rows[1:3], *rows[-1:]])
     assert [one.uuid_hash for one in fit_devices(evidence, state, Ledger())[0]] == [
         one.uuid_hash for one in about.hosts[0].devices[1:]
