@@ -38,7 +38,7 @@ from calibrate.state import (
     is_product,
 )
 from calibrate.telemetry import Telemetry
-from calibrate.turns import assumed, fit_turns, left_open, turned_exponent, turned_share
+from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
 from spec.records import HeatRow, KernelRow
@@ -110,16 +110,16 @@ def _fit_power_exponent(
     rows: Sequence[KernelRow],
     ledger: Ledger,
 ) -> None:
-    """From pulses of products, else turns, else rows of one shape at two clocks below the cap."""
-    pulsed = pulse_exponent(evidence, state, ledger)
-    before = POWER_EXPONENT
-    if pulsed is not None:
-        noted = ledger.parameters[-1]
-        before = noted.value, noted.low, noted.high
-    state.turned = fit_turns(evidence, state, assumed(*before))
-    told = turned_exponent(evidence, state, ledger) if pulsed is None else pulsed
+    """From pulses of products and turns, else rows of one shape at two clocks below the cap."""
+    pulsed = pulse_exponent(evidence, state)
+    exponent = pulsed[0] if pulsed else assumed(*POWER_EXPONENT)
+    state.turned = fit_turns(evidence, state, exponent)
+    told = told_exponent(evidence, state.turned, pulsed)
     if told is not None:
-        state.power_exponent = told
+        exponent, detail = told
+        state.power_exponent = ledger.note(
+            "clock.power_exponent", exponent.value, "1", exponent.interval, "measured", detail
+        )
         return
     capped = 0.97 * state.limit_w if state.limit_w else float("inf")
     by_shape: dict[tuple[str, str, str, str, int], list[KernelRow]] = defaultdict(list)

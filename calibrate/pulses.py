@@ -7,9 +7,10 @@ from math import log
 from statistics import median
 
 import numpy as np
+from scipy.stats import linregress
 
-from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, rounded
-from calibrate.state import ClockState
+from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, rounded
+from calibrate.state import ClockState, Estimate
 from calibrate.telemetry import read_columns
 from spec.records import HeatRow
 
@@ -82,17 +83,20 @@ def surge(evidence: Evidence, ledger: Ledger) -> float | None:
     )
 
 
-def pulse_exponent(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
+def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str] | None:
     """The slope of log(power of products above idle) over log(clock), median over devices.
 
     Pulses leave the regulator room, so that products run at higher clocks than without pauses. What
-    a device draws in between is read from the load with nothing in it. None where no run has two
-    loads at clocks apart.
+    a device draws in between is read from the load with nothing in it. Its standard deviation is a
+    device's, by how far its loads lie from one slope: they do so alike on all devices, as the clock
+    within a pulse is not the one that a sensor reads. With it where it comes from; None where no
+    run has two loads at clocks apart.
     """
     runs: dict[str, list[HeatRow]] = {}
     for run, row in evidence.rows(HeatRow):
         runs.setdefault(run, []).append(row)
     slopes: list[float] = []
+    sds: list[float] = []
     used = 0
     for rows in runs.values():
         loads = [row for row in rows if row.duty > 0 and row.clock_median_mhz and drawn_w(row)]
@@ -108,18 +112,12 @@ def pulse_exponent(evidence: Evidence, state: ClockState, ledger: Ledger) -> flo
                 for row in loads
             ]
             if min(active) > 0:
-                slopes.append(float(np.polyfit(clocks, np.log(active), 1)[0]))
+                line = linregress(clocks, np.log(active))
+                slopes.append(float(line.slope))
+                sds.append(float(line.stderr))
     if not slopes:
         return None
     value = float(np.clip(median(slopes), 0.5, 4.0))
-    low, high = np.quantile(slopes, [0.05, 0.95])
-    wide = LEAST_SPREAD * value
-    return ledger.note(
-        "clock.power_exponent",
-        value,
-        "1",
-        (min(float(low), value - wide), max(float(high), value + wide)),
-        "measured",
-        f"{evidence.where(HeatRow, used)}: products without pause and in pulses, {len(slopes)} "
-        "devices",
-    )
+    sd = max(LEAST_SPREAD * value / Z90, float(np.std(slopes)), median(sds))
+    where = f"{evidence.where(HeatRow, used)}: products without pause and in pulses"
+    return Estimate(value, sd), f"{where}, {len(slopes)} devices"

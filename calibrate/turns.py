@@ -85,21 +85,19 @@ def fit_turns(evidence: Evidence, state: ClockState, exponent: Estimate) -> Turn
     )
 
 
-def turned_exponent(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
-    """The exponent of power where turns tell it."""
-    if state.turned is None:
+def told_exponent(
+    evidence: Evidence, turned: Turned | None, pulsed: tuple[Estimate, str] | None
+) -> tuple[Estimate, str] | None:
+    """The exponent of power that pulses and turns tell, and where it comes from.
+
+    None without pulses where turns leave too much of what is assumed open.
+    """
+    if turned is None:
+        return pulsed
+    before, source = pulsed or (assumed(*POWER_EXPONENT), PULSES_ELSEWHERE)
+    if pulsed is None and turned.exponent.sd > MOST_OPEN * before.sd:
         return None
-    found, before = state.turned.exponent, assumed(*POWER_EXPONENT)
-    if found.sd > MOST_OPEN * before.sd:
-        return None
-    return ledger.note(
-        "clock.power_exponent",
-        found.value,
-        "1",
-        found.interval,
-        "measured",
-        _detail(evidence, state.turned, before, PULSES_ELSEWHERE),
-    )
+    return turned.exponent, _detail(evidence, turned, before, source)
 
 
 def left_open(state: ClockState) -> str:

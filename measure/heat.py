@@ -72,13 +72,16 @@ def burn(message: dict[str, Any], timer: Any) -> dict[str, Any]:
     out = torch.empty_like(a)
     once = timer.once_s(lambda: torch.mm(a, a, out=out))
     count = max(round((BATCH_S if duty == 1 else PULSE_S) / once), 1)
+    first, last = timer.event(), timer.event()
     times: list[float] = []
     while not times or time.monotonic() < end:
         begin = time.perf_counter()
+        first.record()
         for _ in range(count):
             torch.mm(a, a, out=out)
+        last.record()
         timer.synchronize()
-        busy = time.perf_counter() - begin
+        busy = 1e-3 * first.elapsed_time(last)  # the device's: a host may start a pulse late
         times.append(busy / count * 1e6)
         _wait_until(begin + busy / duty)
     return {"times_us": times, "size": size, "count": count}

@@ -112,12 +112,20 @@ def test_pulses_tell_how_power_goes_with_the_clock(monkeypatch: pytest.MonkeyPat
     evidence = Evidence("made-up", [])
     monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows])
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
-    ledger = Ledger()
-    found = pulse_exponent(evidence, ClockState(1980.0, 700.0, 76.0), ledger)
-    assert found == pytest.approx(exponent, rel=1e-3)
-    assert ledger.parameters[0].low <= 0.9 * exponent * 1.001
-    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows[:2]])
-    assert pulse_exponent(evidence, ClockState(1980.0, 700.0, 76.0), ledger) is None
+    state = ClockState(1980.0, 700.0, 76.0)
+    told = pulse_exponent(evidence, state)
+    assert told is not None
+    found, where = told
+    assert found.value == pytest.approx(exponent, rel=1e-3)
+    assert found.interval[0] <= 0.9 * exponent * 1.001
+    assert "2 devices" in where
+
+    rows[2] = at(0.7, 1900).model_copy(update={"clock_median_mhz": 1800.0})  # no longer on its line
+    bent = pulse_exponent(evidence, state)
+    assert bent is not None
+    assert bent[0].sd > 1.5 * found.sd
+    rows[2:] = []
+    assert pulse_exponent(evidence, state) is None
 
 
 def test_minutes_of_load_tell_what_the_cap_holds(monkeypatch: pytest.MonkeyPatch) -> None:

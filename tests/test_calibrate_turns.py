@@ -140,7 +140,7 @@ def test_turns_tell_the_exponent_where_there_are_no_pulses(monkeypatch: pytest.M
     assert noted.low < 1.05 < noted.high
 
 
-def test_pulses_come_first_and_bind_what_turns_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulses_and_turns_tell_the_exponent_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def pulses(duty: float, clock: float) -> HeatRow:
         return heat_row(duty, clock, IDLE + duty * 600 * (clock / 1480) ** 1.8)
 
@@ -149,7 +149,12 @@ def test_pulses_come_first_and_bind_what_turns_tell(monkeypatch: pytest.MonkeyPa
     evidence, state = stated(monkeypatch, rows, heat)
     ledger = Ledger()
     _fit_power_exponent(evidence, state, NOTHING, [], ledger)
-    assert state.power_exponent == pytest.approx(1.8, abs=0.01)
     assert [one.name for one in ledger.parameters] == ["clock.power_exponent"]
     assert state.turned is not None
-    assert 1.3 < state.turned.exponent.value < 1.8
+    assert state.power_exponent == pytest.approx(state.turned.exponent.value, rel=1e-5)
+    assert 1.3 < state.power_exponent < 1.7
+    assert "in pulses" in ledger.parameters[-1].detail
+
+    evidence, state = stated(monkeypatch, [], heat)
+    _fit_power_exponent(evidence, state, NOTHING, [], Ledger())
+    assert state.power_exponent == pytest.approx(1.8, abs=0.01)

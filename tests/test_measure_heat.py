@@ -19,7 +19,7 @@ from spec.results import find_result_sets
 @pytest.mark.parametrize("duty", [0.0, 0.4, 1.0])
 def test_work_lasts_its_share_of_the_time(duty: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    passed = {"mm": 0.004, "poll": 1e-4}
+    passed = {"mm": 0.004, "poll": 1e-4, "late": 8e-4}
 
     def spend(seconds: float) -> None:
         now[0] += seconds
@@ -31,6 +31,7 @@ def test_work_lasts_its_share_of_the_time(duty: float, monkeypatch: pytest.Monke
     timer = CpuTimer(open_devices("fake:1")[0])
     monkeypatch.setattr(timer, "once_s", lambda call: passed["mm"])
     monkeypatch.setattr("torch.mm", lambda a, b, out: spend(passed["mm"]))
+    monkeypatch.setattr(timer, "synchronize", lambda: spend(passed["late"]))  # not the device's
     monkeypatch.setattr(heat.time, "perf_counter", clock)
     monkeypatch.setattr(heat.time, "monotonic", clock)
     monkeypatch.setattr(heat.time, "sleep", spend)
@@ -38,6 +39,7 @@ def test_work_lasts_its_share_of_the_time(duty: float, monkeypatch: pytest.Monke
     busy = sum(reply["times_us"]) * reply["count"] / 1e6
     assert now[0] == pytest.approx(2.0, abs=0.06)
     assert busy / now[0] == pytest.approx(duty, abs=0.03)
+    assert all(one == pytest.approx(1e6 * passed["mm"], rel=0.05) for one in reply["times_us"])
 
 
 def test_a_run_writes_a_row_for_each_load(
