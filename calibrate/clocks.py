@@ -111,10 +111,10 @@ def _fit_power_exponent(
     ledger: Ledger,
 ) -> None:
     """From pulses of products and turns, else rows of one shape at two clocks below the cap."""
-    pulsed = pulse_exponent(evidence, state)
+    pulsed = pulse_exponent(evidence.of_gpu, state)
     exponent = pulsed[0] if pulsed else assumed(*POWER_EXPONENT)
-    state.turned = fit_turns(evidence, state, exponent)
-    told = told_exponent(evidence, state.turned, pulsed)
+    state.turned = fit_turns(evidence.of_gpu, state, exponent)
+    told = told_exponent(evidence.of_gpu, state.turned, pulsed)
     if told is not None:
         exponent, detail = told
         state.power_exponent = ledger.note(
@@ -266,7 +266,7 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
     """Nothing where no cap changes a clock."""
     if state.limit_w is None:
         return 0.0
-    told = turned_share(evidence, state, ledger)
+    told = turned_share(evidence.of_gpu, state, ledger)
     if told is not None:
         return told
     value, low, high = MEMORY_WITH_CLOCK
@@ -276,7 +276,7 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
 
 def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
     """What a cap lets through for some tenths of a second, over what it holds."""
-    found = surge(evidence, ledger)
+    found = surge(evidence.of_gpu, ledger)
     if found is not None or state.limit_w is None:
         return found or 1.0
     value, low, high = SURGE

@@ -5,7 +5,7 @@ of role `fit`; rows of role `judge` are only compared with.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log, sqrt
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +38,7 @@ FITTED: dict[type[Row], str] = {
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
 }
+OF_GPU = {row: FITTED[row] for row in (HeatRow, TurnRow)}  # what tells of a GPU, not of a system
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
@@ -58,6 +59,13 @@ class Evidence:
     shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
     # how much slower the host of a run was than others', see `calibrate.host_visits`
     host_slower: Mapping[str, float] = field(default_factory=dict)
+    # other systems' runs of this GPU in pulses and turns: how its power goes with the clock
+    same_gpu: Sequence[ResultSet] = ()
+
+    @property
+    def of_gpu(self) -> "Evidence":
+        """With the runs that only tell of the GPU."""
+        return replace(self, runs=[*self.same_gpu, *self.runs], same_gpu=())
 
     def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
         """(run, row) of every row of a table; those of role `judge` only to be compared with."""
@@ -89,9 +97,10 @@ class Evidence:
 
     def inputs(self) -> Iterator[InputFile]:
         """Every file of the runs that is fitted on, with its digest."""
-        for one in self.runs:
+        for one in self.of_gpu.runs:
             yield input_file(one.path / "manifest.json", 0)
-            for row, name in FITTED.items():
+            tables = OF_GPU if one in self.same_gpu else FITTED
+            for row, name in tables.items():
                 if (one.path / name).exists():
                     yield input_file(one.path / name, len(one.fit(row)))
             if (one.path / TELEMETRY_FILE).exists():

@@ -17,6 +17,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from threadpoolctl import threadpool_limits
 from calibrate import host_visits
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
-from calibrate.evidence import FITTED, TELEMETRY_FILE, Evidence, Ledger, input_file
+from calibrate.evidence import FITTED, OF_GPU, TELEMETRY_FILE, Evidence, Ledger, input_file
 from calibrate.families import judge_families
 from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
@@ -189,6 +190,17 @@ def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
     return max(visits, key=lambda system: visits[system], default=None)
 
 
+def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
+    """Other systems' runs of the same GPU in pulses and turns."""
+    own, first = {one.path for one in found.runs}, found.runs[0].manifest.hosts[0].devices[0]
+    return [
+        one
+        for one in others
+        if one.path not in own and one.manifest.hosts[0].devices[0].name == first.name
+        if first.kind != "cpu" and any(one.fit(row) for row in OF_GPU)
+    ]
+
+
 def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:
     """The newest measured system with kernel rows one of whose runs shares a device with this."""
     own = {name for one in found.runs for name in one.manifest.device_hashes}
@@ -200,6 +212,7 @@ def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:
 def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None) -> list[Evidence]:
     """The systems with what they borrow; of several, those without kernel rows are left out."""
     kept, left_out = [], []
+    measured = find_result_sets(results)
     for one in found:
         try:
             with_its = with_kernels(one, results, kernels_from)
@@ -211,7 +224,7 @@ def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None)
         if len(found) > 1 and not with_its.rows(KernelRow):
             left_out.append(one.system)
         else:
-            kept.append(with_its)
+            kept.append(replace(with_its, same_gpu=same_gpu(with_its, measured)))
     if not kept:
         raise UserError(
             f"{results}: no system in it has kernel rows of role fit; measure them with "
