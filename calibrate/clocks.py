@@ -270,7 +270,7 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
     if told is not None:
         return told
     value, low, high = MEMORY_WITH_CLOCK
-    detail = "products and memory-bound kernels in turns on one H200 under its cap; no such turns"
+    detail = "products and memory-bound kernels in turns on three H200; no such turns here"
     return ledger.note("clock.memory_with_clock", value, "share", (low, high), "assumed", detail)
 
 

@@ -19,9 +19,9 @@ COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", *ATTENTION)
 POWER_EXPONENT = (1.42, 1.0, 2.4)
 PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 # Of memory-bound kernels' power above idle, what goes with the clock as products' does, where no
-# turns of both tell: on one H200 (docs/power.md) a sum of bf16 tensors showed 0.33 and 0.34,
-# gradients added to those in fp32 0.63 and 0.39.
-MEMORY_WITH_CLOCK = (0.48, 0.3, 0.65)
+# turns of both tell: those of three H200 alone have 0.31 (`results/2x-h200`), of three H100 0.04,
+# give or take 0.15.
+MEMORY_WITH_CLOCK = (0.31, 0.0, 0.62)
 # The same of what a cap lets through for some tenths of a second, see `calibrate.pulses.surge`.
 SURGE = (1.043, 1.0, 1.05)
 # shares of the room between idle and power limit, where no row shows power

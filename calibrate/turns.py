@@ -117,13 +117,14 @@ def turned_share(evidence: Evidence, state: ClockState, ledger: Ledger) -> float
         return None
     found, before = state.turned.share, assumed(*MEMORY_WITH_CLOCK)
     weighs = found.sd <= sqrt(0.5) * before.sd
+    low, high = found.interval
     return ledger.note(
         "clock.memory_with_clock",
         found.value,
         "share",
-        found.interval,
+        (max(low, 0.0), min(high, 1.0)),
         "measured" if weighs else "assumed",
-        _detail(evidence, state.turned, before, "of turns on one H200")
+        _detail(evidence, state.turned, before, "of three H200's turns")
         + ("" if weighs else ", which weighs more"),
     )
 
