@@ -61,11 +61,13 @@ class Evidence:
     host_slower: Mapping[str, float] = field(default_factory=dict)
     # other systems' runs of this GPU in pulses and turns: how its power goes with the clock
     same_gpu: Sequence[ResultSet] = ()
+    # other systems of this GPU, and the operations (name, direction, type) that only they timed
+    lent: Sequence[tuple["Evidence", Sequence[tuple[str, str, str]]]] = ()
 
     @property
     def of_gpu(self) -> "Evidence":
         """With the runs that only tell of the GPU."""
-        return replace(self, runs=[*self.same_gpu, *self.runs], same_gpu=())
+        return replace(self, runs=[*self.same_gpu, *self.runs], same_gpu=(), lent=())
 
     def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
         """(run, row) of every row of a table; those of role `judge` only to be compared with."""
@@ -105,6 +107,10 @@ class Evidence:
                     yield input_file(one.path / name, len(one.fit(row)))
             if (one.path / TELEMETRY_FILE).exists():
                 yield input_file(one.path / TELEMETRY_FILE, 0)
+        for other, _ in self.lent:
+            for one in other.runs:
+                if rows := len(one.fit(KernelRow)):
+                    yield input_file(one.path / FITTED[KernelRow], rows)
 
     def devices(self) -> list[Device]:
         """The devices of the newest run."""

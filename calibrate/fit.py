@@ -36,6 +36,7 @@ from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.leakage import fit_leakage
 from calibrate.network import PUBLISHED
 from calibrate.own_network import fit_networks
+from calibrate.state import Key
 from calibrate.telemetry import monitored, read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
@@ -70,17 +71,22 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     state = clock_state(evidence, telemetry, ledger)
     keys = kernel_keys(evidence)
     label = f"kernels of {evidence.system}"
-    kernels = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
+    own = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
+    kernels = own
+    for other, lacking in evidence.lent:
+        theirs = host_visits.alike(monitored(other))
+        their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
+        kernels += fit_kernels(theirs, their_state, ledger, lacking)
     collectives = fit_collectives(evidence, ledger)
     networks = fit_networks(evidence, ledger, state.idle_w)
     host = fit_host(evidence, kernels, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
     composition = composition_sd(evidence, ledger)
-    judge_kernels(evidence, state, kernels, ledger)
-    judge_families(evidence, state, kernels, ledger)
+    judge_kernels(evidence, state, own, ledger)
+    judge_families(evidence, state, own, ledger)
     judge_collectives(evidence, collectives, ledger)
-    judge_power(evidence, clock, kernels, ledger)
+    judge_power(evidence, clock, own, ledger)
     thermal = fit_heat(evidence, ledger)
     leakage = fit_leakage(evidence, state, ledger)
     if thermal is not None:
@@ -201,6 +207,33 @@ def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
     ]
 
 
+def lenders(measured: Sequence[ResultSet]) -> list[tuple[Evidence, list[Key]]]:
+    """GPU systems with kernels and telemetry beside them, most visited first; their operations."""
+    found = []
+    for name in sorted({one.manifest.system for one in measured}):
+        runs = [one for one in measured if one.manifest.system == name]
+        told = [one for one in runs if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()]
+        if told and runs[0].manifest.hosts[0].devices[0].kind != "cpu":
+            found.append((len(told), Evidence(name, runs)))
+    found.sort(key=lambda pair: -pair[0])
+    return [(one, kernel_keys(one)) for _, one in found]
+
+
+def lent(
+    found: Evidence, some: Sequence[tuple[Evidence, Sequence[Key]]]
+) -> list[tuple[Evidence, list[Key]]]:
+    """Operations that this system did not time, by the system of its GPU that did."""
+    device = found.runs[0].manifest.hosts[0].devices[0].name
+    own = set(kernel_keys(found))
+    given = []
+    for other, keys in some:
+        lacking = [key for key in keys if key not in own]
+        if lacking and other.runs[0].manifest.hosts[0].devices[0].name == device:
+            given.append((other, lacking))
+            own |= set(lacking)
+    return given
+
+
 def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:
     """The newest measured system with kernel rows one of whose runs shares a device with this."""
     own = {name for one in found.runs for name in one.manifest.device_hashes}
@@ -213,6 +246,7 @@ def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None)
     """The systems with what they borrow; of several, those without kernel rows are left out."""
     kept, left_out = [], []
     measured = find_result_sets(results)
+    some = lenders(measured)
     for one in found:
         try:
             with_its = with_kernels(one, results, kernels_from)
@@ -224,7 +258,8 @@ def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None)
         if len(found) > 1 and not with_its.rows(KernelRow):
             left_out.append(one.system)
         else:
-            kept.append(replace(with_its, same_gpu=same_gpu(with_its, measured)))
+            more = replace(with_its, same_gpu=same_gpu(with_its, measured))
+            kept.append(replace(more, lent=lent(with_its, some)))
     if not kept:
         raise UserError(
             f"{results}: no system in it has kernel rows of role fit; measure them with "
