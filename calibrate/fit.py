@@ -208,13 +208,13 @@ def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
 
 
 def lenders(measured: Sequence[ResultSet]) -> list[tuple[Evidence, list[Key]]]:
-    """GPU systems with kernels and telemetry beside them, most visited first; their operations."""
+    """GPU systems with kernels, most visited first, and their operations."""
     found = []
     for name in sorted({one.manifest.system for one in measured}):
         runs = [one for one in measured if one.manifest.system == name]
-        told = [one for one in runs if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()]
-        if told and runs[0].manifest.hosts[0].devices[0].kind != "cpu":
-            found.append((len(told), Evidence(name, runs)))
+        visits = sum(bool(one.fit(KernelRow)) for one in runs)
+        if visits and runs[0].manifest.hosts[0].devices[0].kind != "cpu":
+            found.append((visits, Evidence(name, runs)))
     found.sort(key=lambda pair: -pair[0])
     return [(one, kernel_keys(one)) for _, one in found]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.fit import fit, main, systems, with_kernels
+from calibrate.fit import fit, fittable, main, systems, with_kernels
 from calibrate.network import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
@@ -377,3 +377,46 @@ def test_a_visit_without_telemetry_beside_kernels_is_pooled_with_those_that_have
         assert pooled.system == system
         assert pooled.runs[0].manifest.system == (before or system)
         assert [run.path for run in pooled.runs[-len(own.runs) :]] == [run.path for run in own.runs]
+
+
+def beside(results: Path, device: str | None = None) -> Path:
+    """A second system, `twin`, that timed no copies; of another GPU where one is named."""
+    twin = results / "twin" / run_folder(results).name
+    shutil.copytree(run_folder(results), twin)
+    about = json.loads((twin / "manifest.json").read_text()) | {"system": "twin"}
+    for one in about["hosts"][0]["devices"] if device else ():
+        one["name"] = device
+    write_json(twin / "manifest.json", about)
+    rows = [row for row in read_table(twin / "kernels.csv", KernelRow) if row.op != "copy"]
+    write_table(twin / "kernels.csv", KernelRow, rows)
+    return results / "twin" / "calibration.json"
+
+
+def test_an_operation_that_a_system_lacks_comes_from_another_of_its_gpu(results: Path) -> None:
+    twin = beside(results)
+    assert run(main, [str(results), "--system", "twin"]) == 0
+    found, other = read_calibration(twin), read_calibration(calibration_path(results))
+    copies = [fit for fit in other.kernels if fit.op == "copy"]
+    assert copies
+    assert [fit for fit in found.kernels if fit.op == "copy"] == copies
+    assert (
+        "synthetic/run-1/kernels.csv" in by_name(found)["kernel.copy.forward.bf16.launch_us"].detail
+    )
+    assert "synthetic/run-1/kernels.csv" in [one.path for one in found.inputs]
+
+
+def test_another_gpu_lends_nothing(results: Path) -> None:
+    twin = beside(results, "Another GPU")
+    assert run(main, [str(results), "--system", "twin"]) == 0
+    found = read_calibration(twin)
+    assert not [fit for fit in found.kernels if fit.op == "copy"]
+    assert not [one.path for one in found.inputs if one.path.startswith("synthetic/")]
+
+
+def test_what_eight_h200_lack_is_what_two_have() -> None:
+    """Pulses ran on four, with whose runs eight are pooled; turns and a ring's kernels on two."""
+    (found,) = fittable(systems(RESULTS, "8x-h200"), RESULTS, None)
+    assert {one.manifest.system for one in found.same_gpu} == {"2x-h200"}
+    ((other, lacking),) = found.lent
+    assert other.system == "2x-h200"
+    assert {op for op, _, _ in lacking} == {"accumulate", "reorder", "rescale", "widen"}
