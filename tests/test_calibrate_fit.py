@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from calibrate.fit import fit, fittable, main, systems, with_kernels
+from calibrate.borrowed import fittable, with_kernels
+from calibrate.fit import fit, main, systems
 from calibrate.network import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
