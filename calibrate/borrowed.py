@@ -2,16 +2,21 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from calibrate.evidence import OF_GPU, TELEMETRY_FILE, Evidence
+from calibrate.evidence import OF_GPU, TELEMETRY_FILE, Evidence, input_files
 from calibrate.kernels import kernel_keys
-from calibrate.state import Key
+from calibrate.state import Key, kernel_of
+from spec.calibration import InputFile
 from spec.errors import UserError
 from spec.records import KernelRow
 from spec.results import ResultSet, find_result_sets
+
+R = TypeVar("R")
 
 
 def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
@@ -75,40 +80,71 @@ def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
 
 def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
     """Other systems' runs of the same GPU in pulses and turns."""
-    own, first = {one.path for one in found.runs}, found.runs[0].manifest.hosts[0].devices[0]
+    own = {one.path for one in found.runs}
     return [
         one
         for one in others
-        if one.path not in own and one.manifest.hosts[0].devices[0].name == first.name
-        if first.kind != "cpu" and any(one.fit(row) for row in OF_GPU)
+        if one.path not in own and gpu(one) is not None and gpu(one) == gpu(found.runs[0])
+        if readable(one.manifest.system, partial(_tells_of_gpu, one))
     ]
 
 
-def lenders(measured: Sequence[ResultSet]) -> list[tuple[Evidence, list[Key]]]:
-    """GPU systems with kernels, most visited first, and their operations."""
-    found = []
-    for name in sorted({one.manifest.system for one in measured}):
-        runs = [one for one in measured if one.manifest.system == name]
-        visits = sum(bool(one.fit(KernelRow)) for one in runs)
-        if visits and runs[0].manifest.hosts[0].devices[0].kind != "cpu":
-            found.append((visits, Evidence(name, runs)))
-    found.sort(key=lambda pair: -pair[0])
-    return [(one, kernel_keys(one)) for _, one in found]
+def _tells_of_gpu(run: ResultSet) -> bool:
+    return any(run.fit(row) for row in OF_GPU)
+
+
+def gpu(run: ResultSet) -> str | None:
+    """The name of a run's devices; None for a CPU."""
+    first = run.manifest.hosts[0].devices[0]
+    return first.name if first.kind != "cpu" else None
+
+
+def readable(system: str, read: Callable[[], R]) -> R | None:
+    """What another system has; None, and a line on standard error, where a file of it is bad."""
+    try:
+        return read()
+    except UserError as error:
+        print(f"nothing is taken from {system}: {error}", file=sys.stderr)
+        return None
+
+
+def lenders(
+    found: Sequence[Evidence], measured: Sequence[ResultSet]
+) -> list[tuple[Evidence, list[Key]]]:
+    """Systems of these systems' GPUs with kernels, most visited first, and their operations."""
+    gpus = {gpu(one.runs[0]) for one in found} - {None}
+    given = []
+    for name in sorted({one.manifest.system for one in measured if gpu(one) in gpus}):
+        one = Evidence(name, [run for run in measured if run.manifest.system == name])
+        keys = readable(name, partial(kernel_keys, one))
+        if keys:
+            given.append((sum(bool(run.fit(KernelRow)) for run in one.runs), one, keys))
+    given.sort(key=lambda each: -each[0])
+    return [(one, keys) for _, one, keys in given]
 
 
 def lent(
     found: Evidence, some: Sequence[tuple[Evidence, Sequence[Key]]]
 ) -> list[tuple[Evidence, list[Key]]]:
     """Operations that this system did not time, by the system of its GPU that did."""
-    device = found.runs[0].manifest.hosts[0].devices[0].name
     own = set(kernel_keys(found))
     given = []
     for other, keys in some:
         lacking = [key for key in keys if key not in own]
-        if lacking and other.runs[0].manifest.hosts[0].devices[0].name == device:
+        if lacking and gpu(other.runs[0]) == gpu(found.runs[0]):
             given.append((other, lacking))
             own |= set(lacking)
     return given
+
+
+def lent_inputs(given: Sequence[tuple[Evidence, Sequence[Key]]]) -> Iterator[InputFile]:
+    """The files that have rows of the operations that were lent."""
+    for other, keys in given:
+        for run in other.runs:
+            some = map(kernel_of, run.fit(KernelRow))
+            count = sum((one.modelled, one.direction, one.dtype) in keys for one in some)
+            if count:
+                yield from input_files(run, {KernelRow: count}, lent=True)
 
 
 def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:
@@ -123,7 +159,7 @@ def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None)
     """The systems with what they borrow; of several, those without kernel rows are left out."""
     kept, left_out = [], []
     measured = find_result_sets(results)
-    some = lenders(measured)
+    some = lenders(found, measured)
     for one in found:
         try:
             with_its = with_kernels(one, results, kernels_from)

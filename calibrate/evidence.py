@@ -38,7 +38,7 @@ FITTED: dict[type[Row], str] = {
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
 }
-OF_GPU = {row: FITTED[row] for row in (HeatRow, TurnRow)}  # what tells of a GPU, not of a system
+OF_GPU: tuple[type[Row], ...] = (HeatRow, TurnRow)  # what tells of a GPU, not of a system
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
@@ -99,18 +99,10 @@ class Evidence:
 
     def inputs(self) -> Iterator[InputFile]:
         """Every file of the runs that is fitted on, with its digest."""
-        for one in self.of_gpu.runs:
-            yield input_file(one.path / "manifest.json", 0)
-            tables = OF_GPU if one in self.same_gpu else FITTED
-            for row, name in tables.items():
-                if (one.path / name).exists():
-                    yield input_file(one.path / name, len(one.fit(row)))
-            if (one.path / TELEMETRY_FILE).exists():
-                yield input_file(one.path / TELEMETRY_FILE, 0)
-        for other, _ in self.lent:
-            for one in other.runs:
-                if rows := len(one.fit(KernelRow)):
-                    yield input_file(one.path / FITTED[KernelRow], rows)
+        for one in self.runs:
+            yield from input_files(one, {row: len(one.fit(row)) for row in FITTED})
+        for one in self.same_gpu:
+            yield from input_files(one, {row: len(one.fit(row)) for row in OF_GPU}, lent=True)
 
     def devices(self) -> list[Device]:
         """The devices of the newest run."""
@@ -139,9 +131,19 @@ def relative(path: Path) -> str:
     return "/".join(path.resolve().parts[-3:])
 
 
-def input_file(path: Path, rows: int) -> InputFile:
+def input_file(path: Path, rows: int, lent: bool = False) -> InputFile:
     """The entry of a file that is fitted on."""
-    return InputFile(path=relative(path), sha256=sha256(path), rows=rows)
+    return InputFile(path=relative(path), sha256=sha256(path), rows=rows, lent=lent)
+
+
+def input_files(
+    run: ResultSet, rows: Mapping[type[Row], int], lent: bool = False
+) -> Iterator[InputFile]:
+    """The entries of a run, of whose tables so many rows are fitted on."""
+    counts = {"manifest.json": 0, **{FITTED[row]: count for row, count in rows.items()}}
+    for name, count in (counts | {TELEMETRY_FILE: 0}).items():
+        if (run.path / name).exists():
+            yield input_file(run.path / name, count, lent)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from calibrate import host_visits
-from calibrate.borrowed import fittable
+from calibrate.borrowed import fittable, lent_inputs
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
@@ -98,7 +98,11 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "device": device.name,
             "kind": device.kind,
             "created": newest.ended or newest.started,
-            "inputs": (*evidence.inputs(), input_file(PUBLISHED, 0)),
+            "inputs": (
+                *evidence.inputs(),
+                *lent_inputs(evidence.lent),
+                input_file(PUBLISHED, 0),
+            ),
             "kernels": kernels,
             "collectives": collectives,
             "networks": networks,

@@ -15,7 +15,9 @@ from calibrate.telemetry import read_columns
 from spec.records import HeatRow
 
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
-LEAST_SPREAD = 0.1  # of the interval, a share: temperature differs between the loads, too
+# of the interval, a share: how far loads lie from one line, where three or more tell (0.3 and 0.5)
+LEAST_SPREAD = 0.2
+SURGE_SPREAD = 0.25  # of what is above 1: four H200 lie between 1.032 and 1.046
 # after a load began: the cap's fast regulator has acted, and the one of minutes has not
 SURGE_S = (0.1, 0.6)
 LEAST_SAMPLES = 4
@@ -72,15 +74,22 @@ def surge(evidence: Evidence, ledger: Ledger) -> float | None:
     if not found:
         return None
     value = rounded(max(float(median(found)), 1.0))
+    wide = SURGE_SPREAD * (value - 1)
     return ledger.note(
         "clock.surge",
         value,
         "factor",
-        (min(*found, value), max(*found, value)),
+        (max(min(*found, value - wide), 1.0), max(*found, value + wide)),
         "measured",
         f"{evidence.where(HeatRow, used)}, and telemetry: power from {SURGE_S[0]} to "
         f"{SURGE_S[1]} s after a constant load began, over that of minutes, {len(found)} devices",
     )
+
+
+def _told(row: HeatRow) -> bool:
+    """Whether a load has the power and the share of the time of each device."""
+    busy = by_device(row.busy_share)
+    return 0 < len(drawn_w(row)) <= len(busy) and min(busy) > 0
 
 
 def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str] | None:
@@ -99,17 +108,16 @@ def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str
     sds: list[float] = []
     used = 0
     for rows in runs.values():
-        loads = [row for row in rows if row.duty > 0 and row.clock_median_mhz and drawn_w(row)]
+        loads = [row for row in rows if row.duty > 0 and row.clock_median_mhz and _told(row)]
         clocks = [log(row.clock_median_mhz or 1.0) for row in loads]
         if len(loads) < 2 or max(clocks) - min(clocks) < LEAST_STEP:
             continue
         quiet = next((drawn_w(row) for row in rows if row.duty == 0), [])
         used += len(loads)
-        for device in range(len(drawn_w(loads[0]))):
-            idle = quiet[device] if quiet else state.idle_w
+        for device in range(min(len(drawn_w(row)) for row in loads)):
+            idle = quiet[device] if device < len(quiet) else state.idle_w
             active = [
-                (drawn_w(row)[device] - idle) / max(by_device(row.busy_share)[device], 1e-3)
-                for row in loads
+                (drawn_w(row)[device] - idle) / by_device(row.busy_share)[device] for row in loads
             ]
             if min(active) > 0:
                 line = linregress(clocks, np.log(active))

@@ -30,7 +30,8 @@ from spec.records import TurnRow
 # of a row's power: an energy counter moves ten times a second, which over three is 1.4 %
 ROW_SD = 0.015
 # Turns tell the exponent where they leave no more than this part of what was assumed of it open.
-# Assumed: on H200, whose products stay below the largest clock in every turn, they leave 0.6.
+# Assumed: one H200, whose products stay below the largest clock in nearly every turn, leaves 0.6,
+# three leave 0.26.
 MOST_OPEN = 0.5
 
 

@@ -71,20 +71,21 @@ def burn(message: dict[str, Any], timer: Any) -> dict[str, Any]:
     a = torch.randn(size, size, dtype=torch.bfloat16, device=timer.device)
     out = torch.empty_like(a)
     once = timer.once_s(lambda: torch.mm(a, a, out=out))
-    count = max(round((BATCH_S if duty == 1 else PULSE_S) / once), 1)
+    count = max(round((BATCH_S if duty == 1 else PULSE_S) / once) - 1, 1)  # after the first
     first, last = timer.event(), timer.event()
     times: list[float] = []
     while not times or time.monotonic() < end:
         begin = time.perf_counter()
-        first.record()
+        torch.mm(a, a, out=out)
+        first.record()  # a host may wake late, and start a pulse late: no load of the device
         for _ in range(count):
             torch.mm(a, a, out=out)
         last.record()
         timer.synchronize()
-        busy = 1e-3 * first.elapsed_time(last)  # the device's: a host may start a pulse late
-        times.append(busy / count * 1e6)
-        _wait_until(begin + busy / duty)
-    return {"times_us": times, "size": size, "count": count}
+        each = 1e-3 * first.elapsed_time(last) / count
+        times.append(each * 1e6)
+        _wait_until(begin + each * (count + 1) / duty)
+    return {"times_us": times, "size": size, "count": count + 1}
 
 
 def _wait_until(moment: float) -> None:

@@ -245,7 +245,7 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     these devices too or their network was measured.
     """
     system = calibration.system
-    tables = [one.path.split("/") for one in calibration.inputs]
+    tables = [one.path.split("/") for one in calibration.inputs if not one.lent]
     names = {system, *(path[0] for path in tables if path[-1] == "kernels.csv")}
     sets = [
         one for one in find_result_sets(Path(arguments.results)) if one.manifest.system in names

@@ -118,6 +118,9 @@ class InputFile(Record):
     path: str
     sha256: str
     rows: int = Field(description="rows used, of role fit")
+    lent: bool = Field(
+        False, description="of another system of the same GPU, see calibrate.borrowed"
+    )
 
 
 class DeviceFit(Record):

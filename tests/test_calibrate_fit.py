@@ -1,5 +1,6 @@
 """The whole fit on a made-up system: known parameters come back, and provenance is real."""
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -11,10 +12,12 @@ import pytest
 from calibrate.borrowed import fittable, with_kernels
 from calibrate.fit import fit, main, systems
 from calibrate.network import path_of
+from simulate.validate import measured_last
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
 from spec.files import read_table, write_json, write_table
 from spec.records import CollectiveRow, InterferenceRow, KernelRow, Row
+from spec.results import find_result_sets
 from tests.synthetic import Truth, write_result_set
 
 TRUTH = Truth()
@@ -403,7 +406,18 @@ def test_an_operation_that_a_system_lacks_comes_from_another_of_its_gpu(results:
     assert (
         "synthetic/run-1/kernels.csv" in by_name(found)["kernel.copy.forward.bf16.launch_us"].detail
     )
-    assert "synthetic/run-1/kernels.csv" in [one.path for one in found.inputs]
+    (lent,) = [one for one in found.inputs if one.path == "synthetic/run-1/kernels.csv"]
+    assert lent.lent
+    assert 0 < lent.rows < len(read_table(run_folder(results) / "kernels.csv", KernelRow))
+
+
+def test_a_bad_table_of_another_system_stops_no_fit(results: Path, capsys: Any) -> None:
+    twin = beside(results)
+    path = run_folder(results) / "kernels.csv"
+    path.write_text(path.read_text() + path.read_text().splitlines()[1] + "\n")
+    assert run(main, [str(results), "--system", "twin"]) == 0
+    assert "nothing is taken from synthetic" in capsys.readouterr().err
+    assert not [fit for fit in read_calibration(twin).kernels if fit.op == "copy"]
 
 
 def test_another_gpu_lends_nothing(results: Path) -> None:
@@ -421,3 +435,18 @@ def test_what_eight_h200_lack_is_what_two_have() -> None:
     ((other, lacking),) = found.lent
     assert other.system == "2x-h200"
     assert {op for op, _, _ in lacking} == {"accumulate", "reorder", "rescale", "widen"}
+
+
+@pytest.mark.parametrize("system", ["4x-h200", "4x-h200-2x2", "4x-h200-4x1", "8x-h200-4x2"])
+def test_who_lends_is_not_who_was_measured_last(system: str) -> None:
+    """Kernels that two H200 lend do not make theirs the devices of a forecast for four or eight."""
+    found = read_calibration(RESULTS / system / "calibration.json")
+    hashes = measured_last(argparse.Namespace(results=RESULTS), found)
+    runs = find_result_sets(RESULTS)
+    ours = {
+        one
+        for run in runs
+        if run.manifest.system != "2x-h200"
+        for one in run.manifest.device_hashes
+    }
+    assert set(hashes) <= ours
