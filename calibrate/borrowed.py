@@ -68,11 +68,10 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
 
 def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
     """The system of the same GPU with most runs of kernels and telemetry beside them, if any."""
-    first = found.runs[0].manifest.hosts[0].devices[0]
     visits = Counter(
         one.manifest.system
         for one in others
-        if one.manifest.hosts[0].devices[0].name == first.name and first.kind != "cpu"
+        if gpu(one) is not None and gpu(one) == gpu(found.runs[0])
         if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()
     )
     return max(visits, key=lambda system: visits[system], default=None)
@@ -116,7 +115,8 @@ def lenders(
     given = []
     for name in sorted({one.manifest.system for one in measured if gpu(one) in gpus}):
         one = Evidence(name, [run for run in measured if run.manifest.system == name])
-        keys = readable(name, partial(kernel_keys, one))
+        own = name in {each.system for each in found}  # a bad table of its own stops its fit
+        keys = kernel_keys(one) if own else readable(name, partial(kernel_keys, one))
         if keys:
             given.append((sum(bool(run.fit(KernelRow)) for run in one.runs), one, keys))
     given.sort(key=lambda each: -each[0])

@@ -415,7 +415,7 @@ def test_a_bad_table_of_another_system_stops_no_fit(results: Path, capsys: Any) 
     twin = beside(results)
     path = run_folder(results) / "kernels.csv"
     path.write_text(path.read_text() + path.read_text().splitlines()[1] + "\n")
-    assert run(main, [str(results), "--system", "twin"]) == 0
+    assert run(main, [str(results), "--system", "twin", "--kernels-from", "twin"]) == 0
     assert "nothing is taken from synthetic" in capsys.readouterr().err
     assert not [fit for fit in read_calibration(twin).kernels if fit.op == "copy"]
 
