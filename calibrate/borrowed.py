@@ -19,8 +19,10 @@ from spec.results import ResultSet, find_result_sets
 R = TypeVar("R")
 
 
-def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
-    """A system's evidence with the runs of another one before its own.
+def with_kernels(
+    found: Evidence, results: Path, named: str | None, others: Sequence[ResultSet]
+) -> Evidence:
+    """A system's evidence with the runs of another one, of `others` in `results`, before its own.
 
     The other one is `named`; or, where there are no kernel rows of its own, the system that the
     manifest names (emulated nodes are made of the GPUs of a measured host), or one with kernel rows
@@ -32,7 +34,6 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
     told = any((one.path / TELEMETRY_FILE).exists() for one in own)
     if named == found.system or (named is None and told):
         return found
-    others = find_result_sets(results)
     if own:
         base = named or most_visited(found, others)
     else:
@@ -62,16 +63,27 @@ def with_kernels(found: Evidence, results: Path, named: str | None) -> Evidence:
             f"{found.system} {', '.join(sorted(ours))}; name a system of the same devices"
         )
     if not own and named is None:
-        runs = list(with_kernels(Evidence(base, runs), results, None).runs)
+        runs = list(with_kernels(Evidence(base, runs), results, None, others).runs)
     return Evidence(found.system, [*runs, *found.runs])
+
+
+def gpu(run: ResultSet) -> str | None:
+    """The name of a run's devices; None for a CPU."""
+    first = run.manifest.hosts[0].devices[0]
+    return first.name if first.kind != "cpu" else None
+
+
+def of_its_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
+    """The runs on this system's GPU; none where it is a CPU."""
+    own = gpu(found.runs[0])
+    return [one for one in others if own is not None and gpu(one) == own]
 
 
 def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
     """The system of the same GPU with most runs of kernels and telemetry beside them, if any."""
     visits = Counter(
         one.manifest.system
-        for one in others
-        if gpu(one) is not None and gpu(one) == gpu(found.runs[0])
+        for one in of_its_gpu(found, others)
         if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()
     )
     return max(visits, key=lambda system: visits[system], default=None)
@@ -82,20 +94,13 @@ def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
     own = {one.path for one in found.runs}
     return [
         one
-        for one in others
-        if one.path not in own and gpu(one) is not None and gpu(one) == gpu(found.runs[0])
-        if readable(one.manifest.system, partial(_tells_of_gpu, one))
+        for one in of_its_gpu(found, others)
+        if one.path not in own and readable(one.manifest.system, partial(_tells_of_gpu, one))
     ]
 
 
 def _tells_of_gpu(run: ResultSet) -> bool:
     return any(run.fit(row) for row in OF_GPU)
-
-
-def gpu(run: ResultSet) -> str | None:
-    """The name of a run's devices; None for a CPU."""
-    first = run.manifest.hosts[0].devices[0]
-    return first.name if first.kind != "cpu" else None
 
 
 def readable(system: str, read: Callable[[], R]) -> R | None:
@@ -131,7 +136,7 @@ def lent(
     given = []
     for other, keys in some:
         lacking = [key for key in keys if key not in own]
-        if lacking and gpu(other.runs[0]) == gpu(found.runs[0]):
+        if lacking and of_its_gpu(found, other.runs):
             given.append((other, lacking))
             own |= set(lacking)
     return given
@@ -158,11 +163,12 @@ def on_same_devices(found: Evidence, others: Sequence[ResultSet]) -> str | None:
 def fittable(found: Sequence[Evidence], results: Path, kernels_from: str | None) -> list[Evidence]:
     """The systems with what they borrow; of several, those without kernel rows are left out."""
     kept, left_out = [], []
-    measured = find_result_sets(results)
+    read = {run.path: run for one in found for run in one.runs}
+    measured = [read.get(one.path, one) for one in find_result_sets(results)]
     some = lenders(found, measured)
     for one in found:
         try:
-            with_its = with_kernels(one, results, kernels_from)
+            with_its = with_kernels(one, results, kernels_from, measured)
         except UserError:
             if len(found) == 1:
                 raise

@@ -6,6 +6,7 @@ import pytest
 
 from calibrate.clocks import _fit_power_exponent, _memory_with_clock
 from calibrate.evidence import Evidence, Ledger
+from calibrate.pulses import pulse_exponent
 from calibrate.state import MEMORY_WITH_CLOCK, POWER_EXPONENT, ClockState, Estimate
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns
@@ -152,9 +153,13 @@ def test_pulses_and_turns_tell_the_exponent_together(monkeypatch: pytest.MonkeyP
     assert [one.name for one in ledger.parameters] == ["clock.power_exponent"]
     assert state.turned is not None
     assert state.power_exponent == pytest.approx(state.turned.exponent.value, rel=1e-5)
-    alone = fit_turns(evidence, state, OPEN)
-    assert alone is not None
-    assert alone.exponent.value + 0.1 < state.power_exponent < 1.7
+    flat, told = fit_turns(evidence, state, Estimate(1.8, 1e3)), pulse_exponent(evidence, state)
+    assert flat is not None
+    assert told is not None
+    both = [flat.exponent, told[0]]  # each counts as its variance says
+    weights = [one.sd**-2 for one in both]
+    mean = sum(w * one.value for w, one in zip(weights, both, strict=True)) / sum(weights)
+    assert state.power_exponent == pytest.approx(mean, abs=0.02)
     assert "in pulses" in ledger.parameters[-1].detail
 
     evidence, state = stated(monkeypatch, [], heat)
