@@ -292,5 +292,8 @@ def _parameters(parameters: Sequence[Parameter]) -> Table:
 
 
 def _inputs(c: Calibration) -> Table:
-    rows = [(one.path, one.rows, one.sha256) for one in c.inputs]
-    return Table(("file", "rows of role fit", "sha256"), rows)
+    rows = [
+        (one.path, "another system's of its GPU" if one.lent else "", one.rows, one.sha256)
+        for one in c.inputs
+    ]
+    return Table(("file", "lent", "rows of role fit", "sha256"), rows)
