@@ -292,8 +292,6 @@ def _parameters(parameters: Sequence[Parameter]) -> Table:
 
 
 def _inputs(c: Calibration) -> Table:
-    rows = [
-        (one.path, "another system's of its GPU" if one.lent else "", one.rows, one.sha256)
-        for one in c.inputs
-    ]
-    return Table(("file", "lent", "rows of role fit", "sha256"), rows)
+    rows = [(one.path, one.rows, "lent" if one.lent else "", one.sha256) for one in c.inputs]
+    columns = ("file", "rows of role fit", "", "sha256")
+    return Table(columns, rows, "lent: by another system of the same GPU")
