@@ -48,7 +48,7 @@ def largest(link_mbit: int | None) -> tuple[int, int]:
     return top, top + 1
 
 
-def check(nodes: int, devices: int, kind: str, share: float = 1.0) -> None:
+def check(nodes: int, devices: int, kind: str, share: float) -> None:
     """Raise UserError where this host's devices cannot play so many nodes.
 
     share: of a core, for each node of a CPU.

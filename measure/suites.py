@@ -106,7 +106,7 @@ def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCas
                     f"{case.case_id}: its column nodes says {config.nodes}; add --emulate-nodes"
                 )
             if config.nodes > 1:
-                emulation.check(config.nodes, case.gpus, kind)
+                emulation.check(config.nodes, case.gpus, kind, options.share or 1.0)
             cases.append(
                 emulation_plan.emulated(case, config.nodes, options.link_mbit, options.share)
             )
