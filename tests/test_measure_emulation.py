@@ -251,6 +251,19 @@ def test_a_plan_is_written_where_the_gpus_are_not(
     assert "4 devices in nodes of 1 are 4 nodes" in capsys.readouterr().err
 
 
+def test_a_plan_over_hosts_of_part_of_a_core_needs_no_core_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    path = tmp_path / "plan.csv"
+    hosts = ["--kind", "cpu", "--emulate-nodes", "4", "--link-mbit", "200"]
+    assert run(main, [*hosts, "--write-plan", str(path)]) == 0
+    steps = [*hosts, "--suite", "training", "--plan", str(path), "--list"]
+    assert run(main, steps) == 0
+    assert run(main, [*steps, "--node-cores", "1"]) == 2
+    assert "give 2 to 2, so that each gets a core" in capsys.readouterr().err
+
+
 def test_a_plan_with_nodes_is_refused_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
