@@ -23,6 +23,9 @@ CANDIDATES = (1, 104, 108, 132, 148, 304)
 BELIEVED = 0.9
 # log residuals beyond this count linearly
 SOFT = 0.1
+# sds come from slopes over this much of a ceiling to either side: a shape on the ridge between the
+# two ceilings counts for both, where the slope at a point is one side's, and which one is rounding
+STEP = 0.01
 # sd (logarithmic) of the priors: where the data says nothing, ceilings stay near what was seen
 PRIOR_SD: Mapping[str, float] = {"launch_us": 1.0, "gbytes_per_s": 1.0, "tflops": 0.5}
 PRIOR_WEIGHT = 0.05
@@ -112,7 +115,12 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
 
     found = least_squares(residuals, centre, loss="soft_l1", f_scale=SOFT)
     error = float(np.sqrt(np.mean((log_time(found.x) - observed) ** 2)))
-    information = found.jac.T @ found.jac / max(error, 0.01) ** 2 + np.diag(1 / width**2)
+    steps = STEP * np.eye(len(names))
+    slopes = np.array(
+        [(residuals(found.x + step) - residuals(found.x - step)) / (2 * STEP) for step in steps]
+    )
+    slopes *= (1 + (residuals(found.x) / SOFT) ** 2) ** -0.75  # what that loss leaves of a row
+    information = slopes @ slopes.T / max(error, 0.01) ** 2 + np.diag(1 / width**2)
     sds = np.sqrt(np.diag(np.linalg.inv(information)))
     values = dict(zip(names, np.exp(found.x), strict=True))
     physics = Physics(

@@ -18,7 +18,7 @@ from calibrate.network import (
     predict,
     published_samples,
 )
-from calibrate.physics import Physics, fit_physics, multiprocessors, system_of
+from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
 from calibrate.structure import fit_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
 from spec.files import read_table
@@ -162,6 +162,28 @@ def test_physics_of_few_points_leans_on_the_system() -> None:
     assert physics.gbytes_per_s == pytest.approx(3000, rel=0.01)
     assert physics.launch_us == pytest.approx(4.0, rel=0.2)
     assert sds["launch_us"] > 10 * sds["gbytes_per_s"]
+
+
+def test_a_shape_on_the_ridge_leaves_sds_that_rounding_does_not_decide() -> None:
+    """Faster than both ceilings, it holds the optimum where they meet: slopes differ by side."""
+    known = Physics(3.0, 3000.0, 800.0)
+
+    def from_ridge(kernel: Kernel) -> float:
+        return abs(log(kernel.flops / 800e6) - log(kernel.bytes / 3000e3))
+
+    rows = [(256, 256, 8192), (64, 8192, 8192), (64, 128, 128), (128, 128, 128)]
+    rows += [(8192, 8192, 8192), (4096, 8192, 8192)]
+    kernels = [Kernel("gemm", "forward", dims) for dims in rows]
+    squares = [Kernel("gemm", "forward", (m, 2048, 2048)) for m in range(64, 4096)]
+    kernels.append(min(squares, key=from_ridge))
+    found = []
+    for seed in range(6):
+        rounding = np.exp(1e-6 * np.random.default_rng(seed).normal(size=len(kernels)))
+        times = [known.time_us(one) * by for one, by in zip(kernels, rounding, strict=True)]
+        times[-1] *= 0.9
+        timings = list(zip(kernels, times, strict=True))
+        found.append(list(fit_physics(timings, System(3.0, 3000.0))[1].values()))
+    assert np.ptp(np.log(found), axis=0).max() < 1e-3
 
 
 def test_physics_is_robust_to_an_outlier() -> None:
