@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from simulate import record
 from simulate.draw import draw
 from simulate.engines import wanted_binary
 from simulate.forecast import Drawn, limits, match, read_forecast, seal
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   python -m simulate.validate predict grid.yaml --draw 24 --seed 1a2b3c4 --plan-out plan.csv \\
       --out sealed.json
   python -m simulate.validate compare sealed.json results/
+  python -m simulate.validate record results/
   python -m simulate.validate --series published.csv --anchor smallest --report series.html
   python -m simulate.validate --spread step_jitter.csv
 """
@@ -337,7 +339,7 @@ def main_compare(words: Sequence[str]) -> int:
 
 def main(words: Sequence[str]) -> int:
     """Run the form of the command that the first word names."""
-    forms = {"predict": main_predict, "compare": main_compare}
+    forms = {"predict": main_predict, "compare": main_compare, "record": record.main}
     if words and words[0] in forms:
         return forms[words[0]](words[1:])
     return main_validate(words)

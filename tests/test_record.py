@@ -1,0 +1,139 @@
+"""The record of judged forecasts: as judged at the time, and together."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulate import validate
+from simulate.record import made_from, record
+from spec.command import run
+
+RESULTS = Path(__file__).parent.parent / "results"
+PLANS = ("4x-h200/plan-8", "8x-h200/plan-1")
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> Path:
+    """Two conditional forecasts of this repository, judged."""
+    for plan in PLANS:
+        system, name = plan.split("/")
+        folder = tmp_path / system / "forecasts"
+        folder.mkdir(parents=True)
+        for kind in ("", "-judged"):
+            file = f"{name}-conditional{kind}.json"
+            shutil.copy(RESULTS / system / "forecasts" / file, folder / file)
+    return tmp_path
+
+
+def test_a_forecast_stands_as_it_was_judged(judged: Path) -> None:
+    four, eight = record(judged)["forecasts"]
+    assert (four["system"], four["made_from"], four["where"]) == (
+        "4x-h200",
+        "conditional",
+        "one host",
+    )
+    # docs/forecasts.md, the seventh and the ninth visit
+    assert round(four["summary"]["mape"], 3) == 0.021
+    assert round(four["summary"]["max_ape"], 3) == 0.071
+    assert round(eight["summary"]["mape"], 3) == 0.032
+    assert [one["summary"]["n"] for one in (four, eight)] == [24, 24]
+
+
+def test_forecasts_made_alike_stand_together(judged: Path) -> None:
+    value = record(judged)
+    (together,) = value["together"]
+    each = [one["summary"] for one in value["forecasts"]]
+    assert together["forecasts"] == 2
+    assert together["summary"]["n"] == 48
+    for key in ("mape", "baseline_mape", "neighbour_mape", "energy_mape", "memory_mape"):
+        assert together["summary"][key] == pytest.approx(sum(one[key] for one in each) / 2)
+    assert together["summary"]["coverage_90"]["value"] == 47 / 48
+
+
+def test_every_judged_forecast_of_this_repository_is_in_the_record() -> None:
+    value = record(RESULTS)
+    assert len(value["forecasts"]) == len(list(RESULTS.glob("*/forecasts/*-judged.json")))
+    assert sum(one["forecasts"] for one in value["together"]) == len(value["forecasts"])
+    places = {one["where"] for one in value["forecasts"] if one["system"].startswith("netns")}
+    assert places == {"hosts of a CPU"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("plan-8-conditional", "conditional"),
+        ("plan-1-from-pairs", "from-pairs"),
+        ("hosts-8", "not said"),
+        ("mine", "mine"),
+    ],
+)
+def test_what_a_forecast_was_made_from_stands_in_its_name(name: str, words: str) -> None:
+    assert made_from(name) == words
+
+
+def test_the_command(judged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = judged / "record.json"
+    words = ["record", str(judged), "--system", "4x-h200", "--json", str(out)]
+    assert run(validate.main, words) == 0
+    printed = capsys.readouterr().out
+    assert "1 judged forecasts" in printed
+    assert "one host, conditional (1)" in printed
+    assert len(json.loads(out.read_text())["forecasts"]) == 1
+
+
+def change(judged: Path, how: Callable[[Any], None]) -> None:
+    path = judged / "4x-h200" / "forecasts" / "plan-8-conditional-judged.json"
+    value = json.loads(path.read_text())
+    how(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [
+        (lambda value: value["cases"][3].update(real_s=0), "cases.3.real_s"),
+        (lambda value: value["cases"][3].update(real_s=1e999), "Infinity"),
+        (lambda value: value["cases"][3]["predicted_s"].update(low=9e9), "low, median and high"),
+        (lambda value: value["cases"][3]["predicted_s"].update(low=0, median=0), "above 0"),
+        (lambda value: value.update(cases=[]), "cases"),
+        (lambda value: value.update(schema="validation/9"), "validation/1"),
+        (lambda value: value.pop("forecast"), "forecast"),
+        (lambda value: value["forecast"].update(created="2026-01-01T00:00:00Z"), "judge that one"),
+    ],
+)
+def test_a_bad_record_is_one_sentence(
+    judged: Path,
+    capsys: pytest.CaptureFixture[str],
+    how: Callable[[Any], None],
+    complaint: str,
+) -> None:
+    change(judged, how)
+    assert run(validate.main, ["record", str(judged)]) == 2
+    printed = capsys.readouterr().err
+    assert "plan-8-conditional-judged.json" in printed
+    assert complaint in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["nowhere"], [".", "--system", "none"]])
+def test_no_judged_forecast_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(validate.main, ["record", *words]) == 2
+    assert "no judged forecast" in capsys.readouterr().err
+
+
+def test_a_judgement_without_its_forecast_is_one_sentence(
+    judged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (judged / "8x-h200" / "forecasts" / "plan-1-conditional.json").unlink()
+    assert run(validate.main, ["record", str(judged)]) == 2
+    assert "plan-1-conditional.json" in capsys.readouterr().err
