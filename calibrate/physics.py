@@ -1,6 +1,6 @@
 """Physics of a kernel: launch time, compute and memory ceilings, fitted robustly to few points."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
@@ -115,12 +115,8 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
 
     found = least_squares(residuals, centre, loss="soft_l1", f_scale=SOFT)
     error = float(np.sqrt(np.mean((log_time(found.x) - observed) ** 2)))
-    steps = STEP * np.eye(len(names))
-    slopes = np.array(
-        [(residuals(found.x + step) - residuals(found.x - step)) / (2 * STEP) for step in steps]
-    )
-    slopes *= (1 + (residuals(found.x) / SOFT) ** 2) ** -0.75  # what that loss leaves of a row
-    information = slopes @ slopes.T / max(error, 0.01) ** 2 + np.diag(1 / width**2)
+    rows = slopes(residuals, found.x)
+    information = rows @ rows.T / max(error, 0.01) ** 2 + np.diag(1 / width**2)
     sds = np.sqrt(np.diag(np.linalg.inv(information)))
     values = dict(zip(names, np.exp(found.x), strict=True))
     physics = Physics(
@@ -130,6 +126,16 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
         system.multiprocessors,
     )
     return physics, dict(zip(names, (float(sd) for sd in sds), strict=True))
+
+
+def slopes(residuals: Callable[[Array], Array], at: Array) -> Array:
+    """Slopes of residuals beside a point, (parameters, residuals), as `soft_l1` leaves them.
+
+    The weight of a row is what scipy's `least_squares` scales its Jacobian by for that loss.
+    """
+    steps = STEP * np.eye(len(at))
+    found = np.array([(residuals(at + one) - residuals(at - one)) / (2 * STEP) for one in steps])
+    return np.asarray(found * (1 + (residuals(at) / SOFT) ** 2) ** -0.75)
 
 
 def multiprocessors(groups: Sequence[Timings], system: System) -> int:

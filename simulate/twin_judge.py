@@ -118,10 +118,16 @@ def by_the_rule(row: TrainingRow, other: TrainingRow) -> bool:
     return small == (other.model_spec(), other.parallelism())
 
 
-def pairs(steps: Sequence[Step]) -> Iterator[tuple[Step, Step]]:
-    """(larger, a twin of it): on one system, or the twin on one host with the same GPU."""
-    for step in steps:
-        for other in steps:
+def pairs(repeats: Sequence[Sequence[Step]]) -> Iterator[tuple[Step, Step]]:
+    """(larger, a twin of it): on one system, or the twin on one host with the same GPU.
+
+    `repeats` are of each configuration, the last one last. It counts, and of a twin the one of the
+    larger step's run, where there is one: both met the same host.
+    """
+    for step in (each[-1] for each in repeats):
+        for others in repeats:
+            same_run = [one for one in others if one.found.path == step.found.path]
+            other = (same_run or others)[-1]
             same = step.found.manifest.system == other.found.manifest.system
             first, second = (one.found.manifest.hosts[0].devices[0] for one in (step, other))
             elsewhere = first.name == second.name and first.kind != "cpu" and other.row.nodes == 1
@@ -129,15 +135,15 @@ def pairs(steps: Sequence[Step]) -> Iterator[tuple[Step, Step]]:
                 yield step, other
 
 
-def newest(sets: Sequence[ResultSet], settings: Settings) -> list[Step]:
-    """Every finished configuration of every system, as it was measured last."""
-    last: dict[tuple[str, str], Step] = {}
+def finished(sets: Sequence[ResultSet], settings: Settings) -> list[list[Step]]:
+    """Every finished configuration of every system, as often as it was measured."""
+    repeats: dict[tuple[str, str], list[Step]] = {}
     for found in sets:
         for row in found.table(TrainingRow):
             if row.status == "done":
                 key = found.manifest.system, row.case_id
-                last[key] = Step(found, row, settings.of(found, row))
-    return list(last.values())
+                repeats.setdefault(key, []).append(Step(found, row, settings.of(found, row)))
+    return list(repeats.values())
 
 
 def simulated(step: Step, draws: int) -> Simulated:
@@ -259,12 +265,12 @@ def summary(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def judge(
-    steps: Sequence[Step],
+    repeats: Sequence[Sequence[Step]],
     draws: int,
     show: Callable[[Sequence[Step]], Iterable[Step]] = lambda every: every,
 ) -> dict[str, Any]:
     """The `twin-judged/1` object of measured steps; `show` passes on what is simulated."""
-    both = list(pairs(steps))
+    both = list(pairs(repeats))
     wanted = list({one.name: one for pair in both for one in pair}.values())
     made = {one.name: simulated(one, draws) for one in show(wanted)}
     cases: dict[str, dict[str, Any]] = {}
@@ -276,7 +282,7 @@ def judge(
         "level": LEVEL,
         "sources": SOURCES,
         "alike": ALIKE,
-        "steps": len(steps),
+        "steps": len(repeats),
         "pairs": len(both),
         "groups": {name: summary(mine) for name, mine in groups([*cases.values()]).items()},
         "cases": list(cases.values()),
@@ -322,19 +328,19 @@ def main_judge(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
     sets = find_result_sets(Path(arguments.results))
-    steps = newest(sets, Settings())
+    repeats = finished(sets, Settings())
     value = judge(
-        steps,
+        repeats,
         arguments.draws,
         lambda every: progress(every, len(every), "simulating", arguments.progress),
     )
     if not value["cases"]:
         raise UserError(
-            f"{arguments.results}: none of its {len(steps)} finished training steps is a twin of "
+            f"{arguments.results}: none of its {len(repeats)} finished training steps is a twin of "
             "another; plan some with `python -m simulate.twin --plan-out PLAN.csv`"
         )
     title = (
-        f"{len(value['cases'])} of {len(steps)} measured steps have a measured twin "
+        f"{len(value['cases'])} of {len(repeats)} measured steps have a measured twin "
         f"({value['pairs']} pairs); alike: up to {ALIKE:.0%} of the step on something else"
     )
     emit(arguments.json, value, f"{title}\n{table(value)}")

@@ -4,6 +4,7 @@ from math import exp, log, sin
 
 import numpy as np
 import pytest
+from scipy.optimize import least_squares
 
 from calibrate.collectives import Sweep, largest_from_smaller
 from calibrate.correction import conformal_scale, fit_correction, folds
@@ -18,7 +19,16 @@ from calibrate.network import (
     predict,
     published_samples,
 )
-from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
+from calibrate.physics import (
+    SOFT,
+    Array,
+    Physics,
+    System,
+    fit_physics,
+    multiprocessors,
+    slopes,
+    system_of,
+)
 from calibrate.structure import fit_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
 from spec.files import read_table
@@ -184,6 +194,16 @@ def test_a_shape_on_the_ridge_leaves_sds_that_rounding_does_not_decide() -> None
         timings = list(zip(kernels, times, strict=True))
         found.append(list(fit_physics(timings, System(3.0, 3000.0))[1].values()))
     assert np.ptp(np.log(found), axis=0).max() < 1e-3
+
+
+def test_slopes_are_weighted_as_the_fit_weights_them() -> None:
+    sizes, noise = np.logspace(0, 4, 40), np.random.default_rng(0).normal(0, 0.3, 40)
+
+    def residuals(x: Array) -> Array:
+        return np.asarray(np.log(np.exp(x[0]) + sizes / np.exp(x[1])) - np.log(3 + sizes) - noise)
+
+    found = least_squares(residuals, np.zeros(2), loss="soft_l1", f_scale=SOFT)
+    np.testing.assert_allclose(slopes(residuals, found.x), found.jac.T, atol=1e-4)
 
 
 def test_physics_is_robust_to_an_outlier() -> None:

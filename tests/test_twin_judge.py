@@ -11,7 +11,7 @@ from simulate.twin import twin
 from simulate.twin_judge import WAYS, by_the_rule, shrunk
 from simulate.validation import predict
 from spec.command import run
-from spec.files import write_json, write_table
+from spec.files import read_table, write_json, write_table
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.records import StepRow, TrainingConfig, TrainingRow
@@ -117,6 +117,28 @@ def test_what_all_steps_miss_alike_a_twin_puts_right(results: Path, capsys: Any)
     assert set(value["sources"]) >= set(WAYS)
     every = value["groups"]["exactly by the rule"]
     assert every["predicted_s"]["coverage_90"]["value"] == 1
+
+
+@pytest.mark.parametrize(
+    ("again", "larger", "its_twin"),
+    [
+        (("twin",), "run-1", "run-1"),
+        (("full",), "run-2", "run-1"),
+        (("full", "twin"), "run-2", "run-2"),
+    ],
+)
+def test_a_twin_is_of_the_larger_steps_run_where_that_has_one(
+    results: Path, capsys: Any, again: tuple[str, ...], larger: str, its_twin: str
+) -> None:
+    first, second = (results / "4x-h200" / name for name in ("run-1", "run-2"))
+    for name, kind in (("training.csv", TrainingRow), ("steps.csv", StepRow)):
+        rows = [one for one in read_table(first / name, kind) if one.case_id in again]
+        write_table(second / name, kind, rows)
+    about = manifest("4x-h200", "run-2", 4, Truth(), "2030-01-02T00:00:00Z")
+    write_json(second / "manifest.json", about.model_dump(mode="json", by_alias=True))
+    (case,) = judged(results, capsys)["cases"]
+    assert case["id"] == f"4x-h200/{larger}/full"
+    assert case["twin"] == f"4x-h200/{its_twin}/twin"
 
 
 def test_text_and_refusal(results: Path, capsys: Any) -> None:
