@@ -33,6 +33,8 @@ from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.leakage import fit_leakage
 from calibrate.network import PUBLISHED
+from calibrate.nvls import PUBLISHED as NVLS
+from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
 from calibrate.telemetry import monitored, read_telemetry
 from calibrate.throttle import note_throttling
@@ -76,6 +78,8 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
         kernels += fit_kernels(theirs, their_state, ledger, lacking)
     collectives = fit_collectives(evidence, ledger)
     networks = fit_networks(evidence, ledger, state.idle_w)
+    gpus = evidence.devices()[0].kind != "cpu"
+    nvls = fit_nvls(ledger) if gpus else ()
     host = fit_host(evidence, kernels, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
@@ -102,10 +106,12 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
                 *evidence.inputs(),
                 *lent_inputs(evidence.lent),
                 input_file(PUBLISHED, 0),
+                *([input_file(NVLS, 0)] if gpus else []),
             ),
             "kernels": kernels,
             "collectives": collectives,
             "networks": networks,
+            "nvls": nvls,
             "host": host,
             "clock": clock,
             "thermal": thermal,

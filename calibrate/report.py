@@ -11,6 +11,8 @@ import numpy as np
 from calibrate.clocks import draw
 from calibrate.evidence import Z90
 from calibrate.network import PUBLISHED, NetworkRow, path_of
+from calibrate.nvls import PUBLISHED as NVLS
+from calibrate.nvls import NvlsRow
 from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
 from spec.calibration import (
     Calibration,
@@ -24,6 +26,7 @@ from spec.calibration import (
 from spec.collective import busbw_factor
 from spec.files import read_table, write_text
 from spec.kernel import Kernel
+from spec.nvls_fit import NvlsFit
 
 # Rows of numbers under a figure at most: what is left out stands in the calibration file.
 MOST_NUMBERS = 400
@@ -164,7 +167,7 @@ def _collectives(c: Calibration) -> list[Text | Table | Figure]:
             "them; dashed lines are groups that were not measured, carried over by structure."
         )
     ]
-    return blocks + [_collective(fit) for fit in c.collectives]
+    return [*blocks, *map(_collective, c.collectives), *map(_nvls, c.nvls)]
 
 
 def _collective(fit: CollectiveFit) -> Figure:
@@ -193,6 +196,29 @@ def _collective(fit: CollectiveFit) -> Figure:
     axes.legend()
     columns = ("ranks", "bytes", "measured us", "bus bandwidth GB/s", "sd")
     return Figure(svg(figure, fit.collective), fit.collective, _numbers(columns, rows))
+
+
+def _nvls(fit: NvlsFit) -> Figure:
+    rows = [row for row in read_table(NVLS, NvlsRow) if row.gpu == fit.gpu]
+    figure, (axes,) = new_figure(6.0, 3.0)
+    sizes = np.geomspace(fit.curve.points[0].bytes, fit.curve.points[-1].bytes, 60)
+    for ranks in sorted({row.gpus for row in rows}):
+        rate = busbw_factor("all_reduce", ranks) / 1e3
+        line = [size * rate / fit.time_us(ranks, float(size))[0] for size in sizes]
+        style = "-" if ranks == fit.curve.ranks else "--"
+        (drawn,) = axes.loglog(sizes, line, style, label=f"{ranks} ranks")
+        points = [(row.bytes, row.bytes * rate / row.time_us) for row in rows if row.gpus == ranks]
+        axes.loglog(*zip(*points, strict=True), "o", markersize=3, color=drawn.get_color())
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("bus bandwidth, GB/s")
+    axes.legend()
+    caption = (
+        f"all_reduce through the switches (NVLS) on {fit.gpu}, published, for --nvls: fitted on "
+        f"{fit.curve.ranks} ranks, dashed lines by structure, beside points they had not seen"
+    )
+    numbers = [(row.gpus, row.bytes, row.time_us, row.source, row.locator) for row in rows]
+    columns = ("ranks", "bytes", "time us", "source", "where")
+    return Figure(svg(figure, f"nvls {fit.gpu}"), caption, _numbers(columns, numbers))
 
 
 def _networks(c: Calibration) -> list[Text | Table | Figure]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
+from simulate.nvls import with_nvls
 from simulate.transfer import meshed, transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
@@ -69,6 +70,12 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fabric", metavar="NAME|FILE", help=f"one of {', '.join(fabric_names())}, or a file"
     )
+    group.add_argument(
+        "--nvls",
+        action="store_true",
+        help="all-reduces inside a node go through its switches, NCCL's default on Hopper and "
+        "later, by published sweeps; what was measured here is without",
+    )
 
 
 def read_inputs(arguments: argparse.Namespace) -> Inputs:
@@ -95,6 +102,8 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         model = model.resized(lora_rank=arguments.lora_rank)
     node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
     calibration = calibration_for(calibration, node)
+    if arguments.nvls:
+        calibration = with_nvls(calibration, node)
     return Inputs(
         model=model,
         node=node,

@@ -43,6 +43,7 @@ from spec.fitted import (
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
 from spec.network_fit import NetworkFit
+from spec.nvls_fit import NvlsFit
 from spec.thermal import ThermalFit
 
 __all__ = [
@@ -310,6 +311,9 @@ class Calibration(BaseModel):
     kernels: tuple[KernelFit, ...] = Field(min_length=1)
     collectives: tuple[CollectiveFit, ...]
     networks: tuple[NetworkFit, ...]
+    nvls: tuple[NvlsFit, ...] = Field(
+        default=(), description="of others: what is measured here is without"
+    )
     host: HostFit
     clock: ClockFit
     interference: Share = Field(description="a kernel beside a collective lasts this share longer")
