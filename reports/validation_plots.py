@@ -116,15 +116,15 @@ def by_group(groups: Mapping[str, Mapping[str, Json]], prefix: str = "") -> list
     axes.set_xlabel("inside their 90 % interval, %, with its 95 % Clopper-Pearson interval")
     rows = []
     for name, one in named:
-        held, width, error = one["coverage_90"], one["median_half_width"], one["median_ape"]
+        held, wide = one["coverage_90"], one["half_width_in_median_errors"]
         rows.append(
             (
                 name,
                 one["n"],
                 f"{held['value']:.0%} [{held['low']:.0%}, {held['high']:.0%}]",
-                percent(error),
-                percent(width),
-                f"{width / error:.1f}" if error else None,
+                percent(one["median_ape"]),
+                percent(one["median_half_width"]),
+                None if wide is None else f"{wide:.1f}",
                 "{low:.1f} to {high:.1f}".format(**one["width_by_chance"]),
                 f"{one['winkler']:.3f}",
                 f"{one['baseline_winkler']:.3f}" if one["baseline_winkler"] is not None else None,

@@ -7,7 +7,6 @@ once: an existing file is never replaced.
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ from spec.errors import UserError
 from spec.files import parse, read_json, read_table, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
 from spec.manifest import DeviceHash
-from spec.records import TrainingConfig, TrainingRow
+from spec.records import NonNegative, TrainingConfig, TrainingRow
 from spec.results import ResultSet
 from topologies import load_node, node_names
 
@@ -32,22 +31,23 @@ def _utc(text: str) -> str:
     """A time with its zone, as manifests write it."""
     try:
         time = datetime.fromisoformat(text)
-    except ValueError:
-        time = None
-    if time is None or time.tzinfo is None:
+        utc = time.astimezone(UTC) if time.tzinfo else None
+    except (ValueError, OverflowError):
+        utc = None
+    if utc is None:
         raise ValueError(f"{text[:40]!r} is no time with its zone, such as 2026-01-31T12:00:00Z")
-    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return utc.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _interval(value: dict[str, float]) -> dict[str, float]:
     missing = {"median", "low", "high"} - set(value)
-    if missing or not 0 <= value["low"] <= value["median"] <= value["high"] < inf:
-        raise ValueError("low, median and high must be there, in this order, and not negative")
+    if missing or not value["low"] <= value["median"] <= value["high"]:
+        raise ValueError("low, median and high must be there, and in this order")
     return value
 
 
 Time = Annotated[str, AfterValidator(_utc)]
-Interval = Annotated[dict[str, float], AfterValidator(_interval)]
+Interval = Annotated[dict[str, NonNegative], AfterValidator(_interval)]
 UNSEALED = ("astra_sim_s", "components_s")  # of a prediction: for the one that looks into it
 
 

@@ -56,17 +56,21 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
     errors = np.abs(median / real - 1)
     inside = int(((low <= real) & (real <= high)).sum())
+    middle, width = (
+        float(np.median(of)) if len(errors) else None for of in (errors, (high - low) / 2 / median)
+    )
     return {
         "n": len(entries),
         "mape": _mean(errors),
-        "median_ape": float(np.median(errors)) if len(errors) else None,
+        "median_ape": middle,
         "max_ape": float(errors.max()) if len(errors) else None,
         "bias": _mean(median / real - 1),
         "baseline_mape": _mape(entries, "baseline_s", "real_s"),
         "neighbour_mape": _mape(entries, "neighbour_s", "real_s"),
         "astra_sim_mape": _mape(entries, "astra_sim_s", "real_s"),
         "coverage_90": coverage(inside, len(entries)),
-        "median_half_width": float(np.median((high - low) / 2 / median)) if len(errors) else None,
+        "median_half_width": width,
+        "half_width_in_median_errors": in_median_errors(width, middle),
         "width_by_chance": by_chance(median, low, high) if len(errors) else None,
         "winkler": _mean(winkler(real, low, high) / real),
         "baseline_winkler": _baseline_winkler(entries),
@@ -144,18 +148,24 @@ def wide_or_narrow(groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     for grouping, summaries in groups.items():
         for name, one in summaries.items():
-            held, width, error = one["coverage_90"], one["median_half_width"], one["median_ape"]
+            held, wide = one["coverage_90"], one["half_width_in_median_errors"]
             if held and held["high"] < LEVEL:
                 found.append(f"{grouping} {name} holds {held['value']:.0%}, too narrow")
                 continue
             score = one["baseline_winkler"]
             if score is not None and one["winkler"] > score:
                 found.append(f"{grouping} {name} scores worse than the constant rate's")
-            if one["n"] >= FEWEST and width > max(WIDEST, one["width_by_chance"]["high"]) * error:
-                times = f"{width / error:.1f}" if error else "very many"
+            most = max(WIDEST, one["width_by_chance"]["high"]) if one["n"] >= FEWEST else None
+            if most is not None and (wide is None or wide > most):
+                times = "very many" if wide is None else f"{wide:.1f}"
                 likely = "{low:.1f} to {high:.1f}".format(**one["width_by_chance"])
                 found.append(f"{grouping} {name} is {times} median errors wide, {likely} by chance")
     return found
+
+
+def in_median_errors(half_width: float | None, median_ape: float | None) -> float | None:
+    """How many median errors an interval reaches to either side; None where there is no error."""
+    return half_width / median_ape if half_width is not None and median_ape else None
 
 
 def coverage(inside: int, count: int) -> dict[str, float] | None:
@@ -200,7 +210,11 @@ def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | 
 
 def _inside(entries: Sequence[dict[str, Any]], name: str) -> float | None:
     """Share of a quantity's intervals that held the measured value, but for rounding."""
-    rows = [entry for entry in entries if "low" in entry.get(f"predicted_{name}", ())]
+    rows = [
+        entry
+        for entry in entries
+        if f"real_{name}" in entry and "low" in entry.get(f"predicted_{name}", ())
+    ]
     held = [
         entry[f"predicted_{name}"]["low"] * (1 - ROUNDED)
         <= entry[f"real_{name}"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from simulate import misses
 from simulate.scale import increments
-from simulate.scores import grouped, summarise
+from simulate.scores import grouped, in_median_errors, summarise
 from simulate.series_choices import DEFAULTS, OTHERS, Choices
 from simulate.series_fit import (
     FAMILY,
@@ -332,7 +332,8 @@ def mean_over_kinds(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in (*names, "median_half_width"):
         values = [one[name] for one in each if one[name] is not None]
         whole[name] = sum(values) / len(values) if values else None
-    return whole | {"sources": len(kinds)}
+    wide = in_median_errors(whole["median_half_width"], whole["median_ape"])
+    return whole | {"half_width_in_median_errors": wide, "sources": len(kinds)}
 
 
 def by_doublings(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

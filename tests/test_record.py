@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simulate import validate
-from simulate.record import made_from, record
+from simulate.record import by_forecasts, made_from, record
 from spec.command import run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -58,8 +58,6 @@ def test_every_judged_forecast_of_this_repository_is_in_the_record() -> None:
     value = record(RESULTS)
     assert len(value["forecasts"]) == len(list(RESULTS.glob("*/forecasts/*-judged.json")))
     assert sum(one["forecasts"] for one in value["together"]) == len(value["forecasts"])
-    places = {one["where"] for one in value["forecasts"] if one["system"].startswith("netns")}
-    assert places == {"hosts of a CPU"}
 
 
 @pytest.mark.parametrize(
@@ -75,13 +73,42 @@ def test_what_a_forecast_was_made_from_stands_in_its_name(name: str, words: str)
     assert made_from(name) == words
 
 
+def test_a_quantity_that_was_not_measured_is_left_out(judged: Path) -> None:
+    change(judged, lambda value: value["cases"][3].pop("real_energy_j"))
+    change(judged, lambda value: value["cases"][4].update(real_power_w=None))
+    change(judged, lambda value: value["cases"][5].update(predicted_memory_gib={"median": 20.0}))
+    assert record(judged)["forecasts"][0]["summary"]["energy_mape"] > 0
+
+
+def test_whole_forecasts_drawn_anew_widen_what_held() -> None:
+    def one(held: float) -> dict[str, Any]:
+        return {"n": 20, "coverage_90": {"value": held}}
+
+    apart = by_forecasts([one(0.5), one(0.9), *[one(1.0)] * 4])
+    assert apart is not None
+    assert apart["low"] < 0.82 < 0.9 < apart["high"] <= 1
+    assert by_forecasts([one(0.9)]) is None
+    assert by_forecasts([one(1.0)] * 6) is None
+
+
+def test_where_steps_ran() -> None:
+    places = {one["system"]: one["where"] for one in record(RESULTS)["forecasts"]}
+    assert places["2x-h200"] == "one host"
+    assert places["2x-h200-2x1"] == places["4x-h200-2x2"] == "several nodes"
+    assert places["netns-200mbit"] == "hosts of a CPU"
+
+
 def test_the_command(judged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = judged / "record.json"
     words = ["record", str(judged), "--system", "4x-h200", "--json", str(out)]
     assert run(validate.main, words) == 0
     printed = capsys.readouterr().out
-    assert "1 judged forecasts" in printed
+    assert "judged forecasts, as judged at the time: 1" in printed
     assert "one host, conditional (1)" in printed
+    heading = next(line for line in printed.split("\n") if line.startswith("forecast "))
+    row = next(line for line in printed.split("\n") if "plan-8" in line)
+    at = heading.index("half-width / error")
+    assert row[at:].split()[0] == "2.4"  # of the medians, 4.2 and 1.7 %
     assert len(json.loads(out.read_text())["forecasts"]) == 1
 
 
@@ -103,6 +130,11 @@ def change(judged: Path, how: Callable[[Any], None]) -> None:
         (lambda value: value.update(schema="validation/9"), "validation/1"),
         (lambda value: value.pop("forecast"), "forecast"),
         (lambda value: value["forecast"].update(created="2026-01-01T00:00:00Z"), "judge that one"),
+        (lambda value: value["forecast"].update(forecast_cases=23), "judge that one"),
+        (lambda value: value["forecast"]["calibration"].update(sha256="0"), "judge that one"),
+        (lambda value: value["forecast"].update(created="0001-01-01T00:00:00+14:00"), "no time"),
+        (lambda value: value["cases"][3].update(predicted_energy_j=5.0), "predicted_energy_j"),
+        (lambda value: value["cases"][3]["predicted_s"].update(high=1e300), "predicted_s"),
     ],
 )
 def test_a_bad_record_is_one_sentence(
@@ -119,16 +151,25 @@ def test_a_bad_record_is_one_sentence(
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["nowhere"], [".", "--system", "none"]])
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["nowhere"], "no such folder"),
+        (["."], "no judged forecast in it"),
+        ([".", "--system", "none"], "no judged forecast of none"),
+        ([".", "--system", "*"], "--system"),
+    ],
+)
 def test_no_judged_forecast_is_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
+    complaint: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(validate.main, ["record", *words]) == 2
-    assert "no judged forecast" in capsys.readouterr().err
+    assert complaint in capsys.readouterr().err
 
 
 def test_a_judgement_without_its_forecast_is_one_sentence(
