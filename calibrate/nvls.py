@@ -8,14 +8,16 @@ from pydantic import BaseModel, PositiveInt
 
 from calibrate.evidence import Judged, Ledger, log_interval
 from calibrate.structure import PIPELINING, STRUCTURE_NOISE, Array, most_likely, soft
+from spec.calibration import Source
 from spec.collective import busbw_factor
-from spec.collective_fit import CollectiveCurve, CollectivePoint
+from spec.collective_fit import CollectiveCurve, CollectivePoint, NvlsFit, SwitchStructure
 from spec.files import read_table
-from spec.nvls_fit import NvlsFit, SwitchStructure
 from spec.records import Positive
 
 PUBLISHED = Path(__file__).parent / "published" / "nvls.csv"
-# NCCL 2.27 on H200 takes it from here on (stas00/ml-engineering@744d01e, network/README.md)
+# What NCCL 2.27 chose by default, by group on H200 and B200 and by size on H200; others as H200.
+LEAST_FROM = "github.com/stas00/ml-engineering@744d01e network/README.md"
+LEAST_RANKS = {"H200": 5, "B200": 6, "H100": 5}
 LEAST_BYTES = 2**21
 SWEEP_SD = 0.05  # one node beside another: two published sweeps of H100 differ by 0 to 5 %
 GROUP_SD = 0.05  # a doubling of the group; assumed, five published groups are within 2 %
@@ -47,6 +49,14 @@ def fit_nvls(ledger: Ledger) -> tuple[NvlsFit, ...]:
             source = f"nvls.csv: all-reduces of {most} {gpu}, {len(full)} sizes; {full[0].source}"
             interval = log_interval(value, sd)
             ledger.note(f"nvls.{gpu}.{name}", value, unit, interval, "published", source)
+        chosen = f"nvls.csv: NCCL 2.27 by default; {LEAST_FROM}"
+        for name, value, unit, known in (
+            ("least_ranks", fit.least_ranks, "ranks", gpu != "H100"),
+            ("least_bytes", fit.least_bytes, "bytes", gpu == "H200"),
+        ):
+            rule: Source = "published" if known else "assumed"
+            detail = chosen if known else "as on H200"
+            ledger.note(f"nvls.{gpu}.{name}", value, unit, (value / 2, value * 2), rule, detail)
         fits.append(fit)
         groups += [_judged(fit, row) for row in mine if row.gpus != most]
         for part in (0, 1):
@@ -91,6 +101,7 @@ def _fit(gpu: str, rows: Sequence[NvlsRow]) -> tuple[NvlsFit, dict[str, float]]:
     )
     fit = NvlsFit(
         gpu=gpu,
+        least_ranks=LEAST_RANKS[gpu],
         least_bytes=LEAST_BYTES,
         curve=CollectiveCurve(ranks=ranks, points=points),
         structure=SwitchStructure.model_validate(values),

@@ -24,9 +24,9 @@ from spec.calibration import (
     Parameter,
 )
 from spec.collective import busbw_factor
+from spec.collective_fit import NvlsFit
 from spec.files import read_table, write_text
 from spec.kernel import Kernel
-from spec.nvls_fit import NvlsFit
 
 # Rows of numbers under a figure at most: what is left out stands in the calibration file.
 MOST_NUMBERS = 400

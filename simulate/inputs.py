@@ -36,6 +36,7 @@ class Inputs:
     fabric: Fabric
     calibration: Calibration
     calibration_path: Path
+    nvls: bool = False  # `calibration` was changed by that question
     what_if: tuple[tuple[str, object], ...] = ()  # that `calibration` was changed by
 
 
@@ -74,7 +75,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "--nvls",
         action="store_true",
         help="all-reduces inside a node go through its switches, NCCL's default on Hopper and "
-        "later, by published sweeps; what was measured here is without",
+        "later, by published sweeps; what was measured here is without, what is transferred to "
+        "H100 has a published sweep with it already",
     )
 
 
@@ -101,15 +103,14 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
             )
         model = model.resized(lora_rank=arguments.lora_rank)
     node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
-    calibration = calibration_for(calibration, node)
-    if arguments.nvls:
-        calibration = with_nvls(calibration, node)
+    calibration = calibration_for(calibration, node, arguments.nvls)
     return Inputs(
         model=model,
         node=node,
         fabric=load_fabric(arguments.fabric or (CPU_FABRIC if on_cpu else DEFAULT_FABRIC)),
         calibration=calibration,
         calibration_path=path,
+        nvls=arguments.nvls,
     )
 
 
@@ -215,13 +216,18 @@ def measured_node(found: "ResultSet") -> Node | None:
         return None
 
 
-def calibration_for(calibration: Calibration, node: Node) -> Calibration:
+def calibration_for(calibration: Calibration, node: Node, nvls: bool = False) -> Calibration:
     """The calibration for a node's GPU: transferred where another GPU was measured.
 
     Kernels stay as they are where the node names its system, on a CPU, and where no named node has
     the measured GPU (nothing to scale from); collectives go by whether a switch joins the GPUs
-    (`transfer.meshed`).
+    (`transfer.meshed`), and with `nvls` through its switches.
     """
+    found = _on_node(calibration, node)
+    return with_nvls(found, node) if nvls else found
+
+
+def _on_node(calibration: Calibration, node: Node) -> Calibration:
     on_cpu = calibration.kind == "cpu"
     if (on_cpu and node.multiprocessors > 1) or (not on_cpu and "CPU" in node.gpu.split()):
         mine, its = ("a CPU", "GPUs") if on_cpu else ("GPUs", "a CPU")

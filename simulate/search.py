@@ -243,7 +243,7 @@ def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
         )
     node = load_node(name)
     # from the same measurements, as `--node` would have it, so that no visit is compared with one
-    calibration = calibration_for(read_calibration(inputs.calibration_path), node)
+    calibration = calibration_for(read_calibration(inputs.calibration_path), node, inputs.nvls)
     return replace(inputs, node=node, calibration=calibration), gpus
 
 

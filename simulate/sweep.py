@@ -180,13 +180,18 @@ def _line(point: Point) -> dict[str, Any]:
 
 
 def _header(inputs: Inputs) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "model": inputs.model.model_dump(mode="json"),
-        "node": inputs.node.model_dump(mode="json"),
-        "fabric": inputs.fabric.model_dump(mode="json"),
-        "calibration": sha256(inputs.calibration_path),
-    } | ({"what_if": dict(inputs.what_if)} if inputs.what_if else {})
+    asked = {"nvls": True} if inputs.nvls else {}
+    return (
+        asked
+        | {
+            "schema": SCHEMA,
+            "model": inputs.model.model_dump(mode="json"),
+            "node": inputs.node.model_dump(mode="json"),
+            "fabric": inputs.fabric.model_dump(mode="json"),
+            "calibration": sha256(inputs.calibration_path),
+        }
+        | ({"what_if": dict(inputs.what_if)} if inputs.what_if else {})
+    )
 
 
 def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextIO]:

@@ -312,7 +312,7 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
     }
     listed = []
     for one in calibration.parameters:
-        if one.name.startswith("network."):
+        if one.name.startswith(("network.", "nvls.")):
             listed.append(one)
             continue
         if one.name in from_node:

@@ -22,6 +22,7 @@ from spec.collective_fit import (
     CollectiveFit,
     CollectivePoint,
     CollectiveStructure,
+    NvlsFit,
     ring_steps,
 )
 from spec.errors import UserError
@@ -43,7 +44,6 @@ from spec.fitted import (
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
 from spec.network_fit import NetworkFit
-from spec.nvls_fit import NvlsFit
 from spec.thermal import ThermalFit
 
 __all__ = [

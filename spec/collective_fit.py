@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, exp, log, log2, sqrt
+from math import ceil, exp, hypot, log, log2, sqrt
 from typing import Annotated
 
 import numpy as np
@@ -156,6 +156,58 @@ class SendStructure(Record):
         return self.launch_us + self.simple_us + alone + (part - ahead) / min(channel, link)
 
 
+class SwitchStructure(Record):
+    """How an all-reduce inside the switches grows with bytes and ranks.
+
+    A GPU gives its whole buffer to the switch, which adds up, and takes the whole sum from it; for
+    its share of the sum, 1 / ranks, it asks and writes besides. No step follows another's:
+
+    a = launch_us, b = bytes * (1 + 1 / ranks) / link
+    time = a + b + 2 * pipelining * sqrt(a * b), see NetworkFit for the last term.
+    """
+
+    launch_us: Micros
+    link_gbytes_per_s: Rate = Field(description="of a GPU's links one way, large messages")
+    pipelining: Share
+
+    def time_us(self, ranks: int, nbytes: float) -> float:
+        """Duration by structure alone."""
+        b = nbytes * (1 + 1 / ranks) / (self.link_gbytes_per_s * 1e3)
+        return self.launch_us + b + 2 * self.pipelining * sqrt(self.launch_us * b)
+
+
+class NvlsFit(Record):
+    """All-reduces inside the switches (NCCL's NVLS) of a node of such GPUs, as others timed them.
+
+    log(measured / structure) of the group that was timed is interpolated over sizes; the structure
+    carries it to other groups.
+    """
+
+    gpu: str = Field(pattern=r"\S", description="part of the GPU's name, such as H200")
+    least_ranks: Annotated[int, Field(ge=2)] = Field(description="smaller groups use rings")
+    least_bytes: PositiveInt = Field(description="smaller messages go another way")
+    curve: CollectiveCurve
+    structure: SwitchStructure
+    structure_sd: Spread = Field(description="added per doubling of the group size")
+
+    @cached_property
+    def _residuals(self) -> NDArray[np.float64]:
+        ranks = self.curve.ranks
+        off = [log(p.time_us / self.structure.time_us(ranks, p.bytes)) for p in self.curve.points]
+        return np.array(off)
+
+    def serves(self, ranks: int, nbytes: float) -> bool:
+        """Whether NCCL may choose it."""
+        return ranks >= self.least_ranks and nbytes >= self.least_bytes
+
+    def time_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
+        """Duration and sd for a group of `ranks`."""
+        off = self.curve.interpolate(nbytes, self._residuals)
+        beyond = self.structure_sd * abs(log2(ranks) - log2(self.curve.ranks))
+        sd = hypot(self.curve.sd(nbytes), beyond)
+        return self.structure.time_us(ranks, nbytes) * exp(off), sd
+
+
 class CollectiveFit(Record):
     """Duration of one collective inside a node (the scale-up domain).
 
@@ -171,6 +223,11 @@ class CollectiveFit(Record):
         description="added per doubling of the group size beyond the measured ones"
     )
     structure: CollectiveStructure | SendStructure | None = None
+    nvls: NvlsFit | None = Field(
+        default=None,
+        exclude=True,  # of a question, not of the measurements
+        description="serves where it is faster",
+    )
 
     @cached_property
     def _residuals(self) -> dict[int, NDArray[np.float64]]:
@@ -200,6 +257,12 @@ class CollectiveFit(Record):
 
     def time_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
         """Duration and sd for a group of `ranks`."""
+        own = self._own_us(ranks, nbytes)
+        if self.nvls is None or not self.nvls.serves(ranks, nbytes):
+            return own
+        return min(own, self.nvls.time_us(ranks, nbytes))
+
+    def _own_us(self, ranks: int, nbytes: float) -> tuple[float, float]:
         curve = min(self.curves, key=lambda one: abs(log2(one.ranks / ranks)))
         same = curve.ranks == ranks or (
             self.collective == "send_recv" and not isinstance(self.structure, SendStructure)
