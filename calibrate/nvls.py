@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, PositiveInt
 
-from calibrate.evidence import Judged, Ledger, log_interval
+from calibrate.evidence import Judged, Ledger, log_interval, rounded
 from calibrate.structure import PIPELINING, STRUCTURE_NOISE, Array, most_likely, soft
 from spec.calibration import Source
 from spec.collective import busbw_factor
@@ -80,19 +80,18 @@ def _fit(gpu: str, rows: Sequence[NvlsRow]) -> tuple[NvlsFit, dict[str, float]]:
     ranks = rows[0].gpus
     sizes = np.array([float(row.bytes) for row in rows])
     times = np.array([row.time_us for row in rows])
-    wire = sizes * (1 + 1 / ranks) / 1e3
     centre = {
         "launch_us": float(times.min()) / 2,
-        "link_gbytes_per_s": float((wire / times).max()),
+        "link_gbytes_per_s": float((sizes / times).max()) / 1e3,
         "pipelining": PIPELINING[0],
     }
     widths = np.array([1.0, 0.5, PIPELINING[1]])
     start = np.log(np.array(list(centre.values())))
+    noise = np.hypot(SWEEP_SD, STRUCTURE_NOISE)
 
     def residuals(x: Array) -> Array:
-        launch, link, pipelining = np.exp(x)
-        model = launch + wire / link + 2 * pipelining * np.sqrt(launch * wire / link)
-        noise = np.hypot(SWEEP_SD, STRUCTURE_NOISE)
+        structure = SwitchStructure.model_construct(**dict(zip(centre, np.exp(x), strict=True)))
+        model = np.array([structure.time_us(ranks, size) for size in sizes])
         return np.concatenate([soft(np.log(model / times) / noise), (x - start) / widths])
 
     values, sds = most_likely(list(centre), residuals, start, widths)
@@ -104,7 +103,7 @@ def _fit(gpu: str, rows: Sequence[NvlsRow]) -> tuple[NvlsFit, dict[str, float]]:
         least_ranks=LEAST_RANKS[gpu],
         least_bytes=LEAST_BYTES,
         curve=CollectiveCurve(ranks=ranks, points=points),
-        structure=SwitchStructure.model_validate(values),
+        structure=SwitchStructure(**{name: rounded(value) for name, value in values.items()}),
         structure_sd=GROUP_SD,
     )
     return fit, sds

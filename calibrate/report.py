@@ -167,7 +167,9 @@ def _collectives(c: Calibration) -> list[Text | Table | Figure]:
             "them; dashed lines are groups that were not measured, carried over by structure."
         )
     ]
-    return [*blocks, *map(_collective, c.collectives), *map(_nvls, c.nvls)]
+    blocks += map(_collective, c.collectives)
+    published = read_table(NVLS, NvlsRow)
+    return blocks + [_nvls(fit, [r for r in published if r.gpu == fit.gpu]) for fit in c.nvls]
 
 
 def _collective(fit: CollectiveFit) -> Figure:
@@ -198,8 +200,7 @@ def _collective(fit: CollectiveFit) -> Figure:
     return Figure(svg(figure, fit.collective), fit.collective, _numbers(columns, rows))
 
 
-def _nvls(fit: NvlsFit) -> Figure:
-    rows = [row for row in read_table(NVLS, NvlsRow) if row.gpu == fit.gpu]
+def _nvls(fit: NvlsFit, rows: Sequence[NvlsRow]) -> Figure:
     figure, (axes,) = new_figure(6.0, 3.0)
     sizes = np.geomspace(fit.curve.points[0].bytes, fit.curve.points[-1].bytes, 60)
     for ranks in sorted({row.gpus for row in rows}):
@@ -214,8 +215,10 @@ def _nvls(fit: NvlsFit) -> Figure:
     axes.legend()
     caption = (
         f"all_reduce through the switches (NVLS) on {fit.gpu}, published, for --nvls: fitted on "
-        f"{fit.curve.ranks} ranks, dashed lines by structure, beside points they had not seen"
+        f"{fit.curve.ranks} ranks"
     )
+    if any(row.gpus != fit.curve.ranks for row in rows):
+        caption += "; dashed lines by structure, beside points that they had not seen"
     numbers = [(row.gpus, row.bytes, row.time_us, row.source, row.locator) for row in rows]
     columns = ("ranks", "bytes", "time us", "source", "where")
     return Figure(svg(figure, f"nvls {fit.gpu}"), caption, _numbers(columns, numbers))

@@ -94,7 +94,12 @@ def emulated(
 
 
 def fits(case: TrainingCase, devices: int, nodes: int) -> None:
-    """Raise UserError where a plan's case has other nodes than --emulate-nodes makes."""
+    """Raise UserError where a plan's case has other nodes than there are."""
+    if case.nodes > nodes:
+        raise UserError(
+            f"{case.case_id}: its column nodes says {case.nodes}, and there are {nodes}; give as "
+            "many, or leave it out of the plan"
+        )
     per_node = devices // nodes
     needed = -(-case.gpus // per_node)
     if case.nodes != needed:

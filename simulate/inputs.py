@@ -36,7 +36,6 @@ class Inputs:
     fabric: Fabric
     calibration: Calibration
     calibration_path: Path
-    nvls: bool = False  # `calibration` was changed by that question
     what_if: tuple[tuple[str, object], ...] = ()  # that `calibration` was changed by
 
 
@@ -110,7 +109,6 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         fabric=load_fabric(arguments.fabric or (CPU_FABRIC if on_cpu else DEFAULT_FABRIC)),
         calibration=calibration,
         calibration_path=path,
-        nvls=arguments.nvls,
     )
 
 

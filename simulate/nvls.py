@@ -14,33 +14,38 @@ from spec.collective import busbw_factor
 from spec.errors import UserError
 from spec.hardware import Node
 
-USED = "nvls.all_reduce"  # the parameter of a calibration that was changed so
 LARGE_BYTES = 2**30
+
+
+def has_nvls(calibration: Calibration) -> bool:
+    """Whether the calibration was changed by `with_nvls`."""
+    return any(fit.nvls is not None for fit in calibration.collectives)
 
 
 def with_nvls(calibration: Calibration, node: Node) -> Calibration:
     """The calibration with such all-reduces; raises UserError where nobody's are known."""
-    found = next((one for one in calibration.nvls if one.gpu in node.gpu.split()), None)
     if node.mesh:
         raise UserError(f"--nvls: no switch joins the GPUs of node {node.name}; leave it out")
+    found = next((one for one in calibration.nvls if one.gpu in node.gpu.split()), None)
     if found is None:
-        known = ", ".join(one.gpu for one in calibration.nvls) or "none"
+        known = ", ".join(one.gpu for one in calibration.nvls)
         raise UserError(
-            f"--nvls: no sweep of {node.gpu} is in the calibration of {calibration.system}, only "
-            f"of {known}; leave it out, or fit the system again with `python -m calibrate.fit`"
+            f"--nvls: the calibration of {calibration.system} has no sweep of {node.gpu}"
+            f"{f', only of {known}' if known else ''}; leave it out, or fit the system again with "
+            "`python -m calibrate.fit`"
         )
     collectives = tuple(
         changed(fit, nvls=found) if fit.collective == "all_reduce" else fit
         for fit in calibration.collectives
     )
-    busbw = LARGE_BYTES * busbw_factor("all_reduce", node.gpus)
     time, sd = found.time_us(node.gpus, LARGE_BYTES)
+    busbw = LARGE_BYTES * busbw_factor("all_reduce", node.gpus) / time / 1e3
     used = Parameter(
-        name=USED,
-        value=busbw / time / 1e3,
+        name="nvls.all_reduce",
+        value=busbw,
         unit="GB/s",
-        low=busbw / time / 1e3 * exp(-Z90 * sd),
-        high=busbw / time / 1e3 * exp(Z90 * sd),
+        low=busbw * exp(-Z90 * sd),
+        high=busbw * exp(Z90 * sd),
         source="published",
         detail=f"--nvls: bus bandwidth of all-reduces of 1 GiB over {node.gpus} {found.gpu}; "
         "nothing here was measured so",

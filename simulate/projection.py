@@ -12,7 +12,7 @@ from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.fp8 import with_fp8_products
 from simulate.memory import Memory, memory
-from simulate.nvls import USED
+from simulate.nvls import has_nvls
 from simulate.overhead import KEPT
 from simulate.plans import fewest_gpus
 from simulate.remedies import Remedy, any_of, remedies
@@ -333,7 +333,7 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
-    if any(one.name == USED for one in r.calibration.parameters):
+    if has_nvls(r.calibration):
         said.append(
             "All-reduces inside a node go through its switches (--nvls) as published sweeps have "
             "it: nothing here was measured so."

@@ -212,7 +212,7 @@ def table(value: dict[str, Any]) -> str:
 
 
 def _line(label: str, one: dict[str, Any]) -> tuple[str, ...]:
-    cells, held = validation_text.line(label, one["summary"]), one.get("held_by_forecasts")
+    cells, held = validation_text.cells(label, one["summary"]), one.get("held_by_forecasts")
     wide = one["summary"]["half_width_in_median_errors"]
     more = (
         "-" if wide is None else f"{wide:.1f}",

@@ -26,6 +26,7 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
+from simulate.nvls import has_nvls
 from simulate.plans import Plans, fitting
 from simulate.projection import Projection, Request, project, warnings
 from simulate.search_text import LISTED, table
@@ -243,7 +244,9 @@ def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
         )
     node = load_node(name)
     # from the same measurements, as `--node` would have it, so that no visit is compared with one
-    calibration = calibration_for(read_calibration(inputs.calibration_path), node, inputs.nvls)
+    calibration = calibration_for(
+        read_calibration(inputs.calibration_path), node, has_nvls(inputs.calibration)
+    )
     return replace(inputs, node=node, calibration=calibration), gpus
 
 

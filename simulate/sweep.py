@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
+from simulate.nvls import has_nvls
 from simulate.plans import Plan
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -180,18 +181,19 @@ def _line(point: Point) -> dict[str, Any]:
 
 
 def _header(inputs: Inputs) -> dict[str, Any]:
-    asked = {"nvls": True} if inputs.nvls else {}
-    return (
-        asked
-        | {
-            "schema": SCHEMA,
-            "model": inputs.model.model_dump(mode="json"),
-            "node": inputs.node.model_dump(mode="json"),
-            "fabric": inputs.fabric.model_dump(mode="json"),
-            "calibration": sha256(inputs.calibration_path),
-        }
-        | ({"what_if": dict(inputs.what_if)} if inputs.what_if else {})
-    )
+    header: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": inputs.model.model_dump(mode="json"),
+        "node": inputs.node.model_dump(mode="json"),
+        "fabric": inputs.fabric.model_dump(mode="json"),
+        "calibration": sha256(inputs.calibration_path),
+    }
+    # what changed the calibration is said where something did: files from before go on
+    if inputs.what_if:
+        header["what_if"] = dict(inputs.what_if)
+    if has_nvls(inputs.calibration):
+        header["nvls"] = True
+    return header
 
 
 def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextIO]:

@@ -26,7 +26,7 @@ def table(value: Json) -> str:
     for name, one in systems.items():
         for kind, mine in one["summary"].items():
             own = (name if kind == "all" else f"  {kind}") if several else kind
-            lines.append(line(own, mine))
+            lines.append(cells(own, mine))
     text = aligned(lines)
     for name, one in systems.items():
         found = [
@@ -41,7 +41,7 @@ def table(value: Json) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def line(label: str, one: Json) -> tuple[str, ...]:
+def cells(label: str, one: Json) -> tuple[str, ...]:
     """The columns of one summary (`simulate.scores.summarise`)."""
     held = one["coverage_90"]
     return (

@@ -312,7 +312,7 @@ class Calibration(BaseModel):
     collectives: tuple[CollectiveFit, ...]
     networks: tuple[NetworkFit, ...]
     nvls: tuple[NvlsFit, ...] = Field(
-        default=(), description="of others: what is measured here is without"
+        default=(), description="published; everything measured here ran without"
     )
     host: HostFit
     clock: ClockFit

@@ -46,9 +46,8 @@ def test_report_stands_alone_and_says_everything(small: Calibration) -> None:
         assert model in html
     for file in small.inputs:
         assert file.sha256 in html
-    assert (
-        html.count("<svg") == 2 + 1 + 3 + 2
-    )  # kernels, a collective, NVLS of three GPUs, networks
+    # kernels, a collective, NVLS of three GPUs, networks
+    assert html.count("<svg") == 2 + 1 + 3 + 2
     assert html.count("through the switches (NVLS)") == 3
     assert "90 % interval" in html
 

@@ -262,6 +262,8 @@ def test_a_plan_over_hosts_of_part_of_a_core_needs_no_core_for_each(
     assert run(main, steps) == 0
     assert run(main, [*steps, "--node-cores", "1"]) == 2
     assert "give 2 to 2, so that each gets a core" in capsys.readouterr().err
+    assert run(main, [*steps[:3], "2", *steps[4:]]) == 2
+    assert "its column nodes says 4, and there are 2" in capsys.readouterr().err
 
 
 def test_a_plan_with_nodes_is_refused_on_a_cpu(

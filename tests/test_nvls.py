@@ -10,7 +10,7 @@ from calibrate.evidence import Ledger
 from calibrate.nvls import fit_nvls
 from simulate import project, search
 from simulate.inputs import calibration_for
-from simulate.nvls import USED, with_nvls
+from simulate.nvls import has_nvls, with_nvls
 from spec.calibration import Calibration, read_calibration
 from spec.collective_fit import SwitchStructure
 from spec.command import run
@@ -70,6 +70,7 @@ def test_no_all_reduce_is_slower_and_nothing_else_changes(system: str, name: str
     before = calibration_for(measured, node)
     after = calibration_for(measured, node, nvls=True)
     old, new = (one.collective_fits["all_reduce"] for one in (before, after))
+    assert has_nvls(after) > has_nvls(before)
     gained = 0
     for ranks in range(2, 9):
         for half in range(20, 70):
@@ -86,7 +87,7 @@ def test_no_all_reduce_is_slower_and_nothing_else_changes(system: str, name: str
         for one in (before, after)
     ]
     assert others[0] == others[1]
-    (used,) = [one for one in after.parameters if one.name == USED]
+    (used,) = [one for one in after.parameters if one.name == "nvls.all_reduce"]
     assert used.source == "published"
     assert used.low < used.value < used.high
     link = {one.name: one for one in after.parameters}["nvls.H100.link_gbytes_per_s"]
@@ -109,7 +110,7 @@ def test_a_cluster_beside_another_is_asked_the_same(tmp_path: Path, capsys: Any)
 
 @pytest.mark.parametrize("node", ["dgx-a100", "mi250-node"])
 def test_who_has_no_sweep_is_told(calibration: Calibration, node: str) -> None:
-    with pytest.raises(UserError, match="no sweep of"):
+    with pytest.raises(UserError, match="has no sweep of"):
         with_nvls(calibration, load_node(node))
 
 
