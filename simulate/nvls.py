@@ -50,5 +50,6 @@ def with_nvls(calibration: Calibration, node: Node) -> Calibration:
         detail=f"--nvls: bus bandwidth of all-reduces of 1 GiB over {node.gpus} {found.gpu}; "
         "nothing here was measured so",
     )
-    parameters = *calibration.parameters, used
-    return changed(calibration, collectives=collectives, parameters=parameters)
+    others = tuple(f"nvls.{one.gpu}." for one in calibration.nvls if one is not found)
+    kept = (one for one in calibration.parameters if not one.name.startswith(others))
+    return changed(calibration, collectives=collectives, parameters=(*kept, used))

@@ -223,7 +223,8 @@ def project(request: Request) -> Projection:
 def provenance(projection: Projection) -> list[Parameter]:
     """Every parameter that the numbers rest on, with its source."""
     r = projection.request
-    listed = list(r.calibration.parameters)
+    asked = has_nvls(r.calibration)
+    listed = [one for one in r.calibration.parameters if asked or not one.name.startswith("nvls.")]
 
     def add(record: Node | Fabric, prefix: str, field: str, unit: str) -> None:
         value = getattr(record, field)

@@ -90,8 +90,9 @@ def test_no_all_reduce_is_slower_and_nothing_else_changes(system: str, name: str
     (used,) = [one for one in after.parameters if one.name == "nvls.all_reduce"]
     assert used.source == "published"
     assert used.low < used.value < used.high
-    link = {one.name: one for one in after.parameters}["nvls.H100.link_gbytes_per_s"]
-    assert link.source == "published"
+    links = [one for one in after.parameters if one.name.endswith("link_gbytes_per_s")]
+    assert [one.name for one in links] == [f"nvls.{name[-4:].upper()}.link_gbytes_per_s"]
+    assert links[0].source == "published"
 
 
 def test_a_cluster_beside_another_is_asked_the_same(tmp_path: Path, capsys: Any) -> None:
@@ -136,3 +137,5 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     said = "through its switches (--nvls)"
     assert any(said in one for one in through["warnings"])
     assert not any(said in one for one in without["warnings"])
+    listed = [{one["name"] for one in value["provenance"]} for value in values]
+    assert "nvls.all_reduce" in listed[1] - listed[0]
