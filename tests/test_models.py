@@ -11,7 +11,8 @@ from spec.model import ModelSpec, load_model, model_names
 from spec.parallelism import Parallelism
 
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
-# the model cards (Llama), 2401.04088 and the model cards (Mixtral)
+# the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
+# NeMo), 2403.04652 and the model card (Yi)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
@@ -20,6 +21,9 @@ PUBLISHED = {
     "llama2-7b": 6.738e9,
     "mixtral-8x7b": 46.7e9,
     "mixtral-8x22b": 140.6e9,
+    "llama-33b": 32.5e9,
+    "yi-34b": 34.39e9,
+    "mistral-nemo-12b": 12.25e9,
 }
 
 
