@@ -22,6 +22,8 @@ PUBLISHED = {
     "mixtral-8x7b": 46.7e9,
     "mixtral-8x22b": 140.6e9,
     "llama-33b": 32.5e9,
+    "gpt-76b": 76.1e9,
+    "llama3.2-1b": 1.236e9,
     "yi-34b": 34.39e9,
     "mistral-nemo-12b": 12.25e9,
 }
