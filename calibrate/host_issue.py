@@ -26,12 +26,15 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
+# A ring's: nil layers of two processes on a CPU took two fifths longer with ring attention, its
+# kernels and messages aside; that share of a layer's Python on the GPUs' hosts.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
     "collective": 15.0,
     "uneven": 63.0,
     "expert": 26.0,
+    "ring": 6.0,
     "pass": 210.0,
     "tensor": 1.7,
     "step": 175.0,
@@ -42,6 +45,7 @@ WHAT = {
     "collective": "issuing a collective of a layer",
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
+    "ring": "Python around a piece of ring attention, which has gradients of queries and of keys",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
@@ -102,6 +106,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             "measured" if name in shown else "assumed",
             f"{WHAT[name]}; {why if name in shown else f'{calls:g} issue times'}",
         )
+    found["ring_sd"] = 0.0 if "ring" in shown else UNSEEN_SD
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
         HostFit(sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD, **found),
@@ -167,8 +172,10 @@ def _left(one: Equation, takes: Mapping[str, float]) -> float:
 
 def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iterator[Equation]:
     """What a row of a host that is so many times slower than the mean visit's says."""
-    dp = row.gpus // row.tp
-    p = Parallelism(tp=row.tp, dp=dp, ep=row.ep, sequence_parallel=row.tp > 1, global_batch=dp)
+    dp = row.gpus // row.tp // row.cp
+    p = Parallelism(
+        tp=row.tp, cp=row.cp, dp=dp, ep=row.ep, sequence_parallel=row.tp > 1, global_batch=dp
+    )
     model = nil_model(ON_GPU, row.experts).resized(layers=row.layers)
     by_name = {(fit.op, fit.direction, fit.dtype): fit.host_us for fit in kernels}
 

@@ -6,8 +6,8 @@ microbatch and of several, in turn, tell what a pass adds from what a step adds.
 On GPUs such a step lasts as long as its host needs to issue it, and the steps of a real model are
 never faster than that. All GPUs of the host take part, as all of its processors do in a real step:
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
-share of every layer (what issuing a collective takes), and with a mixture of experts. What issuing
-the kernels alone takes is `host_us` of their rows.
+share of every layer (what issuing a collective takes) and of every sequence (ring attention), and
+with a mixture of experts. What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
 its time of a step, less that of the same kernels one by one at the same shapes. That runs in a
@@ -42,11 +42,12 @@ GPU_S = 14.0
 
 @dataclass(frozen=True)
 class HostCase:
-    """Steps of one microbatch and of several: `gpus` in replicas of tp, their experts over ep."""
+    """Steps of one microbatch and of several: `gpus` in replicas of tp * cp, experts over ep."""
 
     seconds: float
     gpus: int = 1
     tp: int = 1
+    cp: int = 1
     ep: int = 1
     experts: int = 0
     layers: int = LAYERS
@@ -54,20 +55,26 @@ class HostCase:
     @property
     def case_id(self) -> str:
         """Its name in tables."""
-        split = f"-TP{self.tp}-DP{self.gpus // self.tp}" if self.gpus > 1 else ""
+        split = f"-TP{self.tp}-DP{self.replicas}" if self.gpus > 1 else ""
+        split += f"-CP{self.cp}" if self.cp > 1 else ""
         mixture = f"-{self.experts}experts" if self.experts else ""
         mixture += f"-EP{self.ep}" if self.ep > 1 else ""
         return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}{mixture}"
 
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return self.gpus // (self.tp * self.cp)
+
     def split(self, microbatches: int) -> Parallelism:
         """How a step of so many microbatches is split."""
-        dp = self.gpus // self.tp
         return Parallelism(
             tp=self.tp,
-            dp=dp,
+            cp=self.cp,
+            dp=self.replicas,
             ep=self.ep,
             sequence_parallel=self.tp > 1,
-            global_batch=dp * microbatches,
+            global_batch=self.replicas * microbatches,
         )
 
 
@@ -81,11 +88,15 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
     if quick or kind not in ("nvidia", "amd"):
         return []
     several = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
-    splits = [{}, {"tp": several}, {"ep": several}] if several > 1 else [{}]
+    dense: list[dict[str, int]] = [{}]
+    mixed: list[dict[str, int]] = [{}]
+    if several > 1:
+        dense += [{"tp": several}, {"cp": several}]
+        mixed += [{"tp": several}, {"ep": several}]
     return [
-        *(HostCase(GPU_S, devices, **one) for one in splits[:2]),
+        *(HostCase(GPU_S, devices, **one) for one in dense),
         HostCase(2 * GPU_S, devices, layers=MORE_LAYERS),
-        *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in splits),
+        *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in mixed),
     ]
 
 
@@ -99,6 +110,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         role="fit",
         gpus=case.gpus,
         tp=case.tp,
+        cp=case.cp,
         ep=case.ep,
         experts=case.experts,
         layers=case.layers,

@@ -352,7 +352,9 @@ class Costs:
         How another visit's host differs counts beside what steps on one host are off by.
         """
         fit = self.calibration.host
-        return fit.slower * self.draws.factor("host", hypot(fit.sd, fit.python_sd, fit.visit_sd))
+        ring_sd = fit.ring_sd if self.parallelism.cp > 1 else 0.0
+        sd = hypot(fit.sd, fit.python_sd, fit.visit_sd, ring_sd)
+        return fit.slower * self.draws.factor("host", sd)
 
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""

@@ -39,7 +39,10 @@ def with_graphs(calibration: Calibration) -> Calibration:
     for fit in calibration.kernels:
         less = changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US), host_us=0.0)
         kernels.append(with_points(fit, less))
-    issued = ("part_us", "backward_part_us", "collective_us", "expert_us", "pass_us", "uneven_us")
+    issued = (
+        *("part_us", "backward_part_us", "collective_us", "uneven_us"),
+        *("expert_us", "ring_us", "pass_us"),
+    )
     host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
     return changed(calibration, kernels=tuple(kernels), host=host)
 

@@ -230,6 +230,7 @@ HostTime = Literal[
     "collective_us",
     "uneven_us",
     "expert_us",
+    "ring_us",
     "pass_us",
     "tensor_us",
     "step_us",
@@ -259,6 +260,9 @@ class HostFit(Record):
     )
     collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
     expert_us: Micros = Field(default=0.0, description="around one expert, in either pass")
+    ring_us: Micros = Field(
+        default=0.0, description="around one piece of ring attention; backward has two of each"
+    )
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"
     )
@@ -277,6 +281,9 @@ class HostFit(Record):
     visit_sd: Spread = Field(
         default=0.0, description="all of it and kernels' host_us, beside those of another visit"
     )
+    ring_sd: Spread = Field(
+        default=0.0, description="all of it where sequences are shared and no nil step shared one"
+    )
     slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
     visits: tuple[HostVisit, ...] = ()
     serial: bool = Field(
@@ -292,6 +299,7 @@ class HostFit(Record):
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
                 own = {"python_sd": 0.0} if visit.times_us else {}
+                own |= {"ring_sd": 0.0} if "ring_us" in visit.times_us else {}
                 known = {"slower": visit.slower, "visit_sd": 0.0}
                 return self.model_copy(update=known | own | visit.times_us)
         return self

@@ -117,7 +117,8 @@ class HostRow(Repeated):
     """
 
     gpus: PositiveInt = Field(default=1, description="devices that ran, each with a process")
-    tp: PositiveInt = Field(default=1, description="of them that shared every layer; others: dp")
+    tp: PositiveInt = Field(default=1, description="of them that shared every layer")
+    cp: PositiveInt = Field(default=1, description="of them that shared every sequence; others: dp")
     ep: PositiveInt = Field(default=1, description="of them that shared a layer's experts")
     experts: Annotated[int, Field(ge=0, le=4096)] = Field(
         default=0, description="in a layer; 0: dense"
@@ -143,7 +144,10 @@ class HostRow(Repeated):
     def _possible(self) -> Self:
         if self.gpus % self.tp or MOST_TP % self.tp:
             raise ValueError(f"tp is {self.tp}; it must divide gpus, {self.gpus}, and {MOST_TP}")
-        dp = self.gpus // self.tp
+        dp, left = divmod(self.gpus // self.tp, self.cp)
+        if left or MOST_TP % self.cp:
+            of = f"gpus / tp, {self.gpus // self.tp}, and {MOST_TP}"
+            raise ValueError(f"cp is {self.cp}; it must divide {of}")
         if dp % self.ep or self.experts % self.ep or (self.ep > 1 and not self.experts):
             raise ValueError(
                 f"ep is {self.ep}; it must divide gpus / tp, {dp}, and experts, {self.experts}"

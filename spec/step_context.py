@@ -65,6 +65,9 @@ def ring_attention(
     )
     # keys go around beside attention, gradients behind them; the last of these come back at the end
     return (
-        Part("attention", forward, hidden=(ring,) * later),
-        Part("attention", backward, exposed=(ring,), hidden=(ring,) * (2 * later - 1)),
+        Part("attention", forward, hidden=(ring,) * later, ring=p.cp),
+        # gradients of queries and of keys
+        Part(
+            "attention", backward, exposed=(ring,), hidden=(ring,) * (2 * later - 1), ring=2 * p.cp
+        ),
     )

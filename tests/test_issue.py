@@ -114,13 +114,14 @@ def test_steps_are_off_by_what_nil_steps_leave() -> None:
 def test_cases_take_all_gpus_of_a_host() -> None:
     found = host_time.cases("nvidia", 4)
     assert {case.gpus for case in found} == {4}
-    assert [(case.tp, case.ep, case.experts, case.layers) for case in found] == [
-        (1, 1, 0, LAYERS),
-        (4, 1, 0, LAYERS),
-        (1, 1, 0, 4 * LAYERS),
-        (1, 1, 8, LAYERS),
-        (4, 1, 8, LAYERS),
-        (1, 4, 8, LAYERS),
+    assert [(case.tp, case.cp, case.ep, case.experts, case.layers) for case in found] == [
+        (1, 1, 1, 0, LAYERS),
+        (4, 1, 1, 0, LAYERS),
+        (1, 4, 1, 0, LAYERS),
+        (1, 1, 1, 0, 4 * LAYERS),
+        (1, 1, 1, 8, LAYERS),
+        (4, 1, 1, 8, LAYERS),
+        (1, 1, 4, 8, LAYERS),
     ]
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
     assert host_time.cases("nvidia", 4, quick=True) == []
@@ -164,9 +165,14 @@ def test_the_device_stands_still_where_the_host_reads_from_it(calibration: Calib
 
 @pytest.mark.parametrize(
     "name",
-    ["part_us", "backward_part_us", "collective_us", "uneven_us", "expert_us", "tensor_us"],
+    [
+        *("part_us", "backward_part_us", "collective_us", "uneven_us", "expert_us", "tensor_us"),
+        "ring_us",
+    ],
 )
-@pytest.mark.parametrize("split", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize(
+    "split", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"dp": 2}, {"cp": 2}]
+)
 def test_a_slow_host_slows_a_step_and_no_fast_one_does(
     calibration: Calibration, name: str, split: dict[str, int]
 ) -> None:
@@ -181,8 +187,11 @@ def test_a_slow_host_slows_a_step_and_no_fast_one_does(
 
     steps = [step_s(takes_us) for takes_us in (0.0, 1.0, 1e3, 1e5)]
     assert steps == sorted(steps)
-    if name not in ("collective_us", "uneven_us") or "tp" in split:
+    only = {"collective_us": {"tp", "cp"}, "uneven_us": {"tp"}, "ring_us": {"cp"}}
+    if only.get(name, {*split}) & {*split}:
         assert steps[-1] > 2 * steps[0]
+    else:
+        assert steps[-1] == steps[0]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +205,15 @@ def test_an_exchange_of_tokens_counts_once_whatever_its_ranks(split: dict[str, i
         exchanged = [part.issued for part in segment if part.name in ("dispatch", "combine")]
         assert [one["uneven"] for one in exchanged] == [int(bool(split))] * 2
         assert [one["collective"] for one in exchanged] == [0, 0]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_ring_counts_its_pieces_and_both_ends_of_its_messages(cp: int) -> None:
+    """`measure.megatron_context`: cp - 1 messages forward; gradients follow the keys back."""
+    forward, backward = layer(load_model("llama3-8b"), Parallelism(cp=cp, global_batch=1))
+    found = [one.issued for way in (forward, backward) for one in way if one.name == "attention"]
+    assert [one["ring"] for one in found] == [cp, 2 * cp]
+    assert [one["collective"] for one in found] == [2 * (cp - 1), 4 * (cp - 1)]
 
 
 @pytest.mark.parametrize(
