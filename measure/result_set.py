@@ -15,7 +15,23 @@ from measure.store import PLAN, Store
 from measure.suites import Options
 from spec.errors import UserError
 from spec.files import first_problem, read_json
+from spec.hardware import same_device
 from spec.manifest import OTHER_DEVICES
+from spec.results import read_result_set
+
+
+def refuse_other_devices(system: Path, device: str) -> None:
+    """A system's runs are on devices of one kind; what cannot be read is left to who reads it."""
+    for path in sorted(system.glob("*/manifest.json")):
+        try:
+            before = read_result_set(path.parent).manifest
+        except UserError:
+            continue
+        if not same_device(before.device, device):
+            raise UserError(
+                f"{system} has runs on {before.device}, such as {before.run}, and here is "
+                f"{device}; name another system with --system"
+            )
 
 
 def open_store(
@@ -36,11 +52,13 @@ def open_store(
         name = emulation.system_name(
             base, len(devices), options.nodes, options.link_mbit, options.share
         )
+    name = asked.system or name
+    refuse_other_devices(Path(asked.out) / name, devices[0].name)
     within = options.nodes if options.share is None else 1
     plan = vars(options) | {"plan": options.plan.model_dump()}
     store = Store.create(
         Path(asked.out),
-        system=asked.system or name,
+        system=name,
         run=datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         hosts=hosts,
         interconnect=host.interconnect(devices),

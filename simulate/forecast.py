@@ -201,7 +201,7 @@ def match(
     unknown: list[str] = []
     for found in sets:
         node = measured_node(found)
-        if not same_device(gpu, node.gpu if node else found.manifest.hosts[0].devices[0].name):
+        if not same_device(gpu, node.gpu if node else found.manifest.device):
             continue
         for row in found.table(TrainingRow):
             one = made.get(key(row))

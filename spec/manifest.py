@@ -41,7 +41,7 @@ class Host(BaseModel):
     cpu: str
     cores: Positive | None = Field(default=None, description="that it may use; 0.2 of a shared one")
     memory_gib: Positive | None = None
-    devices: list[Device]
+    devices: list[Device] = Field(min_length=1)
 
 
 class Manifest(BaseModel):
@@ -82,6 +82,11 @@ class Manifest(BaseModel):
     def on_known_devices(self) -> bool:
         """Whether every row is of the devices listed: not of others that the run resumed on."""
         return OTHER_DEVICES not in self.notes
+
+    @property
+    def device(self) -> str:
+        """What was measured, such as `NVIDIA H200`."""
+        return self.hosts[0].devices[0].name
 
     @property
     def device_hashes(self) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """Reading result sets back, checked: schema, NaN, negative numbers, duplicates, missing halves."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
+from spec.hardware import same_device
 from spec.manifest import Manifest
 from spec.records import (
     SCHEMA,
@@ -110,4 +112,20 @@ def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
             f"{root}: no result set in it (no */*/manifest.json); measure one with "
             "`python -m measure.run`"
         )
-    return sorted(sets, key=lambda one: one.manifest.started)
+    sets.sort(key=lambda one: one.manifest.started)
+    _refuse_mixed(sets)
+    return sets
+
+
+def _refuse_mixed(sets: Sequence[ResultSet]) -> None:
+    """No calibration is of two kinds of device."""
+    firsts: dict[str, ResultSet] = {}
+    for one in sets:
+        first = firsts.setdefault(one.manifest.system, one)
+        device, other = one.manifest.device, first.manifest.device
+        if not same_device(device, other):
+            raise UserError(
+                f"{one.path}: was measured on {device}, and {first.path} on {other}; "
+                f"{one.manifest.system!r} can be only one of them, so move a run to a system of "
+                "its own (its folder, and `system` in its manifest.json)"
+            )

@@ -81,7 +81,7 @@ def test_nccl_tests_output_becomes_rows(tmp_path: Path) -> None:
     assert manifest.environment == {"NCCL_IB_DISABLE": "1"}
     assert manifest.software == {"nccl-tests": "2.17.6", "nccl": "2.28.7"}
     assert [len(one.devices) for one in manifest.hosts] == [2, 2]
-    assert manifest.hosts[0].devices[0].name == "NVIDIA H100 80GB HBM3"
+    assert manifest.device == "NVIDIA H100 80GB HBM3"
     assert "1 lines failed the tool's own check" in manifest.notes[-1]
     assert "node-a" not in (found.path / "manifest.json").read_text()
 

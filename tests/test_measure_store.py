@@ -11,7 +11,7 @@ from measure.checks import LoadCase
 from measure.devices import Device
 from measure.devices.fake import FakeDevice
 from measure.plan_file import PlanFile
-from measure.result_set import left_to_do
+from measure.result_set import left_to_do, refuse_other_devices
 from measure.store import Store, find_run
 from measure.suites import Options
 from measure.window import Window
@@ -19,7 +19,7 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.manifest import Host, Manifest
 from spec.records import CollectiveRow
-from spec.results import read_result_set
+from spec.results import find_result_sets, read_result_set
 
 ROW = CollectiveRow(
     case_id="a",
@@ -98,6 +98,24 @@ def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
         find_run(tmp_path, "r2")
     with pytest.raises(UserError, match="continue it with --resume"):
         new_store(tmp_path)
+
+
+def test_a_system_has_devices_of_one_kind(tmp_path: Path) -> None:
+    """A machine of another GPU than was asked for once ended up among an H100's runs."""
+    store = new_store(tmp_path)
+    system, device = store.folder.parent, store.manifest.device
+    refuse_other_devices(system, device)
+    with pytest.raises(UserError, match="here is NVIDIA H200; name another system with --system"):
+        refuse_other_devices(system, "NVIDIA H200")
+    later = json.loads((store.folder / "manifest.json").read_text())
+    later["hosts"][0]["devices"][0]["name"] = "NVIDIA H200"
+    write_json(system / "r2" / "manifest.json", later | {"run": "r2"})
+    with pytest.raises(UserError, match="'fake' can be only one of them"):
+        find_result_sets(tmp_path)
+    write_json(system / "r2" / "manifest.json", later | {"run": "r2", "system": "h200"})
+    assert len(find_result_sets(tmp_path)) == 2
+    (system / "r1" / "manifest.json").write_text("{")  # for who reads it to say
+    refuse_other_devices(system, "NVIDIA H200")
 
 
 def test_a_window_reads_energy_at_both_ends() -> None:
