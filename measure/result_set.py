@@ -53,7 +53,7 @@ def open_store(
             base, len(devices), options.nodes, options.link_mbit, options.share
         )
     name = asked.system or name
-    refuse_other_devices(Path(asked.out) / name, devices[0].name)
+    refuse_other_devices(Path(asked.out) / name, devices[0].describe().name)
     within = options.nodes if options.share is None else 1
     plan = vars(options) | {"plan": options.plan.model_dump()}
     store = Store.create(

@@ -1,6 +1,7 @@
 """The command end to end on fake devices: real workers, real gloo, a case that fails, a resume."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from spec.command import Parser, run
 from spec.records import CollectiveRow, KernelRow
 from spec.results import find_result_sets
 
+RESULTS = Path(__file__).parents[1] / "results"
 PLAN = """\
 kernels:
 - {op: gemm, shape: m=16 n=16 k=16}
@@ -115,6 +117,20 @@ def test_a_wrong_request_is_one_sentence(
     assert complaint in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+def test_a_run_on_another_gpu_is_not_added_to_a_system(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = RESULTS / "2x-h100" / "20261122-011215" / "manifest.json"
+    before = tmp_path / "2x-h100" / "20261122-011215"
+    before.mkdir(parents=True)
+    shutil.copy(measured, before)
+    words = ["--kind", "fake:2", "--suite", "kernels", "--system", "2x-h100"]
+    assert run(main, [*words, "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert "has runs on NVIDIA H100 80GB HBM3, such as 20261122-011215" in printed
+    assert sorted(one.name for one in before.parent.iterdir()) == ["20261122-011215"]
 
 
 def test_a_budget_stops_in_time_and_says_so(
