@@ -9,8 +9,9 @@ The rule, parameter by parameter (`R(x)` is the target node's figure over the me
   asks for changes: what a kernel takes beyond it is the chip's;
 - launch times and the host carry over;
 - collectives inside the node: R(scale-up rate), a measured size keeping its ratio to the structure;
-  where a sweep of the target's all-reduce is published (`SCALE_UP`), every collective goes by the
-  sweep's ratio to what that gives for an all-reduce of the same size and group;
+  where a sweep of the target's all-reduce over rings is published (`SCALE_UP`), every collective
+  goes by the sweep's ratio to what that gives for an all-reduce of the same size and group (sweeps
+  through switches tell of all-reduces alone: `simulate.nvls`);
 - clock, power cap and idle power are the node file's; power above idle goes with the room between
   idle and cap, so a kernel meets the cap at the same share of its clock;
 - networks between nodes were fitted on published sweeps and carry over.
