@@ -276,11 +276,11 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
 
 def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
     """What a cap lets through for some tenths of a second, over what it holds."""
-    found = surge(evidence.of_gpu, ledger)
+    found = surge(evidence.of_gpu, state, ledger)
     if found is not None or state.limit_w is None:
         return found or 1.0
     value, low, high = SURGE
-    detail = "as four H200 drew when a constant load began (heat suite); no such load here"
+    detail = "as bursts of products end on H100 and H200; neither such bursts nor a heat suite here"
     return ledger.note("clock.surge", value, "factor", (low, high), "assumed", detail)
 
 

@@ -1,6 +1,7 @@
 """What a power cap leaves: how products' power goes with the clock, and what it holds how long.
 
-From the heat suite: `heat.csv`, and telemetry of how its constant load begins.
+From the heat suite, `heat.csv` and telemetry of how its constant load begins, and from bursts of
+products beside the same ones sustained (`kernels.csv`).
 """
 
 from math import log
@@ -12,11 +13,14 @@ from scipy.stats import linregress
 from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, rounded
 from calibrate.state import ClockState, Estimate
 from calibrate.telemetry import read_columns
-from spec.records import HeatRow
+from spec.records import HeatRow, KernelRow
 
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
 # of the interval, a share: how far loads lie from one line, where three or more tell (0.3 and 0.5)
 LEAST_SPREAD = 0.2
+# Bursts of products are this long at least, and so many of them tell: after 2.7 times the memory of
+# the cap's fast regulator (`simulate.clocks`).
+BURST_US, LEAST_BURSTS = 50_000.0, 8
 SURGE_SPREAD = 0.25  # of what is above 1: four H200 lie between 1.032 and 1.046
 # after a load began: the cap's fast regulator has acted, and the one of minutes has not
 SURGE_S = (0.1, 0.6)
@@ -42,10 +46,53 @@ def held_w(evidence: Evidence) -> list[float]:
     return [watts for row in capped for watts in drawn_w(row)]
 
 
-def surge(evidence: Evidence, ledger: Ledger) -> float | None:
-    """Mean power for some tenths of a second under the cap, over what it holds for minutes.
+def surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
+    """What a cap lets through for some tenths of a second, over what it holds for minutes.
 
-    Each device as its constant load of `heat.csv` begins; None where no device shows it.
+    Bursts of products pass to it: how much faster their last repeats (90th percentile) are than the
+    same product sustained under the cap is the clock, and power goes with that. A load that starts
+    on a device that long was idle may draw more: that is the upper end. None where no
+    bursts and no such load were timed.
+    """
+    ratios = _burst_ends(evidence)
+    begun, runs = _onset(evidence)
+    if len(ratios) < LEAST_BURSTS and not begun:
+        return None
+    from_idle = f"{runs}: power from {SURGE_S[0]} to {SURGE_S[1]} s after a load began"
+    if len(ratios) < LEAST_BURSTS:
+        value = max(median(begun), 1.0)
+        low, high = (1 + share * (value - 1) for share in (1 - SURGE_SPREAD, 1 + SURGE_SPREAD))
+        low, high = max(min(*begun, low), 1.0), max(*begun, high)
+        detail = f"{from_idle}, over that of minutes, {len(begun)} devices"
+    else:
+        above_idle = 1 - state.idle_w / (state.limit_w or state.idle_w)
+        drawn = [1 + above_idle * (one**state.power_exponent - 1) for one in ratios]
+        low, value, high = (max(float(one), 1.0) for one in np.quantile(drawn, (0.25, 0.5, 0.75)))
+        high = max(high, *begun) if begun else high
+        detail = (
+            f"{evidence.where(KernelRow, len(ratios))}: last repeats of bursts of products, beside "
+            "the same sustained under the cap; half of them lie in the interval"
+            + (f"; upper end {from_idle}" if begun else "")
+        )
+    return ledger.note("clock.surge", rounded(value), "factor", (low, high), "measured", detail)
+
+
+def _burst_ends(evidence: Evidence) -> list[float]:
+    """Time of a product sustained under the cap over that of a long burst's last repeats."""
+    bursts, held = {}, {}
+    for run, row in evidence.rows(KernelRow):
+        shape = (run, row.op, row.direction, row.dtype, row.shape, row.device)
+        if row.op == "gemm" and row.state == "sustained" and "power_cap" in (row.throttle or ""):
+            held[shape] = row.median_us
+        elif row.op == "gemm" and row.median_us * row.repeats >= BURST_US:
+            bursts[shape] = row.p90_us
+    return [held[shape] / last_us for shape, last_us in bursts.items() if shape in held]
+
+
+def _onset(evidence: Evidence) -> tuple[list[float], str]:
+    """Mean power soon after a load began on an idle device, over what the cap holds for minutes.
+
+    Each device as its constant load of `heat.csv` begins, and where that stands.
     """
     found: list[float] = []
     used = 0
@@ -71,19 +118,7 @@ def surge(evidence: Evidence, ledger: Ledger) -> float | None:
                 there = (since >= SURGE_S[0]) & (since < SURGE_S[1])
                 if there.sum() >= LEAST_SAMPLES:
                     found.append(float(power[there].mean()) / held)
-    if not found:
-        return None
-    value = rounded(max(float(median(found)), 1.0))
-    wide = SURGE_SPREAD * (value - 1)
-    return ledger.note(
-        "clock.surge",
-        value,
-        "factor",
-        (max(min(*found, value - wide), 1.0), max(*found, value + wide)),
-        "measured",
-        f"{evidence.where(HeatRow, used)}, and telemetry: power from {SURGE_S[0]} to "
-        f"{SURGE_S[1]} s after a constant load began, over that of minutes, {len(found)} devices",
-    )
+    return found, f"{evidence.where(HeatRow, used)}, and telemetry" if found else ""
 
 
 def _told(row: HeatRow) -> bool:

@@ -15,11 +15,17 @@ from calibrate.pulses import pulse_exponent, surge
 from calibrate.state import ClockState
 from calibrate.throttle import note_throttling
 from spec.files import write_table
-from spec.records import HeatRow
+from spec.records import HeatRow, KernelRow
 from spec.results import ResultSet
 from spec.thermal import exponential_mean
 from tests.synthetic import Truth, manifest
 
+PRODUCT = {
+    **{"role": "fit", "repeats": 40, "median_us": 2000.0, "p10_us": 2000.0, "p90_us": 2000.0},
+    **{"min_us": 2000.0, "mean_us": 2000.0, "std_us": 0.0, "op": "gemm", "direction": "forward"},
+    **{"dtype": "bf16", "state": "sustained", "implementation": "made up", "device": 0},
+    **{"throttle": "power_cap", "operand_sets": 1},
+}
 FAST, SLOW, REST = (0.034, 0.8), (0.012, 40.0), 26.0
 
 
@@ -190,6 +196,29 @@ def test_the_clock_falls_as_a_capped_load_warms_up(tmp_path: Path, leakage: floa
     assert fit_leakage(evidence, state, Ledger()) is None
 
 
+@pytest.mark.parametrize(("bursts", "ratio"), [(8, 1.03), (8, 0.98), (7, 1.03)])
+def test_bursts_of_products_pass_to_what_the_cap_allows(
+    monkeypatch: pytest.MonkeyPatch, bursts: int, ratio: float
+) -> None:
+    """Power above idle goes as the clock to an exponent; a burst that ends slower shows nothing."""
+    timed = []
+    for n in range(bursts + 1):
+        held = KernelRow.model_validate(
+            PRODUCT | {"case_id": f"held-{n}", "shape": f"m={n + 1} n=8 k=8"}
+        )
+        last_us = held.median_us / ratio
+        quantiles = {"median_us": 0.9 * last_us, "p10_us": 1.0, "min_us": 1.0, "p90_us": last_us}
+        burst = {"case_id": f"burst-{n}", "state": "burst", "throttle": None, **quantiles}
+        timed += [held, held.model_copy(update=burst)]
+    timed[1] = timed[1].model_copy(update={"median_us": 1.0, "p90_us": 1.0})  # too short to tell
+    monkeypatch.setattr(
+        Evidence, "rows", lambda _, kind: [("r", one) for one in timed] * (kind is KernelRow)
+    )
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.5)
+    expected = None if bursts < 8 else max(1 + (1 - 80 / 700) * (ratio**1.5 - 1), 1.0)
+    assert surge(Evidence("made-up", []), state, Ledger()) == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize(("gap_s", "expected"), [(0.05, 1.05), (1.0, None)])
 def test_what_the_cap_allows_for_tenths_of_a_second(
     tmp_path: Path, gap_s: float, expected: float | None
@@ -210,6 +239,7 @@ def test_what_the_cap_allows_for_tenths_of_a_second(
     write_table(tmp_path / "heat.csv", HeatRow, [row])
     about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
     ledger = Ledger()
-    value = surge(Evidence("made-up", [ResultSet(tmp_path, about)]), ledger)
+    state = ClockState(1980.0, 700.0, 80.0)
+    value = surge(Evidence("made-up", [ResultSet(tmp_path, about)]), state, ledger)
     assert value == pytest.approx(expected, abs=1e-3)
     assert [one.name for one in ledger.parameters] == ["clock.surge"] * (expected is not None)
