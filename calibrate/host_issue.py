@@ -26,15 +26,16 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
-# A ring's: nil layers of two processes on a CPU took two fifths longer with ring attention, its
-# kernels and messages aside; that share of a layer's Python on the GPUs' hosts.
+# A ring's: 6 of Python, as on a CPU a ring of two but for its messages took two fifths of a nil
+# layer's time (and of the GPUs' hosts' less the ring's kernels), and 12 of half a message, taken as
+# a send and a receive that are issued as collectives are. See docs/calibration.md.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
     "collective": 15.0,
     "uneven": 63.0,
     "expert": 26.0,
-    "ring": 6.0,
+    "ring": 18.0,
     "pass": 210.0,
     "tensor": 1.7,
     "step": 175.0,
@@ -45,7 +46,7 @@ WHAT = {
     "collective": "issuing a collective of a layer",
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
-    "ring": "Python around a piece of ring attention, which has gradients of queries and of keys",
+    "ring": "Python around a piece of ring attention and its messages; backward has two of each",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
@@ -106,7 +107,14 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             "measured" if name in shown else "assumed",
             f"{WHAT[name]}; {why if name in shown else f'{calls:g} issue times'}",
         )
-    found["ring_sd"] = 0.0 if "ring" in shown else UNSEEN_SD
+    found["ring_sd"] = ledger.note(
+        "host.ring_sd",
+        UNSEEN_SD,
+        "log",
+        (UNSEEN_SD / 2, 2 * UNSEEN_SD),
+        "assumed",
+        "of host.ring_us, on a host whose nil steps had no ring",
+    )
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
         HostFit(sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD, **found),

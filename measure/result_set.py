@@ -15,23 +15,25 @@ from measure.store import PLAN, Store
 from measure.suites import Options
 from spec.errors import UserError
 from spec.files import first_problem, read_json
-from spec.hardware import same_device
 from spec.manifest import OTHER_DEVICES
 from spec.results import read_result_set
 
 
-def refuse_other_devices(system: Path, device: str) -> None:
+def refuse_other_devices(system: Path, devices: Sequence[Device]) -> None:
     """A system's runs are on devices of one kind; what cannot be read is left to who reads it."""
+    here = dict.fromkeys(device.describe().name for device in devices)
     for path in sorted(system.glob("*/manifest.json")):
         try:
             before = read_result_set(path.parent).manifest
         except UserError:
             continue
-        if not same_device(before.device, device):
+        if before.invalid is None and before.device not in here:
             raise UserError(
-                f"{system} has runs on {before.device}, such as {before.run}, and here is "
-                f"{device}; name another system with --system"
+                f"{system} has runs on {before.device}, such as {before.run}, and "
+                f"here is {', '.join(here)}; name another system with --system"
             )
+    if len(here) > 1:
+        raise UserError(f"here are {', '.join(here)}; a run is on devices of one kind")
 
 
 def open_store(
@@ -53,7 +55,7 @@ def open_store(
             base, len(devices), options.nodes, options.link_mbit, options.share
         )
     name = asked.system or name
-    refuse_other_devices(Path(asked.out) / name, devices[0].describe().name)
+    refuse_other_devices(Path(asked.out) / name, devices)
     within = options.nodes if options.share is None else 1
     plan = vars(options) | {"plan": options.plan.model_dump()}
     store = Store.create(
@@ -101,6 +103,7 @@ def left_to_do(folder: Path) -> Options:
 
 def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:
     """The result set of an unfinished run."""
+    refuse_other_devices(folder.parent, devices)
     store = Store.reopen(folder)
     here = [device.describe(0).uuid_hash for device in devices]
     before = [one.uuid_hash for some in store.manifest.hosts for one in some.devices]

@@ -324,7 +324,7 @@ class Costs:
     def segment(self, parts: Segment) -> Cost:
         """Duration of a forward or backward segment."""
         fit = self.calibration.host
-        beside_us, pieces = self.works.issued(parts)
+        beside_us, ring_us, pieces = self.works.issued(parts)
         if pieces and not fit.serial:
             return joined([self.segment(piece) for piece in pieces])
         works, apart = self.works.of_segment(parts, self.fullest is not None)
@@ -342,6 +342,8 @@ class Costs:
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, zero, energy)
         host = (issue_us + beside_us) * spread
+        if ring_us:
+            host = host + ring_us * spread * self.draws.factor("host.ring", fit.ring_sd)
         if any(part.waits for part in parts):
             return Cost(compute, exposed, host, zero, energy)
         return Cost(compute, exposed, zero, sum(exposed.values(), compute) - host, energy)
@@ -352,9 +354,7 @@ class Costs:
         How another visit's host differs counts beside what steps on one host are off by.
         """
         fit = self.calibration.host
-        ring_sd = fit.ring_sd if self.parallelism.cp > 1 else 0.0
-        sd = hypot(fit.sd, fit.python_sd, fit.visit_sd, ring_sd)
-        return fit.slower * self.draws.factor("host", sd)
+        return fit.slower * self.draws.factor("host", hypot(fit.sd, fit.python_sd, fit.visit_sd))
 
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""

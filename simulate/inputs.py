@@ -74,8 +74,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "--nvls",
         action="store_true",
         help="all-reduces inside a node go through its switches, NCCL's default on Hopper and "
-        "later, by published sweeps; what was measured here is without, what is transferred to "
-        "H100 has a published sweep with it already",
+        "later, by published sweeps; what was measured here is without",
     )
 
 

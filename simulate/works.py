@@ -6,6 +6,7 @@ works hold for every plan under a calibration and are kept for all of them.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -104,7 +105,7 @@ class Works:
         self._parts: dict[int, tuple[Part, ByClock]] = {}
         self._products: dict[int, tuple[Segment, ByClock]] = {}
         self._segments: dict[tuple[int, bool], tuple[Segment, ByClock, tuple[Part, ...]]] = {}
-        self._issued: dict[int, tuple[Segment, float, tuple[Segment, ...]]] = {}
+        self._issued: dict[int, tuple[Segment, float, float, tuple[Segment, ...]]] = {}
 
     def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
         """A kernel's work, and how a clock slows it."""
@@ -171,8 +172,8 @@ class Works:
             self._products[id(parts)] = parts, _added(self.of(kernel) for kernel in bound)
         return self._products[id(parts)][1]
 
-    def issued(self, parts: Segment) -> tuple[float, tuple[Segment, ...]]:
-        """What the host takes beside issuing a segment's kernels, us, and how it is cut by it.
+    def issued(self, parts: Segment) -> tuple[float, float, tuple[Segment, ...]]:
+        """What the host takes beside a segment's kernels, rings apart, us, and how it is cut by it.
 
         A part that waits is by itself: what was issued before it has run when it begins.
         """
@@ -181,11 +182,11 @@ class Works:
                 self._issued.clear()
             fit, cut = self._calibration.host, itertools.groupby(parts, lambda part: part.waits)
             pieces = tuple(tuple(some) for _, some in cut)
-            beside_us = 0.0
-            for part in parts:
-                for name, count in part.issued.items():
-                    beside_us += count * getattr(fit, f"{name}_us")
-            self._issued[id(parts)] = parts, beside_us, pieces if len(pieces) > 1 else ()
+            counts = sum((Counter(part.issued) for part in parts), Counter[str]())
+            ring_us = counts.pop("ring", 0) * fit.ring_us
+            beside_us = sum(count * getattr(fit, f"{name}_us") for name, count in counts.items())
+            pieces = pieces if len(pieces) > 1 else ()
+            self._issued[id(parts)] = parts, beside_us, ring_us, pieces
         return self._issued[id(parts)][1:]
 
     def of_segment(self, parts: Segment, uneven: bool) -> tuple[ByClock, tuple[Part, ...]]:

@@ -261,7 +261,8 @@ class HostFit(Record):
     collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
     expert_us: Micros = Field(default=0.0, description="around one expert, in either pass")
     ring_us: Micros = Field(
-        default=0.0, description="around one piece of ring attention; backward has two of each"
+        default=0.0,
+        description="around one piece of ring attention and its messages; backward has two of each",
     )
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"
@@ -282,7 +283,7 @@ class HostFit(Record):
         default=0.0, description="all of it and kernels' host_us, beside those of another visit"
     )
     ring_sd: Spread = Field(
-        default=0.0, description="all of it where sequences are shared and no nil step shared one"
+        default=0.0, description="of ring_us beside that, on a host whose nil steps had no ring"
     )
     slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
     visits: tuple[HostVisit, ...] = ()

@@ -24,7 +24,7 @@ class Device(BaseModel):
 
     index: NonNegativeInt
     kind: Literal["nvidia", "amd", "cpu", "fake"]
-    name: str
+    name: str = Field(min_length=1)
     uuid_hash: DeviceHash
     memory_gib: Positive | None = None
     max_clock_mhz: Positive | None = None
@@ -85,7 +85,7 @@ class Manifest(BaseModel):
 
     @property
     def device(self) -> str:
-        """What was measured, such as `NVIDIA H200`."""
+        """What was measured, such as `NVIDIA H200`: `measure.run` takes devices of one kind."""
         return self.hosts[0].devices[0].name
 
     @property

@@ -150,7 +150,7 @@ class HostRow(Repeated):
             raise ValueError(f"cp is {self.cp}; it must divide {of}")
         if dp % self.ep or self.experts % self.ep or (self.ep > 1 and not self.experts):
             raise ValueError(
-                f"ep is {self.ep}; it must divide gpus / tp, {dp}, and experts, {self.experts}"
+                f"ep is {self.ep}; it must divide gpus / tp / cp, {dp}, and experts, {self.experts}"
             )
         if self.experts == 1:
             raise ValueError("experts is 1; it must be 0 or at least 2")

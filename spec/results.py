@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
-from spec.hardware import same_device
 from spec.manifest import Manifest
 from spec.records import (
     SCHEMA,
@@ -118,14 +117,14 @@ def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
 
 
 def _refuse_mixed(sets: Sequence[ResultSet]) -> None:
-    """No calibration is of two kinds of device."""
+    """No calibration is of two kinds of device, and so no system is."""
     firsts: dict[str, ResultSet] = {}
     for one in sets:
         first = firsts.setdefault(one.manifest.system, one)
         device, other = one.manifest.device, first.manifest.device
-        if not same_device(device, other):
+        if device != other:
             raise UserError(
                 f"{one.path}: was measured on {device}, and {first.path} on {other}; "
-                f"{one.manifest.system!r} can be only one of them, so move a run to a system of "
-                "its own (its folder, and `system` in its manifest.json)"
+                f"{one.manifest.system!r} can be only one of them: say in a run's manifest.json "
+                "why it is `invalid`, or move it to a system of its own (its folder, and `system`)"
             )

@@ -22,22 +22,20 @@ class Part:
     hidden: tuple[Collective, ...] = ()
     waits: bool = False
     uneven: bool = False  # its ranks exchange tokens, and no two of them as many
-    ring: int = 0  # pieces of ring attention, which Python puts together in either pass
+    ring: int = 0  # pieces of ring attention, put together and sent by Python in either pass
     backward: bool = False  # autograd issues it
 
     @property
     def issued(self) -> dict[str, int]:
         """How often it has what takes its host time beside its kernels, as `HostFit` names it.
 
-        Experts count where they run one after another; a message is sent by one call and received
-        by another.
+        Experts count where they run one after another; a ring's messages count with its pieces.
         """
-        calls = {"send_recv": 2}
-        sent = sum(calls.get(one.kind, 1) for one in (*self.exposed, *self.hidden))
+        apart = self.uneven or self.ring
         grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
         return {
             "backward_part" if self.backward else "part": 1,
-            "collective": 0 if self.uneven else sent,
+            "collective": 0 if apart else len(self.exposed) + len(self.hidden),
             "uneven": int(self.uneven),
             "expert": max(grouped, default=0),
             "ring": self.ring,

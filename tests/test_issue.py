@@ -28,6 +28,7 @@ TAKES = {
     "collective": 150.0,
     "uneven": 170.0,
     "expert": 300.0,
+    "ring": 250.0,
     "pass": 2000.0,
     "step": 1500.0,
     "tensor": 50.0,
@@ -44,7 +45,8 @@ def calibration(tmp_path: Path) -> Calibration:
 def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
     """Steps that take what `TAKES` says on a host so many times slower."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
-    sizes = {"gpus": case.gpus, "tp": case.tp, "ep": case.ep, "experts": case.experts}
+    sizes = {"gpus": case.gpus, "tp": case.tp, "cp": case.cp, "ep": case.ep}
+    sizes["experts"] = case.experts
     once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
     row = HostRow(
         case_id=case.case_id,
@@ -187,7 +189,7 @@ def test_a_slow_host_slows_a_step_and_no_fast_one_does(
 
     steps = [step_s(takes_us) for takes_us in (0.0, 1.0, 1e3, 1e5)]
     assert steps == sorted(steps)
-    only = {"collective_us": {"tp", "cp"}, "uneven_us": {"tp"}, "ring_us": {"cp"}}
+    only = {"collective_us": {"tp"}, "uneven_us": {"tp"}, "ring_us": {"cp"}}
     if only.get(name, {*split}) & {*split}:
         assert steps[-1] > 2 * steps[0]
     else:
@@ -208,12 +210,42 @@ def test_an_exchange_of_tokens_counts_once_whatever_its_ranks(split: dict[str, i
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_ring_counts_its_pieces_and_both_ends_of_its_messages(cp: int) -> None:
-    """`measure.megatron_context`: cp - 1 messages forward; gradients follow the keys back."""
+def test_a_ring_counts_its_pieces_and_none_of_its_messages_besides(cp: int) -> None:
+    """`measure.megatron_context`: backward, a piece has gradients of queries and of keys."""
     forward, backward = layer(load_model("llama3-8b"), Parallelism(cp=cp, global_batch=1))
     found = [one.issued for way in (forward, backward) for one in way if one.name == "attention"]
     assert [one["ring"] for one in found] == [cp, 2 * cp]
-    assert [one["collective"] for one in found] == [2 * (cp - 1), 4 * (cp - 1)]
+    assert [one["collective"] for one in found] == [0, 0]
+    (whole,) = {
+        sum(one.issued["ring"] for one in way)
+        for way in layer(load_model("llama3-8b"), Parallelism())
+    }
+    assert whole == 0
+
+
+def test_a_ring_that_no_nil_step_had_widens_what_waits_for_it(calibration: Calibration) -> None:
+    takes = {"part_us": 50.0, "ring_us": 3e3}
+    widths = []
+    for cp, ring_sd in ((2, 0.0), (2, 0.5), (1, 0.5)):
+        used = calibration.model_copy(update={"host": _host(**takes, ring_sd=ring_sd)})
+        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
+        p = Parallelism(cp=cp, global_batch=2)
+        times = StepSimulator(load_model("llama3.2-1b"), p, *nodes, used).run().step_time_s
+        widths.append(float(np.quantile(times, 0.95) / np.quantile(times, 0.05)))
+    assert widths[1] > 1.3 * widths[0]
+    assert widths[2] < widths[1]
+
+
+def test_devices_whose_own_nil_steps_had_a_ring_know_it() -> None:
+    visits = [
+        {"devices": [name], "slower": 1.0, "times_us": times}
+        for name, times in (("a" * 16, {"ring_us": 90.0}), ("b" * 16, {"part_us": 9.0}))
+    ]
+    fit = _host(ring_us=250.0, ring_sd=0.5).model_copy(update={"visits": ()})
+    fit = HostFit.model_validate(fit.model_dump() | {"visits": visits})
+    own, other = (fit.on_devices([one["devices"][0]]) for one in visits)  # type: ignore[index]
+    assert (own.ring_us, own.ring_sd) == (90.0, 0.0)
+    assert (other.ring_us, other.ring_sd) == (250.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +287,8 @@ def test_steps_of_two_batches_take_turns() -> None:
     ("changed", "words"),
     [
         ({"tp": 3}, "tp is 3; it must divide gpus, 4"),
-        ({"ep": 3}, "ep is 3; it must divide gpus / tp, 4, and experts, 8"),
+        ({"cp": 3}, "cp is 3; it must divide gpus / tp, 4, and 8"),
+        ({"ep": 3}, "ep is 3; it must divide gpus / tp / cp, 4, and experts, 8"),
         ({"experts": 0, "ep": 2}, "ep is 2"),
         ({"experts": 1}, "experts is 1"),
         ({"experts": 10**30}, "experts"),

@@ -11,12 +11,13 @@ from measure.checks import LoadCase
 from measure.devices import Device
 from measure.devices.fake import FakeDevice
 from measure.plan_file import PlanFile
-from measure.result_set import left_to_do, refuse_other_devices
+from measure.result_set import left_to_do, refuse_other_devices, reopen_store
 from measure.store import Store, find_run
 from measure.suites import Options
 from measure.window import Window
 from spec.errors import UserError
 from spec.files import write_json
+from spec.manifest import Device as Described
 from spec.manifest import Host, Manifest
 from spec.records import CollectiveRow
 from spec.results import find_result_sets, read_result_set
@@ -100,13 +101,21 @@ def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
         new_store(tmp_path)
 
 
-def test_a_system_has_devices_of_one_kind(tmp_path: Path) -> None:
+def described(device: FakeDevice, name: str) -> Described:
+    return FakeDevice.describe(device).model_copy(update={"name": name})
+
+
+def test_a_system_has_devices_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of another GPU than was asked for once ended up among an H100's runs."""
     store = new_store(tmp_path)
-    system, device = store.folder.parent, store.manifest.device
-    refuse_other_devices(system, device)
+    system, fakes = store.folder.parent, [FakeDevice(0), FakeDevice(1)]
+    other = FakeDevice(1)
+    monkeypatch.setattr(other, "describe", lambda: described(FakeDevice(1), "NVIDIA H200"))
+    refuse_other_devices(system, fakes)
     with pytest.raises(UserError, match="here is NVIDIA H200; name another system with --system"):
-        refuse_other_devices(system, "NVIDIA H200")
+        refuse_other_devices(system, [other])
+    with pytest.raises(UserError, match="here are Fake accelerator, NVIDIA H200; a run is on"):
+        refuse_other_devices(system, [fakes[0], other])
     later = json.loads((store.folder / "manifest.json").read_text())
     later["hosts"][0]["devices"][0]["name"] = "NVIDIA H200"
     write_json(system / "r2" / "manifest.json", later | {"run": "r2"})
@@ -114,8 +123,13 @@ def test_a_system_has_devices_of_one_kind(tmp_path: Path) -> None:
         find_result_sets(tmp_path)
     write_json(system / "r2" / "manifest.json", later | {"run": "r2", "system": "h200"})
     assert len(find_result_sets(tmp_path)) == 2
+    write_json(system / "r2" / "manifest.json", later | {"run": "r2", "invalid": "another GPU"})
+    assert len(find_result_sets(tmp_path)) == 1
+    refuse_other_devices(system, fakes)
+    with pytest.raises(UserError, match="has runs on Fake accelerator, such as r1"):
+        reopen_store(store.folder, [other])
     (system / "r1" / "manifest.json").write_text("{")  # for who reads it to say
-    refuse_other_devices(system, "NVIDIA H200")
+    refuse_other_devices(system, [other])
 
 
 def test_a_window_reads_energy_at_both_ends() -> None:
