@@ -38,6 +38,7 @@ COLUMNS = (
     *("forecast", *validation_text.COLUMNS[1 : WIDTH + 1]),
     *("half-width / error", "by forecasts", *validation_text.COLUMNS[WIDTH + 1 :]),
 )
+OTHERS = ("energy", "power", "clock")
 DRAWS = 2000  # of forecasts
 
 
@@ -203,12 +204,24 @@ def table(value: dict[str, Any]) -> str:
         lines.append(_line(label, one))
     text = aligned(lines)
     text[count:count] = ["", "together, by machine and by what they were made from:"]
+    text += ["", *_held_besides(value["together"])]
     text += [
         f"{one['system']} {one['name']}: {one['warning']}"
         for one in value["forecasts"]
         if one["warning"]
     ]
     return "\n".join(text)
+
+
+def _held_besides(together: Sequence[dict[str, Any]]) -> list[str]:
+    """What the intervals of energy, power and clock held, where they had any."""
+    lines: list[tuple[str, ...]] = [("inside 90 %, together", *OTHERS)]
+    for one in together:
+        shares = [one["summary"][f"{name}_inside_90"] for name in OTHERS]
+        if any(share is not None for share in shares):
+            label = f"{one['where']}, {one['made_from']}"
+            lines.append((label, *("-" if share is None else f"{share:.0%}" for share in shares)))
+    return aligned(lines)
 
 
 def _line(label: str, one: dict[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simulate import validate
-from simulate.record import by_forecasts, made_from, record
+from simulate.record import by_forecasts, made_from, record, table
 from spec.command import run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -52,6 +52,12 @@ def test_forecasts_made_alike_stand_together(judged: Path) -> None:
     for key in ("mape", "baseline_mape", "neighbour_mape", "energy_mape", "memory_mape"):
         assert together["summary"][key] == pytest.approx(sum(one[key] for one in each) / 2)
     assert together["summary"]["coverage_90"]["value"] == 47 / 48
+    held = [line.split("  ") for line in table(value).splitlines() if line.startswith("one host,")][
+        -1
+    ]
+    shares = [one["energy_inside_90"] for one in each]
+    assert held[0] == f"one host, {together['made_from']}"
+    assert next(cell for cell in held[1:] if cell).strip() == f"{sum(shares) / 2:.0%}"
 
 
 def test_every_judged_forecast_of_this_repository_is_in_the_record() -> None:
