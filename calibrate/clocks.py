@@ -276,7 +276,7 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
 
 def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
     """What a cap lets through for some tenths of a second, over what it holds."""
-    found = surge(evidence.of_gpu, state, ledger)
+    found = surge(evidence, state, ledger)
     if found is not None or state.limit_w is None:
         return found or 1.0
     value, low, high = SURGE

@@ -28,7 +28,8 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 # A ring's: 6 of Python, as on a CPU a ring of two but for its messages took two fifths of a nil
 # layer's time (and of the GPUs' hosts' less the ring's kernels), and 12 of half a message, taken as
-# a send and a receive that are issued as collectives are. See docs/calibration.md.
+# a send and a receive that each take as a collective does today on two and four H200. See
+# docs/calibration.md.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,

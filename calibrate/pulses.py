@@ -18,8 +18,8 @@ from spec.records import HeatRow, KernelRow
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
 # of the interval, a share: how far loads lie from one line, where three or more tell (0.3 and 0.5)
 LEAST_SPREAD = 0.2
-# Bursts of products are this long at least, and so many of them tell: after 2.7 times the memory of
-# the cap's fast regulator (`simulate.clocks`).
+# Bursts of products are this long at least, and so many of them tell: more than twice the memory of
+# the cap's fast regulator (`simulate.clocks`) before their last tenth.
 BURST_US, LEAST_BURSTS = 50_000.0, 8
 SURGE_SPREAD = 0.25  # of what is above 1: four H200 lie between 1.032 and 1.046
 # after a load began: the cap's fast regulator has acted, and the one of minutes has not
@@ -49,36 +49,37 @@ def held_w(evidence: Evidence) -> list[float]:
 def surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
     """What a cap lets through for some tenths of a second, over what it holds for minutes.
 
-    Bursts of products pass to it: how much faster their last repeats (90th percentile) are than the
-    same product sustained under the cap is the clock, and power goes with that. A load that starts
-    on a device that long was idle may draw more: that is the upper end. None where no
-    bursts and no such load were timed.
+    Bursts of products pass to it: how much faster their slowest tenth (the 90th percentile) is than
+    the same product sustained under the cap is taken for the clock, and power goes with that. Where
+    too few were timed, what a load draws that starts on an idle device, which may be more. None
+    where neither was.
     """
     ratios = _burst_ends(evidence)
-    begun, runs = _onset(evidence)
-    if len(ratios) < LEAST_BURSTS and not begun:
-        return None
-    from_idle = f"{runs}: power from {SURGE_S[0]} to {SURGE_S[1]} s after a load began"
-    if len(ratios) < LEAST_BURSTS:
-        value = max(median(begun), 1.0)
-        low, high = (1 + share * (value - 1) for share in (1 - SURGE_SPREAD, 1 + SURGE_SPREAD))
-        low, high = max(min(*begun, low), 1.0), max(*begun, high)
-        detail = f"{from_idle}, over that of minutes, {len(begun)} devices"
-    else:
-        above_idle = 1 - state.idle_w / (state.limit_w or state.idle_w)
+    if state.limit_w is not None and len(ratios) >= LEAST_BURSTS:
+        above_idle = 1 - state.idle_w / state.limit_w
         drawn = [1 + above_idle * (one**state.power_exponent - 1) for one in ratios]
-        low, value, high = (max(float(one), 1.0) for one in np.quantile(drawn, (0.25, 0.5, 0.75)))
-        high = max(high, *begun) if begun else high
+        low, value, high = (max(float(one), 1.0) for one in np.quantile(drawn, (0.05, 0.5, 0.95)))
         detail = (
-            f"{evidence.where(KernelRow, len(ratios))}: last repeats of bursts of products, beside "
-            "the same sustained under the cap; half of them lie in the interval"
-            + (f"; upper end {from_idle}" if begun else "")
+            f"{evidence.where(KernelRow, len(ratios))}: slowest tenth of bursts of products beside "
+            "the same sustained under the cap, time taken for 1 / clock; 90 % of single bursts lie "
+            "in the interval"
         )
-    return ledger.note("clock.surge", rounded(value), "factor", (low, high), "measured", detail)
+        return ledger.note("clock.surge", rounded(value), "factor", (low, high), "measured", detail)
+    begun, runs = _onset(evidence.of_gpu)
+    if not begun:
+        return None
+    value = max(median(begun), 1.0)
+    low, high = (1 + share * (value - 1) for share in (1 - SURGE_SPREAD, 1 + SURGE_SPREAD))
+    interval = (max(min(*begun, low), 1.0), max(*begun, high))
+    detail = (
+        f"{runs}: power from {SURGE_S[0]} to {SURGE_S[1]} s after a load began on an idle device, "
+        f"over that of minutes, {len(begun)} devices"
+    )
+    return ledger.note("clock.surge", rounded(value), "factor", interval, "measured", detail)
 
 
 def _burst_ends(evidence: Evidence) -> list[float]:
-    """Time of a product sustained under the cap over that of a long burst's last repeats."""
+    """Time of a product sustained under the cap over that of a long burst's slowest tenth."""
     bursts, held = {}, {}
     for run, row in evidence.rows(KernelRow):
         shape = (run, row.op, row.direction, row.dtype, row.shape, row.device)
@@ -86,7 +87,7 @@ def _burst_ends(evidence: Evidence) -> list[float]:
             held[shape] = row.median_us
         elif row.op == "gemm" and row.median_us * row.repeats >= BURST_US:
             bursts[shape] = row.p90_us
-    return [held[shape] / last_us for shape, last_us in bursts.items() if shape in held]
+    return [held[shape] / slow_us for shape, slow_us in bursts.items() if shape in held]
 
 
 def _onset(evidence: Evidence) -> tuple[list[float], str]:

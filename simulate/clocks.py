@@ -32,9 +32,9 @@ ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 # reaches the cap after 1.3 times its constant. Assumed from that, between 10 and 40 ms.
 REGULATION_US = 20_000.0
 # What those bursts pass to is not yet what minutes are held at: a load that starts on an idle H200
-# draws `surge` times that for 0.7 s (telemetry of `heat-100`, four devices), dips, and stays at
-# it. An exponential mean that starts at 125 W is at the cap after 2.9 times its constant.
-# Assumed from that; were it a window, it would be of 0.9 s.
+# draws 1.04 times that for 0.7 s (telemetry of `heat-100`, four devices), dips, and stays at it.
+# An exponential mean that starts at 125 W is at the cap after 2.9 times its constant. Assumed from
+# that; were it a window, it would be of 0.9 s.
 LONG_REGULATION_US = 260_000.0
 
 

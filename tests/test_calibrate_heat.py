@@ -211,12 +211,21 @@ def test_bursts_of_products_pass_to_what_the_cap_allows(
         burst = {"case_id": f"burst-{n}", "state": "burst", "throttle": None, **quantiles}
         timed += [held, held.model_copy(update=burst)]
     timed[1] = timed[1].model_copy(update={"median_us": 1.0, "p90_us": 1.0})  # too short to tell
-    monkeypatch.setattr(
-        Evidence, "rows", lambda _, kind: [("r", one) for one in timed] * (kind is KernelRow)
-    )
+    rows = [("r", one) for one in timed]
+    for n in range(20):  # products that no cap held, and bursts of another run: neither tells
+        free = timed[0].model_copy(update={"shape": f"m=8 n={n + 1} k=8", "throttle": None})
+        burst = timed[3].model_copy(update={"shape": free.shape, "p90_us": 0.5 * free.median_us})
+        rows += [
+            ("r", free),
+            ("r", burst),
+            ("s", burst.model_copy(update={"shape": "m=2 n=8 k=8"})),
+        ]
+    monkeypatch.setattr(Evidence, "rows", lambda _, kind: rows * (kind is KernelRow))
     state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.5)
     expected = None if bursts < 8 else max(1 + (1 - 80 / 700) * (ratio**1.5 - 1), 1.0)
     assert surge(Evidence("made-up", []), state, Ledger()) == pytest.approx(expected, abs=1e-5)
+    unlimited = ClockState(1980.0, None, 0.0)
+    assert surge(Evidence("made-up", []), unlimited, Ledger()) is None
 
 
 @pytest.mark.parametrize(("gap_s", "expected"), [(0.05, 1.05), (1.0, None)])
