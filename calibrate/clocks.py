@@ -280,7 +280,7 @@ def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
     if found is not None or state.limit_w is None:
         return found or 1.0
     value, low, high = SURGE
-    detail = "as bursts of products end on H100 and H200; neither such bursts nor a heat suite here"
+    detail = "as bursts of products on H100 and H200; neither such bursts nor a heat suite here"
     return ledger.note("clock.surge", value, "factor", (low, high), "assumed", detail)
 
 

@@ -54,7 +54,7 @@ def surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None
     too few were timed, what a load draws that starts on an idle device, which may be more. None
     where neither was.
     """
-    ratios = _burst_ends(evidence)
+    ratios = _bursts(evidence)
     if state.limit_w is not None and len(ratios) >= LEAST_BURSTS:
         above_idle = 1 - state.idle_w / state.limit_w
         drawn = [1 + above_idle * (one**state.power_exponent - 1) for one in ratios]
@@ -78,7 +78,7 @@ def surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None
     return ledger.note("clock.surge", rounded(value), "factor", interval, "measured", detail)
 
 
-def _burst_ends(evidence: Evidence) -> list[float]:
+def _bursts(evidence: Evidence) -> list[float]:
     """Time of a product sustained under the cap over that of a long burst's slowest tenth."""
     bursts, held = {}, {}
     for run, row in evidence.rows(KernelRow):

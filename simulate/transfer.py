@@ -137,7 +137,8 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
         device=target.gpu,
         kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
         collectives=_collectives(calibration, by.scale_up, target),
-        host=changed(calibration.host, sd=HOST_SD, python_sd=0.0, visit_sd=0.0),  # but a ring's
+        # all that hosts differ by is in sd, but what a ring takes
+        host=changed(calibration.host, sd=HOST_SD, python_sd=0.0, visit_sd=0.0),
         clock=changed(
             clock,
             reference_mhz=target.max_clock_mhz,

@@ -105,7 +105,7 @@ class KernelRow(Repeated):
         return self
 
 
-MOST_TP = 8  # heads of the nil model, see `spec.nil`
+MOST_TP = 8  # heads of the nil model, see `spec.nil`; no more ranks share its sequence, either
 
 
 class HostRow(Repeated):
