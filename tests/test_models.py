@@ -12,7 +12,7 @@ from spec.parallelism import Parallelism
 
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
 # the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
-# NeMo), 2403.04652 and the model card (Yi)
+# NeMo), 2403.04652 and the model cards (Yi, llama-160m, SmolLM2)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
@@ -26,6 +26,8 @@ PUBLISHED = {
     "llama3.2-1b": 1.236e9,
     "yi-34b": 34.39e9,
     "mistral-nemo-12b": 12.25e9,
+    "llama-160m": 162.4e6,
+    "smollm2-135m": 134.5e6,
 }
 
 
