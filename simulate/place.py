@@ -43,6 +43,7 @@ NEEDED = ("gpus", "pp")  # beside --slowness
 OF_SLOWNESS = (  # without effect on a probe, which has what it was measured on
     *("slowness_sd", "gpus", "tp", "pp", "microbatch", "global_batch", "layers_per_stage"),
     *("model", "seq_len", "lora_rank", "expert_imbalance", "capacity_factor", "node", "fabric"),
+    "nvls",
 )
 
 
@@ -301,7 +302,10 @@ def main(words: Sequence[str]) -> int:
     if arguments.slowness is not None:
         value = predict_known(arguments)
     else:
-        odd = [name for name in OF_SLOWNESS if getattr(arguments, name) is not None]
+        given = [
+            name for name, one in vars(arguments).items() if one is not None and one is not False
+        ]
+        odd = [name for name in OF_SLOWNESS if name in given]
         if odd:
             raise UserError(f"--{odd[0].replace('_', '-')} has no effect without --slowness")
         calibration = calibration_for_clocks(arguments)

@@ -127,11 +127,13 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
     """
     if not results.is_dir():
         raise UserError(f"{results}: no such folder; name the one that `measure.run` wrote to")
-    found = sorted(
+    listed = (
         path
         for path in results.glob(f"*/forecasts/?*{JUDGED}")
         if system is None or path.parent.parent.name == system
     )
+    # a linked system counts once, by the name that sorts first
+    found = sorted({path.resolve(): path for path in sorted(listed, reverse=True)}.values())
     if not found:
         raise UserError(
             f"{results}: no judged forecast{f' of {system}' if system else ''} in it; seal one "

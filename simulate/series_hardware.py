@@ -7,37 +7,14 @@ from typing import Any
 from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
-# Datasheet figures of GPUs without a node file: (pattern, node they start from, what differs).
-# NVIDIA HGX B200/B300 and DGX GB300 datasheets; H100 PCIe, H20, H200 NVL, L40S and A100 40GB
-# datasheets; A800 and H800 (NVLink of 400 GB/s); AMD Instinct MI300X, MI325X, MI350X and MI355X
-# datasheets. Idle powers and clocks not printed there are the base node's.
+# (pattern, node file, what differs from it): datasheets of H100 PCIe, H20, H200 NVL, L40S, A100
+# 40GB, A800 and H800 (NVLink of 400 GB/s), AMD Instinct MI325X and MI350X. What they do not print
+# is the node file's.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb200-nvl72", {"memory_gib": 259.0}),
+    (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb300-nvl72", {}),
     (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),
-    (
-        r"b300|blackwell ultra",
-        "hgx-h200",
-        {
-            "peak_bf16_tflops": 2250.0,
-            "memory_gib": 251.0,
-            "memory_gbytes_per_s": 8000.0,
-            "multiprocessors": 148,
-            "power_limit_w": 1100.0,
-            "scale_up_gbytes_per_s": 900.0,
-        },
-    ),
-    (
-        r"b200|blackwell",
-        "hgx-h200",
-        {
-            "peak_bf16_tflops": 2250.0,
-            "memory_gib": 167.0,
-            "memory_gbytes_per_s": 8000.0,
-            "multiprocessors": 148,
-            "power_limit_w": 1000.0,
-            "scale_up_gbytes_per_s": 900.0,
-        },
-    ),
+    (r"b300|blackwell ultra", "hgx-b300", {}),
+    (r"b200|blackwell", "hgx-b200", {}),
     (
         r"h200[- ]nvl",
         "hgx-h200",
@@ -76,34 +53,18 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"h100|hopper|gh200", "hgx-h100", {}),
     (r"a800", "dgx-a100", {"scale_up_gbytes_per_s": 200.0}),
     (r"a100|ampere", "dgx-a100", {}),
+    (r"mi355x?", "mi355x-node", {}),
     (
-        r"mi355x?|mi350x?",
-        "hgx-h200",
-        {
-            "peak_bf16_tflops": 2300.0,
-            "memory_gib": 268.0,
-            "memory_gbytes_per_s": 8000.0,
-            "multiprocessors": 256,
-            "max_clock_mhz": 2400.0,
-            "power_limit_w": 1400.0,
-            "scale_up_gbytes_per_s": 537.0,
-            "mesh": True,
-        },
+        r"mi350x?",
+        "mi355x-node",
+        {"peak_bf16_tflops": 2306.9, "max_clock_mhz": 2200.0, "power_limit_w": 1000.0},
     ),
     (
-        r"mi300x?|mi325x?",
-        "hgx-h200",
-        {
-            "peak_bf16_tflops": 1307.4,
-            "memory_gib": 179.0,
-            "memory_gbytes_per_s": 5300.0,
-            "multiprocessors": 304,
-            "max_clock_mhz": 2100.0,
-            "power_limit_w": 750.0,
-            "scale_up_gbytes_per_s": 448.0,
-            "mesh": True,
-        },
+        r"mi325x?",
+        "mi300x-node",
+        {"memory_gib": 256.0, "memory_gbytes_per_s": 6000.0, "power_limit_w": 1000.0},
     ),
+    (r"mi300x?", "mi300x-node", {}),
     (
         r"l40s",
         "hgx-h200",
@@ -136,18 +97,18 @@ def node_of(gpu_type: str) -> Node | None:
         update = dict(changes)
         if changes and named:
             update |= {"gpu": named.group().upper(), "calibration": None, "name": "published"}
-        update |= _printed(words, base)
+        update |= _printed(words, node)
         return node.model_copy(update=update)
     return None
 
 
-def _printed(words: str, base: str) -> dict[str, Any]:
+def _printed(words: str, base: Node) -> dict[str, Any]:
     """What a `gpu_type` cell says beside the GPU's name: memory, power limit, GPUs per node."""
     found: dict[str, Any] = {}
     gigabytes = re.search(r"\b(\d{2,3}) ?gi?b\b", words)
-    if gigabytes and base == "dgx-a100" and gigabytes.group(1) == "40":
+    if gigabytes and base.name == "dgx-a100" and gigabytes.group(1) == "40":
         found |= _A100_40GB
-    elif gigabytes and base == "hgx-h100" and int(gigabytes.group(1)) > 80:
+    elif gigabytes and base.name == "hgx-h100" and int(gigabytes.group(1)) > 80:
         found["memory_gib"] = int(gigabytes.group(1)) * 0.98
     watts = re.search(r"\b(\d{3,4}) ?w\b", words)
     if watts:
@@ -156,7 +117,7 @@ def _printed(words: str, base: str) -> dict[str, Any]:
     if per_node and int(per_node.group(1)) > 0:
         found["gpus"] = found["nics"] = int(per_node.group(1))
         # SXM GPUs in fours are on boards whose NVLinks join them in pairs, without a switch
-        if found["gpus"] == 4 and base != "gb200-nvl72":
+        if found["gpus"] == 4 and base.gpus == 8:
             found |= {"mesh": True, "calibration": None}
     return found
 

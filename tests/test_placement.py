@@ -202,6 +202,7 @@ def test_speeds_of_every_gpu_are_grouped_first(tmp_path: Path) -> None:
         ("--probe x.json --pp 2", "--pp has no effect"),
         ("--probe x.json --node hgx-h100", "--node has no effect"),
         ("--judge --lora-rank 8", "--lora-rank has no effect"),
+        ("--probe x.json --nvls", "--nvls has no effect"),
         ("--judge --system 4x-h200-2x2", "no comparison of placements"),
     ],
 )

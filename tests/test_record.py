@@ -66,6 +66,11 @@ def test_every_judged_forecast_of_this_repository_is_in_the_record() -> None:
     assert sum(one["forecasts"] for one in value["together"]) == len(value["forecasts"])
 
 
+def test_a_linked_system_counts_once(judged: Path) -> None:
+    (judged / "an-alias").symlink_to(judged / "4x-h200", target_is_directory=True)
+    assert [one["system"] for one in record(judged)["forecasts"]] == ["4x-h200", "8x-h200"]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

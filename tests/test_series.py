@@ -24,6 +24,7 @@ from simulate.series_step import Calibrations, Shifts
 from spec.calibration import Calibration
 from spec.command import run
 from tests.made_up import write_calibration
+from topologies import load_node
 
 FIXTURE = Path(__file__).parent / "data" / "published_series.csv"
 # A row that prints everything; what a test changes it names.
@@ -315,7 +316,11 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert of("H200 141GB (4 per node)").mesh
     assert not of("H200 141GB").mesh
     assert of("NVIDIA Blackwell GPU (GB200)").gpus == 72
-    assert of("AMD Instinct MI300X").gpu == "MI300X"
+    assert of("NVIDIA Blackwell GPU (B200-SXM-180GB)") == load_node("hgx-b200")
+    assert of("NVIDIA Blackwell Ultra GPU (B300-SXM-270GB)").memory_gib > 268
+    assert of("NVIDIA Blackwell Ultra GPU (GB300)").gpus == 72
+    assert of("AMD Instinct MI300X").gpu == "AMD Instinct MI300X"
+    assert of("AMD Instinct MI325X").memory_gib == 256
     assert of("H100 80GB PCIe").peak_bf16_tflops < of("H100 80GB SXM").peak_bf16_tflops
     assert of("H20").peak_bf16_tflops == 148
     assert node_of("") is None
