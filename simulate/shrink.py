@@ -10,9 +10,11 @@ The rule keeps what decides a step's shares and shrinks what only repeats:
 - replicas take the GPUs that are left; experts spread over them as far as they go.
 
 What it cannot keep is said in numbers: communication between nodes becomes communication inside
-one, and with fewer microbatches a step's gradients weigh more.
+one, and with fewer microbatches a step's gradients weigh more. How unlike a twin is: the part of
+its step that it spends on something else (compute, communication, bubble, optimizer, the rest).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,6 +27,8 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")
+SHARES = tuple(f"{name}_share" for name in ("compute", "communication", "bubble", "optimizer"))
+ALIKE = 0.1  # part of a step on something else, up to which a twin is nearly what the rule asks for
 
 
 def twin(
@@ -115,3 +119,9 @@ def evidence(model: ModelSpec, p: Parallelism, estimate: StepEstimate) -> dict[s
         "tflops_per_gpu": flops / step / 1e12,
         "step_time_s": step,
     }
+
+
+def unlike(full: Mapping[str, Any], small: Mapping[str, Any]) -> float:
+    """Part of the step that a twin spends on something else, 0 to 1; both are `evidence`."""
+    apart = [float(full[name]) - float(small[name]) for name in SHARES]
+    return (sum(map(abs, apart)) + abs(sum(apart))) / 2

@@ -20,7 +20,7 @@ from simulate.inputs import (
     read_inputs,
 )
 from simulate.project import choose
-from simulate.shrink import KINDS, evidence, twin
+from simulate.shrink import ALIKE, KINDS, evidence, twin, unlike
 from simulate.twin_judge import main_judge
 from spec.command import Parser, add_json, aligned, emit, new_file, run
 from spec.files import write_table
@@ -67,11 +67,14 @@ def compared(
         simulator = StepSimulator(one, split, node, fabric, calibration, draws=0)
         return evidence(one, split, simulator.run())
 
+    full = of(inputs.model, p, inputs.node.gpus)
+    shrunk = of(model, small, max(inputs.node.gpus, small.gpus))
     return {
         "schema": "twin/1",
         "model": inputs.model.name,
-        "full": of(inputs.model, p, inputs.node.gpus),
-        "twin": of(model, small, max(inputs.node.gpus, small.gpus)),
+        "full": full,
+        "twin": shrunk,
+        "unlike": unlike(full, shrunk),
     }
 
 
@@ -96,7 +99,11 @@ def table(value: dict[str, Any]) -> str:
         words = (f"{one[f'{name}_share']:.1%}" for one in (full, small))
         lines.append((f"{name}, share of the step", *words))
     lines.append(("TFLOP/s per GPU", *(f"{one['tflops_per_gpu']:.0f}" for one in (full, small))))
-    return "\n".join(aligned(lines))
+    said = f"unlike: the twin spends {value['unlike']:.1%} of its step on something else"
+    if value["unlike"] > ALIKE:
+        said += f", more than {ALIKE:.0%}: measured twins this unlike predicted larger steps worse"
+        said += " than the simulation alone (`twin judge`)"
+    return "\n".join([*aligned(lines), said])
 
 
 def main(words: Sequence[str]) -> int:

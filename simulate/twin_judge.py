@@ -24,7 +24,7 @@ from simulate.estimate import StepEstimate
 from simulate.inputs import RESULTS
 from simulate.measured import Setting, Settings
 from simulate.scores import coverage
-from simulate.shrink import evidence, twin
+from simulate.shrink import ALIKE, evidence, twin, unlike
 from simulate.uncertainty import LEVEL, Draws, interval
 from simulate.validation import flops_per_gpu, measured_s, step_of
 from spec.command import Parser, add_draws, add_json, add_progress, aligned, emit, progress
@@ -36,14 +36,12 @@ EXAMPLES = """examples:
   python -m simulate.twin judge results/
   python -m simulate.twin judge results/ --json twins.json
 """
-ALIKE = 0.1  # part of a step on something else, up to which a twin is nearly what the rule asks for
 # what the rule keeps: every kernel and every message of a layer
 KEPT = (
     *("model", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "gated"),
     *("norm", "position", "linear_bias", "tied_embeddings", "experts", "top_k", "lora_rank"),
     *("tp", "cp", "microbatch", "recompute", "sequence_parallel", "one_queue"),
 )
-SHARES = tuple(f"{name}_share" for name in ("compute", "communication", "bubble", "optimizer"))
 WAYS = {
     "predicted_s": "twin x simulated ratio",
     "flops_s": "twin x FLOPs per GPU",
@@ -79,10 +77,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step's simulation, and its shares as `evidence` has them."""
+    """A step's simulation, and what a twin should share with it."""
 
     estimate: StepEstimate
-    shares: tuple[float, ...]
+    evidence: dict[str, Any]
 
 
 def shrunk(row: TrainingRow, other: TrainingRow) -> bool:
@@ -150,14 +148,7 @@ def simulated(step: Step, draws: int) -> Simulated:
     """One step as `simulate.validate` has it, with its shares."""
     row, at = step.row, step.at
     estimate = step_of(row, at.calibration, at.node, at.fabric, draws, 0, at.devices)
-    found = evidence(row.model_spec(), row.parallelism(), estimate)
-    shares = tuple(float(found[name]) for name in SHARES)
-    return Simulated(estimate, (*shares, 1 - sum(shares)))
-
-
-def unlike(full: Simulated, small: Simulated) -> float:
-    """Part of the step that the twin spends on something else, 0 to 1."""
-    return sum(abs(a - b) for a, b in zip(full.shares, small.shares, strict=True)) / 2
+    return Simulated(estimate, evidence(row.model_spec(), row.parallelism(), estimate))
 
 
 def ratio(step: Step, other: Step, full: Simulated, small: Simulated) -> dict[str, float]:
@@ -196,7 +187,7 @@ def judged(step: Step, other: Step, full: Simulated, small: Simulated) -> dict[s
         "id": step.name,
         "twin": other.name,
         "by_the_rule": by_the_rule(row, theirs),
-        "unlike": unlike(full, small),
+        "unlike": unlike(full.evidence, small.evidence),
         "gpus": row.parallelism().gpus,
         "twin_gpus": theirs.parallelism().gpus,
         "nodes": row.nodes,

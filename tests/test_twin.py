@@ -69,6 +69,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert small["arithmetic_intensity"] == pytest.approx(full["arithmetic_intensity"])
     assert small["flops_per_byte"]["tp"] == pytest.approx(full["flops_per_byte"]["tp"], rel=0.05)
     assert full["bubble_share"] > 0.01
+    # what the bubble and communication leave, other parts take: at least that much is elsewhere
+    assert full["bubble_share"] < value["unlike"] < 1
     assert small["bubble_share"] == pytest.approx(0, abs=1e-9)
     plan = read_table(tmp_path / "twin.csv", TrainingConfig)
     assert [row.layers for row in plan] == [small["layers"]]
