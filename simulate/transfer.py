@@ -14,6 +14,7 @@ The rule, parameter by parameter (`R(x)` is the target node's figure over the me
   through switches tell of all-reduces alone: `simulate.nvls`);
 - clock, power cap and idle power are the node file's; power above idle goes with the room between
   idle and cap, so a kernel meets the cap at the same share of its clock;
+- degrees per watt: 1 / R(power limit), as coolers are sized for the limit;
 - networks between nodes were fitted on published sweeps and carry over.
 
 Efficiencies are taken to carry over, with the spread of published ones: `TRANSFER_SD`. Moving a
@@ -22,7 +23,7 @@ calibration to the GPU it was measured on changes nothing.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp
+from math import exp, hypot
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from spec.calibration import (
     CollectivePoint,
     KernelFit,
     Parameter,
+    ThermalFit,
 )
 from spec.files import read_table
 from spec.fitted import Positive
@@ -66,6 +68,7 @@ UNPUBLISHED_SD = 0.2
 SCALE_UP_SD = 0.15
 SWEEP_SD = 0.05
 HOST_SD = 0.5
+COOLING_SD = 0.2  # of degrees per watt in another maker's node; assumed
 # What two GPUs of one chip have in common.
 CHIP = ("peak_bf16_tflops", "multiprocessors", "max_clock_mhz")
 
@@ -91,6 +94,7 @@ class Ratios:
     power: float  # of the room between idle power and cap
     sd: float  # of the matrix and memory ratios
     same_chip: bool
+    cooling: float  # of degrees per watt: power limits, measured over target
     source_gbytes_per_s: float  # the measured node's datasheet bandwidth
 
     def gbytes_per_s(self, rate: float) -> float:
@@ -117,6 +121,7 @@ def ratios(source: Node, target: Node) -> Ratios:
         scale_up=scale_up,
         power=(target.power_limit_w - target.idle_power_w)
         / (source.power_limit_w - source.idle_power_w),
+        cooling=source.power_limit_w / target.power_limit_w,
         sd=TRANSFER_SD if mine and other else UNPUBLISHED_SD,
         same_chip=_alike(source, target, *CHIP),
         source_gbytes_per_s=source.memory_gbytes_per_s,
@@ -131,7 +136,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
     clock, where = calibration.clock, f"{calibration.device} to {target.gpu}"
     regulated = clock.regulated_w
     if regulated is not None:
-        regulated *= target.power_limit_w / (clock.power_limit_w or source.power_limit_w)
+        regulated /= by.cooling
     return changed(
         calibration,
         device=target.gpu,
@@ -150,8 +155,26 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             waiting_w=clock.waiting_w * by.power,
             devices=(),  # of another GPU
         ),
+        thermal=calibration.thermal and _thermal(calibration.thermal, by),
         composition_sd=(calibration.composition_sd**2 + by.sd**2) ** 0.5,
         parameters=(*_rule(by, where), *_parameters(calibration, by, target)),
+    )
+
+
+def _thermal(fit: ThermalFit, by: Ratios) -> ThermalFit:
+    """As warm at the target's power limit as at the source's; how much so is not known."""
+    central = changed(
+        fit.central,
+        fast_c_per_w=fit.central.fast_c_per_w * by.cooling,
+        slow_c_per_w=fit.central.slow_c_per_w * by.cooling,
+    )
+    unknown_c = COOLING_SD * fit.central.total_c_per_w * fit.power_w
+    return changed(
+        fit,
+        central=central,
+        error_c=hypot(fit.error_c, unknown_c),
+        power_w=fit.power_w / by.cooling,
+        devices=(),  # of another GPU
     )
 
 
@@ -302,6 +325,7 @@ def _rule(by: Ratios, where: str) -> list[Parameter]:
         one("memory", by.memory, by.sd, f"datasheet memory bandwidths{beyond}"),
         one("scale_up", by.scale_up, SCALE_UP_SD, "datasheet link rates, or a published sweep"),
         one("power", by.power, TRANSFER_SD, "watts between idle and cap in the node files"),
+        one("cooling", by.cooling, COOLING_SD, "coolers sized for the power limits"),
     ]
 
 
@@ -345,6 +369,10 @@ def _moved(one: Parameter, by: Ratios) -> tuple[float, float]:
         return by.matrix, by.sd
     if last == "gbytes_per_s":
         return by.gbytes_per_s(one.value) / one.value, by.sd
+    if last == "resistance_c_per_w":
+        return by.cooling, COOLING_SD
+    if last == "regulated_w":
+        return 1 / by.cooling, TRANSFER_SD
     if last.endswith("_w"):
         return by.power, TRANSFER_SD
     return 1.0, TRANSFER_SD

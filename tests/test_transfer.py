@@ -11,13 +11,15 @@ from simulate import project
 from simulate.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
 from simulate.inputs import calibration_for, default_node, find_calibration
 from simulate.transfer import changed, same_gpu, transfer
-from spec.calibration import Calibration, DeviceFit, Parameter
+from spec.calibration import Calibration, DeviceFit, Parameter, read_calibration
 from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json, write_text
 from spec.hardware import same_device
 from tests.made_up import write_calibration
 from topologies import load_node, node_names
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 @pytest.fixture
@@ -119,6 +121,26 @@ def test_every_parameter_says_where_it_comes_from(tmp_path: Path) -> None:
     assert tflops.high / tflops.low > 1.1 / 0.9
     assert moved["clock.idle_w"].value == 55
     assert "transfer.matrix" in moved
+
+
+@pytest.mark.parametrize("node", ["dgx-a100", "hgx-b200", "mi300x-node"])
+def test_what_is_listed_of_clock_and_heat_is_what_is_simulated(node: str) -> None:
+    """Of this repository's H200: at its own limit a GPU is as warm as these at theirs."""
+    h200, target = load_node("hgx-h200"), load_node(node)
+    measured = read_calibration(RESULTS / "8x-h200" / "calibration.json")
+    moved = transfer(measured, h200, target)
+    heat, before, listed = moved.thermal, measured.thermal, by_name(moved)
+    assert heat is not None
+    assert before is not None
+    degrees = heat.central.total_c_per_w
+    assert degrees * target.power_limit_w == pytest.approx(
+        before.central.total_c_per_w * h200.power_limit_w
+    )
+    assert heat.error_c > before.error_c
+    assert listed["thermal.resistance_c_per_w"].value == pytest.approx(degrees, rel=0.01)
+    for name in ("regulated_w", "communication_w", "waiting_w", "power_limit_w", "idle_w"):
+        used = getattr(moved.clock, name)
+        assert listed[f"clock.{name}"].value == pytest.approx(used, rel=1e-4), name
 
 
 def test_every_named_node_can_be_transferred_to(calibration: Calibration) -> None:
