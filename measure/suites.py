@@ -26,6 +26,8 @@ from measure.training_plan import cases as training_cases
 from spec.command import emit
 from spec.errors import UserError
 from spec.files import write_table
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
 
 Share = Annotated[float, Field(ge=namespaces.LEAST_SHARE, le=1)]
@@ -48,10 +50,9 @@ class Options:
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
     """The cases of each suite asked for, in the order in which suites run."""
     cases: dict[str, list[Any]] = {}
-    steps = planned_steps(options, kind, devices)
     for suite in options.suites:
         if suite == "kernels":
-            shapes = [(case.model, case.parallelism) for case in steps]
+            shapes = planned_shapes(options, kind, devices)
             cases[suite] = list(
                 kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
                 if options.share is None or options.plan.kernels or options.models
@@ -76,12 +77,10 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             )
         elif suite == "interference":
             cases[suite] = list(interference_cases(kind, devices, options.quick))
-        elif suite == "training":
-            cases[suite] = steps
+        elif suite in ("training", "profile"):
+            cases[suite] = planned_steps(options, kind, devices)
         elif suite == "telemetry":
             cases[suite] = list(checks.cases(kind, devices // options.hosts, options.quick))
-        elif suite == "profile":
-            cases[suite] = steps
         elif suite == "heat":
             cases[suite] = list(heat.cases(options.quick))
         elif suite == "turns":
@@ -89,6 +88,17 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "placement":
             cases[suite] = placement.cases(kind, devices, options.quick)
     return cases
+
+
+def planned_shapes(
+    options: Options, kind: str, devices: int
+) -> list[tuple[ModelSpec, Parallelism]]:
+    """Models and splits whose kernels are measured: a plan's, even of steps for more devices."""
+    if options.plan.training:
+        cases = [case_of_config(one, kind, options.quick) for one in options.plan.training]
+    else:
+        cases = planned_steps(options, kind, devices)
+    return [(case.model, case.parallelism) for case in cases]
 
 
 def planned_steps(options: Options, kind: str, devices: int) -> list[TrainingCase]:

@@ -264,6 +264,17 @@ def test_a_plan_over_hosts_of_part_of_a_core_needs_no_core_for_each(
     assert "give 2 to 2, so that each gets a core" in capsys.readouterr().err
     assert run(main, [*steps[:3], "2", *steps[4:]]) == 2
     assert "its column nodes says 4, and there are 2" in capsys.readouterr().err
+    # kernels of steps that more hosts are to run are measured on fewer, or on one
+    kernels = ["--suite", "kernels", "--plan", str(path), "--list", "--json"]
+    listed = []
+    for fewer in (hosts[:2], [*hosts[:3], "2", *hosts[4:]]):
+        capsys.readouterr()
+        assert run(main, [*fewer, *kernels]) == 0
+        cases = json.loads(capsys.readouterr().out)["suites"]["kernels"]["cases"]
+        listed.append({one["case_id"] for one in cases})
+    products = [{name for name in one if name.startswith("gemm")} for one in listed]
+    assert products[1]
+    assert products[1] <= products[0]
 
 
 def test_a_plan_with_nodes_is_refused_on_a_cpu(
