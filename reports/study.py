@@ -18,6 +18,7 @@ def render(value: Json) -> str:
     notes: list[Block] = [
         Text(f"{one['label']}, {one['series']}: {one['impossible']}", "note") for one in missing
     ]
+    notes += [Text(one, "note") for one in value["warnings"]]
     sections = [Section("Result", [*([_throughput(value, points)] if points else []), *notes])]
     if points:
         sections.append(Section("Where the time goes", [_breakdown(value, points)]))

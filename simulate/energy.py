@@ -235,10 +235,12 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     what, clock, said = changed.what, changed.before.clock, []
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
     if lowest is not None and mhz < 0.99 * lowest:
+        moved = any(one.name == "transfer.power" for one in r.calibration.parameters)
         said.append(
-            "Extrapolated: products were timed and metered under a cap of "
-            f"{clock.power_limit_w:g} W alone, which left them {lowest:.0f} MHz; {mhz:.0f} MHz is "
-            f"{1 - mhz / lowest:.0%} below."
+            "Extrapolated: products were timed and metered under a cap"
+            + (" of another GPU, which is as if" if moved else "")
+            + f" of {clock.power_limit_w:g} W alone, which left them {lowest:.0f} MHz; "
+            f"{mhz:.0f} MHz is {1 - mhz / lowest:.0%} below."
         )
     if what.no_throttling:
         said.append(

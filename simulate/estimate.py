@@ -228,7 +228,7 @@ class StepSimulator:
                 "step.scale_error",
                 1.0,
                 scale,
-                f"{self.doublings:.1f} doublings beyond the measured {self.measured_gpus} GPUs, "
+                f"{self.doublings:.1f} doublings beyond {self.measured_gpus} measured GPUs, "
                 f"{sd_per_doubling():.1%} each: learned from published series, docs/series.md",
             ),
             assumed_factor(

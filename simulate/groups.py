@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from spec.hardware import Fabric, GroupPath, Node
 from spec.parallelism import Parallelism
-from topologies.placement import group_path, with_senders
+from topologies.placement import AXIS_PATTERN, group_path, with_senders
+
+AXES = ("tp", "cp", "dp", "ep", "pp")  # that send; the others' groups are parts of these
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,12 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
         "embd": (min(p.pp, 2), p.tp * replicas * max(p.pp // 2, 1)),
     }
     groups = {axis: placed for axis, placed in groups.items() if placed[0] > 1}
-    placed = {one: group_path(node, fabric, p.gpus, *one) for one in set(groups.values())}
-    paths = {axis: placed[one] for axis, one in groups.items()}
+    kinds = {axis: (*one, AXIS_PATTERN.get(axis, "ring")) for axis, one in groups.items()}
+    leaving = sum(
+        group_path(node, fabric, p.gpus, *kinds[axis]).nodes > 1 for axis in AXES if axis in kinds
+    )
+    placed = {one: group_path(node, fabric, p.gpus, *one, leaving) for one in set(kinds.values())}
+    paths = {axis: placed[one] for axis, one in kinds.items()}
     if "embd" in paths:  # of the first and the last stage alone
         paths["embd"] = with_senders(paths["embd"], p.tp * replicas, node, fabric)
     return Layout(paths)

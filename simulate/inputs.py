@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from simulate.nvls import with_nvls
+from simulate.nvls import has_nvls, with_nvls
 from simulate.transfer import meshed, transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
@@ -105,10 +105,15 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
     return Inputs(
         model=model,
         node=node,
-        fabric=load_fabric(arguments.fabric or (CPU_FABRIC if on_cpu else DEFAULT_FABRIC)),
+        fabric=load_fabric(arguments.fabric or (CPU_FABRIC if on_cpu else usual_fabric(node))),
         calibration=calibration,
         calibration_path=path,
     )
+
+
+def usual_fabric(node: Node) -> str:
+    """The fabric between nodes of GPUs where none is named."""
+    return node.fabric or DEFAULT_FABRIC
 
 
 def find_calibration(arguments: argparse.Namespace) -> Path:
@@ -216,12 +221,29 @@ def measured_node(found: "ResultSet") -> Node | None:
 def calibration_for(calibration: Calibration, node: Node, nvls: bool = False) -> Calibration:
     """The calibration for a node's GPU: transferred where another GPU was measured.
 
-    Kernels stay as they are where the node names its system, on a CPU, and where no named node has
-    the measured GPU (nothing to scale from); collectives go by whether a switch joins the GPUs
-    (`transfer.meshed`), and with `nvls` through its switches.
+    Kernels stay as they are where the node names its system or has the figures of the measured GPU,
+    on a CPU, and where no named node has the measured GPU (nothing to scale from); collectives go
+    by whether a switch joins the GPUs (`transfer.meshed`), and with `nvls` through its switches.
     """
     found = _on_node(calibration, node)
     return with_nvls(found, node) if nvls else found
+
+
+def unmeasured(calibration: Calibration, node: Node) -> list[str]:
+    """What nobody measured of a node's GPU, one sentence each."""
+    said = []
+    if has_nvls(calibration):
+        said.append(
+            "All-reduces inside a node go through its switches (--nvls) as published sweeps have "
+            "it: nothing here was measured so."
+        )
+    if any(one.name == "transfer.matrix" for one in calibration.parameters):
+        said.append(
+            f"Nothing was measured on {node.gpu} as node {node.name} has it: the calibration of "
+            f"{calibration.system} is transferred to it by datasheet rates, its efficiencies "
+            "assumed to carry over; see the parameters named transfer."
+        )
+    return said
 
 
 def _on_node(calibration: Calibration, node: Node) -> Calibration:
@@ -234,12 +256,12 @@ def _on_node(calibration: Calibration, node: Node) -> Calibration:
         )
     if node.calibration == calibration.system or calibration.kind == "cpu":
         return calibration
-    if same_device(node.gpu, calibration.device):
-        return meshed(calibration, node)
     try:
         source = default_node(calibration)
     except UserError:
-        return calibration
+        return (
+            meshed(calibration, node) if same_device(node.gpu, calibration.device) else calibration
+        )
     return meshed(transfer(calibration, source, node), node)
 
 

@@ -15,6 +15,7 @@ from simulate.inputs import (
     find_calibration,
     read_inputs,
     read_stages,
+    unmeasured,
 )
 from simulate.place_model import break_even, modelled, numbers
 from simulate.place_probe import Probed, Speeds
@@ -172,6 +173,7 @@ def predict_known(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     if both.groups:
         value["gpus_of_groups"] = [list(one) for one in both.groups]
+    value["assumptions"] += unmeasured(inputs.calibration, inputs.node)
     if "given" in asked:
         value["break_even_slowness"] = break_even(both.before, asked["given"])
     return value

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from simulate import energy
+from simulate import energy, stragglers
 from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.fp8 import with_fp8_products
+from simulate.inputs import unmeasured
 from simulate.memory import Memory, memory
 from simulate.nvls import has_nvls
 from simulate.overhead import KEPT
@@ -27,6 +28,7 @@ from spec.files import sha256
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
+from topologies.layout import node_count, notes
 from topologies.picture import picture
 from topologies.tiers import AxisTraffic, TierLoad, tier_utilisation
 
@@ -277,6 +279,7 @@ def provenance(projection: Projection) -> list[Parameter]:
         )
     listed += energy.parameters(r.node)
     listed += projection.estimate.assumptions
+    listed += stragglers.assumptions(r.parallelism)
     listed += [] if r.gpu_mtbf_hours is not None else [published_mtbf()]
     return listed
 
@@ -334,17 +337,8 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
-    if has_nvls(r.calibration):
-        said.append(
-            "All-reduces inside a node go through its switches (--nvls) as published sweeps have "
-            "it: nothing here was measured so."
-        )
-    if any(one.name.startswith("transfer.") for one in r.calibration.parameters):
-        said.append(
-            f"Nothing was measured on {r.node.gpu}: the calibration of {r.calibration.system} is "
-            "transferred to it by datasheet rates, its efficiencies assumed to carry over; see the "
-            "parameters named transfer."
-        )
+    said += unmeasured(r.calibration, r.node)
+    said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
     said.append(
         "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see straggler."

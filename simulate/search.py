@@ -25,6 +25,7 @@ from simulate.inputs import (
     fixed_parallelism,
     read_batch,
     read_inputs,
+    usual_fabric,
 )
 from simulate.nvls import has_nvls
 from simulate.plans import Plans, fitting
@@ -247,7 +248,10 @@ def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
     calibration = calibration_for(
         read_calibration(inputs.calibration_path), node, has_nvls(inputs.calibration)
     )
-    return replace(inputs, node=node, calibration=calibration), gpus
+    fabric = inputs.fabric
+    if fabric.name == usual_fabric(inputs.node):  # not one that was asked for
+        fabric = load_fabric(usual_fabric(node))
+    return replace(inputs, node=node, fabric=fabric, calibration=calibration), gpus
 
 
 def against(

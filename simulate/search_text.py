@@ -46,7 +46,8 @@ def table(value: Json) -> str:
             "what it takes longer than the first:",
             *_parts(other["why"]),
         ]
-    return "\n".join(lines)
+    said = [*value["warnings"], *(other["warnings"] if other else [])]
+    return "\n".join([*lines, "", *(f"note: {one}" for one in dict.fromkeys(said))])
 
 
 def _line(one: Json, listed: Sequence[str], wide: int = 0) -> str:

@@ -4,6 +4,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from simulate.inputs import usual_fabric
 from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
@@ -79,8 +80,6 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
 )
-# What a node of each generation is usually sold with, where a row does not print its fabric.
-USUAL = {"dgx-a100": "hdr200-fat-tree", "hgx-h100": "ndr400-rail", "hgx-h200": "ndr400-rail"}
 _A100_40GB = {"memory_gib": 39.4, "memory_gbytes_per_s": 1555.0}
 _RATES = (25, 40, 50, 56, 100, 200, 400, 800)
 
@@ -123,13 +122,13 @@ def _printed(words: str, base: Node) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def fabric_of(interconnect: str, node: str) -> tuple[Fabric, bool]:
+def fabric_of(interconnect: str, node: Node) -> tuple[Fabric, bool]:
     """The fabric of a row, and whether its rate was printed.
 
     Only a rate that stands with ports per node, or as the row's only one, is taken: MLPerf's lists
     name storage and management ports too.
     """
-    usual = load_fabric(USUAL.get(node, "ndr400-rail"))
+    usual = load_fabric(usual_fabric(node))
     words = interconnect.lower()
     compute = words.split("compute:")[-1]
     rates = [int(one) for one in re.findall(r"(\d+)\s?gb?(?:it)?(?:/s|/sec|ps|e)?\b", compute)]

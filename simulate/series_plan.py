@@ -70,7 +70,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if (wrong := too_large(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
-    fabric, printed = fabric_of(row.text("interconnect"), node.name)
+    fabric, printed = fabric_of(row.text("interconnect"), node)
     try:
         model, p, searched = _parallelism(fill, model, node, fabric, gpus)
         p.check(model, gpus)

@@ -21,6 +21,7 @@ from simulate.inputs import (
     fixed_parallelism,
     read_batch,
     read_inputs,
+    unmeasured,
 )
 from simulate.memory import memory
 from simulate.plans import search
@@ -288,10 +289,12 @@ def main(words: Sequence[str]) -> int:
         "fabric": None if arguments.study == "fabrics" else inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
         "points": [point(case, first) for case in bar],
+        "warnings": unmeasured(inputs.calibration, inputs.node),
     }
     report = Path(arguments.report or f"studies/{arguments.study}.html")
     write_text(report, render(value))
-    emit(arguments.json, value, f"{table(value)}\n\nwritten {report}")
+    notes = "".join(f"\nnote: {one}" for one in value["warnings"])
+    emit(arguments.json, value, f"{table(value)}\n{notes}\nwritten {report}")
     return 0
 
 

@@ -3,7 +3,7 @@
 The rule, parameter by parameter (`R(x)` is the target node's figure over the measured node's):
 
 - matrix ceilings: R(peak bf16 FLOP/s) times the ratio of the two GPUs' published matmul
-  efficiencies where both are (`EFFICIENCY`); a measured shape keeps its ratio to the roofline;
+  efficiencies where both are (`BEST_TFLOPS`); a measured shape keeps its ratio to the roofline;
 - memory ceilings: R(memory bandwidth), but between GPUs of one chip (as many multiprocessors, clock
   and matrix peak, as H100 and H200) only the part of a byte's time that the datasheet's bandwidth
   asks for changes: what a kernel takes beyond it is the chip's;
@@ -13,7 +13,8 @@ The rule, parameter by parameter (`R(x)` is the target node's figure over the me
   goes by the sweep's ratio to what that gives for an all-reduce of the same size and group (sweeps
   through switches tell of all-reduces alone: `simulate.nvls`);
 - clock, power cap and idle power are the node file's; power above idle goes with the room between
-  idle and cap, so a kernel meets the cap at the same share of its clock;
+  idle and cap, so a kernel meets the cap at the same share of its clock, but on the same chip,
+  which draws the same and so runs slower under a lower cap;
 - degrees per watt: 1 / R(power limit), as coolers are sized for the limit;
 - networks between nodes were fitted on published sweeps and carry over.
 
@@ -21,6 +22,7 @@ Efficiencies are taken to carry over, with the spread of published ones: `TRANSF
 calibration to the GPU it was measured on changes nothing.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, hypot
@@ -45,20 +47,20 @@ from spec.hardware import Node
 
 # Sweeps inside a node, each row cited.
 SCALE_UP = Path(__file__).parent.parent / "calibrate" / "published" / "scale_up.csv"
-# Best matmul FLOP/s over the datasheet's, bf16: stas00/ml-engineering@744d01e,
-# compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS", lines 350-361.
-EFFICIENCY: tuple[tuple[str, float], ...] = (
-    ("GB200", 0.729),
-    ("B300", 0.786),
-    ("B200", 0.776),
-    ("GH200", 0.838),
-    ("H200", 0.803),  # "H200 is the same" as H100
-    ("H100", 0.803),
-    ("A100", 0.869),
-    ("MI300X", 0.514),
-    ("MI325X", 0.604),
-    ("MI355X", 0.680),
-)
+# Best bf16 matmul, TFLOP/s: stas00/ml-engineering@744d01e, compute/accelerator/README.md, "Maximum
+# Achievable Matmul FLOPS", lines 350-361; of the node file's peak it is a share of 0.51 to 0.87.
+BEST_TFLOPS = {
+    "GB200": 1822.0,
+    "B300": 1769.0,
+    "B200": 1745.0,
+    "GH200": 828.6,
+    "H200": 794.5,  # "H200 is the same" as H100
+    "H100": 794.5,
+    "A100": 271.2,
+    "MI300X": 668.4,
+    "MI325X": 784.9,
+    "MI355X": 1565.0,
+}
 # Spread of those matmul efficiencies over NVIDIA's SXM GPUs (0.73 to 0.87).
 TRANSFER_SD = 0.07
 # Where one of the two GPUs has no published efficiency: those of all makers lie between 0.51 and
@@ -105,25 +107,30 @@ class Ratios:
         return 1 / (1 / (self.source_gbytes_per_s * self.memory) + beyond)
 
 
-def published_efficiency(gpu: str) -> float | None:
+def published_efficiency(node: Node) -> float | None:
     """Published share of the peak that the best matmul reaches; None where there is none."""
-    return next((value for name, value in EFFICIENCY if name in gpu), None)
+    words = re.findall(r"\w+", node.gpu.upper())
+    best = next((value for name, value in BEST_TFLOPS.items() if name in words), None)
+    return best / node.peak_bf16_tflops if best else None
 
 
 def ratios(source: Node, target: Node) -> Ratios:
     """What each kind of rate is multiplied by."""
-    mine, other = published_efficiency(source.gpu), published_efficiency(target.gpu)
+    mine, other = published_efficiency(source), published_efficiency(target)
+    same_chip = _alike(source, target, *CHIP)
     efficiency = other / mine if mine and other else 1.0
     scale_up = target.scale_up_gbytes_per_s / source.scale_up_gbytes_per_s
     return Ratios(
         matrix=target.peak_bf16_tflops / source.peak_bf16_tflops * efficiency,
         memory=target.memory_gbytes_per_s / source.memory_gbytes_per_s,
         scale_up=scale_up,
-        power=(target.power_limit_w - target.idle_power_w)
+        power=1.0
+        if same_chip
+        else (target.power_limit_w - target.idle_power_w)
         / (source.power_limit_w - source.idle_power_w),
         cooling=source.power_limit_w / target.power_limit_w,
         sd=TRANSFER_SD if mine and other else UNPUBLISHED_SD,
-        same_chip=_alike(source, target, *CHIP),
+        same_chip=same_chip,
         source_gbytes_per_s=source.memory_gbytes_per_s,
     )
 
@@ -148,6 +155,8 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             clock,
             reference_mhz=target.max_clock_mhz,
             max_mhz=target.max_clock_mhz,
+            sustained_mhz=clock.sustained_mhz
+            and clock.sustained_mhz * target.max_clock_mhz / clock.max_mhz,
             idle_w=target.idle_power_w,
             power_limit_w=target.power_limit_w,
             regulated_w=regulated,
@@ -287,18 +296,21 @@ def meshed(calibration: Calibration, node: Node) -> Calibration:
     (NVIDIA HGX H100 and A100 4-GPU boards: "NVLink, GPU to GPU", 300 and 200 GB/s of 900 and 600;
     AMD Instinct MI300X: 7 links of 128 GB/s, one to each peer.)
     """
-    if not node.mesh or node.gpus < 3:
+    if node.links_of(1) == 1:
         return calibration
-    fits = tuple(_without_switch(fit, node.gpus) for fit in calibration.collectives)
+    fits = tuple(_without_switch(fit, node) for fit in calibration.collectives)
     return changed(calibration, collectives=fits)
 
 
-def _without_switch(fit: CollectiveFit, gpus: int) -> CollectiveFit:
-    """Curves for every group inside the node, their share of the links in the bandwidth part."""
+def _without_switch(fit: CollectiveFit, node: Node) -> CollectiveFit:
+    """Curves for every group inside the node, their share of the links in the bandwidth part.
+
+    They need no structure, which would draw them back to a switch's.
+    """
     sizes = sorted({point.bytes for curve in fit.curves for point in curve.points})
     curves = []
-    for ranks in range(2, gpus + 1):
-        share = (1 if fit.collective == "send_recv" else ranks - 1) / (gpus - 1)
+    for ranks in range(2, node.gpus + 1):
+        share = node.links_of(1 if fit.collective == "send_recv" else ranks - 1)
         times = [fit.time_us(ranks, size) for size in sizes]
         least = min(time for time, _ in times)
         points = tuple(
@@ -310,7 +322,7 @@ def _without_switch(fit: CollectiveFit, gpus: int) -> CollectiveFit:
             for size, (time, sd) in zip(sizes, times, strict=True)
         )
         curves.append(CollectiveCurve(ranks=ranks, points=points))
-    return changed(fit, curves=tuple(curves))
+    return changed(fit, curves=tuple(curves), structure=None)
 
 
 def _rule(by: Ratios, where: str) -> list[Parameter]:
@@ -324,7 +336,7 @@ def _rule(by: Ratios, where: str) -> list[Parameter]:
         one("matrix", by.matrix, by.sd, "datasheet peaks, and published matmul efficiencies"),
         one("memory", by.memory, by.sd, f"datasheet memory bandwidths{beyond}"),
         one("scale_up", by.scale_up, SCALE_UP_SD, "datasheet link rates, or a published sweep"),
-        one("power", by.power, TRANSFER_SD, "watts between idle and cap in the node files"),
+        one("power", by.power, TRANSFER_SD, "watts between idle and cap, or the same chip's"),
         one("cooling", by.cooling, COOLING_SD, "coolers sized for the power limits"),
     ]
 
@@ -332,9 +344,9 @@ def _rule(by: Ratios, where: str) -> list[Parameter]:
 def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Parameter]:
     """The calibration's parameters with what the transfer made of them."""
     from_node = {
-        "clock.reference_mhz": target.max_clock_mhz,
-        "clock.power_limit_w": target.power_limit_w,
-        "clock.idle_w": target.idle_power_w,
+        "clock.reference_mhz": "max_clock_mhz",
+        "clock.power_limit_w": "power_limit_w",
+        "clock.idle_w": "idle_power_w",
     }
     listed = []
     for one in calibration.parameters:
@@ -342,8 +354,10 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
             listed.append(one)
             continue
         if one.name in from_node:
-            value = from_node[one.name]
-            change = {"value": value, "low": value, "high": value, "source": "published"}
+            field = from_node[one.name]
+            value = getattr(target, field)
+            source = "assumed" if field in target.assumed else "published"
+            change = {"value": value, "low": value, "high": value, "source": source}
             change["detail"] = f"transferred: node file {target.name} ({target.source})"
             listed.append(changed(one, **change))
             continue
@@ -356,6 +370,8 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
             "detail": f"transferred from {calibration.device}, times {factor:.4g}; {one.source} "
             f"there: {one.detail}",
         }
+        if one.name == "host.sd":
+            change |= {"value": HOST_SD, "low": HOST_SD, "high": HOST_SD}
         listed.append(changed(one, **change))
     return listed
 

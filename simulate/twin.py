@@ -18,6 +18,7 @@ from simulate.inputs import (
     fixed_parallelism,
     read_batch,
     read_inputs,
+    unmeasured,
 )
 from simulate.project import choose
 from simulate.shrink import ALIKE, KINDS, evidence, twin, unlike
@@ -75,6 +76,7 @@ def compared(
         "full": full,
         "twin": shrunk,
         "unlike": unlike(full, shrunk),
+        "warnings": unmeasured(inputs.calibration, inputs.node),
     }
 
 
@@ -103,7 +105,7 @@ def table(value: dict[str, Any]) -> str:
     if value["unlike"] > ALIKE:
         said += f", more than {ALIKE:.0%}: measured twins this unlike predicted larger steps worse"
         said += " than the simulation alone (`twin judge`)"
-    return "\n".join([*aligned(lines), said])
+    return "\n".join([*aligned(lines), said, *(f"note: {one}" for one in value["warnings"])])
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """A node, a fabric and cooling: what a cluster is built of, with cited figures: topologies/."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -14,12 +15,14 @@ from pydantic import (
 
 Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
+OTHER_BOARDS = {"nvl", "pcie"}  # a GPU's boards with other rates than its SXM module
 
 
 def same_device(one: str, other: str) -> bool:
     """Whether two names are of one GPU: all words of the shorter one are in the longer one."""
-    less, more = sorted((set(one.split()), set(other.split())), key=len)
-    return bool(less) and less <= more
+    less, more = sorted((set(name.lower().split()) for name in (one, other)), key=len)
+    numbered = less == more or any(re.search(r"\d", word) for word in less)  # not a maker alone
+    return bool(less) and less <= more and numbered and not (more - less) & OTHER_BOARDS
 
 
 class Node(BaseModel):
@@ -34,8 +37,10 @@ class Node(BaseModel):
     peak_bf16_tflops: Positive = Field(description="dense bf16 peak of one GPU, 1e12 FLOP/s")
     memory_gbytes_per_s: Positive = Field(description="device memory bandwidth of one GPU")
     multiprocessors: PositiveInt = Field(default=1, description="streaming multiprocessors")
-    max_clock_mhz: Positive
-    power_limit_w: Positive = Field(description="board power limit of one GPU")
+    max_clock_mhz: Annotated[float, Field(ge=200, le=10_000, allow_inf_nan=False)]
+    power_limit_w: Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)] = Field(
+        description="board power limit of one GPU"
+    )
     least_power_cap_w: Positive | None = Field(
         default=None, description="lowest power limit that the board accepts"
     )
@@ -50,6 +55,9 @@ class Node(BaseModel):
     )
     fp8: bool = Field(default=True, description="whether its GPUs have products in FP8")
     nics: NonNegativeInt = Field(default=0, description="network ports of the node")
+    fabric: str | None = Field(
+        default=None, description="named fabric that its ports are for: the default between nodes"
+    )
     overhead_w: float = Field(
         default=0, ge=0, description="power of the node outside its GPUs: CPUs, NICs, fans"
     )
@@ -64,7 +72,17 @@ class Node(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _known_fields(self, self.assumed)
+        rising = (self.idle_power_w, self.least_power_cap_w or self.idle_power_w)
+        if max(rising) > self.power_limit_w or rising[1] < rising[0]:
+            raise ValueError(
+                "idle_power_w, least_power_cap_w and power_limit_w must not fall; they are "
+                f"{rising[0]:g}, {rising[1]:g} and {self.power_limit_w:g} W"
+            )
         return self
+
+    def links_of(self, others: int) -> float:
+        """Share of a GPU's scale-up links that lead to `others` GPUs of its node."""
+        return min(others / (self.gpus - 1), 1.0) if self.mesh and self.gpus > 2 else 1.0
 
 
 class Fabric(BaseModel):

@@ -324,10 +324,10 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert of("H100 80GB PCIe").peak_bf16_tflops < of("H100 80GB SXM").peak_bf16_tflops
     assert of("H20").peak_bf16_tflops == 148
     assert node_of("") is None
-    fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", "dgx-a100")
+    fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", load_node("dgx-a100"))
     assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (100, 4, True)
-    assert fabric_of("", "dgx-a100")[0].nic_gbits_per_s == 200
-    assert fabric_of("Storage: 2x 400Gb/s; 1x 100Gb/s", "hgx-h100")[1] is False
+    assert fabric_of("", load_node("dgx-a100"))[0].nic_gbits_per_s == 200
+    assert fabric_of("Storage: 2x 400Gb/s; 1x 100Gb/s", load_node("hgx-h100"))[1] is False
 
 
 def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:

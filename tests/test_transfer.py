@@ -117,7 +117,7 @@ def test_every_parameter_says_where_it_comes_from(tmp_path: Path) -> None:
         assert one.source in ("published", "assumed")
         assert name.startswith("network.") or "transferred" in one.detail
     tflops = moved["kernel.gemm.forward.bf16.tflops"]
-    assert tflops.value == pytest.approx(100 * 312 / 989.4 * 0.869 / 0.803)
+    assert tflops.value == pytest.approx(100 * 271.2 / 794.5)  # best matmuls, both published
     assert tflops.high / tflops.low > 1.1 / 0.9
     assert moved["clock.idle_w"].value == 55
     assert "transfer.matrix" in moved

@@ -80,7 +80,9 @@ def tier_utilisation(
     sending: dict[str, list[float]] = {"scale-up": []}
     deepest_first = sorted(loads, key=lambda load: -len(load.path.shares))
     for load in deepest_first:
-        limits = [("scale-up", node.scale_up_gbytes_per_s, load.inside)]
+        others = 1 if load.axis in ("pp", "embd") else load.path.local_ranks - 1
+        inside = node.scale_up_gbytes_per_s * node.links_of(max(others, 1))
+        limits = [("scale-up", inside, load.inside)]
         limits += [(name, rate, load.outside) for name, rate in load.path.shares]
         for name, gbytes_per_s, nbytes in limits:
             order.setdefault(name)
