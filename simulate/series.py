@@ -193,6 +193,10 @@ def judged(
                 effect *= 2 * (share * (1 - share)) ** 0.5
                 said[index].append(f"the other precision counts {share:.0%}")
             effects[index].append(effect)
+    if system.surprising:
+        plain = fit(anchors, calibrations, rounds=2, network=False)
+        for index, one in enumerate(tests):
+            effects[index].append(project(one, plain, calibrations).value - middle[index].value)
     if anchors and "host" not in system.moved:
         # the kernels that an anchor asks for hide a host that may be what is slow: the prior's
         # third of three Gauss-Hermite points, of weight 1 / 6
@@ -282,18 +286,13 @@ def _entry(
         "changes": min((changes(one, other) for other in anchors), default=0),
     }
     if anchors:
-        rates = [log(other.real_s / _flops(other)) for other in anchors]
-        entry["baseline_s"] = _flops(one) * exp(float(np.mean(rates)))
+        rates = [log(other.real_s / other.flops) for other in anchors]
+        entry["baseline_s"] = one.flops * exp(float(np.mean(rates)))
         entry["baseline_from"] = ", ".join(other.row.row_id for other in anchors[:3])
         near = min(anchors, key=lambda other: (changes(one, other), doublings(one, [other])))
-        entry["neighbour_s"] = near.real_s * _flops(one) / _flops(near)
+        entry["neighbour_s"] = near.real_s * one.flops / near.flops
         entry["neighbour_from"] = near.row.row_id
     return entry
-
-
-def _flops(one: Plan) -> float:
-    """Model FLOPs of a step, per GPU."""
-    return one.model.step_flops(one.parallelism.global_batch) / one.parallelism.gpus
 
 
 def summaries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

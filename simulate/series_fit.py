@@ -14,13 +14,14 @@ of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log2, sqrt
+from math import exp, log, log2, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.estimate import StepEstimate
 from simulate.scale import ROW_SD, sd_per_doubling
+from simulate.series_choices import rate_limit
 from simulate.series_family import Correction, learn
 from simulate.series_plan import Plan
 from simulate.series_step import FACTORS, Calibrations, simulate
@@ -62,11 +63,11 @@ def around(
     """
     *shifts, issue = STEP * np.eye(len(FACTORS))
     times, estimate = simulate(one, calibrations, at + np.array([0 * issue, *shifts]))
-    logs = np.log(times)
+    logs = np.log(times * one.stretch)
     slopes = np.append((logs[1:] - logs[0]) / STEP, 0.0)
     if family:
         longer, _ = simulate(one, calibrations, (at + issue)[None])
-        slopes[-1] = (np.log(longer[0]) - logs[0]) / STEP
+        slopes[-1] = (np.log(longer[0] * one.stretch) - logs[0]) / STEP
     return float(logs[0]), slopes, estimate
 
 
@@ -81,6 +82,11 @@ class Fitted:
     noise: float
     residuals: tuple[float, ...]  # log(simulated / printed) of each anchor after the fit
     correction: Correction | None = None  # a family's
+
+    @property
+    def surprising(self) -> bool:
+        """Whether the network lies where its prior hardly is: kernels may be what differs."""
+        return "network" in self.moved and abs(self.factors[1]) > 2 * UNPRINTED_NETWORK_SD
 
     def as_json(self) -> dict[str, object]:
         """The factors with their spreads, and the anchors with what is left of them."""
@@ -99,11 +105,16 @@ class Fitted:
 
 
 def fit(
-    anchors: Sequence[Plan], calibrations: Calibrations, rounds: int = 4, host: float = 0.0
+    anchors: Sequence[Plan],
+    calibrations: Calibrations,
+    rounds: int = 4,
+    host: float = 0.0,
+    network: bool = True,
 ) -> Fitted:
     """Fit a system's factors to its anchors; without anchors, the priors alone.
 
-    `host` is that factor's logarithm where the anchors do not move it.
+    `host` is that factor's logarithm where the anchors do not move it; with `network` they may move
+    the one between nodes.
     """
     prior = np.array(PRIOR_SD)
     if not anchors:
@@ -117,21 +128,31 @@ def fit(
     free = np.array([bool(anchors), False, False, False, False])
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.real_s for one in anchors])
+    best: tuple[float, Array, Array, Array] | None = None
     for turn in range(rounds + 1 if anchors else 0):
         found = [around(one, calibrations, at, family) for one in anchors]
         jacobian = np.array([slopes for _, slopes, _ in found])
         left = np.array([value for value, _, _ in found]) - target
         if turn == 0:
-            free[1] = np.ptp(jacobian[:, 1]) > NETWORK_SHARE
+            free[1] = network and np.ptp(jacobian[:, 1]) > NETWORK_SHARE
             free[2:] = family
+        weights = _weights(left, noise, len(anchors))
+        cost = float((weights * left**2).sum()) / noise**2 + float(((at / prior)[free] ** 2).sum())
+        stepped_too_far = best is not None and cost > best[0]
+        if best is None or not stepped_too_far:
+            best = cost, at, jacobian, left
         if turn == rounds:
             break
-        weights = _weights(left, noise, len(anchors))
+        if stepped_too_far:
+            at = (at + best[1]) / 2
+            continue
         j = jacobian[:, free]
         normal = j.T @ (j * weights[:, None]) / noise**2 + np.diag(prior[free] ** -2.0)
         gradient = -(j.T @ (left * weights)) / noise**2 - at[free] / prior[free] ** 2
         at = at.copy()
         at[free] = np.clip(at[free] + np.linalg.solve(normal, gradient), -2.5, 2.5)
+    if best is not None:
+        _, at, jacobian, left = best
     spare = len(anchors) - int(free.sum())
     if spare > 0:
         noise = max(noise, sqrt(float((left**2).sum()) / spare))
@@ -177,6 +198,11 @@ def _unlike(one: Plan, other: Plan) -> float:
     return CHANGE_SD**2 * (changes(one, other) - (fewer > 0)) + (MICROBATCH_SD * fewer) ** 2
 
 
+def _least_s(one: Plan) -> float:
+    """Seconds of a step at all that the GPU's peak allows."""
+    return one.flops / (one.node.peak_bf16_tflops * 1e12 * rate_limit(one.row))
+
+
 @dataclass(frozen=True)
 class Projected:
     """A row's projection: log step time and its spread."""
@@ -216,9 +242,13 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
             variance += unexplained**2
         elif len(system.anchors) > len(system.moved):
             variance += system.noise**2 - ROW_SD**2
-        else:  # what no factor in reach explains of the anchors
+        else:  # what no factor in reach explains of the anchors; that of one alike goes with it
             variance += max(system.residuals, key=abs) ** 2
+            pairs = zip(system.anchors, system.residuals, strict=True)
+            near, unexplained = min(pairs, key=lambda pair: changes(one, pair[0]))
+            value -= unexplained / (1 + changes(one, near))
     if one.searched:
         variance += SEARCHED_SD**2
+    value = max(value, log(_least_s(one)))
     alone = not system.anchors or system.correction is not None
     return Projected(value, sqrt(variance), estimate, apart, alone)

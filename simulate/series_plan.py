@@ -6,9 +6,11 @@ search for what fits memory, or from what the software does by default: each a s
 `simulate.series_choices`.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -28,7 +30,19 @@ MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
 # Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288); of a GPU on 256 of them.
 BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
+MOST_CONTEXT = 16  # GPUs that a sequence may be spread over where no such number is printed
+SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
+RACK = 72  # GPUs of an NVL72
+
+
+class Batch(NamedTuple):
+    """Sequences of a step, as printed and as the replicas' shares make them, and how they split."""
+
+    printed: int
+    simulated: int
+    microbatch: int
+    dp: int
 
 
 class TooLittle(Exception):
@@ -45,12 +59,19 @@ class Plan:
     node: Node
     fabric: Fabric
     real_s: float
+    stretch: float  # the row's step over the simulated one, of a batch nearby at the same rate
     assumed: tuple[str, ...]
     open: frozenset[str]  # choices that the row leaves open
     network_printed: bool
     searched: bool  # tensor- and pipeline-parallel sizes are not the row's
     fp8: bool  # linear layers in 8 bits, or
     fp4: bool  # their products in 4
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of the row's step, per GPU."""
+        p = self.parallelism
+        return self.model.step_flops(p.global_batch) * self.stretch / p.gpus
 
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
@@ -70,9 +91,10 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if (wrong := too_large(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
+    node = _domain(fill, node, gpus)
     fabric, printed = fabric_of(row.text("interconnect"), node)
     try:
-        model, p, searched = _parallelism(fill, model, node, fabric, gpus)
+        model, p, searched, sizes = _parallelism(fill, model, node, fabric, gpus)
         p.check(model, gpus)
     except (ValidationError, UserError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
@@ -87,7 +109,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         fill.assumed.append("does not fit memory as understood")
     fp8 = ways.fp8(fill)
     peak = node.peak_bf16_tflops
-    real_s = step_seconds(row, model, p.global_batch, gpus, p.recompute, peak)
+    real_s = step_seconds(row, model, sizes.printed, gpus, p.recompute, peak)
     if metric.kind in UTILISATION:
         fill.assumed.append(f"utilisation of {peak:g} TFLOP/s")
     _check_rate(row, node, model.step_flops(p.global_batch) / gpus / real_s)
@@ -98,6 +120,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         node=node,
         fabric=fabric,
         real_s=real_s,
+        stretch=sizes.simulated / p.global_batch,
         assumed=tuple(fill.assumed),
         open=frozenset(fill.open),
         network_printed=printed or gpus <= node.gpus,
@@ -105,6 +128,21 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
         fp8=fp8,
         fp4=fp8 and row.fp4 and ways.has_fp4(row),
     )
+
+
+def _domain(fill: Filling, node: Node, gpus: int) -> Node:
+    """The part of a rack's NVLink domain that jobs of several racks have in each.
+
+    Clusters of 72 GPUs a rack give jobs 64 or fewer of each, so that powers of two fill them.
+    """
+    row = fill.row
+    together = (row.whole("tp") or 1) * (row.whole("cp") or 1) * (row.whole("ep") or 1)
+    size = gcd(gpus, 64)
+    fills = gpus % node.gpus == 0 and (node.gpus % together == 0 or together > node.gpus)
+    if node.gpus != RACK or gpus <= RACK or fills or size < 4:
+        return node
+    fill.assumed.append(f"{size} of a rack's {RACK} GPUs used")
+    return node.model_copy(update={"gpus": size, "nics": size})
 
 
 def _unread(row: SeriesRow, column: str, meaning: str) -> str:
@@ -207,7 +245,7 @@ def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
 
 def _parallelism(
     fill: Filling, model: ModelSpec, node: Node, fabric: Fabric, gpus: int
-) -> tuple[ModelSpec, Parallelism, bool]:
+) -> tuple[ModelSpec, Parallelism, bool, Batch]:
     row = fill.row
     cp, ep = row.whole("cp") or 1, row.whole("ep") or 1
     tp, pp = row.whole("tp"), row.whole("pp")
@@ -228,13 +266,20 @@ def _parallelism(
         raise TooLittle(f"tp {tp} * pp {pp} does not divide {gpus} GPUs")
     cp = cp if gpus % (tp * pp * cp) == 0 else 1
     dp = gpus // (tp * pp * cp)
-    batch, microbatch, dp = _batch(fill, dp, pp, model.seq_len)
+    sizes = _batch(fill, dp, cp, pp, model.seq_len)
+    _, batch, microbatch, dp = sizes
     cp = gpus // (tp * pp * dp)
     if (dp * cp) % ep:
         ep = next(size for size in range(ep, 0, -1) if (dp * cp) % size == 0)
         fill.assumed.append(f"ep {ep} assumed")
     vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
-    model, vpp = _stages(fill, model, pp, vpp, batch // (dp * microbatch))
+    microbatches = batch // (dp * microbatch)
+    if row.whole("vpp") and vpp > 1 and microbatches % pp and microbatches > pp / 2:
+        # it ran so, with groups of stages as Megatron-Core has them; schedules here have multiples
+        nearest = max(round(microbatches / pp), 1) * pp
+        fill.assumed.append(f"{nearest} microbatches for {microbatches} over pp {pp}, vpp {vpp}")
+        microbatches, batch = nearest, dp * microbatch * nearest
+    model, vpp = _stages(fill, model, pp, vpp, microbatches)
     sequence = tp > 1 and (ways.sequence(fill) or bool(model.experts))
     replicas = dp * cp
     p = Parallelism(
@@ -251,10 +296,10 @@ def _parallelism(
         recompute=recompute,
         overlap=replicas > 1 and ways.overlap(fill, zero),
     )
-    return model, p, searched
+    return model, p, searched, sizes
 
 
-def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int]:
+def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
     """Global batch, microbatch and data-parallel size; the printed global batch is trusted."""
     row = fill.row
     batch, microbatch = row.whole("global_batch"), row.whole("micro_batch")
@@ -275,8 +320,12 @@ def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int
     if even != batch and abs(even / batch - 1) <= ROUNDED:
         fill.assumed.append(f"global batch {even}, not {batch}: dp {dp} divides it")
         batch = even
-    if batch % dp:
-        fewer = max(size for size in range(1, dp + 1) if batch % size == 0 and dp % size == 0)
+    printed = batch
+    fewer = gcd(batch, dp)
+    if fewer < dp and (row.whole("cp") or cp * dp // fewer > MOST_CONTEXT):
+        batch = -(-batch // dp) * dp
+        fill.assumed.append(f"a step lasts as long as the largest share of {printed} over dp {dp}")
+    elif fewer < dp:
         fill.assumed.append(
             f"dp {fewer}, not {dp}: global batch {batch} is trusted; the rest is cp"
         )
@@ -290,7 +339,7 @@ def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int
         usable = max(size for size in range(1, microbatch + 1) if share % size == 0)
         fill.assumed.append(f"micro-batch {usable}, not {microbatch}: global batch is trusted")
         microbatch = usable
-    return batch, microbatch, dp
+    return Batch(printed, batch, microbatch, dp)
 
 
 def _stages(
@@ -300,20 +349,28 @@ def _stages(
     if vpp > 1 and microbatches % pp:
         fill.assumed.append(f"vpp 1, not {vpp}: {microbatches} microbatches over pp {pp}")
         vpp = 1
-    if model.layers % pp:
-        # an embedding or a head takes a layer's place: Megatron's
-        # account_for_embedding_in_pipeline_split, or fewer layers on the outer stages
-        rounded = -(-model.layers // pp) * pp
-        if rounded > model.layers * 1.15:
-            raise TooLittle(f"pp {pp} does not divide {model.layers} layers")
-        fill.assumed.append(f"{rounded} layers' slots for {model.layers} layers on pp {pp}")
-        model = model.resized(layers=rounded)
+    slots = layer_slots(model, pp)
+    if slots is None:
+        raise TooLittle(f"pp {pp} does not divide {model.layers} layers")
+    if slots > model.layers:
+        fill.assumed.append(f"{slots} layers' slots for {model.layers} layers on pp {pp}")
+        model = model.resized(layers=slots)
     each = model.layers // pp
     if each % vpp:
         fewer = max(size for size in range(1, vpp + 1) if each % size == 0)
         fill.assumed.append(f"vpp {fewer}, not {vpp}: {each} layers a stage")
         vpp = fewer
     return model, vpp
+
+
+def layer_slots(model: ModelSpec, pp: int) -> int | None:
+    """Layers that fill `pp` stages evenly; None where that takes too many.
+
+    An embedding or a head takes a layer's place: Megatron's
+    account_for_embedding_in_pipeline_split, or fewer layers on the outer stages.
+    """
+    slots = -(-model.layers // pp) * pp
+    return slots if slots <= model.layers * SLOTS else None
 
 
 def _least_split(
@@ -330,12 +387,14 @@ def _least_split(
         (tp * pp, -tp, pp)
         for tp in (1, 2, 4, 8)
         for pp in ((1,) if row.one_stage else range(1, model.layers + 1))
-        if tp <= node.gpus and gpus % (tp * pp) == 0 and model.layers % pp == 0
+        if tp <= node.gpus and gpus % (tp * pp) == 0 and layer_slots(model, pp)
     )
     least = min(least, max(size for size, _, _ in options))  # cp takes the rest
-    for size, minus_tp, pp in options:
+    ways_out = ("full",) if recompute == "full" else ("none", "full")
+    for again, (size, minus_tp, pp) in itertools.product(ways_out, options):
         if size < least:
             continue
+        slotted = model.resized(layers=layer_slots(model, pp) or model.layers)
         try:
             p = Parallelism(
                 tp=-minus_tp,
@@ -344,10 +403,10 @@ def _least_split(
                 zero=1,
                 sequence_parallel=minus_tp < -1,
                 global_batch=gpus // size * pp,
-                recompute="full" if recompute == "full" else "none",
+                recompute=again,
             )
-            p.check(model)
-            if row.lora or memory(model, p, node, fabric).fits:
+            p.check(slotted)
+            if row.lora or memory(slotted, p, node, fabric).fits:
                 return -minus_tp, pp
         except (ValidationError, UserError):
             continue

@@ -15,7 +15,7 @@ import numpy as np
 from simulate.memory import memory
 from simulate.series_choices import Choices
 from simulate.series_fit import fit
-from simulate.series_plan import Plan, TooLittle, plan
+from simulate.series_plan import Plan, TooLittle, layer_slots, plan
 from simulate.series_step import FACTORS, Calibrations, simulate
 from spec.errors import UserError
 
@@ -98,7 +98,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
         for pp in (1,) if row.one_stage else (1, 2, 3, 4, 6, 8, 12, 16):
             for cp in cps:
                 size = tp * pp * cp
-                if tp > one.node.gpus or gpus % size or model.layers % pp:
+                if tp > one.node.gpus or gpus % size or layer_slots(model, pp) is None:
                     continue
                 if printed and (tp, pp) not in printed:
                     continue

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from itertools import pairwise
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,36 @@ def test_the_printed_global_batch_is_trusted() -> None:
     one = plan(row(dp="7", micro_batch="3", grad_accum="5", global_batch="64"))
     p = one.parallelism
     assert (p.dp, p.global_batch, p.microbatch) == (2, 64, 2)
-    fewer = plan(row(tp="1", pp="1", gpus="64", global_batch="8")).parallelism
+    fewer = plan(row(tp="1", pp="1", cp="", gpus="64", global_batch="8")).parallelism
     assert (fewer.dp, fewer.cp, fewer.gpus) == (8, 8, 64)
+    # but context parallelism that is printed, or would be over more GPUs than anyone's, is not made
+    # up: a step lasts as long as its largest share
+    for cp, gpus, batch in (("1", "64", "8"), ("", "512", "1100"), ("1", "512", "1100")):
+        uneven = plan(row(tp="1", pp="1", cp=cp, gpus=gpus, global_batch=batch))
+        p = uneven.parallelism
+        assert (p.dp, p.cp) == (int(gpus), 1)
+        assert 0 <= p.global_batch - int(batch) < p.dp
+        assert uneven.real_s == plan(row()).real_s
+
+
+def test_printed_chunks_stay_where_the_schedule_here_has_other_multiples() -> None:
+    """9 microbatches over 8 stages: those of 8, at the same rate."""
+    words = {"tp": "1", "pp": "8", "vpp": "4", "layers": "32", "gpus": "8"}
+    nine, eight = (plan(row(**words, global_batch=batch)) for batch in ("9", "8"))
+    assert (nine.parallelism.vpp, nine.parallelism.global_batch) == (4, 8)
+    assert nine.stretch == pytest.approx(9 / 8)
+    assert nine.flops == pytest.approx(eight.flops * 9 / 8)
+    assert nine.real_s == eight.real_s
+
+
+def test_racks_are_filled_with_powers_of_two() -> None:
+    def gpus_of(**changes: str) -> int:
+        return plan(row(gpu_type="NVIDIA GB200", pp="1", vpp="", **changes)).node.gpus
+
+    assert gpus_of(gpus="64", tp="1") == 72
+    assert gpus_of(gpus="128", tp="1") == 64
+    assert gpus_of(gpus="144", tp="8", global_batch="144") == 72
+    assert gpus_of(gpus="96", tp="1", global_batch="96") == 32
 
 
 @pytest.mark.parametrize(
@@ -345,6 +374,29 @@ def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
     assert projected.doublings == 3
     further = project(plan(row(gpus="4096", global_batch="32768")), system, by)
     assert further.sd > projected.sd > 0.02
+
+
+@pytest.mark.parametrize("log_time", [-1.0, 0.5, 1.0])
+def test_what_kernels_cannot_explain_of_an_anchor_goes_with_its_like(
+    calibration: Calibration, log_time: float
+) -> None:
+    """However far the fit gets: no round leaves more than the one before, and no row is lost."""
+    by = Calibrations(calibration)
+    anchor = plan(row(value=simulated(calibration, row(), log_time)))
+    left = [abs(fit([anchor], by, rounds=rounds).residuals[0]) for rounds in range(7)]
+    assert all(later < before + 0.01 for before, later in pairwise(left))
+    system = fit([anchor], by)
+    alike = project(plan(row(row_id="b", value="1")), system, by).value
+    assert alike == pytest.approx(np.log(anchor.real_s), abs=1e-9)
+    changed = project(plan(row(row_id="c", micro_batch="2", value="1")), system, by)
+    assert changed.sd > abs(system.residuals[0]) * 0.7
+
+
+def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:
+    by = Calibrations(calibration)
+    system = fit([plan(row(value=simulated(calibration, row(), -1.0)))], by)
+    one = plan(row(row_id="b", tp="1", pp="1", micro_batch="4", value="9"))
+    assert one.flops / exp(project(one, system, by).value) == pytest.approx(989.4e12)
 
 
 def test_a_second_anchor_with_more_network_fits_the_network(calibration: Calibration) -> None:
