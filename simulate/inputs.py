@@ -234,8 +234,8 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
     said = []
     if has_nvls(calibration):
         said.append(
-            "All-reduces inside a node go through its switches (--nvls) as published sweeps have "
-            "it: nothing here was measured so."
+            "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
+            "published sweeps have it: nothing here was measured so."
         )
     if any(one.name == "transfer.matrix" for one in calibration.parameters):
         said.append(

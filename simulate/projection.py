@@ -341,6 +341,7 @@ def warnings(projection: Projection) -> list[str]:
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
     said.append(
-        "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see straggler."
+        "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see "
+        "step.worst_gpu_deviation."
     )
     return said

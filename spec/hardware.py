@@ -15,6 +15,7 @@ from pydantic import (
 
 Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
+TREES = ("fat-tree", "rail-optimised")
 OTHER_BOARDS = {"nvl", "pcie"}  # a GPU's boards with other rates than its SXM module
 
 
@@ -134,6 +135,11 @@ class Fabric(BaseModel):
             raise ValueError(f"`dimensions` has no effect on a {self.kind} fabric; remove it")
         if self.group_nodes is not None and self.kind not in ("dragonfly+", "ocs"):
             raise ValueError(f"`group_nodes` has no effect on a {self.kind} fabric; remove it")
+        if self.link_gbits_per_s is not None and self.kind in (*TREES, "single-switch"):
+            raise ValueError(
+                f"`link_gbits_per_s` has no effect on a {self.kind} fabric, whose links have the "
+                "rate of its ports; give `oversubscription`"
+            )
         if self.oversubscription and self.kind in ("torus", "single-switch"):
             raise ValueError(f"`oversubscription` has no effect on a {self.kind} fabric; remove it")
         most = 2 if self.kind in ("dragonfly+", "ocs") else self.levels - 1
