@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from simulate.series_rows import SeriesRow
@@ -31,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "batch": "of a GPU",
     "precision": "fp8",
 }
+MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
 
 
@@ -49,6 +51,24 @@ class Filling:
         value = self.choices.get(name, DEFAULTS[name])
         self.assumed.append(f"{name.replace('_', ' ')} {value} assumed")
         return value
+
+
+def in_sequences(fill: Filling, seq_len: int) -> None:
+    """Read a printed global batch as tokens: where it says so or has too many as sequences.
+
+    What would leave replicas of a printed split without a sequence is none in tokens.
+    """
+    row = fill.row
+    batch, text = row.whole("global_batch"), row.text("global_batch")
+    if batch is None or (batch * seq_len <= MOST_TOKENS and "tok" not in text.lower()):
+        return
+    sequences = max(round(batch / seq_len), 1)
+    split = [row.whole(name) for name in ("tp", "pp", "cp")]
+    replicas = (row.whole("gpus") or 1) / prod(size or 1 for size in split)
+    if "tok" not in text.lower() and any(split) and sequences < replicas:
+        return
+    fill.row = SeriesRow({**row.cells, "global_batch": str(sequences)})
+    fill.assumed.append(f"global batch {text} is in tokens: {sequences} sequences of {seq_len}")
 
 
 def zero(fill: Filling) -> int:

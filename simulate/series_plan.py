@@ -55,7 +55,14 @@ class Plan:
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     """What a row means; raises TooLittle where too little of it is known."""
-    fill = Filling(row, choices or {})
+    try:
+        return _plan(row, choices or {})
+    except TooLittle as reason:
+        raise TooLittle("; ".join((str(reason), *row.unread))) from None
+
+
+def _plan(row: SeriesRow, choices: Choices) -> Plan:
+    fill = Filling(row, choices, list(row.unread))
     metric = metric_of(row)
     if metric is None:
         raise TooLittle(
@@ -70,6 +77,7 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     if (wrong := too_large(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
+    ways.in_sequences(fill, model.seq_len)
     fabric, printed = fabric_of(row.text("interconnect"), node.name)
     try:
         model, p, searched = _parallelism(fill, model, node, fabric, gpus)
