@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from simulate import series_choices as ways
 from simulate.memory import memory
-from simulate.series_choices import DEFAULTS, SHARDED, Choices, Filling
+from simulate.series_choices import DEFAULTS, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import Shape, is_mixture, named_shape, usual_ffn
-from simulate.series_rows import UTILISATION, SeriesRow, metric_of, step_seconds, too_large
+from simulate.series_rows import UTILISATION, SeriesRow, metric_of, refused, step_seconds
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
@@ -74,7 +74,7 @@ def _plan(row: SeriesRow, choices: Choices) -> Plan:
     gpus = row.whole("gpus")
     if gpus is None:
         raise TooLittle(_unread(row, "gpus", "number of GPUs"))
-    if (wrong := too_large(row)) is not None:
+    if (wrong := refused(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
     ways.in_sequences(fill, model.seq_len)
@@ -225,7 +225,7 @@ def _parallelism(
     zero = ways.zero(fill)
     recompute = ways.recompute(fill)
     searched = False
-    if tp is None and pp is None and not SHARDED.search(row.words) and gpus > 1:
+    if tp is None and pp is None and not ways.sharded(row) and gpus > 1:
         given = fill.choices.get("split")
         split = given or _least_split(fill, model, node, fabric, gpus, recompute)
         searched, (tp, pp, cp) = True, split if given else (*split, cp)
@@ -259,7 +259,7 @@ def _parallelism(
         recompute=recompute,
         overlap=replicas > 1 and ways.overlap(fill, zero),
     )
-    return model, p, searched
+    return model, ways.unsharded(fill, p, model, node, fabric), searched
 
 
 def _batch(fill: Filling, dp: int, pp: int, seq_len: int) -> tuple[int, int, int]:

@@ -86,6 +86,22 @@ def whole(cell: str, name: str = "") -> int | None:
     return int(value) if value is not None and value == int(value) and value < 1e15 else None
 
 
+_DENIED = re.compile(
+    r"\b(no|non|not|without|w/o|than|vs\.?|instead of|disabled?|never)[\s_-]+[\w-]*$"
+)
+_SET_OFF = re.compile(
+    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled)\b|no\s*($|[;,)]))|\s(off|disabled)\b)"
+)
+
+
+def says(pattern: str, text: str) -> bool:
+    """Whether a pattern stands in a lower-case text, not denied (`no`, `than`) nor set off."""
+    return any(
+        not _DENIED.search(text[: found.start()]) and not _SET_OFF.match(text[found.end() :])
+        for found in re.finditer(pattern, text)
+    )
+
+
 @dataclass(frozen=True)
 class SeriesRow:
     """One row; `cells` holds every column that it prints."""
@@ -153,13 +169,13 @@ class SeriesRow:
     def fp8(self) -> bool:
         """Whether linear layers run in 8 (or 4) bits."""
         text = f"{self.text('precision')} {self.text('flags')}".lower()
-        return re.search(r"fp8|float8|fp4", text) is not None
+        return says(r"fp8|float8|fp4", text)
 
     @property
     def fp4(self) -> bool:
         """Whether linear layers run in 4 bits; a cell that names both formats leaves it open."""
         text = f"{self.text('precision')} {self.text('flags')}".lower().replace("fp8/fp4", "")
-        return "fp4" in text
+        return says("fp4", text)
 
     @property
     def vendor_expected(self) -> bool:
@@ -184,7 +200,10 @@ class SeriesRow:
         NVIDIA's MLPerf submissions have no option for it until v4.0, one that rows print in v4.1
         (`LAYER_CUDA_GRAPH`), and since v5.0 another that they do not: assumed from then on.
         """
-        return "cuda_graph" in self.words or (self.mlperf >= 5.0 and not self.amd)
+        named = r"cuda[-_ ]?graph"
+        if re.search(named, self.words):
+            return says(named, self.words)
+        return self.mlperf >= 5.0 and not self.amd
 
     @property
     def amd(self) -> bool:
@@ -207,7 +226,7 @@ class SeriesRow:
     @property
     def lora(self) -> bool:
         """Whether only low-rank adapters are trained."""
-        return "lora" in f"{self.words} {self.pair_id.lower()}"
+        return says(r"(?<![a-z])q?lora(?![a-z])", f"{self.words} {self.pair_id.lower()}")
 
 
 def read_rows(path: Path) -> list[SeriesRow]:
@@ -349,8 +368,13 @@ def step_seconds(
     return flops / (value * 1e12 * gpus)
 
 
-def too_large(row: SeriesRow) -> str | None:
-    """The first size that is a misprint rather than a model or a cluster; None if there is none."""
+def refused(row: SeriesRow) -> str | None:
+    """Why no row like that is simulated: products in 32 bits, or a size that is a misprint."""
+    precision = row.text("precision").lower()
+    if says(r"\b(fp32|float32|tf32|single)\b", precision) and not says(
+        r"16|fp8|float8|fp4|mixed|amp", precision
+    ):
+        return f"precision {row.text('precision')!r}: products in 32 bits are not simulated"
     for name, most in LARGEST.items():
         if (row.whole(name) or 0) > most:
             return f"{name} is {row.text(name)}, more than {most}"

@@ -2,9 +2,11 @@
 
 import pytest
 
+from simulate.series_choices import Filling, sequence, shard_degree, zero
 from simulate.series_plan import TooLittle, plan
 from simulate.series_rows import metric_kind, metric_of, number, whole
 from tests.test_series import WHOLE, row
+from topologies import load_node
 
 
 @pytest.mark.parametrize(
@@ -114,3 +116,113 @@ def test_a_metrics_unit_may_stand_in_its_cell() -> None:
     assert plan(log).real_s == pytest.approx(1.0)
     each = plan(row(metric="samples/s/GPU", value="8"))
     assert each.real_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"notes": "full training; no LoRA"},
+        {"flags": "lora=none"},
+        {"notes": "explorations"},
+        {"precision": "bf16 (no fp8)"},
+        {"flags": "fp8=False"},
+        {"flags": "FP8_DPA=0"},
+        {"precision": "bf16, FP8 off"},
+        {"flags": "no cuda_graph"},
+        {"flags": "LAYER_CUDA_GRAPH=0", "source": "mlcommons/training_results_v5.0 NVIDIA"},
+    ],
+)
+def test_denied_words_are_not_meant(changes: dict[str, str]) -> None:
+    """After no, not, without, than, vs, or set to 0, false, off, none."""
+    one = row(**changes)
+    assert (one.lora, one.fp8, one.graphs) == (False, False, False)
+
+
+def test_other_words_are_meant() -> None:
+    """A word counts where one of its places is not denied."""
+    assert row(notes="llama2_70b_lora; rank 16").lora
+    assert row(precision="FP8/FP4 see config").fp8
+    assert row(flags="fp8=False; MXFP8").fp8
+    assert row(flags="TP_COMM_OVERLAP;LAYER_CUDA_GRAPH").graphs
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [
+        ({"sharding": "NO_SHARD"}, 0),
+        ({"sharding": "FSDP NO_SHARD"}, 0),
+        ({"sharding": "DDP", "notes": "FSDP is slower"}, 0),
+        ({"sharding": "ZeRO stage 3"}, 3),
+        ({"sharding": "ZeRO 3"}, 3),
+        ({"sharding": "Stage 3"}, 3),
+        ({"sharding": "ZeRO 2"}, 2),
+        ({"sharding": "ZeRO-1", "notes": "faster than ZeRO-3", "flags": "FSDP"}, 1),
+        ({"sharding": "", "flags": "zero_stage=3", "notes": "ZeRO-1"}, 3),
+        ({"sharding": "", "flags": "", "notes": "ZeRO-3", "pp": "1"}, 3),
+        ({"sharding": "", "flags": "", "notes": "ZeRO-3"}, 1),
+        ({"sharding": "", "flags": "", "notes": "faster than ZeRO-3", "pp": "1"}, 1),
+        ({"sharding": "", "flags": "compile", "notes": "ZeRO-3", "pp": "1"}, 1),
+        ({"sharding": "FSDP=0"}, 1),
+        ({"sharding": "FSDP=1"}, 1),
+        ({"sharding": "FSDP=64 (0)"}, 3),
+    ],
+)
+def test_the_cell_of_sharding_counts_before_all_others(changes: dict[str, str], stage: int) -> None:
+    """Then flags; notes and source where both are empty, and not as ZeRO-3 of a pipeline."""
+    assert zero(Filling(row(**changes), {})) == stage
+
+
+def test_sequence_parallelism_has_its_own_cell() -> None:
+    """That of recomputation names it by one word only."""
+    for cells, expected in (
+        ({"sequence_parallel": "no", "recompute": "yes"}, False),
+        ({"sequence_parallel": "", "recompute": "no"}, True),
+        ({"sequence_parallel": "", "recompute": "selective+seqpar"}, True),
+        ({"sequence_parallel": "false", "recompute": "selective+seqpar"}, False),
+    ):
+        assert sequence(Filling(row(**cells), {})) is expected, cells
+    fill = Filling(row(sequence_parallel="", recompute="on"), {})
+    assert (sequence(fill), fill.open) == (True, {"sequence_parallel"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "TF32", "fp32 (no amp)"])
+def test_products_in_32_bits_are_refused(precision: str) -> None:
+    """They are not bf16's."""
+    with pytest.raises(TooLittle, match="32 bits"):
+        plan(row(precision=precision))
+    assert plan(row(precision="bf16 with fp32 accumulation"))
+
+
+@pytest.mark.parametrize(
+    ("text", "degree"),
+    [
+        ("HSDP", 8),
+        ("FSDP HYBRID_SHARD", 8),
+        ("FSDP+DP", 8),
+        ("FSDP=8", 8),
+        ("dcn_FSDP=16;ici_FSDP=8", 128),
+        ("HSDP (shard 4)", 4),
+        ("FSDP FULL_SHARD", None),
+        ("FSDP2", None),
+    ],
+)
+def test_how_many_gpus_share_a_copy(text: str, degree: int | None) -> None:
+    """As printed, else a node's."""
+    assert shard_degree(row(sharding=text), load_node("hgx-h200")) == degree
+
+
+def test_hybrid_sharding_is_zero_1_where_that_fits() -> None:
+    """The other way is ZeRO-3, which it stays where the weights do not fit, or it spans all."""
+    cells = {"sharding": "HSDP", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
+    one = plan(row(**cells))
+    assert one.parallelism.zero == 1
+    assert "hybrid" in one.open
+    assert "sharded over 8 of 32 replicas: as ZeRO-1" in one.assumed
+    assert plan(row(**cells), {"hybrid": 3}).parallelism.zero == 3
+    large = plan(
+        row(**cells, layers="80", hidden="8192", heads="64", ffn_hidden="28672", value="9")
+    )
+    assert (large.parallelism.zero, "hybrid" in large.open) == (3, False)
+    assert any("does not fit memory" in said for said in large.assumed)
+    small = plan(row(**cells | {"gpus": "8"}))
+    assert (small.parallelism.zero, "hybrid" in small.open) == (3, False)
