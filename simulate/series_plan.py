@@ -16,7 +16,7 @@ from simulate import series_choices as ways
 from simulate.memory import memory
 from simulate.series_choices import DEFAULTS, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
-from simulate.series_models import Shape, is_mixture, named_shape, usual_ffn
+from simulate.series_models import TOO_FAR, Shape, is_mixture, named_shape, usual_ffn
 from simulate.series_rows import UTILISATION, SeriesRow, metric_of, refused, step_seconds
 from spec.errors import UserError
 from spec.files import first_problem
@@ -28,6 +28,7 @@ MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
 # Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288); of a GPU on 256 of them.
 BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
+LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
 
 
@@ -174,9 +175,24 @@ def _model(fill: Filling) -> ModelSpec:
         "top_k": shape.top_k if shape else 0,
     }
     try:
-        return _solved(fill, ModelSpec.model_validate(fields), shape)
+        model = _solved(fill, ModelSpec.model_validate(fields), shape)
+        if shape is not None:
+            _check_parameters(row, model, shape)
+        return model
     except ValidationError as error:
         raise TooLittle(first_problem(error)) from None
+
+
+def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
+    """Refuse a name whose model has not the printed parameters, as published nor as cells say."""
+    total = row.number("params") or 0.0
+    published = model.resized(layers=shape.layers, ffn_hidden=shape.ffn_hidden).parameters()
+    far = all(abs(total / one - 1) > TOO_FAR for one in (published, model.parameters()))
+    if total > LEAST_PARAMETERS and far:
+        raise TooLittle(
+            f"params {row.text('params')} is not the {published / 1e9:.3g} billion of model "
+            f"{row.text('model')!r}: the shape is another one's"
+        )
 
 
 def _gated(row: SeriesRow, hidden: int) -> bool:

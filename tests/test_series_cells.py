@@ -3,6 +3,8 @@
 import pytest
 
 from simulate.series_choices import Filling, sequence, shard_degree, zero
+from simulate.series_hardware import node_of
+from simulate.series_models import is_mixture, named_shape
 from simulate.series_plan import TooLittle, plan
 from simulate.series_rows import metric_kind, metric_of, number, whole
 from tests.test_series import WHOLE, row
@@ -219,10 +221,83 @@ def test_hybrid_sharding_is_zero_1_where_that_fits() -> None:
     assert "hybrid" in one.open
     assert "sharded over 8 of 32 replicas: as ZeRO-1" in one.assumed
     assert plan(row(**cells), {"hybrid": 3}).parallelism.zero == 3
-    large = plan(
-        row(**cells, layers="80", hidden="8192", heads="64", ffn_hidden="28672", value="9")
-    )
-    assert (large.parallelism.zero, "hybrid" in large.open) == (3, False)
-    assert any("does not fit memory" in said for said in large.assumed)
     small = plan(row(**cells | {"gpus": "8"}))
     assert (small.parallelism.zero, "hybrid" in small.open) == (3, False)
+    cells |= {"layers": "80", "hidden": "8192", "heads": "64", "ffn_hidden": "28672", "value": "9"}
+    large = plan(row(**cells))
+    assert (large.parallelism.zero, "hybrid" in large.open) == (3, False)
+    assert any("ZeRO-1 does not fit memory" in said for said in large.assumed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeepSeek V3",
+        "DeepSeek_V3 671B",
+        "Qwen3 235B",
+        "Llama 4 Maverick (400B, 128 experts)",
+    ],
+)
+def test_mixtures_that_a_name_does_not_spell_out(name: str) -> None:
+    """Their experts are not known, and dense models they are not."""
+    assert is_mixture(name)
+    with pytest.raises(TooLittle, match="experts"):
+        plan(row(model=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("GPT 35B", None),
+        ("GPT3 5B", 4096),
+        ("Paxml GPT5B FP8", 4096),
+        ("NeMo Megatron GPT 20B", None),
+        ("NeMo Megatron 175B", 12288),
+        ("NeMo Megatron 24.11 BF16", 12288),
+        ("grok-10", None),
+        ("Grok 1.5", None),
+        ("Grok 1 314b", 6144),
+    ],
+)
+def test_names_that_begin_like_others(name: str, hidden: int | None) -> None:
+    """A longer number is another model's."""
+    shape = named_shape(name)
+    assert (shape.hidden if shape else None) == hidden
+
+
+def test_a_name_and_its_parameters_have_to_agree() -> None:
+    """Within 20 %, with the published shape or, where cells change it, with theirs."""
+    named = dict.fromkeys(("layers", "hidden", "heads", "ffn_hidden", "vocab", "kv_heads"), "")
+    named |= {"model": "Llama 3 8B"}
+    assert plan(row(**named, params="8.5B")).model.layers == 32
+    assert plan(row(**named, params="8")).model.layers == 32
+    assert plan(row(**named | {"layers": "8"}, params="8B")).model.layers == 8
+    assert plan(row(**named | {"layers": "8"}, params="2.8B")).model.layers == 8
+    with pytest.raises(TooLittle, match="params 13B is not the 8"):
+        plan(row(**named, params="13B"))
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "gpus", "gib"),
+    [
+        ("GH200 96GB", "NVIDIA H100 80GB HBM3", 8, 94.08),
+        ("H200", "NVIDIA H200", 8, None),
+        ("H100 per node", "NVIDIA H100 80GB HBM3", 8, None),
+        ("8x H100 80GB per node", "NVIDIA H100 80GB HBM3", 8, None),
+        ("4x H100 per node", "NVIDIA H100 80GB HBM3", 4, None),
+        ("4xH100 SXM 80GB per node", "NVIDIA H100 80GB HBM3", 4, None),
+        ("H200 141GB (4 per node)", "NVIDIA H200", 4, None),
+        ("A100, 4 GPUs per node", "NVIDIA A100-SXM4-80GB", 4, None),
+        ("A100 40 GB per node", "NVIDIA A100-SXM4-80GB", 8, 39.4),
+        ("A100 40G", "NVIDIA A100-SXM4-80GB", 8, 39.4),
+        ("H100, 100 per node", "NVIDIA H100 80GB HBM3", 8, None),
+    ],
+)
+def test_what_a_gpus_cell_says_beside_its_name(
+    words: str, gpu: str, gpus: int, gib: float | None
+) -> None:
+    """Its memory and how many a node has, in either order."""
+    node = node_of(words)
+    assert node is not None
+    assert (node.gpu, node.gpus) == (gpu, gpus)
+    assert gib is None or node.memory_gib == pytest.approx(gib)
