@@ -83,7 +83,7 @@ def _sharding(row: SeriesRow) -> str:
     """What a row says of sharding: in its own cell, else in flags, else beside the table."""
     cell = row.text("sharding").lower()
     if cell:
-        return re.sub(r"^stage", "zero stage", cell)
+        return re.sub(r"\bstage[-_ ]*(?=\d)", "zero stage ", cell)
     flags = row.text("flags").lower()
     return flags or " ".join(row.text(name) for name in ("source", "notes")).lower()
 
@@ -105,7 +105,7 @@ def zero(fill: Filling) -> int:
         return 3
     if says(rf"{_ZERO}1(?!\d)|distributed.?optimizer", text):
         return 1
-    if says(r"\bddp\b", text):
+    if says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
         return 0
     if fill.row.early:
         fill.assumed.append("no distributed optimizer, as in this software's time")

@@ -85,7 +85,7 @@ USUAL = {"dgx-a100": "hdr200-fat-tree", "hgx-h100": "ndr400-rail", "hgx-h200": "
 _A100_40GB = {"memory_gib": 39.4, "memory_gbytes_per_s": 1555.0}
 # `4 per node`, `4 GPUs per node`, `8x H100 80GB per node`; no name's digits, nor gigabytes
 _PER_NODE = re.compile(
-    r"(?<![\w.])(\d+)(?: ?x ?| )(?:(?!gi?b? )[a-z]\w*(?:[- ]\w+){0,2} )?per node"
+    r"(?<![\w.])(\d+) ?(?:x ?)?(?:(?!gi?b?\b)[a-z]\w*(?:[- ]\w+){0,2})? ?(?:per |/ ?)node"
 )
 MOST_PER_NODE = 72  # GPUs of an NVL72
 _RATES = (25, 40, 50, 56, 100, 200, 400, 800)

@@ -107,7 +107,8 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
 
 
 _MIXTURES = re.compile(
-    r"moe|experts|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
+    r"moe|expert|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
+    r"|mixtral|gpt-?oss|grok|kimi-?k|dbrx"
 )
 TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
 

@@ -71,6 +71,8 @@ def number(cell: str, name: str = "") -> float | None:
     found = _NUMBER.fullmatch(text.strip())
     if found is None or not all(map(_UNIT.fullmatch, re.findall(r"[a-z]+|%", found["unit"]))):
         return None
+    if name in LARGEST and re.search(r"/|\bper\b", found["unit"]):
+        return None  # of each GPU or node, not of all
     suffix = found["suffix"] or ""
     factor = 1024 if name == "seq_len" and suffix == "k" else SUFFIXES[suffix]
     value = float(found["digits"].replace(",", "")) * factor
@@ -278,7 +280,7 @@ def _check(path: Path, line: int, row: SeriesRow) -> None:
 _S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
 _METRICS = (
     (
-        r"((step|iteration|iter) time|(time|(milli)?seconds?) per (step|iteration)"
+        r"((train )?(step|iteration|iter) tim(e|ing)\b|(time|(milli)?seconds?) per (step|iteration)"
         r"|(m?s|m?secs?)/(step|iter(ation)?)\b)",
         "step",
     ),
