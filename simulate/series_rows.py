@@ -65,9 +65,11 @@ def number(cell: str, name: str = "") -> float | None:
     A `k` of `seq_len` is 1,024; the column's own name may stand before its number. None for
     anything else.
     """
-    text = re.sub(r"\(.*?\)|(\u00b1|\+/?-).*|[*<>~=\u2248\u2264\u2265:]", " ", cell.lower())
+    text = re.sub(r"\(.*?\)|\[.*?\]|(\u00b1|\+/?-).*|[*<>~=\u2248\u2264\u2265:]", " ", cell.lower())
     own = re.escape(name.lower()) or "$"
-    text = re.sub(rf"^\s*((about|around|approx(\.|imately)?|ca\.)\s|{own}(?=\W*\d))", "", text)
+    text = re.sub(
+        rf"^\s*((about|around|approx(\.|imately)?|ca\.)\s|{own}[\s-]*(?=\d)|\+(?=\d))", "", text
+    )
     found = _NUMBER.fullmatch(text.strip())
     if found is None or not all(map(_UNIT.fullmatch, re.findall(r"[a-z]+|%", found["unit"]))):
         return None
@@ -85,7 +87,9 @@ def whole(cell: str, name: str = "") -> int | None:
     if name == "gpus" and product:
         return int(product[1]) * int(product[2]) or None
     value = number(cell, name)
-    return int(value) if value is not None and value == int(value) and value < 1e15 else None
+    if value is None or value >= 1e15 or not math.isclose(value, round(value), rel_tol=1e-12):
+        return None
+    return round(value)
 
 
 _DENIED = re.compile(
@@ -280,8 +284,8 @@ def _check(path: Path, line: int, row: SeriesRow) -> None:
 _S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
 _METRICS = (
     (
-        r"((train )?(step|iteration|iter) tim(e|ing)\b|(time|(milli)?seconds?) per (step|iteration)"
-        r"|(m?s|m?secs?)/(step|iter(ation)?)\b)",
+        rf"((train )?(step|iteration|iter) tim(e|ing)\b"
+        rf"|(time|ms|msecs?|milliseconds?|{_S}){_PER}(step|iter|iteration)\b)",
         "step",
     ),
     (rf"(tgs\b|tok(en)?s?{_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b)", "tokens"),
@@ -297,7 +301,7 @@ UTILISATION = ("mfu", "hfu")
 def metric_kind(name: str) -> str | None:
     """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
     plain = re.sub(r"[\s_]+", " ", name.strip().lower())
-    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total) )+", "", plain)
+    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total|global) )+", "", plain)
     if re.search(r"\((k|m|min|minutes|h|hours|us)\)", plain):
         return None
     if "tflop" in plain and re.search(rf"{_PER}{_GPU}\b", plain) and "aggregate" not in plain:
