@@ -3,9 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from simulate.series_rows import SeriesRow
+from simulate.memory import memory
+from simulate.series_rows import SeriesRow, says
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
 
 Choices = Mapping[str, Any]
 # What is taken where a row does not print it, and the other way that is tried for its effect.
@@ -14,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "sequence_parallel": True,
     "overlap": True,
     "zero": 1,
+    "hybrid": 1,
     "vpp": 1,
     "microbatch": 1,
     "seq_len": 2048,
@@ -25,13 +31,17 @@ OTHERS: dict[str, Any] = {
     "sequence_parallel": False,
     "overlap": False,
     "zero": 0,
+    "hybrid": 3,
     "vpp": 4,
     "microbatch": 2,
     "seq_len": 4096,
     "batch": "of a GPU",
     "precision": "fp8",
 }
-SHARDED = re.compile(r"full_shard|fsdp(?!\s*=\s*[01]\b)|zero-?3|zero3|hsdp")
+MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
+_ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
+_HYBRID = r"hsdp|hybrid_shard|fsdp ?\+ ?dp\b"
+_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)"
 
 
 @dataclass
@@ -51,21 +61,84 @@ class Filling:
         return value
 
 
+def in_sequences(fill: Filling, seq_len: int) -> None:
+    """Read a printed global batch as tokens: where it says so or has too many as sequences.
+
+    What would leave replicas of a printed split without a sequence is none in tokens.
+    """
+    row = fill.row
+    batch, text = row.whole("global_batch"), row.text("global_batch")
+    if batch is None or (batch * seq_len <= MOST_TOKENS and "tok" not in text.lower()):
+        return
+    sequences = max(round(batch / seq_len), 1)
+    split = [row.whole(name) for name in ("tp", "pp", "cp")]
+    replicas = (row.whole("gpus") or 1) / prod(size or 1 for size in split)
+    if "tok" not in text.lower() and any(split) and sequences < replicas:
+        return
+    fill.row = SeriesRow({**row.cells, "global_batch": str(sequences)})
+    fill.assumed.append(f"global batch {text} is in tokens: {sequences} sequences of {seq_len}")
+
+
+def _sharding(row: SeriesRow) -> str:
+    """What a row says of sharding: in its own cell, else in flags, else beside the table."""
+    cell = row.text("sharding").lower()
+    if cell:
+        return re.sub(r"\bstage[-_ ]*(?=\d)", "zero stage ", cell)
+    flags = row.text("flags").lower()
+    return flags or " ".join(row.text(name) for name in ("source", "notes")).lower()
+
+
+def sharded(row: SeriesRow) -> bool:
+    """Whether replicas share the parameters; a pipeline's do not for what is said elsewhere."""
+    own = row.text("sharding") or row.text("flags")
+    return says(_SHARDED, _sharding(row)) and bool(own or (row.whole("pp") or 1) == 1)
+
+
 def zero(fill: Filling) -> int:
     """ZeRO stage."""
-    words = fill.row.words
-    if re.search(r"shard_grad_op|zero-?2|zero2", words):
+    text = _sharding(fill.row)
+    if says("no_shard", text):
+        return 0
+    if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
         return 2
-    if SHARDED.search(words):
+    if sharded(fill.row):
         return 3
-    if re.search(r"zero-?1|distributed.?optimizer", words):
+    if says(rf"{_ZERO}1(?!\d)|distributed.?optimizer", text):
         return 1
-    if re.search(r"no_shard|\bddp\b", words):
+    if says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
         return 0
     if fill.row.early:
         fill.assumed.append("no distributed optimizer, as in this software's time")
         return 0
     return int(fill.choose("zero"))
+
+
+def shard_degree(row: SeriesRow, node: Node) -> int | None:
+    """On how many GPUs hybrid sharding keeps one copy: as printed, else on a node's."""
+    text = _sharding(row)
+    sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
+    sizes = sizes or re.findall(r"\bshard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text)
+    if sizes:
+        return prod(map(int, sizes))
+    return node.gpus if says(_HYBRID, text) else None
+
+
+def unsharded(
+    fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
+) -> Parallelism:
+    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step."""
+    degree, replicas = shard_degree(fill.row, node), p.dp * p.cp
+    if p.zero != 3 or degree is None or degree >= replicas:
+        return p
+    whole = p.model_copy(update={"zero": 1})
+    said = f"sharded over {degree} of {replicas} replicas"
+    if not fill.row.lora and not memory(model, whole, node, fabric).fits:
+        fill.assumed.append(f"{said}: ZeRO-3 over all, as ZeRO-1 does not fit memory")
+        return p
+    fill.open.add("hybrid")
+    stage = fill.choices.get("hybrid", DEFAULTS["hybrid"])
+    fill.assumed.append(f"{said}: as ZeRO-{stage}")
+    return whole if stage == 1 else p
 
 
 def recompute(fill: Filling) -> Any:
@@ -128,8 +201,10 @@ def rate_limit(row: SeriesRow) -> float:
 
 def sequence(fill: Filling) -> bool:
     """Whether the sequence is split over tensor-parallel ranks."""
-    text = f"{fill.row.text('sequence_parallel')} {fill.row.text('recompute')}".lower()
-    if re.search(r"\b(yes|true|on|1)\b|seqpar", text):
+    text = fill.row.text("sequence_parallel").lower()
+    if re.search(r"\b(yes|true|on|1)\b", text):
+        return True
+    if says("seqpar", fill.row.text("recompute").lower()) and not text:
         return True
     if re.search(r"\b(no|false|off|0)\b", text):
         return False

@@ -16,6 +16,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),
     (r"b300|blackwell ultra", "hgx-b300", {}),
     (r"b200|blackwell", "hgx-b200", {}),
+    (r"gh200", "hgx-h100", {}),
     (
         r"h200[- ]nvl",
         "hgx-h200",
@@ -51,7 +52,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "power_limit_w": 400.0,
         },
     ),
-    (r"h100|hopper|gh200", "hgx-h100", {}),
+    (r"h100|hopper", "hgx-h100", {}),
     (r"a800", "dgx-a100", {"scale_up_gbytes_per_s": 200.0}),
     (r"a100|ampere", "dgx-a100", {}),
     (r"mi355x?", "mi355x-node", {}),
@@ -81,6 +82,11 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
 )
 _A100_40GB = {"memory_gib": 39.4, "memory_gbytes_per_s": 1555.0}
+# `4 per node`, `4 GPUs per node`, `8x H100 80GB per node`; no name's digits, nor gigabytes
+_PER_NODE = re.compile(
+    r"(?<![\w.])(\d+) ?(?:x ?)?(?:(?!gi?b?\b)[a-z]\w*(?:[- ]\w+){0,2})? ?(?:per |/ ?)node"
+)
+MOST_PER_NODE = 72  # GPUs of an NVL72
 _RATES = (25, 40, 50, 56, 100, 200, 400, 800)
 
 
@@ -104,7 +110,7 @@ def node_of(gpu_type: str) -> Node | None:
 def _printed(words: str, base: Node) -> dict[str, Any]:
     """What a `gpu_type` cell says beside the GPU's name: memory, power limit, GPUs per node."""
     found: dict[str, Any] = {}
-    gigabytes = re.search(r"\b(\d{2,3}) ?gi?b\b", words)
+    gigabytes = re.search(r"\b(\d{2,3}) ?g(?:i?b)?\b", words)
     if gigabytes and base.name == "dgx-a100" and gigabytes.group(1) == "40":
         found |= _A100_40GB
     elif gigabytes and base.name == "hgx-h100" and int(gigabytes.group(1)) > 80:
@@ -112,8 +118,8 @@ def _printed(words: str, base: Node) -> dict[str, Any]:
     watts = re.search(r"\b(\d{3,4}) ?w\b", words)
     if watts:
         found["power_limit_w"] = float(watts.group(1))
-    per_node = re.search(r"(\d+) per node", words)
-    if per_node and int(per_node.group(1)) > 0:
+    per_node = _PER_NODE.search(words)
+    if per_node and 0 < int(per_node.group(1)) <= MOST_PER_NODE:
         found["gpus"] = found["nics"] = int(per_node.group(1))
         # SXM GPUs in fours are on boards whose NVLinks join them in pairs, without a switch
         if found["gpus"] == 4 and base.gpus == 8:

@@ -56,7 +56,7 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
         Shape(32, 6144, 24576, 48, 8, 256000, False, "arXiv 2402.16819, table 1"),
     ),
     (
-        r"grok-?1",
+        r"grok-?1(?!\.?\d)",
         Shape(64, 6144, 32768, 48, 8, 131072, True, "xai-org/grok-1 run.py", 8, 2, 128),
     ),
     (
@@ -85,9 +85,12 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
         r"bloom(?!z?-?(560m|1b\d|3b|7b\d))",
         Shape(70, 14336, 57344, 112, 112, 250880, False, "arXiv 2211.05100, table 3"),
     ),
-    (r"gpt-?3?-?175b|nemo-megatron", Shape(96, 12288, 49152, 96, 96, 51200, False, _GPT3)),
     (
-        r"gpt-?3?-?5b",
+        r"gpt-?3?-?175b|nemo-megatron(?!.*(?<!\d)(?!175b)\d+(\.\d+)?b\b)",
+        Shape(96, 12288, 49152, 96, 96, 51200, False, _GPT3),
+    ),
+    (
+        r"gpt-?(3-)?5b",
         Shape(24, 4096, 16384, 32, 32, 51200, False, "NeMo recipe gpt3/5b, launcher_scripts"),
     ),
     (r"^gpt-1\.7b$", _gpt(24, 2304, 24)),
@@ -103,17 +106,28 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
 )
 
 
+_MIXTURES = re.compile(
+    r"moe|expert|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
+    r"|mixtral|gpt-?oss|grok|kimi-?k|dbrx"
+)
+TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
+
+
 def named_shape(name: str) -> Shape | None:
     """The shape of a model by its printed name; None where it is not known, or names two."""
     if "+" in name:
         return None
-    plain = re.sub(r"[\s_]+", "-", name.lower())
+    plain = _plain(name)
     return next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
 
 
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.lower())
+
+
 def is_mixture(name: str) -> bool:
-    """Whether a name says that the model has experts."""
-    return re.search(r"moe|\d+x\d+b|-a\d+b\b|deepseek-?v[2-9]", name.lower()) is not None
+    """Whether a name says that the model has experts, itself or as a family's known one."""
+    return _MIXTURES.search(_plain(name)) is not None
 
 
 def usual_ffn(model: ModelSpec) -> int:

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from simulate import series_choices as ways
 from simulate.memory import memory
-from simulate.series_choices import DEFAULTS, SHARDED, Choices, Filling
+from simulate.series_choices import DEFAULTS, Choices, Filling
 from simulate.series_hardware import fabric_of, node_of
-from simulate.series_models import Shape, is_mixture, named_shape, usual_ffn
-from simulate.series_rows import UTILISATION, SeriesRow, metric_of, step_seconds, too_large
+from simulate.series_models import TOO_FAR, Shape, is_mixture, named_shape, usual_ffn
+from simulate.series_rows import UTILISATION, SeriesRow, metric_of, refused, step_seconds
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
@@ -32,6 +32,7 @@ BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
 MOST_CONTEXT = 16  # GPUs that a sequence may be spread over where no such number is printed
 SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
+LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
 RACK = 72  # GPUs of an NVL72
 
@@ -76,7 +77,14 @@ class Plan:
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     """What a row means; raises TooLittle where too little of it is known."""
-    fill = Filling(row, choices or {})
+    try:
+        return _plan(row, choices or {})
+    except TooLittle as reason:
+        raise TooLittle("; ".join((str(reason), *row.unread))) from None
+
+
+def _plan(row: SeriesRow, choices: Choices) -> Plan:
+    fill = Filling(row, choices, list(row.unread))
     metric = metric_of(row)
     if metric is None:
         raise TooLittle(
@@ -88,9 +96,10 @@ def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
     gpus = row.whole("gpus")
     if gpus is None:
         raise TooLittle(_unread(row, "gpus", "number of GPUs"))
-    if (wrong := too_large(row)) is not None:
+    if (wrong := refused(row)) is not None:
         raise TooLittle(wrong)
     model = _model(fill)
+    ways.in_sequences(fill, model.seq_len)
     node = _domain(fill, node, gpus)
     fabric, printed = fabric_of(row.text("interconnect"), node)
     try:
@@ -204,9 +213,24 @@ def _model(fill: Filling) -> ModelSpec:
         "top_k": shape.top_k if shape else 0,
     }
     try:
-        return _solved(fill, ModelSpec.model_validate(fields), shape)
+        model = _solved(fill, ModelSpec.model_validate(fields), shape)
+        if shape is not None:
+            _check_parameters(row, model, shape)
+        return model
     except ValidationError as error:
         raise TooLittle(first_problem(error)) from None
+
+
+def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
+    """Refuse a name whose model has not the printed parameters, as published nor as cells say."""
+    total = row.number("params") or 0.0
+    published = model.resized(layers=shape.layers, ffn_hidden=shape.ffn_hidden).parameters()
+    far = all(abs(total / one - 1) > TOO_FAR for one in (published, model.parameters()))
+    if total > LEAST_PARAMETERS and far:
+        raise TooLittle(
+            f"params {row.text('params')} is not the {published / 1e9:.3g} billion of model "
+            f"{row.text('model')!r}: the shape is another one's"
+        )
 
 
 def _gated(row: SeriesRow, hidden: int) -> bool:
@@ -255,7 +279,7 @@ def _parallelism(
     zero = ways.zero(fill)
     recompute = ways.recompute(fill)
     searched = False
-    if tp is None and pp is None and not SHARDED.search(row.words) and gpus > 1:
+    if tp is None and pp is None and not ways.sharded(row) and gpus > 1:
         given = fill.choices.get("split")
         split = given or _least_split(fill, model, node, fabric, gpus, recompute)
         searched, (tp, pp, cp) = True, split if given else (*split, cp)
@@ -296,7 +320,7 @@ def _parallelism(
         recompute=recompute,
         overlap=replicas > 1 and ways.overlap(fill, zero),
     )
-    return model, p, searched, sizes
+    return model, ways.unsharded(fill, p, model, node, fabric), searched, sizes
 
 
 def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:

@@ -1,7 +1,8 @@
 """Rows of published series as they stand in a CSV: cells cleaned, metrics turned to seconds.
 
 The columns are those of `training.csv`; unknown ones are ignored, missing ones and cells that are
-no number count as not printed. Nothing is filled in here, see `simulate.series_plan`.
+no number (`SeriesRow.unread`) count as not printed. Nothing is filled in here, see
+`simulate.series_plan`.
 """
 
 import csv
@@ -30,7 +31,7 @@ LARGEST = {
     "heads": 2**12,
     "vocab": 2**23,
     "seq_len": 2**24,
-    "global_batch": 2**22,
+    "global_batch": 2**28,  # tokens, perhaps: `series_choices.in_sequences`
     "micro_batch": 2**16,
     "grad_accum": 2**16,
     "tp": 2**10,
@@ -43,26 +44,68 @@ LARGEST = {
 _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
 )
-SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
+# What may stand behind a number without changing it; a cell with any other word is not understood.
+_UNIT = re.compile(
+    r"%|per|m?s|secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
+    r"|samples?|tok|tokens?|params?|parameters?|steps?|iter|iterations?|stages?|chunks?|way"
+    r"|tflops?|[mg]i?b"
+)
+_NUMBER = re.compile(
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+    r"\s*(?P<suffix>(?:[kmbt]|million|billion|trillion)(?![a-z]))?(?P<unit>[a-z%/.\s-]*)"
+)
+_NEGATIVE = re.compile(r"-\s*[\d.,]+\D*|[-\u2013\u2014]+|[+-]?0+(\.0*)?")
 
 
-def number(cell: str) -> float | None:
-    """A positive finite number such as `1,024`, `8.03B` or `250k`; None for anything else."""
-    text = cell.strip().lower().replace(",", "")
-    factor = 1.0
-    if text and text[-1] in SUFFIXES:
-        factor, text = SUFFIXES[text[-1]], text[:-1]
-    try:
-        value = float(text) * factor
-    except ValueError:
+def number(cell: str, name: str = "") -> float | None:
+    """The first positive number of a cell such as `1,024`, `8.03B`, `~250k` or `5600 (5450)`.
+
+    A `k` of `seq_len` is 1,024; the column's own name may stand before its number. None for
+    anything else.
+    """
+    text = re.sub(r"\(.*?\)|\[.*?\]|(\u00b1|\+/?-).*|[*<>~=\u2248\u2264\u2265:]", " ", cell.lower())
+    own = re.escape(name.lower()) or "$"
+    text = re.sub(
+        rf"^\s*((about|around|approx(\.|imately)?|ca\.)\s|{own}[\s-]*(?=\d)|\+(?=\d))", "", text
+    )
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None or not all(map(_UNIT.fullmatch, re.findall(r"[a-z]+|%", found["unit"]))):
         return None
+    if name in LARGEST and re.search(r"/|\bper\b", found["unit"]):
+        return None  # of each GPU or node, not of all
+    suffix = found["suffix"] or ""
+    factor = 1024 if name == "seq_len" and suffix == "k" else SUFFIXES[suffix]
+    value = float(found["digits"].replace(",", "")) * factor
     return value if math.isfinite(value) and value > 0 else None
 
 
-def whole(cell: str) -> int | None:
-    """A positive whole number; None for anything else."""
-    value = number(cell)
-    return int(value) if value is not None and value == int(value) and value < 1e15 else None
+def whole(cell: str, name: str = "") -> int | None:
+    """A positive whole number, or GPUs as nodes times each one's, `128x8`; None for else."""
+    product = re.fullmatch(r"(\d+)\s*[x\u00d7*]\s*(\d+)( gpus)?", cell.strip().lower())
+    if name == "gpus" and product:
+        return int(product[1]) * int(product[2]) or None
+    value = number(cell, name)
+    if value is None or value >= 1e15 or not math.isclose(value, round(value), rel_tol=1e-12):
+        return None
+    return round(value)
+
+
+_DENIED = re.compile(
+    r"\b(no|non|not|without|w/o|than|vs\.?|instead of|disabled?|never)[\s_-]+[\w-]*$"
+)
+_SET_OFF = re.compile(
+    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled)\b|no\s*($|[;,)]))|\s(off|disabled)\b)"
+)
+
+
+def says(pattern: str, text: str) -> bool:
+    """Whether a pattern stands in a lower-case text, not denied (`no`, `than`) nor set off."""
+    return any(
+        not _DENIED.search(text[: found.start()]) and not _SET_OFF.match(text[found.end() :])
+        for found in re.finditer(pattern, text)
+    )
 
 
 @dataclass(frozen=True)
@@ -78,11 +121,21 @@ class SeriesRow:
 
     def whole(self, name: str) -> int | None:
         """A cell's positive whole number."""
-        return whole(self.cells.get(name, ""))
+        return whole(self.cells.get(name, ""), name)
 
     def number(self, name: str) -> float | None:
         """A cell's positive number."""
-        return number(self.cells.get(name, ""))
+        return number(self.cells.get(name, ""), name)
+
+    @cached_property
+    def unread(self) -> tuple[str, ...]:
+        """A sentence for each number that is printed but not understood; negative ones are not."""
+        return tuple(
+            f"{name} {text!r} not understood, taken as not printed"
+            for name in (*LARGEST, "kv_heads", "params", "value")
+            if (text := self.text(name)) and not _NEGATIVE.fullmatch(text)
+            if (self.number if name in ("params", "value") else self.whole)(name) is None
+        )
 
     @property
     def row_id(self) -> str:
@@ -122,13 +175,13 @@ class SeriesRow:
     def fp8(self) -> bool:
         """Whether linear layers run in 8 (or 4) bits."""
         text = f"{self.text('precision')} {self.text('flags')}".lower()
-        return re.search(r"fp8|float8|fp4", text) is not None
+        return says(r"fp8|float8|fp4", text)
 
     @property
     def fp4(self) -> bool:
         """Whether linear layers run in 4 bits; a cell that names both formats leaves it open."""
         text = f"{self.text('precision')} {self.text('flags')}".lower().replace("fp8/fp4", "")
-        return "fp4" in text
+        return says("fp4", text)
 
     @property
     def vendor_expected(self) -> bool:
@@ -153,7 +206,10 @@ class SeriesRow:
         NVIDIA's MLPerf submissions have no option for it until v4.0, one that rows print in v4.1
         (`LAYER_CUDA_GRAPH`), and since v5.0 another that they do not: assumed from then on.
         """
-        return "cuda_graph" in self.words or (self.mlperf >= 5.0 and not self.amd)
+        named = r"cuda[-_ ]?graph"
+        if re.search(named, self.words):
+            return says(named, self.words)
+        return self.mlperf >= 5.0 and not self.amd
 
     @property
     def amd(self) -> bool:
@@ -176,7 +232,7 @@ class SeriesRow:
     @property
     def lora(self) -> bool:
         """Whether only low-rank adapters are trained."""
-        return "lora" in f"{self.words} {self.pair_id.lower()}"
+        return says(r"(?<![a-z])q?lora(?![a-z])", f"{self.words} {self.pair_id.lower()}")
 
 
 def read_rows(path: Path) -> list[SeriesRow]:
@@ -225,11 +281,17 @@ def _check(path: Path, line: int, row: SeriesRow) -> None:
 
 # What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
 # HFU recomputed ones, of the bf16 peak.
+_S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
 _METRICS = (
-    (r"((step|iteration) time|(milli)?seconds? per (step|iteration)|m?s/(step|iter))", "step"),
-    (r"tokens?(/| per )(s|sec|second)(/| per )gpu", "tokens"),
-    (r"tokens?(/| per )(s|sec|second)( total)?$", "tokens_total"),
-    (r"(samples?|sequences?)(/| per )(s|sec|second)( total)?$", "samples"),
+    (
+        rf"((train )?(step|iteration|iter) tim(e|ing)\b"
+        rf"|(time|ms|msecs?|milliseconds?|{_S}){_PER}(step|iter|iteration)\b)",
+        "step",
+    ),
+    (rf"(tgs\b|tok(en)?s?{_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b)", "tokens"),
+    (rf"tok(en)?s?{_PER}{_S}( total)?$", "tokens_total"),
+    (rf"(samples?|seq(uence)?s?){_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b", "samples_gpu"),
+    (rf"(samples?|seq(uence)?s?){_PER}{_S}( total)?$", "samples"),
     (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
     (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
 )
@@ -239,7 +301,10 @@ UTILISATION = ("mfu", "hfu")
 def metric_kind(name: str) -> str | None:
     """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
     plain = re.sub(r"[\s_]+", " ", name.strip().lower())
-    if "tflop" in plain and "/gpu" in plain and "aggregate" not in plain:
+    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total|global) )+", "", plain)
+    if re.search(r"\((k|m|min|minutes|h|hours|us)\)", plain):
+        return None
+    if "tflop" in plain and re.search(rf"{_PER}{_GPU}\b", plain) and "aggregate" not in plain:
         return "hardware" if "hardware" in plain or "recompute" in plain else "model"
     return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
 
@@ -273,7 +338,8 @@ def metric_of(row: SeriesRow) -> Metric | None:
         name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
         kind = metric_kind(name)
         if kind is not None and value is not None:
-            found.append(Metric(name, kind, value, _unit(name, kind, value)))
+            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value)
+            found.append(Metric(name, kind, value, unit))
     return min(found, key=lambda one: one.kind in UTILISATION, default=None)
 
 
@@ -293,6 +359,8 @@ def step_seconds(
         return value
     if kind == "samples":
         return batch / value
+    if kind == "samples_gpu":
+        return batch / (value * gpus)
     if kind == "tokens":
         return batch * model.seq_len / (value * gpus)
     if kind == "tokens_total":
@@ -306,8 +374,13 @@ def step_seconds(
     return flops / (value * 1e12 * gpus)
 
 
-def too_large(row: SeriesRow) -> str | None:
-    """The first size that is a misprint rather than a model or a cluster; None if there is none."""
+def refused(row: SeriesRow) -> str | None:
+    """Why no row like that is simulated: products in 32 bits, or a size that is a misprint."""
+    precision = row.text("precision").lower()
+    if says(r"\b(fp32|float32|tf32|single)\b", precision) and not says(
+        r"16|fp8|float8|fp4|mixed|amp", precision
+    ):
+        return f"precision {row.text('precision')!r}: products in 32 bits are not simulated"
     for name, most in LARGEST.items():
         if (row.whole(name) or 0) > most:
             return f"{name} is {row.text(name)}, more than {most}"

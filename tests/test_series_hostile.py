@@ -38,6 +38,7 @@ DEEPSEEK = {"model": "DeepSeek-V3 671B", "layers": "61", "hidden": "7168", "ep":
 LONG = {"seq_len": "131072", "cp": "8", "tp": "4", "gpus": "32", "global_batch": "4"}
 LONG |= {"value": "2000", "recompute": "full"}
 ODD = ("", "0", "-1", "3", "7", "64", "1,024", "3.2k", "1e9", "nan", "inf", "1/2", "\uff18", "many")
+ODD += ("~8 (4)", "TP8", "128x8")
 WORDS = {
     "gpu_type": ("A100 40GB", "H20", "GB200", "MI300X (4 per node)", "V100", "H100 1W"),
     "interconnect": ("8x 400Gb/s per node", "EFA 3200 Gbps", "TCP", "0 Gb/s", "8x 800G"),

@@ -1,0 +1,320 @@
+"""Cells as people write them: numbers, metrics, words and names of published rows."""
+
+import pytest
+
+from simulate.series_choices import Filling, sequence, shard_degree, zero
+from simulate.series_hardware import node_of
+from simulate.series_models import is_mixture, named_shape
+from simulate.series_plan import TooLittle, plan
+from simulate.series_rows import metric_kind, metric_of, number, whole
+from tests.test_series import WHOLE, row
+from topologies import load_node
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        ("5600 (5450)", 5600),
+        ("~5600", 5600),
+        ("\u2248 5,600*", 5600),
+        ("38.5%", 38.5),
+        ("10.0s", 10),
+        ("10.0 \u00b1 0.2", 10),
+        ("10.0 +/- 0.2 s", 10),
+        ("5600 tokens/s/GPU", 5600),
+        ("<70 billion params", 7e10),
+        ("8.03B", 8.03e9),
+        ("2k", 2000),
+        ("3,0", None),
+        ("12,34", None),
+        ("1/2", None),
+        ("10-12", None),
+        ("10 minutes", None),
+        ("+5", 5),
+        ("5600 [1]", 5600),
+        ("nan", None),
+        ("\u2014", None),
+        ("8 nodes", None),
+        ("fp8", None),
+    ],
+)
+def test_the_first_number_of_a_cell_counts(cell: str, value: float | None) -> None:
+    """What stands around it is dropped where it cannot change it, else the cell is not read."""
+    assert number(cell) == (None if value is None else pytest.approx(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "value"),
+    [
+        ("tp", "TP8", 8),
+        ("tp", "tp=8", 8),
+        ("tp", "8 (intra-node)", 8),
+        ("tp", "TP-8", 8),
+        ("tp", "-8", None),
+        ("tp", "PP8", None),
+        ("global_batch", "4.1k", 4100),
+        ("global_batch", "2 per GPU", None),
+        ("global_batch", "16/GPU", None),
+        ("gpus", "64 (8 per node)", 64),
+        ("global_batch", "768 seqs", 768),
+        ("gpus", "1024 GPUs", 1024),
+        ("gpus", "128x8", 1024),
+        ("tp", "128x8", None),
+        ("seq_len", "4k", 4096),
+        ("global_batch", "4k", 4000),
+        ("layers", "3.5", None),
+    ],
+)
+def test_whole_numbers_go_by_their_column(name: str, cell: str, value: int | None) -> None:
+    """Its name may stand before them, a k is 1,024 in a length, GPUs may be a product."""
+    assert whole(cell, name) == value
+    assert row(**{name: cell}).whole(name) == value
+
+
+def test_what_is_not_understood_is_said() -> None:
+    """Among what is assumed, or in the reason; not of what counts as not printed."""
+    said = "vpp 'xyz' not understood, taken as not printed"
+    assert said in plan(row(vpp="xyz")).assumed
+    assert not any("understood" in one for one in plan(row(vpp="n/a", cp="-1", ep="0")).assumed)
+    with pytest.raises(TooLittle, match="gpus '3,0' not understood"):
+        plan(row(gpus="3,0"))
+
+
+def test_a_batch_in_tokens_is_divided_by_the_length() -> None:
+    """Where its cell says tokens, or as many sequences would be too much for any step."""
+    for text in ("4194304", "131072 tokens"):
+        one = plan(row(global_batch=text, value="60"))
+        assert one.parallelism.global_batch == int(text.split()[0]) // int(WHOLE["seq_len"])
+        assert any("is in tokens" in said for said in one.assumed)
+    assert plan(row(global_batch="4096", value="60")).parallelism.global_batch == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("TFLOPS per GPU", "model"),
+        ("TFLOP/s per device", "model"),
+        ("elapsed time per iteration (ms)", "step"),
+        ("avg step time (s)", "step"),
+        ("sec/iter", "step"),
+        ("tokens/sec/device", "tokens"),
+        ("tok/s/GPU", "tokens"),
+        ("TGS", "tokens"),
+        ("sec per step", "step"),
+        ("time/step (s)", "step"),
+        ("global tokens/s", "tokens_total"),
+        ("train_step_timing in s", "step"),
+        ("tokens/GPU/s", "tokens"),
+        ("tokens per second per GPU", "tokens"),
+        ("total tokens/s", "tokens_total"),
+        ("samples/s/GPU", "samples_gpu"),
+        ("tokens/s total (k)", None),
+        ("tokens/s/GPU (k)", None),
+        ("block_step_time_s", None),
+        ("step time (min)", None),
+        ("aggregate TFLOP/s", None),
+    ],
+)
+def test_metrics_by_the_names_that_logs_give_them(name: str, kind: str | None) -> None:
+    """Thousands, minutes and a block's time are other metrics."""
+    assert metric_kind(name) == kind
+
+
+def test_a_metrics_unit_may_stand_in_its_cell() -> None:
+    """Milliseconds and per cent, and a GPU's samples are its share of the batch."""
+    found = metric_of(row(value="850 ms"))
+    assert found is not None
+    assert found.value * found.unit == pytest.approx(0.85)
+    found = metric_of(row(metric="MFU", value="0.5%"))
+    assert found is not None
+    assert found.unit == 0.01
+    log = row(metric="elapsed time per iteration (ms)", value="1000.0")
+    assert plan(log).real_s == pytest.approx(1.0)
+    each = plan(row(metric="samples/s/GPU", value="8"))
+    assert each.real_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"notes": "full training; no LoRA"},
+        {"flags": "lora=none"},
+        {"notes": "explorations"},
+        {"precision": "bf16 (no fp8)"},
+        {"flags": "fp8=False"},
+        {"flags": "FP8_DPA=0"},
+        {"precision": "bf16, FP8 off"},
+        {"flags": "no cuda_graph"},
+        {"flags": "LAYER_CUDA_GRAPH=0", "source": "mlcommons/training_results_v5.0 NVIDIA"},
+    ],
+)
+def test_denied_words_are_not_meant(changes: dict[str, str]) -> None:
+    """After no, not, without, than, vs, or set to 0, false, off, none."""
+    one = row(**changes)
+    assert (one.lora, one.fp8, one.graphs) == (False, False, False)
+
+
+def test_other_words_are_meant() -> None:
+    """A word counts where one of its places is not denied."""
+    assert row(notes="llama2_70b_lora; rank 16").lora
+    assert row(precision="FP8/FP4 see config").fp8
+    assert row(flags="fp8=False; MXFP8").fp8
+    assert row(flags="TP_COMM_OVERLAP;LAYER_CUDA_GRAPH").graphs
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [
+        ({"sharding": "NO_SHARD"}, 0),
+        ({"sharding": "FSDP NO_SHARD"}, 0),
+        ({"sharding": "DDP", "notes": "FSDP is slower"}, 0),
+        ({"sharding": "ZeRO stage 3"}, 3),
+        ({"sharding": "ZeRO 3"}, 3),
+        ({"sharding": "Stage 3"}, 3),
+        ({"sharding": "DeepSpeed stage 3"}, 3),
+        ({"sharding": "ZeRO-0"}, 0),
+        ({"sharding": "ZeRO 2"}, 2),
+        ({"sharding": "ZeRO-1", "notes": "faster than ZeRO-3", "flags": "FSDP"}, 1),
+        ({"sharding": "", "flags": "zero_stage=3", "notes": "ZeRO-1"}, 3),
+        ({"sharding": "", "flags": "", "notes": "ZeRO-3", "pp": "1"}, 3),
+        ({"sharding": "", "flags": "", "notes": "ZeRO-3"}, 1),
+        ({"sharding": "", "flags": "", "notes": "faster than ZeRO-3", "pp": "1"}, 1),
+        ({"sharding": "", "flags": "compile", "notes": "ZeRO-3", "pp": "1"}, 1),
+        ({"sharding": "FSDP=0"}, 1),
+        ({"sharding": "FSDP=1"}, 1),
+        ({"sharding": "FSDP=64 (0)"}, 3),
+    ],
+)
+def test_the_cell_of_sharding_counts_before_all_others(changes: dict[str, str], stage: int) -> None:
+    """Then flags; notes and source where both are empty, and not as ZeRO-3 of a pipeline."""
+    assert zero(Filling(row(**changes), {})) == stage
+
+
+def test_sequence_parallelism_has_its_own_cell() -> None:
+    """That of recomputation names it by one word only."""
+    for cells, expected in (
+        ({"sequence_parallel": "no", "recompute": "yes"}, False),
+        ({"sequence_parallel": "", "recompute": "no"}, True),
+        ({"sequence_parallel": "", "recompute": "selective+seqpar"}, True),
+        ({"sequence_parallel": "false", "recompute": "selective+seqpar"}, False),
+    ):
+        assert sequence(Filling(row(**cells), {})) is expected, cells
+    fill = Filling(row(sequence_parallel="", recompute="on"), {})
+    assert (sequence(fill), fill.open) == (True, {"sequence_parallel"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "TF32", "fp32 (no amp)"])
+def test_products_in_32_bits_are_refused(precision: str) -> None:
+    """They are not bf16's."""
+    with pytest.raises(TooLittle, match="32 bits"):
+        plan(row(precision=precision))
+    assert plan(row(precision="bf16 with fp32 accumulation"))
+
+
+@pytest.mark.parametrize(
+    ("text", "degree"),
+    [
+        ("HSDP", 8),
+        ("FSDP HYBRID_SHARD", 8),
+        ("FSDP+DP", 8),
+        ("FSDP=8", 8),
+        ("dcn_FSDP=16;ici_FSDP=8", 128),
+        ("HSDP (shard 4)", 4),
+        ("FSDP FULL_SHARD", None),
+        ("FSDP2", None),
+    ],
+)
+def test_how_many_gpus_share_a_copy(text: str, degree: int | None) -> None:
+    """As printed, else a node's."""
+    assert shard_degree(row(sharding=text), load_node("hgx-h200")) == degree
+
+
+def test_hybrid_sharding_is_zero_1_where_that_fits() -> None:
+    """The other way is ZeRO-3, which it stays where the weights do not fit, or it spans all."""
+    cells = {"sharding": "HSDP", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
+    one = plan(row(**cells))
+    assert one.parallelism.zero == 1
+    assert "hybrid" in one.open
+    assert "sharded over 8 of 32 replicas: as ZeRO-1" in one.assumed
+    assert plan(row(**cells), {"hybrid": 3}).parallelism.zero == 3
+    small = plan(row(**cells | {"gpus": "8"}))
+    assert (small.parallelism.zero, "hybrid" in small.open) == (3, False)
+    cells |= {"layers": "80", "hidden": "8192", "heads": "64", "ffn_hidden": "28672", "value": "9"}
+    large = plan(row(**cells))
+    assert (large.parallelism.zero, "hybrid" in large.open) == (3, False)
+    assert any("ZeRO-1 does not fit memory" in said for said in large.assumed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeepSeek V3",
+        "DeepSeek_V3 671B",
+        "Qwen3 235B",
+        "Llama 4 Maverick (400B, 128 experts)",
+    ],
+)
+def test_mixtures_that_a_name_does_not_spell_out(name: str) -> None:
+    """Their experts are not known, and dense models they are not."""
+    assert is_mixture(name)
+    with pytest.raises(TooLittle, match="experts"):
+        plan(row(model=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("GPT 35B", None),
+        ("GPT3 5B", 4096),
+        ("Paxml GPT5B FP8", 4096),
+        ("NeMo Megatron GPT 20B", None),
+        ("NeMo Megatron 175B", 12288),
+        ("NeMo Megatron 24.11 BF16", 12288),
+        ("grok-10", None),
+        ("Grok 1.5", None),
+        ("Grok 1 314b", 6144),
+    ],
+)
+def test_names_that_begin_like_others(name: str, hidden: int | None) -> None:
+    """A longer number is another model's."""
+    shape = named_shape(name)
+    assert (shape.hidden if shape else None) == hidden
+
+
+def test_a_name_and_its_parameters_have_to_agree() -> None:
+    """Within 20 %, with the published shape or, where cells change it, with theirs."""
+    named = dict.fromkeys(("layers", "hidden", "heads", "ffn_hidden", "vocab", "kv_heads"), "")
+    named |= {"model": "Llama 3 8B"}
+    assert plan(row(**named, params="8.5B")).model.layers == 32
+    assert plan(row(**named, params="8")).model.layers == 32
+    assert plan(row(**named | {"layers": "8"}, params="8B")).model.layers == 8
+    assert plan(row(**named | {"layers": "8"}, params="2.8B")).model.layers == 8
+    with pytest.raises(TooLittle, match="params 13B is not the 8"):
+        plan(row(**named, params="13B"))
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "gpus", "gib"),
+    [
+        ("GH200 96GB", "NVIDIA H100 80GB HBM3", 8, 94.08),
+        ("H200", "NVIDIA H200", 8, None),
+        ("H100 per node", "NVIDIA H100 80GB HBM3", 8, None),
+        ("8x H100 80GB per node", "NVIDIA H100 80GB HBM3", 8, None),
+        ("4x H100 per node", "NVIDIA H100 80GB HBM3", 4, None),
+        ("4xH100 SXM 80GB per node", "NVIDIA H100 80GB HBM3", 4, None),
+        ("H200 141GB (4 per node)", "NVIDIA H200", 4, None),
+        ("A100, 4 GPUs per node", "NVIDIA A100-SXM4-80GB", 4, None),
+        ("H100, 4 GPUs/node", "NVIDIA H100 80GB HBM3", 4, None),
+        ("A100 40 GB per node", "NVIDIA A100-SXM4-80GB", 8, 39.4),
+        ("A100 40G", "NVIDIA A100-SXM4-80GB", 8, 39.4),
+        ("H100, 100 per node", "NVIDIA H100 80GB HBM3", 8, None),
+    ],
+)
+def test_what_a_gpus_cell_says_beside_its_name(
+    words: str, gpu: str, gpus: int, gib: float | None
+) -> None:
+    """Its memory and how many a node has, in either order."""
+    node = node_of(words)
+    assert node is not None
+    assert (node.gpu, node.gpus) == (gpu, gpus)
+    assert gib is None or node.memory_gib == pytest.approx(gib)
