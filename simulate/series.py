@@ -27,8 +27,8 @@ from simulate.series_fit import (
     fit,
     project,
 )
-from simulate.series_plan import Plan, TooLittle, plan
-from simulate.series_rows import metric_of, read_rows
+from simulate.series_plan import Plan, plan
+from simulate.series_rows import TooLittle, metric_of, read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
 from simulate.series_step import FACTORS, Calibrations
 from simulate.uncertainty import LEVEL, Z90

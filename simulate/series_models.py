@@ -110,7 +110,6 @@ _MIXTURES = re.compile(
     r"moe|expert|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
     r"|mixtral|gpt-?oss|grok|kimi-?k|dbrx"
 )
-TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
 
 
 def named_shape(name: str) -> Shape | None:

@@ -108,6 +108,10 @@ def says(pattern: str, text: str) -> bool:
     )
 
 
+class TooLittle(Exception):
+    """A row that cannot be simulated; its message says why."""
+
+
 @dataclass(frozen=True)
 class SeriesRow:
     """One row; `cells` holds every column that it prints."""

@@ -15,7 +15,9 @@ import numpy as np
 from simulate.memory import memory
 from simulate.series_choices import Choices
 from simulate.series_fit import fit
-from simulate.series_plan import Plan, TooLittle, layer_slots, plan
+from simulate.series_plan import Plan, plan
+from simulate.series_rows import TooLittle
+from simulate.series_shape import layer_slots
 from simulate.series_step import FACTORS, Calibrations, simulate
 from spec.errors import UserError
 

@@ -17,8 +17,8 @@ from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, sum
 from simulate.series_fit import around, fit, project
 from simulate.series_hardware import fabric_of, node_of
 from simulate.series_models import named_shape
-from simulate.series_plan import TooLittle, plan
-from simulate.series_rows import SeriesRow, metric_kind, number, read_rows
+from simulate.series_plan import plan
+from simulate.series_rows import SeriesRow, TooLittle, metric_kind, number, read_rows
 from simulate.series_search import shared_choices
 from simulate.series_software import fused_gradients, tensor_exposure
 from simulate.series_step import Calibrations, Shifts
