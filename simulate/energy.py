@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from simulate.clocks import REGULATION_US, load
 from simulate.estimate import StepEstimate
 from simulate.heat import Heat, temperatures_c
+from simulate.transfer import transferred
 from simulate.uncertainty import LEVEL, Z90, Draws, central, interval
 from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import Calibration, Parameter
@@ -174,7 +175,8 @@ def temperatures(
         "c_per_w": [found.best_c_per_w, found.worst_c_per_w],
         "from": "published temperatures of nodes with that cooling, places in the node included"
         if published
-        else "devices measured in places that are not known; the hottest is that of all GPUs, with "
+        else ("another GPU's " if transferred(calibration) else "")
+        + "devices measured in places that are not known; the hottest is that of all GPUs, with "
         "the tail that stragglers have",
     }
 
@@ -235,10 +237,9 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     what, clock, said = changed.what, changed.before.clock, []
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
     if lowest is not None and mhz < 0.99 * lowest:
-        moved = any(one.name == "transfer.power" for one in r.calibration.parameters)
         said.append(
             "Extrapolated: products were timed and metered under a cap"
-            + (" of another GPU, which is as if" if moved else "")
+            + (" of another GPU, which is as if" if transferred(r.calibration) else "")
             + f" of {clock.power_limit_w:g} W alone, which left them {lowest:.0f} MHz; "
             f"{mhz:.0f} MHz is {1 - mhz / lowest:.0%} below."
         )

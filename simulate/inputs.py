@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from simulate.nvls import has_nvls, with_nvls
-from simulate.transfer import meshed, transfer
+from simulate.transfer import meshed, transfer, transferred
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem
@@ -237,7 +237,7 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
             "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
             "published sweeps have it: nothing here was measured so."
         )
-    if any(one.name == "transfer.matrix" for one in calibration.parameters):
+    if transferred(calibration):
         said.append(
             f"Nothing was measured on {node.gpu} as node {node.name} has it: the calibration of "
             f"{calibration.system} is transferred to it by datasheet rates, its efficiencies "

@@ -187,6 +187,11 @@ def _thermal(fit: ThermalFit, by: Ratios) -> ThermalFit:
     )
 
 
+def transferred(calibration: Calibration) -> bool:
+    """Whether it is of a GPU that nobody measured."""
+    return any(one.name == "transfer.matrix" for one in calibration.parameters)
+
+
 def same_gpu(source: Node, target: Node) -> bool:
     """Whether two nodes have GPUs that differ in nothing a calibration depends on."""
     fields = ("memory_gbytes_per_s", "power_limit_w", "scale_up_gbytes_per_s")
