@@ -128,7 +128,8 @@ def _communication(value: Json) -> Table:
         for kind, one in value["communication_s"].items()
     ]
     columns = ("kind", "total s", "exposed s", "GiB sent and received", "calls")
-    return Table(columns, rows, "Per step, on a GPU of the busiest stage (simulated)")
+    note = "Per step, on a GPU of the busiest stage; exposed: of the step, waits for other stages"
+    return Table(columns, rows, f"{note} included (simulated)")
 
 
 def _memory(value: Json) -> Figure:
