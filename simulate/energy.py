@@ -237,11 +237,14 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     what, clock, said = changed.what, changed.before.clock, []
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
     if lowest is not None and mhz < 0.99 * lowest:
+        under = (
+            "on another GPU, and there at no clock below what corresponds to"
+            if transferred(r.calibration)
+            else f"and metered under a cap of {clock.power_limit_w:g} W alone, which left them"
+        )
         said.append(
-            "Extrapolated: products were timed and metered under a cap"
-            + (" of another GPU, which is as if" if transferred(r.calibration) else "")
-            + f" of {clock.power_limit_w:g} W alone, which left them {lowest:.0f} MHz; "
-            f"{mhz:.0f} MHz is {1 - mhz / lowest:.0%} below."
+            f"Extrapolated: products were timed {under} {lowest:.0f} MHz; {mhz:.0f} MHz is "
+            f"{1 - mhz / lowest:.0%} below."
         )
     if what.no_throttling:
         said.append(

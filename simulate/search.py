@@ -225,7 +225,9 @@ def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
     return one["low"] <= other["high"] and other["low"] <= one["high"]
 
 
-def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
+def other_cluster(
+    text: str, inputs: Inputs, gpus: int, fabric_given: bool = False
+) -> tuple[Inputs, int]:
     """What --against names: another node, fabric or GPU count."""
     name, colon, count = text.rpartition(":")
     if colon and count.isdecimal():
@@ -248,9 +250,7 @@ def other_cluster(text: str, inputs: Inputs, gpus: int) -> tuple[Inputs, int]:
     calibration = calibration_for(
         read_calibration(inputs.calibration_path), node, has_nvls(inputs.calibration)
     )
-    fabric = inputs.fabric
-    if fabric.name == usual_fabric(inputs.node):  # not one that was asked for
-        fabric = load_fabric(usual_fabric(node))
+    fabric = inputs.fabric if fabric_given else load_fabric(usual_fabric(node))
     return replace(inputs, node=node, fabric=fabric, calibration=calibration), gpus
 
 
@@ -258,7 +258,8 @@ def against(
     first: Projection, best: dict[str, Any], arguments: argparse.Namespace, inputs: Inputs
 ) -> dict[str, Any]:
     """The best plan of another cluster, and where its time goes differently."""
-    theirs, gpus = other_cluster(arguments.against, inputs, arguments.gpus)
+    given = arguments.fabric is not None
+    theirs, gpus = other_cluster(arguments.against, inputs, arguments.gpus, given)
     ranking = rank(theirs, gpus, arguments, None)
     (one,) = projections(ranking, 1, arguments)
     return {

@@ -200,7 +200,9 @@ def _unlike(one: Plan, other: Plan) -> float:
 
 def _least_s(one: Plan) -> float:
     """Seconds of a step at all that the GPU's peak allows."""
-    return one.flops / (one.node.peak_bf16_tflops * 1e12 * rate_limit(one.row))
+    p = one.parallelism  # where shares differ, of the largest
+    flops = one.model.step_flops(p.global_batch) * one.stretch / p.gpus
+    return flops / (one.node.peak_bf16_tflops * 1e12 * rate_limit(one.row))
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _printed(words: str, base: Node) -> dict[str, Any]:
     gigabytes = re.search(r"\b(\d{2,3}) ?g(?:i?b)?\b", words)
     if gigabytes and base.name == "dgx-a100" and gigabytes.group(1) == "40":
         found |= _A100_40GB
-    elif gigabytes and base.name == "hgx-h100" and int(gigabytes.group(1)) > 80:
+    elif gigabytes and base.name == "hgx-h100" and gigabytes.group(1) in ("94", "96", "141", "144"):
         found["memory_gib"] = int(gigabytes.group(1)) * 0.98
     watts = re.search(r"\b(\d{3,4}) ?w\b", words)
     if watts:

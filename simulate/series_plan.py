@@ -55,18 +55,13 @@ class Plan:
     fabric: Fabric
     real_s: float
     stretch: float  # the row's step over the simulated one, of a batch nearby at the same rate
+    flops: float  # the model's in the row's step, per GPU
     assumed: tuple[str, ...]
     open: frozenset[str]  # choices that the row leaves open
     network_printed: bool
     searched: bool  # tensor- and pipeline-parallel sizes are not the row's
     fp8: bool  # linear layers in 8 bits, or
     fp4: bool  # their products in 4
-
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of the row's step, per GPU."""
-        p = self.parallelism
-        return self.model.step_flops(p.global_batch) * self.stretch / p.gpus
 
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
@@ -115,7 +110,7 @@ def _plan(row: SeriesRow, choices: Choices) -> Plan:
     real_s = step_seconds(row, model, sizes.printed, gpus, p.recompute, peak)
     if metric.kind in UTILISATION:
         fill.assumed.append(f"utilisation of {peak:g} TFLOP/s")
-    _check_rate(row, node, model.step_flops(p.global_batch) / gpus / real_s)
+    _check_rate(row, node, model.step_flops(sizes.printed) / gpus / real_s)
     return Plan(
         row=row,
         model=model,
@@ -124,6 +119,7 @@ def _plan(row: SeriesRow, choices: Choices) -> Plan:
         fabric=fabric,
         real_s=real_s,
         stretch=sizes.simulated / p.global_batch,
+        flops=model.step_flops(sizes.printed) / gpus,
         assumed=tuple(fill.assumed),
         open=frozenset(fill.open),
         network_printed=printed or gpus <= node.gpus,

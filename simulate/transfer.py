@@ -15,7 +15,7 @@ The rule, parameter by parameter (`R(x)` is the target node's figure over the me
 - clock, power cap and idle power are the node file's; power above idle goes with the room between
   idle and cap, so a kernel meets the cap at the same share of its clock, but on the same chip,
   which draws the same and so runs slower under a lower cap;
-- degrees per watt: 1 / R(power limit), as coolers are sized for the limit;
+- degrees per watt: 1 / R(power limit), as coolers are sized for the limit; the same chip's stay;
 - networks between nodes were fitted on published sweeps and carry over.
 
 Efficiencies are taken to carry over, with the spread of published ones: `TRANSFER_SD`. Moving a
@@ -71,6 +71,7 @@ SCALE_UP_SD = 0.15
 SWEEP_SD = 0.05
 HOST_SD = 0.5
 COOLING_SD = 0.2  # of degrees per watt in another maker's node; assumed
+OF_HOSTS = {"host.sd": HOST_SD, "host.python_sd": 0.0, "host.visit_sd": 0.0}
 # What two GPUs of one chip have in common.
 CHIP = ("peak_bf16_tflops", "multiprocessors", "max_clock_mhz")
 
@@ -96,7 +97,8 @@ class Ratios:
     power: float  # of the room between idle power and cap
     sd: float  # of the matrix and memory ratios
     same_chip: bool
-    cooling: float  # of degrees per watt: power limits, measured over target
+    limit: float  # of the power limits
+    cooling: float  # of degrees per watt
     source_gbytes_per_s: float  # the measured node's datasheet bandwidth
 
     def gbytes_per_s(self, rate: float) -> float:
@@ -128,7 +130,8 @@ def ratios(source: Node, target: Node) -> Ratios:
         if same_chip
         else (target.power_limit_w - target.idle_power_w)
         / (source.power_limit_w - source.idle_power_w),
-        cooling=source.power_limit_w / target.power_limit_w,
+        limit=target.power_limit_w / source.power_limit_w,
+        cooling=1.0 if same_chip else source.power_limit_w / target.power_limit_w,
         sd=TRANSFER_SD if mine and other else UNPUBLISHED_SD,
         same_chip=same_chip,
         source_gbytes_per_s=source.memory_gbytes_per_s,
@@ -143,14 +146,14 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
     clock, where = calibration.clock, f"{calibration.device} to {target.gpu}"
     regulated = clock.regulated_w
     if regulated is not None:
-        regulated /= by.cooling
+        regulated *= by.limit
     return changed(
         calibration,
         device=target.gpu,
         kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
         collectives=_collectives(calibration, by.scale_up, target),
         # all that hosts differ by is in sd, but what a ring takes
-        host=changed(calibration.host, sd=HOST_SD, python_sd=0.0, visit_sd=0.0),
+        host=changed(calibration.host, **{k.partition(".")[2]: v for k, v in OF_HOSTS.items()}),
         clock=changed(
             clock,
             reference_mhz=target.max_clock_mhz,
@@ -182,19 +185,19 @@ def _thermal(fit: ThermalFit, by: Ratios) -> ThermalFit:
         fit,
         central=central,
         error_c=hypot(fit.error_c, unknown_c),
-        power_w=fit.power_w / by.cooling,
+        power_w=fit.power_w * by.limit,
         devices=(),  # of another GPU
     )
 
 
 def transferred(calibration: Calibration) -> bool:
-    """Whether it is of a GPU that nobody measured."""
-    return any(one.name == "transfer.matrix" for one in calibration.parameters)
+    """Whether it is of a GPU, or of a board without a switch, that nobody measured."""
+    return any(one.name.startswith("transfer.") for one in calibration.parameters)
 
 
 def same_gpu(source: Node, target: Node) -> bool:
     """Whether two nodes have GPUs that differ in nothing a calibration depends on."""
-    fields = ("memory_gbytes_per_s", "power_limit_w", "scale_up_gbytes_per_s")
+    fields = ("memory_gbytes_per_s", "power_limit_w", "scale_up_gbytes_per_s", "idle_power_w")
     return _alike(source, target, *CHIP, *fields)
 
 
@@ -293,43 +296,6 @@ def _collective(fit: CollectiveFit, ratio: float) -> CollectiveFit:
     return changed(fit, curves=tuple(curves), structure_sd=structure_sd, structure=structure)
 
 
-def meshed(calibration: Calibration, node: Node) -> Calibration:
-    """The calibration on a node whose GPUs no switch joins; the same object where one does.
-
-    A switch gives a group of any size all links of its GPUs. Without one a pair has its own links
-    only, so a collective of n GPUs uses (n - 1) / (gpus - 1) of them, and a message one share.
-    (NVIDIA HGX H100 and A100 4-GPU boards: "NVLink, GPU to GPU", 300 and 200 GB/s of 900 and 600;
-    AMD Instinct MI300X: 7 links of 128 GB/s, one to each peer.)
-    """
-    if node.links_of(1) == 1:
-        return calibration
-    fits = tuple(_without_switch(fit, node) for fit in calibration.collectives)
-    return changed(calibration, collectives=fits)
-
-
-def _without_switch(fit: CollectiveFit, node: Node) -> CollectiveFit:
-    """Curves for every group inside the node, their share of the links in the bandwidth part.
-
-    They need no structure, which would draw them back to a switch's.
-    """
-    sizes = sorted({point.bytes for curve in fit.curves for point in curve.points})
-    curves = []
-    for ranks in range(2, node.gpus + 1):
-        share = node.links_of(1 if fit.collective == "send_recv" else ranks - 1)
-        times = [fit.time_us(ranks, size) for size in sizes]
-        least = min(time for time, _ in times)
-        points = tuple(
-            CollectivePoint(
-                bytes=size,
-                time_us=least + (time - least) / share,
-                sd=max(sd, SCALE_UP_SD),
-            )
-            for size, (time, sd) in zip(sizes, times, strict=True)
-        )
-        curves.append(CollectiveCurve(ranks=ranks, points=points))
-    return changed(fit, curves=tuple(curves), structure=None)
-
-
 def _rule(by: Ratios, where: str) -> list[Parameter]:
     """What was multiplied, as parameters of their own."""
     beyond = "; one chip, so what a kernel takes beyond them carries over" if by.same_chip else ""
@@ -342,7 +308,9 @@ def _rule(by: Ratios, where: str) -> list[Parameter]:
         one("memory", by.memory, by.sd, f"datasheet memory bandwidths{beyond}"),
         one("scale_up", by.scale_up, SCALE_UP_SD, "datasheet link rates, or a published sweep"),
         one("power", by.power, TRANSFER_SD, "watts between idle and cap, or the same chip's"),
-        one("cooling", by.cooling, COOLING_SD, "coolers sized for the power limits"),
+        one(
+            "cooling", by.cooling, COOLING_SD, "coolers sized for power limits, or the same chip's"
+        ),
     ]
 
 
@@ -355,6 +323,8 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
     }
     listed = []
     for one in calibration.parameters:
+        if one.name.startswith("clock.device_"):  # of another GPU
+            continue
         if one.name.startswith(("network.", "nvls.")):
             listed.append(one)
             continue
@@ -375,8 +345,8 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
             "detail": f"transferred from {calibration.device}, times {factor:.4g}; {one.source} "
             f"there: {one.detail}",
         }
-        if one.name == "host.sd":
-            change |= {"value": HOST_SD, "low": HOST_SD, "high": HOST_SD}
+        if one.name in OF_HOSTS:
+            change |= dict.fromkeys(("value", "low", "high"), OF_HOSTS[one.name])
         listed.append(changed(one, **change))
     return listed
 
@@ -393,7 +363,7 @@ def _moved(one: Parameter, by: Ratios) -> tuple[float, float]:
     if last == "resistance_c_per_w":
         return by.cooling, COOLING_SD
     if last == "regulated_w":
-        return 1 / by.cooling, TRANSFER_SD
+        return by.limit, TRANSFER_SD
     if last.endswith("_w"):
         return by.power, TRANSFER_SD
     return 1.0, TRANSFER_SD

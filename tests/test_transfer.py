@@ -9,9 +9,10 @@ import pytest
 
 from simulate import project
 from simulate.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
-from simulate.inputs import calibration_for, default_node, find_calibration
+from simulate.inputs import calibration_for, default_node, find_calibration, unmeasured
 from simulate.transfer import changed, same_gpu, transfer
 from spec.calibration import Calibration, DeviceFit, Parameter, read_calibration
+from spec.collective import busbw_factor
 from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json, write_text
@@ -141,6 +142,37 @@ def test_what_is_listed_of_clock_and_heat_is_what_is_simulated(node: str) -> Non
     for name in ("regulated_w", "communication_w", "waiting_w", "power_limit_w", "idle_w"):
         used = getattr(moved.clock, name)
         assert listed[f"clock.{name}"].value == pytest.approx(used, rel=1e-4), name
+
+
+def test_a_board_without_a_switch_is_listed_as_it_is_simulated() -> None:
+    """Of this repository's H200, whose structure must not draw AMD's 64 GB/s a pair back."""
+    measured = read_calibration(RESULTS / "8x-h200" / "calibration.json")
+    moved = calibration_for(measured, load_node("mi300x-node"))
+    listed = by_name(moved)
+    for name, fit in moved.collective_fits.items():
+        for ranks in (2, 4, 8):
+            nbytes = fit.curves[0].points[-1].bytes
+            rate = nbytes * busbw_factor(name, ranks) / fit.time_us(ranks, nbytes)[0] / 1e3
+            assert rate < 64 * (1 if name == "send_recv" else ranks - 1)
+            assert listed[f"collective.{name}.{ranks}.busbw"].value == pytest.approx(rate)
+    board = load_node("hgx-h200").model_copy(update={"gpus": 4, "mesh": True, "name": "mine"})
+    assert unmeasured(measured, load_node("hgx-h200")) == []
+    assert "as node mine has it" in unmeasured(calibration_for(measured, board), board)[0]
+
+
+def test_figures_of_a_file_count_whatever_its_gpu_is_called() -> None:
+    """A measured GPU's name with a lower limit: the same chip, whose watts and cooler stay."""
+    measured = read_calibration(RESULTS / "8x-h200" / "calibration.json")
+    mine = load_node("hgx-h200").model_copy(update={"power_limit_w": 500.0, "calibration": None})
+    moved = calibration_for(measured, mine)
+    assert moved.clock.cap_w == pytest.approx(500 / 700 * (measured.clock.cap_w or 0))
+    assert moved.thermal is not None
+    assert measured.thermal is not None
+    assert moved.thermal.central == measured.thermal.central
+    assert [fit.active_power_w for fit in moved.kernels] == [
+        fit.active_power_w for fit in measured.kernels
+    ]
+    assert calibration_for(measured, load_node("hgx-h200")) is measured
 
 
 def test_every_named_node_can_be_transferred_to(calibration: Calibration) -> None:

@@ -80,7 +80,8 @@ def tier_utilisation(
     sending: dict[str, list[float]] = {"scale-up": []}
     deepest_first = sorted(loads, key=lambda load: -len(load.path.shares))
     for load in deepest_first:
-        others = 1 if load.axis in ("pp", "embd") else load.path.local_ranks - 1
+        one_peer = AXIS_PATTERN.get(load.axis) == "send-recv" or load.axis == "embd"
+        others = 1 if one_peer else load.path.local_ranks - 1
         inside = node.scale_up_gbytes_per_s * node.links_of(max(others, 1))
         limits = [("scale-up", inside, load.inside)]
         limits += [(name, rate, load.outside) for name, rate in load.path.shares]
