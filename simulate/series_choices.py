@@ -217,7 +217,7 @@ def sequence(fill: Filling) -> bool:
 def overlap(fill: Filling, stage: int) -> bool:
     """Whether gradients are reduced beside the backward pass."""
     words = fill.row.words
-    named = re.search(r"overlap-grad-reduce|full overlap|overlappeddistributedoptimizer", words)
+    named = says(r"overlap-grad-reduce|full overlap|overlappeddistributedoptimizer", words)
     if stage >= 2 or named:
         return True
     # Megatron-LLaMA's overlapping optimizer replaces the one of a Megatron-LM that did not
