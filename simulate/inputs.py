@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from simulate.boards import meshed
+from simulate.mesh import meshed
 from simulate.nvls import has_nvls, with_nvls
 from simulate.transfer import transfer, transferred
 from spec.calibration import Calibration, read_calibration
@@ -224,7 +224,7 @@ def calibration_for(calibration: Calibration, node: Node, nvls: bool = False) ->
 
     Kernels stay as they are where the node names its system or has the figures of the measured GPU,
     on a CPU, and where no named node has the measured GPU (nothing to scale from); collectives go
-    by whether a switch joins the GPUs (`boards.meshed`), and with `nvls` through its switches.
+    by whether a switch joins the GPUs (`mesh.meshed`), and with `nvls` through its switches.
     """
     found = _on_node(calibration, node)
     return with_nvls(found, node) if nvls else found

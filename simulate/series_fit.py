@@ -85,7 +85,10 @@ class Fitted:
 
     @property
     def surprising(self) -> bool:
-        """Whether the network lies where its prior hardly is: kernels may be what differs."""
+        """Whether the network lies where even an unprinted one's prior hardly is.
+
+        Kernels of one anchor that are slower than another's may be what differs.
+        """
         return "network" in self.moved and abs(self.factors[1]) > 2 * UNPRINTED_NETWORK_SD
 
     def as_json(self) -> dict[str, object]:

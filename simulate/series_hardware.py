@@ -16,7 +16,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),
     (r"b300|blackwell ultra", "hgx-b300", {}),
     (r"b200|blackwell", "hgx-b200", {}),
-    (r"gh200", "hgx-h100", {}),
+    (r"gh200", "hgx-h100", {}),  # before `h200`, which it holds
     (
         r"h200[- ]nvl",
         "hgx-h200",
@@ -86,7 +86,7 @@ _A100_40GB = {"memory_gib": 39.4, "memory_gbytes_per_s": 1555.0}
 _PER_NODE = re.compile(
     r"(?<![\w.])(\d+) ?(?:x ?)?(?:(?!gi?b?\b)[a-z]\w*(?:[- ]\w+){0,2})? ?(?:per |/ ?)node"
 )
-MOST_PER_NODE = 72  # GPUs of an NVL72
+RACK = 72  # GPUs of an NVL72, the most that a node has
 _RATES = (25, 40, 50, 56, 100, 200, 400, 800)
 
 
@@ -119,7 +119,7 @@ def _printed(words: str, base: Node) -> dict[str, Any]:
     if watts:
         found["power_limit_w"] = float(watts.group(1))
     per_node = _PER_NODE.search(words)
-    if per_node and 0 < int(per_node.group(1)) <= MOST_PER_NODE:
+    if per_node and 0 < int(per_node.group(1)) <= RACK:
         found["gpus"] = found["nics"] = int(per_node.group(1))
         # SXM GPUs in fours are on boards whose NVLinks join them in pairs, without a switch
         if found["gpus"] == 4 and base.gpus == 8:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from simulate import series_choices as ways
 from simulate.memory import memory
 from simulate.series_choices import DEFAULTS, Choices, Filling
-from simulate.series_hardware import fabric_of, node_of
+from simulate.series_hardware import RACK, fabric_of, node_of
 from simulate.series_rows import UTILISATION, SeriesRow, TooLittle, metric_of, refused, step_seconds
 from simulate.series_shape import layer_slots, model_of
 from spec.errors import UserError
@@ -32,7 +32,6 @@ BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
 MOST_CONTEXT = 16  # GPUs that a sequence may be spread over where no such number is printed
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
-RACK = 72  # GPUs of an NVL72
 
 
 class Batch(NamedTuple):

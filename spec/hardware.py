@@ -127,7 +127,7 @@ class Fabric(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _known_fields(self, self.assumed)
-        if self.kind in ("fat-tree", "rail-optimised", "dragonfly+", "ocs") and self.radix is None:
+        if self.kind in (*TREES, "dragonfly+", "ocs") and self.radix is None:
             raise ValueError(f"a {self.kind} fabric needs `radix`, the ports of one switch")
         if self.kind in ("dragonfly+", "ocs") and self.group_nodes is None:
             raise ValueError(f"a {self.kind} fabric needs `group_nodes`, the nodes of one group")

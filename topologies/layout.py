@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import ceil, floor
 
 from spec.errors import UserError
-from spec.hardware import Fabric, Node
+from spec.hardware import TREES, Fabric, Node
 
 TREE_TIERS = ("leaf-spine", "spine-core", "core-super", "super-hyper")
 
@@ -219,7 +219,7 @@ def torus_link(node: Node, fabric: Fabric, nodes: int) -> float:
 
 def notes(node: Node, fabric: Fabric, nodes: int) -> list[str]:
     """Sentences on what was assumed to make `fabric` hold `nodes` nodes; usually none."""
-    if fabric.kind not in ("fat-tree", "rail-optimised"):
+    if fabric.kind not in TREES:
         return []
     blocks = tree_blocks(node, fabric, nodes)
     levels = len(blocks) + (blocks[-1] < nodes)

@@ -1,4 +1,4 @@
-"""Boards whose GPUs no switch joins, from collectives that were measured through one."""
+"""Boards whose GPUs no switch joins (`mesh`), from collectives that were measured through one."""
 
 from math import exp
 
