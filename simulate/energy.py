@@ -175,8 +175,9 @@ def temperatures(
         "c_per_w": [found.best_c_per_w, found.worst_c_per_w],
         "from": "published temperatures of nodes with that cooling, places in the node included"
         if published
-        else ("another GPU's " if transferred(calibration) else "")
-        + "devices measured in places that are not known; the hottest is that of all GPUs, with "
+        else "devices "
+        + ("of the GPU that was " if transferred(calibration) else "")
+        + "measured in places that are not known; the hottest is that of all GPUs, with "
         "the tail that stragglers have",
     }
 
@@ -238,7 +239,7 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
     if lowest is not None and mhz < 0.99 * lowest:
         under = (
-            "on another GPU, and there at no clock below what corresponds to"
+            "on the GPU that was measured, at no clock below what corresponds to"
             if transferred(r.calibration)
             else f"and metered under a cap of {clock.power_limit_w:g} W alone, which left them"
         )

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from simulate.mesh import meshed
 from simulate.nvls import has_nvls, with_nvls
-from simulate.transfer import transfer, transferred
+from simulate.transfer import transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem
@@ -238,7 +238,7 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
             "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
             "published sweeps have it: nothing here was measured so."
         )
-    if transferred(calibration):
+    if any(one.name.startswith("transfer.") for one in calibration.parameters):
         said.append(
             f"Nothing was measured on {node.gpu} as node {node.name} has it: the calibration of "
             f"{calibration.system} is transferred to it by datasheet rates, its efficiencies "

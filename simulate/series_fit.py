@@ -141,14 +141,13 @@ def fit(
             free[2:] = family
         weights = _weights(left, noise, len(anchors))
         cost = float((weights * left**2).sum()) / noise**2 + float(((at / prior)[free] ** 2).sum())
-        stepped_too_far = best is not None and cost > best[0]
-        if best is None or not stepped_too_far:
+        if best is None or cost <= best[0]:
             best = cost, at, jacobian, left
-        if turn == rounds:
-            break
-        if stepped_too_far:
+        elif turn < rounds:  # it stepped too far
             at = (at + best[1]) / 2
             continue
+        if turn == rounds:
+            break
         j = jacobian[:, free]
         normal = j.T @ (j * weights[:, None]) / noise**2 + np.diag(prior[free] ** -2.0)
         gradient = -(j.T @ (left * weights)) / noise**2 - at[free] / prior[free] ** 2

@@ -296,8 +296,8 @@ def _least_split(
         if tp <= node.gpus and gpus % (tp * pp) == 0 and layer_slots(model, pp)
     )
     least = min(least, max(size for size, _, _ in options))  # cp takes the rest
-    ways_out = ("full",) if recompute == "full" else ("none", "full")
-    for again, (size, minus_tp, pp) in itertools.product(ways_out, options):
+    recomputes = ("full",) if recompute == "full" else ("none", "full")
+    for again, (size, minus_tp, pp) in itertools.product(recomputes, options):
         if size < least:
             continue
         slotted = model.resized(layers=layer_slots(model, pp) or model.layers)

@@ -71,7 +71,7 @@ SCALE_UP_SD = 0.15
 SWEEP_SD = 0.05
 HOST_SD = 0.5
 COOLING_SD = 0.2  # of degrees per watt in another maker's node; assumed
-OF_HOSTS = {"host.sd": HOST_SD, "host.python_sd": 0.0, "host.visit_sd": 0.0}
+OF_HOSTS = {"sd": HOST_SD, "python_sd": 0.0, "visit_sd": 0.0}
 # What two GPUs of one chip have in common.
 CHIP = ("peak_bf16_tflops", "multiprocessors", "max_clock_mhz")
 
@@ -153,7 +153,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
         kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
         collectives=_collectives(calibration, by.scale_up, target),
         # all that hosts differ by is in sd, but what a ring takes
-        host=changed(calibration.host, **{k.partition(".")[2]: v for k, v in OF_HOSTS.items()}),
+        host=changed(calibration.host, **OF_HOSTS),
         clock=changed(
             clock,
             reference_mhz=target.max_clock_mhz,
@@ -191,8 +191,8 @@ def _thermal(fit: ThermalFit, by: Ratios) -> ThermalFit:
 
 
 def transferred(calibration: Calibration) -> bool:
-    """Whether it is of a GPU, or of a board without a switch, that nobody measured."""
-    return any(one.name.startswith("transfer.") for one in calibration.parameters)
+    """Whether it is of a GPU that nobody measured, or not with such figures."""
+    return any(one.name == "transfer.matrix" for one in calibration.parameters)
 
 
 def same_gpu(source: Node, target: Node) -> bool:
@@ -345,8 +345,9 @@ def _parameters(calibration: Calibration, by: Ratios, target: Node) -> list[Para
             "detail": f"transferred from {calibration.device}, times {factor:.4g}; {one.source} "
             f"there: {one.detail}",
         }
-        if one.name in OF_HOSTS:
-            change |= dict.fromkeys(("value", "low", "high"), OF_HOSTS[one.name])
+        part, _, field = one.name.partition(".")
+        if part == "host" and field in OF_HOSTS:
+            change |= dict.fromkeys(("value", "low", "high"), OF_HOSTS[field])
         listed.append(changed(one, **change))
     return listed
 
