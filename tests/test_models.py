@@ -12,7 +12,8 @@ from spec.parallelism import Parallelism
 
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
 # the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
-# NeMo), 2403.04652 and the model cards (Yi, llama-160m, SmolLM2)
+# NeMo), 2403.04652, 2401.02954 and the model cards (Yi, DeepSeek; llama-160m, SmolLM2, StarCoder2,
+# Phi-3, DBRX, Granite 3.0)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
@@ -28,6 +29,11 @@ PUBLISHED = {
     "mistral-nemo-12b": 12.25e9,
     "llama-160m": 162.4e6,
     "smollm2-135m": 134.5e6,
+    "starcoder2-15b": 15.96e9,
+    "phi-3-medium": 13.96e9,
+    "dbrx": 131.6e9,
+    "deepseek-67b": 67.4e9,
+    "granite-3b-a800m": 3.30e9,
 }
 
 
