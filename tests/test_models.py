@@ -34,7 +34,6 @@ PUBLISHED = {
     "dbrx": 131.6e9,
     "deepseek-67b": 67.4e9,
     "granite-3b-a800m": 3.30e9,
-    "gpt-1.7b": 1.7e9,
     "opt-2.7b": 2.652e9,
 }
 
