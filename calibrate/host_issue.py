@@ -6,6 +6,7 @@ and autograd take: around a part of a layer, around an expert, to start a collec
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import log, sqrt
 from statistics import fmean, median
 from typing import NamedTuple, cast
@@ -37,6 +38,7 @@ CALLS = {
     "uneven": 63.0,
     "expert": 26.0,
     "ring": 18.0,
+    "bucket": 15.0,
     "pass": 210.0,
     "tensor": 1.7,
     "step": 175.0,
@@ -48,6 +50,7 @@ WHAT = {
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
     "ring": "Python around a piece of ring attention and its messages; backward has two of each",
+    "bucket": "sending a bucket of gradients or parameters beside a pass",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
@@ -108,14 +111,15 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             "measured" if name in shown else "assumed",
             f"{WHAT[name]}; {why if name in shown else f'{calls:g} issue times'}",
         )
-    found["ring_sd"] = ledger.note(
-        "host.ring_sd",
-        UNSEEN_SD,
-        "log",
-        (UNSEEN_SD / 2, 2 * UNSEEN_SD),
-        "assumed",
-        "of host.ring_us, on a host whose nil steps had no ring",
-    )
+    for name, lacked in (("ring", "had no ring"), ("bucket", "sent nothing beside their passes")):
+        found[f"{name}_sd"] = ledger.note(
+            f"host.{name}_sd",
+            UNSEEN_SD,
+            "log",
+            (UNSEEN_SD / 2, 2 * UNSEEN_SD),
+            "assumed",
+            f"of host.{name}_us, on a host whose nil steps {lacked}",
+        )
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
         HostFit(sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD, **found),
@@ -183,7 +187,13 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     """What a row of a host that is so many times slower than the mean visit's says."""
     dp = row.gpus // row.tp // row.cp
     p = Parallelism(
-        tp=row.tp, cp=row.cp, dp=dp, ep=row.ep, sequence_parallel=row.tp > 1, global_batch=dp
+        tp=row.tp,
+        cp=row.cp,
+        dp=dp,
+        ep=row.ep,
+        sequence_parallel=row.tp > 1,
+        overlap=row.overlap,
+        global_batch=dp,
     )
     model = nil_model(ON_GPU, row.experts).resized(layers=row.layers)
     by_name = {(fit.op, fit.direction, fit.dtype): fit.host_us for fit in kernels}
@@ -195,15 +205,19 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
         return Equation(time_us / slower, kernels_us, counts, of_us / slower)
 
     forward_us, backward_us = row.forward_us or 0.0, row.backward_us or 0.0
+    microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
+    tensors = trained_tensors(model, p, 0)
+    rest = partial(equation, row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
+    if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
+        yield rest(bucket=2.0 * tensors)
+        return
     forward, backward = layer(model, p)
     yield equation(forward_us, forward_us, forward)
     yield equation(backward_us, backward_us, backward)
-    microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
     yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
-    tensors = trained_tensors(model, p, 0)
-    yield equation(row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
+    yield rest()
 
 
 def _host_us(kernel: Kernel, by_name: Mapping[tuple[str, str, str], float]) -> float:

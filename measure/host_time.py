@@ -6,8 +6,9 @@ microbatch and of several, in turn, tell what a pass adds from what a step adds.
 On GPUs such a step lasts as long as its host needs to issue it, and the steps of a real model are
 never faster than that. All GPUs of the host take part, as all of its processors do in a real step:
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
-share of every layer (what issuing a collective takes) and of every sequence (ring attention), and
-with a mixture of experts. What issuing the kernels alone takes is `host_us` of their rows.
+share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
+every tensor sent beside the passes by itself (what a bucket takes), and with a mixture of experts.
+What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
 its time of a step, less that of the same kernels one by one at the same shapes. That runs in a
@@ -51,6 +52,7 @@ class HostCase:
     ep: int = 1
     experts: int = 0
     layers: int = LAYERS
+    overlap: bool = False
 
     @property
     def case_id(self) -> str:
@@ -59,7 +61,8 @@ class HostCase:
         split += f"-CP{self.cp}" if self.cp > 1 else ""
         mixture = f"-{self.experts}experts" if self.experts else ""
         mixture += f"-EP{self.ep}" if self.ep > 1 else ""
-        return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}{mixture}"
+        split += mixture + "-overlap" * self.overlap
+        return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}"
 
     @property
     def replicas(self) -> int:
@@ -74,6 +77,7 @@ class HostCase:
             dp=self.replicas,
             ep=self.ep,
             sequence_parallel=self.tp > 1,
+            overlap=self.overlap,
             global_batch=self.replicas * microbatches,
         )
 
@@ -88,14 +92,16 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
     if quick or kind not in ("nvidia", "amd"):
         return []
     several = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
-    dense: list[dict[str, int]] = [{}]
-    mixed: list[dict[str, int]] = [{}]
+    dense: list[dict[str, Any]] = [{}]
+    deep: list[dict[str, Any]] = [{}]
+    mixed: list[dict[str, Any]] = [{}]
     if several > 1:
         dense += [{"tp": several}, {"cp": several}]
+        deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
     return [
         *(HostCase(GPU_S, devices, **one) for one in dense),
-        HostCase(2 * GPU_S, devices, layers=MORE_LAYERS),
+        *(HostCase(2 * GPU_S, devices, layers=MORE_LAYERS, **one) for one in deep),
         *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in mixed),
     ]
 
@@ -113,6 +119,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         cp=case.cp,
         ep=case.ep,
         experts=case.experts,
+        overlap=case.overlap,
         layers=case.layers,
         microbatches=MICROBATCHES,
         single_us=statistics.median(found.pop("single_us")),
@@ -126,7 +133,15 @@ def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, 
 
     model = nil_model(ON_GPU, case.experts).resized(layers=case.layers)
     several = case.split(MICROBATCHES)
-    steps = TrainingCase(model, several, REPEATS // ROUNDS, WARM_UP, case.seconds, case.case_id)
+    steps = TrainingCase(
+        model,
+        several,
+        REPEATS // ROUNDS,
+        WARM_UP,
+        case.seconds,
+        case.case_id,
+        bucket_parameters=1 if case.overlap else None,
+    )
     batches = (case.split(1).global_batch, several.global_batch)
     found = step_times(steps, batches, ROUNDS, device_kind=kind, devices=devices)
     (single, _), (times, passes) = found

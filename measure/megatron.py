@@ -224,13 +224,21 @@ class Trainer:
         return sum(one.numel() for chunk in self.chunks for one in chunk.parameters())
 
 
-def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool = False) -> Trainer:
+def build(
+    model: ModelSpec,
+    p: Parallelism,
+    device: torch.device,
+    seeded: bool = False,
+    *,
+    bucket_parameters: int | None = None,
+) -> Trainer:
     """Set up Megatron-Core in this process, whose default process group exists.
 
     `seeded`: weights that depend only on their name and place, so that the same model starts the
     same however it is split; else Megatron-Core's own initialisation, which does depend on it.
+    `bucket_parameters`: that fill a bucket of gradients, if not as many as Megatron-Core says.
     """
-    refuse(model, p)
+    refuse(model, p, bucket_parameters)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
@@ -254,6 +262,7 @@ def build(model: ModelSpec, p: Parallelism, device: torch.device, seeded: bool =
         overlap_param_gather=p.overlap and p.zero == 1,
         align_param_gather=early_gather,
         use_distributed_optimizer=p.zero == 1,
+        bucket_size=bucket_parameters,
     )
     chunks = []
     for number in range(p.vpp):

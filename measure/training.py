@@ -137,6 +137,7 @@ class Processes:
             "warmup": case.warmup,
             "model": case.model.model_dump(mode="json"),
             "parallelism": case.parallelism.model_dump(mode="json"),
+            "bucket_parameters": case.bucket_parameters,
             "environment": environment_of(case.parallelism),
             "passes": passes,
             "address": rendezvous_address(devices),
@@ -244,7 +245,7 @@ def prepared(case: TrainingCase) -> None:
         raise UserError(
             "training steps need torch and megatron-core; pip install '.[measure]' brings both"
         )
-    refuse(case.model, case.parallelism)
+    refuse(case.model, case.parallelism, case.bucket_parameters)
 
 
 def profiled(

@@ -28,6 +28,7 @@ class TrainingCase:
     seconds: float
     case_id: str
     nodes: int = 1  # emulated on one host, see measure.emulation
+    bucket_parameters: int | None = None  # that fill a bucket; None: as Megatron-Core fills them
 
     @property
     def gpus(self) -> int:

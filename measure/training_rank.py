@@ -164,7 +164,9 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
         return int(messages.get()["port"])
 
     ranks = Ranks(case, rank, meet)
-    trainer = build(model, parallelism, ranks.device, seeded=not ranks.gpu)
+    trainer = build(
+        model, parallelism, ranks.device, not ranks.gpu, bucket_parameters=case["bucket_parameters"]
+    )
     if ranks.gpu:
         _cuda.reset_peak_memory_stats()
     before, number = 0.0, 0

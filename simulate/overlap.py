@@ -48,7 +48,7 @@ def gather_in_turn(p: Parallelism) -> bool:
     return p.overlap and p.zero == 1 and p.pp > 1 and p.vpp == 1
 
 
-def waited_us(chunks: Sequence[Chunk], stages: int, buckets: int, costs: Costs) -> Array:
+def waited_us(chunks: Sequence[Chunk], stages: int, buckets: Sequence[int], costs: Costs) -> Array:
     """By how much what chunks of one pipeline stage send makes a step longer, us, (draws,).
 
     chunks: in order. buckets: of chunk 0. Both what is sent beside passes and these are slower.
@@ -59,15 +59,17 @@ def waited_us(chunks: Sequence[Chunk], stages: int, buckets: int, costs: Costs) 
     return left + costs.slowing(whole - left, slowed)
 
 
-def exposed_us(chunks: Sequence[Chunk], stages: int, buckets: int, slowed: float) -> Array:
+def exposed_us(
+    chunks: Sequence[Chunk], stages: int, buckets: Sequence[int], slowed: float
+) -> Array:
     """What is sent with no pass beside it, us, (draws,).
 
     chunks: of one pipeline stage, in order. buckets: of chunk 0. slowed: how much longer
     communication takes beside a pass.
     """
     first = chunks[0]
-    room = first.one_pass * (1 - 1 / buckets)
-    left = larger(first.sent - room / slowed, first.sent / buckets)
+    room = first.one_pass * (1 - 1 / len(buckets))
+    left = larger(first.sent - room / slowed, first.sent * buckets[-1] / sum(buckets))
     queued, beside = first.sent, stages * first.one_pass
     for chunk in chunks[1:]:
         queued = queued + chunk.sent

@@ -54,6 +54,7 @@ class PassCost(NamedTuple):
     compute: Array
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array
+    ahead: Array  # how far the host gets in it before the device
     first: Array  # what else a step's first pass waits for its host
     free: Array  # of the total: ports between nodes are left to what replicas send
     energy: Energy
@@ -196,7 +197,7 @@ def _passes(
         [(count, prices.segments[name][way]) for count, name in pieces]
         for way in range(ways(p.schedule))
     ]
-    waiting, first = host_waits(
+    waiting, ahead, first = host_waits(
         [[(count, one.cost) for count, one in mine] for mine in every], costs
     )
     for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
@@ -230,6 +231,7 @@ def _passes(
             compute=compute,
             exposed=exposed,
             host=host,
+            ahead=ahead[way],
             first=first,
             free=whole - taken,
             energy=energy,

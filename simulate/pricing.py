@@ -6,12 +6,14 @@ Both engines start here: our timeline executes these durations (`simulate.estima
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Costs
+from simulate.issue import bucket_waits
 from simulate.passes import PassCost, PricedSegment, Shared, StagePrices, StageWork, work
 from simulate.schedule import ways
 from simulate.updates import Alone, UpdateCost, alone, update
@@ -43,7 +45,9 @@ class PricedStep:
     updates: tuple[UpdateCost, ...]  # by stage
     alike: tuple[int, ...]  # by stage, the first one that costs the same
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
-    norm_us: Array  # host bookkeeping, what the first pass waits for it, and those reductions
+    # host bookkeeping, what the first pass and buckets sent beside passes wait for it, and those
+    # reductions
+    norm_us: Array
     transfer: Collective | None  # between pipeline stages
 
     @property
@@ -159,9 +163,17 @@ def price(
         zero
         + costs.calibration.host.step_us * costs.host_spread()
         + works[0].first_us
+        + _bucket_waits(works[0], updates[0], costs)
         + sum((costs.collective_us(one) for one in norm), zero),
         transfer,
     )
+
+
+def _bucket_waits(passes: StageWork, update: UpdateCost, costs: Costs) -> Array:
+    """What a step waits more as its first stage's host sends buckets beside passes."""
+    first, *_, last = passes.passes[0]
+    whole = reduce(add, (one.ahead for chunk in passes.passes for one in chunk))
+    return bucket_waits(first.ahead, last.ahead, whole, len(update.alone.buckets), costs)
 
 
 def products_us(priced: PricedStep, stage: int) -> float:

@@ -17,6 +17,7 @@ from simulate.issue import caught_up, repeated_us
 from simulate.overlap import Chunk, gather_in_turn, waited_us
 from simulate.uncertainty import central
 from spec.calibration import Calibration
+from spec.buckets import gradient_buckets
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -25,7 +26,6 @@ from spec.step import (
     by_chunk,
     copied_alone,
     embedding,
-    gradient_buckets,
     head,
     layer,
     optimizer,
@@ -55,7 +55,7 @@ class Update:
     reduction: list[float]  # of each model chunk
     gather: list[float]
     kernels: float
-    buckets: int  # of the first chunk
+    buckets: tuple[int, ...]  # of the first chunk
 
 
 class Rough:
@@ -166,7 +166,12 @@ class Rough:
         return self.calibration.host.step_us * self.calibration.host.slower + sum(slowest)
 
     def _waited_us(
-        self, p: Parallelism, sent: list[float], of_layer: float, buckets: int, hidden: bool
+        self,
+        p: Parallelism,
+        sent: list[float],
+        of_layer: float,
+        buckets: tuple[int, ...],
+        hidden: bool,
     ) -> float:
         """What a stage waits for of what its chunks send, beside passes or not."""
         if not hidden:

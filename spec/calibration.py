@@ -231,6 +231,7 @@ HostTime = Literal[
     "uneven_us",
     "expert_us",
     "ring_us",
+    "bucket_us",
     "pass_us",
     "tensor_us",
     "step_us",
@@ -273,6 +274,11 @@ class HostFit(Record):
     tensor_us: Micros = Field(
         default=0.0, description="once a step, to update one tensor of parameters"
     )
+    bucket_us: Micros = Field(
+        default=0.0,
+        description="once a step, to reduce one bucket of gradients beside a pass, or gather its "
+        "parameters",
+    )
     step_us: Micros = Field(description="once a step: zeroed gradients, their norm, scalars")
     sd: Spread = Field(description="what a step on a host whose nil steps were timed is off by")
     python_sd: Spread = Field(
@@ -284,6 +290,9 @@ class HostFit(Record):
     )
     ring_sd: Spread = Field(
         default=0.0, description="of ring_us beside that, on a host whose nil steps had no ring"
+    )
+    bucket_sd: Spread = Field(
+        default=0.0, description="of bucket_us likewise, where none of them sent beside its passes"
     )
     slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
     visits: tuple[HostVisit, ...] = ()
@@ -300,7 +309,8 @@ class HostFit(Record):
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
                 own = {"python_sd": 0.0} if visit.times_us else {}
-                own |= {"ring_sd": 0.0} if "ring_us" in visit.times_us else {}
+                for name in ("ring", "bucket"):
+                    own |= {f"{name}_sd": 0.0} if f"{name}_us" in visit.times_us else {}
                 known = {"slower": visit.slower, "visit_sd": 0.0}
                 return self.model_copy(update=known | own | visit.times_us)
         return self

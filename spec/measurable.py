@@ -1,17 +1,21 @@
 """Which training steps `measure` can run: what a plan may hold, and what a draw may draw."""
 
+from spec.buckets import bucket_parameters
 from spec.errors import UserError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.records import TrainingConfig
-from spec.step import bucket_parameters, trained_parameters
+from spec.step import trained_parameters
 
 PADDING = 128  # Megatron-Core pads vocabularies to a multiple of this per tensor-parallel rank
 ALIGNED = 8  # bf16 numbers in 16 bytes: rows of other lengths leave cuBLAS its slower kernels
 
 
-def refuse(model: ModelSpec, p: Parallelism) -> None:
-    """Raise UserError, with the reason, for what this path cannot run or would silently ignore."""
+def refuse(model: ModelSpec, p: Parallelism, bucket: int | None = None) -> None:
+    """Raise UserError, with the reason, for what this path cannot run or would silently ignore.
+
+    bucket: parameters that fill one, if not as many as Megatron-Core says.
+    """
     p.check(model)
     if p.schedule != "1f1b":
         raise UserError(
@@ -26,7 +30,7 @@ def refuse(model: ModelSpec, p: Parallelism) -> None:
                     f"{name} {getattr(what, name)} is not measured: training steps have no such "
                     "column; leave it out"
                 )
-    _refuse_without_effect(model, p)
+    _refuse_without_effect(model, p, bucket or bucket_parameters(p))
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "
@@ -63,7 +67,7 @@ def refuse(model: ModelSpec, p: Parallelism) -> None:
         )
 
 
-def _refuse_without_effect(model: ModelSpec, p: Parallelism) -> None:
+def _refuse_without_effect(model: ModelSpec, p: Parallelism, bucket: int) -> None:
     """What would run the same steps without it, beside what `Parallelism` refuses everywhere."""
     even = (model.layers // p.pp,) * p.pp
     if p.layers_per_stage == even:
@@ -72,16 +76,16 @@ def _refuse_without_effect(model: ModelSpec, p: Parallelism) -> None:
             f"layers_per_stage {stages} has no effect: pp {p.pp} splits {model.layers} layers so "
             "by itself; leave it empty"
         )
-    if p.overlap and p.zero < 3 and _reduced_at_once(model, p):
+    if p.overlap and p.zero < 3 and _reduced_at_once(model, p, bucket):
         raise UserError(
             f"overlap has no effect: the {sum(trained_parameters(model, p, 0)):,} gradients of a "
             f"GPU of the first stage fit into one of Megatron-Core's buckets of "
-            f"{bucket_parameters(p):,}, whose reduction begins when the last of them is known; "
+            f"{bucket:,}, whose reduction begins when the last of them is known; "
             "leave it off"
         )
 
 
-def _reduced_at_once(model: ModelSpec, p: Parallelism) -> bool:
+def _reduced_at_once(model: ModelSpec, p: Parallelism, bucket: int) -> bool:
     """Whether all gradients of the first stage are one bucket of Megatron-Core's.
 
     A bucket is closed when it is full, from the model's end on, so that only what comes before the
@@ -93,7 +97,7 @@ def _reduced_at_once(model: ModelSpec, p: Parallelism) -> bool:
     if p.vpp > 1 or p.ep > 1 or shared:
         return False
     table = 0 if model.lora_rank else model.vocab * model.hidden // p.tp
-    return sum(trained_parameters(model, p, 0)) - table < bucket_parameters(p)
+    return sum(trained_parameters(model, p, 0)) - table < bucket
 
 
 def _refuse_sharded(model: ModelSpec, p: Parallelism) -> None:

@@ -123,6 +123,10 @@ class HostRow(Repeated):
     experts: Annotated[int, Field(ge=0, le=4096)] = Field(
         default=0, description="in a layer; 0: dense"
     )
+    overlap: bool = Field(
+        default=False,
+        description="every tensor is a bucket, gathered and reduced beside passes",
+    )
     layers: Annotated[int, Field(ge=1, le=1000)]
     microbatches: Annotated[int, Field(ge=2, le=1000)] = Field(
         description="of the steps that the quantiles are of"

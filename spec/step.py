@@ -304,24 +304,6 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
     return found
 
 
-def bucket_parameters(p: Parallelism) -> int:
-    """Parameters that fill a bucket of Megatron-Core's DistributedDataParallel.
-
-    Source: 0.16's `distributed/distributed_data_parallel.py`, the default `bucket_size`.
-    """
-    return max(40_000_000, 1_000_000 * p.dp)
-
-
-def gradient_buckets(model: ModelSpec, p: Parallelism, stage: int) -> int:
-    """About how many buckets of gradients and parameters the first model chunk of `stage` has.
-
-    One on every pipeline stage but the first, as every later chunk has (`disable_bucketing`).
-    """
-    if stage > 0:
-        return 1
-    return max(round(sum(chunk_parameters(model, p, stage)[0]) / bucket_parameters(p)), 1)
-
-
 @lru_cache(maxsize=LATEST)
 def chunk_parameters(
     model: ModelSpec, p: Parallelism, stage: int

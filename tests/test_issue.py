@@ -258,7 +258,7 @@ def test_the_first_pass_of_a_step_finds_a_host_that_is_not_ahead(
     """Microbatch by microbatch, as a queue would: what the host is ahead it keeps."""
     costs = _costs(calibration, _host(), Parallelism(global_batch=4))
     ways = [[(1.0, Cost(0.0, {}, 0.0, one, Energy()))] for one in ahead]  # type: ignore[arg-type]
-    waits, first = host_waits(ways, costs)
+    waits, _, first = host_waits(ways, costs)
     queue = waited = 0.0
     for _ in range(4):
         for one in ahead:
