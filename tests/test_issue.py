@@ -121,6 +121,7 @@ def test_cases_take_all_gpus_of_a_host() -> None:
         (4, 1, 1, 0, LAYERS),
         (1, 4, 1, 0, LAYERS),
         (1, 1, 1, 0, 4 * LAYERS),
+        (1, 1, 1, 0, 4 * LAYERS),
         (1, 1, 1, 8, LAYERS),
         (4, 1, 1, 8, LAYERS),
         (1, 1, 4, 8, LAYERS),
@@ -128,6 +129,8 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
     assert host_time.cases("nvidia", 4, quick=True) == []
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
+    assert [case.overlap for case in found] == [False] * 4 + [True] + [False] * 3
+    assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
 
 
