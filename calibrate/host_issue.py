@@ -27,18 +27,16 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
-# A ring's: 6 of Python, as on a CPU a ring of two but for its messages took two fifths of a nil
-# layer's time (and of the GPUs' hosts' less the ring's kernels), and 12 of half a message, taken as
-# a send and a receive that each take as a collective does today on two and four H200. See
-# docs/calibration.md.
+# A ring's and a bucket's: the means of two systems of two GPUs, four hosts with rings and two with
+# buckets (17 and 24, 9 and 11).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
     "collective": 15.0,
     "uneven": 63.0,
     "expert": 26.0,
-    "ring": 18.0,
-    "bucket": 15.0,
+    "ring": 20.0,
+    "bucket": 10.0,
     "pass": 210.0,
     "tensor": 1.7,
     "step": 175.0,

@@ -28,8 +28,11 @@ all stages start together, is not set.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from simulate.costs import Costs
 from simulate.uncertainty import Array, larger
+from spec.buckets import Bucket
 from spec.parallelism import Parallelism
 
 
@@ -48,7 +51,9 @@ def gather_in_turn(p: Parallelism) -> bool:
     return p.overlap and p.zero == 1 and p.pp > 1 and p.vpp == 1
 
 
-def waited_us(chunks: Sequence[Chunk], stages: int, buckets: Sequence[int], costs: Costs) -> Array:
+def waited_us(
+    chunks: Sequence[Chunk], stages: int, buckets: Sequence[Bucket], costs: Costs
+) -> Array:
     """By how much what chunks of one pipeline stage send makes a step longer, us, (draws,).
 
     chunks: in order. buckets: of chunk 0. Both what is sent beside passes and these are slower.
@@ -60,16 +65,19 @@ def waited_us(chunks: Sequence[Chunk], stages: int, buckets: Sequence[int], cost
 
 
 def exposed_us(
-    chunks: Sequence[Chunk], stages: int, buckets: Sequence[int], slowed: float
+    chunks: Sequence[Chunk], stages: int, buckets: Sequence[Bucket], slowed: float
 ) -> Array:
     """What is sent with no pass beside it, us, (draws,).
 
     chunks: of one pipeline stage, in order. buckets: of chunk 0. slowed: how much longer
-    communication takes beside a pass.
+    communication takes beside a pass. From any bucket of chunk 0 on, what is sent has beside it
+    what its pass does after that bucket is full.
     """
     first = chunks[0]
-    room = first.one_pass * (1 - 1 / len(buckets))
-    left = larger(first.sent - room / slowed, first.sent * buckets[-1] / sum(buckets))
+    sizes, ready = np.array(buckets).T
+    sent = np.cumsum(sizes[::-1])[::-1] / sizes.sum()
+    beside = np.multiply.outer((1 - ready) / slowed, first.one_pass)
+    left: Array = (np.multiply.outer(sent, first.sent) - beside).max(axis=0)
     queued, beside = first.sent, stages * first.one_pass
     for chunk in chunks[1:]:
         queued = queued + chunk.sent

@@ -16,8 +16,8 @@ from simulate.imbalance import share_of_fullest
 from simulate.issue import caught_up, repeated_us
 from simulate.overlap import Chunk, gather_in_turn, waited_us
 from simulate.uncertainty import central
+from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration
-from spec.buckets import gradient_buckets
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -55,7 +55,7 @@ class Update:
     reduction: list[float]  # of each model chunk
     gather: list[float]
     kernels: float
-    buckets: tuple[int, ...]  # of the first chunk
+    buckets: tuple[Bucket, ...]  # of the first chunk
 
 
 class Rough:
@@ -170,7 +170,7 @@ class Rough:
         p: Parallelism,
         sent: list[float],
         of_layer: float,
-        buckets: tuple[int, ...],
+        buckets: tuple[Bucket, ...],
         hidden: bool,
     ) -> float:
         """What a stage waits for of what its chunks send, beside passes or not."""

@@ -11,7 +11,7 @@ from simulate.overlap import Chunk, waited_us
 from simulate.passes import Sent, StageWork
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central, larger
-from spec.buckets import gradient_buckets
+from spec.buckets import Bucket, gradient_buckets
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -44,7 +44,7 @@ class Alone(NamedTuple):
     reduction: Sends  # passes may hide it, as the gather
     gather: Sends
     shared: Sends  # what no pass hides, all at once
-    buckets: tuple[int, ...]  # of the first chunk
+    buckets: tuple[Bucket, ...]  # of the first chunk
 
     @property
     def sent_w_us(self) -> float:

@@ -1,6 +1,6 @@
 """Which training steps `measure` can run: what a plan may hold, and what a draw may draw."""
 
-from spec.buckets import bucket_parameters
+from spec.buckets import bucket_parameters, gradient_buckets
 from spec.errors import UserError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -30,7 +30,7 @@ def refuse(model: ModelSpec, p: Parallelism, bucket: int | None = None) -> None:
                     f"{name} {getattr(what, name)} is not measured: training steps have no such "
                     "column; leave it out"
                 )
-    _refuse_without_effect(model, p, bucket or bucket_parameters(p))
+    _refuse_without_effect(model, p, bucket)
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "
@@ -67,7 +67,7 @@ def refuse(model: ModelSpec, p: Parallelism, bucket: int | None = None) -> None:
         )
 
 
-def _refuse_without_effect(model: ModelSpec, p: Parallelism, bucket: int) -> None:
+def _refuse_without_effect(model: ModelSpec, p: Parallelism, bucket: int | None) -> None:
     """What would run the same steps without it, beside what `Parallelism` refuses everywhere."""
     even = (model.layers // p.pp,) * p.pp
     if p.layers_per_stage == even:
@@ -76,28 +76,14 @@ def _refuse_without_effect(model: ModelSpec, p: Parallelism, bucket: int) -> Non
             f"layers_per_stage {stages} has no effect: pp {p.pp} splits {model.layers} layers so "
             "by itself; leave it empty"
         )
-    if p.overlap and p.zero < 3 and _reduced_at_once(model, p, bucket):
+    one = p.vpp == 1 and len(gradient_buckets(model, p, 0, bucket)) == 1
+    if p.overlap and p.zero < 3 and one:
         raise UserError(
             f"overlap has no effect: the {sum(trained_parameters(model, p, 0)):,} gradients of a "
             f"GPU of the first stage fit into one of Megatron-Core's buckets of "
-            f"{bucket:,}, whose reduction begins when the last of them is known; "
-            "leave it off"
+            f"{bucket or bucket_parameters(p):,}, whose reduction begins when the last of them is "
+            "known; leave it off"
         )
-
-
-def _reduced_at_once(model: ModelSpec, p: Parallelism, bucket: int) -> bool:
-    """Whether all gradients of the first stage are one bucket of Megatron-Core's.
-
-    A bucket is closed when it is full, from the model's end on, so that only what comes before the
-    embedding's table can leave another. Model chunks, experts that are split over GPUs and, under
-    the distributed optimizer, a table that two stages share have buckets of their own. Source:
-    0.16's `distributed/param_and_grad_buffer.py`.
-    """
-    shared = model.tied_embeddings and p.pp > 1 and p.zero == 1 and not model.lora_rank
-    if p.vpp > 1 or p.ep > 1 or shared:
-        return False
-    table = 0 if model.lora_rank else model.vocab * model.hidden // p.tp
-    return sum(trained_parameters(model, p, 0)) - table < bucket
 
 
 def _refuse_sharded(model: ModelSpec, p: Parallelism) -> None:

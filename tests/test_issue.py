@@ -12,7 +12,7 @@ from measure.training import step_times
 from measure.training_plan import TrainingCase
 from simulate.costs import Cost, Costs, Draws, Energy
 from simulate.estimate import StepSimulator
-from simulate.issue import host_waits, late_us, repeated_us
+from simulate.issue import bucket_waits, host_waits, late_us, repeated_us
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.nil import LAYERS, ON_CPU, nil_model
@@ -29,6 +29,7 @@ TAKES = {
     "uneven": 170.0,
     "expert": 300.0,
     "ring": 250.0,
+    "bucket": 130.0,
     "pass": 2000.0,
     "step": 1500.0,
     "tensor": 50.0,
@@ -46,7 +47,7 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
     """Steps that take what `TAKES` says on a host so many times slower."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
     sizes = {"gpus": case.gpus, "tp": case.tp, "cp": case.cp, "ep": case.ep}
-    sizes["experts"] = case.experts
+    sizes |= {"experts": case.experts, "overlap": case.overlap}
     once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
     row = HostRow(
         case_id=case.case_id,
@@ -59,10 +60,11 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
         **sizes,
         **once,
     )
-    forward_us, backward_us, ends_us, step_us = (
+    *layers, step_us = (
         slower * sum(TAKES[name] * count for name, count in one.counts.items())
         for one in equations(row, (), slower)
     )
+    forward_us, backward_us, ends_us = layers or (1.0, 1.0, 1.0)  # those with buckets are not read
     microbatch_us = case.layers * (forward_us + backward_us) + ends_us
     several_us = step_us + MICROBATCHES * microbatch_us
     found = {
@@ -106,7 +108,7 @@ def test_steps_are_off_by_what_nil_steps_leave() -> None:
         return value
 
     # what is left understates the scatter by what the fit took up; a new step has both
-    assert found(0.4, hosts=30) == pytest.approx(0.4 * (1 + 8 / 24) ** 0.5, rel=0.1)
+    assert found(0.4, hosts=30) == pytest.approx(0.4 * (1 + 10 / 29) ** 0.5, rel=0.1)
     assert found(0.01, hosts=3) == HOST_SD
     assert host_sd({}, {}, Ledger()) == HOST_SD
     few = {("a",): list(equations(nil_row(cases[0], 1.0), (), 1.0))}
@@ -239,16 +241,17 @@ def test_a_ring_that_no_nil_step_had_widens_what_waits_for_it(calibration: Calib
     assert widths[2] < widths[1]
 
 
-def test_devices_whose_own_nil_steps_had_a_ring_know_it() -> None:
+@pytest.mark.parametrize("name", ["ring", "bucket"])
+def test_devices_whose_own_nil_steps_showed_it_know_it(name: str) -> None:
     visits = [
-        {"devices": [name], "slower": 1.0, "times_us": times}
-        for name, times in (("a" * 16, {"ring_us": 90.0}), ("b" * 16, {"part_us": 9.0}))
+        {"devices": [device], "slower": 1.0, "times_us": times}
+        for device, times in (("a" * 16, {f"{name}_us": 90.0}), ("b" * 16, {"part_us": 9.0}))
     ]
-    fit = _host(ring_us=250.0, ring_sd=0.5).model_copy(update={"visits": ()})
-    fit = HostFit.model_validate(fit.model_dump() | {"visits": visits})
-    own, other = (fit.on_devices([one["devices"][0]]) for one in visits)  # type: ignore[index]
-    assert (own.ring_us, own.ring_sd) == (90.0, 0.0)
-    assert (other.ring_us, other.ring_sd) == (250.0, 0.5)
+    takes = {f"{name}_us": 250.0, f"{name}_sd": 0.5}
+    fit = HostFit.model_validate(_host(**takes).model_dump() | {"visits": visits})
+    own, other = (fit.on_devices([one["devices"][0]]).model_dump() for one in visits)  # type: ignore[index]
+    assert {key: own[key] for key in takes} == {f"{name}_us": 90.0, f"{name}_sd": 0.0}
+    assert {key: other[key] for key in takes} == takes
 
 
 @pytest.mark.parametrize(
@@ -269,6 +272,46 @@ def test_the_first_pass_of_a_step_finds_a_host_that_is_not_ahead(
             queue = max(queue + one, 0.0)
     assert (sum(waits), first) == (each, more)
     assert waited == pytest.approx(4 * sum(waits) + first)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("ahead", [(-5.0, 7.0), (-5.0, 3.0), (5.0, -3.0), (4.0, 4.0), (-1.0, -2.0)])
+@pytest.mark.parametrize("bucket_us", [0.0, 1.0, 4.0])
+def test_buckets_make_a_host_late_once_a_step(
+    calibration: Calibration,
+    ahead: tuple[float, float],
+    microbatches: int,
+    bucket_us: float,
+    zero: int,
+) -> None:
+    """Parameters before the first forward pass' end, gradients before the last backward one's."""
+
+    def waited(gather: float, reduction: float) -> float:
+        queue = total = 0.0
+        for number in range(microbatches):
+            sent = gather * (number == 0), reduction * (number == microbatches - 1)
+            for one, more in zip(ahead, sent, strict=True):
+                queue += one - more
+                total, queue = total + max(-queue, 0.0), max(queue, 0.0)
+        return total
+
+    p = Parallelism(dp=2, global_batch=2 * microbatches, overlap=True, zero=zero)
+    costs = _costs(calibration, _host(bucket_us=bucket_us), p)
+    first, last = (np.array([one]) for one in ahead)
+    found = bucket_waits(first, last, first + last, 3, costs)
+    sent = 3 * bucket_us
+    assert found == pytest.approx(waited(sent * zero, sent) - waited(0.0, 0.0))
+    alone = _costs(calibration, _host(bucket_us=9.0), p.model_copy(update={"overlap": False}))
+    assert bucket_waits(first, last, first + last, 3, alone) == 0
+
+
+def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> None:
+    """Each pass begins with its host no further than the device."""
+    p = Parallelism(dp=2, pp=2, global_batch=8, overlap=True)
+    costs = _costs(calibration, _host(bucket_us=1.0), p)
+    first, last = np.array([2.0]), np.array([-1.0])
+    assert bucket_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
 
 
 def test_steps_of_two_batches_take_turns() -> None:

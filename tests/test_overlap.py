@@ -14,12 +14,15 @@ from simulate.overlap import Chunk, exposed_us
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central
 from simulate.workload import Granularity, program
+from spec.buckets import Bucket, bucket_parameters, gradient_buckets
 from spec.collective import Collective
+from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
+from spec.records import ProfileRow, TrainingRow
+from spec.results import find_result_sets
 from spec.step import (
     by_chunk,
     chunk_parameters,
-    gradient_buckets,
     layer,
     optimizer,
     sharded,
@@ -36,7 +39,8 @@ times = st.floats(0.1, 9)
 
 def exposed(sent: list[float], passes: list[float], stages: int, buckets: int = 1) -> float:
     chunks = [Chunk(*both) for both in zip(sent, passes, strict=True)]
-    return central(exposed_us(chunks, stages, buckets, 1.0))
+    even = [Bucket(1, (number + 1) / buckets) for number in range(buckets)]
+    return central(exposed_us(chunks, stages, even, 1.0))
 
 
 def reduced(
@@ -142,7 +146,46 @@ def test_chunks_hold_what_their_stage_does() -> None:
         table = model.vocab * model.hidden
         assert first[0][0] - first[1][0] == pytest.approx(table)  # the embedding
         assert last[1][0] - last[0][0] == pytest.approx(table + model.hidden)  # head, its norm
-    assert gradient_buckets(MODEL, P, 0) == round(sum(chunk_parameters(MODEL, P, 0)[0]) / 40e6)
+
+
+SPLITS: list[tuple[ModelSpec, dict[str, int]]] = [
+    (MODEL, {"dp": 4}),
+    (MODEL, {"dp": 4, "tp": 2, "pp": 2}),
+    (MODEL, {"dp": 128, "pp": 2, "vpp": 2}),
+    (MODEL.resized(tied_embeddings=True), {"dp": 4}),
+    (MODEL.resized(tied_embeddings=True), {"dp": 4, "pp": 2}),
+    (MODEL.resized(lora_rank=16), {"dp": 4}),
+    (MOE, {"dp": 4}),
+    (MOE, {"dp": 4, "ep": 2, "tp": 2}),
+    (load_model("gpt3-30b").resized(layers=4), {"dp": 4, "pp": 2}),
+]
+
+
+@pytest.mark.parametrize(("model", "split"), SPLITS)
+def test_buckets_hold_a_chunk_and_fill_as_a_backward_pass_goes(
+    model: ModelSpec, split: dict[str, int]
+) -> None:
+    p = Parallelism(**split, global_batch=256, overlap=True)
+    for stage in range(p.pp):
+        found = gradient_buckets(model, p, stage)
+        held = sum(one.parameters for one in found)
+        assert held == pytest.approx(sum(chunk_parameters(model, p, stage)[0]), rel=1e-4)
+        assert [one.ready for one in found] == sorted(one.ready for one in found)
+        assert found[-1].ready == 1.0
+        assert stage == 0 or all(one.ready == 1.0 for one in found)
+        apart = 1 + (p.ep > 1) + (model.tied_embeddings and p.pp > 1 and stage == 0)
+        full = [one for one in found if one.parameters >= bucket_parameters(p)]
+        assert len(full) >= len(found) - apart
+
+
+def test_buckets_are_as_many_as_megatron_sends() -> None:
+    """The calls of the data-parallel communicator in a profile: each bucket both ways."""
+    name = "llama3-8b-L8-s4096-TP1-PP1-DP4-mb1-gb8-z1-overlap"
+    runs = find_result_sets(Path("results/4x-h200"))
+    row = next(one for run in runs for one in run.table(TrainingRow) if one.case_id == name)
+    profiled = [one for run in runs for one in run.table(ProfileRow) if one.case_id == name]
+    calls = {one.calls for one in profiled if one.part == "dp"}
+    assert calls == {2 * len(gradient_buckets(row.model_spec(), row.parallelism(), 0))} == {52}
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -185,12 +228,11 @@ def test_the_step_waits_for_what_its_own_passes_leave() -> None:
             ]
             passes = [central(one.total) for one in each[way::2]]
             beside = P.pp * passes[0] / slowed  # a chunk's passes hide so much
+            left, tail = sum(alone) - beside, 1.0
             buckets = gradient_buckets(MODEL, P, stage)
-            left = max(
-                sum(alone) - beside,
-                alone[0] - passes[0] * (1 - 1 / buckets) / slowed,
-                alone[0] / buckets,
-            )
+            for one in buckets:
+                left = max(left, alone[0] * tail - passes[0] * (1 - one.ready) / slowed)
+                tail -= one.parameters / sum(other.parameters for other in buckets)
             expected = left + central(costs.slowing(np.array([sum(alone) - left]), slowed))
             assert central(found) == pytest.approx(expected)
 
