@@ -189,9 +189,7 @@ class StepSimulator:
             ideal_step_time_s=float(finish[0]) / 1e6,
             step_spread=self._step_spread(step_us / 1e6, capped_us),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
-            power_w=np.atleast_1d(
-                self._power_w(float(step_us[0])) * priced.costs.draws.factor("power", POWER_SD)
-            ),
+            power_w=np.atleast_1d(self._power_w(step_us, busiest)),
             clock_mhz=np.atleast_1d(
                 np.minimum(
                     priced.stages[busiest].clock_mhz
@@ -206,15 +204,22 @@ class StepSimulator:
             assumptions=self._assumptions(),
         )
 
-    def _power_w(self, step_us: float) -> float:
-        """Mean board power over the step and all GPUs, none above what the cap allows."""
-        fit = self.calibration.clock
+    def _power_w(self, step_us: Array, busiest: int) -> Array:
+        """Mean board power over the step and all GPUs, none above what the cap allows.
+
+        A GPU that waits for its host is idle: a draw with a slower host has a longer step at less.
+        """
+        fit, priced = self.calibration.clock, self.priced
         found = {}
-        for stage in set(self.priced.alike):
-            compute_w, beside_w = load(self.priced, stage).drawn_w(step_us)
-            watts = fit.power_w(compute_w, self.priced.stages[stage].clock_mhz, beside_w)
+        for stage in set(priced.alike):
+            compute_w, beside_w = load(priced, stage).drawn_w(float(step_us[0]))
+            watts = fit.power_w(compute_w, priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
-        return sum(found[stage] for stage in self.priced.alike) / self.p.pp
+        mean = sum(found[stage] for stage in priced.alike) / self.p.pp
+        working = 1 - priced.host_us(busiest) / step_us
+        above = (mean - fit.idle_w) * working / working[0]
+        drawn = np.minimum(fit.idle_w + above, max(fit.cap_w or np.inf, mean))
+        return np.asarray(drawn * priced.costs.draws.factor("power", POWER_SD))
 
     @property
     def doublings(self) -> float:

@@ -100,6 +100,11 @@ class StageWork:
         """Of that, what the host adds."""
         return sum(count * central(one.host) for one, _, count in self.different)
 
+    @property
+    def waits_us(self) -> Array:
+        """The same, draw by draw."""
+        return sum((count * one.host for one, _, count in self.different), np.zeros(1))
+
     @cached_property
     def exposed_us(self) -> dict[str, float]:
         """Of that, communication with nothing beside it, by axis."""

@@ -59,6 +59,11 @@ class PricedStep:
         """The passes of one stage, in that order: each way of each chunk."""
         return [one for each in self.work[stage].passes for one in each]
 
+    def host_us(self, stage: int) -> Array:
+        """What a GPU of a stage waits for its host in a step."""
+        passes = self.parallelism.microbatches * self.work[stage].waits_us
+        return np.atleast_1d(passes + self.norm_us)
+
     @property
     def transfers_us(self) -> tuple[Array, ...]:
         """Time of an activation or gradient between stages, by boundary or one for all."""
