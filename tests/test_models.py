@@ -13,7 +13,7 @@ from spec.parallelism import Parallelism
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
 # the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
 # NeMo), 2403.04652, 2401.02954 and the model cards (Yi, DeepSeek; llama-160m, SmolLM2, StarCoder2,
-# Phi-3, DBRX, Granite 3.0, OPT)
+# Phi-3, DBRX, Granite 3.0, OPT, Mistral Large)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
@@ -35,6 +35,9 @@ PUBLISHED = {
     "deepseek-67b": 67.4e9,
     "granite-3b-a800m": 3.30e9,
     "opt-2.7b": 2.652e9,
+    "starcoder2-7b": 7.17e9,
+    "opt-66b": 65.7e9,
+    "mistral-large-123b": 122.6e9,
 }
 
 
