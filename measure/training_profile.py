@@ -9,7 +9,7 @@ waiting for whoever came last.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from measure.devices import Device
@@ -19,6 +19,7 @@ from spec.errors import WorkError
 from spec.records import ProfileRow
 
 STEPS = 2
+NAMED = 12  # operations of a class that its row names
 CLASSES = ("gemm", "attention", "memory", "optimizer")
 COMMUNICATORS = ("tp", "pp", "dp", "ep", "cp", "other")
 _BETWEEN_TWO = ("send", "recv", "coalesced")  # in the name of a message, or of a batch of them
@@ -43,11 +44,13 @@ def rows(case_id: str, reports: Sequence[Report]) -> list[ProfileRow]:
     for rank, report in enumerate(reports):
         scale = 1e-6 / steps
         total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        longest: dict[str, str | None] = {}
         total["step"]["time_s"] = report["window_us"] * scale
         total["idle"]["time_s"] = report["idle_us"] * scale
         for part in CLASSES:
             time_us, calls = report["compute"].get(part, (0.0, 0))
             total[part] |= {"time_s": time_us * scale, "calls": calls / steps}
+            longest[part] = _longest(report["operations"].get(part, {}), steps)
         for key, (part, nbytes, time_us, alone_us) in _messages(report):
             if part not in COMMUNICATORS:  # the gradient norm's few bytes
                 total["optimizer"]["time_s"] += time_us * scale
@@ -61,11 +64,24 @@ def rows(case_id: str, reports: Sequence[Report]) -> list[ProfileRow]:
             mine["bytes"] += nbytes / steps
         order = ("step", *CLASSES, *COMMUNICATORS, "idle")
         found += [
-            ProfileRow(case_id=case_id, role="judge", rank=rank, part=part, **total[part])
+            ProfileRow(
+                case_id=case_id,
+                role="judge",
+                rank=rank,
+                part=part,
+                operations=longest.get(part),
+                **total[part],
+            )
             for part in order
             if part in total
         ]
     return found
+
+
+def _longest(times_us: Mapping[str, float], steps: int) -> str | None:
+    """The operations that took longest, with ms in one step; None where there are none."""
+    first = sorted(times_us.items(), key=lambda one: -one[1])[:NAMED]
+    return "; ".join(f"{name} {time / steps / 1e3:.3f}" for name, time in first) or None
 
 
 def _messages(report: Report) -> list[tuple[Any, tuple[str, int, float, float]]]:

@@ -100,9 +100,10 @@ def _within(ranges: Sequence[Interval], moment: float) -> bool:
 def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     """What one rank did in the steps marked `STEP`; times in microseconds.
 
-    `window_us` and `steps`; `compute`: {class: [time, calls]}; `idle_us`: nothing ran; `sent`: one
-    list for each communication [communicator, group, kind, bytes, time, time not hidden behind
-    compute or other communication], in the order in which they began.
+    `window_us` and `steps`; `compute`: {class: [time, calls]}, `operations`: {class: {operation of
+    torch: time}}; `idle_us`: nothing ran; `sent`: one list for each communication [communicator,
+    group, kind, bytes, time, time not hidden behind compute or other communication], in the order
+    in which they began.
     """
     events = _whole(trace["traceEvents"])
     steps = _ranges(events, STEP)
@@ -112,16 +113,18 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     on_device = [one for one in events if one.get("cat") in _DEVICE]
     of_rank = _gpu_work(events, on_device) if on_device else _cpu_work(events)
     compute: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    operations: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     busy, sent = [], []
-    for part, low, high, message in sorted(of_rank, key=lambda work: work[1]):
+    for part, low, high, what in sorted(of_rank, key=lambda work: work[1]):
         if high <= begin or low >= end:
             continue
-        if message is None:
+        if isinstance(what, str):
             compute[part][0] += high - low
             compute[part][1] += 1
+            operations[part][what] += high - low
             busy.append((low, high))
         else:
-            sent.append((part, *message, low, high))
+            sent.append((part, *what, low, high))
     union, until, exposed, messages = merged(busy), begin, 0.0, []
     for part, group, kind, nbytes, low, high in sent:
         start = max(low, until)
@@ -134,16 +137,17 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
         "window_us": end - begin,
         "steps": len(steps),
         "compute": dict(compute),
+        "operations": {part: dict(times) for part, times in operations.items()},
         "idle_us": max(end - begin - computing - exposed, 0.0),
         "sent": messages,
     }
 
 
-Work = tuple[str, float, float, tuple[str, str, int] | None]
+Work = tuple[str, float, float, str | tuple[str, str, int]]
 
 
 def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[Work]:
-    """(part, begin, end, None or (group, kind, bytes)) of everything that ran on the device."""
+    """(part, begin, end, operation or (group, kind, bytes)) of all that ran on the device."""
     optimizer = _ranges(events, OPTIMIZER)
     launched = {
         one["args"]["External id"]: (one["name"], one["ts"])
@@ -172,7 +176,7 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
         operation, moment = launched.get(arguments.get("External id"), (name, begin))
         known = operation != name
         part = OPTIMIZER if known and _within(optimizer, moment) else class_of(operation)
-        yield part, begin, end, None
+        yield part, begin, end, operation
 
 
 def _sent(
@@ -229,7 +233,7 @@ def _cpu_work(events: Sequence[Event]) -> Iterator[Work]:
             continue  # part of an operation that counts already, or of sending
         outer_end = end
         part = OPTIMIZER if _within(optimizer, begin) else class_of(one["name"])
-        yield part, begin, end, None
+        yield part, begin, end, one["name"]
 
 
 def _is_leaf(mine: Sequence[Event], one: Event) -> bool:

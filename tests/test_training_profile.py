@@ -80,6 +80,9 @@ def test_a_trace_is_told_apart_by_class_and_communicator() -> None:
     assert found["tp"].bytes == 2000  # nccl-tests' bytes: of a gather, the gathered buffer
     assert (found["pp"].bytes, found["pp"].calls) == (4096, 1)
     assert found["gemm"].calls == 2
+    assert found["gemm"].operations == "aten::mm 0.100; sm90_xmma_gemm_bf16 0.060"
+    assert found["memory"].operations == "aten::native_layer_norm 0.030"
+    assert found["tp"].operations is None
     assert found["gemm"].exposed_s is None
 
 
@@ -127,6 +130,8 @@ def test_real_steps_are_profiled_on_every_rank() -> None:
         assert parts == pytest.approx(mine["step"].time_s, rel=1e-3)
         assert mine["gemm"].calls == 4 * (4 * 3) + (0 if rank < 2 else 4 * 3)  # and the logits
         assert mine["pp"].calls == 2 * 4
+        named = [float(one.split()[-1]) for one in (mine["memory"].operations or "").split("; ")]
+        assert 0.5 * mine["memory"].time_s < sum(named) / 1e3 < 1.001 * mine["memory"].time_s
         assert all(row.waiting_s <= row.time_s for row in mine.values() if row.waiting_s)
 
 
