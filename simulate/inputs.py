@@ -236,7 +236,8 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
     if has_nvls(calibration):
         said.append(
             "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
-            "published sweeps have it: nothing here was measured so."
+            "published sweeps have it: nothing here was measured so. What sequence parallelism "
+            "gathers and scatters does not."
         )
     if any(one.name.startswith("transfer.") for one in calibration.parameters):
         said.append(

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from simulate.estimate import StepSimulator
 from simulate.memory import memory
+from simulate.overlap import gather_in_turn
 from simulate.remedies import any_of, remedies
 from simulate.rough import Rough
 from spec.calibration import Calibration
@@ -19,6 +20,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 NARROW = ["none", "full"]  # recomputation that is searched for
+MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
 # Of the longest uneven stage that is searched for, to an even share of the layers, with embedding
 # and loss counted as a layer each.
 UNEVEN = 1.1
@@ -95,8 +97,10 @@ def candidates(
 ) -> Iterator[Parallelism]:
     """Valid parallelisms of exactly `gpus` GPUs; `fixed` holds what the user has set.
 
-    Where a pipeline's stages do not divide the layers they are as even as can be. `wide` adds less
-    even ones, context parallelism, selective recomputation and ZeRO 0, 2 and 3.
+    Where a pipeline's stages do not divide the layers they are as even as can be. Gradients and
+    parameters are sent beside passes, and where stages then gather in turn also after them: nowhere
+    else is that faster. `wide` adds less even stages, context parallelism, selective recomputation
+    and ZeRO 0, 2 and 3.
     """
 
     def options(name: str, values: list[Any]) -> list[Any]:
@@ -114,7 +118,7 @@ def candidates(
                 if fixed.get("dp") not in (None, dp):
                     continue
                 eps = divisors(model.experts, dp * cp) if model.experts else [1]
-                chunks = divisors(model.layers // pp, 8) if pp > 1 and not uneven else [1]
+                chunks = divisors(model.layers // pp, MOST_CHUNKS) if pp > 1 and not uneven else [1]
                 schedule = fixed.get("schedule", "1f1b")
                 for ep, microbatch, vpp, recompute, zero in itertools.product(
                     options("ep", eps),
@@ -136,6 +140,8 @@ def candidates(
                     except (ValueError, UserError):
                         continue
                     yield p
+                    if fixed.get("overlap") is None and gather_in_turn(p):
+                        yield p.model_copy(update={"overlap": False})
 
 
 def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, Any]) -> str:

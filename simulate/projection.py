@@ -15,6 +15,7 @@ from simulate.inputs import unmeasured
 from simulate.memory import Memory, memory
 from simulate.nvls import has_nvls
 from simulate.overhead import KEPT
+from simulate.overlap import gather_in_turn
 from simulate.plans import fewest_gpus
 from simulate.remedies import Remedy, any_of, remedies
 from simulate.saturation import messages
@@ -284,6 +285,24 @@ def provenance(projection: Projection) -> list[Parameter]:
     return listed
 
 
+def _gathered_in_turn(request: Request) -> list[str]:
+    """Where sending parameters beside passes makes a step longer, as stages gather in turn."""
+    p = request.parallelism
+    if not gather_in_turn(p):
+        return []
+    beside, after = (
+        replace(request, draws=0, parallelism=p.model_copy(update={"overlap": overlap}))
+        for overlap in (True, False)
+    )
+    longer, shorter = (float(one.simulator().run().step_time_s[0]) for one in (beside, after))
+    if shorter > longer * 0.995:
+        return []
+    return [
+        f"Without overlap the step would be {1 - shorter / longer:.0%} shorter (--no-overlap): "
+        "stages that are not interleaved gather their parameters one after another."
+    ]
+
+
 def warnings(projection: Projection) -> list[str]:
     """What a reader must know before trusting the numbers, one sentence each."""
     r, e, used = projection.request, projection.estimate, projection.memory
@@ -337,6 +356,7 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
+    said += _gathered_in_turn(r)
     said += unmeasured(r.calibration, r.node)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)

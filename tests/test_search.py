@@ -13,6 +13,7 @@ from simulate import search, sweep
 from simulate.attribution import attribution
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
+from simulate.overlap import gather_in_turn
 from simulate.plans import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans import search as quick_search
 from simulate.projection import Request, project
@@ -102,6 +103,49 @@ def test_a_wide_search_adds_plans_and_loses_none() -> None:
     assert tied == {p for p in wide if p.cp == 2 and p.recompute == "full"}
 
 
+def test_both_ways_of_sending_are_searched_where_stages_gather_in_turn() -> None:
+    """With overlap a pipeline's gathers add up: nowhere else is it faster without."""
+    small, fabric = load_model("llama3-8b").resized(layers=8), load_fabric("ethernet-100g")
+    found = set(candidates(small, 16, 32, NODE, {"recompute": "none"}))
+    assert all(
+        p.overlap or gather_in_turn(p.model_copy(update={"overlap": True}))
+        for p in found
+        if p.dp > 1
+    )
+    without = {p for p in found if p.dp > 1 and not p.overlap}
+    assert {p.model_copy(update={"overlap": True}) for p in without} == {
+        p for p in found if gather_in_turn(p)
+    }
+    assert without
+    assert not {
+        p for p in candidates(small, 16, 32, NODE, {"overlap": True}) if not p.overlap and p.dp > 1
+    }
+
+    def step_s(p: Parallelism) -> float:
+        run = StepSimulator(small, p, NODE, fabric, CALIBRATION, draws=0).run()
+        return float(run.step_time_s[0])
+
+    for p in found:
+        if p.overlap and not gather_in_turn(p):
+            assert step_s(p) <= 1.001 * step_s(p.model_copy(update={"overlap": False})), p
+
+
+def test_a_projection_says_where_overlap_costs_time(inputs: Inputs) -> None:
+    p = Parallelism(tp=2, pp=4, dp=2, global_batch=16, sequence_parallel=True, overlap=True)
+
+    def said(p: Parallelism) -> list[str]:
+        request = Request(
+            inputs.model, p, inputs.node, load_fabric("ethernet-100g"), CALIBRATION,
+            inputs.calibration_path, draws=20,
+        )  # fmt: skip
+        return [one for one in project(request).as_json()["warnings"] if "overlap" in one]
+
+    (note,) = said(p)
+    assert "--no-overlap" in note
+    assert not said(p.model_copy(update={"overlap": False}))
+    assert not said(p.model_copy(update={"vpp": 2}))
+
+
 @given(layers=st.integers(1, 200), data=st.data())
 def test_stages_are_as_even_as_can_be(layers: int, data: Any) -> None:
     pp = data.draw(st.integers(1, layers))
@@ -133,12 +177,13 @@ def test_layers_that_no_pipeline_divides_get_uneven_stages() -> None:
 def test_layers_that_are_divided_stay_so_unless_asked() -> None:
     model, fabric = load_model("llama3-70b"), load_fabric("ndr400-rail")
     found = fitting(model, 8192, 2048, NODE, fabric, CALIBRATION).plans
-    assert len(found) == 151
+    assert len(found) == 237
     assert all(plan.parallelism.layers_per_stage is None for plan in found)
     one = {"tp": 8, "microbatch": 1, "cp": 1, "recompute": "none", "zero": 1}
     for fixed, wide in ((one, True), (one | {"pp": 32}, False)):
         some = candidates(model, 8192, 2048, NODE, fixed, wide)
-        (uneven,) = (p for p in some if p.pp == 32)
+        uneven, after = (p for p in some if p.pp == 32)
+        assert (uneven.overlap, after.overlap) == (True, False)
         assert uneven.layers_per_stage == (*[2] * 15, *[3] * 16, 2)
 
 
@@ -243,13 +288,13 @@ RANKED = {"throughput": "step_time_s", "tokens-per-joule": "tokens_per_j", "mix"
 
 @pytest.mark.parametrize("objective", search.OBJECTIVES)
 def test_order_ties_and_front(command: Any, objective: str, tmp_path: Path) -> None:
-    words = ("--microbatch=1", "--vpp=1", "--top=30", "--objective", objective)
+    words = ("--microbatch=1", "--vpp=1", "--top=40", "--objective", objective)
     words += ("--report=search.html",)
     code, out, err = command(*SMALL, *words, "--json")
     assert (code, err) == (0, "")
     value = json.loads(out)
     assert value["ranked_by"] == RANKED[objective]
-    assert len(value["points"]) == value["fitting"] == 28
+    assert len(value["points"]) == value["fitting"] == 40
     first = value["plans"][0]
     assert first["times_best"]["median"] == 1
     worse = [one["times_best"]["median"] for one in value["plans"]]
