@@ -181,7 +181,14 @@ class StepSimulator:
         breakdown["pp_exposed"] = pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])
         breakdown["optimizer"] = optimizer_us
-        breakdown["dp_exposed"] += float(finish[0]) - pipeline_us - optimizer_us
+        reduced_us = float(finish[0]) - pipeline_us - optimizer_us
+        ends = timeline.end[:, 0] + [central(one.reduction_us) for one in priced.updates]
+        last = priced.updates[int(ends.argmax())]  # what the others wait for
+        for one, taken in last.alone.shared.chunks[0]:
+            shared_us = min(central(taken), reduced_us)
+            breakdown[f"{kind_of(one.axis)}_exposed"] += shared_us
+            reduced_us -= shared_us
+        breakdown["dp_exposed"] += reduced_us
         breakdown["straggler"] = float(straggler[0])
 
         return StepEstimate(

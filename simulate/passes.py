@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from simulate.costs import Cost, Costs, Energy, total
 from simulate.issue import host_waits
 from simulate.schedule import WEIGHTS, ways
-from simulate.sharding import waits
+from simulate.sharding import Waited, waits
 from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import Segment, shard_kernels, sharded
+from spec.step import Segment, shard_kernels
 
 Array = NDArray[np.float64]
 Pieces = tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)
@@ -59,7 +59,7 @@ class PassCost(NamedTuple):
     free: Array  # of the total: ports between nodes are left to what replicas send
     energy: Energy
     segments: Pieces
-    sharded: Sent  # zero 2 and 3: what is exposed of each
+    sharded: tuple[Waited, ...]  # zero 2 and 3
     hidden_w_us: float  # energy of what is hidden of them
 
 
@@ -118,7 +118,9 @@ class StageWork:
     def sharded_us(self) -> float:
         """Of that, waiting for sharded weights and gradients."""
         return sum(
-            count * central(time) for one, _, count in self.different for _, time in one.sharded
+            count * central(each.exposed)
+            for one, _, count in self.different
+            for each in one.sharded
         )
 
     @cached_property
@@ -152,17 +154,17 @@ def work(
     model: ModelSpec, p: Parallelism, prices: StagePrices, stage: int, shared: Shared
 ) -> StageWork:
     """What `stage` runs for each microbatch; what is missing in `shared` is added."""
-    chunks = _chunks(p, p.stage_layers(model)[stage], stage == 0, stage == p.pp - 1)
+    units = chunks(p, p.stage_layers(model)[stage], stage == 0, stage == p.pp - 1)
     if p.zero > 1:
-        return _priced(model, p, prices, chunks, stage)
-    which = prices.clock_mhz, chunks
+        return _priced(model, p, prices, units, stage)
+    which = prices.clock_mhz, units
     if which not in shared.work:
-        shared.work[which] = _priced(model, p, prices, chunks, stage)
+        shared.work[which] = _priced(model, p, prices, units, stage)
     return shared.work[which]
 
 
-def _chunks(p: Parallelism, layers: int, first: bool, last: bool) -> Chunks:
-    """A stage has the embedding in its first chunk, the head in its last."""
+def chunks(p: Parallelism, layers: int, first: bool, last: bool) -> Chunks:
+    """Those of a stage of so many layers: the embedding in its first one, the head in its last."""
     mine: Pieces = ((layers / p.vpp, "layer"),)
     before: Pieces = ((1, "embedding"),) if first else ()
     after: Pieces = ((1, "head"),) if last else ()
@@ -174,17 +176,11 @@ def _chunks(p: Parallelism, layers: int, first: bool, last: bool) -> Chunks:
 
 
 def _priced(
-    model: ModelSpec, p: Parallelism, prices: StagePrices, chunks: Chunks, stage: int
+    model: ModelSpec, p: Parallelism, prices: StagePrices, units: Chunks, stage: int
 ) -> StageWork:
-    groups: tuple[tuple[Collective, ...], tuple[Collective, ...]] = (), ()
-    shards: tuple[Kernel, ...] = ()
-    if p.zero > 1:
-        groups, shards = sharded(model, p, stage), shard_kernels(model, p, stage)
+    shards = shard_kernels(model, p, stage)
     return StageWork(
-        tuple(
-            (tuple(_passes(model, p, prices, pieces, groups, shards)), count)
-            for pieces, count in chunks
-        )
+        tuple((tuple(_passes(model, p, prices, pieces, shards)), count) for pieces, count in units)
     )
 
 
@@ -193,7 +189,6 @@ def _passes(
     p: Parallelism,
     prices: StagePrices,
     pieces: Pieces,
-    groups: tuple[tuple[Collective, ...], tuple[Collective, ...]],
     shards: tuple[Kernel, ...],
 ) -> Iterator[PassCost]:
     costs = prices.costs
@@ -217,19 +212,19 @@ def _passes(
             compute = compute + costs.kernel_us(shards[way]) / p.vpp
             energy += costs.energy(shards[way]) * (1 / p.vpp)
         waited = []
-        if group := groups[way] if way < WEIGHTS else ():
-            room = compute + host + sum(exposed.values(), zero) - taken
+        if p.zero > 1 and way < WEIGHTS:
             free = {
                 name: one.cost.total - one.ports_us
                 for (_, name), (_, one) in zip(pieces, mine, strict=True)
             }
-            waited = waits(group, way, pieces, free, room, costs, model, p)
+            waited = waits(way, pieces, free, costs, model, p)
         hidden_w_us = 0.0
-        for one, time, hidden in waited:
-            slowed = costs.slowed(one.axis)
-            compute = compute + costs.slowing(hidden, slowed)
-            hidden_w_us += central(hidden) * slowed * costs.communication_w(one.axis)
-            exposed["dp"] = exposed.get("dp", zero) + time
+        for each in waited:
+            axis = each.one.axis
+            slowed = costs.slowed(axis)
+            compute = compute + costs.slowing(each.hidden, slowed)
+            hidden_w_us += central(each.hidden) * slowed * costs.communication_w(axis)
+            exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
         yield PassCost(
             total=whole,
@@ -241,6 +236,6 @@ def _passes(
             free=whole - taken,
             energy=energy,
             segments=tuple(reversed(pieces)) if way else pieces,
-            sharded=tuple((one, time) for one, time, _ in waited),
+            sharded=tuple(waited),
             hidden_w_us=hidden_w_us,
         )

@@ -6,6 +6,7 @@ microseconds, so all of thousands are ranked before the promising ones are simul
 """
 
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from simulate.clocks import layer_us
@@ -15,6 +16,9 @@ from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
 from simulate.issue import caught_up, repeated_us
 from simulate.overlap import Chunk, gather_in_turn, waited_us
+from simulate.passes import Pieces, chunks
+from simulate.schedule import BACKWARD, FORWARD
+from simulate.sharding import waits
 from simulate.uncertainty import central
 from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration
@@ -30,7 +34,7 @@ from spec.step import (
     layer,
     optimizer,
     shapes,
-    sharded,
+    shard_kernels,
     trained_tensors,
 )
 
@@ -42,10 +46,9 @@ class Pass:
     """Forward and backward of a microbatch through one layer and through the model's ends, us."""
 
     layer: float
-    forward: float  # of `layer`, while it leaves the ports to replicas
-    backward: float
     embedding: float
     head: float
+    free: dict[str, list[float]]  # forward, backward of each, while it leaves the ports to replicas
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Rough:
         stages = [layers * one.layer for layers in p.stage_layers(self.model)]
         stages[0] += one.embedding
         stages[-1] += one.head
-        stages = [stage + self._sharded_us(p, one, index) for index, stage in enumerate(stages)]
+        if p.zero > 1:
+            stages = list(map(add, stages, self._sharded_us(p, one)))
         transfers, lates = self._transfers_us(p) if p.pp > 1 else ((0.0,), (0.0,))
         pipeline = _pipeline_us(stages, m, p.vpp, transfers, lates)
         return pipeline + self._update_us(p, one)
@@ -100,19 +104,24 @@ class Rough:
         )
         if key not in self._passes:
             costs = self._costs(p)
-            times = [
-                repeated_us(both, costs)
-                for both in (layer(self.model, p), embedding(self.model, p), head(self.model, p))
-            ]
-            whole = [sum(both) for both in times]
-            sends = [central(costs.ports_us(segment)) for segment in layer(self.model, p)]
-            slower = self._slower(p, costs, whole[0])
+            units = {
+                "layer": layer(self.model, p),
+                "embedding": embedding(self.model, p),
+                "head": head(self.model, p),
+            }
+            times = {name: repeated_us(both, costs) for name, both in units.items()}
+            slower = self._slower(p, costs, sum(times["layer"]))
+            for name in ("layer", "head"):
+                times[name] = [time * slower for time in times[name]]
             self._passes[key] = Pass(
-                layer=whole[0] * slower,
-                forward=(times[0][0] - sends[0]) * slower,
-                backward=(times[0][1] - sends[1]) * slower,
-                embedding=whole[1],
-                head=whole[2] * slower,
+                **{name: sum(both) for name, both in times.items()},
+                free={
+                    name: [
+                        time - central(costs.ports_us(segment)) * slower
+                        for time, segment in zip(times[name], both, strict=True)
+                    ]
+                    for name, both in units.items()
+                },
             )
         return self._passes[key]
 
@@ -131,20 +140,25 @@ class Rough:
         transfers, lates = (tuple(map(central, times)) for times in both)
         return transfers, lates
 
-    def _sharded_us(self, p: Parallelism, one: Pass, stage: int) -> float:
-        """What zero 2 and 3 send beside every microbatch."""
-        if p.zero < 2:
-            return 0.0
-        forward, backward = sharded(self.model, p, stage)
-        if p.overlap and p.zero == 3 and self.calibration.one_queue:  # see `simulate.sharding`
-            scatters = tuple(one for one in backward if one.kind == "reduce_scatter")
-            return self._sent_us(p, forward) + self._sent_us(p, scatters)
-        total = 0.0
-        for sent in (forward, backward):
-            time = self._sent_us(p, sent)
-            layers = p.stage_layers(self.model)[stage]
-            half = (one.forward + one.backward) * layers / 2
-            total += max(time - half, time / layers) if p.overlap else time
+    def _sharded_us(self, p: Parallelism, one: Pass) -> list[float]:
+        """What each stage's passes last longer with zero 2 and 3, for every microbatch."""
+        layers, last = p.stage_layers(self.model), p.pp - 1
+        every = [chunks(p, layers[stage], stage == 0, stage == last) for stage in range(p.pp)]
+        costs, found = self._costs(p), {}
+        for each in set(every):
+            copies = shard_kernels(self.model, p, every.index(each))
+            found[each] = sum(central(costs.kernel_us(kernel)) for kernel in copies)
+            found[each] += sum(count * self._waits_us(p, one, units) for units, count in each)
+        return [found[each] for each in every]
+
+    def _waits_us(self, p: Parallelism, one: Pass, units: Pieces) -> float:
+        """The same of a model chunk."""
+        costs, total = self._costs(p), 0.0
+        for way in (FORWARD, BACKWARD):
+            work = {name: costs.draws.zero + one.free[name][way] for _, name in units}
+            for each in waits(way, units, work, costs, self.model, p):
+                slowing = costs.slowing(each.hidden, costs.slowed(each.one.axis))
+                total += central(each.exposed + slowing)
         return total
 
     def _update_us(self, p: Parallelism, one: Pass) -> float:
@@ -154,8 +168,10 @@ class Rough:
         """
         parts = [
             (
-                self._waited_us(p, end.reduction, one.backward, end.buckets, p.overlap),
-                self._waited_us(p, end.gather, one.forward, end.buckets, p.overlap and p.zero == 1),
+                self._waited_us(p, end.reduction, one.free["layer"][1], end.buckets, p.overlap),
+                self._waited_us(
+                    p, end.gather, one.free["layer"][0], end.buckets, p.overlap and p.zero == 1
+                ),
                 end.kernels,
             )
             for end in self._of_ends(p)

@@ -34,7 +34,8 @@ def collectives(model: ModelSpec, p: Parallelism) -> list[Collective]:
             found += (*part.exposed, *part.hidden)
     for stage in {0, p.pp - 1}:
         _, reduction, gather = optimizer(model, p, stage)
-        found += (*reduction, *gather, *(one for both in sharded(model, p, stage) for one in both))
+        found += (*reduction, *gather)
+    found += [one for unit in sharded(model, p).values() for both in unit for one in both]
     if p.pp > 1:
         size = 2.0 * shapes(model, p).local_tokens * model.hidden
         found.append(Collective("send_recv", "pp", size))

@@ -151,7 +151,7 @@ def simulate(
         parts["compute"] -= float(kernels[0])
         parts["cp_exposed"] -= float(left[0])
         estimate = replace(estimate, breakdown_s=parts)
-    sent = (_tensor_exposure(one, estimate) - 1) * estimate.breakdown_s["tp_exposed"]
+    sent = (_tensor_exposure(one, estimate) - 1) * _tensor_waits_s(estimate)
     if sent:
         more = sent * np.exp(points[:, 2] - points[0, 2])
         late = np.minimum(late_us(estimate) / 1e6, np.maximum(more, 0.0))  # it is sent meanwhile
@@ -166,7 +166,14 @@ def simulate(
 def _without_updates(estimate: StepEstimate) -> dict[str, float]:
     """The breakdown of a step of `Frozen`: what is left of the update is the host's."""
     parts = estimate.breakdown_s | {"dp_exposed": 0.0, "optimizer": 0.0}
+    parts["tp_exposed"] = _tensor_waits_s(estimate)
     return parts | {"optimizer": float(estimate.step_time_s[0]) - sum(parts.values())}
+
+
+def _tensor_waits_s(estimate: StepEstimate) -> float:
+    """What passes wait for of tensor-parallel communication; gradients summed after them apart."""
+    passes = estimate.priced.work[int(estimate.stage_busy_s.argmax())].exposed_us
+    return estimate.priced.parallelism.microbatches * passes.get("tp", 0.0) / 1e6
 
 
 def _free(one: Plan) -> tuple[str, ...]:

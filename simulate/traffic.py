@@ -68,7 +68,7 @@ def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
         for often, name in cost.segments:
             segment = Same(prices.segments[name][way].parts)
             sent.extend((one, often * times) for one in _sent_by(segment))
-        sent.extend((one, times / p.vpp) for one, _ in cost.sharded)
+        sent.extend((each.one, each.often * times) for each in cost.sharded)
     update = priced.updates[stage]
     sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))
     if priced.transfer is not None:

@@ -15,6 +15,7 @@ from simulate.passes import PassCost
 from simulate.pricing import PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
 from simulate.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
+from simulate.sharding import Waited
 from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.errors import UserError
@@ -22,10 +23,11 @@ from spec.errors import UserError
 Granularity = Literal["stage", "layer"]
 
 FOLDED = {
-    "stage": "tensor-, context- and expert-parallel communication and host time are part of each "
-    "pass's compute time; of gradient reduction only what is not hidden behind compute is emitted",
-    "layer": "neighbouring kernels are one compute task; of gradient reduction only what is not "
-    "hidden behind compute is emitted",
+    "stage": "tensor-, context- and expert-parallel communication, what passes wait for of sharded "
+    "weights and gradients, and host time are part of each pass's compute time; of gradient "
+    "reduction only what is not hidden behind compute is emitted",
+    "layer": "neighbouring kernels are one compute task; of gradient reduction and of sharded "
+    "weights only what is not hidden behind compute is emitted",
 }
 
 
@@ -139,7 +141,9 @@ class _Stage:
         costs = prices.costs
         for count, segment in cost.segments:
             priced = prices.segments[segment][way]
+            waited = [each for each in cost.sharded if each.unit == segment]
             for _ in range(round(count)):
+                self._shards(name, [each for each in waited if each.one.kind == "all_gather"])
                 for part in priced.parts:
                     of_part = costs.part(part)
                     label = f"{name} {part.name}"
@@ -150,11 +154,17 @@ class _Stage:
                         self._compute(label, kernels_us)
                     for one, time in zip(part.exposed, of_part.exposed, strict=True):
                         self._collective(label, one, time)
+                self._shards(name, [each for each in waited if each.one.kind != "all_gather"])
         self._compute(f"{name} host", central(cost.host))
         inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
         self._compute(f"{name} slowed", central(cost.compute - inside))
-        for one, time in cost.sharded:
-            self._collective(f"{name} shard", self._exposed(one, time), time)
+
+    def _shards(self, name: str, waited: Sequence[Waited]) -> None:
+        """What a pass waits for of a unit's weights or gradients, one of those alike."""
+        for each in waited:
+            if central(each.exposed) > 0:
+                time = each.exposed / each.often
+                self._collective(f"{name} shard", self._exposed(each.one, time), time)
 
     def _update(self) -> None:
         update = self.priced.updates[self.stage]

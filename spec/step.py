@@ -355,22 +355,24 @@ def _unsplit(model: ModelSpec) -> int:
 
 @lru_cache(maxsize=LATEST)
 def sharded(
-    model: ModelSpec, p: Parallelism, stage: int
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """What zero 2 and 3 send in every microbatch: (forward, backward) of all layers of `stage`.
+    model: ModelSpec, p: Parallelism
+) -> dict[str, tuple[tuple[Collective, ...], tuple[Collective, ...]]]:
+    """What zero 2 and 3 send in every microbatch: (forward, backward) of each unit.
 
-    Zero 3 gathers bf16 weights in both passes; both scatter fp32 gradients in the backward pass.
+    Units are the embedding, each layer, and the rest ("head"), whether they overlap or not. Zero 3
+    gathers bf16 weights in both passes; both scatter fp32 gradients in the backward pass.
     Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
     """
-    forward: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = ()
-    for axis, size, elements in _replicated(model, p, stage):
-        if size == 1 or not elements or p.zero < 2:
-            continue
-        gather = (Collective("all_gather", axis, 2.0 * elements),) if p.zero == 3 else ()
-        forward += gather
-        backward += (*gather, Collective("reduce_scatter", axis, 4.0 * elements))
-    return forward, backward
+    first, last = end_parameters(model, p)
+    held = {"embedding": (first, 0), "layer": layer_parameters(model, p), "head": (last, 0)}
+    found = {}
+    for name, (dense, expert) in held.items():
+        replicated = _over_replicas(p, dense, expert) if p.zero > 1 else ()
+        sent = [(axis, n) for axis, size, n in replicated if size > 1 and n]
+        gathers = tuple(Collective("all_gather", axis, 2.0 * n) for axis, n in sent if p.zero == 3)
+        scatters = tuple(Collective("reduce_scatter", axis, 4.0 * n) for axis, n in sent)
+        found[name] = gathers, gathers + scatters
+    return found
 
 
 @lru_cache(maxsize=LATEST)
@@ -383,8 +385,12 @@ def shard_kernels(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel,
 
 
 def _replicated(model: ModelSpec, p: Parallelism, stage: int) -> tuple[tuple[str, int, int], ...]:
+    """`_over_replicas` of all that a GPU of `stage` trains."""
+    return _over_replicas(p, *trained_parameters(model, p, stage))
+
+
+def _over_replicas(p: Parallelism, dense: int, expert: int) -> tuple[tuple[str, int, int], ...]:
     """(axis, its size, parameters of a GPU that are replicated over it): dense, then expert."""
-    dense, expert = trained_parameters(model, p, stage)
     replicas = p.dp * p.cp
     return ("dp", replicas, dense), ("edp", replicas // p.ep, expert)
 

@@ -25,9 +25,9 @@ from spec.step import (
     chunk_parameters,
     layer,
     optimizer,
-    sharded,
     trained_parameters,
 )
+from tests.sharded import of_microbatch
 from tests.test_schedule import played
 from tests.test_step import CALIBRATION, MODEL, MOE, simulate
 from topologies import load_fabric, load_node
@@ -263,10 +263,9 @@ def test_ports_carry_one_byte_at_a_time(zero: int) -> None:
         for count, name in cost.segments
     )
     passes = busy
-    sent = sharded(MODEL, p, 0) if zero == 3 else optimizer(MODEL, p, 0)[1:]
-    for one in (one for each in sent for one in each):
-        often = p.microbatches if zero == 3 else 1
-        busy += often * network.port_us(one.kind, costs.layout.paths[one.axis], one.bytes)
+    _, reduction, gather = optimizer(MODEL, p, 0)
+    for one in (*reduction, *gather, *of_microbatch(MODEL, p) * p.microbatches):
+        busy += network.port_us(one.kind, costs.layout.paths[one.axis], one.bytes)
     assert 0 < passes < busy < step.ideal_step_time_s * 1e6
     assert step.breakdown_s["compute"] * 1e6 + busy > step.ideal_step_time_s * 1e6  # some overlaps
 

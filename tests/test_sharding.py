@@ -1,14 +1,23 @@
-"""Weights sharded over replicas: what PyTorch's FSDP runs, and what it waits for in one queue."""
+"""Weights sharded over replicas: what PyTorch's FSDP runs, and what a step waits for of it."""
+
+from math import prod
+from pathlib import Path
 
 import pytest
 
 from simulate import components
+from simulate.astra import emit, read_trace
+from simulate.astra import simulate as cycles
 from simulate.clocks import load
+from simulate.plans import ROUGH_ERROR
 from simulate.pricing import PassCost, parts_of
+from simulate.rough import Rough
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.transfer import changed
+from simulate.workload import program
 from spec.collective import Collective
 from spec.kernel import AROUND_BLOCKS
+from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import (
     end_parameters,
@@ -18,7 +27,7 @@ from spec.step import (
     sharded,
     trained_parameters,
 )
-from tests.test_step import CALIBRATION, MODEL, MOE, capped, simulate
+from tests.test_step import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
 
 P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)
 
@@ -28,6 +37,11 @@ def passes(p: Parallelism = P, one_queue: bool = True) -> tuple[PassCost, PassCo
     priced = simulate(p, calibration).priced
     forward, backward = priced.passes_of(0)
     return forward, backward
+
+
+def waited(one: PassCost, kind: str) -> float:
+    """What a pass waits for of what it sends in this way, us."""
+    return sum(float(each.exposed) for each in one.sharded if each.one.kind == kind)
 
 
 def units_us(kind: str, each: float) -> float:
@@ -48,10 +62,95 @@ def test_units_are_all_that_is_sharded() -> None:
 def test_gathers_forward_and_scatters_are_waited_for() -> None:
     forward, backward = passes()
     assert float(forward.exposed["dp"]) == pytest.approx(units_us("all_gather", 2.0))
-    scattered = [time for one, time in backward.sharded if one.kind == "reduce_scatter"]
-    assert float(scattered[0]) == pytest.approx(units_us("reduce_scatter", 4.0))
-    (gathered,) = (time for one, time in backward.sharded if one.kind == "all_gather")
-    assert 0 < float(gathered) < 0.5 * units_us("all_gather", 2.0)  # the first, and little else
+    assert waited(backward, "reduce_scatter") == pytest.approx(units_us("reduce_scatter", 4.0))
+    gathered = waited(backward, "all_gather")
+    assert 0 < gathered < 0.5 * units_us("all_gather", 2.0)  # the first, and little else
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_without_overlap_every_unit_is_waited_for(zero: int) -> None:
+    """Each call has its own latency, as in the other case."""
+    p = P.model_copy(update={"zero": zero, "overlap": False})
+    forward, backward = passes(p)
+    gathers = units_us("all_gather", 2.0) if zero == 3 else 0.0
+    scatters = units_us("reduce_scatter", 4.0)
+    assert float(forward.exposed.get("dp", 0.0)) == pytest.approx(gathers)
+    assert float(backward.exposed["dp"]) == pytest.approx(gathers + scatters)
+    assert not any(float(each.hidden) for one in (forward, backward) for each in one.sharded)
+
+
+SPLITS = (
+    (MODEL, {}),
+    (MODEL, {"tp": 4, "pp": 2, "sequence_parallel": True}),
+    (MODEL, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2}),
+    (MOE, {"ep": 8}),
+    (MOE, {"tp": 2, "pp": 2, "ep": 4, "sequence_parallel": True}),
+)
+GPUS = (16, 128, 1024, 8192)
+
+
+def plan(split: dict[str, int], gpus: int, zero: int, overlap: bool) -> Parallelism:
+    degrees = [split.get(name, 1) for name in ("tp", "pp", "cp")]
+    dp = gpus // prod(degrees)
+    batch = 2 * dp * split.get("pp", 1)
+    return Parallelism(dp=dp, zero=zero, overlap=overlap, global_batch=batch, **split)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize(("model", "split"), SPLITS)
+def test_what_a_step_waits_for_of_shards(
+    model: ModelSpec, split: dict[str, int], gpus: int, zero: int, one_queue: bool
+) -> None:
+    """Overlap makes no step slower, and nothing is waited for longer than all of it takes."""
+    calibration = changed(CALIBRATION, one_queue=one_queue)
+    rough, steps = Rough(model, NODE, FABRIC, calibration), []
+    for overlap in (False, True):
+        p = plan(split, gpus, zero, overlap)
+        step = simulate(p, calibration, model=model)
+        steps.append(float(step.step_time_s[0]))
+        sent = step.traffic["dp"]
+        assert 0 < sent.exposed_s <= sent.total_s * (1 + 1e-9)
+        assert rough.step_us(p) / 1e6 == pytest.approx(steps[-1], rel=ROUGH_ERROR)
+        assert sum(step.breakdown_s.values()) == pytest.approx(steps[-1])
+    assert steps[1] < steps[0]
+
+
+def test_calls_and_bytes_are_those_of_units() -> None:
+    """34 units of Llama 3 8B: the embedding, 32 layers, and the final norm and output layer."""
+    model = load_model("llama3-8b")
+    for zero, calls, each in ((2, 34 * 2 + 1, 4 * 2 + 2), (3, 34 * 2 * 3, (2 + 2 + 4) * 2)):
+        for overlap in (False, True):
+            sent = simulate(plan({}, 8192, zero, overlap), model=model).traffic["dp"]
+            assert sent.calls == calls
+            assert sent.bytes == pytest.approx(each * model.parameters())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("model", "split"), SPLITS)
+def test_what_is_emitted_is_what_is_waited_for(
+    model: ModelSpec, split: dict[str, int], overlap: bool, tmp_path: Path
+) -> None:
+    """At `layer` granularity; without overlap these are all calls, with all their bytes."""
+    p = plan(split, 64, 3, overlap)
+    step = simulate(p, model=model)
+    stage = int(step.stage_busy_s.argmax())
+    whole = program(step.priced, "layer")
+    tasks = [task for task in whole.stages[stage].tasks if " shard " in task.name]
+    sent = step.traffic["dp"]
+    emitted = sum(task.time_ns for task in tasks) / 1e9
+    waited = p.microbatches * step.priced.work[stage].sharded_us / 1e6
+    assert emitted == pytest.approx(waited)
+    if overlap:
+        assert len(tasks) <= sent.calls
+        assert sum(task.bytes for task in tasks) < 0.9 * sent.bytes
+    else:
+        assert len(tasks) == sent.calls
+        assert sum(task.bytes for task in tasks) == pytest.approx(sent.bytes)
+    emit(whole, tmp_path / "o", whole=True)
+    ends = cycles(read_trace(tmp_path / "o")).step_ns / 1e9
+    assert ends == pytest.approx(step.ideal_step_time_s, rel=0.01)
 
 
 def test_several_queues_hide_more() -> None:
@@ -83,13 +182,11 @@ def test_several_queues_wait_for_what_has_nothing_beside_it() -> None:
     """A layer's compute outlasts a layer's gather and scatter here, not the rest's."""
     forward, backward = passes(one_queue=False)
     first, layer_us, last = units("all_gather", 2.0)
-    (gathered,) = (float(time) for _, time in forward.sharded)
-    assert first + last < gathered < first + last + layer_us
-    scattered = {one.kind: float(time) for one, time in backward.sharded}
+    assert first + last < waited(forward, "all_gather") < first + last + layer_us
     # the rest's, before anything, and the last layer's behind the rest's scatter
-    assert last < scattered["all_gather"] <= last + layer_us
+    assert last < waited(backward, "all_gather") <= last + layer_us
     first, layer_us, last = units("reduce_scatter", 4.0)
-    assert first < scattered["reduce_scatter"] < first + layer_us + last
+    assert first < waited(backward, "reduce_scatter") < first + layer_us + last
 
 
 def test_without_compute_beside_it_all_is_waited_for() -> None:
@@ -99,9 +196,10 @@ def test_without_compute_beside_it_all_is_waited_for() -> None:
     )
     priced = simulate(P, changed(CALIBRATION, kernels=fast)).priced
     for way, kinds in ((FORWARD, ("all_gather",)), (BACKWARD, ("all_gather", "reduce_scatter"))):
-        for kind, (_, time) in zip(kinds, priced.passes_of(0)[way].sharded, strict=True):
+        for kind in kinds:
             each = 2.0 if kind == "all_gather" else 4.0
-            assert float(time) == pytest.approx(units_us(kind, each), rel=0.05)
+            time = waited(priced.passes_of(0)[way], kind)
+            assert time == pytest.approx(units_us(kind, each), rel=0.05)
 
 
 def test_the_calibration_file_says_nothing_of_queues() -> None:
@@ -177,10 +275,11 @@ def test_waits_for_shards_leave_a_higher_clock() -> None:
 
 def test_experts_are_gathered_over_their_own_replicas() -> None:
     p = Parallelism(dp=8, ep=2, zero=3, overlap=True, global_batch=8)
-    axes = {one.axis for one in sharded(MOE, p, 0)[0]}
-    assert axes == {"dp", "edp"}
+    assert [one.axis for one in sharded(MOE, p)["layer"][0]] == ["dp", "edp"]
     priced = simulate(p, model=MOE).priced
-    assert all(float(time) > 0 for _, time in priced.passes_of(0)[FORWARD].sharded)
+    found = priced.passes_of(0)[FORWARD].sharded
+    assert [each.one.axis for each in found] == ["dp", "dp", "dp", "edp"]
+    assert all(float(each.exposed) > 0 for each in found)
 
 
 def test_only_whole_gradients_are_zeroed_and_scaled_outside_the_optimizer() -> None:

@@ -61,6 +61,24 @@ def test_communicated_bytes_match_megatrons_formulas() -> None:
     assert traffic["dp"].calls == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "tied", "p"),
+    [
+        ("tp", False, Parallelism(tp=2, sequence_parallel=True)),
+        ("pp", True, Parallelism(pp=2, global_batch=2)),
+    ],
+)
+def test_sums_once_a_step_count_with_the_ranks_that_have_them(
+    kind: str, tied: bool, p: Parallelism
+) -> None:
+    """Gradients of what tensor parallelism does not split, and of a table that two stages share."""
+    step = simulate(p, model=MODEL.resized(tied_embeddings=tied))
+    exposed = step.traffic[kind].exposed_s
+    assert exposed == step.breakdown_s[f"{kind}_exposed"]
+    assert exposed >= float(step.priced.updates[0].reduction_us) / 1e6 > 0
+    assert step.breakdown_s["dp_exposed"] == pytest.approx(0, abs=1e-12)
+
+
 def test_draws_are_central_first_and_spread_around_it() -> None:
     p = Parallelism(tp=4, dp=4, global_batch=16, sequence_parallel=True, overlap=True)
     estimate = simulate(p, draws=400)

@@ -78,6 +78,32 @@ def test_breakdown_sums_to_the_step(plan: Plan) -> None:
 
 
 @lru_cache
+def slowed_beside(share: float) -> Calibration:
+    """The made-up calibration with compute and communication slower beside each other."""
+    fields = {"interference": share, "communication_slowed": share}
+    return Calibration.model_validate(calibration_json(**fields))
+
+
+@many
+@given(plans(), st.sampled_from([2, 3]), st.sampled_from([0.0, 0.2, 0.6]))
+def test_overlap_never_slows_a_sharded_step(plan: Plan, zero: int, share: float) -> None:
+    """At one clock: what is hidden draws power, too."""
+    model, p = plan
+    if p.dp * p.cp == 1 or model.lora_rank or p.schedule == "zb-h1":
+        return
+    waiting, hiding = (
+        simulate(
+            p.model_copy(update={"zero": zero, "overlap": overlap}),
+            slowed_beside(share),
+            model=model,
+            clock_mhz=1500.0,
+        ).step_time_s[0]
+        for overlap in (False, True)
+    )
+    assert hiding < waiting
+
+
+@lru_cache
 def faster_at(what: str) -> Calibration:
     """The made-up calibration with one thing twice as fast; with nothing, another like it."""
     value = calibration_json()

@@ -9,7 +9,8 @@ from measure.training_trace import MARK, OPTIMIZER, STEP, overlap, read_trace
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import ProfileRow
-from spec.step import optimizer, sharded
+from spec.step import optimizer
+from tests.sharded import of_microbatch
 
 Event = dict[str, Any]
 
@@ -141,7 +142,7 @@ def test_bytes_of_a_communicator_are_those_of_the_list_of_operations(split: Any)
 
     p = Parallelism(dp=2, global_batch=4, **split)
     _, reduction, gather = optimizer(SMALL, p, 0)
-    each = [one for both in sharded(SMALL, p, 0) for one in both] * p.microbatches
+    each = of_microbatch(SMALL, p) * p.microbatches
     (dp,) = (row for row in profile_of(dp=2, **split) if row.part == "dp" and row.rank == 0)
     expected = sum(one.bytes for one in (*reduction, *gather, *each))
     assert dp.bytes == pytest.approx(expected, rel=0.02)
