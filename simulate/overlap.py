@@ -3,7 +3,10 @@
 Megatron-Core wraps each model chunk of a pipeline stage by itself. A chunk's gradients are reduced
 once its backward pass of the last microbatch is done, its parameters gathered before its first
 forward pass; one communicator does them one after another. Chunk 0 of the first stage has several
-buckets, which start as its layers finish; every other chunk has one.
+buckets (`spec.buckets`), which start as its layers finish; every other chunk counts as one.
+
+Where stages are not interleaved a gather is issued when the one before it is waited for, so it has
+beside it what is computed between the two; experts' buckets follow their like.
 
 Interleaved, a stage ends with as many backward passes of each chunk in a row as there are stages,
 the last chunk's first, and begins with as many forward passes of each, chunk 0's first. So seen
@@ -25,12 +28,13 @@ interleaved stages). `grad_sync_func`, which starts a stage's reductions some pa
 all stages start together, is not set.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
-import numpy as np
-
 from simulate.costs import Costs
+from simulate.schedule import FORWARD
 from simulate.uncertainty import Array, larger
 from spec.buckets import Bucket
 from spec.parallelism import Parallelism
@@ -39,8 +43,14 @@ from spec.parallelism import Parallelism
 class Chunk(NamedTuple):
     """A model chunk; us, (draws,)."""
 
-    sent: Array | float  # what its gradients or parameters take
-    one_pass: Array | float  # of its backward or forward pass, of a microbatch: ports are free
+    sent: Mapping[str, Array]  # what its gradients or parameters take, by axis
+    one_pass: Array  # of its backward or forward pass, of a microbatch: ports are free
+    layers: Array  # of that, in its layers
+
+    @property
+    def whole(self) -> Array:
+        """All that it sends."""
+        return reduce(add, self.sent.values())
 
 
 def gather_in_turn(p: Parallelism) -> bool:
@@ -52,15 +62,20 @@ def gather_in_turn(p: Parallelism) -> bool:
 
 
 def waited_us(
-    chunks: Sequence[Chunk], stages: int, buckets: Sequence[Bucket], costs: Costs
+    chunks: Sequence[Chunk], p: Parallelism, buckets: Sequence[Bucket], costs: Costs, way: int
 ) -> Array:
     """By how much what chunks of one pipeline stage send makes a step longer, us, (draws,).
 
     chunks: in order. buckets: of chunk 0. Both what is sent beside passes and these are slower.
     """
+    if not chunks[0].sent:
+        return costs.draws.zero
     slowed = costs.slowed("dp", "edp")
-    left = exposed_us(chunks, stages, buckets, slowed)
-    whole = sum((one.sent for one in chunks), costs.draws.zero)
+    if way == FORWARD and p.vpp == 1:
+        left = gathers_us(chunks[0], buckets, slowed)
+    else:
+        left = exposed_us(chunks, p.pp, buckets, slowed)
+    whole = sum((one.whole for one in chunks), costs.draws.zero)
     return left + costs.slowing(whole - left, slowed)
 
 
@@ -71,16 +86,38 @@ def exposed_us(
 
     chunks: of one pipeline stage, in order. buckets: of chunk 0. slowed: how much longer
     communication takes beside a pass. From any bucket of chunk 0 on, what is sent has beside it
-    what its pass does after that bucket is full.
+    what its pass's layers do after that bucket is full.
     """
     first = chunks[0]
-    sizes, ready = np.array(buckets).T
-    sent = np.cumsum(sizes[::-1])[::-1] / sizes.sum()
-    beside = np.multiply.outer((1 - ready) / slowed, first.one_pass)
-    left: Array = (np.multiply.outer(sent, first.sent) - beside).max(axis=0)
-    queued, beside = first.sent, stages * first.one_pass
+    left, sent = 0.0 * first.layers, 0.0 * first.layers
+    for one, time in reversed(_times(first, buckets)):
+        sent = sent + time
+        left = larger(sent - (1 - one.ready) * first.layers / slowed, left)
+    queued, beside = first.whole, stages * first.one_pass
     for chunk in chunks[1:]:
-        queued = queued + chunk.sent
+        queued = queued + chunk.whole
         left = larger(queued - beside / slowed, left)
         beside = beside + stages * chunk.one_pass
     return left
+
+
+def gathers_us(chunk: Chunk, buckets: Sequence[Bucket], slowed: float) -> Array:
+    """The same of gathers of which each is issued when the one before it is waited for."""
+    left, before = 0.0 * chunk.layers, dict[str, float]()
+    for one, time in reversed(_times(chunk, buckets)):
+        share = before.get(one.axis, one.ready) - one.ready  # of the layers, since
+        left = left + larger(time - share * chunk.layers / slowed, 0.0)
+        before[one.axis] = one.ready
+    return left
+
+
+def _times(chunk: Chunk, buckets: Sequence[Bucket]) -> list[tuple[Bucket, Array]]:
+    """What each bucket takes: of what goes over its axis as much as of its parameters, us."""
+    every: dict[str, int] = {}
+    for one in buckets:
+        every[one.axis] = every.get(one.axis, 0) + one.parameters
+    return [
+        (one, chunk.sent[one.axis] * (one.parameters / every[one.axis]))
+        for one in buckets
+        if one.axis in chunk.sent
+    ]

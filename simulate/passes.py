@@ -16,7 +16,7 @@ from simulate.costs import Cost, Costs, Energy, total
 from simulate.issue import host_waits
 from simulate.schedule import WEIGHTS, ways
 from simulate.sharding import Waited, waits
-from simulate.uncertainty import central
+from simulate.uncertainty import central, larger
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -57,6 +57,7 @@ class PassCost(NamedTuple):
     ahead: Array  # how far the host gets in it before the device
     first: Array  # what else a step's first pass waits for its host
     free: Array  # of the total: ports between nodes are left to what replicas send
+    layers: Array  # of that, in layers
     energy: Energy
     segments: Pieces
     sharded: tuple[Waited, ...]  # zero 2 and 3
@@ -226,6 +227,10 @@ def _passes(
             hidden_w_us += central(each.hidden) * slowed * costs.communication_w(axis)
             exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
+        busy = {name: zero for _, name in pieces}
+        for (count, name), (_, (_, cost, ports_us)) in zip(pieces, mine, strict=True):
+            busy[name] = busy[name] + count * (cost.total - ports_us)
+        of_layers = busy["layer"] / larger(sum(busy.values(), zero), 1e-9)
         yield PassCost(
             total=whole,
             compute=compute,
@@ -234,6 +239,7 @@ def _passes(
             ahead=ahead[way],
             first=first,
             free=whole - taken,
+            layers=(whole - taken) * of_layers,
             energy=energy,
             segments=tuple(reversed(pieces)) if way else pieces,
             sharded=tuple(waited),

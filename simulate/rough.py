@@ -55,8 +55,8 @@ class Pass:
 class Update:
     """What a stage does once a step, us."""
 
-    reduction: list[float]  # of each model chunk
-    gather: list[float]
+    reduction: list[dict[str, float]]  # of each model chunk, by axis
+    gather: list[dict[str, float]]
     kernels: float
     buckets: tuple[Bucket, ...]  # of the first chunk
 
@@ -168,10 +168,8 @@ class Rough:
         """
         parts = [
             (
-                self._waited_us(p, end.reduction, one.free["layer"][1], end.buckets, p.overlap),
-                self._waited_us(
-                    p, end.gather, one.free["layer"][0], end.buckets, p.overlap and p.zero == 1
-                ),
+                self._waited_us(p, end.reduction, one, end.buckets, BACKWARD),
+                self._waited_us(p, end.gather, one, end.buckets, FORWARD),
                 end.kernels,
             )
             for end in self._of_ends(p)
@@ -184,17 +182,21 @@ class Rough:
     def _waited_us(
         self,
         p: Parallelism,
-        sent: list[float],
-        of_layer: float,
+        sent: list[dict[str, float]],
+        one: Pass,
         buckets: tuple[Bucket, ...],
-        hidden: bool,
+        way: int,
     ) -> float:
         """What a stage waits for of what its chunks send, beside passes or not."""
-        if not hidden:
-            return sum(sent)
-        one_pass = of_layer * self.model.layers / (p.pp * p.vpp)
-        chunks = [Chunk(time, one_pass) for time in sent]
-        return central(waited_us(chunks, p.pp, buckets, self._costs(p)))
+        if not p.overlap or (way == FORWARD and p.zero != 1):
+            return sum(sum(chunk.values()) for chunk in sent)
+        layers = one.free["layer"][way] * self.model.layers / (p.pp * p.vpp)
+        zero = self._costs(p).draws.zero
+        chunks = [
+            Chunk({axis: zero + time for axis, time in each.items()}, zero + layers, zero + layers)
+            for each in sent
+        ]
+        return central(waited_us(chunks, p, buckets, self._costs(p), way))
 
     def _of_ends(self, p: Parallelism) -> list[Update]:
         """Of the first and the last stage."""
@@ -218,9 +220,10 @@ class Rough:
             self._updates[key] = found
         return self._updates[key]
 
-    def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> float:
+    def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> dict[str, float]:
+        """By axis."""
         costs = self._costs(p)
-        return sum(central(costs.collective_us(one)) for one in sent)
+        return {one.axis: central(costs.collective_us(one)) for one in sent}
 
 
 def _pipeline_us(

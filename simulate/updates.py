@@ -123,8 +123,11 @@ def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateC
     def waited(sends: Sends, way: int, beside: bool) -> Array:
         if not beside:
             return sum(sends.times, costs.draws.zero)
-        passes = [each[way].free for each in work.passes]
-        return waited_us(list(map(Chunk, sends.times, passes)), p.pp, one.buckets, costs)
+        chunks = [
+            Chunk({each.axis: time for each, time in sent}, mine[way].free, mine[way].layers)
+            for sent, mine in zip(sends.chunks, work.passes, strict=True)
+        ]
+        return waited_us(chunks, p, one.buckets, costs, way)
 
     return UpdateCost(
         one,

@@ -22,6 +22,10 @@ class Bucket(NamedTuple):
 
     parameters: int
     ready: float  # share of its chunk's layers that a backward pass is through when it is full
+    axis: str = "dp"  # edp: replicas of experts that are split over GPUs
+
+
+Tensor = tuple[int, float, bool]  # its parameters, `ready` as above, whether it shares no bucket
 
 
 @lru_cache(maxsize=LATEST)
@@ -31,40 +35,48 @@ def gradient_buckets(
     """The buckets of `stage`'s first model chunk, in the order that a backward pass fills them.
 
     A bucket is closed when it is full (of so many parameters, if not of Megatron-Core's), tensor by
-    tensor from the model's end on: a large tensor fills one by itself. Experts that are split over
-    GPUs have their own, and so has a table that two stages share under the distributed optimizer.
-    On every pipeline stage but the first all is one, as in every later chunk
-    (`disable_bucketing`). Source: 0.16's `distributed/param_and_grad_buffer.py`.
+    tensor from the model's end on: a large tensor fills one by itself. On every pipeline stage but
+    the first nothing is full, nor in any later chunk (`disable_bucketing`). Experts that are split
+    over GPUs have buckets of their own, and under the distributed optimizer so has, on either
+    stage, a table that two stages share. Source: 0.16's `distributed/param_and_grad_buffer.py`.
     """
     layers = p.stage_layers(model)[stage] // p.vpp
     full = (full or bucket_parameters(p)) if stage == 0 else None
-    dense, experts = _layer(model, p)
-    first, last = (0, 0) if model.lora_rank else end_parameters(model, p)
-    before = first if stage == 0 else 0
-    after = last if stage == p.pp - 1 and p.vpp == 1 else 0
-    alone = model.tied_embeddings and p.pp > 1 and p.zero == 1
-    found = [*_filled(dense * layers, full, before, after, alone)]
-    return tuple(sorted((*found, *_filled(experts * layers, full)), key=lambda one: one.ready))
+    dense, experts = ([*_of_layers(sizes, layers)] for sizes in _layer(model, p))
+    before, after = list[Tensor](), list[Tensor]()
+    if not model.lora_rank:
+        first, last = end_parameters(model, p)
+        table = model.vocab * model.hidden // p.tp
+        alone = model.tied_embeddings and p.pp > 1 and p.zero == 1
+        if stage == 0:
+            before = [(first - table, 1.0, False), (table, 1.0, alone)]
+        if stage == p.pp - 1 and p.vpp == 1:
+            own = table if last >= table else 0
+            after = [(own, 0.0, alone), (last - own, 0.0, False)]
+    found = [*_filled([*after, *dense, *before], full), *_filled(experts, full, "edp")]
+    return tuple(sorted(found, key=lambda one: one.ready))
 
 
-def _filled(
-    tensors: Sequence[int], full: int | None, before: int = 0, after: int = 0, alone: bool = False
-) -> Iterator[Bucket]:
-    """Layers' tensors of these sizes, the last layer's first, in buckets of at least `full`.
+def _of_layers(sizes: Sequence[int], layers: int) -> Iterator[Tensor]:
+    """Tensors of all layers, the last layer's first."""
+    done, whole = 0, sum(sizes) * layers
+    for size in (*sizes,) * layers:
+        done += size
+        yield size, done / whole, False
 
-    before, after: parameters before and after the layers; `alone`: the former share no bucket.
-    """
-    held, done, whole = after, 0, sum(tensors)
-    for size in tensors:
-        if full and held >= full:
-            yield Bucket(held, done / whole)
+
+def _filled(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> Iterator[Bucket]:
+    held, ready = 0, 0.0
+    for size, until, alone in tensors:
+        if held and size and (alone or (full and held >= full)):
+            yield Bucket(held, ready, axis)
             held = 0
-        held, done = held + size, done + size
-    if held and before and (alone or (full and held >= full)):
-        yield Bucket(held, 1.0)
-        held = 0
-    if held + before:
-        yield Bucket(held + before, 1.0)
+        held, ready = held + size, until
+        if held and alone:
+            yield Bucket(held, ready, axis)
+            held = 0
+    if held:
+        yield Bucket(held, ready, axis)
 
 
 def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[int], list[int]]:

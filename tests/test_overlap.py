@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.costs import Costs, Draws
-from simulate.overlap import Chunk, exposed_us
+from simulate.overlap import Chunk, exposed_us, gathers_us
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central
 from simulate.workload import Granularity, program
@@ -38,7 +38,10 @@ times = st.floats(0.1, 9)
 
 
 def exposed(sent: list[float], passes: list[float], stages: int, buckets: int = 1) -> float:
-    chunks = [Chunk(*both) for both in zip(sent, passes, strict=True)]
+    chunks = [
+        Chunk({"dp": np.array([time])}, np.array([took]), np.array([took]))
+        for time, took in zip(sent, passes, strict=True)
+    ]
     even = [Bucket(1, (number + 1) / buckets) for number in range(buckets)]
     return central(exposed_us(chunks, stages, even, 1.0))
 
@@ -132,6 +135,50 @@ def test_faster_communication_never_exposes_more(
     assert exposed(sent, passes, 4, 2) <= sum(sent) + 1e-12
 
 
+@pytest.mark.parametrize(
+    ("buckets", "sent", "expected"),
+    [
+        # forward: the last bucket is waited for, then each has beside it what lies before it
+        ([Bucket(1, 0.5), Bucket(1, 1.0)], {"dp": 6.0}, 3.0),
+        ([Bucket(3, 0.5), Bucket(1, 1.0)], {"dp": 8.0}, 2.0 + 2.0),  # 6 beside 4
+        ([Bucket(9, 0.0), Bucket(1, 1.0)], {"dp": 10.0}, 1.0 + 1.0),  # 9 beside all 8
+        ([Bucket(1, 0.9), Bucket(9, 0.9), Bucket(1, 1.0)], {"dp": 1.1}, 0.1 + 0.1 + 0.1),
+        # experts by what goes over their axis, behind their like
+        ([Bucket(1, 0.5), Bucket(7, 0.5, "edp"), Bucket(1, 1.0)], {"dp": 6.0}, 3.0),
+        ([Bucket(1, 0.5), Bucket(7, 0.5, "edp"), Bucket(1, 1.0)], {"dp": 6.0, "edp": 2.0}, 5.0),
+    ],
+)
+def test_each_gather_has_beside_it_what_runs_since_the_one_before(
+    buckets: list[Bucket], sent: dict[str, float], expected: float
+) -> None:
+    eight = np.array([8.0])
+    chunk = Chunk({axis: np.array([time]) for axis, time in sent.items()}, eight, eight)
+    assert central(gathers_us(chunk, buckets, 1.0)) == pytest.approx(expected)
+    assert central(exposed_us([chunk], 2, buckets, 1.0)) <= expected + 1e-9
+
+
+def test_experts_without_replicas_send_nothing_beside() -> None:
+    """With each GPU's experts its own, exposure is that of the dense buckets alone."""
+    alike = [Bucket(1, 0.5), Bucket(1, 1.0)]
+    eight = np.array([8.0])
+    chunk = Chunk({"dp": np.array([4.0])}, eight, eight)
+    more = sorted([*alike, Bucket(90, 0.5, "edp"), Bucket(90, 1.0, "edp")], key=lambda b: b.ready)
+    assert exposed_us([chunk], 2, more, 1.0) == exposed_us([chunk], 2, alike, 1.0) == 2.0
+
+
+def test_a_table_that_two_stages_share_is_a_bucket_of_its_own_on_both() -> None:
+    """As Megatron-Core 0.16.1's buffers have it (`shared_embedding`), positions with the layers."""
+    model = load_model("gpt3-30b").resized(layers=4)
+    table, positions = model.vocab * model.hidden, model.seq_len * model.hidden
+    p = Parallelism(dp=4, pp=2, global_batch=8, overlap=True)
+    first, last = (gradient_buckets(model, p, stage) for stage in range(2))
+    assert (first[-1].parameters, first[-1].ready) == (table, 1.0)
+    assert first[-2].parameters >= positions
+    assert [(one.parameters == table, one.ready) for one in last] == [(True, 0.0), (False, 1.0)]
+    apart = p.model_copy(update={"zero": 0})
+    assert len(gradient_buckets(model, apart, 1)) == 1
+
+
 def test_chunks_hold_what_their_stage_does() -> None:
     for model, p in ((MODEL, P), (MOE, P.model_copy(update={"ep": 2}))):
         for stage in range(p.pp):
@@ -172,8 +219,9 @@ def test_buckets_hold_a_chunk_and_fill_as_a_backward_pass_goes(
         assert held == pytest.approx(sum(chunk_parameters(model, p, stage)[0]), rel=1e-4)
         assert [one.ready for one in found] == sorted(one.ready for one in found)
         assert found[-1].ready == 1.0
-        assert stage == 0 or all(one.ready == 1.0 for one in found)
-        apart = 1 + (p.ep > 1) + (model.tied_embeddings and p.pp > 1 and stage == 0)
+        table = model.tied_embeddings and p.pp > 1  # that two stages share: by itself on both
+        assert stage == 0 or [one.ready for one in found] == [0.0] * table + [1.0]
+        apart = 1 + (p.ep > 1) + table
         full = [one for one in found if one.parameters >= bucket_parameters(p)]
         assert len(full) >= len(found) - apart
 
@@ -227,11 +275,13 @@ def test_the_step_waits_for_what_its_own_passes_leave() -> None:
                 central(costs.collective_us(one)) for (one,) in by_chunk(sent, MODEL, P, stage)
             ]
             passes = [central(one.total) for one in each[way::2]]
+            layers = central(each[way].layers)  # of the first chunk's
+            assert layers == pytest.approx(passes[1 - stage])  # the other has embedding or head
             beside = P.pp * passes[0] / slowed  # a chunk's passes hide so much
             left, tail = sum(alone) - beside, 1.0
             buckets = gradient_buckets(MODEL, P, stage)
             for one in buckets:
-                left = max(left, alone[0] * tail - passes[0] * (1 - one.ready) / slowed)
+                left = max(left, alone[0] * tail - layers * (1 - one.ready) / slowed)
                 tail -= one.parameters / sum(other.parameters for other in buckets)
             expected = left + central(costs.slowing(np.array([sum(alone) - left]), slowed))
             assert central(found) == pytest.approx(expected)
