@@ -147,7 +147,7 @@ class Load(NamedTuple):
     """What a GPU of a stage does in a step, central; times in us, energies above idle in W us."""
 
     busy_us: float  # in passes
-    after_us: float  # update, and communication beside no pass
+    after_us: float  # update, communication beside no pass, and its host once a step
     shards: float  # share of passes in which it waits for layers' sharded weights and gradients
     shards_w: float  # mean power of those sent beside layers' passes
     products: float  # energy of the passes that goes with the clock
@@ -181,7 +181,7 @@ def load(priced: PricedStep, stage: int) -> Load:
         of_layers = layers / sum(trained_parameters(model, p, stage))
     return Load(
         busy_us=times * mine.total_us,
-        after_us=central(priced.updates[stage].after_us),
+        after_us=central(priced.updates[stage].after_us + priced.once_us),
         shards=mine.sharded_us * of_layers / mine.total_us,
         shards_w=mine.hidden_w_us * of_layers / mine.total_us,
         products=times * mine.energy.compute,
@@ -238,7 +238,8 @@ def _besides(priced: PricedStep) -> list[float]:
     p, updates = priced.parallelism, priced.updates
     transfers, lates = priced.transfers_us, priced.lates_us
     sent_us = 2 * sum(central(of_boundary(transfers, one)) for one in range(p.pp - 1))
-    after = {one: central(updates[one].after_us + priced.norm_us) for one in set(priced.alike)}
+    alone_us = priced.norm_us + priced.once_us
+    after = {one: central(updates[one].after_us + alone_us) for one in set(priced.alike)}
     found = [sent_us + after[one] for one in priced.alike]
     if p.vpp > 1:  # bubbles hold most exchanges
         return found

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.clocks import REGULATION_US, load
-from simulate.estimate import StepEstimate
+from simulate.estimate import POWER_SD, StepEstimate
 from simulate.heat import Heat, temperatures_c
 from simulate.transfer import transferred
 from simulate.uncertainty import LEVEL, Z90, Draws, central, interval
@@ -213,15 +213,13 @@ def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
     gpus, tokens = r.parallelism.gpus, r.parallelism.global_batch * r.model.seq_len
     limited_by = changed.limited_by if e.throttled_share > 0 else "nothing"
     peaks = peaks_w(e, r.calibration)
+    as_wrong = e.priced.costs.draws.factor("power", POWER_SD)  # as the step's mean power
     return {
         "limited_by": limited_by,
         "power_by_activity_w": by_activity_w(e, r.calibration),
         "clock_by_stage_mhz": [stage.clock_mhz for stage in e.priced.stages],
         "burst_w": burst_w(peaks),
-        # as far off as the step's mean power may be
-        "peak_w": {
-            name: interval(watts / e.power_w[0] * e.power_w) for name, watts in peaks.items()
-        },
+        "peak_w": {name: interval(watts * as_wrong) for name, watts in peaks.items()},
         "heat": temperatures(
             e, changed.heat, r.calibration, gpus, published=changed.what.cooling is not None
         ),

@@ -153,7 +153,7 @@ class StepSimulator:
         return (
             timeline,
             ideal_us,
-            reduced + priced.norm_us + updated,
+            reduced + priced.norm_us + priced.once_us + updated,
         )
 
     def layer_us(self) -> float:
@@ -171,7 +171,9 @@ class StepSimulator:
 
         mine, often = priced.work[busiest], self.p.microbatches
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
-        breakdown["compute"], breakdown["other"] = often * mine.compute_us, often * mine.host_us
+        breakdown["compute"] = often * mine.compute_us
+        once_us = central(priced.once_us)
+        breakdown["other"] = often * mine.host_us + once_us
         for axis, time in mine.exposed_us.items():
             breakdown[f"{kind_of(axis)}_exposed"] += often * time
         pipeline_us = float(timeline.end[:, 0].max())
@@ -181,7 +183,7 @@ class StepSimulator:
         breakdown["pp_exposed"] = pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])
         breakdown["optimizer"] = optimizer_us
-        reduced_us = float(finish[0]) - pipeline_us - optimizer_us
+        reduced_us = float(finish[0]) - pipeline_us - optimizer_us - once_us
         ends = timeline.end[:, 0] + [central(one.reduction_us) for one in priced.updates]
         last = priced.updates[int(ends.argmax())]  # what the others wait for
         for one, taken in last.alone.shared.chunks[0]:
@@ -196,7 +198,7 @@ class StepSimulator:
             ideal_step_time_s=float(finish[0]) / 1e6,
             step_spread=self._step_spread(step_us / 1e6, capped_us),
             breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
-            power_w=np.atleast_1d(self._power_w(step_us, busiest)),
+            power_w=np.atleast_1d(self._power_w(step_us, finish, busiest)),
             clock_mhz=np.atleast_1d(
                 np.minimum(
                     priced.stages[busiest].clock_mhz
@@ -211,10 +213,11 @@ class StepSimulator:
             assumptions=self._assumptions(),
         )
 
-    def _power_w(self, step_us: Array, busiest: int) -> Array:
+    def _power_w(self, step_us: Array, finish: Array, busiest: int) -> Array:
         """Mean board power over the step and all GPUs, none above what the cap allows.
 
         A GPU that waits for its host is idle: a draw with a slower host has a longer step at less.
+        What lengthens the whole step alike (`_common_factor`) leaves that share as it is.
         """
         fit, priced = self.calibration.clock, self.priced
         found = {}
@@ -223,7 +226,7 @@ class StepSimulator:
             watts = fit.power_w(compute_w, priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
-        working = 1 - priced.host_us(busiest) / step_us
+        working = np.maximum(1 - priced.host_us(busiest) / finish, 1e-3)
         above = (mean - fit.idle_w) * working / working[0]
         drawn = np.minimum(fit.idle_w + above, max(fit.cap_w or np.inf, mean))
         return np.asarray(drawn * priced.costs.draws.factor("power", POWER_SD))

@@ -45,9 +45,10 @@ class PricedStep:
     updates: tuple[UpdateCost, ...]  # by stage
     alike: tuple[int, ...]  # by stage, the first one that costs the same
     norm: tuple[Collective, ...]  # reductions of the gradient norm, in order
-    # host bookkeeping, what the first pass and buckets sent beside passes wait for it, and those
-    # reductions
-    norm_us: Array
+    norm_us: Array  # of those reductions
+    # once a step: the host's bookkeeping, and what the first pass and buckets sent beside passes
+    # wait for it, on the first stage
+    once_us: Array
     transfer: Collective | None  # between pipeline stages
 
     @property
@@ -60,9 +61,13 @@ class PricedStep:
         return [one for each in self.work[stage].passes for one in each]
 
     def host_us(self, stage: int) -> Array:
-        """What a GPU of a stage waits for its host in a step."""
-        passes = self.parallelism.microbatches * self.work[stage].waits_us
-        return np.atleast_1d(passes + self.norm_us)
+        """What a step waits for hosts, if all stages' are as slow as this one's, us, (draws,).
+
+        In a stage's passes, in as many as fill the pipeline, once a step and in the update.
+        """
+        p = self.parallelism
+        passes = (p.microbatches + (p.pp - 1) / p.vpp) * self.work[stage].waits_us
+        return np.atleast_1d(passes + self.once_us + self.updates[stage].alone.host_us)
 
     @property
     def transfers_us(self) -> tuple[Array, ...]:
@@ -165,11 +170,11 @@ def price(
         tuple(updates[stage] for stage in alike),
         alike,
         norm,
+        sum((costs.collective_us(one) for one in norm), zero),
         zero
         + costs.calibration.host.step_us * costs.host_spread()
         + works[0].first_us
-        + _bucket_waits(works[0], updates[0], costs)
-        + sum((costs.collective_us(one) for one in norm), zero),
+        + _bucket_waits(works[0], updates[0], costs),
         transfer,
     )
 

@@ -110,7 +110,11 @@ class Frozen(StepSimulator):
         timeline, ideal_us, _ = super()._timeline(priced)
         tensors = 4 * max(self.p.stage_layers(self.model))
         issued_us = self.calibration.host.tensor_us * tensors * self._costs.host_spread()
-        return timeline, ideal_us, timeline.end.max(axis=0) + priced.norm_us + issued_us
+        return (
+            timeline,
+            ideal_us,
+            timeline.end.max(axis=0) + priced.norm_us + priced.once_us + issued_us,
+        )
 
 
 def simulate(

@@ -40,6 +40,7 @@ class Alone(NamedTuple):
 
     kernels: tuple[Kernel, ...]
     kernels_us: Array  # or what their host takes to issue them, where that is longer
+    host_us: Array  # by how much
     energy: Energy  # of the kernels
     reduction: Sends  # passes may hide it, as the gather
     gather: Sends
@@ -105,10 +106,11 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
     reduction, gather = (_sends(by_chunk(one, model, p, stage), costs) for one in sent)
     kernels_us, energy = costs.kernels(kernels)
     issued_us = costs.calibration.host.tensor_us * trained_tensors(model, p, stage)
-    kernels_us = larger(kernels_us, issued_us * costs.host_spread())
+    host_us = larger(issued_us * costs.host_spread() - kernels_us, 0.0)
     return Alone(
         kernels,
-        kernels_us,
+        kernels_us + host_us,
+        host_us,
         energy,
         reduction,
         gather,

@@ -172,11 +172,9 @@ class _Stage:
             name = {"embd": "tied embedding", "tp": "shared gradients"}.get(one.axis)
             name = name or "reduce gradients"
             self._collective(name, self._exposed(one, time), time)
-        norm_us = [self.priced.costs.collective_us(one) for one in self.priced.norm]
-        host_us = central(self.priced.norm_us) - sum(central(time) for time in norm_us)
-        for one, time in zip(self.priced.norm, norm_us, strict=True):
-            self._collective("gradient norm", one, time)
-        self._compute("update", host_us + central(update.kernels_us))
+        for one in self.priced.norm:
+            self._collective("gradient norm", one, self.priced.costs.collective_us(one))
+        self._compute("update", central(self.priced.once_us + update.kernels_us))
         if not gather_in_turn(self.priced.parallelism):
             self._gather()
         self._flush()
