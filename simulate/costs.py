@@ -45,6 +45,8 @@ class Cost(NamedTuple):
     host: Array  # what the device waits for its host whatever runs around the segment
     ahead: Array  # how far the host gets ahead of the device in it; negative where it falls back
     energy: "Energy"
+    # and between its last wait for the device and the next, among segments alike; 0: it has none
+    spare: Array | float = 0.0
 
     @property
     def total(self) -> Array:
@@ -379,7 +381,8 @@ def joined(pieces: Sequence[Cost]) -> Cost:
         host = host + one.host + larger(-one.ahead, 0.0)
     compute = sum((one.compute for one in pieces[1:]), first.compute)
     energy = reduce(add, [one.energy for one in pieces])
-    return Cost(compute, exposed, host, first.ahead * 0.0, energy)
+    spare = larger(first.ahead + larger(last.ahead, 0.0), 0.0)
+    return Cost(compute, exposed, host, first.ahead * 0.0, energy, spare)
 
 
 @lru_cache(maxsize=8192)

@@ -285,7 +285,8 @@ def lines(value: Mapping[str, Any]) -> list[str]:
     """The terminal summary of power and heat."""
 
     def show(one: Mapping[str, float], scale: float = 1.0) -> str:
-        median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
+        three = (one[key] * scale for key in ("median", "low", "high"))
+        median, low, high = (f"{x:.0f}" if x >= 1000 else f"{x:.3g}" for x in three)
         return f"{median} [{low}, {high}]"
 
     text = [

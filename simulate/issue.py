@@ -44,20 +44,30 @@ def host_waits(
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 
 
-def bucket_waits(first: Array, last: Array, whole: Array, buckets: int, costs: Costs) -> Array:
+def bucket_waits(
+    first: Array,
+    last: Array,
+    whole: Array,
+    buckets: int,
+    costs: Costs,
+    spare: tuple[Array | float, Array | float] = (0.0, 0.0),
+) -> Array:
     """What a step waits more as its host sends buckets beside passes, us, (draws,).
 
     How far the host gets ahead, before the device: in a step's first pass, its last one, and all of
     a microbatch. A device waits for what its host is behind at worst: it is least ahead after the
     first pass, after the first microbatch, before the last or before the last pass, with the
-    parameters sent; or at the end, with the gradients sent too.
+    parameters sent; or at the end, with the gradients sent too. `spare` is what of the first and
+    the last pass it would stand still, waiting for the device in every layer: buckets are sent
+    layer by layer, then.
     """
     fit, p = costs.calibration.host, costs.parallelism
     if not p.overlap or p.zero > 1 or fit.serial:
         return costs.draws.zero
     each = buckets * fit.bucket_us * costs.host_spread()
     reduction = each * costs.draws.factor("host.bucket", fit.bucket_sd)
-    gather = reduction * (p.zero == 1)
+    gather = larger(reduction * (p.zero == 1) - spare[0], 0.0)
+    reduction = larger(reduction - spare[1], 0.0)
     if caught_up(p):
         more = larger(gather - first, 0.0) - larger(-first, 0.0)
         return more + larger(reduction - last, 0.0) - larger(-last, 0.0)

@@ -55,6 +55,7 @@ class PassCost(NamedTuple):
     exposed: dict[str, Array]  # communication with nothing beside it, by axis
     host: Array
     ahead: Array  # how far the host gets in it before the device
+    spare: Array  # and in its layers, where it waits for the device in each
     first: Array  # what else a step's first pass waits for its host
     free: Array  # of the total: ports between nodes are left to what replicas send
     layers: Array  # of that, in layers
@@ -237,6 +238,7 @@ def _passes(
             exposed=exposed,
             host=host,
             ahead=ahead[way],
+            spare=sum((zero + count * one.spare for count, (_, one, _) in mine), zero),
             first=first,
             free=whole - taken,
             layers=(whole - taken) * of_layers,

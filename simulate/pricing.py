@@ -183,7 +183,8 @@ def _bucket_waits(passes: StageWork, update: UpdateCost, costs: Costs) -> Array:
     """What a step waits more as its first stage's host sends buckets beside passes."""
     first, *_, last = passes.passes[0]
     whole = reduce(add, (one.ahead for chunk in passes.passes for one in chunk))
-    return bucket_waits(first.ahead, last.ahead, whole, len(update.alone.buckets), costs)
+    spare = first.spare, last.spare
+    return bucket_waits(first.ahead, last.ahead, whole, len(update.alone.buckets), costs, spare)
 
 
 def products_us(priced: PricedStep, stage: int) -> float:

@@ -11,7 +11,7 @@ from measure import host_time
 from measure.training import step_times
 from measure.training_plan import TrainingCase
 from simulate.costs import Cost, Costs, Draws, Energy
-from simulate.estimate import StepSimulator
+from simulate.estimate import POWER_SD, StepEstimate, StepSimulator
 from simulate.issue import bucket_waits, host_waits, late_us, repeated_us
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
@@ -304,6 +304,38 @@ def test_buckets_make_a_host_late_once_a_step(
     assert found == pytest.approx(waited(sent * zero, sent) - waited(0.0, 0.0))
     alone = _costs(calibration, _host(bucket_us=9.0), p.model_copy(update={"overlap": False}))
     assert bucket_waits(first, last, first + last, 3, alone) == 0
+
+
+def test_buckets_are_sent_while_a_host_would_wait_in_each_layer(calibration: Calibration) -> None:
+    p = Parallelism(dp=2, global_batch=8, overlap=True)
+    costs = _costs(calibration, _host(bucket_us=1.0), p)
+    late = np.array([-1.0])
+    assert bucket_waits(late, late, 2 * late, 5, costs, (5.0, 5.0)) == 0
+    assert bucket_waits(late, late, 2 * late, 5, costs, (3.0, 5.0)) == 2
+    assert bucket_waits(late, late, 2 * late, 5, costs) == 5 + 5
+
+
+@pytest.mark.parametrize("split", [{"dp": 8}, {"dp": 4, "pp": 2}], ids=str)
+def test_a_draw_with_a_slower_host_draws_what_a_step_with_that_host_does(
+    calibration: Calibration, split: dict[str, int]
+) -> None:
+    host = calibration.host.model_copy(update={"part_us": 300.0, "sd": 0.4})
+    some = calibration.model_copy(update={"host": host})
+    model, p = load_model("llama-160m"), Parallelism(**split, global_batch=32)
+    nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
+
+    def run(calibration: Calibration, draws: int) -> StepEstimate:
+        return StepSimulator(model, p, *nodes, calibration, draws=draws).run()
+
+    drawn = run(some, 20)
+    costs = drawn.priced.costs
+    spread = np.atleast_1d(costs.host_spread())
+    power_w = drawn.power_w / costs.draws.factor("power", POWER_SD)
+    for number in (spread.argmin(), spread.argmax()):
+        slower = host.model_copy(update={"slower": float(spread[number])})
+        alone = run(calibration.model_copy(update={"host": slower}), 0)
+        assert power_w[number] == pytest.approx(float(alone.power_w[0]), rel=0.06)
+    assert max(power_w) > 1.3 * min(power_w)
 
 
 def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> None:

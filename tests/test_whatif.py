@@ -248,6 +248,22 @@ def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
     assert burst["low"] < burst["median"] < burst["high"]
 
 
+def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
+    calibration: Calibration, path: Path
+) -> None:
+    """What a product draws is not what a slower host makes of the step's mean."""
+    slow = calibration.host.model_copy(update={"part_us": 9000.0, "sd": 0.5})
+    waiting = calibration.model_copy(update={"host": slow})
+    some, more = (value_of(each, path, WhatIf()) for each in (calibration, waiting))
+    wide = [
+        each["power_w_per_gpu"]["high"] / each["power_w_per_gpu"]["low"] for each in (some, more)
+    ]
+    assert wide[1] > 1.2 * wide[0]
+    for name in some["peak_w"]:
+        one, other = (each["peak_w"][name] for each in (some, more))
+        assert other["high"] / other["low"] == pytest.approx(one["high"] / one["low"])
+
+
 def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path) -> None:
     stages = Parallelism(pp=4, dp=4, microbatch=1, global_batch=16)
     for p in (P, stages):
