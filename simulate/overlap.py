@@ -112,12 +112,16 @@ def gathers_us(chunk: Chunk, buckets: Sequence[Bucket], slowed: float) -> Array:
 
 
 def _times(chunk: Chunk, buckets: Sequence[Bucket]) -> list[tuple[Bucket, Array]]:
-    """What each bucket takes: of what goes over its axis as much as of its parameters, us."""
+    """What each bucket takes: of what goes over its axis as much as of its parameters, us.
+
+    Experts that are not split over GPUs are in buckets with the rest, and so is what they send.
+    """
     every: dict[str, int] = {}
     for one in buckets:
         every[one.axis] = every.get(one.axis, 0) + one.parameters
+    sent = chunk.sent if len(every) > 1 else dict.fromkeys(every, chunk.whole)
     return [
-        (one, chunk.sent[one.axis] * (one.parameters / every[one.axis]))
+        (one, sent[one.axis] * (one.parameters / every[one.axis]))
         for one in buckets
-        if one.axis in chunk.sent
+        if one.axis in sent
     ]

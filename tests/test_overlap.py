@@ -157,6 +157,17 @@ def test_each_gather_has_beside_it_what_runs_since_the_one_before(
     assert central(exposed_us([chunk], 2, buckets, 1.0)) <= expected + 1e-9
 
 
+def test_what_chunks_send_is_in_their_buckets() -> None:
+    """Of experts too, whether they are split over GPUs or not: with no pass, all is exposed."""
+    for p in (P, P.model_copy(update={"ep": 2}), P.model_copy(update={"pp": 1, "vpp": 1})):
+        buckets = gradient_buckets(MOE, p, 0)
+        axes = {one.axis for sent in optimizer(MOE, p, 0)[1:] for one in sent}
+        assert axes == {"dp", "edp"}
+        chunk = Chunk({axis: np.array([3.0]) for axis in axes}, np.zeros(1), np.zeros(1))
+        for left in (exposed_us([chunk], p.pp, buckets, 1.0), gathers_us(chunk, buckets, 1.0)):
+            assert central(left) == pytest.approx(6.0)
+
+
 def test_experts_without_replicas_send_nothing_beside() -> None:
     """With each GPU's experts its own, exposure is that of the dense buckets alone."""
     alike = [Bucket(1, 0.5), Bucket(1, 1.0)]
