@@ -64,7 +64,7 @@ def render(value: Json, picture: str = "") -> str:
         facts=(
             ("step time", with_interval(value["step_time_s"], "s")),
             ("tokens/s", with_interval(value["tokens_per_s"], "million", 1e-6)),
-            ("MFU", with_interval(value["mfu"], "%", 100)),
+            ("MFU, attention not halved", with_interval(value["mfu"], "%", 100)),
             ("power per GPU", with_interval(value["power_w_per_gpu"], "W")),
         ),
     )

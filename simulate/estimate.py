@@ -197,7 +197,10 @@ class StepSimulator:
             step_time_s=step_us / 1e6,
             ideal_step_time_s=float(finish[0]) / 1e6,
             step_spread=self._step_spread(step_us / 1e6, capped_us),
-            breakdown_s={name: value / 1e6 for name, value in breakdown.items()},
+            breakdown_s={  # what rounding leaves is nothing
+                name: value / 1e6 if abs(value) > 1e-9 * float(finish[0]) else 0.0
+                for name, value in breakdown.items()
+            },
             power_w=np.atleast_1d(self._power_w(step_us, finish, busiest)),
             clock_mhz=np.atleast_1d(
                 np.minimum(

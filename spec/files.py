@@ -116,8 +116,10 @@ def read_yaml(path: Path, what: str) -> Any:
     try:
         return yaml.load(read_text(path, what), _Loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problem = str(error).replace("\n", " ")
-        raise UserError(f"{path}: not valid YAML for {what} ({problem})") from None
+        mark = getattr(error, "problem_mark", None)  # its own words quote the file
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise UserError(f"{path}: not valid YAML for {what} ({line}{problem})") from None
 
 
 def parse(model: type[M], value: Any, where: str) -> M:

@@ -232,7 +232,7 @@ def test_same_seed_same_numbers(command: Any) -> None:
         (("--layers-per-stage", "a,b"), "--layers-per-stage is 'a,b'"),
         (("--scaling", "8,x"), "--scaling is '8,x'"),
         (("--zero", "7"), "--zero is 7"),
-        (("--draws", "0"), "--draws: '0' is not a whole number between 1 and 100000"),
+        (("--draws", "0"), "--draws: '0' is not a whole number between 20 and 100000"),
         (("--seq-len", "-1"), "--seq-len is -1"),
         (("--global-batch", "-5"), "--global-batch is -5"),
         (("--gpus", "1"), "does not fit 1 GPUs"),

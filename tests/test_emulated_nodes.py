@@ -317,7 +317,7 @@ def test_configurations_are_drawn_for_the_nodes(
     )
     plan, sealed = tmp_path / "plan.csv", tmp_path / "sealed.json"
     words = ["predict", str(grid), "--draw", "3", "--seed", "1a2b3c4", "--plan-out", str(plan)]
-    words += ["--out", str(sealed), "--results", str(tmp_path / "results"), "--draws", "5"]
+    words += ["--out", str(sealed), "--results", str(tmp_path / "results"), "--draws", "20"]
     assert run(validate.main, words) == 0, capsys.readouterr().err
     drawn = read_table(plan, TrainingConfig)
     assert {row.nodes for row in drawn} == {2}
@@ -378,7 +378,7 @@ def test_an_imported_log_is_simulated_with_the_calibration_it_names(
     write_json(folder / "manifest.json", written)
     times = []
     for fabric in ("ndr400-rail", "ethernet-100g"):
-        words = [str(root), "--fabric", fabric, "--json", "--draws", "5"]
+        words = [str(root), "--fabric", fabric, "--json", "--draws", "20"]
         assert run(validate.main, words) == 0, capsys.readouterr().err
         value = json.loads(capsys.readouterr().out)
         assert list(value["calibrations"].values()) == [BASE]

@@ -95,7 +95,7 @@ def test_no_all_reduce_is_slower_and_nothing_else_changes(system: str, name: str
 
 
 def test_a_cluster_beside_another_is_asked_the_same(tmp_path: Path, capsys: Any) -> None:
-    split = ["--tp", "8", "--no-sequence-parallel", "--draws", "2"]
+    split = ["--tp", "8", "--no-sequence-parallel", "--draws", "20"]
     words = ["--model", "llama3-8b", "--gpus", "16", "--results", str(RESULTS), *split]
     same = ["--against", "hgx-h200", "--nvls", "--json"]
     assert run(search.main, [*words, *same, "-"]) == 0

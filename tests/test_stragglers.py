@@ -139,7 +139,7 @@ def test_goodput_falls_with_gpus_and_failures_and_never_below_nothing() -> None:
 
 
 def projected(tmp_path: Path, words: str) -> Any:
-    common = "--gpus 128 --tp 8 --pp 2 --global-batch 128 --draws 10 --system 4x-h200 --results"
+    common = "--gpus 128 --tp 8 --pp 2 --global-batch 128 --draws 20 --system 4x-h200 --results"
     known = ["--out", str(tmp_path), "--json", str(tmp_path / "p.json"), *words.split()]
     assert main([*common.split(), str(ROOT / "results"), *known]) == 0
     return json.loads((tmp_path / "p.json").read_text())

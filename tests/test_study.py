@@ -11,7 +11,7 @@ from spec.command import run
 from spec.files import write_json
 from tests.made_up import calibration_json
 
-SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--draws=5", "--json")
+SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--draws=20", "--json")
 
 
 @pytest.fixture
