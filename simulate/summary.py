@@ -50,12 +50,13 @@ def summary(value: Mapping[str, Any]) -> str:
         sources[one["source"]] = sources.get(one["source"], 0) + 1
     lines = [
         f"{inputs['model']['name']} on {inputs['gpus']} GPUs: {inputs['node']['name']} nodes, "
-        f"{inputs['fabric']['name']} fabric{_node_rate(inputs)}, calibrated on {inputs['calibration']['system']}",
+        f"{inputs['fabric']['name']} fabric{_node_rate(inputs)}, "
+        f"calibrated on {inputs['calibration']['system']}",
         f"parallelism       {p['name']} ({p['chosen']})",
         f"step time         {show('step_time_s')} s",
         f"throughput        {show('tokens_per_s', 1e-6)} million tokens/s, "
         f"{show('tokens_per_s_per_gpu', 1, 4)} per GPU",
-        f"MFU               {show('mfu', 100)} % of the bf16 peak, attention not halved for its mask",
+        f"MFU               {show('mfu', 100)} % of the bf16 peak, attention's mask not counted",
         f"breakdown         {parts}",
         f"within a run      1 step in 20 is {_percent(value['step_spread'])} over the median",
         f"goodput           {_percent(value['goodput']['share'])}, one failure every "
