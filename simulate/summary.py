@@ -56,7 +56,7 @@ def summary(value: Mapping[str, Any]) -> str:
         f"step time         {show('step_time_s')} s",
         f"throughput        {show('tokens_per_s', 1e-6)} million tokens/s, "
         f"{show('tokens_per_s_per_gpu', 1, 4)} per GPU",
-        f"MFU               {show('mfu', 100)} % of the bf16 peak, attention's mask not counted",
+        f"MFU               {show('mfu', 100)} % of the bf16 peak, attention's masked half counted",
         f"breakdown         {parts}",
         f"within a run      1 step in 20 is {_percent(value['step_spread'])} over the median",
         f"goodput           {_percent(value['goodput']['share'])}, one failure every "
