@@ -247,7 +247,7 @@ def test_same_seed_same_numbers(command: Any) -> None:
         (("--model", "deep.yaml"), "deep.yaml: not valid YAML"),
         (
             ("--model", "twice.yaml"),
-            "the key 'layers' is given twice   in \"<unicode string>\", line 3",
+            "not valid YAML for a model (line 3: the key 'layers' is given twice)",
         ),
         (("--emit", ""), "'' names no folder"),
         (("--cooling", ""), "cooling '' is neither a file nor a named cooling"),
