@@ -179,10 +179,11 @@ def fewest_gpus(
 
 @dataclass(frozen=True)
 class Plans:
-    """All parallelisms that fit memory."""
+    """All parallelisms that fit memory; where only one is possible, overlap apart, that one."""
 
     plans: tuple[Plan, ...]  # fastest first, by the closed form
     considered: int  # valid parallelisms
+    fitting: int  # of these, that fit memory
 
 
 def fitting(
@@ -197,28 +198,23 @@ def fitting(
 ) -> Plans:
     """The parallelisms that fit memory, those of the shortest step in closed form first.
 
-    Where only one is possible it is returned whether it fits or not; otherwise raises UserError
-    where none fits, saying by how much the smallest misses and what would fit.
+    Where only one is possible, overlap apart, it is returned whether it fits or not; otherwise
+    raises UserError where none fits, saying by how much the smallest misses and what would fit.
     """
-    found: list[tuple[Parallelism, float]] = []
-    tightest: tuple[float, Parallelism] | None = None
-    considered = 0
-    for p in candidates(model, gpus, global_batch, node, fixed or {}, wide):
-        considered += 1
-        used = memory(model, p, node, fabric)
-        if tightest is None or used.needed_gib < tightest[0]:
-            tightest = (used.needed_gib, p)
-        if used.fits:
-            found.append((p, used.peak_gib))
-    if tightest is None:
+    possible = candidates(model, gpus, global_batch, node, fixed or {}, wide)
+    every = [(p, memory(model, p, node, fabric)) for p in possible]
+    if not every:
         raise UserError(
             f"no parallelism of {gpus} GPUs splits {model.name} with global batch {global_batch} "
             f"and the degrees given: {_why_none(model, gpus, global_batch, fixed or {})}"
         )
-    if not found and considered == 1:
-        found = [(tightest[1], tightest[0])]
+    found = [(p, used) for p, used in every if used.fits]
+    counts = len(every), len(found)
+    if not found and len({p.model_copy(update={"overlap": False}) for p, _ in every}) == 1:
+        found = every
     if not found:
-        needed, p = tightest
+        p, used = min(every, key=lambda one: one[1].needed_gib)
+        needed = used.needed_gib
         use = any_of(remedies(model, p, node, fabric, calibration))
         if not use:
             enough = fewest_gpus(model, gpus, global_batch, node, fabric)
@@ -230,10 +226,10 @@ def fitting(
             f"{needed - node.memory_gib:.0f} GiB too many; use {use}"
         )
     if len(found) == 1:
-        return Plans((Plan(found[0][0], 0.0, found[0][1]),), considered)
+        return Plans((Plan(found[0][0], 0.0, found[0][1].peak_gib),), *counts)
     rough = Rough(model, node, fabric, calibration)
-    plans = [Plan(p, rough.step_us(p) / 1e6, peak) for p, peak in found]
-    return Plans(tuple(sorted(plans, key=lambda plan: plan.rough_s)), considered)
+    plans = [Plan(p, rough.step_us(p) / 1e6, used.peak_gib) for p, used in found]
+    return Plans(tuple(sorted(plans, key=lambda plan: plan.rough_s)), *counts)
 
 
 def search(
@@ -274,4 +270,4 @@ def search(
         if plan.rough_s:
             beside.setdefault((p.tp, p.ep), time / plan.rough_s)
     found.sort(key=lambda one: one.step_time_s)
-    return Found(tuple(found), all_plans.considered, len(all_plans.plans))
+    return Found(tuple(found), all_plans.considered, all_plans.fitting)

@@ -124,7 +124,8 @@ def choose(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> tupl
     found = search(inputs.model, gpus, batch, inputs.node, inputs.fabric, inputs.calibration, fixed)
     if found.considered == 1:
         return found.best[0].parallelism, "given"
-    words = f"searched: the fastest of {found.fitting} that fit memory"
+    fit = "that fit" if found.fitting else "plans, of which none fits"
+    words = f"searched: the fastest of {found.fitting or found.considered} {fit} memory"
     if fixed:
         words += f", with {', '.join(sorted(fixed))} given"
     return found.best[0].parallelism, words

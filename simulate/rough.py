@@ -164,7 +164,8 @@ class Rough:
     def _update_us(self, p: Parallelism, one: Pass) -> float:
         """Gradient reduction, parameter gather and update of the slowest stage in each.
 
-        Stages that gather in turn: of all, those between as the last.
+        A stage ends its passes at least one backward pass before the first does. Stages that gather
+        in turn: of all, those between as the last.
         """
         parts = [
             (
@@ -175,6 +176,7 @@ class Rough:
             for end in self._of_ends(p)
         ]
         slowest: list[float] = [max(times) for times in zip(*parts, strict=True)]
+        slowest[0] = max(parts[0][0], parts[-1][0] - self._chunk_us(p, one, BACKWARD))
         if gather_in_turn(p):
             slowest[1] = parts[0][1] + (p.pp - 1) * parts[-1][1]
         return self.calibration.host.step_us * self.calibration.host.slower + sum(slowest)
@@ -190,13 +192,17 @@ class Rough:
         """What a stage waits for of what its chunks send, beside passes or not."""
         if not p.overlap or (way == FORWARD and p.zero != 1):
             return sum(sum(chunk.values()) for chunk in sent)
-        layers = one.free["layer"][way] * self.model.layers / (p.pp * p.vpp)
+        layers = self._chunk_us(p, one, way)
         zero = self._costs(p).draws.zero
         chunks = [
             Chunk({axis: zero + time for axis, time in each.items()}, zero + layers, zero + layers)
             for each in sent
         ]
         return central(waited_us(chunks, p, buckets, self._costs(p), way))
+
+    def _chunk_us(self, p: Parallelism, one: Pass, way: int) -> float:
+        """The pass of a model chunk's layers."""
+        return one.free["layer"][way] * self.model.layers / (p.pp * p.vpp)
 
     def _of_ends(self, p: Parallelism) -> list[Update]:
         """Of the first and the last stage."""

@@ -266,7 +266,7 @@ def against(
         "node": theirs.node.name,
         "fabric": theirs.fabric.name,
         "gpus": gpus,
-        "fitting": len(ranking.found.plans),
+        "fitting": ranking.found.fitting,
         "plan": plan(one, one.as_json(), best, first, arguments.objective),
         "why": attribution(first, one),
         "warnings": warnings(one),
@@ -313,7 +313,7 @@ def main(words: Sequence[str]) -> int:
         "calibration": inputs.calibration_path.as_posix(),
         "what_if": what.words() or None,
         "considered": ranking.found.considered,
-        "fitting": len(ranking.found.plans),
+        "fitting": ranking.found.fitting,
         "plans": [
             plan(one, its, values[0], best[0], arguments.objective)
             for one, its in zip(best, values, strict=True)
