@@ -258,14 +258,24 @@ def judge_scaling(ledger: Ledger, protocol: str, samples: Sequence[Sample]) -> N
         )
 
 
-def note_network(ledger: Ledger, fit: NetworkFit, sds: dict[str, float]) -> None:
-    """Enter a network's parameters, `sds` their spreads."""
+def note_network(
+    ledger: Ledger,
+    fit: NetworkFit,
+    sds: dict[str, float],
+    priors: dict[str, tuple[float, float]] = PRIORS,
+    wider: float = 1.0,
+) -> None:
+    """Enter a network's parameters, `sds` their spreads, of which they have so many times as much.
+
+    One that is as uncertain as its prior is the prior: no row told it.
+    """
     wide = {"latency_us": fit.latency_sd, "efficiency": fit.efficiency_sd}
     for name, unit in UNITS.items():
         if name not in sds:
             continue
-        sd = max(sds[name], wide.get(name, 0.0))
-        note_one(ledger, fit, name, float(getattr(fit, name)), unit, sd)
+        sd = max(wider * sds[name], wide.get(name, 0.0))
+        prior = name in priors and sds[name] > 0.99 * priors[name][1]
+        note_one(ledger, fit, name, float(getattr(fit, name)), unit, sd, prior)
     ledger.note(
         f"network.{fit.protocol}.scale_sd",
         fit.scale_sd,
@@ -278,8 +288,18 @@ def note_network(ledger: Ledger, fit: NetworkFit, sds: dict[str, float]) -> None
 
 
 def note_one(
-    ledger: Ledger, fit: NetworkFit, name: str, value: float, unit: str, sd: float
+    ledger: Ledger,
+    fit: NetworkFit,
+    name: str,
+    value: float,
+    unit: str,
+    sd: float,
+    prior: bool = False,
 ) -> None:
-    """Enter one parameter of a network."""
+    """Enter one parameter of a network; `prior`: the rows behind the others do not tell it."""
     name = f"network.{fit.protocol}.{name}"
-    ledger.note(name, value, unit, log_interval(value, sd), fit.source, fit.detail)
+    source: Source = "assumed" if prior else fit.source
+    detail = fit.detail
+    if prior and fit.source != "assumed":
+        detail = f"the prior of every network, which no row tells otherwise: {fit.detail}"
+    ledger.note(name, value, unit, log_interval(value, sd), source, detail)

@@ -188,7 +188,7 @@ def fit_networks(
                 "detail": detail,
             }
             found.append(fit.model_copy(update=wider))
-            note_network(ledger, found[-1], {name: 2 * sd for name, sd in sds.items()})
+            note_network(ledger, found[-1], sds, wider=2.0)
     if "tcp" in measured:
         rows = measured["tcp"], judged.get("tcp", [])
         found.append(fit_measured("tcp", *rows, evidence, ledger, idle_w))
@@ -196,7 +196,7 @@ def fit_networks(
         detail = "one TCP stream; no collective of this system left its node"
         fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
         found.append(fit)
-        note_network(ledger, fit, sds)
+        note_network(ledger, fit, sds, ASSUMED_TCP)
     return tuple(found)
 
 
@@ -221,7 +221,7 @@ def fit_measured(
     samples = [one.sample for one in rows]
     fit, sds = fit_network(protocol, samples, "measured", detail, MEASURED, rate)
     note_one(ledger, fit, "node_gbytes_per_s", rate, "GB/s", 0.05)
-    note_network(ledger, fit, sds)
+    note_network(ledger, fit, sds, MEASURED)
     fit = fit.model_copy(update={"curves": curves(fit, rows)})
     score(ledger, fit, "rows of role judge", judged, rows)
     fit = with_visits(fit, [one.visited for one in rows], assumed_of(protocol, rows), ledger)

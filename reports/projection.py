@@ -33,6 +33,12 @@ WORDS = {
 }
 
 
+def fabric_words(inputs: Json) -> str:
+    """A fabric's name, with the rate of all ports of a node together, where it has some."""
+    rate = inputs["node_gbits_per_s"]
+    return f"{inputs['fabric']['name']} fabric" + (f" ({rate:,.0f} Gb/s a node)" if rate else "")
+
+
 def render(value: Json, picture: str = "") -> str:
     """The whole page. `picture` is an SVG of the topology, made by `topologies.picture`."""
     inputs = value["inputs"]
@@ -59,7 +65,7 @@ def render(value: Json, picture: str = "") -> str:
         f"{inputs['model']['name']} on {inputs['gpus']:,} GPUs",
         sections,
         subtitle=f"{p['name']} ({p['chosen']}) · {inputs['node']['name']} nodes, "
-        f"{inputs['fabric']['name']} fabric · calibrated on {inputs['calibration']['system']} · "
+        f"{fabric_words(inputs)} · calibrated on {inputs['calibration']['system']} · "
         "every result on this page is simulated",
         facts=(
             ("step time", with_interval(value["step_time_s"], "s")),

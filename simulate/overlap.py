@@ -66,16 +66,19 @@ def waited_us(
 ) -> Array:
     """By how much what chunks of one pipeline stage send makes a step longer, us, (draws,).
 
-    chunks: in order. buckets: of chunk 0. Both what is sent beside passes and these are slower.
+    chunks: in order. buckets: of chunk 0. way: of the passes beside which gradients (backward) or,
+    under the distributed optimizer, parameters are sent; both these and what is sent are slower.
     """
     if not chunks[0].sent:
         return costs.draws.zero
+    whole = sum((one.whole for one in chunks), costs.draws.zero)
+    if not p.overlap or (way == FORWARD and p.zero != 1):
+        return whole
     slowed = costs.slowed("dp", "edp")
     if way == FORWARD and p.vpp == 1:
         left = gathers_us(chunks[0], buckets, slowed)
     else:
         left = exposed_us(chunks, p.pp, buckets, slowed)
-    whole = sum((one.whole for one in chunks), costs.draws.zero)
     return left + costs.slowing(whole - left, slowed)
 
 

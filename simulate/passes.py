@@ -213,12 +213,12 @@ def _passes(
         if shards and way < WEIGHTS:
             compute = compute + costs.kernel_us(shards[way]) / p.vpp
             energy += costs.energy(shards[way]) * (1 / p.vpp)
+        free = {
+            name: one.cost.total - one.ports_us
+            for (_, name), (_, one) in zip(pieces, mine, strict=True)
+        }
         waited = []
         if p.zero > 1 and way < WEIGHTS:
-            free = {
-                name: one.cost.total - one.ports_us
-                for (_, name), (_, one) in zip(pieces, mine, strict=True)
-            }
             waited = waits(way, pieces, free, costs, model, p)
         hidden_w_us = 0.0
         for each in waited:
@@ -228,9 +228,7 @@ def _passes(
             hidden_w_us += central(each.hidden) * slowed * costs.communication_w(axis)
             exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
-        busy = {name: zero for _, name in pieces}
-        for (count, name), (_, (_, cost, ports_us)) in zip(pieces, mine, strict=True):
-            busy[name] = busy[name] + count * (cost.total - ports_us)
+        busy = {name: count * free[name] for count, name in pieces}
         of_layers = busy["layer"] / larger(sum(busy.values(), zero), 1e-9)
         yield PassCost(
             total=whole,

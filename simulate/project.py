@@ -237,8 +237,8 @@ def main(words: Sequence[str]) -> int:
     check_budget(arguments.tokens, arguments.price_per_gpu_hour)
     counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)
-    if arguments.gpu_mtbf_hours is not None and not 0 < arguments.gpu_mtbf_hours <= 1e12:
-        raise UserError(f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give hours above 0")
+    if arguments.gpu_mtbf_hours is not None and not 1 <= arguments.gpu_mtbf_hours <= 1e12:
+        raise UserError(f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give 1 hour or more")
     what, caps = read_power(arguments)
     inputs = read_inputs(arguments)
     check_caps(caps, what, inputs.calibration, inputs.node)

@@ -29,7 +29,7 @@ from spec.files import sha256
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
-from topologies.layout import node_count, notes
+from topologies.layout import node_count, node_gbytes_per_s, notes
 from topologies.picture import picture
 from topologies.tiers import AxisTraffic, TierLoad, tier_utilisation
 
@@ -96,6 +96,9 @@ class Projection:
                 "gpus": p.gpus,
                 "node": r.node.model_dump(),
                 "fabric": r.fabric.model_dump(),
+                "node_gbits_per_s": 8 * node_gbytes_per_s(r.node, r.fabric)
+                if r.fabric.ports_per_node or r.node.nics
+                else None,
                 "calibration": {
                     "path": r.calibration_path.as_posix(),
                     "sha256": sha256(r.calibration_path),

@@ -190,8 +190,6 @@ class Rough:
         way: int,
     ) -> float:
         """What a stage waits for of what its chunks send, beside passes or not."""
-        if not p.overlap or (way == FORWARD and p.zero != 1):
-            return sum(sum(chunk.values()) for chunk in sent)
         layers = self._chunk_us(p, one, way)
         zero = self._costs(p).draws.zero
         chunks = [

@@ -3,14 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from reports.projection import fabric_words
 from simulate.energy import lines as power_lines
-
-
-def _node_rate(inputs: Mapping[str, Any]) -> str:
-    """What all ports of a node carry together; nothing where it has none."""
-    fabric = inputs["fabric"]
-    count = fabric["ports_per_node"] or inputs["node"]["nics"]
-    return f" ({count * fabric['nic_gbits_per_s']:,.0f} Gb/s a node)" if count else ""
 
 
 def _memory(value: Mapping[str, Any]) -> str:
@@ -50,8 +44,7 @@ def summary(value: Mapping[str, Any]) -> str:
         sources[one["source"]] = sources.get(one["source"], 0) + 1
     lines = [
         f"{inputs['model']['name']} on {inputs['gpus']} GPUs: {inputs['node']['name']} nodes, "
-        f"{inputs['fabric']['name']} fabric{_node_rate(inputs)}, "
-        f"calibrated on {inputs['calibration']['system']}",
+        f"{fabric_words(inputs)}, calibrated on {inputs['calibration']['system']}",
         f"parallelism       {p['name']} ({p['chosen']})",
         f"step time         {show('step_time_s')} s",
         f"throughput        {show('tokens_per_s', 1e-6)} million tokens/s, "

@@ -122,9 +122,7 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
 def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateCost:
     """What is left of it beside the stage's passes."""
 
-    def waited(sends: Sends, way: int, beside: bool) -> Array:
-        if not beside:
-            return sum(sends.times, costs.draws.zero)
+    def waited(sends: Sends, way: int) -> Array:
         chunks = [
             Chunk({each.axis: time for each, time in sent}, mine[way].free, mine[way].layers)
             for sent, mine in zip(sends.chunks, work.passes, strict=True)
@@ -133,8 +131,8 @@ def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateC
 
     return UpdateCost(
         one,
-        reduced_us=waited(one.reduction, BACKWARD, p.overlap),
-        gather_us=waited(one.gather, FORWARD, p.overlap and p.zero == 1),
+        reduced_us=waited(one.reduction, BACKWARD),
+        gather_us=waited(one.gather, FORWARD),
     )
 
 

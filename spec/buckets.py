@@ -51,7 +51,7 @@ def gradient_buckets(
         if stage == 0:
             before = [(first - table, 1.0, False), (table, 1.0, alone)]
         if stage == p.pp - 1 and p.vpp == 1:
-            own = table if last >= table else 0
+            own = table if last >= table else 0  # tied on one stage: the embedding's
             after = [(own, 0.0, alone), (last - own, 0.0, False)]
     found = [*_filled([*after, *dense, *before], full), *_filled(experts, full, "edp")]
     return tuple(sorted(found, key=lambda one: one.ready))
@@ -66,15 +66,14 @@ def _of_layers(sizes: Sequence[int], layers: int) -> Iterator[Tensor]:
 
 
 def _filled(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> Iterator[Bucket]:
-    held, ready = 0, 0.0
-    for size, until, alone in tensors:
-        if held and size and (alone or (full and held >= full)):
+    """Tensors, some of no size, in buckets of at least `full`, or in one."""
+    held, ready, closed = 0, 0.0, False
+    for size, until, alone in (one for one in tensors if one[0]):
+        if held and (closed or alone):
             yield Bucket(held, ready, axis)
             held = 0
         held, ready = held + size, until
-        if held and alone:
-            yield Bucket(held, ready, axis)
-            held = 0
+        closed = alone or bool(full and held >= full)
     if held:
         yield Bucket(held, ready, axis)
 

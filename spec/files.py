@@ -138,6 +138,8 @@ def first_problem(error: ValidationError) -> str:
         return f"unknown key {field!r}; remove it or correct its spelling"
     if problem["type"] == "missing":
         return f"the key {field!r} is missing"
+    if field == "the whole" and problem["type"].startswith(("model_type", "model_attributes_type")):
+        return "is no mapping of keys to values; give one, as `key: value` lines or a JSON object"
     message = problem["msg"].removeprefix("Value error, ")
     given = repr(problem.get("input"))
     if problem["type"] == "value_error":

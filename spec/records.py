@@ -462,7 +462,7 @@ class ProfileRow(Row):
     operations: str | None = Field(
         default=None,
         description="compute: torch's operations that took longest, each with ms in one step, as "
-        "'aten::gelu 1.204; aten::add 0.930'; runs before 24 November lack it",
+        "'aten::gelu 1.204; aten::add 0.930'; older runs lack it",
     )
 
 

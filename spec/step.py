@@ -238,7 +238,7 @@ def optimizer(
     owned = held = scaled = 0
     reduction: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
-    for axis, size, elements in _replicated(model, p, stage):
+    for axis, size, elements in _replicated(p, *trained_parameters(model, p, stage)):
         owned += elements // size if p.zero else elements
         held += elements
         scaled += elements if size > 1 else 0
@@ -278,7 +278,7 @@ def copied_alone(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, 
     if p.zero != 1:
         return ()
     found: tuple[Kernel, ...] = ()
-    for _, size, elements in _replicated(model, p, stage):
+    for _, size, elements in _replicated(p, *trained_parameters(model, p, stage)):
         if size == 1 and elements:
             found += (copied(8 * elements),) * 2 + (copied(4 * elements),) * 2
     return found
@@ -367,7 +367,7 @@ def sharded(
     held = {"embedding": (first, 0), "layer": layer_parameters(model, p), "head": (last, 0)}
     found = {}
     for name, (dense, expert) in held.items():
-        replicated = _over_replicas(p, dense, expert) if p.zero > 1 else ()
+        replicated = _replicated(p, dense, expert) if p.zero > 1 else ()
         sent = [(axis, n) for axis, size, n in replicated if size > 1 and n]
         gathers = tuple(Collective("all_gather", axis, 2.0 * n) for axis, n in sent if p.zero == 3)
         scatters = tuple(Collective("reduce_scatter", axis, 4.0 * n) for axis, n in sent)
@@ -380,16 +380,14 @@ def shard_kernels(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel,
     """What passes of a microbatch do to a GPU's shards under zero 3: forward, backward; or none."""
     if p.zero < 3:
         return ()
-    owned = sum(elements // size for _, size, elements in _replicated(model, p, stage))
+    owned = sum(
+        elements // size
+        for _, size, elements in _replicated(p, *trained_parameters(model, p, stage))
+    )
     return shard_copies(p, owned, False), shard_copies(p, owned, True)
 
 
-def _replicated(model: ModelSpec, p: Parallelism, stage: int) -> tuple[tuple[str, int, int], ...]:
-    """`_over_replicas` of all that a GPU of `stage` trains."""
-    return _over_replicas(p, *trained_parameters(model, p, stage))
-
-
-def _over_replicas(p: Parallelism, dense: int, expert: int) -> tuple[tuple[str, int, int], ...]:
+def _replicated(p: Parallelism, dense: int, expert: int) -> tuple[tuple[str, int, int], ...]:
     """(axis, its size, parameters of a GPU that are replicated over it): dense, then expert."""
     replicas = p.dp * p.cp
     return ("dp", replicas, dense), ("edp", replicas // p.ep, expert)

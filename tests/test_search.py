@@ -13,7 +13,6 @@ from simulate import search, sweep
 from simulate.attribution import attribution
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
-from simulate.overlap import gather_in_turn
 from simulate.plans import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans import search as quick_search
 from simulate.projection import Request, project
@@ -101,49 +100,6 @@ def test_a_wide_search_adds_plans_and_loses_none() -> None:
     assert all(p.gpus == 16 for p in wide)
     tied = set(candidates(small, 16, 32, NODE, {"cp": 2, "recompute": "full"}, wide=True))
     assert tied == {p for p in wide if p.cp == 2 and p.recompute == "full"}
-
-
-def test_both_ways_of_sending_are_searched_where_stages_gather_in_turn() -> None:
-    """With overlap a pipeline's gathers add up: nowhere else is it faster without."""
-    small, fabric = load_model("llama3-8b").resized(layers=8), load_fabric("ethernet-100g")
-    found = set(candidates(small, 16, 32, NODE, {"recompute": "none"}))
-    assert all(
-        p.overlap or gather_in_turn(p.model_copy(update={"overlap": True}))
-        for p in found
-        if p.dp > 1
-    )
-    without = {p for p in found if p.dp > 1 and not p.overlap}
-    assert {p.model_copy(update={"overlap": True}) for p in without} == {
-        p for p in found if gather_in_turn(p)
-    }
-    assert without
-    assert not {
-        p for p in candidates(small, 16, 32, NODE, {"overlap": True}) if not p.overlap and p.dp > 1
-    }
-
-    def step_s(p: Parallelism) -> float:
-        run = StepSimulator(small, p, NODE, fabric, CALIBRATION, draws=0).run()
-        return float(run.step_time_s[0])
-
-    for p in found:
-        if p.overlap and not gather_in_turn(p):
-            assert step_s(p) <= 1.001 * step_s(p.model_copy(update={"overlap": False})), p
-
-
-def test_a_projection_says_where_overlap_costs_time(inputs: Inputs) -> None:
-    p = Parallelism(tp=2, pp=4, dp=2, global_batch=16, sequence_parallel=True, overlap=True)
-
-    def said(p: Parallelism) -> list[str]:
-        request = Request(
-            inputs.model, p, inputs.node, load_fabric("ethernet-100g"), CALIBRATION,
-            inputs.calibration_path, draws=20,
-        )  # fmt: skip
-        return [one for one in project(request).as_json()["warnings"] if "overlap" in one]
-
-    (note,) = said(p)
-    assert "--no-overlap" in note
-    assert not said(p.model_copy(update={"overlap": False}))
-    assert not said(p.model_copy(update={"vpp": 2}))
 
 
 @given(layers=st.integers(1, 200), data=st.data())

@@ -7,10 +7,12 @@ import pytest
 from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
 from simulate.overlap import gather_in_turn
-from simulate.plans import ROUGH_ERROR, fitting, search
+from simulate.plans import ROUGH_ERROR, candidates, fitting, search
 from simulate.project import choose
+from simulate.projection import Request, project
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.files import write_json
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from tests.made_up import calibration_json
@@ -28,6 +30,45 @@ def step_s(model: ModelSpec, p: Parallelism, fabric: str) -> float:
 
 def without(p: Parallelism) -> Parallelism:
     return p.model_copy(update={"overlap": False})
+
+
+def test_both_ways_of_sending_are_searched_where_stages_gather_in_turn() -> None:
+    """With overlap a pipeline's gathers add up: nowhere else is it faster without."""
+    small, fabric = load_model("llama3-8b").resized(layers=8), "ethernet-100g"
+    found = set(candidates(small, 16, 32, NODE, {"recompute": "none"}))
+    assert all(
+        p.overlap or gather_in_turn(p.model_copy(update={"overlap": True}))
+        for p in found
+        if p.dp > 1
+    )
+    after = {p for p in found if p.dp > 1 and not p.overlap}
+    assert after == {without(p) for p in found if gather_in_turn(p)}
+    assert after
+    assert not {
+        p for p in candidates(small, 16, 32, NODE, {"overlap": True}) if not p.overlap and p.dp > 1
+    }
+
+    for p in found:
+        if p.overlap and not gather_in_turn(p):
+            assert step_s(small, p, fabric) <= 1.001 * step_s(small, without(p), fabric), p
+
+
+def test_a_projection_says_where_overlap_costs_time(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write_json(path, calibration_json())
+    model = load_model("llama3-8b").resized(layers=8, seq_len=2048)
+    p = Parallelism(tp=2, pp=4, dp=2, global_batch=16, sequence_parallel=True, overlap=True)
+
+    def said(p: Parallelism) -> list[str]:
+        request = Request(
+            model, p, NODE, load_fabric("ethernet-100g"), CALIBRATION, path, draws=20,
+        )  # fmt: skip
+        return [one for one in project(request).as_json()["warnings"] if "overlap" in one]
+
+    (note,) = said(p)
+    assert "--no-overlap" in note
+    assert not said(without(p))
+    assert not said(p.model_copy(update={"vpp": 2}))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_frozen_weights_wait_for_no_update(calibrations: Calibrations) -> None:
     assert sum(parts.values()) == pytest.approx(times[0])
     tensors = 4 * one.model.layers
     host = calibrations.of(one).host
-    assert (parts["optimizer"] + parts["other"]) * 1e6 >= host.tensor_us * tensors + host.step_us
+    assert parts["optimizer"] * 1e6 >= host.tensor_us * tensors
+    assert parts["other"] * 1e6 >= host.step_us
 
 
 @pytest.mark.parametrize(

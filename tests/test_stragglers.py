@@ -166,7 +166,7 @@ def test_every_what_if_of_a_projection_does_something(tmp_path: Path) -> None:
         ("--gpus 8 --slow-link 2", "no effect on 8 GPUs"),
         ("--gpus 64 --slow-link 0.5", "how many times slower"),
         ("--gpus 64 --slow-link nan", "how many times slower"),
-        ("--gpus 64 --gpu-mtbf-hours 0", "hours above 0"),
+        ("--gpus 64 --gpu-mtbf-hours 0", "1 hour or more"),
         ("--gpus 64 --tp 8 --pp 2 --slow-gpus 1:1", "FRACTION:FACTOR"),
     ],
 )
