@@ -28,7 +28,7 @@ interleaved stages). `grad_sync_func`, which starts a stage's reductions some pa
 all stages start together, is not set.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from simulate.costs import Costs
 from simulate.schedule import FORWARD
 from simulate.uncertainty import Array, larger
 from spec.buckets import Bucket
+from spec.collective import Collective
 from spec.parallelism import Parallelism
 
 
@@ -51,6 +52,14 @@ class Chunk(NamedTuple):
     def whole(self) -> Array:
         """All that it sends."""
         return reduce(add, self.sent.values())
+
+
+def by_axis(sent: Iterable[tuple[Collective, Array]]) -> dict[str, Array]:
+    """What is sent over each axis, us; one may have several of a kind."""
+    found: dict[str, Array] = {}
+    for one, time in sent:
+        found[one.axis] = found[one.axis] + time if one.axis in found else time
+    return found
 
 
 def gather_in_turn(p: Parallelism) -> bool:

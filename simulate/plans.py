@@ -98,9 +98,9 @@ def candidates(
     """Valid parallelisms of exactly `gpus` GPUs; `fixed` holds what the user has set.
 
     Where a pipeline's stages do not divide the layers they are as even as can be. Gradients and
-    parameters are sent beside passes, and where stages then gather in turn also after them: nowhere
-    else is that faster. `wide` adds less even stages, context parallelism, selective recomputation
-    and ZeRO 0, 2 and 3.
+    parameters are sent beside passes, and where stages then gather in turn also after them, which
+    is rarely faster elsewhere. `wide` adds less even stages, context parallelism, selective
+    recomputation and ZeRO 0, 2 and 3.
     """
 
     def options(name: str, values: list[Any]) -> list[Any]:

@@ -15,11 +15,11 @@ from simulate.exchange import neighbours, of_boundary
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
 from simulate.issue import caught_up, repeated_us
-from simulate.overlap import Chunk, gather_in_turn, waited_us
+from simulate.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.passes import Pieces, chunks
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.sharding import waits
-from simulate.uncertainty import central
+from simulate.uncertainty import Array, central
 from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration
 from spec.collective import Collective
@@ -55,8 +55,8 @@ class Pass:
 class Update:
     """What a stage does once a step, us."""
 
-    reduction: list[dict[str, float]]  # of each model chunk, by axis
-    gather: list[dict[str, float]]
+    reduction: list[dict[str, Array]]  # of each model chunk, by axis
+    gather: list[dict[str, Array]]
     kernels: float
     buckets: tuple[Bucket, ...]  # of the first chunk
 
@@ -184,18 +184,14 @@ class Rough:
     def _waited_us(
         self,
         p: Parallelism,
-        sent: list[dict[str, float]],
+        sent: list[dict[str, Array]],
         one: Pass,
         buckets: tuple[Bucket, ...],
         way: int,
     ) -> float:
         """What a stage waits for of what its chunks send, beside passes or not."""
-        layers = self._chunk_us(p, one, way)
-        zero = self._costs(p).draws.zero
-        chunks = [
-            Chunk({axis: zero + time for axis, time in each.items()}, zero + layers, zero + layers)
-            for each in sent
-        ]
+        layers = self._costs(p).draws.zero + self._chunk_us(p, one, way)
+        chunks = [Chunk(each, layers, layers) for each in sent]
         return central(waited_us(chunks, p, buckets, self._costs(p), way))
 
     def _chunk_us(self, p: Parallelism, one: Pass, way: int) -> float:
@@ -224,10 +220,10 @@ class Rough:
             self._updates[key] = found
         return self._updates[key]
 
-    def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> dict[str, float]:
+    def _sent_us(self, p: Parallelism, sent: tuple[Collective, ...]) -> dict[str, Array]:
         """By axis."""
         costs = self._costs(p)
-        return {one.axis: central(costs.collective_us(one)) for one in sent}
+        return by_axis((one, costs.collective_us(one)) for one in sent)
 
 
 def _pipeline_us(

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.costs import Costs, Energy
-from simulate.overlap import Chunk, waited_us
+from simulate.overlap import Chunk, by_axis, waited_us
 from simulate.passes import Sent, StageWork
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central, larger
@@ -31,7 +31,6 @@ class Sends(NamedTuple):
     """What the model chunks of a stage send once a step."""
 
     chunks: tuple[Sent, ...]
-    times: tuple[Array, ...]  # of each chunk, us, (draws,)
     w_us: float  # energy of all
 
 
@@ -68,7 +67,7 @@ class UpdateCost(NamedTuple):
     @property
     def reduction_us(self) -> Array:
         """All reductions of gradients."""
-        return self.reduced_us + self.alone.shared.times[0]
+        return sum((time for _, time in self.alone.shared.chunks[0]), self.reduced_us)
 
     @property
     def updated_us(self) -> Array:
@@ -124,7 +123,7 @@ def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateC
 
     def waited(sends: Sends, way: int) -> Array:
         chunks = [
-            Chunk({each.axis: time for each, time in sent}, mine[way].free, mine[way].layers)
+            Chunk(by_axis(sent), mine[way].free, mine[way].layers)
             for sent, mine in zip(sends.chunks, work.passes, strict=True)
         ]
         return waited_us(chunks, p, one.buckets, costs, way)
@@ -146,14 +145,14 @@ def _exposed(sends: Sends, exposed_us: Array) -> Sent:
 
 
 def _sends(chunks: Sequence[tuple[Collective, ...]], costs: Costs) -> Sends:
-    priced: dict[tuple[Collective, ...], tuple[Sent, Array, float]] = {}  # most are alike
+    priced: dict[tuple[Collective, ...], tuple[Sent, float]] = {}  # most are alike
     for chunk in chunks:
         if chunk not in priced:
-            sent, time, w_us = [], costs.draws.zero, 0.0
+            sent, w_us = [], 0.0
             for one in chunk:
                 taken = costs.collective_us(one)
                 sent.append((one, taken))
-                time, w_us = time + taken, w_us + central(taken) * costs.communication_w(one.axis)
-            priced[chunk] = tuple(sent), time, w_us
-    each, times, energies = zip(*(priced[chunk] for chunk in chunks), strict=True)
-    return Sends(each, times, sum(energies))
+                w_us += central(taken) * costs.communication_w(one.axis)
+            priced[chunk] = tuple(sent), w_us
+    each, energies = zip(*(priced[chunk] for chunk in chunks), strict=True)
+    return Sends(each, sum(energies))

@@ -15,6 +15,7 @@ from calibrate.network import (
     Sample,
     fit_network,
     judge_scaling,
+    note_network,
     path_of,
     predict,
     published_samples,
@@ -162,6 +163,18 @@ def test_two_nodes_send_each_byte_once_and_more_nodes_as_a_ring() -> None:
     wire = 1e12 / (fit.efficiency * 400e3)
     assert two == pytest.approx(wire, rel=0.02)
     assert four == pytest.approx(wire * 2 * 31 / 32, rel=0.02)
+
+
+def test_what_no_row_tells_of_a_network_is_assumed() -> None:
+    """The published sweeps of InfiniBand have no all-to-all, those of Ethernet have."""
+    for protocol, told in (("infiniband", False), ("ethernet", True)):
+        samples = published_samples(protocol)
+        assert any(one.collective == "all_to_all" for one in samples) == told
+        ledger = Ledger()
+        note_network(ledger, *fit_network(protocol, samples, "published", "sweeps"))
+        source = {one.name.split(".")[-1]: one.source for one in ledger.parameters}
+        assert source["all_to_all_efficiency"] == ("published" if told else "assumed")
+        assert source["efficiency"] == "published"
 
 
 def test_physics_of_few_points_leans_on_the_system() -> None:

@@ -11,6 +11,7 @@ from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.costs import Costs, Draws
 from simulate.overlap import Chunk, exposed_us, gathers_us
+from simulate.rough import Rough
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central
 from simulate.workload import Granularity, program
@@ -29,7 +30,7 @@ from spec.step import (
 )
 from tests.sharded import of_microbatch
 from tests.test_schedule import played
-from tests.test_step import CALIBRATION, MODEL, MOE, simulate
+from tests.test_step import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
 from topologies import load_fabric, load_node
 
 P = Parallelism(dp=4, pp=2, vpp=2, global_batch=32, overlap=True)
@@ -166,6 +167,25 @@ def test_what_chunks_send_is_in_their_buckets() -> None:
         chunk = Chunk({axis: np.array([3.0]) for axis in axes}, np.zeros(1), np.zeros(1))
         for left in (exposed_us([chunk], p.pp, buckets, 1.0), gathers_us(chunk, buckets, 1.0)):
             assert central(left) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_that_a_step_sends_is_waited_for_or_hidden(overlap: bool) -> None:
+    """Also where one axis has several of a kind: two optimizers gather all, without overlap."""
+    p = Parallelism(dp=8, ep=2, global_batch=8, overlap=overlap)
+    estimate = simulate(p, model=MOE)
+    (update,) = estimate.priced.updates
+    reduction, gather = (
+        sum(central(time) for chunk in sends.chunks for _, time in chunk)
+        for sends in (update.alone.reduction, update.alone.gather)
+    )
+    assert len(optimizer(MOE, p, 0)[2]) == (2 if overlap else 4)
+    assert central(update.gather_us) <= gather
+    if not overlap:
+        assert central(update.gather_us) == pytest.approx(gather)
+        assert central(update.reduced_us) == pytest.approx(reduction)
+    rough = Rough(MOE, NODE, FABRIC, CALIBRATION).step_us(p) / 1e6
+    assert rough == pytest.approx(float(estimate.step_time_s[0]), rel=0.05)
 
 
 def test_experts_without_replicas_send_nothing_beside() -> None:
