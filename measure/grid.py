@@ -75,8 +75,8 @@ _GPU_ROWS = ((16, 256), (512, 1024), (2048, 2048), (4096, 4096), (8192, 1024), (
 _CPU_ROWS = ((8, 64), (128, 128), (256, 256), (256, 1024))
 # operations whose time goes by width in steps of its own, at further hidden sizes
 _GPU_WIDTHS = ((4096, 3072), (4096, 5120), (8192, 6144), (2048, 12288))
-_BY_WIDTH = ("rmsnorm", "layernorm", "gelu")
-_WIDE = ("rmsnorm", "layernorm", "swiglu", "gelu", "residual")
+_BY_WIDTH = ("rmsnorm", "layernorm", "gelu", "bias")
+_WIDE = ("rmsnorm", "layernorm", "swiglu", "gelu", "residual", "bias")
 
 
 def kernels(gpu: bool, quick: bool) -> list[Kernel]:
@@ -103,6 +103,8 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
     words = ((128, 128, 512), (256, 256, 2048))
     for count, width, vocab in ((512, 1024, 32000), (4096, 2048, 32000)) if gpu else words:
         found += [Kernel("embedding", way, (count, width, vocab)) for way in PASSES]
+        half = (count, width, vocab // 2, 2)
+        found += [Kernel("vocab_parallel_embedding", way, half) for way in PASSES]
         found += [Kernel("cross_entropy", way, (count, vocab)) for way in PASSES]
     if not quick:
         found += _experts(gpu)

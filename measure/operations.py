@@ -41,6 +41,7 @@ PARAMETER = 2**26  # elements of one parameter tensor that an optimizer step is 
 _FOOTPRINT = {
     "cross_entropy": 2.2,
     "embedding": 2.0,
+    "vocab_parallel_embedding": 2.0,
     "router": 4.0,
     "adam": 0.7,  # of 30 B an element, 18 stay: master, gradient, two moments, weight
     "grad_norm": 1.2,
@@ -54,7 +55,7 @@ _FOOTPRINT = {
 def footprint(kernel: Kernel) -> float:
     """Bytes of memory that timing this kernel may take, roughly."""
     size = _FOOTPRINT.get(kernel.op, 3.0) * kernel.bytes
-    if kernel.op == "embedding":
+    if "vocab" in kernel.named and "width" in kernel.named:  # the table and its gradient
         size += 4.0 * kernel.named["width"] * kernel.named["vocab"] * 2
     if kernel.op == "attention" and kernel.dtype == "fp32":
         named = kernel.named
@@ -216,11 +217,35 @@ class Maker(Products):
             return lambda: a + b
         return lambda: b + F.dropout(a, p=0.0, training=True)
 
+    def _bias(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        rows = self._normal(*kernel.dims, dtype=dtype)
+        if kernel.direction == "backward":
+            return lambda: rows.sum(dim=0)
+        bias = self._normal(kernel.dims[1], dtype=dtype)
+        return lambda: rows + bias
+
     def _embedding(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         rows, width, vocab = kernel.dims
         tokens = self._indices(vocab, rows)
         table = self._normal(vocab, width, dtype=dtype, scale=0.02)
         return self._differentiable(kernel, lambda w: F.embedding(tokens, w), table)
+
+    def _vocab_parallel_embedding(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """VocabParallelEmbedding's of the first rank, its all-reduce left out."""
+        rows, width, vocab, ranks = kernel.dims
+        start = 0  # of this rank's words
+        tokens = self._indices(vocab * ranks, rows)
+        table = self._normal(vocab, width, dtype=dtype, scale=0.02)
+
+        def look_up(w: Tensor) -> Tensor:
+            mask = (tokens < start) | (tokens >= start + vocab)
+            mine = tokens.clone() - start
+            mine[mask] = 0
+            out = F.embedding(mine, w)
+            out[mask, :] = 0.0
+            return out
+
+        return self._differentiable(kernel, look_up, table)
 
     def _cross_entropy(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """VocabParallelCrossEntropy's steps, its three all-reduces left out."""

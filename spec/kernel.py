@@ -37,8 +37,11 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rope": (("rows", "heads", "head_dim"), PASSES),
     "swiglu": (("rows", "width"), PASSES),  # width of the output
     "gelu": (("rows", "width"), PASSES),
-    "residual": (("rows", "width"), PASSES),  # bias-dropout-add
+    "residual": (("rows", "width"), PASSES),  # dropout-add
+    "bias": (("rows", "width"), PASSES),  # added to every row; backward: summed over rows
     "embedding": (("rows", "width", "vocab"), PASSES),
+    # a rank's `vocab` rows of a table: what the others' words look up is masked, both ways
+    "vocab_parallel_embedding": (("rows", "width", "vocab", "ranks"), PASSES),
     "cross_entropy": (("rows", "vocab"), PASSES),
     "router": (("rows", "experts", "top_k"), PASSES),
     "permute": (("rows", "width"), PASSES),
@@ -49,7 +52,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # FSDP: weights gathered from `ranks` GPUs out of the message; bf16 gradients into one, as fp32
     "gather_copy_out": (("elements", "ranks"), ("forward",)),
     "scatter_copy_in": (("elements", "ranks"), ("forward",)),
-    # around ring attention's pieces, see `spec.step_context`; torch vectorises none of them
+    # around ring attention's pieces, see `spec.step_context`; torch vectorises none of them.
+    # Wherever else a copy changes the order of what it moves, it is a `reorder`, too
     "reorder": (("rows", "heads", "head_dim"), ("forward",)),  # bf16, by token to by head
     "widen": (("elements",), ("forward",)),  # bf16 to fp32
     "rescale": (("rows", "width"), ("forward",)),  # fp32, each row by a factor of its own
@@ -65,6 +69,7 @@ _TOUCHED = {
     "swiglu": (3, 5),
     "gelu": (2, 3),
     "residual": (3, 1),
+    "bias": (2, 1),
     "permute": (2, 2),
 }
 
@@ -115,18 +120,22 @@ class Kernel:
         """What a system that never measured this operation takes its time from, if anything.
 
         A block without mask: causal attention of as many products. FSDP's copies: a plain copy of
-        as many bytes. What is around a ring's pieces: the one kernel of a step's others that torch
-        does not vectorise either, of as many bytes.
+        as many bytes; a bias's gradient, too. What is around a ring's pieces, and a bias: the one
+        kernel of a step's others that torch does not vectorise either, of as many bytes. A rank's
+        part of a table: a table without masks.
         """
         d = self.named
         if self.op == "attention_block":
             seq = isqrt(2 * d["queries"] * d["keys"])
             dims = (d["batch"], seq, d["heads"], d["kv_heads"], d["head_dim"])
             return Kernel("attention", self.direction, dims, self.dtype)
-        if self.op in AROUND_BLOCKS:
-            return Kernel("grad_accumulate", "forward", (max(int(self.bytes) // 10, 1),))
-        if self.op in ("gather_copy_out", "scatter_copy_in"):
+        summed = (self.op, self.direction) == ("bias", "backward")
+        if summed or self.op in ("gather_copy_out", "scatter_copy_in"):
             return Kernel("copy", "forward", (max(int(self.bytes) // 4, 1),))
+        if self.op in (*AROUND_BLOCKS, "bias"):
+            return Kernel("grad_accumulate", "forward", (max(int(self.bytes) // 10, 1),))
+        if self.op == "vocab_parallel_embedding":
+            return Kernel("embedding", self.direction, self.dims[:3], self.dtype)
         return None
 
     @cached_property
@@ -166,6 +175,8 @@ class Kernel:
                 return float(forward if self.direction == "forward" else 2.5 * forward)
             case "embedding":
                 return float(d["rows"] * d["width"] * size * 2)
+            case "vocab_parallel_embedding":  # looked up or summed, and masked
+                return float(d["rows"] * d["width"] * size * 4)
             case "cross_entropy":  # bf16 logits in, fp32 softmax kept, bf16 gradient out
                 return float(d["rows"] * d["vocab"] * (size + 4))
             case "router":

@@ -17,6 +17,7 @@ from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_context import ring_attention
+from spec.step_ends import embedding, end_parameters, head, norm_parameters
 from spec.step_experts import EXPERTS, expert_mlp
 from spec.step_linear import FP8_PRODUCTS, adapter_parameters, column, row
 from spec.step_parts import (
@@ -25,6 +26,8 @@ from spec.step_parts import (
     Shapes,
     by_autograd,
     copied,
+    pair,
+    reordered,
     shapes,
     without_weights,
 )
@@ -37,6 +40,9 @@ __all__ = [
     "Segment",
     "Shapes",
     "copied",
+    "embedding",
+    "end_parameters",
+    "head",
     "shapes",
     "without_weights",
 ]
@@ -44,21 +50,15 @@ __all__ = [
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 
 
-def _pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
-    return (
-        Part(name, (Kernel(op, "forward", dims),)),
-        Part(name, (Kernel(op, "backward", dims),)),
-    )
-
-
-def _biased(pair: tuple[Part, Part], model: ModelSpec, elements: int) -> tuple[Part, Part]:
-    """The same with a bias added to `elements` outputs, its gradient summed, where there are."""
+def _biased(both: tuple[Part, Part], model: ModelSpec, dims: tuple[int, int]) -> tuple[Part, Part]:
+    """The same with a bias added to outputs (rows, width), its gradient summed, if there is one."""
     if not model.linear_bias:
-        return pair
-    forward, backward = pair
+        return both
+    forward, backward = both
+    added, summed = pair("bias", "bias", dims)
     if not model.lora_rank:
-        backward = replace(backward, kernels=(*backward.kernels, copied(2 * elements)))
-    return replace(forward, kernels=(*forward.kernels, copied(4 * elements))), backward
+        backward = replace(backward, kernels=(*backward.kernels, *summed.kernels))
+    return replace(forward, kernels=(*forward.kernels, *added.kernels)), backward
 
 
 def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
@@ -67,18 +67,18 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     dim = model.head_dim
     qkv_width = (heads + 2 * kv_heads) * dim
     parts = [column("qkv", s.tokens, qkv_width, model.hidden, model, p)]
-    parts[0] = _biased(parts[0], model, s.tokens * qkv_width)
+    parts[0] = _biased(parts[0], model, (s.tokens, qkv_width))
     # grouped queries are copied out of the product's output; their gradients are joined by a copy
-    queries = (copied(4 * s.tokens * heads * dim),) if heads != kv_heads else ()
+    queries = (reordered(s.tokens, heads * dim, dim),) if heads != kv_heads else ()
     joined = (copied(4 * s.tokens * qkv_width),)
     parts.append((Part("split", queries), Part("split", joined)))
     if model.position == "rope":
-        parts.append(_pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
+        parts.append(pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
     if p.cp > 1:
         parts.append(ring_attention(model, p, heads, kv_heads))
     else:
         core = (p.microbatch, model.seq_len, heads, kv_heads, dim)
-        parts.append(_pair("attention", "attention", core))
+        parts.append(pair("attention", "attention", core))
     parts.append(row("proj", s.tokens, model.hidden, heads * dim, model, p))
     return parts
 
@@ -89,8 +89,8 @@ def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     activation = "swiglu" if model.gated else "gelu"
     fc1 = column("fc1", s.tokens, up, model.hidden, model, p)
     return [
-        _biased(fc1, model, s.tokens * up),
-        _pair(activation, activation, (s.tokens, ffn)),
+        _biased(fc1, model, (s.tokens, up)),
+        pair(activation, activation, (s.tokens, ffn)),
         row("fc2", s.tokens, model.hidden, ffn, model, p),
     ]
 
@@ -102,9 +102,9 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     `full`, the attention core under `selective`. Under zero 3 see `spec.step_sharded`.
     """
     s = shapes(model, p)
-    norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
-    residual = _pair("residual", "residual", (s.local_tokens, model.hidden))
-    residual = _biased(residual, model, s.local_tokens * model.hidden)  # proj's and fc2's
+    norm = pair("norm", model.norm, (s.local_tokens, model.hidden))
+    residual = pair("residual", "residual", (s.local_tokens, model.hidden))
+    residual = _biased(residual, model, (s.local_tokens, model.hidden))  # proj's and fc2's
     attention = _attention(model, p, s)
     mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
     pairs = [norm, *attention, residual, norm, *mlp, residual]
@@ -116,50 +116,6 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         again = tuple(part for part in forward if part.name == "attention")
         backward = again + backward
     return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
-
-
-def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
-    """Token embedding at the head of the first stage."""
-    s = shapes(model, p)
-    vocab = max(model.vocab // p.tp, 1)
-    forward, backward = _pair("embedding", "embedding", (s.tokens, model.hidden, vocab))
-    # its gradient is dense: the whole table is added to the accumulated one, or, where it is the
-    # output layer's too, to that one's bf16 gradient
-    grad = Kernel("grad_accumulate", "forward", (vocab * model.hidden,))
-    if model.tied_embeddings and p.pp == 1:
-        grad = copied(6 * vocab * model.hidden)
-    sums: tuple[Collective, ...] = ()
-    gather: tuple[Collective, ...] = ()
-    if p.tp > 1:
-        # learned positions are added before the sequence is split, so there the sum is whole
-        split = p.sequence_parallel and model.position == "rope"
-        kind = "reduce_scatter" if split else "all_reduce"
-        sums = (Collective(kind, "tp", s.activation_bytes),)
-    if p.sequence_parallel:
-        gather = (Collective("all_gather", "tp", s.activation_bytes),)
-    if model.lora_rank:  # frozen: nothing needs a gradient
-        return (Part("embedding", forward.kernels, exposed=sums),), ()
-    return of_shards(
-        p,
-        end_parameters(model, p)[0],
-        (Part("embedding", forward.kernels, exposed=sums),),
-        by_autograd((Part("embedding", (*backward.kernels, grad), exposed=gather),)),
-    )
-
-
-def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
-    """Final norm, output projection and vocabulary-parallel cross-entropy of the last stage."""
-    s = shapes(model, p)
-    vocab = max(model.vocab // p.tp, 1)
-    norm = _pair("norm", model.norm, (s.local_tokens, model.hidden))
-    logits = column("logits", s.tokens, vocab, model.hidden, model, p, layers=False)
-    loss = _pair("cross_entropy", "cross_entropy", (s.tokens, vocab))
-    if p.tp > 1:  # maximum, predicted logit and denominator of each token, fp32
-        sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
-        loss = (Part("cross_entropy", loss[0].kernels, exposed=sums), loss[1])
-    pairs = (norm, logits, loss)
-    forward, backward = tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
-    return of_shards(p, end_parameters(model, p)[1], forward, by_autograd(backward))
 
 
 @lru_cache(maxsize=LATEST)
@@ -185,16 +141,6 @@ def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
 def layer_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
     """Of a layer's parameters that one GPU holds, those that have gradients: (dense, expert)."""
     return (sum(adapter_parameters(model, p)), 0) if model.lora_rank else _whole_layer(model, p)
-
-
-def end_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
-    """Parameters of a GPU outside layers: (embedding, final norm and output layer)."""
-    table = model.vocab * model.hidden
-    shared = model.tied_embeddings and p.pp == 1
-    return (
-        table // p.tp + model.embedding_parameters() - table,
-        _norm_parameters(model) + (0 if shared else table // p.tp),
-    )
 
 
 @lru_cache(maxsize=LATEST)
@@ -297,7 +243,7 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
         layers = p.stage_layers(model)[stage]
         whole = layers * (adapter_parameters(model, p)[1] or _unsplit(model))
         if stage == p.pp - 1 and not model.lora_rank:
-            whole += _norm_parameters(model)
+            whole += norm_parameters(model)
         found += (Collective("all_reduce", "tp", 4.0 * whole),)
     if model.tied_embeddings and p.pp > 1 and stage in (0, p.pp - 1) and not model.lora_rank:
         found += (Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp),)
@@ -339,10 +285,6 @@ def _shared_out(
     return tuple(found[chunk] for chunk in chunks)
 
 
-def _norm_parameters(model: ModelSpec) -> int:
-    return model.hidden * (2 if model.norm == "layernorm" else 1)
-
-
 def _unsplit(model: ModelSpec) -> int:
     """Parameters of a layer that tensor parallelism does not split.
 
@@ -350,7 +292,7 @@ def _unsplit(model: ModelSpec) -> int:
     MLP's output).
     """
     biases = 2 * model.hidden if model.linear_bias else 0
-    return 2 * _norm_parameters(model) + model.hidden * model.experts + biases
+    return 2 * norm_parameters(model) + model.hidden * model.experts + biases
 
 
 @lru_cache(maxsize=LATEST)

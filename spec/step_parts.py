@@ -66,9 +66,20 @@ def shapes(model: ModelSpec, p: Parallelism) -> Shapes:
     return Shapes(tokens, local, 2.0 * tokens * model.hidden)
 
 
+def pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
+    """Forward and backward part of one operation."""
+    forward, backward = (Kernel(op, way, dims) for way in ("forward", "backward"))
+    return Part(name, (forward,)), Part(name, (backward,))
+
+
 def copied(nbytes: int) -> Kernel:
     """A copy that moves `nbytes`, read and written bytes counted together."""
     return Kernel("copy", "forward", (max(nbytes // 4, 1),))
+
+
+def reordered(rows: int, width: int, head_dim: int) -> Kernel:
+    """A copy of `rows` x `width` in bf16 that changes their order."""
+    return Kernel("reorder", "forward", (rows, max(width // head_dim, 1), head_dim))
 
 
 def without_weights(backward: Segment) -> tuple[Segment, Segment]:
