@@ -17,6 +17,7 @@ from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
 from spec.manifest import Device, Manifest
 from spec.records import (
+    ClockRow,
     CollectiveRow,
     HeatRow,
     HostRow,
@@ -37,8 +38,10 @@ FITTED: dict[type[Row], str] = {
     InterferenceRow: "interference.csv",
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
+    ClockRow: "clocks.csv",
 }
-OF_GPU: tuple[type[Row], ...] = (HeatRow, TurnRow)  # what tells of a GPU, not of a system
+# what tells of a GPU, not of a system
+OF_GPU: tuple[type[Row], ...] = (HeatRow, TurnRow, ClockRow)
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
@@ -59,7 +62,7 @@ class Evidence:
     shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
     # how much slower the host of a run was than others', see `calibrate.host_visits`
     host_slower: Mapping[str, float] = field(default_factory=dict)
-    # other systems' runs of this GPU in pulses and turns: how its power goes with the clock
+    # other systems' runs of this GPU in pulses and turns: how its power and times go with the clock
     same_gpu: Sequence[ResultSet] = ()
     # other systems of this GPU, and the operations (name, direction, type) that only they timed
     lent: Sequence[tuple["Evidence", Sequence[tuple[str, str, str]]]] = ()

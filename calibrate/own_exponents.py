@@ -2,8 +2,11 @@
 
 What moves memory without being bound by it alone (several passes through the cache, few bytes in
 flight) slows with the SM clock too: on H200 rotary embeddings go as its square root, while copies
-hardly feel it. Fitted per operation and direction to pairs of rows of one shape at two clocks; a
-burst that follows a product under the power cap starts at a lowered clock, so campaigns hold many.
+hardly feel it. Fitted per operation and direction to durations of one shape at two clocks: alone
+and behind products that the power cap slows (`clocks.csv`), where the GPU was measured so. Else to
+pairs of kernel rows, of which campaigns hold many: a burst that follows a product under the cap
+starts at a lowered clock. Those clocks are a few per cent apart and inexact, so that exponents come
+out too small.
 """
 
 from collections import defaultdict
@@ -17,7 +20,7 @@ import numpy as np
 from calibrate.evidence import Z90, Evidence, Ledger
 from calibrate.state import LARGE_US, SHORT_US, ClockState, is_product
 from spec.kernel import ATTENTION, parse_kernel
-from spec.records import KernelRow
+from spec.records import ClockRow, KernelRow
 
 PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")  # `calibrate.exponents` fits these
 APART = 0.01  # least distance of a pair's clocks (logarithm)
@@ -45,7 +48,8 @@ def fit_own_exponents(
     Least squares through the origin, drawn towards the mean of the operations that stream like it
     (or don't) as far as its own pairs are few, and that mean towards what is usual.
     """
-    pairs = _pairs(rows, state.reference_mhz)
+    far = _behind_products(evidence)
+    pairs = _pairs(rows, state.reference_mhz) | far
     if not pairs:
         return
     streams = _streaming(rows)
@@ -56,10 +60,10 @@ def fit_own_exponents(
             0
         ]
         for key in sorted(group):
-            _note(evidence, state, ledger, key, pairs.get(key, []), shared)
+            _note(evidence, state, ledger, key, pairs.get(key, []), shared, key in far)
     compute = state.exponents[True]
     for key in sorted(key for key in keys if key[0] in ATTENTION):
-        _note(evidence, state, ledger, key, pairs.get(key, []), compute)
+        _note(evidence, state, ledger, key, pairs.get(key, []), compute, key in far)
 
 
 @dataclass(frozen=True)
@@ -153,20 +157,24 @@ def _note(
     key: Key,
     pairs: Sequence[tuple[float, float]],
     shared: float,
+    far: bool,
 ) -> None:
     value, sd = _slope(pairs, shared, OWN_SD)
     value = float(np.clip(value, 0.0, 1.0))
     state.own_exponents[key] = value
-    told = f"{len(pairs)} pairs of bursts or sustained rows of one shape at two clocks"
+    told = "no pair of its own: the mean of the operations that stream like it"
+    if far:
+        told = f"{evidence.of_gpu.where(ClockRow, len(pairs))}: alone and behind products"
+    elif pairs:
+        told = f"{evidence.where(KernelRow, 2 * len(pairs))}: {len(pairs)} pairs of bursts or "
+        told += "sustained rows of one shape at two clocks"
     ledger.note(
         f"kernel.{key[0]}.{key[1]}.clock_exponent",
         value,
         "1",
         (max(value - Z90 * sd, 0.0), value + Z90 * sd),
         "measured" if pairs else "assumed",
-        f"{evidence.where(KernelRow, 2 * len(pairs))}: {told}"
-        if pairs
-        else "no pair of its own: the mean of the operations that stream like it",
+        told,
     )
 
 
@@ -193,6 +201,16 @@ def _pairs(rows: Sequence[KernelRow], reference_mhz: float) -> dict[Key, list[tu
         for (clock, time), (other_clock, other_time) in combinations(seen, 2):
             if abs(clock - other_clock) > APART:
                 found[op, direction].append((clock - other_clock, other_time - time))
+    return found
+
+
+def _behind_products(evidence: Evidence) -> dict[Key, list[tuple[float, float]]]:
+    """The same of kernels that the GPU ran alone and behind products."""
+    found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for _, row in evidence.of_gpu.rows(ClockRow):
+        step = log(row.alone_mhz / row.behind_mhz)
+        if step > APART:
+            found[row.op, row.direction].append((step, log(row.behind_us / row.alone_us)))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, host_time, nccl_choice, placement, turns
+from measure import checks, clocks, heat, host_time, nccl_choice, placement, turns
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.other_hosts import OtherHost, Samplers
@@ -85,6 +85,10 @@ class Campaign:
     def turns(self, pool: Pool, cases: Sequence[turns.TurnCase], until: float | None) -> None:
         """All devices at once, each by itself."""
         self._each("turns", pool, cases, until)
+
+    def clocks(self, pool: Pool, cases: Sequence[clocks.ClockCase], until: float | None) -> None:
+        """Share the cases among the devices."""
+        self._each("clocks", pool, cases, until)
 
     def _each(self, table: str, pool: Pool, cases: Sequence[Any], until: float | None) -> None:
         """Cases that need one device, into a table of theirs."""

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt
 
 from measure import (
     checks,
+    clocks,
     cluster_plan,
     emulation,
     emulation_plan,
@@ -85,6 +86,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = list(heat.cases(options.quick))
         elif suite == "turns":
             cases[suite] = turns.cases(devices, options.quick)
+        elif suite == "clocks":
+            cases[suite] = clocks.cases(kind, options.quick)
         elif suite == "placement":
             cases[suite] = placement.cases(kind, devices, options.quick)
     return cases

@@ -48,6 +48,11 @@ class Timing:
     host_us: float | None
     state: WindowResult
 
+    @property
+    def median_us(self) -> float:
+        """Of the repeats."""
+        return statistics.median(self.times_us)
+
 
 def quantiles(times_us: Sequence[float]) -> dict[str, Any]:
     """The columns of `spec.records.Repeated` from repeats in microseconds."""
@@ -139,6 +144,19 @@ class CpuTimer:
             None,
             readings.result(time.perf_counter() - began),
         )
+
+    def behind(self, call: Call, other: Call, count: int, seconds: float) -> Timing:
+        """Timed behind `count` of another for `seconds`, the second half of the repeats."""
+        readings = Readings([self._monitor])
+        began = time.perf_counter()
+        times: list[float] = []
+        while time.perf_counter() - began < seconds or len(times) < MIN_REPEATS:
+            for _ in range(count):
+                other()
+            times += self._repeat(call, 1, 1)
+            readings.take()
+        state = readings.result(time.perf_counter() - began)
+        return Timing(times[len(times) // 2 :], None, state)
 
     @staticmethod
     def _within(call: Call, seconds: float) -> int:
@@ -330,6 +348,33 @@ class GpuTimer:
         self.synchronize()
         measured = max(time.perf_counter() - began - SETTLE_S, 1e-3)
         return Timing(times, host, self._with_clock(readings.result(measured), probes))
+
+    def behind(self, call: Call, other: Call, count: int, seconds: float) -> Timing:
+        """Timed behind `count` of another for `seconds`, the second half of the repeats.
+
+        The clock is probed right before each repeat.
+        """
+        readings = Readings([self._monitor])
+        began = time.perf_counter()
+        repeats: list[tuple[Any, Any]] = []
+        probes: list[tuple[Any, Any, Any]] = []
+        while time.perf_counter() - began < seconds or len(repeats) < MIN_REPEATS:
+            for _ in range(count):
+                other()
+            probes += [self.probe()] if self._spins else []
+            begin, end = self.event(), self.event()
+            begin.record()
+            call()
+            end.record()
+            repeats.append((begin, end))
+            if len(repeats) > 2:  # the device has some turns before it when the host waits
+                repeats[-3][1].synchronize()
+                readings.take()
+        self.synchronize()
+        half = len(repeats) // 2
+        times = [float(begin.elapsed_time(end)) * 1e3 for begin, end in repeats[half:]]
+        state = readings.result(time.perf_counter() - began)
+        return Timing(times, None, self._with_clock(state, probes[half:]))
 
 
 Timer = CpuTimer | GpuTimer

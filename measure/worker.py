@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         cpu_memory.keep()
     import torch
 
-    from measure import collectives, interference, kernels, nccl_choice, turns
+    from measure import clocks, collectives, interference, kernels, nccl_choice, turns
     from measure.heat import burn
     from measure.load import load
     from measure.products import Refused
@@ -81,6 +81,9 @@ def main(arguments: Sequence[str]) -> int:
             elif case["suite"] == "turns":
                 turned = turns.measure(case, timer, monitor, asked.rank)
                 reply({"row": turned.model_dump(mode="json")})
+            elif case["suite"] == "clocks":
+                timed = clocks.measure(case, timer, asked.rank)
+                reply({"row": timed.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
             elif case["suite"] == "choice":

@@ -70,6 +70,14 @@ class Repeated(Row):
         return self
 
 
+def _check_kernel(op: str, direction: str, shape: str, dtype: str) -> None:
+    """Raise ValueError where a row's words name no kernel."""
+    try:
+        parse_kernel(op, direction, shape, dtype)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 class KernelRow(Repeated):
     """kernels.csv: one operation of a training step at one shape, alone on one device."""
 
@@ -98,10 +106,29 @@ class KernelRow(Repeated):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        try:
-            parse_kernel(self.op, self.direction, self.shape, self.dtype)
-        except UserError as error:
-            raise ValueError(str(error)) from None
+        _check_kernel(self.op, self.direction, self.shape, self.dtype)
+        return self
+
+
+class ClockRow(Row):
+    """clocks.csv: one kernel at the largest clock, and at the one a power cap leaves products."""
+
+    device: NonNegativeInt = Field(description="index of the device into the manifest's list")
+    op: str = Field(description="operation, one of spec.kernel.OPS")
+    direction: str = Field(description="forward or backward")
+    dtype: str = Field(description="type of the operands")
+    shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
+    alone_us: Positive = Field(description="median duration in a burst")
+    alone_mhz: Positive = Field(description="median SM clock of that burst")
+    behind_us: Positive = Field(description="median duration behind products, again and again")
+    behind_mhz: Positive = Field(description="median SM clock right before it")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    products: PositiveInt = Field(description="of them before each repeat")
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _check_kernel(self.op, self.direction, self.shape, self.dtype)
         return self
 
 
@@ -473,6 +500,7 @@ TABLES: dict[str, type[Row]] = {
     "interference": InterferenceRow,
     "heat": HeatRow,
     "turns": TurnRow,
+    "clocks": ClockRow,
     "training": TrainingRow,
     "steps": StepRow,
     "placement": PlacementRow,

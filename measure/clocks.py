@@ -1,0 +1,129 @@
+"""The clocks suite: kernels at the largest clock, and at the one that a power cap leaves products.
+
+What it is for: how each operation's duration goes with the clock. Alone, what moves memory runs at
+the largest clock; in a training step it runs between matrix products, at the clock that the cap
+leaves these. So each kernel is timed alone, and behind a row of large products, again and again.
+Nothing is set on a device. Kernels last a fraction of the products before them: the clock cannot
+follow in so short a time.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spec.kernel import PASSES, Kernel
+from spec.records import ClockRow
+
+if TYPE_CHECKING:  # the parent, which plans, does without torch
+    from measure.timing import Timer
+
+SECONDS = 1.5  # of turns, the second half of which counts
+PRODUCTS = 6  # before each repeat
+SIZES = {"cuda": 8192, "cpu": 256}  # side of a product
+
+_ROWS = 8192
+_BOTH_WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("attention", (1, 8192, 16, 4, 128)),
+    ("attention", (4, 2048, 16, 16, 128)),
+    ("attention_block", (1, 4096, 2048, 32, 8, 128)),
+    ("rmsnorm", (_ROWS, 8192)),
+    ("layernorm", (_ROWS, 8192)),
+    ("rope", (_ROWS, 40, 128)),
+    ("swiglu", (_ROWS, 14336)),
+    ("gelu", (_ROWS, 16384)),
+    ("residual", (_ROWS, 8192)),
+    ("bias", (_ROWS, 16384)),
+    ("embedding", (_ROWS, 4096, 64128)),
+    ("vocab_parallel_embedding", (_ROWS, 4096, 64128, 2)),
+    ("cross_entropy", (2048, 64128)),
+    ("permute", (_ROWS, 8192)),
+)
+_ONE_WAY: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("grad_accumulate", (2**27,)),
+    ("adam", (2**26,)),
+    ("copy", (2**28,)),
+    ("gather_copy_out", (2**27, 2)),
+    ("scatter_copy_in", (2**27, 2)),
+    ("reorder", (_ROWS, 64, 128)),
+    ("widen", (2**27,)),
+    ("rescale", (2**19, 128)),
+    ("accumulate", (2**27,)),
+)
+
+
+@dataclass(frozen=True)
+class ClockCase:
+    """One kernel; on a given device where `device` is set, else on any."""
+
+    kernel: Kernel
+    device: int | None = None
+    prefer: int | None = None
+    seconds: float = SECONDS + 0.7
+    part: float = 1.0  # of the seconds that turns last
+
+    @property
+    def case_id(self) -> str:
+        """Such as `clocks-rope-forward-8192x40x128`."""
+        k = self.kernel
+        return f"clocks-{k.op}-{k.direction}-{'x'.join(str(size) for size in k.dims)}"
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        k = self.kernel
+        return {
+            "suite": "clocks",
+            "case_id": self.case_id,
+            "op": k.op,
+            "direction": k.direction,
+            "dims": list(k.dims),
+            "part": self.part,
+        }
+
+
+def kernels(gpu: bool) -> list[Kernel]:
+    """What is timed: each operation but products, large; a few small ones where there is no GPU."""
+    if not gpu:
+        return [Kernel("rope", "forward", (128, 4, 32)), Kernel("copy", "forward", (2**14,))]
+    both = [Kernel(op, way, dims) for op, dims in _BOTH_WAYS for way in PASSES]
+    return both + [Kernel(op, "forward", dims) for op, dims in _ONE_WAY]
+
+
+def cases(kind: str, quick: bool) -> list[ClockCase]:
+    """The suite; the devices share it."""
+    found = kernels(kind in ("nvidia", "amd"))
+    return [ClockCase(one, part=0.02 if quick else 1.0) for one in found]
+
+
+def measure(case: dict[str, Any], timer: "Timer", device: int) -> ClockRow:
+    """In a worker: durations and clocks of one kernel, alone and behind products.
+
+    Raises Refused where no clock can be read: the row would say nothing.
+    """
+    from measure.operations import Maker
+    from measure.products import Refused
+
+    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]))
+    maker = Maker(timer.device)
+    call, _ = maker.build(kernel)
+    side = SIZES[timer.device.type]
+    product, _ = maker.build(Kernel("gemm", "forward", (side,) * 3))
+    alone = timer.burst(call, kernel.bytes)
+    behind = timer.behind(call, product, PRODUCTS, case["part"] * SECONDS)
+    clocks = alone.state.clock_median_mhz, behind.state.clock_median_mhz
+    if not all(clocks):
+        raise Refused("no clock can be read here, which is what this suite is measured for")
+    return ClockRow(
+        case_id=case["case_id"],
+        role="fit",
+        device=device,
+        op=kernel.op,
+        direction=kernel.direction,
+        dtype=kernel.dtype,
+        shape=kernel.shape,
+        alone_us=alone.median_us,
+        alone_mhz=clocks[0],
+        behind_us=behind.median_us,
+        behind_mhz=clocks[1],
+        product=side,
+        products=PRODUCTS,
+        throttle=behind.state.throttle,
+    )
