@@ -2,9 +2,9 @@
 
 What it is for: how each operation's duration goes with the clock. Alone, what moves memory runs at
 the largest clock; in a training step it runs between matrix products, at the clock that the cap
-leaves these. So each kernel is timed alone, and behind a row of large products, again and again.
-Nothing is set on a device. Kernels last a fraction of the products before them: the clock cannot
-follow in so short a time.
+leaves these. So each kernel is timed again and again behind a row of large products, and behind as
+long a wait. Nothing is set on a device. Kernels last a fraction of what is before them: the clock
+cannot follow in so short a time.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from spec.records import ClockRow
 if TYPE_CHECKING:  # the parent, which plans, does without torch
     from measure.timing import Timer
 
-SECONDS = 1.5  # of turns, the second half of which counts
+SECONDS = 1.0  # of each kind of turns, the second half of which counts
 PRODUCTS = 6  # before each repeat
+WAIT_US = 10_000.0  # about as long
 SIZES = {"cuda": 8192, "cpu": 256}  # side of a product
 
 _ROWS = 8192
@@ -57,7 +58,7 @@ class ClockCase:
     kernel: Kernel
     device: int | None = None
     prefer: int | None = None
-    seconds: float = SECONDS + 0.7
+    seconds: float = 2 * SECONDS + 0.5
     part: float = 1.0  # of the seconds that turns last
 
     @property
@@ -94,7 +95,7 @@ def cases(kind: str, quick: bool) -> list[ClockCase]:
 
 
 def measure(case: dict[str, Any], timer: "Timer", device: int) -> ClockRow:
-    """In a worker: durations and clocks of one kernel, alone and behind products.
+    """In a worker: durations and clocks of one kernel, behind waits and behind products.
 
     Raises Refused where no clock can be read: the row would say nothing.
     """
@@ -106,8 +107,14 @@ def measure(case: dict[str, Any], timer: "Timer", device: int) -> ClockRow:
     call, _ = maker.build(kernel)
     side = SIZES[timer.device.type]
     product, _ = maker.build(Kernel("gemm", "forward", (side,) * 3))
-    alone = timer.burst(call, kernel.bytes)
-    behind = timer.behind(call, product, PRODUCTS, case["part"] * SECONDS)
+    seconds = case["part"] * SECONDS
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            product()
+
+    alone = timer.behind(call, lambda: timer.hold(WAIT_US), seconds)
+    behind = timer.behind(call, products, seconds)
     clocks = alone.state.clock_median_mhz, behind.state.clock_median_mhz
     if not all(clocks):
         raise Refused("no clock can be read here, which is what this suite is measured for")

@@ -101,6 +101,9 @@ class CpuTimer:
         """A timing event."""
         return HostEvent()
 
+    def hold(self, microseconds: float) -> None:
+        """Nothing is queued."""
+
     def release(self) -> None:
         """Nothing is cached."""
 
@@ -145,14 +148,13 @@ class CpuTimer:
             readings.result(time.perf_counter() - began),
         )
 
-    def behind(self, call: Call, other: Call, count: int, seconds: float) -> Timing:
-        """Timed behind `count` of another for `seconds`, the second half of the repeats."""
+    def behind(self, call: Call, other: Call, seconds: float) -> Timing:
+        """Timed behind another for `seconds`, the second half of the repeats."""
         readings = Readings([self._monitor])
         began = time.perf_counter()
         times: list[float] = []
         while time.perf_counter() - began < seconds or len(times) < MIN_REPEATS:
-            for _ in range(count):
-                other()
+            other()
             times += self._repeat(call, 1, 1)
             readings.take()
         state = readings.result(time.perf_counter() - began)
@@ -349,18 +351,18 @@ class GpuTimer:
         measured = max(time.perf_counter() - began - SETTLE_S, 1e-3)
         return Timing(times, host, self._with_clock(readings.result(measured), probes))
 
-    def behind(self, call: Call, other: Call, count: int, seconds: float) -> Timing:
-        """Timed behind `count` of another for `seconds`, the second half of the repeats.
+    def behind(self, call: Call, other: Call, seconds: float) -> Timing:
+        """Timed behind another for `seconds`, the second half of the repeats.
 
-        The clock is probed right before each repeat.
+        Right before each repeat the L2 is written over and the clock probed.
         """
         readings = Readings([self._monitor])
         began = time.perf_counter()
         repeats: list[tuple[Any, Any]] = []
         probes: list[tuple[Any, Any, Any]] = []
         while time.perf_counter() - began < seconds or len(repeats) < MIN_REPEATS:
-            for _ in range(count):
-                other()
+            other()
+            self._flush.zero_()
             probes += [self.probe()] if self._spins else []
             begin, end = self.event(), self.event()
             begin.record()
