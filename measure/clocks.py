@@ -4,21 +4,27 @@ What it is for: how each operation's duration goes with the clock. Alone, what m
 the largest clock; in a training step it runs between matrix products, at the clock that the cap
 leaves these. So each kernel is timed again and again behind a row of large products, and behind as
 long a wait. Nothing is set on a device. Kernels last a fraction of what is before them: the clock
-cannot follow in so short a time.
+cannot follow in so short a time. Clocks are the monitor's, as those of steps are.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from measure.devices import Device
+from measure.window import Window, WindowResult
 from spec.kernel import PASSES, Kernel
 from spec.records import ClockRow
 
 if TYPE_CHECKING:  # the parent, which plans, does without torch
     from measure.timing import Timer
 
-SECONDS = 1.0  # of each kind of turns, the second half of which counts
+SETTLE_S, MEASURED_S = 0.6, 0.6  # of each kind
 PRODUCTS = 6  # before each repeat
 WAIT_US = 10_000.0  # about as long
+TOGETHER = 4  # repeats that are queued before the host waits: some tens of milliseconds
 SIZES = {"cuda": 8192, "cpu": 256}  # side of a product
 
 _ROWS = 8192
@@ -58,8 +64,8 @@ class ClockCase:
     kernel: Kernel
     device: int | None = None
     prefer: int | None = None
-    seconds: float = 2 * SECONDS + 0.5
-    part: float = 1.0  # of the seconds that turns last
+    seconds: float = 2 * (SETTLE_S + MEASURED_S) + 0.3
+    part: float = 1.0  # of the seconds that either kind settles and is measured
 
     @property
     def case_id(self) -> str:
@@ -94,7 +100,7 @@ def cases(kind: str, quick: bool) -> list[ClockCase]:
     return [ClockCase(one, part=0.02 if quick else 1.0) for one in found]
 
 
-def measure(case: dict[str, Any], timer: "Timer", device: int) -> ClockRow:
+def measure(case: dict[str, Any], timer: "Timer", monitor: Device, device: int) -> ClockRow:
     """In a worker: durations and clocks of one kernel, behind waits and behind products.
 
     Raises Refused where no clock can be read: the row would say nothing.
@@ -102,22 +108,27 @@ def measure(case: dict[str, Any], timer: "Timer", device: int) -> ClockRow:
     from measure.operations import Maker
     from measure.products import Refused
 
+    if monitor.sm_clock_mhz() is None:
+        raise Refused("no clock can be read here, which is what this suite is measured for")
     kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]))
     maker = Maker(timer.device)
     call, _ = maker.build(kernel)
     side = SIZES[timer.device.type]
     product, _ = maker.build(Kernel("gemm", "forward", (side,) * 3))
-    seconds = case["part"] * SECONDS
 
     def products() -> None:
         for _ in range(PRODUCTS):
             product()
 
-    alone = timer.behind(call, lambda: timer.hold(WAIT_US), seconds)
-    behind = timer.behind(call, products, seconds)
-    clocks = alone.state.clock_median_mhz, behind.state.clock_median_mhz
-    if not all(clocks):
-        raise Refused("no clock can be read here, which is what this suite is measured for")
+    def settled(before: Callable[[], None]) -> tuple[float, WindowResult]:
+        repeat(call, before, timer, case["part"] * SETTLE_S)
+        with Window([monitor]) as window:
+            time_us = repeat(call, before, timer, case["part"] * MEASURED_S)
+        assert window.result is not None
+        return time_us, window.result
+
+    alone_us, alone = settled(lambda: timer.hold(WAIT_US))
+    behind_us, behind = settled(products)
     return ClockRow(
         case_id=case["case_id"],
         role="fit",
@@ -126,11 +137,33 @@ def measure(case: dict[str, Any], timer: "Timer", device: int) -> ClockRow:
         direction=kernel.direction,
         dtype=kernel.dtype,
         shape=kernel.shape,
-        alone_us=alone.median_us,
-        alone_mhz=clocks[0],
-        behind_us=behind.median_us,
-        behind_mhz=clocks[1],
+        alone_us=alone_us,
+        alone_mhz=alone.clock_mean_mhz,
+        behind_us=behind_us,
+        behind_mhz=behind.clock_mean_mhz,
         product=side,
         products=PRODUCTS,
-        throttle=behind.state.throttle,
+        throttle=behind.throttle,
     )
+
+
+def repeat(
+    call: Callable[[], Any], before: Callable[[], Any], timer: "Timer", seconds: float
+) -> float:
+    """Median time of a call, us, that runs behind another again and again."""
+    times: list[float] = []
+    marks: list[tuple[Any, Any]] = []
+    end = time.monotonic() + seconds
+    while not times or time.monotonic() < end:
+        before()
+        timer.flush()
+        begin, done = timer.event(), timer.event()
+        begin.record()
+        call()
+        done.record()
+        marks.append((begin, done))
+        if len(marks) == TOGETHER:
+            timer.synchronize()
+            times += [1e3 * float(begin.elapsed_time(done)) for begin, done in marks]
+            marks.clear()
+    return median(times)

@@ -48,11 +48,6 @@ class Timing:
     host_us: float | None
     state: WindowResult
 
-    @property
-    def median_us(self) -> float:
-        """Of the repeats."""
-        return statistics.median(self.times_us)
-
 
 def quantiles(times_us: Sequence[float]) -> dict[str, Any]:
     """The columns of `spec.records.Repeated` from repeats in microseconds."""
@@ -104,6 +99,9 @@ class CpuTimer:
     def hold(self, microseconds: float) -> None:
         """Nothing is queued."""
 
+    def flush(self) -> None:
+        """Caches are left as they are."""
+
     def release(self) -> None:
         """Nothing is cached."""
 
@@ -147,18 +145,6 @@ class CpuTimer:
             None,
             readings.result(time.perf_counter() - began),
         )
-
-    def behind(self, call: Call, other: Call, seconds: float) -> Timing:
-        """Timed behind another for `seconds`, the second half of the repeats."""
-        readings = Readings([self._monitor])
-        began = time.perf_counter()
-        times: list[float] = []
-        while time.perf_counter() - began < seconds or len(times) < MIN_REPEATS:
-            other()
-            times += self._repeat(call, 1, 1)
-            readings.take()
-        state = readings.result(time.perf_counter() - began)
-        return Timing(times[len(times) // 2 :], None, state)
 
     @staticmethod
     def _within(call: Call, seconds: float) -> int:
@@ -213,6 +199,10 @@ class GpuTimer:
         """Keep the device busy while the host queues work behind (at most 50 ms)."""
         if self._spins:
             _cuda._sleep(int(min(microseconds, 50_000.0) * self._cycles))
+
+    def flush(self) -> None:
+        """Queue a write over the whole L2."""
+        self._flush.zero_()
 
     def once_s(self, call: Call) -> float:
         """Seconds of one call, warmed up."""
@@ -294,7 +284,7 @@ class GpuTimer:
             if self._spins and index * PROBES // repeats != (index - 1) * PROBES // repeats:
                 probes.append(self.probe())
             if flush:
-                self._flush.zero_()
+                self.flush()
             begin.record()
             call()
             end.record()
@@ -350,33 +340,6 @@ class GpuTimer:
         self.synchronize()
         measured = max(time.perf_counter() - began - SETTLE_S, 1e-3)
         return Timing(times, host, self._with_clock(readings.result(measured), probes))
-
-    def behind(self, call: Call, other: Call, seconds: float) -> Timing:
-        """Timed behind another for `seconds`, the second half of the repeats.
-
-        Right before each repeat the L2 is written over and the clock probed.
-        """
-        readings = Readings([self._monitor])
-        began = time.perf_counter()
-        repeats: list[tuple[Any, Any]] = []
-        probes: list[tuple[Any, Any, Any]] = []
-        while time.perf_counter() - began < seconds or len(repeats) < MIN_REPEATS:
-            other()
-            self._flush.zero_()
-            probes += [self.probe()] if self._spins else []
-            begin, end = self.event(), self.event()
-            begin.record()
-            call()
-            end.record()
-            repeats.append((begin, end))
-            if len(repeats) > 2:  # the device has some turns before it when the host waits
-                repeats[-3][1].synchronize()
-                readings.take()
-        self.synchronize()
-        half = len(repeats) // 2
-        times = [float(begin.elapsed_time(end)) * 1e3 for begin, end in repeats[half:]]
-        state = readings.result(time.perf_counter() - began)
-        return Timing(times, None, self._with_clock(state, probes[half:]))
 
 
 Timer = CpuTimer | GpuTimer

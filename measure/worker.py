@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
                 turned = turns.measure(case, timer, monitor, asked.rank)
                 reply({"row": turned.model_dump(mode="json")})
             elif case["suite"] == "clocks":
-                timed = clocks.measure(case, timer, asked.rank)
+                timed = clocks.measure(case, timer, monitor, asked.rank)
                 reply({"row": timed.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
