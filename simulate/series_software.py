@@ -52,6 +52,15 @@ def fused_gradients(row: SeriesRow) -> bool:
     return bool(_FUSES.search(row.words)) and not _WAITS.search(row.words) and not row.amd
 
 
+def fused_biases(row: SeriesRow) -> bool:
+    """Whether biases are added within other kernels, so that no kernel of its own does.
+
+    Megatron-LM's `bias_gelu_fusion` and `bias_dropout_fusion`, on by default since 2020; queries'
+    and keys' with Transformer Engine within the product, and taken to be so before.
+    """
+    return bool(_FUSES.search(row.words) or _WAITS.search(row.words))
+
+
 def _recipe(row: SeriesRow) -> bool:
     """Whether a row is one of dgxc-benchmarking's recipes in NeMo."""
     return bool(_DGXC.search(row.words)) and not _OTHER_DGXC.search(row.words)

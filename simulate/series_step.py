@@ -17,7 +17,13 @@ from simulate.pricing import PricedStep
 from simulate.series_attention import with_unfused_attention
 from simulate.series_context import fused_joins, longer_us
 from simulate.series_plan import Plan
-from simulate.series_software import fused_gradients, sent_widths, tensor_exposure, with_graphs
+from simulate.series_software import (
+    fused_biases,
+    fused_gradients,
+    sent_widths,
+    tensor_exposure,
+    with_graphs,
+)
 from simulate.timeline import Timeline
 from simulate.transfer import changed
 from simulate.uncertainty import central
@@ -185,6 +191,7 @@ def _free(one: Plan) -> tuple[str, ...]:
     free = ["wgrad"] * one.row.lora
     # grouped products of experts do not add up
     fused = fused_gradients(one.row) and not one.model.experts
+    free += ["bias forward"] * fused_biases(one.row)
     return (*free, *["grad_accumulate forward"] * (one.row.lora or fused))
 
 
