@@ -68,8 +68,9 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     qkv_width = (heads + 2 * kv_heads) * dim
     parts = [column("qkv", s.tokens, qkv_width, model.hidden, model, p)]
     parts[0] = _biased(parts[0], model, (s.tokens, qkv_width))
-    # grouped queries are copied out of the product's output; their gradients are joined by a copy
-    queries = (reordered(s.tokens, heads * dim, dim),) if heads != kv_heads else ()
+    # of several groups queries are copied out of the product, and all gradients joined by a copy
+    grouped = 1 < kv_heads < heads
+    queries = (reordered(s.tokens, heads * dim, dim),) if grouped else ()
     joined = (copied(4 * s.tokens * qkv_width),)
     parts.append((Part("split", queries), Part("split", joined)))
     if model.position == "rope":

@@ -29,7 +29,7 @@ from spec.calibration import ClockFit, DeviceFit, read_calibration
 from spec.errors import UserError
 from spec.files import write_json, write_table
 from spec.kernel import Kernel
-from spec.records import InterferenceRow, KernelRow
+from spec.records import ClockRow, InterferenceRow, KernelRow
 from spec.results import ResultSet
 from tests.made_up import calibration_json, write_calibration
 from tests.synthetic import Truth, manifest
@@ -429,3 +429,34 @@ def test_few_pairs_lean_on_what_is_usual() -> None:
     own = state.own_exponents
     assert own["swiglu", "forward"] == pytest.approx(USUAL[True])  # alone in streaming
     assert USUAL[False] < own["rope", "backward"] < own["rope", "forward"] < 0.6
+
+
+def test_kernels_behind_products_tell_the_exponent_before_bursts_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clocks of bursts that are read 2 % off halve it; a row at one clock says nothing."""
+    rotary, plain = Kernel("rope", "forward", (8192, 32, 128)), Kernel("copy", "forward", (2**28,))
+    rows = [row(rotary, 400.0, clock, "burst") for clock in (1980.0, 1940.0)]
+    timed = [
+        ClockRow(
+            case_id=f"{one.op}-{number}", role="fit", device=0, op=one.op, direction="forward",
+            dtype="bf16", shape=one.shape, alone_us=400.0, alone_mhz=1980.0,
+            behind_us=400.0 * (1980 / clock) ** exponent, behind_mhz=clock,
+            product=8192, products=6,
+        )
+        for number, (one, clock, exponent) in enumerate(
+            [(rotary, 1480.0, 0.5), (rotary, 1500.0, 0.5), (plain, 1980.0, 0.0)]
+        )
+    ]  # fmt: skip
+    seen: dict[type, list[ClockRow]] = {ClockRow: timed}
+    monkeypatch.setattr(
+        Evidence, "rows", lambda _, kind, *__: [("run", one) for one in seen.get(kind, [])]
+    )
+    monkeypatch.setattr(Evidence, "where", lambda _, kind, count: f"{kind.__name__} {count}")
+    state, ledger = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.0}), Ledger()
+    fit_own_exponents(Evidence("made-up", []), state, rows, ledger)
+    assert state.exponent("rope", "forward") == pytest.approx(0.5, abs=0.01)
+    assert [one.detail for one in ledger.parameters] == ["ClockRow 2: alone and behind products"]
+    seen.clear()
+    fit_own_exponents(Evidence("made-up", []), state, rows, Ledger())
+    assert state.exponent("rope", "forward") < 0.4

@@ -91,7 +91,9 @@ def test_what_rings_and_shards_run_is_measured() -> None:
     wanted = {one for model, p in steps for one in kernels_of(model, p) if one.op in new}
     assert {one.op for one in wanted} == new
     assert wanted < measured
-    assert len(measured) <= 70
+    orders = {one for one in measured if one.op == "reorder"}  # steps without a ring have some, too
+    assert len(orders) <= 20
+    assert len(measured - orders) <= 58
     assert new <= {case.kernel.op for case in kernel_cases("cpu", 2, True, (), PlanFile())}
 
 

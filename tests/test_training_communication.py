@@ -1,18 +1,16 @@
 """What Megatron-Core really sends in a step, against what `spec.step` says it sends."""
 
-import multiprocessing
-import os
+import contextlib
 import sys
 from collections import Counter
-from functools import lru_cache
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from simulate.communicators import communicators
 from spec.collective import Collective
-from spec.model import ModelSpec, load_model
+from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import (
     Segment,
@@ -23,16 +21,12 @@ from spec.step import (
     optimizer,
     shared_gradients,
 )
+from tests.real_steps import GPT, LLAMA, logged
 from tests.sharded import of_microbatch
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-LLAMA = load_model("tiny").resized(layers=2)
-GPT = LLAMA.resized(
-    name="tiny-gpt", gated=False, norm="layernorm", position="learned",
-    linear_bias=True, tied_embeddings=True, kv_heads=4,
-)  # fmt: skip
 ADAPTED = LLAMA.resized(lora_rank=4)
 FOUR = LLAMA.resized(layers=4)
 EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
@@ -100,59 +94,15 @@ def _record(log: list[Call]) -> None:
     p2p_communication._p2p_ops = operations
 
 
-def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection) -> None:
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
-    log: list[Call] = []
-    from measure.training_rank import Ranks, build
-
+@contextlib.contextmanager
+def _collectives_called(log: list[Call]) -> Iterator[None]:
     _record(log)
-
-    def meet(port: int) -> int:
-        pipe.send(port)
-        return int(pipe.recv())
-
-    about = {"device_kind": "cpu", "gpus": p.gpus, "device": rank, "address": "127.0.0.1"}
-    ranks = Ranks(about, rank, meet)
-    trainer = build(model, p, ranks.device, seeded=True)
-    trainer.step(trainer.batches(0))
-    log.clear()
-    trainer.step(trainer.batches(1))
-    pipe.send(log)
-    pipe.recv()
-    os._exit(0)
+    yield
 
 
-@lru_cache
 def called(model: ModelSpec, p: Parallelism) -> tuple[list[Call], ...]:
     """The collectives that each rank called in one step."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["measure.training_rank"])
-    pairs = [context.Pipe() for _ in range(p.gpus)]
-    processes = [
-        context.Process(target=_rank, args=(model, p, rank, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pairs)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pairs:
-        theirs.close()  # so that a dead rank is the end of its pipe
-    try:
-        ports = [mine.recv() for mine, _ in pairs]
-        for mine, _ in pairs:
-            mine.send(max(ports))
-        found = []
-        for mine, _ in pairs:
-            assert mine.poll(60), "a rank said nothing"
-            found.append(mine.recv())
-        for mine, _ in pairs:
-            mine.send("done")
-        return tuple(found)
-    finally:
-        for process in processes:
-            process.join(timeout=2)
-            process.kill()
+    return logged(model, p, _collectives_called)
 
 
 def sent(model: ModelSpec, p: Parallelism) -> list[dict[tuple[int, ...], Sent]]:
