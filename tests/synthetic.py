@@ -18,7 +18,8 @@ from spec.kernel import Kernel, ceil_div
 from spec.manifest import Device, Host, Manifest
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import CollectiveRow, InterferenceRow, KernelRow
+from spec.records import TABLES, CollectiveRow, InterferenceRow, KernelRow, Row
+from spec.results import read_result_set
 from spec.step import kernels_of
 
 COMPUTE = ("gemm", "grouped_gemm", "attention")
@@ -284,3 +285,16 @@ def write_result_set(
     about = manifest(system, run, devices, truth, started)
     write_json(folder / "manifest.json", about.model_dump(mode="json", by_alias=True))
     return folder
+
+
+def with_cell(folder: Path, row: Row, column: str, value: str) -> None:
+    """A run whose one row, which reads back as it was written, has another value in a column."""
+    name = next(name for name, kind in TABLES.items() if kind is type(row))
+    path = folder / f"{name}.csv"
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    (folder / "manifest.json").write_text(about.model_dump_json(by_alias=True))
+    write_table(path, type(row), [row])
+    assert read_result_set(folder).table(type(row)) == [row]
+    names, values = (line.split(",") for line in path.read_text().splitlines())
+    values[names.index(column)] = value
+    path.write_text(",".join(names) + "\n" + ",".join(values) + "\n")

@@ -15,10 +15,9 @@ from measure.run import main
 from measure.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
-from spec.files import write_table
 from spec.records import TurnRow
 from spec.results import find_result_sets, read_result_set
-from tests.synthetic import Truth, manifest
+from tests.synthetic import with_cell
 
 
 def test_each_call_runs_as_often_as_its_turn_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +103,7 @@ def row(**changed: object) -> TurnRow:
 def test_a_broken_table_is_named_with_its_column(
     tmp_path: Path, column: str, value: str, said: str
 ) -> None:
-    path = tmp_path / "turns.csv"
-    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
-    (tmp_path / "manifest.json").write_text(about.model_dump_json(by_alias=True))
-    write_table(path, TurnRow, [row(power_w=690.0)])
-    assert read_result_set(tmp_path).table(TurnRow) == [row(power_w=690.0)]
-    names, values = (line.split(",") for line in path.read_text().splitlines())
-    values[names.index(column)] = value
-    path.write_text(",".join(names) + "\n" + ",".join(values) + "\n")
+    with_cell(tmp_path, row(power_w=690.0), column, value)
     with pytest.raises(UserError, match=said) as caught:
         read_result_set(tmp_path).table(TurnRow)
     assert "turns.csv" in str(caught.value)
