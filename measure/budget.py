@@ -11,7 +11,7 @@ from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 
 OWN_PROCESSES = ("host", "training", "placement", "profile")  # suites that start their own
 # suites whose cases need one device each: all devices at once
-SHARED = ("kernels", "turns", "clocks")
+SHARED = ("kernels", "turns", "clocks", "queued")
 START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
 ORDERED = ("kernels", "collectives", "interference")  # others: as planned, most instructive first

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, clocks, heat, host_time, nccl_choice, placement, turns
+from measure import checks, clocks, heat, host_time, nccl_choice, placement, queued, turns
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.other_hosts import OtherHost, Samplers
@@ -89,6 +89,10 @@ class Campaign:
     def clocks(self, pool: Pool, cases: Sequence[clocks.ClockCase], until: float | None) -> None:
         """Share the cases among the devices."""
         self._each("clocks", pool, cases, until)
+
+    def queued(self, pool: Pool, cases: Sequence[queued.QueuedCase], until: float | None) -> None:
+        """Share the cases among the devices."""
+        self._each("queued", pool, cases, until)
 
     def _each(self, table: str, pool: Pool, cases: Sequence[Any], until: float | None) -> None:
         """Cases that need one device, into a table of theirs."""

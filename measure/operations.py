@@ -68,6 +68,7 @@ class Maker(Products):
 
     def build(self, kernel: Kernel) -> tuple[Call, str]:
         """The call that runs `kernel` once, and what it runs on, such as `torch/cublas`."""
+        self.fed = None
         if kernel.dtype == "fp8":
             return self.fp8(kernel)
         if kernel.dtype not in DTYPES:
@@ -86,10 +87,11 @@ class Maker(Products):
     ) -> Call:
         """Forward as it is; backward through autograd over a graph that is kept."""
         wanted = [one.requires_grad_() for one in inputs if one.is_floating_point()]
+        self.fed = inputs[0]
         if kernel.direction == "forward":
             return lambda: function(*inputs)
         out = function(*inputs)
-        gradient = torch.randn_like(out)
+        self.fed = gradient = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
 
     def _attention(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
@@ -116,11 +118,12 @@ class Maker(Products):
             # what follows in Megatron is laid out [seq, batch, heads * head_dim]
             return out.permute(2, 0, 1, 3).reshape(d["seq"], d["batch"], -1)
 
+        self.fed = q
         backend, name, out = self._attention_backend(forward, kernel)
         if kernel.direction == "forward":
             del out
             return (lambda: forward(backend)), name
-        gradient = torch.randn_like(out)
+        self.fed = gradient = torch.randn_like(out)
         return (lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)), name
 
     def _attention_backend(
@@ -150,10 +153,11 @@ class Maker(Products):
         q, k, v = (self._normal(batch, *shape, dim, dtype=dtype) for shape in shapes)
         fused = choose(heads, kv_heads, dim, queries, batch, self.device)
         name = f"torch/sdpa-{fused.name}"
+        self.fed = q
         if kernel.direction == "forward":
             return (lambda: fused.forward(q, k, v, False)), name
         out, sums = fused.forward(q, k, v, False)
-        gradient = torch.randn_like(out)
+        self.fed = gradient = torch.randn_like(out)
         return (lambda: fused.backward(gradient, q, k, v, out, sums, False)), name
 
     def _rmsnorm(self, kernel: Kernel, dtype: torch.dtype) -> Call:
@@ -178,6 +182,7 @@ class Maker(Products):
         freqs = torch.randn(rows, 1, 1, dim, device=self.device)
         q = self._normal(rows, 1, max(heads - keys, 1), dim, dtype=dtype)
         k = self._normal(rows, 1, keys, dim, dtype=dtype)
+        self.fed = q
 
         def rotate(t: Tensor) -> Tensor:
             cos, sin = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
@@ -192,6 +197,7 @@ class Maker(Products):
         k.requires_grad_()
         out = (rotate(q), rotate(k))
         gradient = tuple(torch.randn_like(one) for one in out)
+        self.fed = gradient[0]
         return lambda: torch.autograd.grad(out, (q, k), gradient, retain_graph=True)
 
     def _swiglu(self, kernel: Kernel, dtype: torch.dtype) -> Call:
@@ -211,14 +217,14 @@ class Maker(Products):
     def _residual(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """Forward: dropout of probability 0 runs nothing, then the sum. Backward: the gradients
         of both branches meet in one sum."""
-        a = self._normal(*kernel.dims, dtype=dtype)
+        self.fed = a = self._normal(*kernel.dims, dtype=dtype)
         b = self._normal(*kernel.dims, dtype=dtype)
         if kernel.direction == "backward":
             return lambda: a + b
         return lambda: b + F.dropout(a, p=0.0, training=True)
 
     def _bias(self, kernel: Kernel, dtype: torch.dtype) -> Call:
-        rows = self._normal(*kernel.dims, dtype=dtype)
+        self.fed = rows = self._normal(*kernel.dims, dtype=dtype)
         if kernel.direction == "backward":
             return lambda: rows.sum(dim=0)
         bias = self._normal(kernel.dims[1], dtype=dtype)
@@ -228,7 +234,14 @@ class Maker(Products):
         rows, width, vocab = kernel.dims
         tokens = self._indices(vocab, rows)
         table = self._normal(vocab, width, dtype=dtype, scale=0.02)
-        return self._differentiable(kernel, lambda w: F.embedding(tokens, w), table)
+        return self._looked_up(kernel, lambda w: F.embedding(tokens, w), table)
+
+    def _looked_up(self, kernel: Kernel, look_up: Callable[..., Tensor], table: Tensor) -> Call:
+        """What is before a forward look-up writes its tokens only, not the table."""
+        call = self._differentiable(kernel, look_up, table)
+        if kernel.direction == "forward":
+            self.fed = None
+        return call
 
     def _vocab_parallel_embedding(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """VocabParallelEmbedding's of the first rank, its all-reduce left out."""
@@ -245,16 +258,16 @@ class Maker(Products):
             out[mask, :] = 0.0
             return out
 
-        return self._differentiable(kernel, look_up, table)
+        return self._looked_up(kernel, look_up, table)
 
     def _cross_entropy(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """VocabParallelCrossEntropy's steps, its three all-reduces left out."""
         rows, vocab = kernel.dims
-        logits = self._normal(rows, vocab, dtype=dtype)
+        self.fed = logits = self._normal(rows, vocab, dtype=dtype)
         target = self._indices(vocab, rows)
         every = torch.arange(rows, device=self.device)
         if kernel.direction == "backward":
-            softmax = torch.softmax(logits.float(), dim=-1)
+            self.fed = softmax = torch.softmax(logits.float(), dim=-1)
             del logits
             scale = torch.full((rows,), 1.0, device=self.device)
 
@@ -305,7 +318,7 @@ class Maker(Products):
     def _grad_accumulate(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         (elements,) = kernel.dims
         main = self._normal(elements, dtype=torch.float32)
-        gradient = self._normal(elements, dtype=dtype)
+        self.fed = gradient = self._normal(elements, dtype=dtype)
         return lambda: main.add_(gradient)
 
     _accumulate = _grad_accumulate
@@ -313,17 +326,17 @@ class Maker(Products):
     def _reorder(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """[seq, batch, heads, dim], as layers have it, to the ring's [batch, heads, seq, dim]."""
         rows, heads, dim = kernel.dims
-        by_token = self._normal(rows, 1, heads, dim, dtype=dtype)
+        self.fed = by_token = self._normal(rows, 1, heads, dim, dtype=dtype)
         return lambda: by_token.permute(1, 2, 0, 3).contiguous()
 
     def _widen(self, kernel: Kernel, dtype: torch.dtype) -> Call:
-        piece = self._normal(*kernel.dims, dtype=dtype)
+        self.fed = piece = self._normal(*kernel.dims, dtype=dtype)
         return piece.float
 
     def _rescale(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """By ones: what is multiplied again and again must stay a normal number."""
         del dtype
-        joined = self._normal(*kernel.dims, dtype=torch.float32)
+        self.fed = joined = self._normal(*kernel.dims, dtype=torch.float32)
         factors = torch.ones(kernel.dims[0], device=self.device)
         return lambda: joined.mul_(factors[..., None])
 
@@ -364,7 +377,7 @@ class Maker(Products):
 
     def _copy(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         (elements,) = kernel.dims
-        source = self._normal(elements, dtype=dtype)
+        self.fed = source = self._normal(elements, dtype=dtype)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
@@ -378,7 +391,7 @@ class Maker(Products):
     def _gather_copy_out(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """`torch.distributed.fsdp`'s foreach_all_gather_copy_out."""
         ranks, sizes = self._shards(kernel)
-        message = self._normal(ranks, sum(sizes), dtype=dtype)
+        self.fed = message = self._normal(ranks, sum(sizes), dtype=dtype)
         weights = [torch.empty(ranks, size, dtype=dtype, device=self.device) for size in sizes]
 
         def copy_out() -> list[Tensor]:

@@ -22,7 +22,7 @@ from spec.step import kernels_of
 SUITES = ("kernels", "host", "collectives", "interference", "training", "telemetry")
 # minutes that only a thermal model, a model of power, or a placement needs; training steps again,
 # under a profiler
-ON_REQUEST = ("heat", "turns", "clocks", "placement", "profile")
+ON_REQUEST = ("heat", "turns", "clocks", "queued", "placement", "profile")
 JUDGE_SHARE = 0.2
 
 

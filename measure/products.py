@@ -33,10 +33,15 @@ def tried(call: Call) -> Call:
 
 
 class Products:
-    """Builds calls of matrix products on one device."""
+    """Builds calls of matrix products on one device.
+
+    `fed` is what the operation before would have written of the operands of the call built last;
+    None where that is nothing, or nothing large.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.fed: Tensor | None = None
         self.library = "rocm" if torch.version.hip else device.type
         torch.manual_seed(1234)
 
@@ -53,12 +58,12 @@ class Products:
         name = self._product_name()
         w = self._normal(d["n"], d["k"], dtype=dtype, scale=0.02)
         if kernel.direction == "dgrad":
-            g = self._normal(d["m"], d["n"], dtype=dtype)
+            self.fed = g = self._normal(d["m"], d["n"], dtype=dtype)
             return lambda: g.matmul(w), name
-        x = self._normal(d["m"], d["k"], dtype=dtype)
+        self.fed = x = self._normal(d["m"], d["k"], dtype=dtype)
         if kernel.direction == "wgrad":
             del w
-            g = self._normal(d["m"], d["n"], dtype=dtype)
+            self.fed = g = self._normal(d["m"], d["n"], dtype=dtype)
             return lambda: g.t().matmul(x), name
         return lambda: torch.matmul(x, w.t()), name
 
@@ -92,9 +97,11 @@ class Products:
         offs = torch.tensor(ends, dtype=torch.int32, device=self.device)
         name = "torch/grouped_mm"
         if kernel.direction != "forward":
-            g = self._normal(m, d["n"], dtype=dtype)
+            self.fed = g = self._normal(m, d["n"], dtype=dtype)
         if kernel.direction != "dgrad":
             x = self._normal(m, d["k"], dtype=dtype)
+            if kernel.direction == "forward":
+                self.fed = x
         if kernel.direction == "wgrad":
             return tried(lambda: product(g.t(), x, offs=offs)), name
         w = self._normal(groups, d["n"], d["k"], dtype=dtype, scale=0.02)

@@ -17,6 +17,7 @@ from measure import (
     host_time,
     namespaces,
     placement,
+    queued,
     turns,
 )
 from measure.budget import affordable, estimate_s
@@ -88,6 +89,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = turns.cases(devices, options.quick)
         elif suite == "clocks":
             cases[suite] = clocks.cases(kind, options.quick)
+        elif suite == "queued":
+            cases[suite] = queued.cases(kind, options.quick)
         elif suite == "placement":
             cases[suite] = placement.cases(kind, devices, options.quick)
     return cases

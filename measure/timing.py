@@ -87,7 +87,7 @@ class CpuTimer:
         self._monitor = monitor
         # a host with a share of a core runs at full speed until its turn is over
         self._turns = namespaces.on_share()
-        self._cache = last_level_cache()
+        self.cache_bytes = last_level_cache()
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
@@ -105,9 +105,19 @@ class CpuTimer:
     def release(self) -> None:
         """Nothing is cached."""
 
+    def probe(self) -> list[Any]:
+        """Nothing is spun."""
+        return []
+
+    @staticmethod
+    def probed_mhz(probes: Sequence[Any]) -> float | None:
+        """None: no clock was probed."""
+        del probes
+        return None
+
     def sets(self, nbytes: float) -> int:
         """Sets of operands of a burst: a step comes back to none before the caches have changed."""
-        return max(1, min(MOST_SETS, math.ceil(CACHES * self._cache / max(nbytes, 1.0))))
+        return max(1, min(MOST_SETS, math.ceil(CACHES * self.cache_bytes / max(nbytes, 1.0))))
 
     def once_s(self, call: Call) -> float:
         """Seconds of one call, warmed up."""
@@ -178,7 +188,7 @@ class GpuTimer:
         properties = _cuda.get_device_properties(index)
         l2 = int(getattr(properties, "L2_cache_size", 0) or 64 * 2**20)
         self._flush = torch.empty(2 * l2, dtype=torch.int8, device=self.device)
-        self._l2 = l2
+        self.cache_bytes = l2
         # cycles of torch.cuda._sleep per microsecond; it counts the SM clock
         self._spins = hasattr(_cuda, "_sleep")
         self._cycles = float(monitor.max_clock_mhz() or 2000.0)
@@ -243,15 +253,17 @@ class GpuTimer:
         self.synchronize()
         return statistics.median(times)
 
-    def probe(self) -> tuple[Any, Any, Any]:
-        """Queue two spins of known cycles; `probed_mhz` tells the clock from their events."""
+    def probe(self) -> list[tuple[Any, Any, Any]]:
+        """Queue two spins of known cycles, where there are spins; `probed_mhz` tells the clock."""
+        if not self._spins:
+            return []
         events = (self.event(), self.event(), self.event())
         events[0].record()
         _cuda._sleep(PROBE_CYCLES)
         events[1].record()
         _cuda._sleep(3 * PROBE_CYCLES)
         events[2].record()
-        return events
+        return [events]
 
     @staticmethod
     def probed_mhz(probes: Sequence[tuple[Any, Any, Any]]) -> float | None:
@@ -268,21 +280,21 @@ class GpuTimer:
         once = self.once_s(call)
         host = self.host_us(call, 5 if once > 5e-3 else 11)
         repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(BURST_S / max(once, 1e-6))))
-        flush = nbytes < 8 * self._l2
+        flush = nbytes < 8 * self.cache_bytes
         pairs = [(self.event(), self.event()) for _ in range(repeats)]
         readings = Readings([self._monitor])
         began = time.perf_counter()
         # a queue takes about a thousand launches, and a launch 5 us of the host at least: beyond
         # that the host would wait for the device in the middle of the timed repeats
         together = max(5, min(repeats, int(800 / (host / 5.0 + 4.0))))
-        probes = []
+        probes: list[tuple[Any, Any, Any]] = []
         for index, (begin, end) in enumerate(pairs):
             if index % together == 0:
                 if index:
                     self._wait(pairs[index - 1][1], readings)
                 self.hold(together * (host + 20.0) + PROBES * 40.0)
-            if self._spins and index * PROBES // repeats != (index - 1) * PROBES // repeats:
-                probes.append(self.probe())
+            if index * PROBES // repeats != (index - 1) * PROBES // repeats:
+                probes += self.probe()
             if flush:
                 self.flush()
             begin.record()
@@ -328,8 +340,8 @@ class GpuTimer:
                 call()
             end.record()
             waiting.append((begin, end))
-            if self._spins and now >= SETTLE_S:
-                probes.append(self.probe())
+            if now >= SETTLE_S:
+                probes += self.probe()
             if len(waiting) < 2:  # one batch runs while the host queues the next
                 continue
             begin, end = waiting.pop(0)

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         cpu_memory.keep()
     import torch
 
-    from measure import clocks, collectives, interference, kernels, nccl_choice, turns
+    from measure import clocks, collectives, interference, kernels, nccl_choice, queued, turns
     from measure.heat import burn
     from measure.load import load
     from measure.products import Refused
@@ -84,6 +84,9 @@ def main(arguments: Sequence[str]) -> int:
             elif case["suite"] == "clocks":
                 timed = clocks.measure(case, timer, monitor, asked.rank)
                 reply({"row": timed.model_dump(mode="json")})
+            elif case["suite"] == "queued":
+                behind = queued.measure(case, timer, asked.rank)
+                reply({"row": behind.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
             elif case["suite"] == "choice":

@@ -132,6 +132,31 @@ class ClockRow(Row):
         return self
 
 
+class QueuedRow(Row):
+    """queued.csv: one kernel as `kernels.csv` has it, and in a full queue behind what feeds it."""
+
+    device: NonNegativeInt = Field(description="index of the device into the manifest's list")
+    op: str = Field(description="operation, one of spec.kernel.OPS")
+    direction: str = Field(description="forward, backward, dgrad or wgrad")
+    dtype: str = Field(description="type of the operands")
+    shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
+    alone_us: Positive = Field(description="median duration in a burst, operands in memory")
+    alone_mhz: Positive | None = Field(default=None, description="median SM clock meanwhile")
+    queued_us: Positive = Field(
+        description="median of what it adds to a queue of copies into its input, each behind one"
+    )
+    queued_p10_us: FiniteFloat = Field(description="10th percentile of batches")
+    queued_p90_us: FiniteFloat = Field(description="90th percentile of batches")
+    queued_mhz: Positive | None = Field(default=None, description="median SM clock meanwhile")
+    fed_bytes: PositiveInt = Field(description="size of the input copied into")
+    operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _check_kernel(self.op, self.direction, self.shape, self.dtype)
+        return self
+
+
 MOST_TP = 8  # heads of the nil model, see `spec.nil`; no more ranks share its sequence, either
 
 
@@ -501,6 +526,7 @@ TABLES: dict[str, type[Row]] = {
     "heat": HeatRow,
     "turns": TurnRow,
     "clocks": ClockRow,
+    "queued": QueuedRow,
     "training": TrainingRow,
     "steps": StepRow,
     "placement": PlacementRow,
