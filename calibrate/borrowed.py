@@ -90,7 +90,7 @@ def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
 
 
 def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
-    """Other systems' runs of the same GPU in pulses and turns."""
+    """Other systems' runs of the same GPU that tell of the GPU."""
     own = {one.path for one in found.runs}
     return [
         one

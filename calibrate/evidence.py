@@ -23,6 +23,7 @@ from spec.records import (
     HostRow,
     InterferenceRow,
     KernelRow,
+    QueuedRow,
     Repeated,
     Row,
     TurnRow,
@@ -39,13 +40,15 @@ FITTED: dict[type[Row], str] = {
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
     ClockRow: "clocks.csv",
+    QueuedRow: "queued.csv",
 }
 # what tells of a GPU, not of a system
-OF_GPU: tuple[type[Row], ...] = (HeatRow, TurnRow, ClockRow)
+OF_GPU: tuple[type[Row], ...] = (HeatRow, TurnRow, ClockRow, QueuedRow)
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449
 INDEPENDENT = 10
+_DURATIONS = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
 LEAST_ERROR = 1e-4
 # of an operation's issue times, the part that is no longer than what is taken for it
 SHORTEST = 0.1
@@ -62,7 +65,11 @@ class Evidence:
     shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
     # how much slower the host of a run was than others', see `calibrate.host_visits`
     host_slower: Mapping[str, float] = field(default_factory=dict)
-    # other systems' runs of this GPU in pulses and turns: how its power and times go with the clock
+    # by how much bursts were longer than kernels in a queue, by run, case and device, and its sd by
+    # operation and direction, us; see `calibrate.queued`
+    lag_us: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
+    lag_sd_us: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    # other systems' runs of this GPU that tell of the GPU (`OF_GPU`)
     same_gpu: Sequence[ResultSet] = ()
     # other systems of this GPU, and the operations (name, direction, type) that only they timed
     lent: Sequence[tuple["Evidence", Sequence[tuple[str, str, str]]]] = ()
@@ -82,11 +89,17 @@ class Evidence:
         ]
 
     def as_shown(self, run: str, record: R) -> R:
-        """A row with the clock that a monitor showed, and the time of a mean host, where known."""
+        """A row with the clock that a monitor showed, the time of a mean host, and a queue's times.
+
+        Each where it is known.
+        """
         if not isinstance(record, KernelRow):
             return record
         update = {}
-        shown = self.shown_mhz.get((run, record.case_id, record.device))
+        case = run, record.case_id, record.device
+        if lag := self.lag_us.get(case):
+            update = {name: getattr(record, name) - lag for name in _DURATIONS}
+        shown = self.shown_mhz.get(case)
         if shown is not None:
             update["clock_mhz"] = shown
         slower = self.host_slower.get(run, 1.0)

@@ -36,6 +36,7 @@ from calibrate.network import PUBLISHED
 from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
+from calibrate.queued import fit_queued
 from calibrate.telemetry import monitored, read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
@@ -64,8 +65,9 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "`python -m measure.run --suite kernels`, or take another system's of the same results "
             "folder with --kernels-from"
         )
-    evidence = host_visits.alike(monitored(evidence))
     ledger = Ledger()
+    queued = fit_queued(evidence, ledger)
+    evidence = queued.applied(host_visits.alike(monitored(evidence)))
     telemetry = read_telemetry(evidence)
     state = clock_state(evidence, telemetry, ledger)
     keys = kernel_keys(evidence)
@@ -73,7 +75,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     own = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
     kernels = own
     for other, lacking in evidence.lent:
-        theirs = host_visits.alike(monitored(other))
+        theirs = queued.applied(host_visits.alike(monitored(other)))
         their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
         kernels += fit_kernels(theirs, their_state, ledger, lacking)
     collectives = fit_collectives(evidence, ledger)

@@ -24,6 +24,7 @@ from calibrate import collectives, kernels
 from calibrate.clocks import clock_state
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.fit import held_out_lines, systems
+from calibrate.queued import fit_queued
 from calibrate.sweeps import judge_sweep
 from calibrate.telemetry import monitored, read_telemetry
 from spec.command import Parser, add_json, emit, run
@@ -51,7 +52,8 @@ def split_runs(evidence: Evidence, last: str) -> tuple[Evidence, list[ResultSet]
 def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str, int]]:
     """Errors on the later runs, and how many of their rows no earlier one has a model for."""
     ledger, unused = Ledger(), Ledger()
-    early, later = monitored(early), monitored(Evidence(early.system, late))
+    queued = fit_queued(early, Ledger())
+    early, later = (queued.applied(monitored(one)) for one in (early, Evidence(early.system, late)))
     state = clock_state(early, read_telemetry(early), unused)
     fits = kernels.fit_kernels(early, state, unused, kernels.kernel_keys(early))
     rows = [later.as_shown(one.manifest.run, row) for one in late for row in one.table(KernelRow)]

@@ -115,7 +115,7 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
         groups[key] = Group(
             key,
             tuple(
-                _shape(kernel, timings, clock)
+                _shape(kernel, timings, clock, evidence.lag_sd_us.get(key[:2], 0.0))
                 for kernel, timings in sorted(shapes.items(), key=lambda item: item[0].dims)
             ),
             tuple(row.host_us for row in rows if row.host_us is not None),
@@ -124,11 +124,12 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     return groups
 
 
-def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shape:
+def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_us: float) -> Shape:
     """The median of a shape's rows and its sd: of the repeats, and of one visit to another.
 
     Bursts count where there are any, so that all shapes are known in the same state: a burst finds
-    its operands in memory, a sustained loop in the cache where they fit.
+    its operands in memory (unless `calibrate.queued` has brought it to a queue, which leaves
+    `lag_sd_us` open), a sustained loop in the cache where they fit.
     """
     rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]
@@ -136,7 +137,8 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState) -> Shap
     one = clock.shape_spread.sd(kernel, time_us)
     if len(rows) > 2:
         one = max(one, robust_sd(times))
-    sd = float(np.hypot(one / len(rows) ** 0.5, LEAST_SD))
+    lag_sd = lag_sd_us / time_us if rows[0].state == "burst" else 0.0
+    sd = float(np.hypot(np.hypot(one / len(rows) ** 0.5, lag_sd), LEAST_SD))
     return Shape(kernel, time_us, sd, len(rows))
 
 

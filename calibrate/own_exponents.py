@@ -5,8 +5,8 @@ flight) slows with the SM clock too: on H200 rotary embeddings go as its square 
 hardly feel it. Fitted per operation and direction to durations of one shape at two clocks: alone
 and behind products that the power cap slows (`clocks.csv`), where the GPU was measured so. Else to
 pairs of kernel rows, of which campaigns hold many: a burst that follows a product under the cap
-starts at a lowered clock. Those clocks are a few per cent apart and inexact, so that exponents come
-out too small.
+starts at a lowered clock. Those clocks are a few per cent apart and inexact, and most exponents
+come out smaller than behind products.
 """
 
 from collections import defaultdict

@@ -118,24 +118,25 @@ class Works:
 
         What another operation stands for is off by itself, and takes its time where that is free.
         """
-        new: dict[tuple[int, str], tuple[KernelFit, list[tuple[Kernel, Kernel]]]] = {}
+        new: dict[tuple[int, str, str], tuple[KernelFit, list[tuple[Kernel, Kernel]]]] = {}
         for kernel in kernels:
             if kernel not in self._kernels:
                 fit, known = self._calibration.kernel(kernel), self._calibration.known(kernel)
                 op = fit.op if known is kernel else kernel.op
-                new.setdefault((id(fit), op), (fit, []))[1].append((kernel, known))
-        for (_, op), (fit, alike) in new.items():
-            times = self._times(fit, op, [known.dims for _, known in alike])
+                way = fit.direction if known is kernel else kernel.direction
+                new.setdefault((id(fit), op, way), (fit, []))[1].append((kernel, known))
+        for (_, op, way), (fit, alike) in new.items():
+            times = self._times(fit, f"kernel {op} {way}", [known.dims for _, known in alike])
             for (kernel, known), both in zip(alike, times, strict=True):
                 self._kernels[kernel] = self._work(fit, known, *both)
 
     def _times(
-        self, fit: KernelFit, op: str, shapes: Sequence[tuple[int, ...]]
+        self, fit: KernelFit, name: str, shapes: Sequence[tuple[int, ...]]
     ) -> list[tuple[float, Array]]:
-        """Central and drawn durations at the reference clock, us; `op` is what they are for."""
+        """Central and drawn durations at the reference clock, us; `name` is that of the draw."""
         if self._draws.central:
             return [(one, one + self._draws.zero) for one in fit.central_us(shapes)]
-        name, found = f"kernel {op} {fit.direction}", []
+        found = []
         for central_us, sd in (reference_us(Same(fit), dims) for dims in shapes):
             found.append((central_us, central_us * self._draws.factor(name, sd)))
         return found

@@ -1,6 +1,7 @@
 """What a training step is written in: parts, segments, and the sizes that recur in them."""
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -78,8 +79,9 @@ def copied(nbytes: int) -> Kernel:
 
 
 def reordered(rows: int, width: int, head_dim: int) -> Kernel:
-    """A copy of `rows` x `width` in bf16 that changes their order."""
-    return Kernel("reorder", "forward", (rows, max(width // head_dim, 1), head_dim))
+    """A copy of `rows` x `width` in bf16 that changes their order; a width need not be of heads."""
+    dim = gcd(width, head_dim)
+    return Kernel("reorder", "forward", (rows, width // dim, dim))
 
 
 def without_weights(backward: Segment) -> tuple[Segment, Segment]:
