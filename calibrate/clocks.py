@@ -23,7 +23,8 @@ from calibrate.evidence import (
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
 from calibrate.kernel_visits import fit_shape_spread
-from calibrate.own_exponents import fit_bend, fit_jitter, fit_own_exponents
+from calibrate.own_exponents import fit_own_exponents
+from calibrate.product_clock import fit_jitter
 from calibrate.pulses import held_w, pulse_exponent, surge
 from calibrate.state import (
     CORE_IDLE_W,
@@ -238,7 +239,6 @@ def fit_clock(
                 f"{share:.0%} of {state.room_reason}; no telemetry of it",
             )
     rows = [row for _, row in evidence.rows(KernelRow)]
-    bend = fit_bend(evidence, state, rows, ledger)
     jitter_sd, jitter_mean = fit_jitter(evidence, rows, ledger)
     return ClockFit(
         reference_mhz=rounded(state.reference_mhz),
@@ -252,8 +252,8 @@ def fit_clock(
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
         device_spread_sd=rounded(device_spread(evidence, state, ledger)),
-        product_bend=rounded(bend.per_log),
-        sustained_mhz=bend.sustained_mhz,
+        product_bend=rounded(state.bend.per_log),
+        sustained_mhz=state.bend.sustained_mhz,
         jitter_sd=rounded(jitter_sd),
         jitter_mean=rounded(jitter_mean),
         visit_sd=rounded(visit_sd(evidence, state, ledger)),

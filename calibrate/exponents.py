@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
-from calibrate.state import LARGE_US, ClockState, is_compute, is_product, kernel_of
-from spec.records import KernelRow
+from calibrate.product_clock import Law, fit_bend, sustained_clock, turned_law
+from calibrate.state import LARGE_US, Bend, ClockState, is_compute, is_product, kernel_of
+from spec.records import KernelRow, TurnRow
 
 Array = NDArray[np.float64]
 Pair = tuple[KernelRow, KernelRow]
@@ -40,7 +41,12 @@ def fit_exponents(
         own = [row for row in rows if row.clock_mhz and is_compute(row.op) == compute]
         bursts, devices = _pairs([row for row in own if _large(row)])
         value, used = _exponent(bursts + devices)
-        if value is not None:
+        turned = None
+        if compute:
+            turned = turned_law(evidence.of_gpu, state.reference_mhz, sustained_clock(rows))
+        if turned is not None:
+            value = _note_turned(evidence, ledger, state, turned)
+        elif value is not None:
             steps, slower = _steps(used)
             sd = 1.25 * robust_sd(slower / steps) / len(used) ** 0.5
             ledger.note(
@@ -55,11 +61,27 @@ def fit_exponents(
         else:
             value = _assume(kind, ledger)
         state.exponents[compute] = value
+        if compute and turned is None:
+            state.bend = fit_bend(evidence, state, rows, ledger)
         trusted = _trust(own, value)
         state.burst_exponents[compute] = trusted
-        offsets = [_offset(pair, value, trusted, state.reference_mhz) for pair in bursts]
+        offsets = [_offset(pair, state, trusted) for pair in bursts]
         if len(offsets) >= LEAST_PAIRS:
             state.burst_offsets[compute] = float(np.median(offsets))
+
+
+def _note_turned(evidence: Evidence, ledger: Ledger, state: ClockState, turned: Law) -> float:
+    """Enter what turns tell of products, the bend into `state`; the exponent."""
+    where = evidence.of_gpu.where(TurnRow, turned.rows)
+    where += ": products in turns with memory-bound kernels"
+    for name, one, unit in (
+        ("clock.compute_exponent", turned.exponent, "1"),
+        ("clock.product_bend", turned.per_log, "1/log"),
+    ):
+        low, high = one.interval
+        ledger.note(name, one.value, unit, (max(low, 0.0), high), "measured", where)
+    state.bend = Bend(turned.per_log.value, turned.sustained_mhz)
+    return turned.exponent.value
 
 
 def _assume(kind: str, ledger: Ledger) -> float:
@@ -134,9 +156,8 @@ def _trust(rows: Sequence[KernelRow], exponent: float) -> float:
     return float(min(tried, key=scatter))
 
 
-def _offset(pair: Pair, exponent: float, trusted: float, reference_mhz: float) -> float:
+def _offset(pair: Pair, state: ClockState, trusted: float) -> float:
     """How much longer a burst took than its clock says, for both rows to agree (logarithm)."""
     burst, sustained = pair
-    at_burst = trusted * log(reference_mhz / (burst.clock_mhz or reference_mhz))
-    at_sustained = exponent * log(reference_mhz / (sustained.clock_mhz or reference_mhz))
-    return log(burst.median_us / sustained.median_us) - at_burst + at_sustained
+    at_burst = trusted * log(state.reference_mhz / (burst.clock_mhz or state.reference_mhz))
+    return log(burst.median_us / state.at_reference(sustained)) - at_burst

@@ -11,28 +11,22 @@ come out smaller than behind products.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import log
 
 import numpy as np
 
 from calibrate.evidence import Z90, Evidence, Ledger
-from calibrate.state import LARGE_US, SHORT_US, ClockState, is_product
+from calibrate.state import PRODUCTS, SHORT_US, ClockState
 from spec.kernel import ATTENTION, parse_kernel
 from spec.records import ClockRow, KernelRow
 
-PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")  # `calibrate.exponents` fits these
 APART = 0.01  # least distance of a pair's clocks (logarithm)
-LEAST = 12  # fewest pairs of products
 # spread of a pair's times beside the clock's effect, and of operations around what is expected of
 # them; both assumed, seen on H200
 PAIR_SD, OWN_SD = 0.012, 0.15
 # of the best bandwidth of any operation, from which one counts as bound by memory alone
 STREAMING = 0.7
-# exponent of products under the cap where none were sustained twice, and its sd: on four H200 it is
-# as large as it can be
-CAPPED = (1.0, 0.2)
 # exponents of operations that stream and of those that don't, as far as a system's pairs are few:
 # of 927 pairs on four H200 (0.15 and 0.38); few pairs on two other H200 and two H100 agree
 USUAL = {True: 0.15, False: 0.38}
@@ -64,90 +58,6 @@ def fit_own_exponents(
     compute = state.exponents[True]
     for key in sorted(key for key in keys if key[0] in ATTENTION):
         _note(evidence, state, ledger, key, pairs.get(key, []), compute, key in far)
-
-
-@dataclass(frozen=True)
-class Bend:
-    """How products' exponent changes between the sustained and the largest clock."""
-
-    per_log: float = 0.0  # `ClockFit.product_bend`
-    sustained_mhz: float | None = None
-
-
-def fit_bend(
-    evidence: Evidence, state: ClockState, rows: Sequence[KernelRow], ledger: Ledger
-) -> Bend:
-    """From products sustained twice, on two devices or visits: their exponent where the cap acts.
-
-    The one exponent of `calibrate.exponents` leads from there to bursts at the largest clock. Where
-    too few were sustained twice, products under the cap are taken to go as the clock.
-    """
-    shapes: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
-    for row in rows:
-        if row.clock_mhz and _capped(row):
-            shapes[row.direction, row.dtype, row.shape].append(row)
-    pairs = [
-        (log((a.clock_mhz or 1.0) / (b.clock_mhz or 1.0)), log(b.median_us / a.median_us))
-        for same in shapes.values()
-        for a, b in combinations(same, 2)
-    ]
-    steps, slower = np.array(pairs).reshape(-1, 2).T
-    if not shapes:
-        return Bend()
-    sustained = float(np.median([row.clock_mhz or 1.0 for same in shapes.values() for row in same]))
-    span = log(state.reference_mhz / sustained)
-    if span < 10 * APART:
-        return Bend()
-    known = len(pairs) >= LEAST and float(steps @ steps) >= LEAST * APART**2
-    local, sd = CAPPED
-    told = "as four H200: too few products sustained on two devices or visits; they"
-    if known:
-        # a clock slows nothing by more than itself, but the mean of one that dips can seem to
-        local = min(float(steps @ slower) / float(steps @ steps), 1.0)
-        sd = float(np.sqrt(np.mean((slower - local * steps) ** 2) / float(steps @ steps)))
-        told = "products sustained on two devices or visits"
-    # where the sustained clock meets a slope of `local`, no further than a flat top end
-    per_log = float(
-        np.clip((local - state.exponents[True]) / span, 0.0, state.exponents[True] / span)
-    )
-    ledger.note(
-        "clock.product_bend",
-        per_log,
-        "1/log",
-        (max(per_log - Z90 * sd / span, 0.0), per_log + Z90 * sd / span),
-        "measured" if known else "assumed",
-        f"{evidence.where(KernelRow, len(pairs))}: {told} go with the clock to the power "
-        f"{local:.2f}",
-    )
-    return Bend(per_log, sustained)
-
-
-def fit_jitter(
-    evidence: Evidence, rows: Sequence[KernelRow], ledger: Ledger
-) -> tuple[float, float]:
-    """Spread of batches of about 20 ms of one sustained product, and its mean over its median.
-
-    The regulator hunts: under the cap the same product is slower and faster by some percent.
-    """
-    capped = [row for row in rows if _capped(row)]
-    if len(capped) < LEAST:
-        return 0.0, 0.0
-    where = f"{evidence.where(KernelRow, len(capped))}: batches of products that the cap slowed"
-    found = []
-    for name, values in (
-        ("jitter_sd", [log(row.p90_us / row.p10_us) / (2 * 1.2816) for row in capped]),
-        ("jitter_mean", [max(log(row.mean_us / row.median_us), 0.0) for row in capped]),
-    ):
-        low, high = np.quantile(values, [0.05, 0.95])
-        value = float(np.mean(values))
-        interval = (float(low), float(high))
-        found.append(ledger.note(f"clock.{name}", value, "log", interval, "measured", where))
-    return found[0], found[1]
-
-
-def _capped(row: KernelRow) -> bool:
-    large = is_product(row) and row.state == "sustained" and row.median_us >= LARGE_US
-    return large and "power_cap" in (row.throttle or "")
 
 
 def _note(

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 
 from calibrate.evidence import Z90
-from spec.calibration import DeviceFit
+from spec.calibration import DeviceFit, bent
 from spec.kernel import ATTENTION, Kernel, parse_kernel
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
 # latter are also too long for a cache to matter. Assumed.
 SHORT_US, LARGE_US = 30.0, 100.0
-COMPUTE = ("gemm", "grouped_gemm", "fused_grouped_gemm", *ATTENTION)
+PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")
+COMPUTE = (*PRODUCTS, *ATTENTION)
 
 # Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).
 # Power goes as clock times voltage squared: up to 3 (Kandiah et al., "AccelWattch", MICRO 2021).
@@ -113,6 +114,18 @@ class Turned:
     rows: int
 
 
+@dataclass(frozen=True)
+class Bend:
+    """How products' exponent changes between the sustained and the largest clock."""
+
+    per_log: float = 0.0  # `ClockFit.product_bend`
+    sustained_mhz: float | None = None
+
+    def factor(self, reference_mhz: float, clock_mhz: float) -> float:
+        """`ClockFit.product_factor`."""
+        return bent(self.per_log, self.sustained_mhz, reference_mhz, clock_mhz)
+
+
 @dataclass
 class ClockState:
     """Reference clock, exponents and idle power: what other fits need to read a row."""
@@ -121,6 +134,7 @@ class ClockState:
     limit_w: float | None
     idle_w: float
     exponents: dict[bool, float] = field(default_factory=dict)  # by is_compute
+    bend: Bend = field(default_factory=Bend)
     own_exponents: dict[tuple[str, str], float] = field(default_factory=dict)  # by op, direction
     burst_exponents: dict[bool, float] = field(default_factory=dict)  # of clocks read in bursts
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
@@ -150,7 +164,9 @@ class ClockState:
         if own is not None:  # fitted to clocks as they were read, in bursts too
             return float(max(slower, 1.0) ** own)
         if row.state == "sustained":
-            return float(slower ** self.exponent(row.op, row.direction))
+            product = row.op in PRODUCTS
+            bend = self.bend.factor(self.reference_mhz, row.clock_mhz) if product else 1.0
+            return bend * float(slower ** self.exponent(row.op, row.direction))
         compute = is_compute(row.op)
         exponent = self.burst_exponents.get(compute, self.exponents[compute])
         share = log(row.median_us / SHORT_US) / log(LARGE_US / SHORT_US)

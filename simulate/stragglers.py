@@ -18,8 +18,10 @@ of variation, whisker to whisker (a normal of 1.5 %), with outliers up to 1.5 ti
 median (Sinha et al., SC22, arXiv 2208.11035).
 
 **Random** differences from one moment to the next (`ClockFit.jitter_sd`, fitted on batches of
-sustained products) average out over a step, but for what a tensor-parallel group loses at each
-collective. What is left of them over a step of seconds is small (`step_spread`).
+sustained products): a regulator under the cap hunts, each GPU's by itself, up and down about once a
+second (`HUNT_US`). So GPUs that wait for each other within a layer lose the whole of it, stages of
+a full pipeline what is left over a pass, and replicas what is left over a step: of a step of
+seconds little (`step_spread`).
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
-from simulate.clocks import REGULATION_US
 from simulate.uncertainty import Draws, larger, smaller
 from spec.calibration import ClockFit, Parameter
 from spec.errors import UserError
@@ -39,6 +40,11 @@ from spec.parallelism import Parallelism
 Array = NDArray[np.float64]
 
 TAIL = "tail of GPU speeds"
+# How long a mean must be for half of the hunting to be left; beyond, it falls with the square.
+# Clocks of products alone, first of the turns on four H200 and six H100 (`turns.csv`, telemetry):
+# means over 0.2, 0.5 and 1 s spread by 0.80, 0.51 and 0.14 times what readings do on H200, by 0.87,
+# 0.59 and 0.09 times on H100; this makes 0.86, 0.50 and 0.20 of it.
+HUNT_US = 500_000.0
 # Of the logarithm of the GPUs' spread: 90 % of chi-squared with the nine degrees of freedom that
 # twelve GPUs of three hosts leave, from 0.73 to 1.65 times; the clusters published lie inside.
 SPREAD_SD = 0.25
@@ -107,24 +113,34 @@ def lateness(p: Parallelism, shape: Array) -> Array:
     return np.asarray(steady * largest(p.gpus, shape) + (1 - steady) * filling)
 
 
+def left_of_hunting(window_us: Array) -> Array:
+    """Spread of means over a window beside that of moments."""
+    return np.asarray(1 / (1 + (window_us / HUNT_US) ** 2))
+
+
 def jitter(p: Parallelism, fit: ClockFit, step_us: Array, shape: Array) -> Array:
     """(draws,): share by which products last longer than their median while the cap acts."""
-    windows = larger(step_us / REGULATION_US, 1.0)
-    waits = largest(p.tp, shape) + largest(p.gpus // p.tp, shape) / np.sqrt(windows)
+    layer = p.tp * p.cp * p.ep  # GPUs that wait for each other within a layer
+    replicas = max(p.gpus // (layer * p.pp), 1)
+    pass_us = step_us / (p.microbatches + p.pp - 1)
+    stage, pipeline = spread_of_largest(layer), spread_of_largest(layer * p.pp)
+    waits = largest(layer, shape)
+    waits = waits + steady_share(p) * stage * left_of_hunting(pass_us) * largest(p.pp, shape)
+    waits = waits + pipeline * left_of_hunting(step_us) * largest(replicas, shape)
     return np.asarray(fit.jitter_mean + fit.jitter_sd * waits)
 
 
 def step_spread(gpus: int, tp: int, jitter_sd: float, step_s: Array, draws: Draws) -> Array:
     """(draws,): 95th percentile over median of a run's steps, less 1.
 
-    What averages out: each tensor-parallel group's jitter over the step, of which the largest
+    What averages out: each tensor-parallel group's hunting over the step, of which the largest
     counts; its quantiles are those of one group at the share's root. And what does not (WANDER).
     """
     shape = shapes(draws)
-    windows = larger(step_s * 1e6 / REGULATION_US, 1.0)
     groups = max(gpus // tp, 1)
     high, middle = (quantile(share ** (1 / groups), shape) for share in (0.95, 0.5))
-    alone = jitter_sd * spread_of_largest(tp) / np.sqrt(windows) * (high - middle)
+    left = left_of_hunting(step_s * 1e6)
+    alone = jitter_sd * spread_of_largest(tp) * left * (high - middle)
     between = 2 * ndtr(draws.normal("wander of steps")) - 1
     together = float(ndtri(0.95)) * WANDER * (1 + between)
     return np.asarray(np.hypot(alone, together) * draws.factor("spread of a run", RUN_SD))

@@ -132,6 +132,17 @@ class DeviceFit(Record):
     memory: PositiveShare = Field(default=1.0, description="of its memory-bound kernels, likewise")
 
 
+def bent(per_log: float, sustained_mhz: float | None, reference_mhz: float, mhz: float) -> float:
+    """`ClockFit.product_factor` of a clock, by its numbers."""
+    if not per_log or sustained_mhz is None:
+        return 1.0
+    whole = log(reference_mhz / sustained_mhz)
+    x = max(log(reference_mhz / mhz), 0.0)
+    if x > whole:
+        return exp(per_log * whole * (x - whole))
+    return exp(-per_log * x * (whole - x))
+
+
 class ClockFit(Record):
     """Board power and the clock that a power cap leaves.
 
@@ -204,13 +215,7 @@ class ClockFit(Record):
         exp(-product_bend * x * (X - x)), x and X logarithms of largest over this and sustained.
         Below the sustained clock the exponent stays what it is there: nothing was measured.
         """
-        if not self.product_bend or self.sustained_mhz is None:
-            return 1.0
-        whole = log(self.reference_mhz / self.sustained_mhz)
-        x = max(log(self.reference_mhz / clock_mhz), 0.0)
-        if x > whole:
-            return exp(self.product_bend * whole * (x - whole))
-        return exp(-self.product_bend * x * (whole - x))
+        return bent(self.product_bend, self.sustained_mhz, self.reference_mhz, clock_mhz)
 
     def on_own_devices(self) -> "ClockFit":
         """As for devices that are all among those measured."""

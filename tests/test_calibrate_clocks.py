@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +19,9 @@ from calibrate.evidence import Evidence, Ledger
 from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
 from calibrate.host import fit_interference
-from calibrate.own_exponents import USUAL, fit_bend, fit_jitter, fit_own_exponents
-from calibrate.state import POWER_EXPONENT, SURGE, ClockState
+from calibrate.own_exponents import USUAL, fit_own_exponents
+from calibrate.product_clock import fit_bend, fit_jitter, turned_law
+from calibrate.state import POWER_EXPONENT, SURGE, Bend, ClockState
 from calibrate.telemetry import Telemetry, monitored, read_telemetry
 from calibrate.variability import spread_interval
 from simulate.uncertainty import Draws
@@ -29,7 +31,7 @@ from spec.calibration import ClockFit, DeviceFit, read_calibration
 from spec.errors import UserError
 from spec.files import write_json, write_table
 from spec.kernel import Kernel
-from spec.records import ClockRow, InterferenceRow, KernelRow
+from spec.records import ClockRow, InterferenceRow, KernelRow, TurnRow
 from spec.results import ResultSet
 from tests.made_up import calibration_json, write_calibration
 from tests.synthetic import Truth, manifest
@@ -188,6 +190,63 @@ def test_products_follow_the_clock_more_closely_where_the_cap_acts() -> None:
     assert slower == pytest.approx((1500 / 1490) ** 0.9, rel=2e-4)
     times = [(1980 / f) ** 0.6 * fit_.product_factor(f) for f in range(1490, 1981, 10)]
     assert times == sorted(times, reverse=True)
+
+
+def turn(device: int, clock: float, time_us: float) -> TurnRow:
+    return TurnRow.model_validate(
+        {
+            "case_id": f"{device} {clock}",
+            "role": "fit",
+            "device": device,
+            "op": "add",
+            "elements": 2**29,
+            "product": 8192,
+            "products": 2,
+            "others": 2,
+            "product_us": time_us,
+            "other_us": 730.0,
+            "clock_mhz": clock,
+            "power_w": 690.0,
+        }
+    )
+
+
+def test_turns_tell_the_law_of_products_and_bring_sustained_ones_to_one_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Devices differ in level; none of the few per cent between sustained clocks counts."""
+    exponent, bend = 0.6, Bend(1.5, 1470.0)
+
+    def slower(clock: float) -> float:
+        return (1980 / clock) ** exponent * bend.factor(1980.0, clock)
+
+    clocks = (1440.0, 1550.0, 1650.0, 1780.0, 1980.0)
+    turns = [
+        turn(device, clock, level * slower(clock))
+        for device, level in enumerate((1370.0, 1400.0))
+        for clock in clocks
+    ]
+    rows = [
+        capped(n, n / 8 * slower(clock), clock, device)
+        for n in (4096, 8192)
+        for device, clock in enumerate((1450.0, 1470.0, 1490.0))
+    ]
+    found: dict[type, list[Any]] = {TurnRow: turns, KernelRow: rows}
+    monkeypatch.setattr(Evidence, "rows", lambda _, row: [("run", one) for one in found[row]])
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state, ledger = fitted(rows)
+    assert state.exponents[True] == pytest.approx(exponent)
+    assert state.bend.per_log == pytest.approx(1.5)
+    assert state.bend.sustained_mhz == 1470
+    for one in rows:
+        assert state.at_reference(one) == pytest.approx(int(one.shape.split()[1][2:]) / 8)
+    named = {one.name: one for one in ledger.parameters}
+    assert named["clock.product_bend"].source == "measured"
+    for few in (turns[:5], [one for one in turns if (one.clock_mhz or 0) > 1700]):
+        found[TurnRow] = few
+        assert turned_law(Evidence("made-up", []), 1980.0, 1470.0) is None
+    found[TurnRow] = turns
+    assert turned_law(Evidence("made-up", []), 1980.0, None) is None
 
 
 def test_jitter_is_the_spread_of_sustained_products() -> None:

@@ -7,18 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibrate.telemetry import read_columns
+from measure.turns import SETTLE_S
 from simulate.project import main
 from simulate.stragglers import (
     MTBF_HOURS,
     SlowGpus,
     goodput,
+    jitter,
     largest,
     lateness,
+    left_of_hunting,
     quantile,
     read_slow_gpus,
     step_spread,
 )
 from simulate.uncertainty import Draws
+from spec.calibration import ClockFit
 from spec.errors import UserError
 from spec.parallelism import Parallelism
 
@@ -96,14 +101,62 @@ def test_short_steps_spread_more_and_long_ones_still_do() -> None:
     assert 0.001 < long < short < 0.05
 
 
+@pytest.mark.parametrize("system", ["2x-h200", "2x-h100"])
+def test_hunting_leaves_of_means_what_telemetry_has(system: str) -> None:
+    """Clocks of products alone, the first of the turns, on a grid of 10 ms and without trend."""
+    kept: dict[float, list[float]] = {0.2: [], 0.5: [], 1.0: []}
+    for path in sorted((ROOT / "results" / system).glob("*/telemetry.parquet")):
+        if not (path.parent / "turns.csv").exists():
+            continue
+        columns = read_columns(path, ("time_s", "case_id", "device", "sm_clock_mhz"))
+        assert columns is not None
+        for device in np.unique(columns["device"]):
+            mine = columns["case_id"] == f"turns-grad_accumulate-4-0-device{device:.0f}"
+            mine &= (columns["device"] == device) & np.isfinite(columns["sm_clock_mhz"])
+            times = columns["time_s"][mine]
+            late = times > times.min() + SETTLE_S
+            grid = np.arange(times[late].min(), times.max(), 0.01)
+            clock = np.log(np.interp(grid, times[late], columns["sm_clock_mhz"][mine][late]))
+            clock -= np.polyval(np.polyfit(grid, clock, 1), grid)
+            whole = np.concatenate([[0], np.cumsum(clock)])
+            for window_s, found in kept.items():
+                count = round(100 * window_s)
+                found.append(float(np.std(whole[count:] - whole[:-count]) / count / clock.std()))
+    for window_s, found in kept.items():
+        assert len(found) >= 4
+        expected = float(left_of_hunting(np.array(1e6 * window_s)))
+        assert np.mean(found) == pytest.approx(expected, abs=0.12)
+
+
 def test_jitter_alone_spreads_as_drawn_clusters_do() -> None:
-    # a hundred groups of one GPU; a step is a mean of 25 windows of the regulator's memory
+    # a hundred groups of one GPU, of whose hunting a step of half a second keeps half
     random = np.random.default_rng(0)
-    steps = 1 + 0.02 * random.standard_normal((4000, 100, 25)).mean(axis=2).max(axis=1)
+    steps = 1 + 0.01 * random.standard_normal((20000, 100)).max(axis=1)
     drawn = np.quantile(steps, 0.95) / np.median(steps) - 1
     whole = float(step_spread(100, 1, 0.02, np.array([0.5]), Draws(0))[0])
     still = float(step_spread(100, 1, 0.0, np.array([0.5]), Draws(0))[0])
     assert (whole**2 - still**2) ** 0.5 == pytest.approx(drawn, rel=0.1)
+
+
+def test_groups_within_a_layer_wait_for_all_of_a_hunt_and_replicas_for_what_a_step_leaves() -> None:
+    watts = {"idle_w": 80, "power_limit_w": 700, "communication_w": 200, "waiting_w": 60}
+    spreads = {"power_exponent": 1.4, "device_spread_sd": 0.0, "visit_sd": 0.0}
+    clock = ClockFit.model_validate(
+        {"reference_mhz": 1980, "max_mhz": 1980, "jitter_sd": 0.02, "jitter_mean": 0.005}
+        | watts
+        | spreads
+    )
+    shape, step_us = np.zeros(1), np.array([2e6])
+
+    def waits(**split: int) -> float:
+        return float(jitter(Parallelism(**split), clock, step_us, shape)[0]) - 0.005
+
+    alone = float(largest(4, shape)[0])
+    assert waits() == pytest.approx(0)
+    assert waits(tp=4) == waits(cp=4) == pytest.approx(0.02 * alone)
+    assert waits(dp=4, global_batch=4) == pytest.approx(0.02 * alone / 17)
+    full, filling = waits(pp=4, global_batch=64), waits(pp=4, global_batch=4)
+    assert 0.02 * alone > full > 2 * filling > 0
 
 
 def test_the_interval_of_a_spread_holds_runs_that_differ_much() -> None:
