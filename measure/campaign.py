@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, clocks, heat, host_time, nccl_choice, placement, queued, turns
+from measure import checks, heat, host_time, nccl_choice, placement, turns
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
+from measure.one_kernel import OneKernel
 from measure.other_hosts import OtherHost, Samplers
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store, seconds_since, write_links
@@ -86,11 +87,11 @@ class Campaign:
         """All devices at once, each by itself."""
         self._each("turns", pool, cases, until)
 
-    def clocks(self, pool: Pool, cases: Sequence[clocks.ClockCase], until: float | None) -> None:
+    def clocks(self, pool: Pool, cases: Sequence[OneKernel], until: float | None) -> None:
         """Share the cases among the devices."""
         self._each("clocks", pool, cases, until)
 
-    def queued(self, pool: Pool, cases: Sequence[queued.QueuedCase], until: float | None) -> None:
+    def queued(self, pool: Pool, cases: Sequence[OneKernel], until: float | None) -> None:
         """Share the cases among the devices."""
         self._each("queued", pool, cases, until)
 

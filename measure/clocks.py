@@ -9,11 +9,11 @@ cannot follow in so short a time. Clocks are the monitor's, as those of steps ar
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from measure.devices import Device
+from measure.one_kernel import OneKernel
 from measure.window import Window, WindowResult
 from spec.kernel import PASSES, Kernel
 from spec.records import ClockRow
@@ -57,35 +57,6 @@ _ONE_WAY: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class ClockCase:
-    """One kernel; on a given device where `device` is set, else on any."""
-
-    kernel: Kernel
-    device: int | None = None
-    prefer: int | None = None
-    seconds: float = 2 * (SETTLE_S + MEASURED_S) + 0.3
-    part: float = 1.0  # of the seconds that either kind settles and is measured
-
-    @property
-    def case_id(self) -> str:
-        """Such as `clocks-rope-forward-8192x40x128`."""
-        k = self.kernel
-        return f"clocks-{k.op}-{k.direction}-{'x'.join(str(size) for size in k.dims)}"
-
-    def message(self) -> dict[str, Any]:
-        """The case as JSON."""
-        k = self.kernel
-        return {
-            "suite": "clocks",
-            "case_id": self.case_id,
-            "op": k.op,
-            "direction": k.direction,
-            "dims": list(k.dims),
-            "part": self.part,
-        }
-
-
 def kernels(gpu: bool) -> list[Kernel]:
     """What is timed: each operation but products, large; a few small ones where there is no GPU."""
     if not gpu:
@@ -94,10 +65,12 @@ def kernels(gpu: bool) -> list[Kernel]:
     return both + [Kernel(op, "forward", dims) for op, dims in _ONE_WAY]
 
 
-def cases(kind: str, quick: bool) -> list[ClockCase]:
+def cases(kind: str, quick: bool) -> list[OneKernel]:
     """The suite; the devices share it."""
     found = kernels(kind in ("nvidia", "amd"))
-    return [ClockCase(one, part=0.02 if quick else 1.0) for one in found]
+    part = 0.02 if quick else 1.0
+    seconds = part * 2 * (SETTLE_S + MEASURED_S) + 0.3
+    return [OneKernel("clocks", one, seconds, part) for one in found]
 
 
 def measure(case: dict[str, Any], timer: "Timer", monitor: Device, device: int) -> ClockRow:

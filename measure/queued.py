@@ -9,10 +9,10 @@ them; the same copies without it are taken off.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from measure.one_kernel import OneKernel
 from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
 from spec.records import QueuedRow
 
@@ -24,6 +24,7 @@ CACHES = 2.0  # of the last-level cache that inputs copied from, and sets of ope
 MOST_SETS, MOST_SLICES = 16, 256
 BATCHES = 14  # each with the calls and without
 AIM_S = 0.003  # of a batch
+SECONDS = 0.25  # a case, 57 to 65 s for all of one GPU
 LAUNCHES = 400  # that a queue takes beside the batch's copies
 
 _ROWS = (
@@ -66,7 +67,7 @@ _ONE_WAY: dict[str, tuple[tuple[int, ...], ...]] = {
         ("grad_accumulate", "copy", "widen", "accumulate"),
         tuple((2**exponent,) for exponent in (18, 20, 22, 23, 24, 25, 26, 28)),
     ),
-    **dict.fromkeys(("gather_copy_out", "scatter_copy_in"), ((2**22, 2), (2**24, 4), (2**26, 2))),
+    "gather_copy_out": ((2**22, 2), (2**24, 4), (2**26, 2)),
     "reorder": ((1024, 8, 128), (4096, 16, 128), (4096, 40, 128), (8192, 64, 128)),
     "rescale": ((2**13, 128), (2**16, 128), (2**19, 128)),
 }
@@ -103,33 +104,6 @@ _PRODUCTS = {
 }
 
 
-@dataclass(frozen=True)
-class QueuedCase:
-    """One kernel; on any device."""
-
-    kernel: Kernel
-    device: int | None = None
-    prefer: int | None = None
-    seconds: float = 0.6
-
-    @property
-    def case_id(self) -> str:
-        """Such as `queued-rope-forward-8192x40x128`."""
-        k = self.kernel
-        return f"queued-{k.op}-{k.direction}-{'x'.join(str(size) for size in k.dims)}"
-
-    def message(self) -> dict[str, Any]:
-        """The case as JSON."""
-        k = self.kernel
-        return {
-            "suite": "queued",
-            "case_id": self.case_id,
-            "op": k.op,
-            "direction": k.direction,
-            "dims": list(k.dims),
-        }
-
-
 def kernels(gpu: bool) -> list[Kernel]:
     """What is timed: each operation that another one feeds, from small to large."""
     if not gpu:
@@ -147,10 +121,11 @@ def kernels(gpu: bool) -> list[Kernel]:
     ]
 
 
-def cases(kind: str, quick: bool) -> list[QueuedCase]:
+def cases(kind: str, quick: bool) -> list[OneKernel]:
     """The suite; the devices share it."""
     found = kernels(kind in ("nvidia", "amd"))
-    return [QueuedCase(one) for one in (found[::8] if quick and len(found) > 8 else found)]
+    found = found[::8] if quick and len(found) > 8 else found
+    return [OneKernel("queued", one, SECONDS) for one in found]
 
 
 def measure(case: dict[str, Any], timer: "Timer", device: int) -> QueuedRow:

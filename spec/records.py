@@ -26,6 +26,7 @@ SCHEMA = "results/1"
 
 Positive = Annotated[float, Field(ge=1e-15, le=1e18, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+ClockMhz = Annotated[float, Field(ge=50, le=20_000, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Role = Annotated[
     Literal["fit", "judge"],
@@ -119,9 +120,9 @@ class ClockRow(Row):
     dtype: str = Field(description="type of the operands")
     shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
     alone_us: Positive = Field(description="median duration behind waits as long as the products")
-    alone_mhz: Positive = Field(description="SM clock meanwhile, mean of the readings")
+    alone_mhz: ClockMhz = Field(description="SM clock meanwhile, mean of the readings")
     behind_us: Positive = Field(description="median duration behind products")
-    behind_mhz: Positive = Field(description="SM clock meanwhile, mean of the readings")
+    behind_mhz: ClockMhz = Field(description="SM clock meanwhile, mean of the readings")
     product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
     products: PositiveInt = Field(description="of them before each repeat")
     throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
@@ -141,13 +142,13 @@ class QueuedRow(Row):
     dtype: str = Field(description="type of the operands")
     shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
     alone_us: Positive = Field(description="median duration in a burst, operands in memory")
-    alone_mhz: Positive | None = Field(default=None, description="median SM clock meanwhile")
+    alone_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     queued_us: Positive = Field(
         description="median of what it adds to a queue of copies into its input, each behind one"
     )
     queued_p10_us: FiniteFloat = Field(description="10th percentile of batches")
     queued_p90_us: FiniteFloat = Field(description="90th percentile of batches")
-    queued_mhz: Positive | None = Field(default=None, description="median SM clock meanwhile")
+    queued_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     fed_bytes: PositiveInt = Field(description="size of the input copied into")
     operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")
 
@@ -299,7 +300,7 @@ class TurnRow(Row):
     other_us: Positive | None = Field(
         default=None, description="median time of one memory-bound kernel"
     )
-    clock_mhz: Positive | None = Field(default=None, description="SM clock, mean of the readings")
+    clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
     power_w: Positive | None = Field(
         default=None, description="mean, by the energy counter where there is one"
     )

@@ -1,0 +1,36 @@
+"""The cases of suites that time one kernel each, on any device: `clocks` and `queued`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from spec.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class OneKernel:
+    """One kernel of a suite; on a given device where `device` is set, else on any."""
+
+    suite: str
+    kernel: Kernel
+    seconds: float
+    part: float = 1.0  # of the seconds that a suite settles and measures
+    device: int | None = None
+    prefer: int | None = None
+
+    @property
+    def case_id(self) -> str:
+        """Such as `clocks-rope-forward-8192x40x128`."""
+        k = self.kernel
+        return f"{self.suite}-{k.op}-{k.direction}-{'x'.join(str(size) for size in k.dims)}"
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        k = self.kernel
+        return {
+            "suite": self.suite,
+            "case_id": self.case_id,
+            "op": k.op,
+            "direction": k.direction,
+            "dims": list(k.dims),
+            "part": self.part,
+        }
