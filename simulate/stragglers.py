@@ -41,9 +41,9 @@ Array = NDArray[np.float64]
 
 TAIL = "tail of GPU speeds"
 # How long a mean must be for half of the hunting to be left; beyond, it falls with the square.
-# Clocks of products alone, first of the turns on four H200 and six H100 (`turns.csv`, telemetry):
-# means over 0.2, 0.5 and 1 s spread by 0.80, 0.51 and 0.14 times what readings do on H200, by 0.87,
-# 0.59 and 0.09 times on H100; this makes 0.86, 0.50 and 0.20 of it.
+# Clocks of products alone, first of the turns on five H200 and six H100 (`turns.csv`, telemetry):
+# means over 0.2, 0.5 and 1 s spread by 0.73, 0.46 and 0.15 times what readings do on H200, by 0.85,
+# 0.59 and 0.10 times on H100; this makes 0.86, 0.50 and 0.20 of it.
 HUNT_US = 500_000.0
 # Of the logarithm of the GPUs' spread: 90 % of chi-squared with the nine degrees of freedom that
 # twelve GPUs of three hosts leave, from 0.73 to 1.65 times; the clusters published lie inside.
