@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import log
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ def with_kernels(
     The other one is `named`; or, where there are no kernel rows of its own, the system that the
     manifest names (emulated nodes are made of the GPUs of a measured host), or one with kernel rows
     that was measured on the same devices (some of several hosts' measured by themselves), or the
-    system of the same GPU with most visits. The last one also where no telemetry was recorded
+    system of the same GPU that is most alike. The last one also where no telemetry was recorded
     beside kernels, so that powers would have to be assumed.
     """
     own = [one for one in found.runs if one.fit(KernelRow)]
@@ -35,11 +36,11 @@ def with_kernels(
     if named == found.system or (named is None and told):
         return found
     if own:
-        base = named or most_visited(found, others)
+        base = named or most_alike(found, others)
     else:
         host = found.runs[-1].manifest.base_system
         known = host in {one.manifest.system for one in others}
-        near = None if known else on_same_devices(found, others) or most_visited(found, others)
+        near = None if known else on_same_devices(found, others) or most_alike(found, others)
         base = named or near or host
     if base is None or base == found.system:
         return found
@@ -79,14 +80,23 @@ def of_its_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
     return [one for one in others if own is not None and gpu(one) == own]
 
 
-def most_visited(found: Evidence, others: Sequence[ResultSet]) -> str | None:
-    """The system of the same GPU with most runs of kernels and telemetry beside them, if any."""
-    visits = Counter(
-        one.manifest.system
+def most_alike(found: Evidence, others: Sequence[ResultSet]) -> str | None:
+    """A system of the same GPU that ran kernels with telemetry beside them, if any.
+
+    The one whose hosts' number of GPUs is nearest, as what waiting for others draws depends on it;
+    of those the one with most such runs.
+    """
+    visits: Counter[tuple[str, int]] = Counter(
+        (one.manifest.system, len(one.manifest.hosts[0].devices))
         for one in of_its_gpu(found, others)
         if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()
     )
-    return max(visits, key=lambda system: visits[system], default=None)
+    own = len(found.runs[0].manifest.hosts[0].devices)
+
+    def alike(of: tuple[str, int]) -> tuple[float, int]:
+        return -abs(log(of[1] / own)), visits[of]
+
+    return max(visits, key=alike)[0] if visits else None
 
 
 def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:
