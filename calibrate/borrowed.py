@@ -86,17 +86,15 @@ def most_alike(found: Evidence, others: Sequence[ResultSet]) -> str | None:
     The one whose hosts' number of GPUs is nearest, as what waiting for others draws depends on it;
     of those the one with most such runs.
     """
-    visits: Counter[tuple[str, int]] = Counter(
-        (one.manifest.system, len(one.manifest.hosts[0].devices))
-        for one in of_its_gpu(found, others)
-        if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists()
-    )
-    own = len(found.runs[0].manifest.hosts[0].devices)
-
-    def alike(of: tuple[str, int]) -> tuple[float, int]:
-        return -abs(log(of[1] / own)), visits[of]
-
-    return max(visits, key=alike)[0] if visits else None
+    visits: Counter[str] = Counter()
+    gpus: Counter[str] = Counter()  # most of a run's first host
+    for one in of_its_gpu(found, others):
+        if one.fit(KernelRow) and (one.path / TELEMETRY_FILE).exists():
+            name = one.manifest.system
+            visits[name] += 1
+            gpus[name] = max(gpus[name], len(one.manifest.hosts[0].devices))
+    own = max(len(one.manifest.hosts[0].devices) for one in found.runs)
+    return max(visits, key=lambda name: (-abs(log(gpus[name] / own)), visits[name]), default=None)
 
 
 def same_gpu(found: Evidence, others: Sequence[ResultSet]) -> list[ResultSet]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
-from calibrate.product_clock import Law, fit_bend, sustained_clock, turned_law
+from calibrate.product_clock import ProductLaw, fit_bend, product_law
 from calibrate.state import LARGE_US, Bend, ClockState, is_compute, is_product, kernel_of
 from spec.records import KernelRow, TurnRow
 
@@ -41,9 +41,7 @@ def fit_exponents(
         own = [row for row in rows if row.clock_mhz and is_compute(row.op) == compute]
         bursts, devices = _pairs([row for row in own if _large(row)])
         value, used = _exponent(bursts + devices)
-        turned = None
-        if compute:
-            turned = turned_law(evidence.of_gpu, state.reference_mhz, sustained_clock(rows))
+        turned = product_law(evidence.of_gpu, state.reference_mhz) if compute else None
         if turned is not None:
             value = _note_turned(evidence, ledger, state, turned)
         elif value is not None:
@@ -70,7 +68,9 @@ def fit_exponents(
             state.burst_offsets[compute] = float(np.median(offsets))
 
 
-def _note_turned(evidence: Evidence, ledger: Ledger, state: ClockState, turned: Law) -> float:
+def _note_turned(
+    evidence: Evidence, ledger: Ledger, state: ClockState, turned: ProductLaw
+) -> float:
     """Enter what turns tell of products, the bend into `state`; the exponent."""
     where = evidence.of_gpu.where(TurnRow, turned.rows)
     where += ": products in turns with memory-bound kernels"

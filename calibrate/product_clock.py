@@ -13,10 +13,11 @@ from itertools import combinations
 from math import log
 
 import numpy as np
+from scipy.optimize import lsq_linear
 
 from calibrate.evidence import Z90, Evidence, Ledger
 from calibrate.state import LARGE_US, Bend, ClockState, Estimate, is_product
-from spec.calibration import bent
+from spec.calibration import bending
 from spec.records import KernelRow, TurnRow
 
 APART = 0.01  # least distance of a pair's clocks (logarithm), of which many are asked for
@@ -25,13 +26,7 @@ LEAST = 12  # fewest pairs of products
 # as large as it can be
 CAPPED = (1.0, 0.2)
 LEAST_TURNS = 6  # fewest turns with products
-WIDE = 0.2  # least distance of the turns' clocks (logarithm)
-
-
-def sustained_clock(rows: Sequence[KernelRow]) -> float | None:
-    """Median clock of products sustained under the cap; None where none was."""
-    clocks = [row.clock_mhz for row in rows if row.clock_mhz and is_capped(row)]
-    return float(np.median(clocks)) if clocks else None
+WIDE = 0.1  # least distance of the sustained clock from the largest one (logarithm)
 
 
 def is_capped(row: KernelRow) -> bool:
@@ -41,7 +36,7 @@ def is_capped(row: KernelRow) -> bool:
 
 
 @dataclass(frozen=True)
-class Law:
+class ProductLaw:
     """What turns tell of products' duration, see `ClockFit.product_factor`."""
 
     exponent: Estimate  # from the sustained to the largest clock
@@ -50,33 +45,40 @@ class Law:
     rows: int
 
 
-def turned_law(evidence: Evidence, reference_mhz: float, sustained_mhz: float | None) -> Law | None:
-    """The law from turns; None where too few tell it, or no clock is known that a cap leaves.
+def product_law(evidence: Evidence, reference_mhz: float) -> ProductLaw | None:
+    """The law from turns; None where too few tell it.
 
-    Least squares of the logarithm of time, with a level for each device of each run. The slope at
-    the largest clock is none below zero.
+    The sustained clock is the median of turns without other kernels. Least squares of the logarithm
+    of time, with a level for each device of each run: a slope at the largest clock and a bend,
+    neither below zero.
     """
     rows = [(run, row) for run, row in evidence.rows(TurnRow) if row.product_us and row.clock_mhz]
-    if sustained_mhz is None or sustained_mhz >= reference_mhz or len(rows) < LEAST_TURNS:
+    alone = [row.clock_mhz or reference_mhz for _, row in rows if not row.others]
+    sustained_mhz = float(np.median(alone)) if alone else reference_mhz
+    whole = log(reference_mhz / sustained_mhz)
+    if len(rows) < LEAST_TURNS or whole < WIDE:
         return None
     clocks = [min(row.clock_mhz or reference_mhz, reference_mhz) for _, row in rows]
-    slower = np.log(reference_mhz / np.array(clocks))
     places: dict[tuple[str, int], int] = {}
     level = [places.setdefault((run, row.device), len(places)) for run, row in rows]
-    if np.ptp(slower) < WIDE or len(rows) <= len(places) + 2:
+    slower = np.log(reference_mhz / np.array(clocks))
+    bends = np.array([bending(sustained_mhz, reference_mhz, clock) for clock in clocks])
+    # the exponent is the slope at the largest clock and the bend over the whole
+    terms = np.column_stack([slower, bends + whole * slower, np.eye(len(places))[level]])
+    free = len(rows) - terms.shape[1]
+    if free < 1 or np.linalg.matrix_rank(terms) < terms.shape[1]:
         return None
-    bending = [log(bent(1.0, sustained_mhz, reference_mhz, clock)) for clock in clocks]
-    terms = np.column_stack([slower, bending, np.eye(len(places))[level]])
     time = np.log([row.product_us or 1.0 for _, row in rows])
-    found, *_ = np.linalg.lstsq(terms, time, rcond=None)
+    low = np.array([0.0, 0.0, *[-np.inf] * len(places)])
+    found = lsq_linear(terms, time, (low, np.inf), method="bvls").x
     left = time - terms @ found
-    variance = float(left @ left) / (len(rows) - terms.shape[1])
-    spread = np.sqrt(np.diag(variance * np.linalg.pinv(terms.T @ terms)))
-    exponent = float(np.clip(found[0], 0.0, 1.5))
-    per_log = float(np.clip(found[1], 0.0, exponent / log(reference_mhz / sustained_mhz)))
-    return Law(
-        Estimate(exponent, float(spread[0])),
-        Estimate(per_log, float(spread[1])),
+    spread = float(left @ left) / free * np.linalg.inv(terms.T @ terms)
+    top, per_log = float(found[0]), float(found[1])
+    of_exponent = np.array([1.0, whole])
+    sd = float(np.sqrt(of_exponent @ spread[:2, :2] @ of_exponent))
+    return ProductLaw(
+        Estimate(top + whole * per_log, sd),
+        Estimate(per_log, float(spread[1, 1]) ** 0.5),
         sustained_mhz,
         len(rows),
     )
@@ -90,16 +92,16 @@ def fit_bend(
     The one exponent of `calibrate.exponents` leads from there to bursts at the largest clock. Where
     too few were sustained twice, products under the cap are taken to go as the clock.
     """
-    sustained = sustained_clock(rows)
-    if sustained is None:
-        return Bend()
-    span = log(state.reference_mhz / sustained)
-    if span < 10 * APART:
-        return Bend()
     shapes: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
     for row in rows:
         if row.clock_mhz and is_capped(row):
             shapes[row.direction, row.dtype, row.shape].append(row)
+    if not shapes:
+        return Bend()
+    sustained = float(np.median([row.clock_mhz or 1.0 for same in shapes.values() for row in same]))
+    span = log(state.reference_mhz / sustained)
+    if span < WIDE:
+        return Bend()
     pairs = [
         (log((a.clock_mhz or 1.0) / (b.clock_mhz or 1.0)), log(b.median_us / a.median_us))
         for same in shapes.values()

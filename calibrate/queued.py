@@ -3,8 +3,8 @@
 A burst reads all its operands from memory, pays for writing back what was put over the cache, and
 stands between two events; in a step a kernel follows what wrote its input at once. The suite
 `queued` times both (`queued.csv`). The difference is some microseconds whatever the size: on H200
-and H100 two to three of the smallest kernels, up to eight (fourteen on H100) where the input stays
-in the cache, two to five beyond. So it is taken by operation from rows of about as many bytes.
+two to four of the smallest kernels, up to eight (fourteen on H100) where the input stays in the
+cache, one to four beyond. So it is taken by operation from rows of about as many bytes.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ Key = tuple[str, str]  # an operation as modelled, and its direction
 ALIKE = 0.5  # of the logarithm of bytes: as far off a row counts for 0.6 of one of the same size
 LEAST = 3  # rows of an operation
 LONGEST_US = 300.0  # bursts beyond differ by what the clock does from one to the next
-# of a burst, that a kernel in a queue takes at least: the smallest ones measured took 0.53
+# of a burst, that a kernel in a queue takes at least: the least of H200's measured ones took 0.41
 SHORTEST = 0.4
 
 
@@ -76,7 +76,9 @@ class Queued:
 
 
 def fit_queued(evidence: Evidence, ledger: Ledger) -> Queued:
-    """From the runs on this GPU, other systems' too."""
+    """From the runs on this GPU, other systems' too; nothing of a CPU, whose steps are as cold."""
+    if any(one.manifest.hosts[0].devices[0].kind == "cpu" for one in evidence.runs):
+        return Queued({})
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for _, row in evidence.of_gpu.rows(QueuedRow):
         kernel = parse_kernel(row.op, row.direction, row.shape, row.dtype)

@@ -26,7 +26,7 @@ seconds little (`step_spread`).
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, sqrt
+from math import exp, lcm, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +120,8 @@ def left_of_hunting(window_us: Array) -> Array:
 
 def jitter(p: Parallelism, fit: ClockFit, step_us: Array, shape: Array) -> Array:
     """(draws,): share by which products last longer than their median while the cap acts."""
-    layer = p.tp * p.cp * p.ep  # GPUs that wait for each other within a layer
+    # GPUs that wait for each other within a layer; experts lie over replicas and context together
+    layer = min(p.tp * lcm(p.cp, p.ep), p.gpus // p.pp)
     replicas = max(p.gpus // (layer * p.pp), 1)
     pass_us = step_us / (p.microbatches + p.pp - 1)
     stage, pipeline = spread_of_largest(layer), spread_of_largest(layer * p.pp)

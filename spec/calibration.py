@@ -136,11 +136,14 @@ def bent(per_log: float, sustained_mhz: float | None, reference_mhz: float, mhz:
     """`ClockFit.product_factor` of a clock, by its numbers."""
     if not per_log or sustained_mhz is None:
         return 1.0
+    return exp(per_log * bending(sustained_mhz, reference_mhz, mhz))
+
+
+def bending(sustained_mhz: float, reference_mhz: float, mhz: float) -> float:
+    """The logarithm of `bent` for a bend of 1."""
     whole = log(reference_mhz / sustained_mhz)
     x = max(log(reference_mhz / mhz), 0.0)
-    if x > whole:
-        return exp(per_log * whole * (x - whole))
-    return exp(-per_log * x * (whole - x))
+    return whole * (x - whole) if x > whole else -x * (whole - x)
 
 
 class ClockFit(Record):

@@ -94,7 +94,7 @@ class KernelRow(Repeated):
     host_us: Positive | None = Field(
         default=None, description="time the host needed to issue it, without waiting for the device"
     )
-    clock_mhz: Positive | None = Field(default=None, description="median SM clock read during it")
+    clock_mhz: ClockMhz | None = Field(default=None, description="median SM clock read during it")
     power_w: Positive | None = Field(default=None, description="mean device power during it")
     temperature_c: FiniteFloat | None = Field(default=None, description="device temperature")
     throttle: str | None = Field(

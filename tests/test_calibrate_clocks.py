@@ -20,7 +20,7 @@ from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
 from calibrate.host import fit_interference
 from calibrate.own_exponents import USUAL, fit_own_exponents
-from calibrate.product_clock import fit_bend, fit_jitter, turned_law
+from calibrate.product_clock import fit_bend, fit_jitter, product_law
 from calibrate.state import POWER_EXPONENT, SURGE, Bend, ClockState
 from calibrate.telemetry import Telemetry, monitored, read_telemetry
 from calibrate.variability import spread_interval
@@ -192,7 +192,7 @@ def test_products_follow_the_clock_more_closely_where_the_cap_acts() -> None:
     assert times == sorted(times, reverse=True)
 
 
-def turn(device: int, clock: float, time_us: float) -> TurnRow:
+def turn(device: int, clock: float, time_us: float, others: int) -> TurnRow:
     return TurnRow.model_validate(
         {
             "case_id": f"{device} {clock}",
@@ -202,9 +202,9 @@ def turn(device: int, clock: float, time_us: float) -> TurnRow:
             "elements": 2**29,
             "product": 8192,
             "products": 2,
-            "others": 2,
+            "others": int(others),
             "product_us": time_us,
-            "other_us": 730.0,
+            "other_us": 730.0 if others else None,
             "clock_mhz": clock,
             "power_w": 690.0,
         }
@@ -220,9 +220,9 @@ def test_turns_tell_the_law_of_products_and_bring_sustained_ones_to_one_time(
     def slower(clock: float) -> float:
         return (1980 / clock) ** exponent * bend.factor(1980.0, clock)
 
-    clocks = (1440.0, 1550.0, 1650.0, 1780.0, 1980.0)
+    clocks = (1450.0, 1470.0, 1490.0, 1550.0, 1650.0, 1780.0, 1980.0)  # the first three alone
     turns = [
-        turn(device, clock, level * slower(clock))
+        turn(device, clock, level * slower(clock), others=0 if clock < 1500 else 2)
         for device, level in enumerate((1370.0, 1400.0))
         for clock in clocks
     ]
@@ -242,11 +242,19 @@ def test_turns_tell_the_law_of_products_and_bring_sustained_ones_to_one_time(
         assert state.at_reference(one) == pytest.approx(int(one.shape.split()[1][2:]) / 8)
     named = {one.name: one for one in ledger.parameters}
     assert named["clock.product_bend"].source == "measured"
-    for few in (turns[:5], [one for one in turns if (one.clock_mhz or 0) > 1700]):
+    evidence = Evidence("made-up", [])
+    for few in (
+        turns[:5],  # rows
+        [one for one in turns if (one.clock_mhz or 0) > 1700],  # none alone
+        [one for one in turns if one.clock_mhz in (1470.0, 1980.0)] * 2,  # no clock between
+        [turns[0]] * 8,  # one clock
+    ):
         found[TurnRow] = few
-        assert turned_law(Evidence("made-up", []), 1980.0, 1470.0) is None
-    found[TurnRow] = turns
-    assert turned_law(Evidence("made-up", []), 1980.0, None) is None
+        assert product_law(evidence, 1980.0) is None
+    found[TurnRow] = [turn(0, clock, 1000.0, others=clock > 1500) for clock in clocks]
+    flat = product_law(evidence, 1980.0)
+    assert flat is not None
+    assert flat.exponent.value == flat.per_log.value == pytest.approx(0, abs=1e-9)
 
 
 def test_jitter_is_the_spread_of_sustained_products() -> None:

@@ -158,6 +158,8 @@ def test_groups_within_a_layer_wait_for_all_of_a_hunt_and_replicas_for_what_a_st
     assert waits() == pytest.approx(0)
     assert waits(tp=4) == waits(cp=4) == pytest.approx(0.02 * alone)
     assert waits(dp=4, global_batch=4) == pytest.approx(0.02 * alone / 17)
+    # experts lie over replicas and context together: four GPUs are four
+    assert waits(cp=4, ep=4) == waits(cp=2, dp=2, ep=4, global_batch=2) == waits(tp=4)
     full, filling = waits(pp=4, global_batch=64), waits(pp=4, global_batch=4)
     assert 0.02 * alone > full > 2 * filling > 0
 
