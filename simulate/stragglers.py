@@ -40,7 +40,8 @@ from spec.parallelism import Parallelism
 Array = NDArray[np.float64]
 
 TAIL = "tail of GPU speeds"
-# How long a mean must be for half of the hunting to be left; beyond, it falls with the square.
+# How long a mean must be for half of the hunting to be left; that it falls with the square beyond a
+# second is assumed, as records last three seconds.
 # Clocks of products alone, first of the turns on five H200 and six H100 (`turns.csv`, telemetry):
 # means over 0.2, 0.5 and 1 s spread by 0.73, 0.46 and 0.15 times what readings do on H200, by 0.85,
 # 0.59 and 0.10 times on H100; this makes 0.86, 0.50 and 0.20 of it.
