@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
 from calibrate.product_clock import ProductLaw, fit_bend, product_law
-from calibrate.state import LARGE_US, Bend, ClockState, is_compute, is_product, kernel_of
+from calibrate.state import LARGE_US, ClockState, is_compute, is_product, kernel_of
+from spec.bend import Bend
 from spec.records import KernelRow, TurnRow
 
 Array = NDArray[np.float64]

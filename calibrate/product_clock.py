@@ -3,7 +3,8 @@
 The clock of a product that runs alone under the cap differs from device to device by a few per
 cent, and is itself read no better than that: a slope through such pairs comes out too small. In
 turns with memory-bound kernels (`turns.csv`) the same product runs at clocks that lie a third
-apart. Where the GPU was measured so, the law of `ClockFit.product_factor` is fitted to those.
+apart. Where the GPU was measured so, the law of `spec.bend` is fitted to those. And how much one
+product under the cap jitters.
 """
 
 from collections import defaultdict
@@ -16,8 +17,8 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 from calibrate.evidence import Z90, Evidence, Ledger
-from calibrate.state import LARGE_US, Bend, ClockState, Estimate, is_product
-from spec.calibration import bending
+from calibrate.state import LARGE_US, ClockState, Estimate, is_product
+from spec.bend import Bend, bending
 from spec.records import KernelRow, TurnRow
 
 APART = 0.01  # least distance of a pair's clocks (logarithm), of which many are asked for
@@ -37,7 +38,7 @@ def is_capped(row: KernelRow) -> bool:
 
 @dataclass(frozen=True)
 class ProductLaw:
-    """What turns tell of products' duration, see `ClockFit.product_factor`."""
+    """What turns tell of products' duration, see `spec.bend`."""
 
     exponent: Estimate  # from the sustained to the largest clock
     per_log: Estimate

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 
 from calibrate.evidence import Z90
-from spec.calibration import DeviceFit, bent
+from spec.bend import Bend
+from spec.calibration import DeviceFit
 from spec.kernel import ATTENTION, Kernel, parse_kernel
 from spec.records import KernelRow
 
@@ -112,18 +113,6 @@ class Turned:
     exponent: Estimate
     share: Estimate  # of memory-bound kernels' power that goes with the clock
     rows: int
-
-
-@dataclass(frozen=True)
-class Bend:
-    """How products' exponent changes between the sustained and the largest clock."""
-
-    per_log: float = 0.0  # `ClockFit.product_bend`
-    sustained_mhz: float | None = None
-
-    def factor(self, reference_mhz: float, clock_mhz: float) -> float:
-        """`ClockFit.product_factor`."""
-        return bent(self.per_log, self.sustained_mhz, reference_mhz, clock_mhz)
 
 
 @dataclass

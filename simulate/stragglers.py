@@ -44,8 +44,8 @@ TAIL = "tail of GPU speeds"
 # second is assumed, as records last three seconds.
 # Clocks of products alone, first of the turns on five H200 and six H100 (`turns.csv`, telemetry):
 # means over 0.2, 0.5 and 1 s spread by 0.73, 0.46 and 0.15 times what readings do on H200, by 0.85,
-# 0.59 and 0.10 times on H100; this makes 0.86, 0.50 and 0.20 of it.
-HUNT_US = 500_000.0
+# 0.59 and 0.10 times on H100; this, by least squares, makes 0.85, 0.47 and 0.18 of it.
+HUNT_US = 470_000.0
 # Of the logarithm of the GPUs' spread: 90 % of chi-squared with the nine degrees of freedom that
 # twelve GPUs of three hosts leave, from 0.73 to 1.65 times; the clusters published lie inside.
 SPREAD_SD = 0.25
@@ -123,7 +123,7 @@ def jitter(p: Parallelism, fit: ClockFit, step_us: Array, shape: Array) -> Array
     """(draws,): share by which products last longer than their median while the cap acts."""
     # GPUs that wait for each other within a layer; experts lie over replicas and context together
     layer = min(p.tp * lcm(p.cp, p.ep), p.gpus // p.pp)
-    replicas = max(p.gpus // (layer * p.pp), 1)
+    replicas = p.gpus // (layer * p.pp)
     pass_us = step_us / (p.microbatches + p.pp - 1)
     stage, pipeline = spread_of_largest(layer), spread_of_largest(layer * p.pp)
     waits = largest(layer, shape)

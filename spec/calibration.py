@@ -11,12 +11,12 @@ about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit` and
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import exp, log
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from spec.bend import Bend
 from spec.collective_fit import (
     CollectiveCurve,
     CollectiveFit,
@@ -132,20 +132,6 @@ class DeviceFit(Record):
     memory: PositiveShare = Field(default=1.0, description="of its memory-bound kernels, likewise")
 
 
-def bent(per_log: float, sustained_mhz: float | None, reference_mhz: float, mhz: float) -> float:
-    """`ClockFit.product_factor` of a clock, by its numbers."""
-    if not per_log or sustained_mhz is None:
-        return 1.0
-    return exp(per_log * bending(sustained_mhz, reference_mhz, mhz))
-
-
-def bending(sustained_mhz: float, reference_mhz: float, mhz: float) -> float:
-    """The logarithm of `bent` for a bend of 1."""
-    whole = log(reference_mhz / sustained_mhz)
-    x = max(log(reference_mhz / mhz), 0.0)
-    return whole * (x - whole) if x > whole else -x * (whole - x)
-
-
 class ClockFit(Record):
     """Board power and the clock that a power cap leaves.
 
@@ -218,7 +204,8 @@ class ClockFit(Record):
         exp(-product_bend * x * (X - x)), x and X logarithms of largest over this and sustained.
         Below the sustained clock the exponent stays what it is there: nothing was measured.
         """
-        return bent(self.product_bend, self.sustained_mhz, self.reference_mhz, clock_mhz)
+        bend = Bend(self.product_bend, self.sustained_mhz)
+        return bend.factor(self.reference_mhz, clock_mhz)
 
     def on_own_devices(self) -> "ClockFit":
         """As for devices that are all among those measured."""

@@ -111,14 +111,24 @@ class KernelRow(Repeated):
         return self
 
 
-class ClockRow(Row):
-    """clocks.csv: one kernel at the largest clock, and at the one a power cap leaves products."""
+class OneKernelRow(Row):
+    """A table's row of one kernel on one device."""
 
     device: NonNegativeInt = Field(description="index of the device into the manifest's list")
     op: str = Field(description="operation, one of spec.kernel.OPS")
-    direction: str = Field(description="forward or backward")
+    direction: str = Field(description="forward, backward, dgrad or wgrad")
     dtype: str = Field(description="type of the operands")
     shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _check_kernel(self.op, self.direction, self.shape, self.dtype)
+        return self
+
+
+class ClockRow(OneKernelRow):
+    """clocks.csv: one kernel at the largest clock, and at the one a power cap leaves products."""
+
     alone_us: Positive = Field(description="median duration behind waits as long as the products")
     alone_mhz: ClockMhz = Field(description="SM clock meanwhile, mean of the readings")
     behind_us: Positive = Field(description="median duration behind products")
@@ -127,20 +137,10 @@ class ClockRow(Row):
     products: PositiveInt = Field(description="of them before each repeat")
     throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _check_kernel(self.op, self.direction, self.shape, self.dtype)
-        return self
 
-
-class QueuedRow(Row):
+class QueuedRow(OneKernelRow):
     """queued.csv: one kernel as `kernels.csv` has it, and in a full queue behind what feeds it."""
 
-    device: NonNegativeInt = Field(description="index of the device into the manifest's list")
-    op: str = Field(description="operation, one of spec.kernel.OPS")
-    direction: str = Field(description="forward, backward, dgrad or wgrad")
-    dtype: str = Field(description="type of the operands")
-    shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
     alone_us: Positive = Field(description="median duration in a burst, operands in memory")
     alone_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     queued_us: Positive = Field(
@@ -151,11 +151,6 @@ class QueuedRow(Row):
     queued_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     fed_bytes: PositiveInt = Field(description="size of the input copied into")
     operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        _check_kernel(self.op, self.direction, self.shape, self.dtype)
-        return self
 
 
 MOST_TP = 8  # heads of the nil model, see `spec.nil`; no more ranks share its sequence, either

@@ -12,11 +12,10 @@ from spec.manifest import Manifest
 from spec.records import (
     SCHEMA,
     TABLES,
-    ClockRow,
     KernelRow,
+    OneKernelRow,
     PlacementRow,
     ProfileRow,
-    QueuedRow,
     Row,
     StepRow,
     TurnRow,
@@ -60,7 +59,7 @@ def _refuse_duplicates(path: Path, rows: list[R]) -> None:
 def _refuse_unknown_devices(path: Path, rows: list[R], manifest: Manifest) -> None:
     known = {device.index for host in manifest.hosts for device in host.devices}
     for row in rows:
-        if isinstance(row, KernelRow | TurnRow | ClockRow | QueuedRow) and row.device not in known:
+        if isinstance(row, KernelRow | TurnRow | OneKernelRow) and row.device not in known:
             raise UserError(
                 f"{path}: case_id {row.case_id}: device is {row.device}; "
                 f"manifest.json has {', '.join(map(str, sorted(known)))}"

@@ -66,7 +66,7 @@ def results(call: Callable[[], Any]) -> list[torch.Tensor]:
 
 
 def test_what_is_fed_is_an_operand_that_the_call_reads() -> None:
-    """Written over with nothing, it changes what comes out."""
+    """Written over, it changes what comes out."""
     maker, tried = Maker(torch.device("cpu")), 0
     for kernel in {(one.op, one.direction): one for one in queued.kernels(gpu=True)}.values():
         small = Kernel(kernel.op, kernel.direction, SMALL[kernel.op])
@@ -74,14 +74,12 @@ def test_what_is_fed_is_an_operand_that_the_call_reads() -> None:
             continue
         call, _ = maker.build(small)
         assert maker.fed is not None, small
-        if small.op in ("rescale", "grad_accumulate", "accumulate"):  # adds to what it had
-            assert maker.fed.numel() * maker.fed.element_size() <= small.bytes
-            continue
-
+        adds = small.op in ("grad_accumulate", "accumulate")  # to what it had: zeros change nothing
         before = results(call)
         with torch.no_grad():
-            maker.fed.detach().mul_(-3.0)
-        assert any(not torch.equal(a, b) for a, b in zip(before, results(call), strict=True)), small
+            maker.fed.detach().mul_(0.0 if adds else -3.0)
+        same = [torch.equal(a, b) for a, b in zip(before, results(call), strict=True)]
+        assert all(same) == adds, small
         tried += 1
     assert tried > 20
 
@@ -156,8 +154,9 @@ def test_a_run_writes_a_row_for_each_kernel(
     assert json.loads(capsys.readouterr().out)["status"] == "complete"
     (found,) = find_result_sets(tmp_path)
     rows = {row.case_id: row for row in found.table(QueuedRow)}
-    assert set(rows) <= {"queued-copy-forward-16384", "queued-rope-forward-128x4x32"}
-    for one in rows.values():  # a short one may be hidden by its copies
+    hidden = set(found.manifest.skipped)  # by the copies that feed them
+    assert set(rows) | hidden == {"queued-copy-forward-16384", "queued-rope-forward-128x4x32"}
+    for one in rows.values():
         assert one.queued_p10_us <= one.queued_us <= one.queued_p90_us
         assert one.fed_bytes in (2 * 16384, 2 * 128 * 3 * 32)
 
