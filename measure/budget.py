@@ -11,7 +11,7 @@ from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 
 OWN_PROCESSES = ("host", "training", "placement", "profile")  # suites that start their own
 # suites whose cases need one device each: all devices at once
-SHARED = ("kernels", "turns", "clocks", "queued")
+SHARED = ("kernels", "turns", "pulses", "clocks", "queued")
 START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
 ORDERED = ("kernels", "collectives", "interference")  # others: as planned, most instructive first
@@ -30,6 +30,8 @@ def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> flo
     if suite == "collectives" and kind in START_S:
         asked = nccl_choice.wanted(cases)
         total += sum(case.seconds for case in asked) + (START_S[kind] if asked else 0.0)
+    if suite == "interference" and any(case.launch == "behind" for case in cases):
+        total += START_S[kind]  # of workers with one queue
     return total + (start_s(suite, kind) if cases else 0.0)
 
 
@@ -40,7 +42,7 @@ def teaches_like(case: Any) -> Hashable:
     if isinstance(case, CollectiveCase):
         return case.collective, case.ranks, case.stride, case.groups
     if isinstance(case, InterferenceCase):
-        return case.kernel.op, case.collective
+        return case.kernel.op, case.kernel.direction, case.collective, case.launch
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, host_time, nccl_choice, placement, turns
+from measure import checks, heat, host_time, nccl_choice, placement, pulses, turns
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.one_kernel import OneKernel
@@ -86,6 +86,10 @@ class Campaign:
     def turns(self, pool: Pool, cases: Sequence[turns.TurnCase], until: float | None) -> None:
         """All devices at once, each by itself."""
         self._each("turns", pool, cases, until)
+
+    def pulses(self, pool: Pool, cases: Sequence[pulses.PulseCase], until: float | None) -> None:
+        """All devices at once, each by itself."""
+        self._each("pulses", pool, cases, until)
 
     def clocks(self, pool: Pool, cases: Sequence[OneKernel], until: float | None) -> None:
         """Share the cases among the devices."""
@@ -187,7 +191,29 @@ class Campaign:
     def interference(
         self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None
     ) -> None:
-        """One after the other, all devices at once."""
+        """One after the other, all devices at once; those launched behind have one queue."""
+        from measure.training import ONE_QUEUE
+
+        beside = [case for case in cases if case.launch == "beside"]
+        behind = [case for case in cases if case.launch == "behind"]
+        self._interference(pool, beside, until)
+        if not behind or (until is not None and time.monotonic() + START_S[self.kind] > until):
+            self.out_of_time += len(behind)
+            return
+        pool.close()
+        queue = Pool(
+            self.kind,
+            len(self.devices),
+            nodes=self.nodes,
+            environment=ONE_QUEUE,
+            devices=self.devices,
+        )
+        with contextlib.closing(queue):
+            self._interference(queue, behind, until)
+
+    def _interference(
+        self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None
+    ) -> None:
         from measure.interference import row
 
         for case in cases:

@@ -84,9 +84,18 @@ def element(timer: Timer) -> tuple[torch.dtype, str, int]:
 
 
 def prepare(
-    kind: str, nbytes: int, group: Any, ranks: Sequence[int], rank: int, timer: Timer
+    kind: str,
+    nbytes: int,
+    group: Any,
+    ranks: Sequence[int],
+    rank: int,
+    timer: Timer,
+    waits: bool = True,
 ) -> tuple[Callable[[], Any], int]:
-    """One collective over buffers of about `nbytes`: the call, and its exact bytes."""
+    """One collective over buffers of about `nbytes`: the call, and its exact bytes.
+
+    Unless it `waits`, the call gives back its work at once; send/recv and all-to-all always wait.
+    """
     dtype, _, size = element(timer)
     n = len(ranks)
     share = max(nbytes // (size * n), 1)  # elements per rank
@@ -98,13 +107,19 @@ def prepare(
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if not average:
             whole.mul_(1e-30)
-        return lambda: dist.all_reduce(whole, op=op, group=group), exact
+        return lambda: dist.all_reduce(whole, op=op, group=group, async_op=not waits), exact
     if kind == "all_gather":
         part = torch.randn(share, dtype=dtype, device=timer.device)
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group), exact
+        return (
+            lambda: dist.all_gather_into_tensor(whole, part, group=group, async_op=not waits),
+            exact,
+        )
     if kind == "reduce_scatter":
         part = torch.empty(share, dtype=dtype, device=timer.device)
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group), exact
+        return (
+            lambda: dist.reduce_scatter_tensor(part, whole, group=group, async_op=not waits),
+            exact,
+        )
     other = torch.empty_like(whole)
     if kind == "all_to_all":
         return lambda: dist.all_to_all_single(other, whole, group=group), exact

@@ -280,3 +280,27 @@ def interference(gpu: bool) -> list[Kernel]:
         Kernel("attention", "forward", (1, 4096, 32, 8, 128)),
         Kernel("attention", "backward", (1, 4096, 32, 8, 128)),
     ]
+
+
+# tokens of a micro-batch, and hidden sizes, of tensor-parallel layers
+BEHIND_TOKENS, BEHIND_HIDDEN = (2048, 4096, 8192, 16384), (2048, 4096, 8192)
+
+
+def behind(ranks: int) -> list[tuple[Kernel, tuple[str, ...], int]]:
+    """Products of a layer's backward pass, what starts before each, and its bytes.
+
+    Of the linear layers into attention and MLP: their input is gathered before its gradient's
+    product, that gradient is scattered (or, without sequence parallelism, summed) before the
+    weights'.
+    """
+    return [
+        (Kernel("gemm", direction, (tokens, width * hidden // ranks, hidden)), kinds, nbytes)
+        for tokens in BEHIND_TOKENS
+        for hidden in BEHIND_HIDDEN
+        for nbytes in (2 * tokens * hidden,)
+        for width in (3, 8)
+        for direction, kinds in (
+            ("dgrad", ("all_gather",)),
+            ("wgrad", ("reduce_scatter", "all_reduce")),
+        )
+    ]

@@ -1,8 +1,13 @@
 """The interference suite: a kernel and a collective at the same time, and how both slow down.
 
-GPU: two streams; both are first timed alone, then together, each filling about the same time. Only
-repeats that lie wholly inside the time when both streams were busy count. CPU: the collective runs
-in a thread of the same process, which shares the core with the kernel.
+Beside: two streams; both are first timed alone, then together, each filling about the same time.
+Only repeats that lie wholly inside the time when both streams were busy count. On a CPU the
+collective runs in a thread of the same process, which shares the core with the kernel.
+
+Behind, on GPUs: the collective starts, the kernel is launched right after it, and both run once, as
+a tensor-parallel layer does it in its backward pass. The collective holds multiprocessors that the
+kernel's first wave wants. Workers have one hardware queue, as Megatron-Core's steps have, or the
+kernel would be there first. Ranks meet before each repeat, so that none waits within it.
 """
 
 import statistics
@@ -23,6 +28,8 @@ from spec.records import InterferenceRow
 
 TOGETHER_S = 0.08
 REPEATS_ALONE = 20
+REPEATS_BEHIND = 24  # each with the collective and without it, in turn; the first two warm up
+LAUNCHES_US = 250.0  # that the host takes to queue one of these at most
 Call = Callable[[], Any]
 
 
@@ -35,6 +42,25 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     collective, exact = prepare(
         case["collective"], case["bytes"], group, everyone, ranks.rank, timer
     )
+    if case["launch"] == "behind":
+        start, _ = prepare(
+            case["collective"], case["bytes"], group, everyone, ranks.rank, timer, waits=False
+        )
+        meet, _ = prepare("all_reduce", 2, group, everyone, ranks.rank, timer)
+        ranks.barrier()
+        collective_alone = statistics.median(
+            time_collective(collective, REPEATS_ALONE, timer, group)
+        )
+        ranks.barrier()
+        alone, kernels, collectives = behind(timer, compute, start, meet)
+        ranks.barrier()
+        return {
+            "bytes": exact,
+            "kernel_alone_us": statistics.median(alone),
+            "collective_alone_us": collective_alone,
+            "kernel_us": kernels,
+            "collective_us": collectives,
+        }
     ranks.barrier()
     kernel_alone = statistics.median(timer.burst(compute, 1e12).times_us)  # no flush
     ranks.barrier()
@@ -109,6 +135,40 @@ def _two_streams(
     return overlapping(spans(mine), spans(other))
 
 
+def behind(
+    timer: Any, compute: Call, start: Call, meet: Call
+) -> tuple[list[float], list[float], list[float]]:
+    """Durations of kernels alone, of kernels behind the start of a collective, and of these, us.
+
+    `start` gives back the collective's work; `meet` has all ranks begin at the same time.
+    """
+    side = timer.stream()
+    timer.hold(REPEATS_BEHIND * LAUNCHES_US)
+    marks: list[tuple[Any, ...]] = []
+    for _ in range(REPEATS_BEHIND):
+        events = tuple(timer.event() for _ in range(5))
+        meet()
+        events[0].record()
+        compute()
+        events[1].record()
+        meet()
+        events[2].record()
+        work = start()
+        compute()
+        events[3].record()
+        with timer.on(side):
+            work.wait()
+            events[4].record()
+        work.wait()
+        marks.append(events)
+    timer.synchronize()
+    times = [
+        [1e3 * float(one[begin].elapsed_time(one[end])) for one in marks[2:]]
+        for begin, end in ((0, 1), (2, 3), (2, 4))
+    ]
+    return times[0], times[1], times[2]
+
+
 def overlapping(
     first: list[tuple[float, float]], second: list[tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
@@ -156,6 +216,7 @@ def row(case: dict[str, Any], replies: list[dict[str, Any]]) -> InterferenceRow:
     return InterferenceRow(
         case_id=case["case_id"],
         role=case["role"],
+        launch=case["launch"],
         op=kernel.op,
         direction=kernel.direction,
         dtype=kernel.dtype,

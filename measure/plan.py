@@ -17,12 +17,13 @@ from spec.errors import UserError
 from spec.kernel import Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
+from spec.records import Launch
 from spec.step import kernels_of
 
 SUITES = ("kernels", "host", "collectives", "interference", "training", "telemetry")
 # minutes that only a thermal model, a model of power, or a placement needs; training steps again,
 # under a profiler
-ON_REQUEST = ("heat", "turns", "clocks", "queued", "placement", "profile")
+ON_REQUEST = ("heat", "turns", "pulses", "clocks", "queued", "placement", "profile")
 JUDGE_SHARE = 0.2
 
 
@@ -119,13 +120,14 @@ class CollectiveCase:
 
 @dataclass(frozen=True)
 class InterferenceCase:
-    """A kernel under a collective of all ranks."""
+    """A kernel under a collective of all ranks, or launched behind its start."""
 
     kernel: Kernel
     collective: str
     ranks: int
     bytes: int
     seconds: float = 0.5
+    launch: Launch = "beside"
 
     @property
     def case_id(self) -> str:
@@ -133,7 +135,8 @@ class InterferenceCase:
         k = self.kernel
         dims = "x".join(str(size) for size in k.dims)
         under = f"{self.collective}-{self.ranks}r-{self.bytes}"
-        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-under-{under}"
+        word = "under" if self.launch == "beside" else self.launch
+        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-{word}-{under}"
 
     @property
     def role(self) -> Literal["fit", "judge"]:
@@ -154,6 +157,7 @@ class InterferenceCase:
             "collective": self.collective,
             "ranks": self.ranks,
             "bytes": self.bytes,
+            "launch": self.launch,
         }
 
 
@@ -352,14 +356,25 @@ def spans(world: int) -> list[tuple[int, int, int]]:
 
 
 def interference_cases(device_kind: str, world: int, quick: bool) -> list[InterferenceCase]:
-    """GEMM and attention under every collective of all ranks; quick: under two of them."""
+    """GEMM and attention under every collective of all ranks; quick: under two of them.
+
+    On GPUs also products behind what a tensor-parallel layer sends in its backward pass.
+    """
     if world < 2:
         return []
     gpu = device_kind in ("nvidia", "amd")
     sizes = (2**24, 2**26, 2**28) if gpu else (2**18, 2**22)
-    return [
+    beside = [
         InterferenceCase(kernel, kind, world, size, 0.4 if gpu else 0.5)
         for kernel in grid.interference(gpu)
         for kind in COLLECTIVES[: 2 if quick else None]
         for size in (sizes[-1:] if quick else sizes)
     ]
+    if not gpu:
+        return beside
+    behind = [
+        InterferenceCase(kernel, kind, world, nbytes, 0.5, "behind")
+        for kernel, kinds, nbytes in grid.behind(world)
+        for kind in kinds
+    ]
+    return beside + (behind[::12] if quick else behind)

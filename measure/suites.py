@@ -17,6 +17,7 @@ from measure import (
     host_time,
     namespaces,
     placement,
+    pulses,
     queued,
     turns,
 )
@@ -87,6 +88,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = list(heat.cases(options.quick))
         elif suite == "turns":
             cases[suite] = turns.cases(devices, options.quick)
+        elif suite == "pulses":
+            cases[suite] = pulses.cases(devices, options.quick)
         elif suite == "clocks":
             cases[suite] = clocks.cases(kind, options.quick)
         elif suite == "queued":

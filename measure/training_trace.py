@@ -150,7 +150,7 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
     """(part, begin, end, operation or (group, kind, bytes)) of all that ran on the device."""
     optimizer = _ranges(events, OPTIMIZER)
     launched = {
-        one["args"]["External id"]: (one["name"], one["ts"])
+        one["args"]["External id"]: (_named(one), one["ts"])
         for one in events
         if one.get("cat") == "cpu_op" and "External id" in one.get("args", {})
     }
@@ -175,8 +175,20 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
             continue
         operation, moment = launched.get(arguments.get("External id"), (name, begin))
         known = operation != name
-        part = OPTIMIZER if known and _within(optimizer, moment) else class_of(operation)
+        of_class = class_of(operation.partition(" ")[0])
+        part = OPTIMIZER if known and _within(optimizer, moment) else of_class
         yield part, begin, end, operation
+
+
+def _named(operation: Event) -> str:
+    """Name of an operation of torch; a product's with its shape, as `aten::mm 4096x1024x512`."""
+    name: str = operation["name"]
+    sizes = operation["args"].get("Input Dims") or []
+    factors = [one for one in sizes if len(one) == 2]
+    if name not in _PRODUCTS or len(factors) < 2:
+        return name
+    (rows, inner), (_, columns) = factors[-2:]
+    return f"{name} {rows}x{columns}x{inner}"
 
 
 def _sent(
@@ -247,7 +259,7 @@ def record(step: Callable[[], None], gpu: bool) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])
-    with marked_groups(waits=not gpu), profile(activities=activities) as run:
+    with marked_groups(waits=not gpu), profile(activities=activities, record_shapes=gpu) as run:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

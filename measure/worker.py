@@ -61,7 +61,16 @@ def main(arguments: Sequence[str]) -> int:
         cpu_memory.keep()
     import torch
 
-    from measure import clocks, collectives, interference, kernels, nccl_choice, queued, turns
+    from measure import (
+        clocks,
+        collectives,
+        interference,
+        kernels,
+        nccl_choice,
+        pulses,
+        queued,
+        turns,
+    )
     from measure.heat import burn
     from measure.load import load
     from measure.products import Refused
@@ -81,6 +90,9 @@ def main(arguments: Sequence[str]) -> int:
             elif case["suite"] == "turns":
                 turned = turns.measure(case, timer, monitor, asked.rank)
                 reply({"row": turned.model_dump(mode="json")})
+            elif case["suite"] == "pulses":
+                pulsed = pulses.measure(case, timer, monitor, asked.rank)
+                reply({"row": pulsed.model_dump(mode="json")})
             elif case["suite"] == "clocks":
                 timed = clocks.measure(case, timer, monitor, asked.rank)
                 reply({"row": timed.model_dump(mode="json")})

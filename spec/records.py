@@ -250,6 +250,9 @@ class CollectiveRow(Repeated):
     )
 
 
+Launch = Literal["beside", "behind"]  # of a kernel and a collective
+
+
 class InterferenceRow(Repeated):
     """interference.csv: a kernel under a collective. `median_us` is the kernel's, slowed."""
 
@@ -263,6 +266,16 @@ class InterferenceRow(Repeated):
     kernel_alone_us: Positive = Field(description="the kernel without the collective")
     collective_alone_us: Positive = Field(description="the collective without the kernel")
     collective_with_us: Positive = Field(description="the collective under the kernel")
+    launch: Launch = Field(
+        default="beside",
+        description="beside: both run again and again; behind: the kernel is launched once, right "
+        "after the collective, and both durations are from that moment on",
+    )
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _check_kernel(self.op, self.direction, self.shape, self.dtype)
+        return self
 
 
 class HeatRow(Row):
@@ -321,6 +334,44 @@ class TurnRow(Row):
             for count, time_us in ((self.products, self.product_us), (self.others, self.other_us))
         )
         return products / (products + others)
+
+
+class PulseRow(Row):
+    """pulses.csv: products in pulses on one device. Lists are by part of a pulse, in its order."""
+
+    device: NonNegativeInt = Field(description="index into the manifest's devices")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    pulses: PositiveInt = Field(description="that were timed")
+    products: PositiveInt = Field(description="of a pulse")
+    busy_us: Positive = Field(description="mean length of a pulse")
+    pause_us: NonNegative = Field(description="mean time between two; 0: one pulse, no pause")
+    since_us: str = Field(
+        description="mean time from a pulse's begin to the middle of a product, comma-separated"
+    )
+    product_us: str = Field(description="median time of one product there, comma-separated")
+    clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
+    power_w: Positive | None = Field(
+        default=None, description="mean, by the energy counter where there is one"
+    )
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+    @model_validator(mode="after")
+    def _listed(self) -> Self:
+        """Both lists are numbers above 0, as many of each, the first rising."""
+        if len(self.parts) != self.since_us.count(",") + 1:
+            raise ValueError("since_us and product_us must list as many numbers")
+        times = [value for one in self.parts for value in one]
+        since = [one for one, _ in self.parts]
+        if not all(0 < one < 1e12 for one in times) or since != sorted(since):
+            raise ValueError("since_us must rise, and all of it and product_us be above 0")
+        return self
+
+    @property
+    def parts(self) -> list[tuple[float, float]]:
+        """Of each part of a pulse: time since it began, and that of a product, us."""
+        both = (list(map(float, text.split(","))) for text in (self.since_us, self.product_us))
+        return list(zip(*both, strict=True))
 
 
 class TrainingConfig(Row):
@@ -523,6 +574,7 @@ TABLES: dict[str, type[Row]] = {
     "turns": TurnRow,
     "clocks": ClockRow,
     "queued": QueuedRow,
+    "pulses": PulseRow,
     "training": TrainingRow,
     "steps": StepRow,
     "placement": PlacementRow,

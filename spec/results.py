@@ -16,6 +16,7 @@ from spec.records import (
     OneKernelRow,
     PlacementRow,
     ProfileRow,
+    PulseRow,
     Row,
     StepRow,
     TurnRow,
@@ -59,7 +60,10 @@ def _refuse_duplicates(path: Path, rows: list[R]) -> None:
 def _refuse_unknown_devices(path: Path, rows: list[R], manifest: Manifest) -> None:
     known = {device.index for host in manifest.hosts for device in host.devices}
     for row in rows:
-        if isinstance(row, KernelRow | TurnRow | OneKernelRow) and row.device not in known:
+        if (
+            isinstance(row, KernelRow | TurnRow | PulseRow | OneKernelRow)
+            and row.device not in known
+        ):
             raise UserError(
                 f"{path}: case_id {row.case_id}: device is {row.device}; "
                 f"manifest.json has {', '.join(map(str, sorted(known)))}"

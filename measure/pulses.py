@@ -1,0 +1,160 @@
+"""The pulses suite: products for so long, a pause for so long, again and again, on each device.
+
+What it is for: how long a power cap lets products run faster than it holds them for minutes, and
+how much of that a pause gives back. The stages of a pipeline run in such pulses, and so does any
+step that ends with an update or a reduction. Nothing is set on a device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from measure.devices import Device
+from measure.window import Window
+from spec.records import PulseRow
+
+if TYPE_CHECKING:  # the parent, which plans, does without torch
+    from measure.timing import Timer
+
+# seconds of products, and of the pause after them; the last never pauses
+PULSES = (
+    (0.02, 0.02),
+    (0.02, 0.1),
+    (0.05, 0.02),
+    (0.05, 0.1),
+    (0.1, 0.02),
+    (0.1, 0.1),
+    (0.2, 0.05),
+    (0.2, 0.2),
+    (0.4, 0.05),
+    (0.4, 0.1),
+    (0.8, 0.1),
+    (0.8, 0.4),
+    (4.0, 0.0),
+)
+SIZES = {"cuda": 8192, "cpu": 256}  # side of a product
+SETTLE_S, MEASURED_S = 1.2, 2.8
+# seconds after a pulse began at which parts of it end, whose products are told apart
+PARTS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class PulseCase:
+    """Products and pauses in turn on one device."""
+
+    busy_s: float
+    pause_s: float
+    device: int
+    part: float = 1.0  # of the seconds that a case settles and is measured
+    prefer: int | None = None
+
+    @property
+    def case_id(self) -> str:
+        """Such as `pulses-200-50-device0`: products for 200 ms, a pause of 50."""
+        busy, pause = (round(1e3 * one) for one in (self.busy_s, self.pause_s))
+        return f"pulses-{busy}-{pause}-device{self.device}"
+
+    @property
+    def seconds(self) -> float:
+        """Estimate of its duration."""
+        return self.part * (SETTLE_S + MEASURED_S) + 0.5
+
+    def message(self) -> dict[str, Any]:
+        """The case as JSON."""
+        return {
+            "suite": "pulses",
+            "case_id": self.case_id,
+            "busy_s": self.busy_s,
+            "pause_s": self.pause_s,
+            "part": self.part,
+        }
+
+
+def cases(devices: int, quick: bool) -> list[PulseCase]:
+    """Every pulse on every device."""
+    part = 0.02 if quick else 1.0
+    return [PulseCase(*pulse, device, part) for pulse in PULSES for device in range(devices)]
+
+
+def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device: int) -> PulseRow:
+    """In a worker: how long products take, by the time since their pulse began.
+
+    Raises Refused where there is no power cap that they could run into.
+    """
+    import torch
+
+    from measure.products import Refused
+
+    if monitor.power_limit_w() is None:
+        raise Refused("no power limit can be read here, which is what pulses run into")
+    size, part = SIZES[timer.device.type], message["part"]
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=timer.device)
+    out = torch.empty_like(left)
+
+    def product() -> None:
+        torch.mm(left, left, out=out)
+
+    count = max(round(message["busy_s"] * part / timer.once_s(product)), 1)
+    period_s = (message["busy_s"] + message["pause_s"]) * part
+
+    def several(seconds: float) -> list[list[float]]:
+        pulses = max(round(seconds * part / period_s), 2 if message["pause_s"] else 1)
+        return run(product, count, 1e6 * part * message["pause_s"], pulses, timer)
+
+    if message["pause_s"]:  # else how a load begins is what is wanted
+        several(SETTLE_S)
+    with Window([monitor]) as window:
+        pulses = several(MEASURED_S)
+    seen = window.result
+    assert seen is not None
+    (energy_j,) = seen.energy_per_device_j
+    since_us, product_us = by_part(pulses)
+    pauses = [after[0] - before[-1] for before, after in pairwise(pulses)]
+    return PulseRow(
+        case_id=message["case_id"],
+        role="fit",
+        device=device,
+        product=size,
+        pulses=len(pulses),
+        products=count,
+        busy_us=fmean(pulse[-1] - pulse[0] for pulse in pulses),
+        pause_us=fmean(pauses) if message["pause_s"] else 0.0,
+        since_us=",".join(f"{one:.0f}" for one in since_us),
+        product_us=",".join(f"{one:.2f}" for one in product_us),
+        clock_mhz=seen.clock_mean_mhz,
+        power_w=(seen.power_mean_w if energy_j is None else energy_j / seen.seconds) or None,
+        temperature_max_c=seen.temperature_max_c,
+        throttle=seen.throttle,
+    )
+
+
+def run(
+    product: Callable[[], Any], count: int, pause_us: float, pulses: int, timer: "Timer"
+) -> list[list[float]]:
+    """When each pulse began and each of its products ended, us."""
+    marks: list[list[Any]] = []
+    for _ in range(pulses):
+        marks.append([timer.event()])
+        marks[-1][0].record()
+        for _ in range(count):
+            product()
+            marks[-1].append(timer.event())
+            marks[-1][-1].record()
+        if pause_us:
+            timer.hold(pause_us)
+    timer.synchronize()
+    first = marks[0][0]
+    return [[1e3 * float(first.elapsed_time(one)) for one in pulse] for pulse in marks]
+
+
+def by_part(pulses: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Of each part of pulses that has products: mean time since a pulse began, and theirs, us."""
+    parts: list[list[tuple[float, float]]] = [[] for _ in (*PARTS_S, None)]
+    for pulse in pulses:
+        for begin, end in pairwise(pulse):
+            since = (begin + end) / 2 - pulse[0]
+            parts[sum(since >= 1e6 * one for one in PARTS_S)].append((since, end - begin))
+    found = [tuple(zip(*part, strict=True)) for part in parts if part]
+    return [fmean(since) for since, _ in found], [median(times) for _, times in found]
