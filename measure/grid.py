@@ -284,6 +284,7 @@ def interference(gpu: bool) -> list[Kernel]:
 
 # tokens of a micro-batch, and hidden sizes, of tensor-parallel layers
 BEHIND_TOKENS, BEHIND_HIDDEN = (2048, 4096, 8192, 16384), (2048, 4096, 8192)
+BEHIND_LARGEST = 2**26  # of the two multiplied: larger products hardly notice
 
 
 def behind(ranks: int) -> list[tuple[Kernel, tuple[str, ...], int]]:
@@ -298,6 +299,7 @@ def behind(ranks: int) -> list[tuple[Kernel, tuple[str, ...], int]]:
         for tokens in BEHIND_TOKENS
         for hidden in BEHIND_HIDDEN
         for nbytes in (2 * tokens * hidden,)
+        if tokens * hidden <= BEHIND_LARGEST
         for width in (3, 8)
         for direction, kinds in (
             ("dgrad", ("all_gather",)),

@@ -7,7 +7,8 @@ collective runs in a thread of the same process, which shares the core with the 
 Behind, on GPUs: the collective starts, the kernel is launched right after it, and both run once, as
 a tensor-parallel layer does it in its backward pass. The collective holds multiprocessors that the
 kernel's first wave wants. Workers have one hardware queue, as Megatron-Core's steps have, or the
-kernel would be there first. Ranks meet before each repeat, so that none waits within it.
+kernel would be there first. Ranks meet before each repeat, so that none waits within it, and pause
+before that, so that no power cap tells one repeat from another.
 """
 
 import statistics
@@ -28,8 +29,8 @@ from spec.records import InterferenceRow
 
 TOGETHER_S = 0.08
 REPEATS_ALONE = 20
-REPEATS_BEHIND = 24  # each with the collective and without it, in turn; the first two warm up
-LAUNCHES_US = 250.0  # that the host takes to queue one of these at most
+REPEATS_BEHIND = 14  # each with the collective and without it, in turn; the first two warm up
+REST_US = 2000.0  # of a pause before each, besides as long as the kernel lasts
 Call = Callable[[], Any]
 
 
@@ -52,7 +53,8 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
             time_collective(collective, REPEATS_ALONE, timer, group)
         )
         ranks.barrier()
-        alone, kernels, collectives = behind(timer, compute, start, meet)
+        rest_us = 1e6 * timer.once_s(compute) + REST_US
+        alone, kernels, collectives = behind(timer, compute, start, meet, rest_us)
         ranks.barrier()
         return {
             "bytes": exact,
@@ -136,21 +138,22 @@ def _two_streams(
 
 
 def behind(
-    timer: Any, compute: Call, start: Call, meet: Call
+    timer: Any, compute: Call, start: Call, meet: Call, rest_us: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """Durations of kernels alone, of kernels behind the start of a collective, and of these, us.
+    """Durations of kernels alone, of kernels behind the start of a collective, and of both, us.
 
     `start` gives back the collective's work; `meet` has all ranks begin at the same time.
     """
     side = timer.stream()
-    timer.hold(REPEATS_BEHIND * LAUNCHES_US)
     marks: list[tuple[Any, ...]] = []
     for _ in range(REPEATS_BEHIND):
         events = tuple(timer.event() for _ in range(5))
+        timer.pause(rest_us)
         meet()
         events[0].record()
         compute()
         events[1].record()
+        timer.pause(rest_us)
         meet()
         events[2].record()
         work = start()

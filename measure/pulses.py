@@ -143,7 +143,7 @@ def run(
             marks[-1].append(timer.event())
             marks[-1][-1].record()
         if pause_us:
-            timer.hold(pause_us)
+            timer.pause(pause_us)
     timer.synchronize()
     first = marks[0][0]
     return [[1e3 * float(first.elapsed_time(one)) for one in pulse] for pulse in marks]

@@ -99,6 +99,9 @@ class CpuTimer:
     def hold(self, microseconds: float) -> None:
         """Nothing is queued."""
 
+    def pause(self, microseconds: float) -> None:
+        """Nothing is queued, so nothing pauses."""
+
     def flush(self) -> None:
         """Caches are left as they are."""
 
@@ -207,8 +210,14 @@ class GpuTimer:
 
     def hold(self, microseconds: float) -> None:
         """Keep the device busy while the host queues work behind (at most 50 ms)."""
-        if self._spins:
-            _cuda._sleep(int(min(microseconds, 50_000.0) * self._cycles))
+        self.pause(min(microseconds, 50_000.0))
+
+    def pause(self, microseconds: float) -> None:
+        """Have the device do nothing but spin for so long at its largest clock."""
+        while self._spins and microseconds > 0:
+            now = min(microseconds, 50_000.0)  # cycles are counted in 32 bits
+            _cuda._sleep(int(now * self._cycles))
+            microseconds -= now
 
     def flush(self) -> None:
         """Queue a write over the whole L2."""

@@ -269,7 +269,7 @@ class InterferenceRow(Repeated):
     launch: Launch = Field(
         default="beside",
         description="beside: both run again and again; behind: the kernel is launched once, right "
-        "after the collective, and both durations are from that moment on",
+        "after the collective; collective_with_us is until both are through",
     )
 
     @model_validator(mode="after")
