@@ -26,6 +26,7 @@ from calibrate.kernel_visits import fit_shape_spread
 from calibrate.own_exponents import fit_own_exponents
 from calibrate.product_clock import fit_jitter
 from calibrate.pulses import held_w, pulse_exponent, surge
+from calibrate.regulation import LONG_MEMORY_US, MEMORY_US, Regulation, fit_regulation
 from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
@@ -240,13 +241,17 @@ def fit_clock(
             )
     rows = [row for _, row in evidence.rows(KernelRow)]
     jitter_sd, jitter_mean = fit_jitter(evidence, rows, ledger)
+    regulated_w = _regulated(evidence, state, ledger)
+    regulation = _regulation(evidence, state, regulated_w or state.limit_w, ledger)
     return ClockFit(
         reference_mhz=rounded(state.reference_mhz),
         max_mhz=rounded(state.reference_mhz),
         idle_w=rounded(state.idle_w),
         power_limit_w=state.limit_w,
-        regulated_w=_regulated(evidence, state, ledger),
-        surge=_surge(evidence, state, ledger),
+        regulated_w=regulated_w,
+        surge=regulation.surge,
+        memory_us=regulation.memory_us,
+        long_memory_us=regulation.long_memory_us,
         power_exponent=rounded(state.power_exponent),
         memory_with_clock=rounded(_memory_with_clock(evidence, state, ledger)),
         communication_w=rounded(powers["communication_w"]),
@@ -272,6 +277,19 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
     value, low, high = MEMORY_WITH_CLOCK
     detail = "products and memory-bound kernels in turns on three H200; no such turns here"
     return ledger.note("clock.memory_with_clock", value, "share", (low, high), "assumed", detail)
+
+
+def _regulation(
+    evidence: Evidence, state: ClockState, cap_w: float | None, ledger: Ledger
+) -> Regulation:
+    """What the cap remembers: by pulses, else as assumed, and what it lets through meanwhile."""
+    found = fit_regulation(evidence, state, cap_w, ledger)
+    if found is not None or cap_w is None:
+        return found or Regulation(MEMORY_US[0], 1.0, LONG_MEMORY_US[0])
+    reason = "as two H200 and two H100 in pulses (22 and 29, 107 and 51 ms); no pulses here"
+    for name, (value, low, high) in (("memory_us", MEMORY_US), ("long_memory_us", LONG_MEMORY_US)):
+        ledger.note(f"clock.{name}", value, "us", (low, high), "assumed", reason)
+    return Regulation(MEMORY_US[0], _surge(evidence, state, ledger), LONG_MEMORY_US[0])
 
 
 def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:

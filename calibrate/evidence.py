@@ -17,12 +17,14 @@ from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
 from spec.manifest import Device, Manifest
 from spec.records import (
+    BehindRow,
     ClockRow,
     CollectiveRow,
     HeatRow,
     HostRow,
     InterferenceRow,
     KernelRow,
+    PulseRow,
     QueuedRow,
     Repeated,
     Row,
@@ -37,13 +39,22 @@ FITTED: dict[type[Row], str] = {
     HostRow: "host.csv",
     CollectiveRow: "collectives.csv",
     InterferenceRow: "interference.csv",
+    BehindRow: "behind.csv",
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
+    PulseRow: "pulses.csv",
     ClockRow: "clocks.csv",
     QueuedRow: "queued.csv",
 }
 # what tells of a GPU, not of a system
-OF_GPU: tuple[type[Row], ...] = (HeatRow, TurnRow, ClockRow, QueuedRow)
+OF_GPU: tuple[type[Row], ...] = (
+    BehindRow,
+    HeatRow,
+    TurnRow,
+    PulseRow,
+    ClockRow,
+    QueuedRow,
+)
 TELEMETRY_FILE = "telemetry.parquet"
 # half-width of a 90 % interval in standard deviations of a normal distribution
 Z90 = 1.6449

@@ -23,6 +23,7 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from calibrate import host_visits
+from calibrate.behind import fit_behind
 from calibrate.borrowed import fittable, lent_inputs
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
@@ -85,6 +86,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     host = fit_host(evidence, kernels, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
+    behind = fit_behind(evidence, ledger)
     composition = composition_sd(evidence, ledger)
     judge_kernels(evidence, state, own, ledger)
     judge_families(evidence, state, own, ledger)
@@ -119,6 +121,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "thermal": thermal,
             "interference": interference.kernel,
             "communication_slowed": interference.collective,
+            "behind": behind,
             "composition_sd": composition,
             "parameters": tuple(ledger.parameters),
             "held_out": tuple(ledger.held_out),

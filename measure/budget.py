@@ -9,17 +9,29 @@ from typing import Any
 from measure import nccl_choice
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 
-OWN_PROCESSES = ("host", "training", "placement", "profile")  # suites that start their own
+OWN_PROCESSES = (
+    "host",
+    "behind",
+    "training",
+    "placement",
+    "profile",
+)  # suites that start their own
 # suites whose cases need one device each: all devices at once
 SHARED = ("kernels", "turns", "pulses", "clocks", "queued")
 START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
-ORDERED = ("kernels", "collectives", "interference")  # others: as planned, most instructive first
+ORDERED = (
+    "kernels",
+    "collectives",
+    "interference",
+    "behind",
+)  # others: as planned, most instructive first
 
 
 def start_s(suite: str, kind: str) -> float:
     """What passes before the first case of a suite."""
-    return 0.0 if suite in OWN_PROCESSES else START_S.get(kind.partition(":")[0], CPU_START_S)
+    by_case = suite in OWN_PROCESSES and suite != "behind"
+    return 0.0 if by_case else START_S.get(kind.partition(":")[0], CPU_START_S)
 
 
 def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> float:
@@ -30,8 +42,6 @@ def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> flo
     if suite == "collectives" and kind in START_S:
         asked = nccl_choice.wanted(cases)
         total += sum(case.seconds for case in asked) + (START_S[kind] if asked else 0.0)
-    if suite == "interference" and any(case.launch == "behind" for case in cases):
-        total += START_S[kind]  # of workers with one queue
     return total + (start_s(suite, kind) if cases else 0.0)
 
 
@@ -42,7 +52,7 @@ def teaches_like(case: Any) -> Hashable:
     if isinstance(case, CollectiveCase):
         return case.collective, case.ranks, case.stride, case.groups
     if isinstance(case, InterferenceCase):
-        return case.kernel.op, case.kernel.direction, case.collective, case.launch
+        return case.kernel.op, case.kernel.direction, case.collective
     return None
 
 

@@ -12,12 +12,12 @@ from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.one_kernel import OneKernel
 from measure.other_hosts import OtherHost, Samplers
-from measure.plan import CollectiveCase, InterferenceCase, KernelCase
+from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store, seconds_since, write_links
 from measure.window import Window
 from measure.workers import Pool
 from spec.errors import UserError, WorkError
-from spec.records import TABLES
+from spec.records import TABLES, Row
 
 
 @dataclass
@@ -191,31 +191,31 @@ class Campaign:
     def interference(
         self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None
     ) -> None:
-        """One after the other, all devices at once; those launched behind have one queue."""
-        from measure.training import ONE_QUEUE
-
-        beside = [case for case in cases if case.launch == "beside"]
-        behind = [case for case in cases if case.launch == "behind"]
-        self._interference(pool, beside, until)
-        if not behind or (until is not None and time.monotonic() + START_S[self.kind] > until):
-            self.out_of_time += len(behind)
-            return
-        pool.close()
-        queue = Pool(
-            self.kind,
-            len(self.devices),
-            nodes=self.nodes,
-            environment=ONE_QUEUE,
-            devices=self.devices,
-        )
-        with contextlib.closing(queue):
-            self._interference(queue, behind, until)
-
-    def _interference(
-        self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None
-    ) -> None:
+        """One after the other, all devices at once."""
         from measure.interference import row
 
+        self._together("interference", pool, cases, until, row)
+
+    def behind(self, cases: Sequence[BehindCase], until: float | None) -> None:
+        """The same, by workers whose devices have one queue."""
+        from measure.behind import row
+        from measure.training import ONE_QUEUE
+
+        world, devices = len(self.devices), self.devices
+        with contextlib.closing(
+            Pool(self.kind, world, nodes=self.nodes, environment=ONE_QUEUE, devices=devices)
+        ) as pool:
+            self._together("behind", pool, cases, until, row)
+
+    def _together(
+        self,
+        table: str,
+        pool: Pool,
+        cases: Sequence[InterferenceCase],
+        until: float | None,
+        row: Callable[[dict[str, Any], list[dict[str, Any]]], Row],
+    ) -> None:
+        """Cases of all devices, into a table of theirs."""
         for case in cases:
             if self.lacks(case.case_id, case.ranks) or not self.admit(case.seconds, until):
                 continue
@@ -224,7 +224,7 @@ class Campaign:
                 try:
                     if isinstance(replies, str):
                         raise WorkError(replies)
-                    self.store.append("interference", [row(case.message(), replies)])
+                    self.store.append(table, [row(case.message(), replies)])
                 except WorkError as error:
                     self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)

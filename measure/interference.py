@@ -1,14 +1,8 @@
 """The interference suite: a kernel and a collective at the same time, and how both slow down.
 
-Beside: two streams; both are first timed alone, then together, each filling about the same time.
-Only repeats that lie wholly inside the time when both streams were busy count. On a CPU the
-collective runs in a thread of the same process, which shares the core with the kernel.
-
-Behind, on GPUs: the collective starts, the kernel is launched right after it, and both run once, as
-a tensor-parallel layer does it in its backward pass. The collective holds multiprocessors that the
-kernel's first wave wants. Workers have one hardware queue, as Megatron-Core's steps have, or the
-kernel would be there first. Ranks meet before each repeat, so that none waits within it, and pause
-before that, so that no power cap tells one repeat from another.
+GPU: two streams; both are first timed alone, then together, each filling about the same time. Only
+repeats that lie wholly inside the time when both streams were busy count. CPU: the collective runs
+in a thread of the same process, which shares the core with the kernel.
 """
 
 import statistics
@@ -29,8 +23,6 @@ from spec.records import InterferenceRow
 
 TOGETHER_S = 0.08
 REPEATS_ALONE = 20
-REPEATS_BEHIND = 14  # each with the collective and without it, in turn; the first two warm up
-REST_US = 2000.0  # of a pause before each, besides as long as the kernel lasts
 Call = Callable[[], Any]
 
 
@@ -43,26 +35,6 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     collective, exact = prepare(
         case["collective"], case["bytes"], group, everyone, ranks.rank, timer
     )
-    if case["launch"] == "behind":
-        start, _ = prepare(
-            case["collective"], case["bytes"], group, everyone, ranks.rank, timer, waits=False
-        )
-        meet, _ = prepare("all_reduce", 2, group, everyone, ranks.rank, timer)
-        ranks.barrier()
-        collective_alone = statistics.median(
-            time_collective(collective, REPEATS_ALONE, timer, group)
-        )
-        ranks.barrier()
-        rest_us = 1e6 * timer.once_s(compute) + REST_US
-        alone, kernels, collectives = behind(timer, compute, start, meet, rest_us)
-        ranks.barrier()
-        return {
-            "bytes": exact,
-            "kernel_alone_us": statistics.median(alone),
-            "collective_alone_us": collective_alone,
-            "kernel_us": kernels,
-            "collective_us": collectives,
-        }
     ranks.barrier()
     kernel_alone = statistics.median(timer.burst(compute, 1e12).times_us)  # no flush
     ranks.barrier()
@@ -137,41 +109,6 @@ def _two_streams(
     return overlapping(spans(mine), spans(other))
 
 
-def behind(
-    timer: Any, compute: Call, start: Call, meet: Call, rest_us: float
-) -> tuple[list[float], list[float], list[float]]:
-    """Durations of kernels alone, of kernels behind the start of a collective, and of both, us.
-
-    `start` gives back the collective's work; `meet` has all ranks begin at the same time.
-    """
-    side = timer.stream()
-    marks: list[tuple[Any, ...]] = []
-    for _ in range(REPEATS_BEHIND):
-        events = tuple(timer.event() for _ in range(5))
-        timer.pause(rest_us)
-        meet()
-        events[0].record()
-        compute()
-        events[1].record()
-        timer.pause(rest_us)
-        meet()
-        events[2].record()
-        work = start()
-        compute()
-        events[3].record()
-        with timer.on(side):
-            work.wait()
-            events[4].record()
-        work.wait()
-        marks.append(events)
-    timer.synchronize()
-    times = [
-        [1e3 * float(one[begin].elapsed_time(one[end])) for one in marks[2:]]
-        for begin, end in ((0, 1), (2, 3), (2, 4))
-    ]
-    return times[0], times[1], times[2]
-
-
 def overlapping(
     first: list[tuple[float, float]], second: list[tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
@@ -219,7 +156,6 @@ def row(case: dict[str, Any], replies: list[dict[str, Any]]) -> InterferenceRow:
     return InterferenceRow(
         case_id=case["case_id"],
         role=case["role"],
-        launch=case["launch"],
         op=kernel.op,
         direction=kernel.direction,
         dtype=kernel.dtype,

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from measure import cluster_plan, emulation, grid
 from measure.plan_file import PlanFile, State
@@ -17,10 +17,17 @@ from spec.errors import UserError
 from spec.kernel import Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.records import Launch
 from spec.step import kernels_of
 
-SUITES = ("kernels", "host", "collectives", "interference", "training", "telemetry")
+SUITES = (
+    "kernels",
+    "host",
+    "collectives",
+    "interference",
+    "behind",
+    "training",
+    "telemetry",
+)
 # minutes that only a thermal model, a model of power, or a placement needs; training steps again,
 # under a profiler
 ON_REQUEST = ("heat", "turns", "pulses", "clocks", "queued", "placement", "profile")
@@ -120,14 +127,15 @@ class CollectiveCase:
 
 @dataclass(frozen=True)
 class InterferenceCase:
-    """A kernel under a collective of all ranks, or launched behind its start."""
+    """A kernel under a collective of all ranks."""
 
     kernel: Kernel
     collective: str
     ranks: int
     bytes: int
     seconds: float = 0.5
-    launch: Launch = "beside"
+    suite: ClassVar[str] = "interference"
+    word: ClassVar[str] = "under"
 
     @property
     def case_id(self) -> str:
@@ -135,19 +143,18 @@ class InterferenceCase:
         k = self.kernel
         dims = "x".join(str(size) for size in k.dims)
         under = f"{self.collective}-{self.ranks}r-{self.bytes}"
-        word = "under" if self.launch == "beside" else self.launch
-        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-{word}-{under}"
+        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-{self.word}-{under}"
 
     @property
     def role(self) -> Literal["fit", "judge"]:
         """By kernel and collective."""
-        return role_of(f"interference {self.case_id}")
+        return role_of(f"{self.suite} {self.case_id}")
 
     def message(self) -> dict[str, Any]:
         """The case as JSON."""
         k = self.kernel
         return {
-            "suite": "interference",
+            "suite": self.suite,
             "case_id": self.case_id,
             "role": self.role,
             "op": k.op,
@@ -157,8 +164,15 @@ class InterferenceCase:
             "collective": self.collective,
             "ranks": self.ranks,
             "bytes": self.bytes,
-            "launch": self.launch,
         }
+
+
+@dataclass(frozen=True)
+class BehindCase(InterferenceCase):
+    """A product launched right behind the start of a collective of all ranks."""
+
+    suite: ClassVar[str] = "behind"
+    word: ClassVar[str] = "behind"
 
 
 def model_kernels(
@@ -356,25 +370,26 @@ def spans(world: int) -> list[tuple[int, int, int]]:
 
 
 def interference_cases(device_kind: str, world: int, quick: bool) -> list[InterferenceCase]:
-    """GEMM and attention under every collective of all ranks; quick: under two of them.
-
-    On GPUs also products behind what a tensor-parallel layer sends in its backward pass.
-    """
+    """GEMM and attention under every collective of all ranks; quick: under two of them."""
     if world < 2:
         return []
     gpu = device_kind in ("nvidia", "amd")
     sizes = (2**24, 2**26, 2**28) if gpu else (2**18, 2**22)
-    beside = [
+    return [
         InterferenceCase(kernel, kind, world, size, 0.4 if gpu else 0.5)
         for kernel in grid.interference(gpu)
         for kind in COLLECTIVES[: 2 if quick else None]
         for size in (sizes[-1:] if quick else sizes)
     ]
-    if not gpu:
-        return beside
-    behind = [
-        InterferenceCase(kernel, kind, world, nbytes, 0.5, "behind")
+
+
+def behind_cases(device_kind: str, world: int, quick: bool) -> list[BehindCase]:
+    """Products behind what a tensor-parallel layer sends in its backward pass; not on a CPU."""
+    if world < 2 or device_kind not in ("nvidia", "amd"):
+        return []
+    found = [
+        BehindCase(kernel, kind, world, nbytes)
         for kernel, kinds, nbytes in grid.behind(world)
         for kind in kinds
     ]
-    return beside + (behind[::12] if quick else behind)
+    return found[::12] if quick else found

@@ -22,7 +22,7 @@ from measure import (
     turns,
 )
 from measure.budget import affordable, estimate_s
-from measure.plan import collective_cases, interference_cases, kernel_cases
+from measure.plan import behind_cases, collective_cases, interference_cases, kernel_cases
 from measure.plan_file import PlanFile
 from measure.training_plan import TrainingCase, case_of_config
 from measure.training_plan import cases as training_cases
@@ -80,6 +80,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             )
         elif suite == "interference":
             cases[suite] = list(interference_cases(kind, devices, options.quick))
+        elif suite == "behind":
+            cases[suite] = list(behind_cases(kind, devices, options.quick))
         elif suite in ("training", "profile"):
             cases[suite] = planned_steps(options, kind, devices)
         elif suite == "telemetry":

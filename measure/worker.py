@@ -62,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from measure import (
+        behind,
         clocks,
         collectives,
         interference,
@@ -97,14 +98,16 @@ def main(arguments: Sequence[str]) -> int:
                 timed = clocks.measure(case, timer, monitor, asked.rank)
                 reply({"row": timed.model_dump(mode="json")})
             elif case["suite"] == "queued":
-                behind = queued.measure(case, timer, asked.rank)
-                reply({"row": behind.model_dump(mode="json")})
+                fed = queued.measure(case, timer, asked.rank)
+                reply({"row": fed.model_dump(mode="json")})
             elif case["suite"] == "collectives":
                 reply(collectives.measure(case, group))
             elif case["suite"] == "choice":
                 reply(nccl_choice.measure(case, group))
             elif case["suite"] == "load":
                 reply(load(case, timer))
+            elif case["suite"] == "behind":
+                reply(behind.measure(case, timer, group))
             elif case["suite"] == "heat":
                 reply(burn(case, timer))
             else:

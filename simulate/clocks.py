@@ -21,36 +21,15 @@ from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.regulation import kept_share
 from spec.step import Segment, layer_parameters, trained_parameters
 
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 
 
-# Memory of the power regulator: bursts of 60 ms of products on H200 start at the largest clock and
-# pass to the sustained one near their middle (`kernels.csv`: p10, median and p90 of 8192 x 8192 x
-# 8192), bursts of 240 ms run at it from their first tenth; an exponential mean that starts low
-# reaches the cap after 1.3 times its constant. Assumed from that, between 10 and 40 ms.
-REGULATION_US = 20_000.0
-# What those bursts pass to is not yet what minutes are held at: a load that starts on an idle H200
-# draws 1.04 times that for 0.7 s (telemetry of `heat-100`, four devices), dips, and stays at it.
-# An exponential mean that starts at 125 W is at the cap after 2.9 times its constant. Assumed from
-# that; were it a window, it would be of 0.9 s.
-LONG_REGULATION_US = 260_000.0
-
-
-def kept_share(run_us: float, memory_us: float = REGULATION_US) -> float:
-    """How much of its own power the regulator sees in a run of work, the rest being the average.
-
-    It follows a mean that forgets exponentially over `memory_us`: the mean over the run of
-    1 - exp(-t / memory_us).
-    """
-    runs = run_us / memory_us
-    return 1 - (1 - exp(-runs)) / runs if runs > 1e-6 else 0.0
-
-
 def regulators(fit: ClockFit) -> tuple[tuple[float, float], ...]:
     """Memory, us, and the mean power held over it, as a factor of `cap_w`: the clock obeys both."""
-    return (REGULATION_US, fit.surge), (LONG_REGULATION_US, 1.0)
+    return (fit.memory_us, fit.surge), (fit.long_memory_us, 1.0)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ __all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost
 
 Array = NDArray[np.float64]
 
+OF_A_LAYER = 4  # products behind collectives, each with a spread of its own
+
 
 class PartCost(NamedTuple):
     """A part's kernels (slowed by what runs beside them) and communication, us, (draws,) each."""
@@ -291,7 +293,7 @@ class Costs:
         hidden = [self.collective_us(one) for one in part.hidden]
         if hidden:
             alone, axis = sum(hidden[1:], hidden[0]), part.hidden[0].axis
-            own, left = self.beside(own, alone, axis)
+            own, left = self._together(part, own, hidden)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
             sent_us = central(alone - left) * self.slowed(axis)
             energy += Energy(0.0, sent_us * self.communication_w(axis))
@@ -299,6 +301,26 @@ class Costs:
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]
         return PartCost(own, hidden, exposed, host_us, energy)
+
+    def _together(self, part: Part, own: Array, hidden: Sequence[Array]) -> tuple[Array, Array]:
+        """A part's kernels with its communication beside them, and what is left of that.
+
+        Tensor-parallel layers start each collective right before one of their last products.
+        """
+        fit, axis = self.calibration.behind, part.hidden[0].axis
+        products = [one for one in part.kernels if one.op == "gemm"][-len(hidden) :]
+        inside = axis == "tp" and self.layout.paths[axis].nodes == 1
+        if fit is None or not inside or len(products) < len(hidden):
+            return self.beside(own, sum(hidden[1:], hidden[0]), axis)
+        if not fit.held:  # software that waits for all of it, see `simulate.series_software`
+            return own, self.draws.zero
+        left, slowed = self.draws.zero, self.slowed(axis)
+        spread = self.draws.factor("behind", fit.sd / OF_A_LAYER**0.5)
+        for product, sent in zip(products, hidden, strict=True):
+            alone = self.kernel_us(product)
+            waits = fit.waits_us(product, alone, sent) * spread
+            own, left = own + waits, left + larger(slowed * sent - alone - waits, 0.0)
+        return own, left
 
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:
         """Time at the step's clock, the host's time and the energy."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.clocks import REGULATION_US, load
+from simulate.clocks import load
 from simulate.estimate import POWER_SD, StepEstimate
 from simulate.heat import Heat, temperatures_c
 from simulate.transfer import transferred
@@ -124,7 +124,7 @@ def peaks_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float
     )
     onset = fit.power_w(hottest, fit.max_mhz)
     held = min(onset, fit.cap_w or onset)
-    time = REGULATION_US / 1e6
+    time = fit.memory_us / 1e6
     found = {"at_once": onset}
     for name, window in SENSORS_S.items():
         found[name] = held + (onset - held) * time / window * (1 - exp(-window / time))

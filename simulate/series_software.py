@@ -61,6 +61,11 @@ def fused_biases(row: SeriesRow) -> bool:
     return bool(_FUSES.search(row.words) or _WAITS.search(row.words))
 
 
+def waits_for_all(row: SeriesRow) -> bool:
+    """Whether tensor-parallel communication has no product beside it, so that it slows none."""
+    return bool(_DTENSOR.search(row.words) or _WAITS.search(row.words))
+
+
 def _recipe(row: SeriesRow) -> bool:
     """Whether a row is one of dgxc-benchmarking's recipes in NeMo."""
     return bool(_DGXC.search(row.words)) and not _OTHER_DGXC.search(row.words)
@@ -93,7 +98,7 @@ def tensor_exposure(
         return ((forward * (5 + 2) / (2 + 2)) + backward * (5 + 2) / 2) / whole
     if _DTENSOR.search(row.words) and p.sequence_parallel:
         return (whole + hidden_us / 2) / whole  # the gathered input is kept, not gathered again
-    if _DTENSOR.search(row.words) or _WAITS.search(row.words):
+    if waits_for_all(row):
         return (whole + hidden_us) / whole
     return 1.0
 

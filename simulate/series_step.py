@@ -22,6 +22,7 @@ from simulate.series_software import (
     fused_gradients,
     sent_widths,
     tensor_exposure,
+    waits_for_all,
     with_graphs,
 )
 from simulate.timeline import Timeline
@@ -91,8 +92,12 @@ class Calibrations:
         slower = changed(host, collective_us=host.collective_us * exp(issue))
         return changed(calibration, host=slower)
 
-    def _transferred(self, node: Node, fp4: bool, unfused: bool, graphs: bool) -> Calibration:
+    def _transferred(
+        self, node: Node, fp4: bool, unfused: bool, graphs: bool, waits: bool
+    ) -> Calibration:
         calibration = calibration_for(self._measured, node)
+        if waits and calibration.behind:
+            calibration = changed(calibration, behind=changed(calibration.behind, held=0.0))
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
@@ -101,7 +106,8 @@ class Calibrations:
 
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
-        of = one.node, one.fp4, one.row.early, one.row.graphs
+        row = one.row
+        of = one.node, one.fp4, row.early, row.graphs, waits_for_all(row)
         return self._issued(issue, *of) if issue else self._for(*of)
 
 

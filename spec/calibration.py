@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from spec.behind_fit import BehindFit
 from spec.bend import Bend
 from spec.collective_fit import (
     CollectiveCurve,
@@ -33,6 +34,7 @@ from spec.fitted import (
     Micros,
     NonNegative,
     Positive,
+    PositiveMicros,
     PositiveShare,
     PositiveWatts,
     Record,
@@ -142,8 +144,8 @@ class ClockFit(Record):
 
     with both sums weighted by the kernels' shares of time. The regulator holds the mean over many
     kernels at `regulated_w`, so memory-bound kernels between products leave these some room: the
-    clock is the highest f up to max_mhz with power(f) <= regulated_w. For under a second it lets
-    them draw `surge` times that.
+    clock is the highest f up to max_mhz with power(f) <= regulated_w. Over `memory_us` it lets them
+    draw `surge` times that, over `long_memory_us` not.
     """
 
     reference_mhz: Mhz
@@ -154,7 +156,13 @@ class ClockFit(Record):
         default=None, description="mean power while the cap acts; the limit where not measured"
     )
     surge: Annotated[float, Field(ge=1, le=2)] = Field(
-        default=1.0, description="mean power that the cap allows for under a second, over cap_w"
+        default=1.0, description="mean power that the cap allows over `memory_us`, over cap_w"
+    )
+    memory_us: PositiveMicros = Field(
+        default=20_000.0, description="of the mean that may exceed the cap by `surge`"
+    )
+    long_memory_us: PositiveMicros = Field(
+        default=260_000.0, description="of the mean that may not"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
     memory_with_clock: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -334,6 +342,10 @@ class Calibration(BaseModel):
     thermal: ThermalFit | None = Field(default=None, description="temperature of the GPUs")
     communication_slowed: Share = Field(
         default=0.0, description="a collective beside kernels lasts this share longer"
+    )
+    behind: BehindFit | None = Field(
+        default=None,
+        description="a product that starts behind a collective; None: as beside one",
     )
     one_queue: bool = Field(
         default=False,

@@ -85,6 +85,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+LARGE_TILE = 128, 256  # cuBLAS's on Hopper, bf16
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One operation at one shape. `dims` are in the order that `OPS` gives for `op`."""
@@ -217,3 +220,15 @@ def parse_kernel(op: str, direction: str, shape: str, dtype: str) -> Kernel:
     if tuple(sizes) != names or min(sizes.values()) < 1:
         raise UserError(f"shape of {op} is {shape!r}; it needs {', '.join(names)}, each at least 1")
     return Kernel(op, direction, tuple(sizes.values()), dtype)
+
+
+def output(product: Kernel) -> tuple[int, int]:
+    """Rows and columns of what a GEMM computes."""
+    m, n, k = product.dims
+    return {"forward": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[product.direction]
+
+
+def tiles(product: Kernel) -> int:
+    """Large tiles that a GEMM's output takes."""
+    rows, columns = output(product)
+    return ceil_div(rows, LARGE_TILE[0]) * ceil_div(columns, LARGE_TILE[1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import exp, log
+from math import exp, log, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from spec.fitted import (
     Spread,
     Watts,
 )
-from spec.kernel import Kernel, ceil_div
+from spec.kernel import LARGE_TILE, Kernel, ceil_div, output, tiles
 
 
 class KernelPoint(Record):
@@ -172,15 +172,12 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
 
 
 def wave_quantisation(kernel: Kernel, multiprocessors: int) -> float:
-    """Whole waves of 128 x 256 output tiles over the fraction that a GEMM needs; 1 for others.
+    """Whole waves of output tiles over the fraction that a GEMM needs; 1 for others.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile and wave
-    quantisation. 128 x 256 is cuBLAS's large bf16 tile on Hopper.
+    quantisation.
     """
     if kernel.op != "gemm" or multiprocessors == 1:
         return 1.0
-    m, n, k = kernel.dims
-    rows, columns = {"forward": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[kernel.direction]
-    tiles = ceil_div(rows, 128) * ceil_div(columns, 256)
-    useful = rows * columns / (128 * 256)
-    return ceil_div(tiles, multiprocessors) * multiprocessors / useful
+    useful: float = prod(output(kernel)) / prod(LARGE_TILE)
+    return ceil_div(tiles(kernel), multiprocessors) * multiprocessors / useful

@@ -250,11 +250,8 @@ class CollectiveRow(Repeated):
     )
 
 
-Launch = Literal["beside", "behind"]  # of a kernel and a collective
-
-
-class InterferenceRow(Repeated):
-    """interference.csv: a kernel under a collective. `median_us` is the kernel's, slowed."""
+class BesideRow(Repeated):
+    """A table's row of a kernel and a collective; `median_us` is the kernel's with it."""
 
     op: str
     direction: str
@@ -265,17 +262,23 @@ class InterferenceRow(Repeated):
     bytes: PositiveInt
     kernel_alone_us: Positive = Field(description="the kernel without the collective")
     collective_alone_us: Positive = Field(description="the collective without the kernel")
-    collective_with_us: Positive = Field(description="the collective under the kernel")
-    launch: Launch = Field(
-        default="beside",
-        description="beside: both run again and again; behind: the kernel is launched once, right "
-        "after the collective; collective_with_us is until both are through",
-    )
 
     @model_validator(mode="after")
     def _known(self) -> Self:
         _check_kernel(self.op, self.direction, self.shape, self.dtype)
         return self
+
+
+class InterferenceRow(BesideRow):
+    """interference.csv: a kernel under a collective, both again and again."""
+
+    collective_with_us: Positive = Field(description="the collective under the kernel")
+
+
+class BehindRow(BesideRow):
+    """behind.csv: a product launched once, right behind the start of a collective."""
+
+    both_us: Positive = Field(description="from the start until both are through")
 
 
 class HeatRow(Row):
@@ -570,6 +573,7 @@ TABLES: dict[str, type[Row]] = {
     "host": HostRow,
     "collectives": CollectiveRow,
     "interference": InterferenceRow,
+    "behind": BehindRow,
     "heat": HeatRow,
     "turns": TurnRow,
     "clocks": ClockRow,

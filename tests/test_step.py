@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from simulate.clocks import _clock_mhz, kept_share, layer_clock, load
+from simulate.clocks import _clock_mhz, layer_clock, load
 from simulate.costs import Costs, Draws
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.imbalance import shares
@@ -20,6 +20,7 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
+from spec.regulation import kept_share
 from spec.step import (
     head,
     layer,
@@ -132,7 +133,7 @@ def capped(**changes: Any) -> Calibration:
 
 
 def test_what_the_regulator_remembers_of_a_run() -> None:
-    shares = [kept_share(run_us) for run_us in (0.0, 1e2, 1e4, 1e6, 1e9)]
+    shares = [kept_share(run_us, 20e3) for run_us in (0.0, 1e2, 1e4, 1e6, 1e9)]
     assert shares == sorted(shares)
     assert shares[0] == 0
     assert shares[1] == pytest.approx(1e2 / 2 / 20e3, rel=0.01)  # half the run over its memory

@@ -1,0 +1,184 @@
+"""What the power cap remembers, from products in pulses (`pulses.csv`).
+
+Two means are held, see `simulate.clocks`: one over some tens of milliseconds may exceed the cap by
+`surge`, a longer one may not. All three numbers come from how long products take on average in
+pulses of 20 to 800 ms with pauses of 20 to 400, each device beside its own largest clock and its
+own level without pauses.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq, least_squares
+
+from calibrate.evidence import Z90, Evidence, Judged, Ledger, rounded
+from calibrate.state import ClockState
+from spec.records import PulseRow
+from spec.regulation import kept_share
+
+Array = NDArray[np.float64]
+LEAST = 6  # pulses with pauses
+SETTLED_US = 400_000.0  # of a load without pauses, until its level counts
+ATTEMPTS = ((20e3, 0.03, 100e3), (40e3, 0.01, 1e6))  # where the search begins
+LOWEST = 0.2  # of the largest clock
+AT_THE_TOP = 0.01  # of a product's time: a pulse as fast as that ran at the largest clock
+# us, with the ends of the interval, where no pulses were timed
+MEMORY_US, LONG_MEMORY_US = (25e3, 15e3, 45e3), (75e3, 40e3, 260e3)
+
+
+@dataclass(frozen=True)
+class Regulation:
+    """Memories, us, and what the shorter mean may exceed the cap by, as a factor."""
+
+    memory_us: float
+    surge: float
+    long_memory_us: float
+
+
+@dataclass(frozen=True)
+class Pulsed:
+    """A device's pulses, beside what it does at the largest clock and without pauses."""
+
+    rows: Sequence[PulseRow]
+    top_us: float  # a product at the largest clock
+    room_w: float  # above idle, that the cap leaves
+    compute_w: float  # of products at the largest clock
+    pause_w: float  # above idle, in pauses
+    idle_w: float
+
+    def product_us(
+        self, row: PulseRow, by: Regulation, factor: Callable[[float], float], exponent: float
+    ) -> float:
+        """Mean time of a product in a pulse; `factor` of a clock as a share of the largest one."""
+        busy = row.busy_us / (row.busy_us + row.pause_us)
+        share = 1.0
+        for memory_us, surge in ((by.memory_us, by.surge), (by.long_memory_us, 1.0)):
+            kept = kept_share(row.busy_us, memory_us)
+            allowed = surge * (self.room_w + self.idle_w) - self.idle_w
+            own_w = allowed - (1 - kept) * (1 - busy) * self.pause_w
+            own_w /= kept + (1 - kept) * busy
+            share = min(share, (max(own_w, 1.0) / self.compute_w) ** (1 / exponent))
+        return self.top_us * factor(share)
+
+
+def fit_regulation(
+    evidence: Evidence, state: ClockState, cap_w: float | None, ledger: Ledger
+) -> Regulation | None:
+    """Least squares over the pulses of all runs on this GPU; None where too few were timed."""
+    if cap_w is None:
+        return None
+    devices = _devices(evidence, state, cap_w)
+    pulses = [row for one in devices for row in one.rows]
+    if len(pulses) < LEAST:
+        return None
+    found, spread, sd = _fitted(devices, state)
+    where = evidence.of_gpu.where(PulseRow, len(pulses))
+    detail = f"{where}: products in pulses, {len(devices)} devices; {{}}"
+    units = (("memory_us", "us"), ("surge", "factor"), ("long_memory_us", "us"))
+    words = (
+        "memory of the mean that may exceed the cap",
+        "by how much it may",
+        "memory of the mean that may not",
+    )
+    for (name, unit), told, off in zip(units, words, spread, strict=True):
+        value = getattr(found, name)
+        part = value - 1 if name == "surge" else value
+        low, high = (value - part + part * exp(sign * Z90 * off) for sign in (-1, 1))
+        ledger.note(f"clock.{name}", value, unit, (low, high), "measured", detail.format(told))
+    _judge(devices, state, sd, ledger)
+    return found
+
+
+def _devices(evidence: Evidence, state: ClockState, cap_w: float) -> list[Pulsed]:
+    """Those with pulses and with a load without pauses."""
+    by_device: dict[tuple[str, int], list[PulseRow]] = defaultdict(list)
+    for run, row in evidence.of_gpu.rows(PulseRow):
+        by_device[run, row.device].append(row)
+    factor, found = _factor(state), []
+    for rows in by_device.values():
+        settled = [
+            time_us
+            for row in rows
+            if not row.pause_us
+            for since_us, time_us in row.parts
+            if since_us >= SETTLED_US
+        ]
+        if not settled:
+            continue
+        top_us = min(time_us for row in rows for _, time_us in row.parts)
+        slower = max(fmean(settled) / top_us, 1.0)
+        share = brentq(lambda s, slower=slower: factor(s) - slower, LOWEST, 1.0)
+        room_w = cap_w - state.idle_w
+        compute_w = room_w / share**state.power_exponent
+        pulses = [row for row in rows if row.pause_us]
+        pause_w = [
+            (row.power_w * (row.busy_us + row.pause_us) - row.busy_us * (state.idle_w + compute_w))
+            / row.pause_us
+            - state.idle_w
+            for row in pulses
+            if row.power_w and row.busy_us / row.products < (1 + AT_THE_TOP) * top_us
+        ]
+        held_w = max(float(np.median(pause_w)), 0.0) if pause_w else 0.0
+        found.append(Pulsed(pulses, top_us, room_w, compute_w, held_w, state.idle_w))
+    return found
+
+
+def _factor(state: ClockState) -> Callable[[float], float]:
+    """By how much products last longer at a share of the largest clock."""
+
+    def factor(share: float) -> float:
+        clock_mhz = share * state.reference_mhz
+        bent = state.bend.factor(state.reference_mhz, clock_mhz)
+        return float(share ** -state.exponents[True]) * bent
+
+    return factor
+
+
+def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, Array, float]:
+    """The regulation, the sd of the logarithms of its three numbers, and that of pulses."""
+    factor = _factor(state)
+
+    def regulation(at: Array) -> Regulation:
+        short, long = sorted((exp(at[0]), exp(at[2])))
+        return Regulation(short, 1 + exp(at[1]), long)
+
+    def off(at: Array) -> Array:
+        by = regulation(at)
+        return np.array(
+            [
+                log(
+                    one.product_us(row, by, factor, state.power_exponent)
+                    * row.products
+                    / row.busy_us
+                )
+                for one in devices
+                for row in one.rows
+            ]
+        )
+
+    tries = [least_squares(off, np.log(start), loss="soft_l1", f_scale=0.01) for start in ATTEMPTS]
+    best = min(tries, key=lambda one: float(one.cost))
+    by, sd = regulation(best.x), float(np.sqrt(np.mean(off(best.x) ** 2)))
+    spread = sd * np.sqrt(np.diag(np.linalg.pinv(best.jac.T @ best.jac)))
+    rounded_by = Regulation(rounded(by.memory_us), rounded(by.surge), rounded(by.long_memory_us))
+    return rounded_by, np.minimum(spread, 1.0), sd
+
+
+def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledger) -> None:
+    """Each device by the others' regulation, beside its own level without pauses."""
+    if len(devices) < 2:
+        return
+    judged, factor = [], _factor(state)
+    for number, one in enumerate(devices):
+        by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state)
+        share = (one.room_w / one.compute_w) ** (1 / state.power_exponent)
+        for row in one.rows:
+            predicted = one.product_us(row, by, factor, state.power_exponent)
+            dumb = one.top_us * factor(share)
+            judged.append(Judged(predicted, sd, row.busy_us / row.products, dumb))
+    ledger.score("regulation", "each device by the others", judged, "time without pauses")
