@@ -9,8 +9,9 @@ each GPU, the clock that a regulator leaves under its cap is
 
     f(e) = f_max * ((cap - idle - (1 - e) * waiting) / (e * X)) ** (1 / a),   at most f_max;
 
-the lowest of them counts, relative to the same formula at the probe's own duty, so that the probe is
-reproduced exactly. Durations go with the clock as calibrated. Without clocks, power or a calibration, speeds stay.
+the lowest of them counts, relative to the same formula at the probe's own duty, so that the probe
+is reproduced exactly. Durations go with the clock as calibrated. Without clocks, power or a
+calibration, speeds stay.
 """
 
 from collections.abc import Sequence
