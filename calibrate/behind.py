@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd
+from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, robust_sd
 from calibrate.physics import CANDIDATES
 from spec.behind_fit import BehindFit
 from spec.kernel import parse_kernel
@@ -41,8 +41,8 @@ def fit_behind(evidence: Evidence, ledger: Ledger) -> BehindFit | None:
     ]
     costs = np.array([_misses(fit, rows).mean() for fit in fits])
     best = fits[int(costs.argmin())]
-    # as good as the best but for what rows scatter: 90 % of a mean's normal interval
-    scatter = 1.645 * float(_misses(best, rows).std()) / len(rows) ** 0.5
+    # as good as the best but for what rows scatter
+    scatter = Z90 * float(_misses(best, rows).std()) / len(rows) ** 0.5
     alike = [
         fit.held
         for fit, cost in zip(fits, costs, strict=True)
@@ -92,7 +92,7 @@ def _judge(fit: BehindFit, evidence: Evidence, rows: Sequence[BehindRow], ledger
     """Rows of role `judge`, beside one share of the collective's time."""
     share = float(np.median([_waited_us(row) / row.collective_alone_us for row in rows]))
     lasts = [(row.kernel_alone_us + _wait_us(fit, row), row.median_us) for row in rows]
-    sd = float(np.std([np.log(real / told) for told, real in lasts]))
+    sd = float(np.quantile([abs(np.log(real / told)) for told, real in lasts], 0.9)) / Z90
     judged = []
     for _, row in evidence.of_gpu.rows(BehindRow, "judge"):
         told = row.kernel_alone_us + _wait_us(fit, row)

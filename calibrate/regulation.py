@@ -9,7 +9,8 @@ own level without pauses.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from itertools import product
+from math import exp, hypot, log
 from statistics import fmean
 
 import numpy as np
@@ -24,7 +25,8 @@ from spec.regulation import kept_share
 Array = NDArray[np.float64]
 LEAST = 6  # pulses with pauses
 SETTLED_US = 400_000.0  # of a load without pauses, until its level counts
-ATTEMPTS = ((20e3, 0.03, 100e3), (40e3, 0.01, 1e6))  # where the search begins
+# where the search begins: shorter memory, excess, longer memory
+ATTEMPTS = tuple(product((15e3, 40e3), (0.01, 0.05), (60e3, 200e3, 600e3)))
 LOWEST = 0.2  # of the largest clock
 AT_THE_TOP = 0.01  # of a product's time: a pulse as fast as that ran at the largest clock
 # us, with the ends of the interval, where no pulses were timed
@@ -50,6 +52,7 @@ class Pulsed:
     compute_w: float  # of products at the largest clock
     pause_w: float  # above idle, in pauses
     idle_w: float
+    level_sd: float  # of what it does without pauses, logarithm
 
     def product_us(
         self, row: PulseRow, by: Regulation, factor: Callable[[float], float], exponent: float
@@ -124,7 +127,8 @@ def _devices(evidence: Evidence, state: ClockState, cap_w: float) -> list[Pulsed
             if row.power_w and row.busy_us / row.products < (1 + AT_THE_TOP) * top_us
         ]
         held_w = max(float(np.median(pause_w)), 0.0) if pause_w else 0.0
-        found.append(Pulsed(pulses, top_us, room_w, compute_w, held_w, state.idle_w))
+        level_sd = float(np.std(np.log(settled))) / len(settled) ** 0.5
+        found.append(Pulsed(pulses, top_us, room_w, compute_w, held_w, state.idle_w, level_sd))
     return found
 
 
@@ -180,5 +184,6 @@ def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledg
         for row in one.rows:
             predicted = one.product_us(row, by, factor, state.power_exponent)
             dumb = one.top_us * factor(share)
-            judged.append(Judged(predicted, sd, row.busy_us / row.products, dumb))
+            off = hypot(sd, one.level_sd)
+            judged.append(Judged(predicted, off, row.busy_us / row.products, dumb))
     ledger.score("regulation", "each device by the others", judged, "time without pauses")

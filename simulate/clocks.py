@@ -16,7 +16,7 @@ from simulate.exchange import neighbours, of_boundary
 from simulate.issue import caught_up, repeated_us
 from simulate.passes import Shared
 from simulate.pricing import Known, PricedStep, parts_of, price
-from simulate.uncertainty import central
+from simulate.uncertainty import Array, central
 from simulate.works import Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
@@ -170,6 +170,22 @@ def load(priced: PricedStep, stage: int) -> Load:
         + update.sent_w_us,
         waiting_w=costs.waiting_w,
     )
+
+
+def mean_clock_mhz(priced: PricedStep, busy_us: Array, step_us: float) -> float:
+    """Mean clock over a step and all GPUs, which a monitor shows; `busy_us` in stages' passes.
+
+    Passes run at their stage's clock, update and reduction at the largest. A stage that waits for
+    others comes to that as the regulator forgets its passes.
+    """
+    fit, found = priced.costs.calibration.clock, []
+    fastest = max(fit.max_mhz, *(stage.clock_mhz for stage in priced.stages))
+    for number, stage in enumerate(priced.stages):
+        own_us = min(float(busy_us[number]), step_us)
+        waiting_us = max(step_us - own_us - load(priced, number).after_us, 0.0)
+        slow_us = own_us + waiting_us * (1 - kept_share(waiting_us, fit.long_memory_us))
+        found.append(fastest - slow_us / step_us * (fastest - stage.clock_mhz))
+    return sum(found) / len(found)
 
 
 @lru_cache(maxsize=32)  # plans alike come one after another

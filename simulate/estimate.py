@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate import stragglers
-from simulate.clocks import layer_us, load, stage_clocks
+from simulate.clocks import layer_us, load, mean_clock_mhz, stage_clocks
 from simulate.costs import Costs, Draws
 from simulate.exchange import HELD_SD
 from simulate.fp8 import with_fp8_products
@@ -17,7 +17,6 @@ from simulate.overlap import gather_in_turn
 from simulate.pipeline import pipeline
 from simulate.pricing import (
     PricedStep,
-    mean_clock_mhz,
     price,
     products_us,
 )
@@ -78,7 +77,8 @@ class StepEstimate:
     @cached_property
     def mean_clock_mhz(self) -> float:
         """Over the step and all GPUs, central: what a monitor shows."""
-        return mean_clock_mhz(self.priced, self.stage_busy_s / self.ideal_step_time_s)
+        busy_us, step_us = 1e6 * self.stage_busy_s, 1e6 * self.ideal_step_time_s
+        return mean_clock_mhz(self.priced, busy_us, step_us)
 
     @cached_property
     def modelled_share(self) -> float:

@@ -193,13 +193,3 @@ def products_us(priced: PricedStep, stage: int) -> float:
     products = sum(prices.costs.products_us(one.parts) for one in prices.segments["layer"])
     p = priced.parallelism
     return p.stage_layers(priced.model)[stage] * p.microbatches * products
-
-
-def mean_clock_mhz(priced: PricedStep, busy: Array) -> float:
-    """Mean clock over a step and all GPUs; `busy` are the shares of the step in stages' passes.
-
-    Passes run at their stage's clock; update, reduction and waiting at the largest.
-    """
-    clocks = np.array([stage.clock_mhz for stage in priced.stages])
-    fastest = max(priced.costs.calibration.clock.max_mhz, float(clocks.max()))
-    return float((fastest - np.minimum(busy, 1.0) * (fastest - clocks)).mean())

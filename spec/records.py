@@ -362,19 +362,27 @@ class PulseRow(Row):
     @model_validator(mode="after")
     def _listed(self) -> Self:
         """Both lists are numbers above 0, as many of each, the first rising."""
-        if len(self.parts) != self.since_us.count(",") + 1:
-            raise ValueError("since_us and product_us must list as many numbers")
-        times = [value for one in self.parts for value in one]
-        since = [one for one, _ in self.parts]
-        if not all(0 < one < 1e12 for one in times) or since != sorted(since):
-            raise ValueError("since_us must rise, and all of it and product_us be above 0")
+        lists = []
+        for name in ("since_us", "product_us"):
+            text = getattr(self, name)
+            try:
+                lists.append([float(one) for one in text.split(",")])
+            except ValueError:
+                raise ValueError(
+                    f"{name} is {text!r}; it must be numbers, comma-separated"
+                ) from None
+            if not all(0 < one < 1e12 for one in lists[-1]):
+                raise ValueError(f"{name} is {text!r}; each must be above 0")
+        since, times = lists
+        if len(since) != len(times) or since != sorted(since):
+            raise ValueError("since_us must rise, and list as many numbers as product_us")
         return self
 
     @property
     def parts(self) -> list[tuple[float, float]]:
         """Of each part of a pulse: time since it began, and that of a product, us."""
-        both = (list(map(float, text.split(","))) for text in (self.since_us, self.product_us))
-        return list(zip(*both, strict=True))
+        since, times = (map(float, text.split(",")) for text in (self.since_us, self.product_us))
+        return list(zip(since, times, strict=True))
 
 
 class TrainingConfig(Row):

@@ -105,8 +105,11 @@ def test_overlap_never_slows_a_sharded_step(plan: Plan, zero: int, share: float)
 
 @lru_cache
 def faster_at(what: str) -> Calibration:
-    """The made-up calibration with one thing twice as fast; with nothing, another like it."""
-    value = calibration_json()
+    """The made-up calibration with products behind collectives, and one thing twice as fast.
+
+    With anything else another like it, which has priced nothing yet.
+    """
+    value = calibration_json(behind={"held": 18, "multiprocessors": 132, "sd": 0.2})
     for one in value["kernels"]:
         if what == "compute":
             one["tflops"] = one["tflops"] and 2 * one["tflops"]
@@ -143,7 +146,7 @@ def test_faster_hardware_never_slows_a_step(what: str, plan: Plan) -> None:
         fabric=FASTER_FABRIC.get(what, FABRIC),
         clock_mhz=1900.0 if what == "clock" else 1500.0,
     ).step_time_s[0]
-    base = simulate(p, model=model, clock_mhz=1500.0).step_time_s[0]
+    base = simulate(p, faster_at("nothing"), model=model, clock_mhz=1500.0).step_time_s[0]
     assert faster <= base * (1 + 1e-12)
     if what in ("compute", "memory", "clock"):  # every step has some of what this makes faster
         assert faster < base
@@ -153,10 +156,10 @@ def test_faster_hardware_never_slows_a_step(what: str, plan: Plan) -> None:
 @given(plans())
 def test_messages_of_half_the_bytes_never_slow_a_step(plan: Plan) -> None:
     model, p = plan
-    base = simulate(p, model=model, clock_mhz=1500.0)
+    base = simulate(p, faster_at("nothing"), model=model, clock_mhz=1500.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collective, "bytes", property(lambda one: one[2] / 2))
-        fewer = simulate(p, faster_at("nothing"), model=model, clock_mhz=1500.0)
+        fewer = simulate(p, faster_at("as many"), model=model, clock_mhz=1500.0)
     assert fewer.step_time_s[0] <= base.step_time_s[0] * (1 + 1e-12)
     if any(base.breakdown_s[f"{axis}_exposed"] for axis in ("tp", "ep", "cp")):
         assert fewer.step_time_s[0] < base.step_time_s[0]
@@ -167,8 +170,9 @@ def test_messages_of_half_the_bytes_never_slow_a_step(plan: Plan) -> None:
 def test_sequences_of_half_the_tokens_never_slow_a_step(plan: Plan) -> None:
     """Fewer bytes in messages and in memory, and less to compute."""
     model, p = plan
-    shorter = simulate(p, model=model.resized(seq_len=model.seq_len // 2), clock_mhz=1500.0)
-    assert shorter.step_time_s[0] < simulate(p, model=model, clock_mhz=1500.0).step_time_s[0]
+    half, calibration = model.resized(seq_len=model.seq_len // 2), faster_at("nothing")
+    shorter, whole = (simulate(p, calibration, model=m, clock_mhz=1500.0) for m in (half, model))
+    assert shorter.step_time_s[0] < whole.step_time_s[0]
 
 
 @lru_cache

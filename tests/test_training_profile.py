@@ -48,7 +48,7 @@ def trace(late: float = 0.0) -> dict[str, Any]:
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
             host(STEP, 0, 1000, "user_annotation"),
-            host("aten::mm", 5, 3, **{"External id": 1}),
+            host("aten::mm", 5, 3, **{"External id": 1, "Input Dims": [[4096, 512], [512, 1024]]}),
             host("aten::_scaled_dot_product_cudnn_attention", 10, 3, **{"External id": 2}),
             host("aten::native_layer_norm", 15, 3, **{"External id": 3}),
             host(OPTIMIZER, 700, 100, "user_annotation"),
@@ -81,7 +81,7 @@ def test_a_trace_is_told_apart_by_class_and_communicator() -> None:
     assert found["tp"].bytes == 2000  # nccl-tests' bytes: of a gather, the gathered buffer
     assert (found["pp"].bytes, found["pp"].calls) == (4096, 1)
     assert found["gemm"].calls == 2
-    assert found["gemm"].operations == "aten::mm 0.100; sm90_xmma_gemm_bf16 0.060"
+    assert found["gemm"].operations == "aten::mm 4096x1024x512 0.100; sm90_xmma_gemm_bf16 0.060"
     assert found["memory"].operations == "aten::native_layer_norm 0.030"
     assert found["tp"].operations is None
     assert found["gemm"].exposed_s is None
