@@ -23,7 +23,7 @@ from tests.astra_cases import CASES
 
 DATA = Path(__file__).parent / "data" / "astra"
 RUNS = DATA / "runs.json"
-CHAKRA, NETWORK = "f37c2bb", "599a047"  # the versions that astra-sim 518bd51 pins
+CHAKRA, NETWORK = "f37c2bb", "599a047"  # what 518bd51 was built with; it pins 0e3cd40 and e8c5119
 
 
 def hashes(directory: Path) -> str:
