@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from reports.page import COLOURS, INK, Badge, Figure, Table, Text, new_figure, svg
+from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -136,11 +137,11 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
     rows = [
         (
             one["power_cap_w"],
-            _interval(one["step_time_s"]),
-            _interval(one["times_step_time"]),
-            _interval(one["times_energy"]),
-            _interval(one["times_energy_with_node"]),
-            _interval(one["tokens_per_j"]),
+            interval_text(one["step_time_s"]),
+            interval_text(one["times_step_time"]),
+            interval_text(one["times_energy"]),
+            interval_text(one["times_energy_with_node"]),
+            interval_text(one["tokens_per_j"]),
             one["clock_mhz"]["median"],
             "yes" if one["front"] else "no",
             "yes" if one["extrapolated"] else "no",
@@ -164,8 +165,3 @@ def cap_sweep(points: Sequence[Json]) -> Figure:
         "(assumed) rest for as long as a step lasts"
     )
     return Figure(svg(figure, "caps"), caption, Table(columns, rows))
-
-
-def _interval(one: Json) -> str:
-    median, low, high = (f"{one[key]:.3g}" for key in ("median", "low", "high"))
-    return f"{median} [{low}, {high}]"

@@ -15,6 +15,7 @@ from reports.page import (
     svg,
 )
 from reports.power import cap_sweep, power_blocks
+from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -68,18 +69,12 @@ def render(value: Json, picture: str = "") -> str:
         f"{fabric_words(inputs)} · calibrated on {inputs['calibration']['system']} · "
         "every result on this page is simulated",
         facts=(
-            ("step time", with_interval(value["step_time_s"], "s")),
-            ("tokens/s", with_interval(value["tokens_per_s"], "million", 1e-6)),
-            ("MFU", with_interval(value["mfu"], "%", 100)),
-            ("power per GPU", with_interval(value["power_w_per_gpu"], "W")),
+            ("step time", interval_text(value["step_time_s"], "s")),
+            ("tokens/s", interval_text(value["tokens_per_s"], "million", 1e-6)),
+            ("MFU", interval_text(value["mfu"], "%", 100)),
+            ("power per GPU", interval_text(value["power_w_per_gpu"], "W")),
         ),
     )
-
-
-def with_interval(one: Json, unit: str, scale: float = 1.0) -> str:
-    """Such as `2.35 [2.1, 2.7] s`."""
-    median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
-    return f"{median} [{low}, {high}] {unit}"
 
 
 def _notes(value: Json) -> list[Block]:
@@ -193,12 +188,12 @@ def _fabric(value: Json, picture: str) -> list[Block]:
 def _training(value: Json) -> Table:
     training = value["training"]
     rows = [
-        ("days", with_interval(training["days"], "")),
-        ("GPU hours", with_interval(training["gpu_hours"], "million", 1e-6)),
-        ("energy of the GPUs", with_interval(training["gpu_energy_mwh"], "MWh")),
+        ("days", interval_text(training["days"])),
+        ("GPU hours", interval_text(training["gpu_hours"], "million", 1e-6)),
+        ("energy of the GPUs", interval_text(training["gpu_energy_mwh"], "MWh")),
     ]
     if training.get("cost"):
-        rows.append(("cost", with_interval(training["cost"], "million", 1e-6)))
+        rows.append(("cost", interval_text(training["cost"], "million", 1e-6)))
     caption = f"{training['tokens']:.3g} tokens in {training['steps']:,} steps (simulated)"
     return Table(("to train", "median and 90 % interval"), rows, caption)
 
@@ -235,9 +230,9 @@ def _scaling(value: Json) -> list[Block]:
         (
             one["gpus"],
             one["parallelism"],
-            with_interval(one["step_time_s"], "s"),
-            with_interval(one["tokens_per_s_per_gpu"], ""),
-            with_interval(one["mfu"], "%", 100),
+            interval_text(one["step_time_s"], "s"),
+            interval_text(one["tokens_per_s_per_gpu"]),
+            interval_text(one["mfu"], "%", 100),
         )
         for one in points
     ]

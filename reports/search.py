@@ -5,6 +5,7 @@ from typing import Any
 
 from reports.bars import Bar, bars
 from reports.page import COLOURS, INK, Figure, Section, Table, Text, new_figure, page, svg
+from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 DRAWN = 1500  # points of the picture at most; of those beyond the front, the fastest are kept
@@ -38,8 +39,8 @@ def render(value: Json) -> str:
         f"memory, {len(value['points']):,} simulated · ranked by {RANKED[value['ranked_by']]}",
         facts=(
             ("best plan", best["name"]),
-            ("step time", _interval(best["step_time_s"], "s")),
-            ("tokens/J", _interval(best["tokens_per_j"])),
+            ("step time", interval_text(best["step_time_s"], "s")),
+            ("tokens/J", interval_text(best["tokens_per_j"])),
             (
                 "ties with it",
                 f"{len(ties)} of the {len(value['plans']) - 1} next"
@@ -56,11 +57,6 @@ def tie(plan: Json) -> str:
     if plan["worse_in_pairs"]:
         return "tie, worse in pairs"
     return "tie, better in pairs" if plan["better_in_pairs"] else "tie"
-
-
-def _interval(one: Json, unit: str = "", scale: float = 1.0) -> str:
-    median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
-    return f"{median} [{low}, {high}] {unit}".strip()
 
 
 def _notes(value: Json) -> list[Text]:
@@ -80,10 +76,10 @@ def _plans(value: Json) -> Table:
             rank,
             one["name"],
             tie(one),
-            *((_interval(one["edp_js"], scale=1e-6),) if mix else ()),
-            _interval(one["step_time_s"]),
-            _interval(one["tokens_per_j"]),
-            _interval(one["times_best"]),
+            *((interval_text(one["edp_js"], scale=1e-6),) if mix else ()),
+            interval_text(one["step_time_s"]),
+            interval_text(one["tokens_per_j"]),
+            interval_text(one["times_best"]),
             f"{one['mfu']['median']:.1%}",
             one["memory_gib"],
         )
@@ -149,8 +145,9 @@ def _against(other: Json, value: Json) -> Section:
     plan = other["plan"]
     text = (
         f"The best of {other['fitting']:,} plans there: {plan['name']}, "
-        f"{_interval(plan['step_time_s'], 's')}, {_interval(plan['tokens_per_j'], 'tokens/J')}; "
-        f"by the {RANKED[value['ranked_by']]} {_interval(plan['times_best'])} times the first's"
+        f"{interval_text(plan['step_time_s'], 's')}, "
+        f"{interval_text(plan['tokens_per_j'], 'tokens/J')}; "
+        f"by the {RANKED[value['ranked_by']]} {interval_text(plan['times_best'])} times the first's"
         + (f" ({tie(plan)})." if plan["tie"] else ".")
     )
     by = "gpu_seconds" if other["gpus"] != value["gpus"] else "seconds"

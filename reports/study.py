@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.page import COLOURS, Cell, Figure, Section, Table, Text, new_figure, page, svg
+from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -32,11 +33,6 @@ def render(value: Json) -> str:
         subtitle=f"{value['question']} {value['node']} nodes{fabric}; calibration "
         f"{value['calibration']}. Every result on this page is simulated.",
     )
-
-
-def _interval(one: Json, scale: float = 1.0) -> str:
-    median, low, high = (f"{one[key] * scale:.3g}" for key in ("median", "low", "high"))
-    return f"{median} [{low}, {high}]"
 
 
 def _throughput(value: Json, points: Sequence[Json]) -> Figure:
@@ -70,11 +66,11 @@ def _throughput(value: Json, points: Sequence[Json]) -> Figure:
             one["label"],
             one["series"],
             one["parallelism"],
-            _interval(one["step_time_s"]),
-            _interval(one["tokens_per_s_per_gpu"]),
+            interval_text(one["step_time_s"]),
+            interval_text(one["tokens_per_s_per_gpu"]),
             f"{one['mfu']['median']:.1%}",
-            _interval(one["tokens_per_j"]),
-            _interval(one["power_w_per_gpu"]),
+            interval_text(one["tokens_per_j"]),
+            interval_text(one["power_w_per_gpu"]),
         )
         for one in points
     ]
@@ -124,9 +120,9 @@ def _why(points: Sequence[Json]) -> Table:
         (
             f"{one['label']}, {one['series']}",
             *(f"{one['why'].get(name, 0.0):+.1%}" for name in parts),
-            _interval(one["clock_mhz"]),
-            _interval(one["power_w_per_gpu"]),
-            _interval(one["burst_w"]),
+            interval_text(one["clock_mhz"]),
+            interval_text(one["power_w_per_gpu"]),
+            interval_text(one["burst_w"]),
         )
         for one in points
     ]

@@ -6,6 +6,7 @@ from typing import Any
 from simulate.projection import Projection
 from simulate.uncertainty import interval
 from spec.errors import UserError
+from spec.interval import interval_text
 
 DAY_S = 86_400.0
 HOUR_S = 3_600.0
@@ -46,9 +47,7 @@ def lines(value: dict[str, Any]) -> list[str]:
     """The terminal summary of a budget."""
 
     def show(name: str, scale: float = 1.0) -> str:
-        one = value[name]
-        median, low, high = (f"{one[key] * scale:.4g}" for key in ("median", "low", "high"))
-        return f"{median} [{low}, {high}]"
+        return interval_text(value[name], scale=scale, digits=4)
 
     text = [
         f"training          {value['tokens']:.3g} tokens in {value['steps']:,} steps: "

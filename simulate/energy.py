@@ -21,6 +21,7 @@ from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.hardware import Node
+from spec.interval import interval_text
 
 Array = NDArray[np.float64]
 
@@ -283,23 +284,18 @@ def _shows_effect(value: Mapping[str, Any]) -> bool:
 
 def lines(value: Mapping[str, Any]) -> list[str]:
     """The terminal summary of power and heat."""
-
-    def show(one: Mapping[str, float], scale: float = 1.0) -> str:
-        three = (one[key] * scale for key in ("median", "low", "high"))
-        median, low, high = (f"{x:.0f}" if x >= 1000 else f"{x:.3g}" for x in three)
-        return f"{median} [{low}, {high}]"
-
     text = [
-        f"bursts            up to {show(value['burst_w'])} W where a sensor catches them; clocks "
-        f"are held by {'nothing' if value['limited_by'] == 'nothing' else value['limited_by']}"
+        f"bursts            up to {interval_text(value['burst_w'], 'W')} where a sensor catches "
+        f"them; clocks are held by {value['limited_by']}"
     ]
     warm, hall = value["heat"], value["facility"]
     if warm:
-        text.append(f"hottest GPU       {show(warm['hottest_c'])} C")
+        text.append(f"hottest GPU       {interval_text(warm['hottest_c'])} C")
     if hall:
         text.append(
-            f"facility          {show(hall['hall_mw'])} MW, {show(hall['tokens_per_j'])} tokens/J "
-            "with nodes and hall (assumed overheads)"
+            f"facility          {interval_text(hall['hall_mw'], 'MW')}, "
+            f"{interval_text(hall['tokens_per_j'], 'tokens/J')} with nodes and hall "
+            "(assumed overheads)"
         )
     asked = value["what_if"]
     if asked:
@@ -309,7 +305,8 @@ def lines(value: Mapping[str, Any]) -> list[str]:
             for name, item in asked["asked"].items()
         )
         text.append(
-            f"what if           {said}: {show(asked['times_step_time'])} times the step time, "
-            f"{show(asked['times_energy'])} times the energy of the same plan as it is"
+            f"what if           {said}: {interval_text(asked['times_step_time'])} times the step "
+            f"time, {interval_text(asked['times_energy'])} times the energy of the same plan as "
+            "it is"
         )
     return text

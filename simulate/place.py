@@ -24,6 +24,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_json, emit, run, whole
 from spec.errors import UserError
 from spec.files import parse, read_json
+from spec.interval import interval_text
 from spec.parallelism import Parallelism
 from spec.placement_gain import gains
 from spec.probe import PREDICTION, PROBE, SCHEMA, PlacedStages, PlacementProbe
@@ -228,8 +229,8 @@ def text_of(value: dict[str, Any]) -> str:
         step, gain = one["step_time_s"], one["gain"]
         lines.append(
             f"{name:12} layers {_listed(one['layers']):20} "
-            f"GPUs {_listed(one.get('devices') or one['groups']):12} {step['median']:.4g} s "
-            f"[{step['low']:.4g}, {step['high']:.4g}]  "
+            f"GPUs {_listed(one.get('devices') or one['groups']):12} "
+            f"{interval_text(step, 's', digits=4)}  "
             f"{gain['median']:+.2%} [{gain['low']:+.2%}, {gain['high']:+.2%}]"
         )
     even = value.get("break_even_slowness", "")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.search import RANKED, tie
+from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 
@@ -52,17 +53,13 @@ def table(value: Json) -> str:
 
 def _line(one: Json, listed: Sequence[str], wide: int = 0) -> str:
     """Intervals of what is `listed`, central estimates of the rest."""
-    said = [f"{one['name']:{wide}}", *(_interval(one[key], UNITS[key]) for key in listed)]
+    said = [f"{one['name']:{wide}}"]
+    said += (interval_text(one[key], UNITS[key], digits=4) for key in listed)
     said.append(f"MFU {one['mfu']['median']:.1%}")
     if "tokens_per_j" not in listed:
         said.append(f"{one['tokens_per_j']['median']:.3g} tokens/J")
     said += [f"{one['memory_gib']:.0f} GiB", tie(one)]
     return "  ".join(said).rstrip()
-
-
-def _interval(one: Mapping[str, float], unit: str) -> str:
-    median, low, high = (f"{one[key]:.4g}" for key in ("median", "low", "high"))
-    return f"{median} {unit} [{low}, {high}]"
 
 
 def _parts(rows: Sequence[Json]) -> list[str]:

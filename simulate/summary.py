@@ -5,6 +5,7 @@ from typing import Any
 
 from reports.projection import fabric_words
 from simulate.energy import lines as power_lines
+from spec.interval import interval_text
 
 
 def _memory(value: Mapping[str, Any]) -> str:
@@ -26,11 +27,7 @@ def summary(value: Mapping[str, Any]) -> str:
     p = inputs["parallelism"]
 
     def show(name: str, scale: float = 1.0, digits: int = 3) -> str:
-        one = value[name]
-        return (
-            f"{one['median'] * scale:.{digits}g}  "
-            f"[{one['low'] * scale:.{digits}g}, {one['high'] * scale:.{digits}g}]"
-        )
+        return interval_text(value[name], scale=scale, digits=digits)
 
     breakdown = value["breakdown_s"]
     step = value["step_time_s"]["median"]
@@ -70,7 +67,7 @@ def summary(value: Mapping[str, Any]) -> str:
         step, mfu = point["step_time_s"], point["mfu"]["median"]
         lines.append(
             f"at {point['gpus']:,} GPUs".ljust(18)
-            + f"{step['median']:.4g} [{step['low']:.4g}, {step['high']:.4g}] s, MFU {mfu:.1%}, "
+            + f"{interval_text(step, 's', digits=4)}, MFU {mfu:.1%}, "
             + point["parallelism"]
         )
     astra = value.get("astra_sim")

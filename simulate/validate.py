@@ -26,6 +26,7 @@ from spec.command import Parser, add_draws, add_json, add_progress, emit, new_fi
 from spec.errors import UserError
 from spec.files import sha256, write_table, write_text
 from spec.hardware import Node
+from spec.interval import interval_text
 from spec.records import KernelRow, ProfileRow, TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
 from topologies import load_fabric, load_node, node_names
@@ -307,8 +308,7 @@ def main_predict(words: Sequence[str]) -> int:
         drawn,
     )
     lines = [
-        f"{one.config.case_id}: {one.step_time_s['median']:.4g} s "
-        f"[{one.step_time_s['low']:.4g}, {one.step_time_s['high']:.4g}]"
+        f"{one.config.case_id}: {interval_text(one.step_time_s, 's', digits=4)}"
         for one in forecast.cases
     ]
     value = forecast.model_dump(mode="json", by_alias=True)

@@ -10,6 +10,7 @@ from simulate.aims import SERIES
 from simulate.components import BASELINES
 from simulate.scores import wide_or_narrow
 from spec.command import aligned
+from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 COLUMNS = (
@@ -146,7 +147,6 @@ def _count(rows: int) -> str:
 def _worst(cases: Sequence[Json], count: int) -> list[str]:
     return [
         f"{entry['id']}: {entry['error']:+.1%}, measured {entry['real_s']:.4g} s, simulated "
-        f"{entry['predicted_s']['median']:.4g} s "
-        f"[{entry['predicted_s']['low']:.4g}, {entry['predicted_s']['high']:.4g}]"
+        f"{interval_text(entry['predicted_s'], 's', digits=4)}"
         for entry in sorted(cases, key=lambda entry: -abs(entry["error"]))[:count]
     ]
