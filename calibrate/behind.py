@@ -1,7 +1,8 @@
 """What products wait behind the start of a collective, from the suite `behind`.
 
 Of all runs on the GPU: how many multiprocessors a collective's kernel holds, and how many the GPU
-has, are the two numbers whose waves explain the rows best. Beside them a spread of what single
+has, are the two numbers whose waves explain the rows best; the first is told from above alone where
+products lose one wave either way. Beside them a spread of what single
 products wait, by how far rows lie from that.
 """
 
@@ -31,7 +32,7 @@ def fit_behind(evidence: Evidence, ledger: Ledger) -> BehindFit | None:
     rows = [row for _, row in evidence.of_gpu.rows(BehindRow)]
     name, unit = "behind.held", "multiprocessors"
     if len(rows) < LEAST:
-        detail = "no rows of suite behind: NCCL's kernels take 16 to 32 of 132"
+        detail = f"fewer than {LEAST} rows of suite behind: NCCL's kernels take 16 to 32 of 132"
         ledger.note(name, ASSUMED.held, unit, (16, 32), "assumed", detail)
         return ASSUMED
     fits = [
@@ -39,18 +40,21 @@ def fit_behind(evidence: Evidence, ledger: Ledger) -> BehindFit | None:
         for held, count in product(HELD, CANDIDATES)
         if held < count
     ]
-    costs = np.array([_misses(fit, rows).mean() for fit in fits])
+    misses = np.array([_misses(fit, rows) for fit in fits])
+    costs = misses.mean(axis=1)
     best = fits[int(costs.argmin())]
-    # as good as the best but for what rows scatter
-    scatter = Z90 * float(_misses(best, rows).std()) / len(rows) ** 0.5
+    # as good as the best but for what rows scatter, and for waits that are too short to tell
+    scatter = max(Z90 * float(misses[costs.argmin()].std()) / len(rows) ** 0.5, LEAST_WAIT)
     alike = [
         fit.held
         for fit, cost in zip(fits, costs, strict=True)
         if fit.multiprocessors == best.multiprocessors and cost <= costs.min() + scatter
     ]
-    fit = best.model_copy(update={"sd": _spread(best, rows)})
+    fit = BehindFit(held=best.held, multiprocessors=best.multiprocessors, sd=_spread(best, rows))
     where = evidence.of_gpu.where(BehindRow, len(rows))
     detail = f"{where}: products right behind the start of a collective lose whole waves of tiles"
+    if min(alike) == HELD[0]:
+        detail += "; how many multiprocessors are held the rows tell from above alone"
     ledger.note(name, fit.held, unit, (min(alike), max(alike)), "measured", detail)
     ledger.note(
         "behind.wait",

@@ -22,11 +22,11 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
+from calibrate.heat_pulses import held_w, pulse_exponent, surge
 from calibrate.kernel_visits import fit_shape_spread
 from calibrate.own_exponents import fit_own_exponents
 from calibrate.product_clock import fit_jitter
-from calibrate.pulses import held_w, pulse_exponent, surge
-from calibrate.regulation import LONG_MEMORY_US, MEMORY_US, Regulation, fit_regulation
+from calibrate.regulation import fit_regulation
 from calibrate.state import (
     CORE_IDLE_W,
     CORE_SOURCE,
@@ -43,7 +43,9 @@ from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
-from spec.records import HeatRow, KernelRow
+from spec.load_records import HeatRow
+from spec.records import KernelRow
+from spec.regulation import ASSUMED, ASSUMED_ENDS, Regulation
 
 # shares of the room between idle and power limit, and of the limit, where no telemetry shows them:
 # 0.40 to 0.44, 0.12 to 0.13 and 0.10 to 0.12 on four H200, two H200 and two H100
@@ -283,13 +285,15 @@ def _regulation(
     evidence: Evidence, state: ClockState, cap_w: float | None, ledger: Ledger
 ) -> Regulation:
     """What the cap remembers: by pulses, else as assumed, and what it lets through meanwhile."""
+    if cap_w is None:
+        return ASSUMED._replace(surge=1.0)
     found = fit_regulation(evidence, state, cap_w, ledger)
-    if found is not None or cap_w is None:
-        return found or Regulation(MEMORY_US[0], 1.0, LONG_MEMORY_US[0])
-    reason = "as two H200 and two H100 in pulses (22 and 29, 107 and 51 ms); no pulses here"
-    for name, (value, low, high) in (("memory_us", MEMORY_US), ("long_memory_us", LONG_MEMORY_US)):
-        ledger.note(f"clock.{name}", value, "us", (low, high), "assumed", reason)
-    return Regulation(MEMORY_US[0], _surge(evidence, state, ledger), LONG_MEMORY_US[0])
+    if found is not None:
+        return found
+    reason = "between two H200 and two H100 in pulses; too few pulses here"
+    for name, ends in ASSUMED_ENDS.items():
+        ledger.note(f"clock.{name}", getattr(ASSUMED, name), "us", ends, "assumed", reason)
+    return ASSUMED._replace(surge=_surge(evidence, state, ledger))
 
 
 def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:

@@ -15,22 +15,19 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
+from spec.load_records import HeatRow, PulseRow, TurnRow
 from spec.manifest import Device, Manifest
 from spec.records import (
     BehindRow,
     ClockRow,
     CollectiveRow,
-    HeatRow,
     HostRow,
     InterferenceRow,
     KernelRow,
-    PulseRow,
     QueuedRow,
-    Repeated,
-    Row,
-    TurnRow,
 )
 from spec.results import ResultSet
+from spec.row import Repeated, Row
 
 R = TypeVar("R", bound=Row)
 

@@ -12,7 +12,8 @@ from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
 from calibrate.product_clock import ProductLaw, fit_bend, product_law
 from calibrate.state import LARGE_US, ClockState, is_compute, is_product, kernel_of
 from spec.bend import Bend
-from spec.records import KernelRow, TurnRow
+from spec.load_records import TurnRow
+from spec.records import KernelRow
 
 Array = NDArray[np.float64]
 Pair = tuple[KernelRow, KernelRow]

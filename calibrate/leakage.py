@@ -6,7 +6,7 @@ from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, relative, round
 from calibrate.heat import BIN_S, STEADY_CASE, case_spans, means
 from calibrate.state import ClockState
 from calibrate.telemetry import read_columns
-from spec.records import HeatRow
+from spec.load_records import HeatRow
 
 SETTLE_S = 1.0  # of the regulator, from the start of the load
 LEAST_RISE_C = 2.0  # of a device while loaded, for its clock to tell anything

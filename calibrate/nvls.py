@@ -12,7 +12,7 @@ from spec.calibration import Source
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveCurve, CollectivePoint, NvlsFit, SwitchStructure
 from spec.files import read_table
-from spec.records import Positive
+from spec.row import Positive
 
 PUBLISHED = Path(__file__).parent / "published" / "nvls.csv"
 # What NCCL 2.27 chose by default, by group on H200 and B200 and by size on H200; others as H200.

@@ -19,7 +19,8 @@ from scipy.optimize import lsq_linear
 from calibrate.evidence import Z90, Evidence, Ledger
 from calibrate.state import LARGE_US, ClockState, Estimate, is_product
 from spec.bend import Bend, bending
-from spec.records import KernelRow, TurnRow
+from spec.load_records import TurnRow
+from spec.records import KernelRow
 
 APART = 0.01  # least distance of a pair's clocks (logarithm), of which many are asked for
 LEAST = 12  # fewest pairs of products

@@ -17,29 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, rounded
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, rounded
 from calibrate.state import ClockState
-from spec.records import PulseRow
-from spec.regulation import kept_share
+from spec.load_records import PulseRow
+from spec.regulation import ASSUMED, Regulation, kept_share
 
 Array = NDArray[np.float64]
 LEAST = 6  # pulses with pauses
 SETTLED_US = 400_000.0  # of a load without pauses, until its level counts
-# where the search begins: shorter memory, excess, longer memory
+# where the search begins, and what it stays within: shorter memory, excess, longer memory
 ATTEMPTS = tuple(product((15e3, 40e3), (0.01, 0.05), (60e3, 200e3, 600e3)))
+BOUNDS = (1e3, 1e-3, 1e3), (2e6, 0.9, 2e6)
+PRIOR = ASSUMED.memory_us, ASSUMED.surge - 1, ASSUMED.long_memory_us
+PRIOR_SD = 1.0  # of their logarithms: what pulses do not tell stays near the assumed figures
+PULSE_SD = 0.01  # of a pulse's mean time, logarithm: where the loss turns linear
 LOWEST = 0.2  # of the largest clock
+LEAST_SLOWER = 1.02  # without pauses than at the largest clock, or no cap acts
 AT_THE_TOP = 0.01  # of a product's time: a pulse as fast as that ran at the largest clock
-# us, with the ends of the interval, where no pulses were timed
-MEMORY_US, LONG_MEMORY_US = (25e3, 15e3, 45e3), (75e3, 40e3, 260e3)
-
-
-@dataclass(frozen=True)
-class Regulation:
-    """Memories, us, and what the shorter mean may exceed the cap by, as a factor."""
-
-    memory_us: float
-    surge: float
-    long_memory_us: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ class Pulsed:
         """Mean time of a product in a pulse; `factor` of a clock as a share of the largest one."""
         busy = row.busy_us / (row.busy_us + row.pause_us)
         share = 1.0
-        for memory_us, surge in ((by.memory_us, by.surge), (by.long_memory_us, 1.0)):
+        for memory_us, surge in by.means:
             kept = kept_share(row.busy_us, memory_us)
             allowed = surge * (self.room_w + self.idle_w) - self.idle_w
             own_w = allowed - (1 - kept) * (1 - busy) * self.pause_w
@@ -70,11 +64,9 @@ class Pulsed:
 
 
 def fit_regulation(
-    evidence: Evidence, state: ClockState, cap_w: float | None, ledger: Ledger
+    evidence: Evidence, state: ClockState, cap_w: float, ledger: Ledger
 ) -> Regulation | None:
     """Least squares over the pulses of all runs on this GPU; None where too few were timed."""
-    if cap_w is None:
-        return None
     devices = _devices(evidence, state, cap_w)
     pulses = [row for one in devices for row in one.rows]
     if len(pulses) < LEAST:
@@ -82,54 +74,56 @@ def fit_regulation(
     found, spread, sd = _fitted(devices, state)
     where = evidence.of_gpu.where(PulseRow, len(pulses))
     detail = f"{where}: products in pulses, {len(devices)} devices; {{}}"
-    units = (("memory_us", "us"), ("surge", "factor"), ("long_memory_us", "us"))
-    words = (
-        "memory of the mean that may exceed the cap",
-        "by how much it may",
-        "memory of the mean that may not",
+    said = (
+        ("memory_us", "us", 0.0, "memory of the mean that may exceed the cap"),
+        ("surge", "factor", 1.0, "by how much it may"),
+        ("long_memory_us", "us", 0.0, "memory of the mean that may not"),
     )
-    for (name, unit), told, off in zip(units, words, spread, strict=True):
+    for (name, unit, above, told), sd_of in zip(said, spread, strict=True):
         value = getattr(found, name)
-        part = value - 1 if name == "surge" else value
-        low, high = (value - part + part * exp(sign * Z90 * off) for sign in (-1, 1))
+        low, high = (above + end for end in log_interval(value - above, float(sd_of)))
         ledger.note(f"clock.{name}", value, unit, (low, high), "measured", detail.format(told))
     _judge(devices, state, sd, ledger)
     return found
 
 
 def _devices(evidence: Evidence, state: ClockState, cap_w: float) -> list[Pulsed]:
-    """Those with pulses and with a load without pauses."""
-    by_device: dict[tuple[str, int], list[PulseRow]] = defaultdict(list)
+    """Those whose cap acts in a load without pauses, by which pulses are told."""
+    by_device: dict[tuple[str, int, int], list[PulseRow]] = defaultdict(list)
     for run, row in evidence.of_gpu.rows(PulseRow):
-        by_device[run, row.device].append(row)
-    factor, found = _factor(state), []
-    for rows in by_device.values():
-        settled = [
-            time_us
-            for row in rows
-            if not row.pause_us
-            for since_us, time_us in row.parts
-            if since_us >= SETTLED_US
-        ]
-        if not settled:
-            continue
-        top_us = min(time_us for row in rows for _, time_us in row.parts)
-        slower = max(fmean(settled) / top_us, 1.0)
-        share = brentq(lambda s, slower=slower: factor(s) - slower, LOWEST, 1.0)
-        room_w = cap_w - state.idle_w
-        compute_w = room_w / share**state.power_exponent
-        pulses = [row for row in rows if row.pause_us]
-        pause_w = [
-            (row.power_w * (row.busy_us + row.pause_us) - row.busy_us * (state.idle_w + compute_w))
-            / row.pause_us
-            - state.idle_w
-            for row in pulses
-            if row.power_w and row.busy_us / row.products < (1 + AT_THE_TOP) * top_us
-        ]
-        held_w = max(float(np.median(pause_w)), 0.0) if pause_w else 0.0
-        level_sd = float(np.std(np.log(settled))) / len(settled) ** 0.5
-        found.append(Pulsed(pulses, top_us, room_w, compute_w, held_w, state.idle_w, level_sd))
-    return found
+        by_device[run, row.device, row.product].append(row)
+    told = (_pulsed(rows, state, cap_w) for rows in by_device.values())
+    return [one for one in told if one is not None]
+
+
+def _pulsed(rows: Sequence[PulseRow], state: ClockState, cap_w: float) -> Pulsed | None:
+    """Pulses of one device; None without a load that never pauses or that the cap slows down."""
+    factor = _factor(state)
+    settled = [
+        time_us
+        for row in rows
+        if not row.pause_us
+        for since_us, time_us in row.parts
+        if since_us >= SETTLED_US
+    ]
+    top_us = min(time_us for row in rows for _, time_us in row.parts)
+    slower = fmean(settled) / top_us if settled else 1.0
+    if not LEAST_SLOWER < slower < factor(LOWEST):
+        return None
+    share = float(brentq(lambda at: factor(at) - slower, LOWEST, 1.0))
+    room_w = cap_w - state.idle_w
+    compute_w = room_w / share**state.power_exponent
+    pulses = [row for row in rows if row.pause_us]
+    pause_w = [
+        (row.power_w * (row.busy_us + row.pause_us) - row.busy_us * (state.idle_w + compute_w))
+        / row.pause_us
+        - state.idle_w
+        for row in pulses
+        if row.power_w and row.busy_us / row.products < (1 + AT_THE_TOP) * top_us
+    ]
+    held_w = max(float(np.median(pause_w)), 0.0) if pause_w else 0.0
+    level_sd = float(np.std(np.log(settled))) / len(settled) ** 0.5
+    return Pulsed(pulses, top_us, room_w, compute_w, held_w, state.idle_w, level_sd)
 
 
 def _factor(state: ClockState) -> Callable[[float], float]:
@@ -165,12 +159,22 @@ def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, A
             ]
         )
 
-    tries = [least_squares(off, np.log(start), loss="soft_l1", f_scale=0.01) for start in ATTEMPTS]
+    def off_and_prior(at: Array) -> Array:
+        return np.append(off(at), PULSE_SD * (at - np.log(PRIOR)) / PRIOR_SD)
+
+    tries = [
+        least_squares(
+            off_and_prior, np.log(start), bounds=np.log(BOUNDS), loss="soft_l1", f_scale=PULSE_SD
+        )
+        for start in ATTEMPTS
+    ]
     best = min(tries, key=lambda one: float(one.cost))
-    by, sd = regulation(best.x), float(np.sqrt(np.mean(off(best.x) ** 2)))
-    spread = sd * np.sqrt(np.diag(np.linalg.pinv(best.jac.T @ best.jac)))
-    rounded_by = Regulation(rounded(by.memory_us), rounded(by.surge), rounded(by.long_memory_us))
-    return rounded_by, np.minimum(spread, 1.0), sd
+    sd = float(np.sqrt(np.mean(off(best.x) ** 2)))
+    slopes = best.jac[: -len(PRIOR)]
+    told = slopes.T @ slopes / max(sd, 1e-6) ** 2 + np.eye(len(PRIOR)) / PRIOR_SD**2
+    spread = np.sqrt(np.diag(np.linalg.inv(told)))
+    by = Regulation(*map(rounded, regulation(best.x)))
+    return by, spread if best.x[0] <= best.x[2] else spread[::-1], sd
 
 
 def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledger) -> None:

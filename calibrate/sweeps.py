@@ -14,7 +14,7 @@ from spec.calibration import CollectiveCurve, CollectivePoint
 from spec.collective import COLLECTIVES
 from spec.errors import UserError
 from spec.files import read_table
-from spec.records import Positive
+from spec.row import Positive
 
 
 class PublishedRow(BaseModel):

@@ -25,7 +25,7 @@ from calibrate.state import (
     Estimate,
     Turned,
 )
-from spec.records import TurnRow
+from spec.load_records import TurnRow
 
 # of a row's power: an energy counter moves ten times a second, which over three is 1.4 %
 ROW_SD = 0.015

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from measure.collectives import Ranks, prepare, time_collective
+from measure.interference import beside
 from measure.operations import Maker
-from measure.timing import Timer, quantiles
+from measure.timing import Timer
 from spec.kernel import Kernel
 from spec.records import BehindRow
 
 REPEATS_ALONE = 20  # of the collective
-REPEATS = 14  # of the product, each with the collective and without it; the first two warm up
+WARM_UP, REPEATS = 2, 12  # of the product, each with the collective and without it
 REST_US = 2000.0  # of a pause before each, besides as long as the product lasts
 Call = Callable[[], Any]
 
@@ -56,7 +57,7 @@ def in_turn(
     `start` gives back the collective's work; `meet` has all ranks begin at the same time.
     """
     marks: list[tuple[Any, ...]] = []
-    for _ in range(REPEATS):
+    for _ in range(WARM_UP + REPEATS):
         events = tuple(timer.event() for _ in range(5))
         timer.pause(rest_us)
         meet()
@@ -74,7 +75,7 @@ def in_turn(
         marks.append(events)
     timer.synchronize()
     alone, behind, both = (
-        [1e3 * float(one[begin].elapsed_time(one[end])) for one in marks[2:]]
+        [1e3 * float(one[begin].elapsed_time(one[end])) for one in marks[WARM_UP:]]
         for begin, end in ((0, 1), (2, 3), (2, 4))
     )
     return alone, behind, both
@@ -82,23 +83,5 @@ def in_turn(
 
 def row(case: dict[str, Any], replies: list[dict[str, Any]]) -> BehindRow:
     """The table row of a case from all ranks' replies: repeats of all ranks together."""
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
-    alone, collective, both = (
-        statistics.fmean(reply[name] for reply in replies)
-        for name in ("kernel_alone_us", "collective_alone_us", "both_us")
-    )
-    return BehindRow(
-        case_id=case["case_id"],
-        role=case["role"],
-        op=kernel.op,
-        direction=kernel.direction,
-        dtype=kernel.dtype,
-        shape=kernel.shape,
-        collective=case["collective"],
-        ranks=case["ranks"],
-        bytes=max(reply["bytes"] for reply in replies),
-        kernel_alone_us=alone,
-        collective_alone_us=collective,
-        both_us=both,
-        **quantiles([value for reply in replies for value in reply["kernel_us"]]),
-    )
+    both_us = statistics.fmean(reply["both_us"] for reply in replies)
+    return BehindRow(**beside(case, replies), both_us=both_us)

@@ -9,29 +9,19 @@ from typing import Any
 from measure import nccl_choice
 from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 
-OWN_PROCESSES = (
-    "host",
-    "behind",
-    "training",
-    "placement",
-    "profile",
-)  # suites that start their own
+BY_CASE = ("host", "training", "placement", "profile")  # suites that start processes for a case
+OWN_PROCESSES = (*BY_CASE, "behind")  # suites that start their own
 # suites whose cases need one device each: all devices at once
 SHARED = ("kernels", "turns", "pulses", "clocks", "queued")
 START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
-ORDERED = (
-    "kernels",
-    "collectives",
-    "interference",
-    "behind",
-)  # others: as planned, most instructive first
+# most instructive first; others as planned
+ORDERED = ("kernels", "collectives", "interference", "behind")
 
 
 def start_s(suite: str, kind: str) -> float:
     """What passes before the first case of a suite."""
-    by_case = suite in OWN_PROCESSES and suite != "behind"
-    return 0.0 if by_case else START_S.get(kind.partition(":")[0], CPU_START_S)
+    return 0.0 if suite in BY_CASE else START_S.get(kind.partition(":")[0], CPU_START_S)
 
 
 def estimate_s(suite: str, cases: Sequence[Any], kind: str, devices: int) -> float:

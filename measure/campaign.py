@@ -17,7 +17,8 @@ from measure.store import Store, seconds_since, write_links
 from measure.window import Window
 from measure.workers import Pool
 from spec.errors import UserError, WorkError
-from spec.records import TABLES, Row
+from spec.records import TABLES
+from spec.row import Row
 
 
 @dataclass

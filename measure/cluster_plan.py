@@ -8,7 +8,7 @@ from measure.training_plan import WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
+from spec.training_records import TrainingConfig
 
 QUICK_CASES = 4
 # (model, layers, sequence) by what it runs on; the second is the mixture of experts

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,35 +95,30 @@ def prepare(
 ) -> tuple[Callable[[], Any], int]:
     """One collective over buffers of about `nbytes`: the call, and its exact bytes.
 
-    Unless it `waits`, the call gives back its work at once; send/recv and all-to-all always wait.
+    Unless it `waits`, the call gives back its work at once; send/recv always waits.
     """
     dtype, _, size = element(timer)
     n = len(ranks)
     share = max(nbytes // (size * n), 1)  # elements per rank
     whole = torch.randn(share * n, dtype=dtype, device=timer.device)
     exact = share * n * size
+    how = {"group": group, "async_op": not waits}
     if kind == "all_reduce":
         # the mean keeps values finite over many repeats; gloo has only the sum, of tiny values
         average = isinstance(timer, GpuTimer)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if not average:
             whole.mul_(1e-30)
-        return lambda: dist.all_reduce(whole, op=op, group=group, async_op=not waits), exact
+        return partial(dist.all_reduce, whole, op=op, **how), exact
     if kind == "all_gather":
         part = torch.randn(share, dtype=dtype, device=timer.device)
-        return (
-            lambda: dist.all_gather_into_tensor(whole, part, group=group, async_op=not waits),
-            exact,
-        )
+        return partial(dist.all_gather_into_tensor, whole, part, **how), exact
     if kind == "reduce_scatter":
         part = torch.empty(share, dtype=dtype, device=timer.device)
-        return (
-            lambda: dist.reduce_scatter_tensor(part, whole, group=group, async_op=not waits),
-            exact,
-        )
+        return partial(dist.reduce_scatter_tensor, part, whole, **how), exact
     other = torch.empty_like(whole)
     if kind == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole, group=group), exact
+        return partial(dist.all_to_all_single, other, whole, **how), exact
     place = list(ranks).index(rank)
     after, before = ranks[(place + 1) % n], ranks[place - 1]
 

@@ -4,8 +4,9 @@ import statistics
 from typing import Any
 
 from spec.manifest import Manifest
-from spec.records import CollectiveRow, KernelRow, TrainingRow
+from spec.records import CollectiveRow, KernelRow
 from spec.results import ResultSet
+from spec.training_records import TrainingRow
 
 AGREE = 0.02  # medians of the same configuration on the same machine differ by less
 # what of a row is worth naming beside a difference: (column, its unit, smallest change, relative)

@@ -12,8 +12,8 @@ from measure.training_plan import WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
 from spec.step import stage_parameters
+from spec.training_records import TrainingConfig
 
 STEPS = 8
 QUICK_CASES = 4

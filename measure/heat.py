@@ -16,7 +16,7 @@ from measure.devices import Device
 from measure.window import Window
 from measure.workers import Pool
 from spec.errors import WorkError
-from spec.records import HeatRow
+from spec.load_records import HeatRow
 
 # share of the time that products run, and seconds of it; the slow part of a heatsink's answer to a
 # change of power takes about a minute

@@ -14,7 +14,8 @@ from spec.collective import COLLECTIVES
 from spec.command import Parser, add_json, emit, result_name, run
 from spec.errors import UserError
 from spec.manifest import Device, Host
-from spec.records import Row, StepRow, TrainingRow
+from spec.row import Row
+from spec.training_records import StepRow, TrainingRow
 
 EXAMPLES = """examples:
   python -m measure.imports nccl-tests all_reduce_perf.txt alltoall_perf.txt --system h100-ib

@@ -152,19 +152,24 @@ def row(case: dict[str, Any], replies: list[dict[str, Any]]) -> InterferenceRow:
     others = [value for reply in replies for value in reply["collective_us"]]
     if not kernels or not others:
         raise WorkError("the kernel and the collective did not overlap")
+    with_us = statistics.median(others)
+    return InterferenceRow(**beside(case, replies), collective_with_us=with_us)
+
+
+def beside(case: dict[str, Any], replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Columns of a case's row that any kernel with a collective has; repeats of all ranks."""
     kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
-    return InterferenceRow(
-        case_id=case["case_id"],
-        role=case["role"],
-        op=kernel.op,
-        direction=kernel.direction,
-        dtype=kernel.dtype,
-        shape=kernel.shape,
-        collective=case["collective"],
-        ranks=case["ranks"],
-        bytes=max(reply["bytes"] for reply in replies),
-        kernel_alone_us=statistics.fmean(reply["kernel_alone_us"] for reply in replies),
-        collective_alone_us=statistics.fmean(reply["collective_alone_us"] for reply in replies),
-        collective_with_us=statistics.median(others),
-        **quantiles(kernels),
-    )
+    return {
+        "case_id": case["case_id"],
+        "role": case["role"],
+        "op": kernel.op,
+        "direction": kernel.direction,
+        "dtype": kernel.dtype,
+        "shape": kernel.shape,
+        "collective": case["collective"],
+        "ranks": case["ranks"],
+        "bytes": max(reply["bytes"] for reply in replies),
+        "kernel_alone_us": statistics.fmean(reply["kernel_alone_us"] for reply in replies),
+        "collective_alone_us": statistics.fmean(reply["collective_alone_us"] for reply in replies),
+        **quantiles([value for reply in replies for value in reply["kernel_us"]]),
+    }

@@ -17,7 +17,7 @@ from spec.errors import UserError
 from spec.files import parse, read_text
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.records import StepRow, TrainingConfig, TrainingRow
+from spec.training_records import StepRow, TrainingConfig, TrainingRow
 
 MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 

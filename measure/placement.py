@@ -33,7 +33,7 @@ from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.placement_gain import LEVEL, gains
 from spec.probe import PREDICTION, PROBE, SCHEMA, PlacementProbe
-from spec.records import PlacementRow
+from spec.training_records import PlacementRow
 
 Name = Literal["symmetric", "optimised", "uneven"]
 Turns = Literal["uneven", "optimised"]

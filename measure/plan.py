@@ -1,4 +1,4 @@
-"""What to measure, as data: the cases of the kernel, collective and interference suites.
+"""What to measure, as data: the cases of suites kernels, collectives, interference and behind.
 
 Cases are plain values that travel to workers as JSON. A case's id depends only on what it measures,
 so a resumed or repeated run gives the same work the same id, and the same role.
@@ -142,8 +142,8 @@ class InterferenceCase:
         """Such as `gemm-forward-4096x4096x4096-bf16-under-all_reduce-4r-67108864`."""
         k = self.kernel
         dims = "x".join(str(size) for size in k.dims)
-        under = f"{self.collective}-{self.ranks}r-{self.bytes}"
-        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-{self.word}-{under}"
+        sent = f"{self.collective}-{self.ranks}r-{self.bytes}"
+        return f"{k.op}-{k.direction}-{dims}-{k.dtype}-{self.word}-{sent}"
 
     @property
     def role(self) -> Literal["fit", "judge"]:
@@ -383,13 +383,16 @@ def interference_cases(device_kind: str, world: int, quick: bool) -> list[Interf
     ]
 
 
+MOST_IN_A_NODE = 8  # ranks of tensor parallelism, which wider groups are not measured for
+
+
 def behind_cases(device_kind: str, world: int, quick: bool) -> list[BehindCase]:
     """Products behind what a tensor-parallel layer sends in its backward pass; not on a CPU."""
-    if world < 2 or device_kind not in ("nvidia", "amd"):
+    if not 2 <= world <= MOST_IN_A_NODE or device_kind not in ("nvidia", "amd"):
         return []
     found = [
         BehindCase(kernel, kind, world, nbytes)
         for kernel, kinds, nbytes in grid.behind(world)
         for kind in kinds
     ]
-    return found[::12] if quick else found
+    return found[::12] if quick else found  # a few of every size

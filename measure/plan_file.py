@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from spec.errors import UserError
 from spec.files import first_problem, parse, read_table, read_yaml
 from spec.measurable import refuse
-from spec.records import TrainingConfig
+from spec.training_records import TrainingConfig
 
 State = Literal["burst", "sustained"]
 

@@ -5,6 +5,8 @@ how much of that a pause gives back. The stages of a pipeline run in such pulses
 step that ends with an update or a reduction. Nothing is set on a device.
 """
 
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from measure.devices import Device
 from measure.window import Window
-from spec.records import PulseRow
+from spec.load_records import PulseRow
 
 if TYPE_CHECKING:  # the parent, which plans, does without torch
     from measure.timing import Timer
 
-# seconds of products, and of the pause after them; the last never pauses
+# seconds of products, and of the pause after them; no other pulse tells without the first
 PULSES = (
+    (4.0, 0.0),
     (0.02, 0.02),
     (0.02, 0.1),
     (0.05, 0.02),
@@ -32,7 +35,6 @@ PULSES = (
     (0.4, 0.1),
     (0.8, 0.1),
     (0.8, 0.4),
-    (4.0, 0.0),
 )
 SIZES = {"cuda": 8192, "cpu": 256}  # side of a product
 SETTLE_S, MEASURED_S = 1.2, 2.8
@@ -48,7 +50,6 @@ class PulseCase:
     pause_s: float
     device: int
     part: float = 1.0  # of the seconds that a case settles and is measured
-    prefer: int | None = None
 
     @property
     def case_id(self) -> str:
@@ -151,10 +152,10 @@ def run(
 
 def by_part(pulses: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
     """Of each part of pulses that has products: mean time since a pulse began, and theirs, us."""
-    parts: list[list[tuple[float, float]]] = [[] for _ in (*PARTS_S, None)]
+    parts: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for pulse in pulses:
         for begin, end in pairwise(pulse):
             since = (begin + end) / 2 - pulse[0]
-            parts[sum(since >= 1e6 * one for one in PARTS_S)].append((since, end - begin))
-    found = [tuple(zip(*part, strict=True)) for part in parts if part]
+            parts[bisect(PARTS_S, since / 1e6)].append((since, end - begin))
+    found = [tuple(zip(*parts[part], strict=True)) for part in sorted(parts)]
     return [fmean(since) for since, _ in found], [median(times) for _, times in found]

@@ -300,6 +300,10 @@ def lead(
         os.environ.update(emulation.SHAPED if options.link_mbit else emulation.ENVIRONMENT)
         os.environ.pop("NCCL_HOSTID", None)  # every worker gets its own
     cases = planned(options, kind, len(devices))
+    if not any(cases.values()):
+        raise UserError(
+            f"{' and '.join(cases)} has nothing to measure on {len(devices)} devices of kind {kind}"
+        )
     if asked.write_plan:
         return write_plan(asked.write_plan, options, kind, len(devices))
     if asked.list:

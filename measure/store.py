@@ -15,8 +15,10 @@ from typing import Any
 from spec.errors import UserError
 from spec.files import format_row, parse, read_json, write_json
 from spec.manifest import Host, Manifest
-from spec.records import SCHEMA, TABLES, Row, StepRow, TrainingRow
+from spec.records import SCHEMA, TABLES
 from spec.results import read_result_set
+from spec.row import Row
+from spec.training_records import StepRow, TrainingRow
 
 COMPARED = "placement-compared.json"  # ends a comparison of placements
 LINKS = "links.json"  # times of groups that sent at the same time: which link is slow

@@ -31,7 +31,7 @@ from spec.errors import UserError
 from spec.files import write_table
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
+from spec.training_records import TrainingConfig
 
 Share = Annotated[float, Field(ge=namespaces.LEAST_SHARE, le=1)]
 
@@ -81,7 +81,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "interference":
             cases[suite] = list(interference_cases(kind, devices, options.quick))
         elif suite == "behind":
-            cases[suite] = list(behind_cases(kind, devices, options.quick))
+            one_node = options.hosts == options.nodes == 1
+            cases[suite] = list(behind_cases(kind, devices, options.quick)) if one_node else []
         elif suite in ("training", "profile"):
             cases[suite] = planned_steps(options, kind, devices)
         elif suite == "telemetry":

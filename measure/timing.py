@@ -36,6 +36,7 @@ CPU_SHORT_S = 5e-5
 CACHES = 2.0  # of the last-level cache, operands of a CPU's bursts together
 MOST_SETS = 128  # of them: kernels so small are of models whose whole step is in cache
 TURNS_S = 10e-6 * namespaces.PERIOD_US  # ten of a host's turns
+LONGEST_SPIN_US = 50_000.0  # of one spin: a driver may end kernels that seem to hang
 PROBES = 12  # of the SM clock among the repeats of a burst
 PROBE_CYCLES = 60_000  # of the shorter of a probe's two spins; 30 us at 2 GHz
 
@@ -209,13 +210,13 @@ class GpuTimer:
         _cuda.empty_cache()
 
     def hold(self, microseconds: float) -> None:
-        """Keep the device busy while the host queues work behind (at most 50 ms)."""
-        self.pause(min(microseconds, 50_000.0))
+        """Keep the device busy while the host queues work behind (`LONGEST_SPIN_US` at most)."""
+        self.pause(min(microseconds, LONGEST_SPIN_US))
 
     def pause(self, microseconds: float) -> None:
         """Have the device do nothing but spin for so long at its largest clock."""
         while self._spins and microseconds > 0:
-            now = min(microseconds, 50_000.0)  # cycles are counted in 32 bits
+            now = min(microseconds, LONGEST_SPIN_US)
             _cuda._sleep(int(now * self._cycles))
             microseconds -= now
 

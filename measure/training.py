@@ -29,7 +29,7 @@ from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
 from spec.measurable import refuse
 from spec.parallelism import Parallelism
-from spec.records import StepRow, TrainingRow
+from spec.training_records import StepRow, TrainingRow
 
 __all__ = ["TrainingCase", "case_of", "cases", "run_case"]
 

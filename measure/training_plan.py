@@ -6,7 +6,7 @@ from typing import Any
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
+from spec.training_records import TrainingConfig
 
 GPU_STEPS, CPU_STEPS = 10, 8
 QUICK_STEPS = 5

@@ -16,7 +16,7 @@ from measure.devices import Device
 from measure.training import Report, prepared, profiled
 from measure.training_plan import TrainingCase
 from spec.errors import WorkError
-from spec.records import ProfileRow
+from spec.training_records import ProfileRow
 
 STEPS = 2
 NAMED = 12  # operations of a class that its row names

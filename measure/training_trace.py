@@ -150,7 +150,7 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
     """(part, begin, end, operation or (group, kind, bytes)) of all that ran on the device."""
     optimizer = _ranges(events, OPTIMIZER)
     launched = {
-        one["args"]["External id"]: (_named(one), one["ts"])
+        one["args"]["External id"]: (one["name"], _named(one), one["ts"])
         for one in events
         if one.get("cat") == "cpu_op" and "External id" in one.get("args", {})
     }
@@ -173,11 +173,10 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
             axis, message = _sent(name, arguments, launch, marks)
             yield axis, begin, end, message
             continue
-        operation, moment = launched.get(arguments.get("External id"), (name, begin))
-        known = operation != name
-        of_class = class_of(operation.partition(" ")[0])
-        part = OPTIMIZER if known and _within(optimizer, moment) else of_class
-        yield part, begin, end, operation
+        number = arguments.get("External id")
+        operation, label, moment = launched.get(number, (name, name, begin))
+        inside = number in launched and _within(optimizer, moment)
+        yield OPTIMIZER if inside else class_of(operation), begin, end, label
 
 
 def _named(operation: Event) -> str:

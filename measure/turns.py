@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from measure.devices import Device
 from measure.window import Window
-from spec.records import TurnRow
+from spec.load_records import TurnRow
 
 if TYPE_CHECKING:  # the parent, which plans, does without torch
     import torch

@@ -77,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     from measure.products import Refused
     from measure.timing import open_timer
 
+    monitored = {"turns": turns, "pulses": pulses, "clocks": clocks}
     if core is not None:
         torch.set_num_threads(1)
     timer = open_timer(asked.kind, asked.device, monitor)
@@ -88,15 +89,9 @@ def main(arguments: Sequence[str]) -> int:
             if case["suite"] == "kernels":
                 row = kernels.measure(case, timer, asked.rank)
                 reply({"row": row.model_dump(mode="json")})
-            elif case["suite"] == "turns":
-                turned = turns.measure(case, timer, monitor, asked.rank)
-                reply({"row": turned.model_dump(mode="json")})
-            elif case["suite"] == "pulses":
-                pulsed = pulses.measure(case, timer, monitor, asked.rank)
-                reply({"row": pulsed.model_dump(mode="json")})
-            elif case["suite"] == "clocks":
-                timed = clocks.measure(case, timer, monitor, asked.rank)
-                reply({"row": timed.model_dump(mode="json")})
+            elif case["suite"] in monitored:
+                watched = monitored[case["suite"]].measure(case, timer, monitor, asked.rank)
+                reply({"row": watched.model_dump(mode="json")})
             elif case["suite"] == "queued":
                 fed = queued.measure(case, timer, asked.rank)
                 reply({"row": fed.model_dump(mode="json")})

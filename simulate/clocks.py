@@ -27,11 +27,6 @@ from spec.step import Segment, layer_parameters, trained_parameters
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 
 
-def regulators(fit: ClockFit) -> tuple[tuple[float, float], ...]:
-    """Memory, us, and the mean power held over it, as a factor of `cap_w`: the clock obeys both."""
-    return (fit.memory_us, fit.surge), (fit.long_memory_us, 1.0)
-
-
 @dataclass(frozen=True)
 class LayerClock:
     """Clock of a layer's products when nothing pauses, and its mean power above idle, W.
@@ -58,7 +53,8 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
     segments, paths = parts_of(model, p)["layer"], costs.layout.paths
     placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
-    where = Same(segments), placed, caught_up(p), Same(costs.node), Same(costs.fabric)
+    place = Same(costs.node), Same(costs.fabric)
+    where = Same(segments), placed, caught_up(p), costs.tp_waits, *place
     known = point.works.layer_clocks
     if where not in known:
         known[where] = _layer_clock(segments, point)
@@ -87,7 +83,7 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
         logs = 0.0
         for run_us, own in runs:
             seen = []
-            for memory_us, surge in regulators(fit):
+            for memory_us, surge in fit.regulation.means:
                 kept = kept_share(run_us, memory_us)
                 seen.append(
                     fit.clock_mhz(
@@ -176,7 +172,7 @@ def mean_clock_mhz(priced: PricedStep, busy_us: Array, step_us: float) -> float:
     """Mean clock over a step and all GPUs, which a monitor shows; `busy_us` in stages' passes.
 
     Passes run at their stage's clock, update and reduction at the largest. A stage that waits for
-    others comes to that as the regulator forgets its passes.
+    others comes to that as the regulator forgets its passes; its waits are taken as one.
     """
     fit, found = priced.costs.calibration.clock, []
     fastest = max(fit.max_mhz, *(stage.clock_mhz for stage in priced.stages))
@@ -266,7 +262,7 @@ def _clock_mhz(
     slowest_us: float,
 ) -> float:
     seen = []
-    for memory_us, surge in regulators(fit):
+    for memory_us, surge in fit.regulation.means:
         kept = kept_share(busy_us / (2 * p.microbatches * p.vpp), memory_us)
         share = kept + (1 - kept) * busy_us / slowest_us  # of the time between waits that it works
         waits = (1 - share) * fit.waiting_w

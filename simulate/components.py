@@ -17,7 +17,7 @@ from simulate.pricing import PricedStep
 from simulate.uncertainty import central
 from simulate.updates import UpdateCost
 from spec.kernel import ATTENTION, PRODUCTS
-from spec.records import ProfileRow
+from spec.training_records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
 AXES = ("tp", "pp", "dp", "ep", "cp")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from simulate.exchange import crossing, share_not_held, synchronous
 from simulate.groups import Layout, layout
-from simulate.uncertainty import Draws, OneAtATime, central, larger, where
+from simulate.uncertainty import Draws, OneAtATime, central, larger, smaller, where
 from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
 from spec.calibration import Calibration, CollectiveFit, NetworkFit
 from spec.collective import AS_WRITTEN, Collective, Widths, busbw_factor
@@ -26,7 +26,7 @@ __all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost
 
 Array = NDArray[np.float64]
 
-OF_A_LAYER = 4  # products behind collectives, each with a spread of its own
+BEHIND = {True: 4, False: 2}  # products behind collectives in a layer, by sequence parallelism
 
 
 class PartCost(NamedTuple):
@@ -71,6 +71,7 @@ class Costs:
     fullest: Array | float | None = None  # load of the fullest expert-parallel rank over the mean
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     widths: Widths = AS_WRITTEN  # of what replicas send
+    tp_waits: bool = False  # no product runs beside tensor-parallel communication
     _factors: dict[Slowed, float] = field(default_factory=dict)  # see `_slower`
     # these two hold at any clock; segments by identity, for hashing them is slow
     _sent: dict[Collective, Array] = field(default_factory=dict)
@@ -286,11 +287,16 @@ class Costs:
         return hidden * (slowed * interference / (1 + interference))
 
     def part(self, part: Part) -> "PartCost":
-        """Duration of a part's kernels and of the communication beside and behind them."""
+        """Duration of a part's kernels and of the communication beside and behind them.
+
+        With `tp_waits` none of the tensor-parallel kind is beside them: `simulate.series_step`
+        adds what these parts would hide.
+        """
         own, host_us, energy = self._kernels(self.works.of_part(part))
         if self.fullest is not None and part.name == EXPERTS:  # energy is of the mean rank
             own = own * self.fullest
-        hidden = [self.collective_us(one) for one in part.hidden]
+        left_out = self.tp_waits and part.hidden and part.hidden[0].axis == "tp"
+        hidden = [] if left_out else [self.collective_us(one) for one in part.hidden]
         if hidden:
             alone, axis = sum(hidden[1:], hidden[0]), part.hidden[0].axis
             own, left = self._together(part, own, hidden)
@@ -312,13 +318,12 @@ class Costs:
         inside = axis == "tp" and self.layout.paths[axis].nodes == 1
         if fit is None or not inside or len(products) < len(hidden):
             return self.beside(own, sum(hidden[1:], hidden[0]), axis)
-        if not fit.held:  # software that waits for all of it, see `simulate.series_software`
-            return own, self.draws.zero
         left, slowed = self.draws.zero, self.slowed(axis)
-        spread = self.draws.factor("behind", fit.sd / OF_A_LAYER**0.5)
+        of_a_layer = BEHIND[self.parallelism.sequence_parallel]  # each with a wait of its own
+        spread = self.draws.factor("behind", fit.sd / of_a_layer**0.5)
         for product, sent in zip(products, hidden, strict=True):
             alone = self.kernel_us(product)
-            waits = fit.waits_us(product, alone, sent) * spread
+            waits = smaller(fit.waits_us(product, alone, sent) * spread, sent)
             own, left = own + waits, left + larger(slowed * sent - alone - waits, 0.0)
         return own, left
 

@@ -21,8 +21,8 @@ from spec.hardware import Fabric, Node
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, Recompute
-from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet
+from spec.training_records import TrainingConfig, TrainingRow
 
 Key = tuple[int, int, int]
 

@@ -104,6 +104,7 @@ class StepSimulator:
         clock_mhz: float | None = None,
         slow_gpus: SlowGpus | None = None,
         widths: Widths = AS_WRITTEN,
+        tp_waits: bool = False,
     ) -> None:
         """Check the combination; nothing is simulated yet."""
         parallelism.check(model)
@@ -121,6 +122,7 @@ class StepSimulator:
             drawn,
             share_of_fullest(model, parallelism, drawn),
             widths=widths,
+            tp_waits=tp_waits,
         )
 
     @cached_property

@@ -20,8 +20,9 @@ from spec.errors import UserError
 from spec.files import parse, read_json, read_table, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
 from spec.manifest import DeviceHash
-from spec.records import NonNegative, TrainingConfig, TrainingRow
 from spec.results import ResultSet
+from spec.row import NonNegative
+from spec.training_records import TrainingConfig, TrainingRow
 from topologies import load_node, node_names
 
 SCHEMA = "forecast/1"

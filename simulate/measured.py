@@ -16,8 +16,8 @@ from simulate.inputs import (
 from simulate.transfer import changed
 from spec.calibration import Calibration, read_calibration
 from spec.hardware import Fabric, Node
-from spec.records import TrainingRow
 from spec.results import ResultSet
+from spec.training_records import TrainingRow
 from topologies import load_fabric
 
 

@@ -28,8 +28,8 @@ from spec.interval import interval_text
 from spec.parallelism import Parallelism
 from spec.placement_gain import gains
 from spec.probe import PREDICTION, PROBE, SCHEMA, PlacedStages, PlacementProbe
-from spec.records import PlacementRow
 from spec.results import find_result_sets
+from spec.training_records import PlacementRow
 
 EXAMPLES = """\
 examples:

@@ -1,6 +1,6 @@
 """A measured pipeline as `simulate.placement` takes it: GPU speeds, and how they follow the work.
 
-Power regulators hold means over some tens of milliseconds (`simulate.clocks.regulators`), so a GPU
+Power regulators hold means over some tens of milliseconds (`spec.regulation`), so a GPU
 that waits between short passes may clock higher in them, and one that is given more layers slows
 down. With e the effective duty (1 for passes long beside a regulator's memory; else between that
 and the GPU's busy time over the busiest GPU's, as `simulate.estimate` takes it), and X the power of
@@ -20,7 +20,6 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.clocks import regulators
 from simulate.placement import Pipeline, Placement, durations, pipeline_s
 from simulate.uncertainty import Z90
 from spec.calibration import Calibration, ClockFit
@@ -118,7 +117,7 @@ class Probed(Speeds):
     def _effective_duties(self, busy_s: Array, fit: ClockFit) -> list[Array]:
         """(GPUs, draws) for each regulator: share of the time that it sees a GPU work."""
         run_us, found = busy_s * 1e6 / (2 * self.probe.microbatches), []
-        for memory_us, _ in regulators(fit):
+        for memory_us, _ in fit.regulation.means:
             kept = np.vectorize(kept_share)(run_us, memory_us)
             found.append(np.asarray(kept + (1 - kept) * busy_s / busy_s.max(axis=0)))
         return found
@@ -184,7 +183,7 @@ class _Clocks:
 
     def _mhz(self, duties: Sequence[Array]) -> Array:
         fit, lowest = self.fit, np.full_like(duties[0], self.fit.max_mhz)
-        for duty, (_, surge) in zip(duties, regulators(fit), strict=True):
+        for duty, (_, surge) in zip(duties, fit.regulation.means, strict=True):
             room = surge * self._cap_w - fit.idle_w - (1 - duty) * fit.waiting_w
             share = np.maximum(room, 1.0) / (duty * self._busy_w)
             allowed = fit.reference_mhz * share ** (1 / self._power_exponent)

@@ -25,7 +25,7 @@ from simulate.scores import summarise
 from spec.command import Parser, add_json, aligned, emit, result_name
 from spec.errors import UserError
 from spec.files import parse, read_json
-from spec.records import NonNegative, Positive
+from spec.row import NonNegative, Positive
 
 EXAMPLES = """examples:
   python -m simulate.validate record results/

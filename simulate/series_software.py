@@ -15,6 +15,8 @@ from spec.parallelism import Parallelism
 
 # Native tensor parallelism of PyTorch: every collective is waited for.
 _DTENSOR = re.compile(r"torchtitan|kempnerforge|nanotron|dtensor")
+# A product and its collective cut in pieces, by Transformer Engine or by PyTorch.
+_PIECES = re.compile(r"tp[-_]comm[-_]overl|async tp")
 # Megatron-LM before it reduced the input's gradient beside the weight's (v2.6, end of 2021).
 _WAITS = re.compile(r"megatron-deepspeed|2104\.04473|cases_april2021|bigscience-workshop|tr11-")
 # Weight gradients are added to the fp32 ones inside the product: `gradient_accumulation_fusion`,
@@ -63,7 +65,8 @@ def fused_biases(row: SeriesRow) -> bool:
 
 def waits_for_all(row: SeriesRow) -> bool:
     """Whether tensor-parallel communication has no product beside it, so that it slows none."""
-    return bool(_DTENSOR.search(row.words) or _WAITS.search(row.words))
+    waits = _DTENSOR.search(row.words) or _WAITS.search(row.words)
+    return bool(waits) and not _PIECES.search(row.words)
 
 
 def _recipe(row: SeriesRow) -> bool:
@@ -90,9 +93,7 @@ def tensor_exposure(
     whole = forward + backward
     if p.tp == 1 or not whole:
         return 1.0
-    if re.search(r"tp[-_]comm[-_]overl|async tp", row.words) or (
-        _recipe(row) and not row.lora and p.ep == 1
-    ):
+    if _PIECES.search(row.words) or (_recipe(row) and not row.lora and p.ep == 1):
         return 1 / p.tp
     if re.search(r"kempnerforge", row.words) and p.sequence_parallel:
         return ((forward * (5 + 2) / (2 + 2)) + backward * (5 + 2) / 2) / whole

@@ -92,12 +92,8 @@ class Calibrations:
         slower = changed(host, collective_us=host.collective_us * exp(issue))
         return changed(calibration, host=slower)
 
-    def _transferred(
-        self, node: Node, fp4: bool, unfused: bool, graphs: bool, waits: bool
-    ) -> Calibration:
+    def _transferred(self, node: Node, fp4: bool, unfused: bool, graphs: bool) -> Calibration:
         calibration = calibration_for(self._measured, node)
-        if waits and calibration.behind:
-            calibration = changed(calibration, behind=changed(calibration.behind, held=0.0))
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
@@ -107,7 +103,7 @@ class Calibrations:
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
         row = one.row
-        of = one.node, one.fp4, row.early, row.graphs, waits_for_all(row)
+        of = one.node, one.fp4, row.early, row.graphs
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
@@ -156,6 +152,7 @@ def simulate(
         measured_gpus=one.parallelism.gpus,
         clock_mhz=calibration.clock.reference_mhz if at_reference else None,
         widths=sent_widths(one.row, one.model, one.fp8),
+        tp_waits=waits_for_all(one.row),
     ).run()
     times = estimate.step_time_s
     if one.row.lora:

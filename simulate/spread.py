@@ -18,8 +18,8 @@ from simulate.stragglers import step_spread
 from simulate.uncertainty import Draws
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.records import StepRow
 from spec.results import ResultSet
+from spec.training_records import StepRow
 
 COLUMNS = ("gpus", "median", "p95")
 TP = 8  # a node; the files do not say

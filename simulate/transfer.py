@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, PositiveInt
 
 from simulate.uncertainty import Z90, assumed_factor
+from spec.behind_fit import BehindFit
 from spec.calibration import (
     Calibration,
     CollectiveCurve,
@@ -167,10 +168,17 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             waiting_w=clock.waiting_w * by.power,
             devices=(),  # of another GPU
         ),
+        behind=calibration.behind and _behind(calibration.behind, target),
         thermal=calibration.thermal and _thermal(calibration.thermal, by),
         composition_sd=(calibration.composition_sd**2 + by.sd**2) ** 0.5,
         parameters=(*_rule(by, where), *_parameters(calibration, by, target)),
     )
+
+
+def _behind(fit: BehindFit, target: Node) -> BehindFit:
+    """As many multiprocessors held of those that the node file has, if it says how many."""
+    count = target.multiprocessors
+    return changed(fit, multiprocessors=count) if count > fit.held else fit
 
 
 def _thermal(fit: ThermalFit, by: Ratios) -> ThermalFit:

@@ -28,7 +28,7 @@ from spec.files import write_table
 from spec.measurable import refuse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
+from spec.training_records import TrainingConfig
 
 EXAMPLES = """examples:
   python -m simulate.twin --gpus 8192 --on 4

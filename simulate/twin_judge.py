@@ -29,8 +29,8 @@ from simulate.uncertainty import LEVEL, Draws, interval
 from simulate.validation import flops_per_gpu, measured_s, step_of
 from spec.command import Parser, add_draws, add_json, add_progress, aligned, emit, progress
 from spec.errors import UserError
-from spec.records import TrainingConfig, TrainingRow
 from spec.results import ResultSet, find_result_sets
+from spec.training_records import TrainingConfig, TrainingRow
 
 EXAMPLES = """examples:
   python -m simulate.twin judge results/

@@ -27,8 +27,9 @@ from spec.errors import UserError
 from spec.files import sha256, write_table, write_text
 from spec.hardware import Node
 from spec.interval import interval_text
-from spec.records import KernelRow, ProfileRow, TrainingConfig, TrainingRow
+from spec.records import KernelRow
 from spec.results import ResultSet, find_result_sets
+from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 from topologies import load_fabric, load_node, node_names
 
 EXAMPLES = """examples:

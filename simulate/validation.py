@@ -23,7 +23,7 @@ from simulate.uncertainty import LEVEL, interval
 from simulate.whatif import on_devices
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node
-from spec.records import ProfileRow, TrainingConfig, TrainingRow
+from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 
 SCHEMA = "validation/1"
 PEAKS = {name: f"peak_{name}_gib" for name in ("allocated", "reserved", "device")}

@@ -1,10 +1,10 @@
 """What a product waits that is launched right behind the start of a collective."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from spec.fitted import NonNegative, Record, Spread
 from spec.kernel import Kernel, ceil_div, tiles
@@ -26,6 +26,12 @@ class BehindFit(Record):
     multiprocessors: PositiveInt = Field(description="of the GPU")
     sd: Spread = Field(description="of what a product waits")
 
+    @model_validator(mode="after")
+    def _some_left(self) -> Self:
+        if self.held >= self.multiprocessors:
+            raise ValueError(f"held {self.held:g} must be less than multiprocessors")
+        return self
+
     def waits_us(self, product: Kernel, product_us: Any, sent_us: Any) -> Any:
         """By how much a product lasts longer behind a collective, each alone lasting so long, us.
 
@@ -37,7 +43,7 @@ class BehindFit(Record):
         share = self.held / self.multiprocessors
         wave_us = product_us / waves(product, self.multiprocessors)
         # on the other multiprocessors it is through by then, however long the collective lasts
-        beside_us = least(sent_us, product_us / (1 - share)) if share < 1 else sent_us
+        beside_us = least(sent_us, product_us / (1 - share))
         return least(sent_us, most(wave_us, share * beside_us + wave_us / 2))
 
 

@@ -12,9 +12,9 @@ about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit` and
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spec.behind_fit import BehindFit
 from spec.bend import Bend
@@ -46,6 +46,7 @@ from spec.fitted import (
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
 from spec.network_fit import NetworkFit
+from spec.regulation import ASSUMED, Regulation
 from spec.thermal import ThermalFit
 
 __all__ = [
@@ -156,13 +157,14 @@ class ClockFit(Record):
         default=None, description="mean power while the cap acts; the limit where not measured"
     )
     surge: Annotated[float, Field(ge=1, le=2)] = Field(
-        default=1.0, description="mean power that the cap allows over `memory_us`, over cap_w"
+        default=1.0, description="mean power allowed for about `memory_us`, as a factor of cap_w"
     )
     memory_us: PositiveMicros = Field(
-        default=20_000.0, description="of the mean that may exceed the cap by `surge`"
+        default=ASSUMED.memory_us,
+        description="time constant of the mean that may exceed cap_w by the factor `surge`",
     )
     long_memory_us: PositiveMicros = Field(
-        default=260_000.0, description="of the mean that may not"
+        default=ASSUMED.long_memory_us, description="time constant of the mean that may not"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
     memory_with_clock: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -195,6 +197,20 @@ class ClockFit(Record):
     def cap_w(self) -> float | None:
         """Mean power that the cap allows; None without one."""
         return self.regulated_w or self.power_limit_w
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.memory_us > self.long_memory_us:
+            raise ValueError(
+                f"memory_us is {self.memory_us:g}; it must be at most long_memory_us, "
+                f"{self.long_memory_us:g}"
+            )
+        return self
+
+    @property
+    def regulation(self) -> Regulation:
+        """What the cap remembers."""
+        return Regulation(self.memory_us, self.surge, self.long_memory_us)
 
     def clock_mhz(self, compute_w: float, memory_w: float = 0.0, surge: float = 1.0) -> float:
         """Clock under `surge` caps; both above idle, `compute_w` at the reference clock."""

@@ -63,7 +63,7 @@ def read_text(path: Path, what: str) -> str:
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: is not a regular file; {what} was expected there")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {what} was expected there") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from spec.names import MOST_NAME, NAME
-from spec.records import Positive
+from spec.row import Positive
 
 # the note of a run that went on elsewhere
 OTHER_DEVICES = "resumed on other devices than it began on; devices of rows may be either"

@@ -4,8 +4,8 @@ from spec.buckets import bucket_parameters, gradient_buckets
 from spec.errors import UserError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
 from spec.step import trained_parameters
+from spec.training_records import TrainingConfig
 
 PADDING = 128  # Megatron-Core pads vocabularies to a multiple of this per tensor-parallel rank
 ALIGNED = 8  # bf16 numbers in 16 bytes: rows of other lengths leave cuBLAS its slower kernels

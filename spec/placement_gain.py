@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from spec.records import PlacementRow
+from spec.training_records import PlacementRow
 
 LEVEL = 0.9
 

@@ -8,19 +8,11 @@ from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_table
+from spec.load_records import PulseRow, TurnRow
 from spec.manifest import Manifest
-from spec.records import (
-    SCHEMA,
-    TABLES,
-    KernelRow,
-    OneKernelRow,
-    PlacementRow,
-    ProfileRow,
-    PulseRow,
-    Row,
-    StepRow,
-    TurnRow,
-)
+from spec.records import SCHEMA, TABLES, KernelRow, OneKernelRow
+from spec.row import Row
+from spec.training_records import PlacementRow, ProfileRow, StepRow
 
 R = TypeVar("R", bound=Row)
 

@@ -26,7 +26,7 @@ from measure.store import Store
 from measure.telemetry import Sampler
 from measure.workers import Pool
 from spec.command import run
-from spec.records import StepRow, TrainingRow
+from spec.training_records import StepRow, TrainingRow
 
 PLAN = "kernels:\n" + "".join(
     f"- {{op: gemm, shape: m=16 n=16 k={size}}}\n" for size in range(16, 208, 16)

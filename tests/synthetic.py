@@ -18,8 +18,9 @@ from spec.kernel import Kernel, ceil_div
 from spec.manifest import Device, Host, Manifest
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import TABLES, CollectiveRow, InterferenceRow, KernelRow, Row
+from spec.records import TABLES, CollectiveRow, InterferenceRow, KernelRow
 from spec.results import read_result_set
+from spec.row import Row
 from spec.step import kernels_of
 
 COMPUTE = ("gemm", "grouped_gemm", "attention")

@@ -13,7 +13,8 @@ from calibrate.network import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
 from spec.files import read_table, write_json, write_table
-from spec.records import CollectiveRow, InterferenceRow, KernelRow, Row
+from spec.records import CollectiveRow, InterferenceRow, KernelRow
+from spec.row import Row
 from tests.synthetic import Truth, write_result_set
 
 TRUTH = Truth()

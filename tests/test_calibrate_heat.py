@@ -10,12 +10,13 @@ import pytest
 from calibrate.clocks import _regulated
 from calibrate.evidence import Evidence, Ledger
 from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
+from calibrate.heat_pulses import pulse_exponent, surge
 from calibrate.leakage import fit_leakage
-from calibrate.pulses import pulse_exponent, surge
 from calibrate.state import ClockState
 from calibrate.throttle import note_throttling
 from spec.files import write_table
-from spec.records import HeatRow, KernelRow
+from spec.load_records import HeatRow
+from spec.records import KernelRow
 from spec.results import ResultSet
 from spec.thermal import exponential_mean
 from tests.synthetic import Truth, manifest

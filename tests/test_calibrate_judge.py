@@ -11,7 +11,8 @@ import pytest
 from calibrate import judge
 from spec.command import run
 from spec.files import read_table, write_table
-from spec.records import CollectiveRow, KernelRow, Row
+from spec.records import CollectiveRow, KernelRow
+from spec.row import Row
 from tests.synthetic import kernel_rows
 from tests.test_calibrate_fit import TRUTH, write_small
 from tests.test_calibrate_models import A100

@@ -1,21 +1,25 @@
 """What a cap remembers: read off pulses that a known regulator made."""
 
 from collections.abc import Sequence
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.optimize import brentq
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.regulation import LEAST, Pulsed, Regulation, _factor, fit_regulation
+from calibrate.regulation import LEAST, fit_regulation
 from calibrate.state import ClockState
 from measure.pulses import PULSES
 from spec.bend import Bend
 from spec.calibration import read_calibration
-from spec.records import PulseRow
+from spec.load_records import PulseRow
+from spec.regulation import ASSUMED, Regulation
 
 ROOT = Path(__file__).parent.parent
 CAP_W, IDLE_W, PAUSE_W = 690.0, 80.0, 40.0
+COMPUTE_W = (CAP_W - IDLE_W) / 0.74**1.35  # of products at the largest clock: the cap leaves 0.74
 
 
 def state() -> ClockState:
@@ -25,42 +29,60 @@ def state() -> ClockState:
     return found
 
 
-def pulse(device: int, busy_us: float, pause_us: float, mean_us: float, parts: str) -> PulseRow:
-    count = max(round(busy_us / mean_us), 1)
-    return PulseRow.model_validate(
-        {
-            "case_id": f"pulses-{busy_us}-{pause_us}-device{device}",
-            "role": "fit",
-            "device": device,
-            "product": 8192,
-            "pulses": 10,
-            "products": count,
-            "busy_us": count * mean_us,
-            "pause_us": pause_us,
-            "since_us": "1000,500000",
-            "product_us": parts,
-        }
-    )
+def pulse(device: int, busy_us: float, pause_us: float, mean_us: float, **more: Any) -> PulseRow:
+    value = {
+        "case_id": f"pulses-{busy_us}-{pause_us}-device{device}",
+        "role": "fit",
+        "device": device,
+        "product": 8192,
+        "pulses": 10,
+        "products": max(round(busy_us / mean_us), 1),
+        "busy_us": max(round(busy_us / mean_us), 1) * mean_us,
+        "pause_us": pause_us,
+        "since_us": "1000",
+        "product_us": str(mean_us),
+    }
+    return PulseRow.model_validate(value | more)
 
 
-def made(by: Regulation, tops_us: Sequence[float]) -> list[PulseRow]:
+def mean_seen_w(own_w: float, busy_us: float, pause_us: float, memory_us: float) -> float:
+    """Above idle: the mean that a regulator holds, stepped through a run from the average on."""
+    held = (own_w * busy_us + PAUSE_W * pause_us) / (busy_us + pause_us)
+    steps, total = 1000, 0.0
+    for _ in range(steps):
+        held += (own_w - held) * (1 - exp(-busy_us / steps / memory_us))
+        total += held / steps
+    return total
+
+
+def product_us(busy_us: float, pause_us: float, by: Regulation, top_us: float) -> float:
+    """What a device does whose products draw all that the two means leave them."""
+    known, own_w = state(), COMPUTE_W
+    for memory_us, limit_w in (by.memory_us, by.surge * CAP_W), (by.long_memory_us, CAP_W):
+
+        def over(one: float, memory_us: float = memory_us, limit_w: float = limit_w) -> float:
+            return mean_seen_w(one, busy_us, pause_us, memory_us) + IDLE_W - limit_w
+
+        if over(own_w) > 0:
+            own_w = float(brentq(over, 1.0, own_w, xtol=0.01))
+    share = (own_w / COMPUTE_W) ** (1 / known.power_exponent)
+    return float(top_us * share**-0.6 * known.bend.factor(1980.0, share * 1980.0))
+
+
+def made(by: Regulation, tops_us: Sequence[float], slower: float = 1.0) -> list[PulseRow]:
     """The suite on devices of which each has its own largest speed."""
-    rows, known = [], state()
+    rows = []
     for device, top_us in enumerate(tops_us):
-        factor = _factor(known)
-        share = 0.74
-        room_w = CAP_W - IDLE_W
-        compute_w = room_w / share**known.power_exponent
-        like = Pulsed([], top_us, room_w, compute_w, 0.0, IDLE_W, 0.0)
-        settled_us = top_us * factor(share)
-        for busy_s, pause_s in PULSES:
-            if not pause_s:
-                parts = f"{top_us},{settled_us}"
-                rows.append(pulse(device, 1e6 * busy_s, 0.0, settled_us, parts))
+        for busy_us, pause_us in ((1e6 * busy, 1e6 * pause) for busy, pause in PULSES):
+            if not pause_us:
+                level_us = slower * product_us(1e9, 0.0, by, top_us)
+                parts = {"since_us": "1000,500000", "product_us": f"{top_us},{level_us}"}
+                rows.append(pulse(device, busy_us, 0.0, level_us, **parts))
                 continue
-            bare = pulse(device, 1e6 * busy_s, 1e6 * pause_s, top_us, f"{top_us},{top_us}")
-            mean_us = like.product_us(bare, by, factor, known.power_exponent)
-            rows.append(pulse(device, 1e6 * busy_s, 1e6 * pause_s, mean_us, f"{top_us},{mean_us}"))
+            mean_us = product_us(busy_us, pause_us, by, top_us)
+            mean_w = (COMPUTE_W * busy_us + PAUSE_W * pause_us) / (busy_us + pause_us) + IDLE_W
+            power = {"power_w": mean_w} if mean_us < 1.001 * top_us else {}
+            rows.append(pulse(device, busy_us, pause_us, mean_us, **power))
     return rows
 
 
@@ -100,6 +122,26 @@ def test_few_pulses_and_devices_without_a_level_tell_nothing(
         assert not ledger.parameters
     assert fitted(rows, monkeypatch)[0] is not None
     assert not fitted(rows, monkeypatch)[1].held_out  # no other device to judge it by
+
+
+def test_a_cap_that_never_acts_and_heat_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products as fast without pauses as at once; and slower than any power cap makes them."""
+    free = [pulse(0, 1e6 * busy, 1e6 * pause, 1380.0) for busy, pause in PULSES if pause]
+    level = {"since_us": "1000,500000", "product_us": "1380,1385"}
+    assert fitted([*free, pulse(0, 4e6, 0.0, 1380.0, **level)], monkeypatch)[0] is None
+    hot = made(Regulation(20e3, 1.04, 100e3), (1380.0,), slower=8.0)
+    assert fitted(hot, monkeypatch)[0] is None
+
+
+def test_what_pulses_do_not_tell_stays_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pulses so short that nothing slows them down: wide intervals about the assumed figures."""
+    rows = made(Regulation(20e3, 1.04, 100e3), (1355.0, 1380.0, 1404.0))
+    short = [row for row in rows if not row.pause_us or row.busy_us < 25e3]
+    found, ledger = fitted(short, monkeypatch)
+    assert found.memory_us == pytest.approx(ASSUMED.memory_us, rel=0.3)
+    for one in ledger.parameters:
+        if one.unit == "us":
+            assert one.high > 10 * one.low
 
 
 def test_two_h200_and_two_h100_forget_within_a_tenth_of_a_second() -> None:

@@ -6,11 +6,12 @@ import pytest
 
 from calibrate.clocks import _fit_power_exponent, _memory_with_clock
 from calibrate.evidence import Evidence, Ledger
-from calibrate.pulses import pulse_exponent
+from calibrate.heat_pulses import pulse_exponent
 from calibrate.state import MEMORY_WITH_CLOCK, POWER_EXPONENT, ClockState, Estimate
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns
-from spec.records import HeatRow, Row, TurnRow
+from spec.load_records import HeatRow, TurnRow
+from spec.row import Row
 from tests.test_calibrate_heat import heat_row
 
 IDLE, LIMIT, LARGEST = 70.0, 700.0, 1980.0

@@ -26,7 +26,8 @@ from spec.files import read_table, write_json, write_table
 from spec.manifest import Manifest
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import CollectiveRow, KernelRow, StepRow, TrainingConfig, TrainingRow
+from spec.records import CollectiveRow, KernelRow
+from spec.training_records import StepRow, TrainingConfig, TrainingRow
 from tests.made_up import write_calibration
 from tests.synthetic import Truth, manifest, write_result_set
 from topologies import load_fabric, load_node

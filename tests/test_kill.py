@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from spec.records import KernelRow, StepRow, TrainingRow
+from spec.records import KernelRow
 from spec.results import read_result_set
+from spec.training_records import StepRow, TrainingRow
 
 KILLS = 10
 

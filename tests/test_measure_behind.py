@@ -61,11 +61,11 @@ class Device:
 def test_alone_and_behind_take_turns_after_a_pause_and_a_meeting() -> None:
     device = Device(100.0, 300.0)
     alone, late, both = behind.in_turn(device, device.compute, device.start, device.meet, 7.0)
-    assert alone == pytest.approx([100.0] * (behind.REPEATS - 2))
+    assert alone == pytest.approx([100.0] * behind.REPEATS)
     assert late == pytest.approx([250.0] * len(alone))
     assert both == pytest.approx([300.0] * len(alone))
     one = ["pause", "meet", "product", "pause", "meet", "collective", "product"]
-    assert device.log == one * behind.REPEATS
+    assert device.log == one * (behind.WARM_UP + behind.REPEATS)
 
 
 def test_what_starts_before_a_product_is_what_a_layer_sends() -> None:

@@ -17,8 +17,9 @@ from spec.errors import UserError
 from spec.files import read_table
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import CollectiveRow, TrainingConfig
+from spec.records import CollectiveRow
 from spec.results import find_result_sets
+from spec.training_records import TrainingConfig
 from tests.test_measure_hosts import needs_root
 from tests.test_measure_workers import Case
 

@@ -12,7 +12,7 @@ from measure.devices import open_devices
 from measure.run import main
 from measure.timing import CpuTimer
 from spec.command import run
-from spec.records import HeatRow
+from spec.load_records import HeatRow
 from spec.results import find_result_sets
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from measure.imports import main
 from spec.command import run
-from spec.records import CollectiveRow, StepRow, TrainingRow
+from spec.records import CollectiveRow
 from spec.results import ResultSet, find_result_sets
+from spec.training_records import StepRow, TrainingRow
 
 HEADER = """\
 #                                                              out-of-place                       in-place

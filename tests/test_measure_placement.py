@@ -15,8 +15,8 @@ from spec.manifest import Host
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.placement_gain import gains, measured_gain
-from spec.records import PlacementRow
 from spec.results import read_result_set
+from spec.training_records import PlacementRow
 
 
 def row(block: int, placement: Any, seconds: float, step: int = 0) -> PlacementRow:

@@ -21,8 +21,8 @@ from spec.files import write_table
 from spec.kernel import AROUND_BLOCKS, Kernel
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
 from spec.step import kernels_of
+from spec.training_records import TrainingConfig
 
 
 def test_ids_are_unique_and_roles_split_about_one_in_five() -> None:

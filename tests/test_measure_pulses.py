@@ -12,7 +12,7 @@ from measure.devices.fake import FakeDevice
 from measure.products import Refused
 from measure.timing import CpuTimer
 from spec.errors import UserError
-from spec.records import PulseRow
+from spec.load_records import PulseRow
 from spec.results import read_result_set
 from tests.synthetic import with_cell
 from tests.test_measure_timing import FakeCuda, gpu  # noqa: F401
@@ -25,7 +25,7 @@ def test_products_and_pauses_take_turns(gpu: tuple[CpuTimer, FakeCuda]) -> None:
     assert [len(pulse) for pulse in found] == [5, 5, 5]
     for pulse in found:
         assert [one - pulse[0] for one in pulse] == pytest.approx([0, 2e3, 4e3, 6e3, 8e3])
-    # a spin is counted in 32 bits, so a long pause takes several
+    # a long pause takes several spins
     pauses = [after[0] - before[-1] for before, after in pairwise(found)]
     cycles = cuda.slept / 3
     assert cycles == pytest.approx(130_000 * 2000)
@@ -60,11 +60,12 @@ def test_a_case_on_a_made_up_device_becomes_a_row() -> None:
     cases = pulses.cases(2, True)
     assert len(cases) == 2 * len(pulses.PULSES)
     row = pulses.measure(cases[0].message(), CpuTimer(device), device, 0)
-    assert (row.device, row.case_id) == (0, "pulses-20-20-device0")
+    assert (row.device, row.case_id) == (0, "pulses-4000-0-device0")
     assert row.parts[0][1] > 0
     assert row.power_w
-    endless = next(one for one in cases if not one.pause_s)
-    assert pulses.measure(endless.message(), CpuTimer(device), device, 0).pause_us == 0
+    assert row.pause_us == 0
+    paused = next(one for one in cases if one.pause_s)
+    assert pulses.measure(paused.message(), CpuTimer(device), device, 0).pause_us > 0
 
 
 def row(**changes: object) -> PulseRow:
@@ -89,6 +90,7 @@ def row(**changes: object) -> PulseRow:
     [
         {"since_us": "2500"},
         {"since_us": "7500,2500"},
+        {"since_us": "2500,2500"},
         {"product_us": "1400.5,-3"},
         {"product_us": "1400.5,nan"},
         {"product_us": "1400.5,fast"},

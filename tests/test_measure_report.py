@@ -14,7 +14,8 @@ from measure.store import Store, read_links, write_links
 from measure.training_plan import cases
 from spec.command import run
 from spec.errors import UserError
-from spec.records import KernelRow, TrainingRow
+from spec.records import KernelRow
+from spec.training_records import TrainingRow
 from tests.test_measure_store import new_store
 
 

@@ -15,7 +15,7 @@ from measure.run import main
 from measure.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
-from spec.records import TurnRow
+from spec.load_records import TurnRow
 from spec.results import find_result_sets, read_result_set
 from tests.synthetic import with_cell
 

@@ -15,8 +15,8 @@ from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingRow
 from spec.results import find_result_sets
+from spec.training_records import TrainingRow
 from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
 

@@ -19,7 +19,6 @@ from spec.buckets import Bucket, bucket_parameters, gradient_buckets
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.records import ProfileRow, TrainingRow
 from spec.results import find_result_sets
 from spec.step import (
     by_chunk,
@@ -28,6 +27,7 @@ from spec.step import (
     optimizer,
     trained_parameters,
 )
+from spec.training_records import ProfileRow, TrainingRow
 from tests.sharded import of_microbatch
 from tests.test_schedule import played
 from tests.test_step import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate

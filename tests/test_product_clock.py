@@ -10,7 +10,8 @@ from calibrate.product_clock import fit_bend, fit_jitter, product_law
 from calibrate.state import ClockState
 from spec.bend import Bend
 from spec.calibration import ClockFit
-from spec.records import KernelRow, TurnRow
+from spec.load_records import TurnRow
+from spec.records import KernelRow
 from tests.test_calibrate_clocks import capped, fitted
 
 

@@ -36,8 +36,9 @@ from spec.errors import UserError
 from spec.kernel import Kernel
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import CollectiveRow, KernelRow, StepRow, TrainingConfig, TrainingRow
+from spec.records import CollectiveRow, KernelRow
 from spec.results import find_result_sets, read_result_set
+from spec.training_records import StepRow, TrainingConfig, TrainingRow
 from tests.stub_case import Case
 
 ROOT = Path(__file__).parent.parent

@@ -1,5 +1,6 @@
 """A simulated step under a made-up calibration; properties of any step: test_step_properties."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from simulate.clocks import _clock_mhz, layer_clock, load
+from simulate.clocks import _clock_mhz, layer_clock, load, mean_clock_mhz
 from simulate.costs import Costs, Draws
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.imbalance import shares
@@ -161,7 +162,27 @@ def test_a_stage_that_waits_keeps_a_higher_clock() -> None:
     assert min(clocks) == clocks[3]
     assert clocks[0] > clocks[3]
     assert estimate.clock_mhz[0] == clocks[3]
-    assert np.mean(clocks) < estimate.mean_clock_mhz <= 1980  # waiting at the largest clock
+    assert np.mean(clocks) < estimate.mean_clock_mhz <= 1980
+
+
+def test_a_monitor_shows_the_largest_clock_where_passes_are_forgotten() -> None:
+    """Waits that the regulator does not notice leave a stage its clock; long ones the largest."""
+    p = Parallelism(pp=4, global_batch=16, layers_per_stage=(1, 1, 1, 5))
+    estimate = simulate(p, capped())
+    priced, busy_us = estimate.priced, 1e6 * estimate.stage_busy_s
+    step_us = 1e6 * estimate.ideal_step_time_s
+    shown = {}
+    for memory_us in (1.0, 1e9):
+        costs = priced.costs.with_(calibration=capped(memory_us=1.0, long_memory_us=memory_us))
+        first = priced.stages[0]._replace(costs=costs)
+        other = replace(priced, stages=(first, *priced.stages[1:]))
+        shown[memory_us] = mean_clock_mhz(other, busy_us, step_us)
+    clocks = np.array([stage.clock_mhz for stage in priced.stages])
+    after_us = np.array([load(priced, number).after_us for number in range(4)])
+    at_largest = (clocks * busy_us + 1980 * (step_us - busy_us)) / step_us
+    assert shown[1.0] == pytest.approx(at_largest.mean(), rel=1e-3)
+    kept = (clocks * (step_us - after_us) + 1980 * after_us) / step_us
+    assert shown[1e9] == pytest.approx(kept.mean(), rel=1e-3)
 
 
 def test_pauses_leave_short_steps_more_than_the_cap_and_no_pauses_do_not() -> None:

@@ -12,7 +12,7 @@ from spec.files import read_table
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
+from spec.training_records import TrainingConfig
 
 TINY = load_model("tiny")
 MIXED = TINY.resized(name="tiny-moe", experts=4, top_k=2)

@@ -8,8 +8,8 @@ from measure.training_profile import rows, run_profile
 from measure.training_trace import MARK, OPTIMIZER, STEP, overlap, read_trace
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import ProfileRow
 from spec.step import optimizer
+from spec.training_records import ProfileRow
 from tests.sharded import of_microbatch
 
 Event = dict[str, Any]
@@ -152,8 +152,8 @@ def test_the_suite_writes_a_table(tmp_path: Any) -> None:
     pytest.importorskip("megatron.core")
     from measure.run import main
     from spec.files import write_table
-    from spec.records import TrainingConfig
     from spec.results import find_result_sets
+    from spec.training_records import TrainingConfig
 
     model = load_model("tiny").resized(layers=1, seq_len=32)
     config = TrainingConfig.of("alone", model, Parallelism(global_batch=1))

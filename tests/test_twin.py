@@ -15,8 +15,8 @@ from spec.errors import UserError
 from spec.files import read_table
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import TrainingConfig
 from spec.step import layer
+from spec.training_records import TrainingConfig
 from tests.made_up import write_calibration
 
 MODEL = load_model("llama3-70b")

@@ -14,7 +14,7 @@ from spec.command import run
 from spec.files import read_table, write_json, write_table
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.records import StepRow, TrainingConfig, TrainingRow
+from spec.training_records import StepRow, TrainingConfig, TrainingRow
 from tests.made_up import write_calibration
 from tests.synthetic import Truth, manifest
 from topologies import load_fabric, load_node

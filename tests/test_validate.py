@@ -24,7 +24,8 @@ from spec.manifest import OTHER_DEVICES
 from spec.measurable import refuse
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import KernelRow, ProfileRow, StepRow, TrainingConfig, TrainingRow
+from spec.records import KernelRow
+from spec.training_records import ProfileRow, StepRow, TrainingConfig, TrainingRow
 from tests.made_up import write_calibration
 from tests.synthetic import Truth, kernel_rows, manifest
 from topologies import load_fabric, load_node

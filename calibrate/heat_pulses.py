@@ -13,13 +13,14 @@ from scipy.stats import linregress
 from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, rounded
 from calibrate.state import ClockState, Estimate
 from calibrate.telemetry import read_columns
-from spec.records import HeatRow, KernelRow
+from spec.load_records import HeatRow
+from spec.records import KernelRow
 
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
 # of the interval, a share: how far loads lie from one line, where three or more tell (0.3 and 0.5)
 LEAST_SPREAD = 0.2
-# Bursts of products are this long at least, and so many of them tell: more than twice the memory of
-# the cap's fast regulator (`simulate.clocks`) before their last tenth.
+# Bursts of products are this long at least, and so many of them tell: twice the time constant of
+# the cap's fast regulator before their last tenth.
 BURST_US, LEAST_BURSTS = 50_000.0, 8
 SURGE_SPREAD = 0.25  # of what is above 1: four H200 lie between 1.032 and 1.046
 # after a load began: the cap's fast regulator has acted, and the one of minutes has not

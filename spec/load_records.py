@@ -1,0 +1,117 @@
+"""Tables of loads that a power cap or heat slows down: heat, turns and pulses."""
+
+import itertools
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+
+from spec.row import ClockMhz, Count, NonNegative, Positive, Row
+
+
+class HeatRow(Row):
+    """heat.csv: a load of products on all devices. Lists are by device, comma-separated."""
+
+    duty: Annotated[float, Field(ge=0, le=1)] = Field(description="share of the time asked for")
+    seconds: Positive = Field(description="that it lasted")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    busy_share: str = Field(description="of the time that products ran, seen from the host")
+    product_us: str | None = Field(default=None, description="median time of one product, us")
+    energy_j: str | None = Field(default=None, description="hardware energy counter, J")
+    power_w: str | None = Field(default=None, description="mean of the power readings, W")
+    clock_median_mhz: Positive | None = Field(default=None, description="SM clock, all devices")
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+
+class TurnRow(Row):
+    """turns.csv: products and memory-bound kernels in turns on one device, its clock settled."""
+
+    device: NonNegativeInt = Field(description="index into the manifest's devices")
+    op: Literal["grad_accumulate", "add"] = Field(
+        description="memory-bound: a bf16 gradient added to an fp32 one; the sum of bf16 tensors"
+    )
+    elements: PositiveInt = Field(description="of each tensor of the memory-bound kernel")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    products: Count = Field(description="products of a turn")
+    others: Count = Field(description="memory-bound kernels of a turn")
+    product_us: Positive | None = Field(default=None, description="median time of one product")
+    other_us: Positive | None = Field(
+        default=None, description="median time of one memory-bound kernel"
+    )
+    clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
+    power_w: Positive | None = Field(
+        default=None, description="mean, by the energy counter where there is one"
+    )
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+    @model_validator(mode="after")
+    def _timed(self) -> Self:
+        """What ran was timed, and something ran."""
+        timed = (self.product_us is not None, self.other_us is not None)
+        if timed != (self.products > 0, self.others > 0) or not any(timed):
+            raise ValueError(
+                "product_us and other_us are to be there where products and others are above 0, of "
+                "which one is"
+            )
+        return self
+
+    @property
+    def product_share(self) -> float:
+        """Part of the time that products run."""
+        products, others = (
+            count * (time_us or 0.0)
+            for count, time_us in ((self.products, self.product_us), (self.others, self.other_us))
+        )
+        return products / (products + others)
+
+
+class PulseRow(Row):
+    """pulses.csv: products in pulses on one device. Lists are by part of a pulse, in its order."""
+
+    device: NonNegativeInt = Field(description="index into the manifest's devices")
+    product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
+    pulses: PositiveInt = Field(description="that were timed")
+    products: PositiveInt = Field(description="of a pulse")
+    busy_us: Positive = Field(description="mean length of a pulse")
+    pause_us: NonNegative = Field(description="mean time between two; 0: one pulse, no pause")
+    since_us: str = Field(
+        description="mean time from a pulse's begin to the middle of a product, comma-separated"
+    )
+    product_us: str = Field(description="median time of one product there, comma-separated")
+    clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
+    power_w: Annotated[Positive, Field(le=1e5)] | None = Field(
+        default=None, description="mean, by the energy counter where there is one"
+    )
+    temperature_max_c: FiniteFloat | None = None
+    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+    @model_validator(mode="after")
+    def _listed(self) -> Self:
+        """Both lists are numbers above 0, as many of each, the first rising."""
+        lists = []
+        for name in ("since_us", "product_us"):
+            text = getattr(self, name)
+            try:
+                lists.append([float(one) for one in text.split(",")])
+            except ValueError:
+                raise ValueError(
+                    f"{name} is {text!r}; it must be numbers, comma-separated"
+                ) from None
+            if not all(0 < one < 1e12 for one in lists[-1]):
+                raise ValueError(f"{name} is {text!r}; each must be above 0 and below 1e12")
+        since, times = lists
+        if len(since) != len(times):
+            raise ValueError(
+                f"since_us has {len(since)} numbers and product_us {len(times)}; they must be of "
+                "the same parts"
+            )
+        if any(later <= one for one, later in itertools.pairwise(since)):
+            raise ValueError(f"since_us is {self.since_us!r}; it must rise")
+        return self
+
+    @property
+    def parts(self) -> list[tuple[float, float]]:
+        """Of each part of a pulse: time since it began, and that of a product, us."""
+        since, times = (map(float, text.split(",")) for text in (self.since_us, self.product_us))
+        return list(zip(since, times, strict=True))
