@@ -1,0 +1,134 @@
+"""Clock and power of a GPU: what kernels draw, what a cap leaves them, how devices differ."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from spec.bend import Bend
+from spec.fitted import (
+    Mhz,
+    PositiveMicros,
+    PositiveShare,
+    PositiveWatts,
+    Record,
+    Share,
+    Spread,
+    Watts,
+)
+from spec.regulation import ASSUMED, Regulation
+
+
+class DeviceFit(Record):
+    """A device that was measured, beside the calibration's central one."""
+
+    uuid_hash: str
+    power: PositiveShare = Field(description="of its products at a clock, as a factor")
+    memory: PositiveShare = Field(default=1.0, description="of its memory-bound kernels, likewise")
+
+
+class ClockFit(Record):
+    """Board power and the clock that a power cap leaves.
+
+    Kernels bound by arithmetic draw power that goes with the clock, and so does `memory_with_clock`
+    of what those bound by memory draw; the rest of that stays as it was measured:
+
+        power(f) = idle_w + memory_w + compute_w * (f / reference_mhz) ** power_exponent
+
+    with both sums weighted by the kernels' shares of time. The regulator holds the mean over many
+    kernels at `regulated_w`, so memory-bound kernels between products leave these some room: the
+    clock is the highest f up to max_mhz with power(f) <= regulated_w. Over `memory_us` it lets them
+    draw `surge` times that, over `long_memory_us` not.
+    """
+
+    reference_mhz: Mhz
+    max_mhz: Mhz
+    idle_w: Watts
+    power_limit_w: PositiveWatts | None
+    regulated_w: PositiveWatts | None = Field(
+        default=None, description="mean power while the cap acts; the limit where not measured"
+    )
+    surge: Annotated[float, Field(ge=1, le=2)] = Field(
+        default=1.0, description="mean power allowed for about `memory_us`, as a factor of cap_w"
+    )
+    memory_us: PositiveMicros = Field(
+        default=ASSUMED.memory_us,
+        description="time constant of the mean that may exceed cap_w by the factor `surge`",
+    )
+    long_memory_us: PositiveMicros = Field(
+        default=ASSUMED.long_memory_us, description="time constant of the mean that may not"
+    )
+    power_exponent: Annotated[float, Field(ge=0.1, le=10)]
+    memory_with_clock: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="of a memory-bound kernel's power above idle, the share that does"
+    )
+    communication_w: Watts = Field(description="above idle, while only communicating")
+    waiting_w: Watts = Field(description="above idle, while waiting for a peer")
+    device_spread_sd: Spread = Field(description="sustained clock, one device to another")
+    product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
+        default=0.0, description="see `product_factor`; how far the exponent changes with the clock"
+    )
+    sustained_mhz: Mhz | None = Field(
+        default=None, description="clock of products that ran sustained under the cap"
+    )
+    jitter_sd: Spread = Field(
+        default=0.0, description="speed under the cap, from some tens of milliseconds to the next"
+    )
+    jitter_mean: Share = Field(
+        default=0.0, description="mean duration under the cap beyond the median, a share"
+    )
+    visit_sd: Spread = Field(description="whole speed, one visit to the machine to another")
+    own_visit_sd: Spread | None = Field(
+        default=None, description="the same where all devices are among `devices`, if less"
+    )
+    devices: tuple[DeviceFit, ...] = Field(
+        default=(), description="those that ran products under the cap, in order"
+    )
+
+    @property
+    def cap_w(self) -> float | None:
+        """Mean power that the cap allows; None without one."""
+        return self.regulated_w or self.power_limit_w
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.memory_us > self.long_memory_us:
+            raise ValueError(
+                f"memory_us is {self.memory_us:g}; it must be at most long_memory_us, "
+                f"{self.long_memory_us:g}"
+            )
+        return self
+
+    @property
+    def regulation(self) -> Regulation:
+        """What the cap remembers."""
+        return Regulation(self.memory_us, self.surge, self.long_memory_us)
+
+    def clock_mhz(self, compute_w: float, memory_w: float = 0.0, surge: float = 1.0) -> float:
+        """Clock under `surge` caps; both above idle, `compute_w` at the reference clock."""
+        if self.cap_w is None or compute_w <= 0:
+            return self.max_mhz
+        room = max(surge * self.cap_w - self.idle_w - memory_w, 1.0)
+        allowed = self.reference_mhz * float((room / compute_w) ** (1 / self.power_exponent))
+        return min(self.max_mhz, allowed)
+
+    def product_factor(self, clock_mhz: float) -> float:
+        """What products at a clock last beside what their one exponent says.
+
+        It leads from the sustained clock, where durations go with a larger exponent, to the largest
+        one, where they hardly change. In between products are faster by
+        exp(-product_bend * x * (X - x)), x and X logarithms of largest over this and sustained.
+        Below the sustained clock the exponent stays what it is there: nothing was measured.
+        """
+        bend = Bend(self.product_bend, self.sustained_mhz)
+        return bend.factor(self.reference_mhz, clock_mhz)
+
+    def on_own_devices(self) -> "ClockFit":
+        """As for devices that are all among those measured."""
+        if self.own_visit_sd is None or self.own_visit_sd >= self.visit_sd:
+            return self
+        return self.model_copy(update={"visit_sd": self.own_visit_sd})
+
+    def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:
+        """Board power of those kernels at a clock."""
+        scale = float((clock_mhz / self.reference_mhz) ** self.power_exponent)
+        return self.idle_w + memory_w + compute_w * scale
