@@ -2,8 +2,8 @@
 
 Of all runs on the GPU: how many multiprocessors a collective's kernel holds, and how many the GPU
 has, are the two numbers whose waves explain the rows best; the first is told from above alone where
-products lose one wave either way. Beside them a spread of what single
-products wait, by how far rows lie from that.
+products lose one wave either way. Beside them a spread of what single products wait, by how far
+rows lie from that.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,10 @@ def fit_behind(evidence: Evidence, ledger: Ledger) -> BehindFit | None:
     ]
     fit = BehindFit(held=best.held, multiprocessors=best.multiprocessors, sd=_spread(best, rows))
     where = evidence.of_gpu.where(BehindRow, len(rows))
-    detail = f"{where}: products right behind the start of a collective lose whole waves of tiles"
+    detail = (
+        f"{where}: products right behind the start of a collective lose whole waves of tiles, of "
+        f"{fit.multiprocessors} multiprocessors"
+    )
     if min(alike) == HELD[0]:
         detail += "; how many multiprocessors are held the rows tell from above alone"
     ledger.note(name, fit.held, unit, (min(alike), max(alike)), "measured", detail)

@@ -7,8 +7,8 @@ examples:
         one system, with a report of fit against data
     python -m calibrate.fit results/h200 --out trial.json --json
 
-Reads all tables and telemetry of every run of a system, complete or interrupted, but its training
-steps. The same input gives the same bytes.
+Reads the microbenchmarks and telemetry of every run of a system, complete or interrupted; never its
+training steps. The same input gives the same bytes.
 """
 
 import argparse

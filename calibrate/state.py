@@ -25,7 +25,7 @@ PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 # give or take 0.15.
 MEMORY_WITH_CLOCK = (0.31, 0.0, 0.62)
 # The same of what a cap lets through for a while, see `calibrate.heat_pulses.surge`.
-# Bursts of products draw 1.02 times the cap on H100 and 1.03 on H200.
+# Bursts of products draw 1.02 times the cap on H100 and 1.03 to 1.05 on H200.
 SURGE = (1.03, 1.0, 1.1)
 # shares of the room between idle and power limit, where no row shows power
 COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6

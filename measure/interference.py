@@ -148,9 +148,8 @@ def _thread(
 
 def row(case: dict[str, Any], replies: list[dict[str, Any]]) -> InterferenceRow:
     """The table row of a case from all ranks' replies: repeats of all ranks together."""
-    kernels = [value for reply in replies for value in reply["kernel_us"]]
     others = [value for reply in replies for value in reply["collective_us"]]
-    if not kernels or not others:
+    if not others or not any(reply["kernel_us"] for reply in replies):
         raise WorkError("the kernel and the collective did not overlap")
     with_us = statistics.median(others)
     return InterferenceRow(**beside(case, replies), collective_with_us=with_us)

@@ -302,7 +302,8 @@ def lead(
     cases = planned(options, kind, len(devices))
     if not any(cases.values()):
         raise UserError(
-            f"{' and '.join(cases)} has nothing to measure on {len(devices)} devices of kind {kind}"
+            f"--suite {','.join(cases)} has nothing to measure on {len(devices)} devices of kind "
+            f"{kind}; name another"
         )
     if asked.write_plan:
         return write_plan(asked.write_plan, options, kind, len(devices))

@@ -102,8 +102,7 @@ class Calibrations:
 
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
-        row = one.row
-        of = one.node, one.fp4, row.early, row.graphs
+        of = one.node, one.fp4, one.row.early, one.row.graphs
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
