@@ -38,6 +38,7 @@ from calibrate.state import (
     ClockState,
     is_compute,
     is_product,
+    kernel_of,
 )
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
@@ -81,13 +82,17 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         source,
         idle_detail,
     )
-    fit_exponents(evidence, state, rows, ledger)
+    fit_exponents(evidence, state, evidence.rows(KernelRow), ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
     for compute in (True, False):
         shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
         if shown:
             state.kind_power_w[compute] = float(median(state.active_w(row) for row in shown))
+    drawing = [row for row in rows if is_product(row) and state.shows_power(row)]
+    if drawing:
+        tflops = float(median(state.tflops(row) for row in drawing))
+        state.product_power = float(median(state.active_w(row) for row in drawing)), tflops
     state.devices, state.device_power = fit_devices(evidence, state, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
@@ -329,10 +334,10 @@ def _regulated(evidence: Evidence, state: ClockState, ledger: Ledger) -> float |
     return noted(capped, float(low), float(high), where)
 
 
-def draw(fit: KernelFit, clock: ClockFit) -> tuple[float, float]:
+def draw(fit: KernelFit, clock: ClockFit, active_w: float) -> tuple[float, float]:
     """Active power as `ClockFit` takes it: what goes with the clock, and what does not."""
     share = 1.0 if fit.tflops else clock.memory_with_clock
-    return share * fit.active_power_w, (1 - share) * fit.active_power_w
+    return share * active_w, (1 - share) * active_w
 
 
 def judge_power(
@@ -347,7 +352,8 @@ def judge_power(
         for _, row in evidence.rows(KernelRow, role):
             fit = by_key.get((row.op, row.direction, row.dtype))
             if fit is not None and row.state == "sustained":
-                compute_w, memory_w = draw(fit, clock)
+                dims = kernel_of(row).dims
+                compute_w, memory_w = draw(fit, clock, fit.drawn_w(dims, fit.time_us(dims)[0]))
                 mhz = clock.clock_mhz(compute_w, memory_w)
                 found.append((row, clock.power_w(compute_w, mhz, memory_w), mhz))
         return found

@@ -1,4 +1,4 @@
-"""What the clock does to times, and how far a clock read during a burst can be trusted."""
+"""What the clock does to times, and how much longer bursts take than sustained rows."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,24 +24,21 @@ LEAST_PAIRS = 3
 APART = 0.02
 # memory-bound shapes that no cache helps: several times any L2
 LARGE_BYTES = 256 * 2**20
-# fewest large products whose scatter says how far a burst's clock can be trusted
-LEAST_BURSTS = 20
 
 
 def fit_exponents(
-    evidence: Evidence, state: ClockState, rows: Sequence[KernelRow], ledger: Ledger
+    evidence: Evidence, state: ClockState, rows: Sequence[tuple[str, KernelRow]], ledger: Ledger
 ) -> None:
-    """Exponents of compute-bound and memory-bound kernels, into `state`.
+    """Exponents of compute-bound and memory-bound kernels, into `state`; `rows` with their runs.
 
     Each pair of rows of one shape at two clocks gives an exponent; their median, weighted by how
     far the clocks lie apart. Sustained rows are the anchor: a sustained clock is steady, while a
-    burst passes through the onset of the power cap, and the clock read in it says only in part
-    what it ran at.
+    burst passes through the onset of the power cap, and finds its operands in memory.
     """
     for compute in (True, False):
         kind = "compute" if compute else "memory"
-        own = [row for row in rows if row.clock_mhz and is_compute(row.op) == compute]
-        bursts, devices = _pairs([row for row in own if _large(row)])
+        own = [(run, row) for run, row in rows if row.clock_mhz and is_compute(row.op) == compute]
+        bursts, devices = _pairs([(run, row) for run, row in own if _large(row)])
         value, used = _exponent(bursts + devices)
         turned = product_law(evidence.of_gpu, state.reference_mhz) if compute else None
         if turned is not None:
@@ -62,10 +59,10 @@ def fit_exponents(
             value = _assume(kind, ledger)
         state.exponents[compute] = value
         if compute and turned is None:
-            state.bend = fit_bend(evidence, state, rows, ledger)
-        trusted = _trust(own, value)
-        state.burst_exponents[compute] = trusted
-        offsets = [_offset(pair, state, trusted) for pair in bursts]
+            state.bend = fit_bend(evidence, state, [row for _, row in rows], ledger)
+        # attention has exponents of its own, for clocks as bursts have them
+        told = [pair for pair in bursts if not compute or is_product(pair[0])]
+        offsets = [_offset(pair, state) for pair in told]
         if len(offsets) >= LEAST_PAIRS:
             state.burst_offsets[compute] = float(np.median(offsets))
 
@@ -100,19 +97,18 @@ def _large(row: KernelRow) -> bool:
     return row.median_us >= LARGE_US if is_compute(row.op) else kernel_of(row).bytes >= LARGE_BYTES
 
 
-def _pairs(rows: Sequence[KernelRow]) -> tuple[list[Pair], list[Pair]]:
-    """(burst, sustained) rows of a shape on one device; sustained rows of a shape on two."""
-    shapes: dict[tuple[str, str, str, str], dict[tuple[str, int], KernelRow]] = defaultdict(dict)
-    for row in rows:
+def _pairs(rows: Sequence[tuple[str, KernelRow]]) -> tuple[list[Pair], list[Pair]]:
+    """(burst, sustained) rows of a shape on one device of a run; sustained rows of one on two."""
+    shapes: dict[tuple[str, str, str, str], dict[str, dict[tuple[str, int], KernelRow]]]
+    shapes = defaultdict(lambda: {"burst": {}, "sustained": {}})
+    for run, row in rows:
         shape = (row.op, row.direction, row.dtype, row.shape)
-        shapes[shape].setdefault((row.state, row.device), row)
+        shapes[shape][row.state].setdefault((run, row.device), row)
     bursts, devices = [], []
     for found in shapes.values():
-        sustained = [row for (state, _), row in sorted(found.items()) if state == "sustained"]
-        devices += list(combinations(sustained, 2))
-        bursts += [
-            (found["burst", row.device], row) for row in sustained if ("burst", row.device) in found
-        ]
+        held, burst = found["sustained"], found["burst"]
+        devices += list(combinations(held.values(), 2))
+        bursts += [(burst[at], row) for at, row in held.items() if at in burst]
     return bursts, devices
 
 
@@ -135,31 +131,7 @@ def _exponent(pairs: Sequence[Pair]) -> tuple[float | None, list[Pair]]:
     return float(np.clip(slower[middle] / steps[middle], 0.0, 1.5)), used
 
 
-def _trust(rows: Sequence[KernelRow], exponent: float) -> float:
-    """The exponent, up to the true one, with which clocks read in bursts explain most.
-
-    Large matrix products run at nearly the same rate, so the one whose correction leaves their
-    rates least scattered is taken.
-    """
-    rates: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if is_product(row) and row.state == "burst" and _large(row):
-            clock = log(row.clock_mhz or 1.0)
-            rates[row.direction].append((clock, log(kernel_of(row).flops / row.median_us)))
-    groups = [np.array(one) for one in rates.values() if len(one) >= LEAST_BURSTS]
-    if not groups or max(float(one[:, 0].std()) for one in groups) < APART:
-        return exponent
-
-    def scatter(trusted: float) -> float:
-        left = [one[:, 1] - trusted * one[:, 0] for one in groups]
-        return robust_sd(value for one in left for value in one - np.median(one))
-
-    tried = np.linspace(0.0, exponent, 21)
-    return float(min(tried, key=scatter))
-
-
-def _offset(pair: Pair, state: ClockState, trusted: float) -> float:
+def _offset(pair: Pair, state: ClockState) -> float:
     """How much longer a burst took than its clock says, for both rows to agree (logarithm)."""
     burst, sustained = pair
-    at_burst = trusted * log(state.reference_mhz / (burst.clock_mhz or state.reference_mhz))
-    return log(burst.median_us / state.at_reference(sustained)) - at_burst
+    return log(state.at_reference(burst) / state.at_reference(sustained))

@@ -33,12 +33,13 @@ from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
 from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
 from calibrate.leakage import fit_leakage
+from calibrate.monitored import monitored
 from calibrate.network import PUBLISHED
 from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
 from calibrate.queued import fit_queued
-from calibrate.telemetry import monitored, read_telemetry
+from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
 from spec.command import Parser, add_json, add_progress, emit, progress, run
@@ -68,7 +69,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
         )
     ledger = Ledger()
     queued = fit_queued(evidence, ledger)
-    evidence = queued.applied(host_visits.alike(monitored(evidence)))
+    evidence = queued.applied(host_visits.alike(monitored(evidence, ledger)))
     telemetry = read_telemetry(evidence)
     state = clock_state(evidence, telemetry, ledger)
     keys = kernel_keys(evidence)
@@ -76,7 +77,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     own = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
     kernels = own
     for other, lacking in evidence.lent:
-        theirs = queued.applied(host_visits.alike(monitored(other)))
+        theirs = queued.applied(host_visits.alike(monitored(other, Ledger())))
         their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
         kernels += fit_kernels(theirs, their_state, ledger, lacking)
     collectives = fit_collectives(evidence, ledger)

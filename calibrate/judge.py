@@ -24,9 +24,10 @@ from calibrate import collectives, kernels
 from calibrate.clocks import clock_state
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.fit import held_out_lines, systems
+from calibrate.monitored import monitored
 from calibrate.queued import fit_queued
 from calibrate.sweeps import judge_sweep
-from calibrate.telemetry import monitored, read_telemetry
+from calibrate.telemetry import read_telemetry
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError
 from spec.records import CollectiveRow, KernelRow
@@ -53,7 +54,9 @@ def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str,
     """Errors on the later runs, and how many of their rows no earlier one has a model for."""
     ledger, unused = Ledger(), Ledger()
     queued = fit_queued(early, Ledger())
-    early, later = (queued.applied(monitored(one)) for one in (early, Evidence(early.system, late)))
+    early, later = (
+        queued.applied(monitored(one, unused)) for one in (early, Evidence(early.system, late))
+    )
     state = clock_state(early, read_telemetry(early), unused)
     fits = kernels.fit_kernels(early, state, unused, kernels.kernel_keys(early))
     rows = [later.as_shown(one.manifest.run, row) for one in late for row in one.table(KernelRow)]

@@ -24,7 +24,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
-from calibrate.state import ClockState, Key, is_compute, kernel_of
+from calibrate.state import PRODUCTS, ClockState, Key, is_compute, kernel_of
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import features
@@ -56,6 +56,7 @@ class Group:
     shapes: tuple[Shape, ...]
     host_us: tuple[float, ...]
     active_w: tuple[float, ...]
+    active_tflops: tuple[float, ...]  # of the same rows
 
     @property
     def timings(self) -> list[tuple[Kernel, float]]:
@@ -112,6 +113,7 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     groups = {}
     for key, shapes in _by_model(evidence).items():
         rows = [row for timings in shapes.values() for row in timings]
+        drawing = [row for row in rows if clock.shows_power(row)]
         groups[key] = Group(
             key,
             tuple(
@@ -119,7 +121,8 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
                 for kernel, timings in sorted(shapes.items(), key=lambda item: item[0].dims)
             ),
             tuple(row.host_us for row in rows if row.host_us is not None),
-            tuple(clock.active_w(row) for row in rows if clock.shows_power(row)),
+            tuple(clock.active_w(row) for row in drawing),
+            tuple(clock.tflops(row) for row in drawing),
         )
     return groups
 
@@ -181,8 +184,7 @@ def _fit(
         BASELINE,
     )
     host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
-    active_w = float(np.median(group.active_w)) if group.active_w else clock.default_active_w(op)
-    active_w *= clock.device_power.get(is_compute(op), 1.0)
+    active_w, power_tflops = _power(group, clock)
     _note(group, physics, sds, correction, ledger, detail)
     _note_power(group, active_w, host_us, ledger, detail, clock)
     return KernelFit(
@@ -200,7 +202,26 @@ def _fit(
         points=_points(shapes, physics, correction),
         host_us=rounded(host_us),
         active_power_w=rounded(active_w),
+        power_tflops=power_tflops and rounded(power_tflops),
     )
+
+
+def _power(group: Group, clock: ClockState) -> tuple[float, float | None]:
+    """Power above idle at the reference clock, W, and the rate that it belongs to, TFLOP/s.
+
+    Arithmetic draws by its FLOPs: the median row's power goes with the median row's rate. Products
+    that no row shows draw as plain ones.
+    """
+    op, _, dtype = group.key
+    tflops = None
+    if group.active_w:
+        active_w = float(np.median(group.active_w))
+        tflops = float(np.median(group.active_tflops)) if is_compute(op) else None
+    elif op in PRODUCTS and dtype != "fp8" and clock.product_power is not None:
+        active_w, tflops = clock.product_power
+    else:
+        active_w = clock.default_active_w(op)
+    return active_w * clock.device_power.get(is_compute(op), 1.0), tflops
 
 
 def scored(key: Key) -> str:

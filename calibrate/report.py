@@ -288,8 +288,8 @@ def _clock(c: Calibration) -> list[Text | Table | Figure]:
         (
             f"{fit.op} {fit.direction}",
             fit.active_power_w,
-            clock.clock_mhz(*draw(fit, clock)),
-            _capped_power(clock, *draw(fit, clock)),
+            clock.clock_mhz(*draw(fit, clock, fit.active_power_w)),
+            _capped_power(clock, *draw(fit, clock, fit.active_power_w)),
         )
         for fit in drawing
     ]

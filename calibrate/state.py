@@ -55,12 +55,17 @@ def kernel_of(row: KernelRow) -> Kernel:
     return parse_kernel(row.op, row.direction, row.shape, row.dtype)
 
 
+def is_modelled_product(row: KernelRow) -> bool:
+    """Whether a row is modelled as a matrix product: not where it is too narrow for its tiles."""
+    return row.op in PRODUCTS and kernel_of(row).modelled in PRODUCTS
+
+
 def is_product(row: KernelRow) -> bool:
     """Whether a row is of a plain matrix product, whose rate tells of clock and power.
 
     Low-rank products are bound by memory, and those in 8 bits have another rate.
     """
-    return row.op == "gemm" and row.dtype != "fp8" and kernel_of(row).modelled == "gemm"
+    return row.op == "gemm" and row.dtype != "fp8" and is_modelled_product(row)
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,11 @@ class ClockState:
     exponents: dict[bool, float] = field(default_factory=dict)  # by is_compute
     bend: Bend = field(default_factory=Bend)
     own_exponents: dict[tuple[str, str], float] = field(default_factory=dict)  # by op, direction
-    burst_exponents: dict[bool, float] = field(default_factory=dict)  # of clocks read in bursts
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
     turned: Turned | None = None
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
+    product_power: tuple[float, float] | None = None  # of plain products, W at TFLOP/s
     devices: tuple[DeviceFit, ...] = ()
     # the mean device's beside all rows', by is_compute
     device_power: Mapping[bool, float] = field(default_factory=dict)
@@ -143,8 +148,8 @@ class ClockState:
     def factor(self, row: KernelRow) -> float:
         """How much longer a row took than it would at the reference clock.
 
-        A burst's clock is trusted in part, and large kernels are brought to what they last when
-        sustained; between SHORT_US and LARGE_US this sets in with the logarithm of the duration.
+        Bursts of large kernels are brought to what they last when sustained; between SHORT_US and
+        LARGE_US this sets in with the logarithm of the duration.
         """
         if row.clock_mhz is None:
             return 1.0
@@ -152,19 +157,22 @@ class ClockState:
         own = self.own_exponents.get((row.op, row.direction))
         if own is not None:  # fitted to clocks as they were read, in bursts too
             return float(max(slower, 1.0) ** own)
+        longer = float(slower ** self.exponent(row.op, row.direction))
+        if is_modelled_product(row):
+            longer *= self.bend.factor(self.reference_mhz, row.clock_mhz)
         if row.state == "sustained":
-            product = row.op in PRODUCTS
-            bend = self.bend.factor(self.reference_mhz, row.clock_mhz) if product else 1.0
-            return bend * float(slower ** self.exponent(row.op, row.direction))
-        compute = is_compute(row.op)
-        exponent = self.burst_exponents.get(compute, self.exponents[compute])
+            return longer
         share = log(row.median_us / SHORT_US) / log(LARGE_US / SHORT_US)
-        offset = self.burst_offsets.get(compute, 0.0) * min(max(share, 0.0), 1.0)
-        return float(slower**exponent) * exp(offset)
+        offset = self.burst_offsets.get(is_compute(row.op), 0.0) * min(max(share, 0.0), 1.0)
+        return longer * exp(offset)
 
     def at_reference(self, row: KernelRow) -> float:
         """A row's duration at the reference clock, us."""
         return row.median_us / self.factor(row)
+
+    def tflops(self, row: KernelRow) -> float:
+        """A row's rate at the reference clock, TFLOP/s."""
+        return kernel_of(row).flops / self.at_reference(row) / 1e6
 
     def shows_power(self, row: KernelRow) -> bool:
         """Whether a row's power is that of its kernel: a burst is shorter than the sensor."""
@@ -204,6 +212,8 @@ class ClockState:
     def default_power_reason(self, op: str) -> str:
         """Why that value."""
         none = "no sustained row shows its power"
+        if op in PRODUCTS and self.product_power is not None:
+            return f"{none}: as plain products of the same rate"
         if is_compute(op) in self.kind_power_w:
             kind = "compute" if is_compute(op) else "memory"
             return f"{none}: the median of the {kind}-bound kernels that ran sustained"

@@ -4,7 +4,7 @@ Only samples between cases and those of collectives that may be fitted on are lo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,6 @@ LEAST_SAMPLES = 5
 # the sensor lags
 RUNNING = 0.9
 LEAST_ONSET = 100  # readings in bursts, for one to fall before the cap acts
-# from the start of a sustained load to its timed part, as `measure.timing` waits
-SETTLED_S = 0.8
-LOADED = 0.7  # of a row's largest power, from which its load has begun
-LEAST_SHOWN = 8  # samples of a sustained row, for their mean to stand for its clock
 
 
 @dataclass(frozen=True)
@@ -89,37 +85,6 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
             elif size is not None and size <= SMALL_BYTES:
                 small.append(power[cases == case])
     return Telemetry(tuple(idle), _running(large), _running(small), tuple(onset), ", ".join(files))
-
-
-def monitored(evidence: Evidence) -> Evidence:
-    """The same evidence with the mean clock that the monitor showed during each sustained row.
-
-    A row's own clock is the median of short spins between its batches. Steps are judged by the
-    monitor's mean, which dips with the regulator (1 to 3 % lower on H200), and which on H100 shows
-    1360 MHz during products between which spins run at 1520. Power, durations and clocks
-    of a calibration must be of one and the same clock: the one that is forecast.
-    """
-    found: dict[tuple[str, str, int], float] = {}
-    names = ("time_s", "case_id", "device", "power_w", "sm_clock_mhz")
-    for one in evidence.runs:
-        path = one.path / TELEMETRY_FILE
-        rows = [row for row in one.table(KernelRow) if row.state == "sustained" and row.clock_mhz]
-        columns = read_columns(path, names) if rows and path.exists() else None
-        if columns is None:
-            continue
-        good = np.isfinite(columns["power_w"]) & np.isfinite(columns["sm_clock_mhz"])
-        for row in rows:
-            mine = good & (columns["case_id"] == row.case_id) & (columns["device"] == row.device)
-            if not mine.any():
-                continue
-            time, power, clock = (
-                columns[name][mine] for name in ("time_s", "power_w", "sm_clock_mhz")
-            )
-            begun = time[power > LOADED * power.max()].min()
-            timed = clock[time >= begun + SETTLED_S]
-            if len(timed) >= LEAST_SHOWN:
-                found[one.manifest.run, row.case_id, row.device] = float(timed.mean())
-    return replace(evidence, shown_mhz=found)
 
 
 def _running(cases: list[NDArray[np.float64]]) -> tuple[float, ...]:

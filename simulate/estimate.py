@@ -168,7 +168,8 @@ class StepSimulator:
         timeline, ideal_us, finish = self._timeline(priced)
         busiest = int(timeline.busy[:, 0].argmax())
         capped_us = products_us(priced, busiest) if self._capped(busiest) else 0.0
-        straggler = self._straggler(finish, capped_us)
+        late, jitter = self._late(finish), self._jitter(finish, capped_us)
+        straggler = late + jitter
         step_us = finish * self._common_factor() + straggler
 
         mine, often = priced.work[busiest], self.p.microbatches
@@ -203,7 +204,7 @@ class StepSimulator:
                 name: value / 1e6 if abs(value) > 1e-9 * float(finish[0]) else 0.0
                 for name, value in breakdown.items()
             },
-            power_w=np.atleast_1d(self._power_w(step_us, finish, busiest)),
+            power_w=np.atleast_1d(self._power_w(step_us - jitter, finish, busiest)),
             clock_mhz=np.atleast_1d(
                 np.minimum(
                     priced.stages[busiest].clock_mhz
@@ -221,6 +222,7 @@ class StepSimulator:
     def _power_w(self, step_us: Array, finish: Array, busiest: int) -> Array:
         """Mean board power over the step and all GPUs, none above what the cap allows.
 
+        `step_us` without what the cap's ups and downs add: it gives back later what it holds now.
         A GPU that waits for its host is idle: a draw with a slower host has a longer step at less.
         What lengthens the whole step alike (`_common_factor`) leaves that share as it is.
         """
@@ -281,11 +283,10 @@ class StepSimulator:
             * draws.factor("scale", sd_per_doubling() * self.doublings)
         )
 
-    def _straggler(self, finish: Array, capped_us: float) -> Array:
+    def _late(self, finish: Array) -> Array:
         """Extra time because all wait for the slowest GPU, see `simulate.stragglers`.
 
-        Persistent differences between devices, or the slow GPUs asked for where these are slower;
-        and what the cap makes of products, `capped_us` long, for some tens of milliseconds.
+        Persistent differences between devices, or the slow GPUs asked for where these are slower.
         """
         p, fit = self.p, self.calibration.clock
         draws = self._costs.draws
@@ -294,10 +295,13 @@ class StepSimulator:
         share = spread * stragglers.lateness(p, shape)
         if self._slow_gpus is not None:
             share = np.maximum(share, self._slow_gpus.lateness(p))
-        late = finish * share
-        if capped_us:
-            products = min(capped_us / float(finish[0]), 1.0)
-            late = late + finish * products * stragglers.jitter(p, fit, finish, shape)
+        return np.asarray(finish * share)
+
+    def _jitter(self, finish: Array, capped_us: float) -> Array:
+        """What the cap makes of products, `capped_us` long, from one moment to the next."""
+        products = min(capped_us / float(finish[0]), 1.0)
+        shape = stragglers.shapes(self._costs.draws)
+        late = finish * products * stragglers.jitter(self.p, self.calibration.clock, finish, shape)
         return np.asarray(late)
 
     def _capped(self, stage: int) -> bool:

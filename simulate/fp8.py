@@ -67,9 +67,7 @@ def with_fp4(calibration: Calibration, node: Node) -> Calibration:
     ultra = re.search("b300|ultra", node.gpu.lower())
     ratio = 3.0 if ultra else 2.0
     kernels = [
-        with_points(fit, changed(fit, tflops=fit.tflops * ratio))
-        if fit.dtype == "fp8" and fit.tflops
-        else fit
+        _faster(fit, ratio) if fit.dtype == "fp8" and fit.tflops else fit
         for fit in calibration.kernels
     ]
     return changed(calibration, kernels=tuple(kernels))
@@ -83,4 +81,12 @@ def _in_fp8(calibration: Calibration, fit: KernelFit, **changes: str) -> KernelF
     speedup = FP8_SPEEDUP
     if wide is not None and narrow is not None and wide.tflops and narrow.tflops:
         speedup = narrow.tflops / wide.tflops
-    return with_points(fit, changed(fit, tflops=(fit.tflops or 0.0) * speedup, **changes))
+    return _faster(fit, speedup, **changes)
+
+
+def _faster(fit: KernelFit, ratio: float, **changes: str) -> KernelFit:
+    """A product at so many times the rate; filling the GPU as much, it draws as much."""
+    rates = {"tflops": (fit.tflops or 0.0) * ratio}
+    if fit.power_tflops is not None:
+        rates["power_tflops"] = fit.power_tflops * ratio
+    return with_points(fit, changed(fit, **rates, **changes))

@@ -220,6 +220,7 @@ def _kernel(fit: KernelFit, by: Ratios, target: Node) -> KernelFit:
         gbytes_per_s=by.gbytes_per_s(fit.gbytes_per_s),
         multiprocessors=target.multiprocessors if fit.multiprocessors > 1 else 1,
         active_power_w=fit.active_power_w * by.power,
+        power_tflops=fit.power_tflops and fit.power_tflops * by.matrix,
     )
     return with_points(fit, moved)
 

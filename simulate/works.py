@@ -17,15 +17,10 @@ from numpy.typing import NDArray
 from simulate.uncertainty import Draws
 from spec.calibration import Calibration
 from spec.kernel import Kernel
-from spec.kernel_fit import KernelFit, launches
+from spec.kernel_fit import KernelFit
 from spec.step import EXPERTS, Part, Segment
 
 Array = NDArray[np.float64]
-
-# Of a product's power above idle, what it draws while it starts and ends. Assumed, between 0 and
-# 0.4: on H200 products of 1024 and 2048 cubed draw 0.37 and 0.8 of what large ones do, and 0.77 and
-# 0.3 of their time is the launch.
-BUSY_SHARE = 0.15
 
 
 class Energy(NamedTuple):
@@ -144,10 +139,9 @@ class Works:
     def _work(
         self, fit: KernelFit, kernel: Kernel, central_us: float, time: Array
     ) -> tuple[Slowed, Work]:
-        drawn = fit.active_power_w * central_us
+        drawn = fit.drawn_w(kernel.dims, central_us) * central_us
         if fit.tflops:
-            started = min(fit.launch_us * launches(kernel) / central_us, 1.0)
-            energy = Energy(drawn * (1 - (1 - BUSY_SHARE) * started), 0.0)
+            energy = Energy(drawn, 0.0)
         else:
             share = self._calibration.clock.memory_with_clock
             energy = Energy(drawn * share, drawn * (1 - share), drawn)

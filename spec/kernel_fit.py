@@ -71,6 +71,11 @@ class KernelFit(Record):
     active_power_w: Watts = Field(
         default=0, description="board power above idle while it runs at the reference clock"
     )
+    power_tflops: Rate | None = Field(
+        default=None,
+        description="rate at the reference clock at which it draws that, each FLOP as much; None "
+        "where every shape draws the same",
+    )
 
     @cached_property
     def measured(self) -> dict[tuple[int, ...], KernelPoint]:
@@ -97,6 +102,16 @@ class KernelFit(Record):
         squared = ((a[..., None, :] - b) ** 2).sum(axis=-1)
         value: NDArray[np.float64] = self.amplitude**2 * np.exp(-0.5 * squared)
         return value
+
+    def drawn_w(self, dims: tuple[int, ...], time_us: float) -> float:
+        """Board power above idle of a shape that takes so long, at the reference clock.
+
+        What arithmetic binds draws by its FLOPs: a shape that fills the GPU less draws less.
+        """
+        if self.power_tflops is None:
+            return self.active_power_w
+        flops = Kernel(self.op, self.direction, dims, self.dtype).flops
+        return self.active_power_w * flops / time_us / 1e6 / self.power_tflops
 
     def issue_us(self, dims: tuple[int, ...]) -> float:
         """Time the host needs to issue it; the same for every shape of what was measured."""

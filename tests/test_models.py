@@ -38,6 +38,8 @@ PUBLISHED = {
     "starcoder2-7b": 7.17e9,
     "opt-66b": 65.7e9,
     "mistral-large-123b": 122.6e9,
+    "bloom-176b": 176.25e9,
+    "qwen2.5-1.5b": 1.544e9,
 }
 
 
