@@ -322,6 +322,19 @@ def test_a_share_of_power_is_between_nothing_and_all(tmp_path: Path, share: floa
         read_calibration(tmp_path / "c.json")
 
 
+def test_arithmetic_draws_by_its_flops(tmp_path: Path) -> None:
+    """A shape that reaches half the rate of the sustained rows draws half their power."""
+    measured = write_calibration(tmp_path / "calibration.json")
+    fit = measured.kernel_fits["gemm", "forward", "bf16"]
+    fit = fit.model_copy(update={"active_power_w": 900.0, "power_tflops": 800.0})
+    dims = (4096, 4096, 4096)
+    flops = Kernel("gemm", "forward", dims).flops
+    assert fit.drawn_w(dims, flops / 800e6) == pytest.approx(900.0)
+    assert fit.drawn_w(dims, flops / 400e6) == pytest.approx(450.0)
+    flat = fit.model_copy(update={"power_tflops": None})
+    assert flat.drawn_w(dims, flops / 400e6) == 900.0
+
+
 def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None:
     """Products and they in turns, on one H200: docs/power.md."""
     measured = write_calibration(tmp_path / "calibration.json")

@@ -133,6 +133,16 @@ def capped(**changes: Any) -> Calibration:
     return Calibration.model_validate(value)
 
 
+def test_ups_and_downs_of_a_cap_draw_its_power() -> None:
+    """They make a step longer, not a GPU wait: its energy grows with its time."""
+    p = Parallelism(dp=2, global_batch=16)
+    still, swinging = (
+        simulate(p, calibration=capped(jitter_mean=mean, regulated_w=690.0)) for mean in (0.0, 0.1)
+    )
+    assert swinging.step_time_s[0] > 1.02 * still.step_time_s[0]
+    assert swinging.power_w[0] == pytest.approx(still.power_w[0])
+
+
 def test_what_the_regulator_remembers_of_a_run() -> None:
     shares = [kept_share(run_us, 20e3) for run_us in (0.0, 1e2, 1e4, 1e6, 1e9)]
     assert shares == sorted(shares)
