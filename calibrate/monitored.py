@@ -69,7 +69,7 @@ def _bursts(evidence: Evidence, sustained: Shown, ledger: Ledger) -> Shown:
     factors = [
         log(top / shown) / log(top / spun)
         for run, row, spun, top in _spun(evidence)
-        if is_capped(row) and spun < top * np.exp(-WIDE)
+        if row.role == "fit" and is_capped(row) and spun < top * np.exp(-WIDE)
         if (shown := sustained.get((run, row.case_id, row.device))) is not None
     ]
     if len(factors) < LEAST:
