@@ -56,7 +56,8 @@ IDLE_SHARE = 0.11
 
 def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> ClockState:
     """Fit what every other fit needs."""
-    rows = [row for _, row in evidence.rows(KernelRow)]
+    placed = evidence.rows(KernelRow)
+    rows = [row for _, row in placed]
     device = evidence.devices()[0]
     manifest = relative(evidence.runs[-1].path / "manifest.json")
     clocks = [row.clock_mhz for row in rows if row.clock_mhz is not None]
@@ -82,7 +83,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         source,
         idle_detail,
     )
-    fit_exponents(evidence, state, evidence.rows(KernelRow), ledger)
+    fit_exponents(evidence, state, placed, ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
     for compute in (True, False):

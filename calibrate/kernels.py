@@ -24,7 +24,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.physics import Physics, System, fit_physics, multiprocessors, system_of
-from calibrate.state import PRODUCTS, ClockState, Key, is_compute, kernel_of
+from calibrate.state import ClockState, Key, is_compute, kernel_of
 from spec.calibration import KernelFit, KernelPoint
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import features
@@ -217,8 +217,8 @@ def _power(group: Group, clock: ClockState) -> tuple[float, float | None]:
     if group.active_w:
         active_w = float(np.median(group.active_w))
         tflops = float(np.median(group.active_tflops)) if is_compute(op) else None
-    elif op in PRODUCTS and dtype != "fp8" and clock.product_power is not None:
-        active_w, tflops = clock.product_power
+    elif (stand_in := clock.as_products(op, dtype)) is not None:
+        active_w, tflops = stand_in
     else:
         active_w = clock.default_active_w(op)
     return active_w * clock.device_power.get(is_compute(op), 1.0), tflops
@@ -376,7 +376,7 @@ def _note_power(
             "W",
             log_interval(active_w, 0.3),
             "assumed",
-            clock.default_power_reason(group.key[0]),
+            clock.default_power_reason(group.key[0], group.key[2]),
         )
     if group.host_us:
         sd = robust_sd([log(one) for one in group.host_us])

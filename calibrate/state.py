@@ -209,10 +209,14 @@ class ClockState:
             return self.kind_power_w[is_compute(op)]
         return (COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE) * self.room_w
 
-    def default_power_reason(self, op: str) -> str:
+    def as_products(self, op: str, dtype: str) -> tuple[float, float] | None:
+        """W at TFLOP/s of plain products, where these stand in for one that no row shows."""
+        return self.product_power if op in PRODUCTS and dtype != "fp8" else None
+
+    def default_power_reason(self, op: str, dtype: str) -> str:
         """Why that value."""
         none = "no sustained row shows its power"
-        if op in PRODUCTS and self.product_power is not None:
+        if self.as_products(op, dtype) is not None:
             return f"{none}: as plain products of the same rate"
         if is_compute(op) in self.kind_power_w:
             kind = "compute" if is_compute(op) else "memory"

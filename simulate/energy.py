@@ -147,7 +147,8 @@ def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str,
         bound += priced.updates[stage].alone.energy.bound
         fixed = bound * (1 - fit.memory_with_clock)
         at_clock = fit.power_w(bound - fixed, priced.stages[stage].clock_mhz, fixed) - fit.idle_w
-        waiting_us = max(step_us - drawn.busy_us - drawn.after_us, 0.0)
+        own_us = drawn.busy_us + drawn.after_us + 1e6 * estimate.jitter_s
+        waiting_us = max(step_us - own_us, 0.0)
         share = 1 / (step_us * len(stages))
         found["memory"] += at_clock * share
         found["communication"] += (drawn.beside - fixed) * share

@@ -61,6 +61,7 @@ class StepEstimate:
     ideal_step_time_s: float  # central, without stragglers: what Astra-Sim is given
     step_spread: Array  # 95th percentile of a run's steps over their median, less 1
     breakdown_s: dict[str, float]  # of the central estimate; sums to step_time_s[0]
+    jitter_s: float  # central, of the straggler part: longer products while a cap swings, no wait
     power_w: Array  # mean board power of one GPU
     clock_mhz: Array  # of the busiest stage's products
     throttled_share: float
@@ -168,7 +169,8 @@ class StepSimulator:
         timeline, ideal_us, finish = self._timeline(priced)
         busiest = int(timeline.busy[:, 0].argmax())
         capped_us = products_us(priced, busiest) if self._capped(busiest) else 0.0
-        late, jitter = self._late(finish), self._jitter(finish, capped_us)
+        shape = stragglers.shapes(priced.costs.draws)
+        late, jitter = self._late(finish, shape), self._jitter(finish, capped_us, shape)
         straggler = late + jitter
         step_us = finish * self._common_factor() + straggler
 
@@ -204,6 +206,7 @@ class StepSimulator:
                 name: value / 1e6 if abs(value) > 1e-9 * float(finish[0]) else 0.0
                 for name, value in breakdown.items()
             },
+            jitter_s=float(jitter[0]) / 1e6,
             power_w=np.atleast_1d(self._power_w(step_us - jitter, finish, busiest)),
             clock_mhz=np.atleast_1d(
                 np.minimum(
@@ -283,24 +286,22 @@ class StepSimulator:
             * draws.factor("scale", sd_per_doubling() * self.doublings)
         )
 
-    def _late(self, finish: Array) -> Array:
+    def _late(self, finish: Array, shape: Array) -> Array:
         """Extra time because all wait for the slowest GPU, see `simulate.stragglers`.
 
         Persistent differences between devices, or the slow GPUs asked for where these are slower.
         """
         p, fit = self.p, self.calibration.clock
         draws = self._costs.draws
-        shape = stragglers.shapes(draws)
         spread = fit.device_spread_sd * draws.factor("spread of GPUs", stragglers.SPREAD_SD)
         share = spread * stragglers.lateness(p, shape)
         if self._slow_gpus is not None:
             share = np.maximum(share, self._slow_gpus.lateness(p))
         return np.asarray(finish * share)
 
-    def _jitter(self, finish: Array, capped_us: float) -> Array:
+    def _jitter(self, finish: Array, capped_us: float, shape: Array) -> Array:
         """What the cap makes of products, `capped_us` long, from one moment to the next."""
         products = min(capped_us / float(finish[0]), 1.0)
-        shape = stragglers.shapes(self._costs.draws)
         late = finish * products * stragglers.jitter(self.p, self.calibration.clock, finish, shape)
         return np.asarray(late)
 
