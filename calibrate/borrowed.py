@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from calibrate.evidence import OF_GPU, TELEMETRY_FILE, Evidence, input_files
-from calibrate.kernels import kernel_keys
+from calibrate.shapes import kernel_keys
 from calibrate.state import Key, kernel_of
 from spec.calibration import InputFile
 from spec.errors import UserError

@@ -10,19 +10,17 @@ from math import exp
 
 from calibrate.correction import Correction
 from calibrate.evidence import Evidence, Judged, Ledger
-from calibrate.kernels import (
-    BASELINE,
+from calibrate.kernel_errors import BASELINE, Roofline, family
+from calibrate.physics import System, fit_physics
+from calibrate.shapes import (
     Group,
-    Roofline,
     Shape,
-    family,
     inputs,
     kernel_groups,
     residuals,
     spreads,
     system_with,
 )
-from calibrate.physics import System, fit_physics
 from calibrate.state import ClockState
 from spec.calibration import KernelFit
 from spec.kernel import Kernel

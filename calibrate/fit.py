@@ -31,7 +31,8 @@ from calibrate.evidence import FITTED, Evidence, Ledger, input_file
 from calibrate.families import judge_families
 from calibrate.heat import fit_heat
 from calibrate.host import composition_sd, fit_host, fit_interference
-from calibrate.kernels import fit_kernels, judge_kernels, kernel_keys
+from calibrate.kernel_errors import judge_kernels
+from calibrate.kernels import fit_kernels
 from calibrate.leakage import fit_leakage
 from calibrate.monitored import monitored
 from calibrate.network import PUBLISHED
@@ -39,6 +40,7 @@ from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
 from calibrate.queued import fit_queued
+from calibrate.shapes import kernel_keys
 from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut

@@ -20,12 +20,15 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from calibrate import collectives, kernels
+from calibrate import collectives
 from calibrate.clocks import clock_state
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.fit import held_out_lines, systems
+from calibrate.kernel_errors import BASELINE, judged_rows
+from calibrate.kernels import fit_kernels
 from calibrate.monitored import monitored
 from calibrate.queued import fit_queued
+from calibrate.shapes import kernel_keys
 from calibrate.sweeps import judge_sweep
 from calibrate.telemetry import read_telemetry
 from spec.command import Parser, add_json, emit, run
@@ -58,9 +61,9 @@ def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str,
         queued.applied(monitored(one, unused)) for one in (early, Evidence(early.system, late))
     )
     state = clock_state(early, read_telemetry(early), unused)
-    fits = kernels.fit_kernels(early, state, unused, kernels.kernel_keys(early))
+    fits = fit_kernels(early, state, unused, kernel_keys(early))
     rows = [later.as_shown(one.manifest.run, row) for one in late for row in one.table(KernelRow)]
-    found = kernels.judged_rows(rows, state, fits)
+    found = judged_rows(rows, state, fits)
     _score_kernels(found, ledger)
     missing = _count(rows)
     missing.subtract(
@@ -89,7 +92,7 @@ def _score_kernels(found: Sequence[tuple[Any, bool, Judged]], ledger: Ledger) ->
     for (name, which), mine in sorted(
         parts.items(), key=lambda item: ("," not in item[0][0], *item[0])
     ):
-        ledger.score(name, which, mine, kernels.BASELINE)
+        ledger.score(name, which, mine, BASELINE)
 
 
 def _score_collectives(early: Evidence, rows: Sequence[CollectiveRow], ledger: Ledger) -> None:

@@ -91,7 +91,7 @@ def _deviations(
 
 
 def _preferred(rows: Timings, kernel: Kernel) -> list[KernelRow]:
-    """A shape's bursts where there are any, as `calibrate.kernels` looks them up."""
+    """A shape's bursts where there are any, as `calibrate.shapes` takes them."""
     found = rows.get((kernel, "burst")) or rows[kernel, "sustained"]
     return [row for _, row in found]
 

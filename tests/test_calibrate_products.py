@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from calibrate.fit import fit, systems
-from calibrate.kernels import _by_model
+from calibrate.shapes import by_model
 from spec.calibration import Calibration
 from spec.files import read_table, write_table
 from spec.kernel import GEMM_DIRECTIONS, Kernel, parse_kernel
@@ -87,7 +87,7 @@ def test_a_few_low_rank_products_stay_with_the_plain_ones(folder: Path) -> None:
     rows = [one for one in read_table(path, KernelRow) if not one.case_id.startswith("extra-")]
     few = extra_rows(rows)[-3:]
     write_table(path, KernelRow, [*rows, *few])
-    found = _by_model(systems(folder)[0])
+    found = by_model(systems(folder)[0])
     assert not any(op == "narrow_gemm" for op, _, _ in found)
     kept = {kernel.dims for kernel in found["gemm", few[0].direction, "bf16"]}
     assert {parse_kernel(one.op, one.direction, one.shape, one.dtype).dims for one in few} <= kept

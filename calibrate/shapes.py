@@ -1,0 +1,134 @@
+"""What kernel models are fitted on: each shape's timings, at the reference clock."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibrate.correction import LEARN_FROM
+from calibrate.evidence import Evidence, robust_sd
+from calibrate.physics import Physics, System, multiprocessors, system_of
+from calibrate.state import ClockState, Key, kernel_of
+from spec.kernel import Kernel
+from spec.kernel_fit import features
+from spec.records import KernelRow
+
+Array = NDArray[np.float64]
+
+LEAST_SD = 0.003  # of a measured shape: clocks and events are not read more exactly
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All timings of one shape, at the reference clock."""
+
+    kernel: Kernel
+    time_us: float
+    sd: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one kernel model is fitted on."""
+
+    key: Key
+    shapes: tuple[Shape, ...]
+    host_us: tuple[float, ...]
+    active_w: tuple[float, ...]
+    active_tflops: tuple[float, ...]  # of the same rows
+
+    @property
+    def timings(self) -> list[tuple[Kernel, float]]:
+        """Kernels and their times."""
+        return [(one.kernel, one.time_us) for one in self.shapes]
+
+    @property
+    def name(self) -> str:
+        """Prefix of its parameters' names."""
+        return f"kernel.{self.key[0]}.{self.key[1]}.{self.key[2]}"
+
+
+def kernel_keys(evidence: Evidence) -> list[Key]:
+    """The operations that have rows to fit on."""
+    return sorted(by_model(evidence))
+
+
+def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[KernelRow]]]:
+    """Rows by the model that they are fitted by, and by shape.
+
+    Products narrower than a tile have a model of their own where there are enough of them.
+    """
+    found: dict[Key, dict[Kernel, list[KernelRow]]] = defaultdict(lambda: defaultdict(list))
+    for _, row in evidence.rows(KernelRow):
+        kernel = kernel_of(row)
+        kernel = replace(kernel, op=kernel.modelled)
+        found[kernel.op, row.direction, row.dtype][kernel].append(row)
+    for key in [key for key, shapes in found.items() if key[0] == "narrow_gemm"]:
+        if len(found[key]) < LEARN_FROM:
+            plain = found["gemm", key[1], key[2]]
+            plain.update({replace(one, op="gemm"): rows for one, rows in found.pop(key).items()})
+    return found
+
+
+def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
+    """Every operation's shapes, at the reference clock."""
+    groups = {}
+    for key, shapes in by_model(evidence).items():
+        rows = [row for timings in shapes.values() for row in timings]
+        drawing = [row for row in rows if clock.shows_power(row)]
+        groups[key] = Group(
+            key,
+            tuple(
+                _shape(kernel, timings, clock, evidence.lag_sd_us.get(key[:2], 0.0))
+                for kernel, timings in sorted(shapes.items(), key=lambda item: item[0].dims)
+            ),
+            tuple(row.host_us for row in rows if row.host_us is not None),
+            tuple(clock.active_w(row) for row in drawing),
+            tuple(clock.tflops(row) for row in drawing),
+        )
+    return groups
+
+
+def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_us: float) -> Shape:
+    """The median of a shape's rows and its sd: of the repeats, and of one visit to another.
+
+    Bursts count where there are any, so that all shapes are known in the same state: a burst finds
+    its operands in memory (unless `calibrate.queued` has brought it to a queue, which leaves
+    `lag_sd_us` open), a sustained loop in the cache where they fit.
+    """
+    rows = [row for row in rows if row.state == "burst"] or rows
+    times = [log(clock.at_reference(row)) for row in rows]
+    time_us = exp(float(np.median(times)))
+    one = clock.shape_spread.sd(kernel, time_us)
+    if len(rows) > 2:
+        one = max(one, robust_sd(times))
+    lag_sd = lag_sd_us / time_us if rows[0].state == "burst" else 0.0
+    sd = float(np.hypot(np.hypot(one / len(rows) ** 0.5, lag_sd), LEAST_SD))
+    return Shape(kernel, time_us, sd, len(rows))
+
+
+def system_with(groups: Mapping[Key, Group]) -> System:
+    """What all kernels together say, with the multiprocessors that explain the products best."""
+    timings = {key: group.timings for key, group in groups.items()}
+    system = system_of(list(timings.values()))
+    gemms = [one for key, one in timings.items() if key[0] == "gemm" and key[2] != "fp8"]
+    return replace(system, multiprocessors=multiprocessors(gemms, system))
+
+
+def residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
+    """log(measured / physics), (shapes,)."""
+    return np.array([log(one.time_us / physics.time_us(one.kernel)) for one in shapes])
+
+
+def inputs(shapes: Sequence[Shape]) -> Array:
+    """What the correction depends on, (shapes, features)."""
+    return features(shapes[0].kernel.op, [one.kernel.dims for one in shapes])
+
+
+def spreads(shapes: Sequence[Shape]) -> Array:
+    """The shapes' own sds, (shapes,)."""
+    return np.array([one.sd for one in shapes])
