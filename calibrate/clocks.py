@@ -39,6 +39,7 @@ from calibrate.state import (
     is_compute,
     is_product,
     kernel_of,
+    typical,
 )
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
@@ -83,6 +84,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         source,
         idle_detail,
     )
+    state.ready_w = _ready_w(telemetry, state, ledger)
     fit_exponents(evidence, state, placed, ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
@@ -90,10 +92,12 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
         if shown:
             state.kind_power_w[compute] = float(median(state.active_w(row) for row in shown))
-    drawing = [row for row in rows if is_product(row) and state.shows_power(row)]
-    if drawing:
-        tflops = float(median(state.tflops(row) for row in drawing))
-        state.product_power = float(median(state.active_w(row) for row in drawing)), tflops
+    for op, of_it in (
+        ("gemm", [row for row in rows if is_product(row)]),
+        ("attention", [row for row in rows if row.op == "attention"]),
+    ):
+        if drawn := state.drawn(of_it):
+            state.stand_ins[op] = typical(drawn)[:2]
     state.devices, state.device_power = fit_devices(evidence, state, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
@@ -111,6 +115,18 @@ def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str
     if limit is None:
         return CORE_IDLE_W, "assumed", f"no power could be read: one core, {CORE_SOURCE}"
     return IDLE_SHARE * limit, "assumed", f"{IDLE_SHARE:.0%} of the power limit: no telemetry"
+
+
+def _ready_w(telemetry: Telemetry, state: ClockState, ledger: Ledger) -> float:
+    """Above idle between kernels: nothing where no step of next to no arithmetic was looked at."""
+    ready = telemetry.ready_w()
+    if ready is None:
+        return 0.0
+    value = max(ready - state.idle_w, 0.0)
+    detail = f"{telemetry.detail}: 10th percentile of power in nil steps at the largest clock"
+    return ledger.note(
+        "clock.ready_w", value, "W", log_interval(value, 0.1), "measured", f"{detail}, above idle"
+    )
 
 
 def _fit_power_exponent(
@@ -264,6 +280,7 @@ def fit_clock(
         memory_with_clock=rounded(_memory_with_clock(evidence, state, ledger)),
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
+        ready_w=rounded(state.ready_w),
         device_spread_sd=rounded(device_spread(evidence, state, ledger)),
         product_bend=rounded(state.bend.per_log),
         sustained_mhz=state.bend.sustained_mhz,
@@ -354,7 +371,9 @@ def judge_power(
             fit = by_key.get((row.op, row.direction, row.dtype))
             if fit is not None and row.state == "sustained":
                 dims = kernel_of(row).dims
-                compute_w, memory_w = draw(fit, clock, fit.drawn_w(dims, fit.time_us(dims)[0]))
+                compute_w, memory_w = draw(
+                    fit, clock, fit.drawn_w(dims, fit.time_us(dims)[0], clock.ready_w)
+                )
                 mhz = clock.clock_mhz(compute_w, memory_w)
                 found.append((row, clock.power_w(compute_w, mhz, memory_w), mhz))
         return found

@@ -24,9 +24,11 @@ from calibrate.shapes import (
     spreads,
     system_with,
 )
-from calibrate.state import ClockState, Key, is_compute
+from calibrate.state import ClockState, Key, by_rate, is_compute, typical
 from spec.calibration import KernelFit, KernelPoint
 from spec.records import KernelRow
+
+DEFAULT_POWER_SD = 0.3  # of an operation that no row shows; assumed
 
 
 def fit_kernels(
@@ -62,9 +64,9 @@ def _fit(
         BASELINE,
     )
     host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
-    active_w, power_tflops = _power(group, clock)
+    active_w, power_tflops, power_sd = _power(group, physics.launch_us, clock)
     _note(group, physics, sds, correction, ledger, detail)
-    _note_power(group, active_w, host_us, ledger, detail, clock)
+    _note_power(group, active_w, power_sd, host_us, ledger, detail, clock)
     return KernelFit(
         op=op,
         direction=direction,
@@ -81,25 +83,27 @@ def _fit(
         host_us=rounded(host_us),
         active_power_w=rounded(active_w),
         power_tflops=power_tflops and rounded(power_tflops),
+        power_rate_exponent=by_rate(op) or 1.0,
     )
 
 
-def _power(group: Group, clock: ClockState) -> tuple[float, float | None]:
-    """Power above idle at the reference clock, W, and the rate that it belongs to, TFLOP/s.
+def _power(group: Group, launch_us: float, clock: ClockState) -> tuple[float, float | None, float]:
+    """Power above idle at the reference clock, W, the rate that it belongs to, TFLOP/s, and its sd.
 
-    Arithmetic draws by its FLOPs: the median row's power goes with the median row's rate. Products
-    that no row shows draw as plain ones.
+    An operation that no row shows draws as one alike, see `ClockState.stand_in`.
     """
     op, _, dtype = group.key
-    tflops = None
-    if group.active_w:
-        active_w = float(np.median(group.active_w))
-        tflops = float(np.median(group.active_tflops)) if is_compute(op) else None
-    elif (stand_in := clock.as_products(op, dtype)) is not None:
+    tflops, sd = None, DEFAULT_POWER_SD
+    if group.drawn:
+        active_w, tflops, sd = typical(group.drawn, launch_us, clock.ready_w)
+        few = len(group.drawn) < 3  # one or two rows do not show their spread
+        sd = max(sd, 0.05 if few else 0.01)
+    elif (stand_in := clock.stand_in(op, dtype)) is not None:
         active_w, tflops = stand_in
     else:
         active_w = clock.default_active_w(op)
-    return active_w * clock.device_power.get(is_compute(op), 1.0), tflops
+    active_w *= clock.device_power.get(is_compute(op), 1.0)
+    return active_w, None if by_rate(op) is None else tflops, sd
 
 
 def _points(
@@ -156,31 +160,22 @@ def _note(
 def _note_power(
     group: Group,
     active_w: float,
+    power_sd: float,
     host_us: float,
     ledger: Ledger,
     detail: str,
     clock: ClockState,
 ) -> None:
-    if group.active_w:
-        few = len(group.active_w) < 3  # one or two rows do not show their spread
-        sd = max(robust_sd([log(max(one, 1e-3)) for one in group.active_w]), 0.05 if few else 0.01)
-        interval = log_interval(active_w, sd)
+    if group.drawn or active_w > 0:
         ledger.note(
             f"{group.name}.active_power_w",
             active_w,
             "W",
-            interval,
-            "measured",
-            f"sustained rows with power, {len(group.active_w)}; {detail}",
-        )
-    elif active_w > 0:
-        ledger.note(
-            f"{group.name}.active_power_w",
-            active_w,
-            "W",
-            log_interval(active_w, 0.3),
-            "assumed",
-            clock.default_power_reason(group.key[0], group.key[2]),
+            log_interval(active_w, power_sd),
+            "measured" if group.drawn else "assumed",
+            f"sustained rows with power, {len(group.drawn)}; {detail}"
+            if group.drawn
+            else clock.default_power_reason(group.key[0], group.key[2]),
         )
     if group.host_us:
         sd = robust_sd([log(one) for one in group.host_us])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import log
 
 import numpy as np
+from scipy.stats import trim_mean
 
 from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, robust_sd
 from calibrate.product_clock import WIDE, is_capped
@@ -56,7 +57,7 @@ def _sustained(evidence: Evidence) -> Shown:
             begun = time[power > LOADED * power.max()].min()
             timed = clock[time >= begun + SETTLED_S]
             if len(timed) >= LEAST_SHOWN:
-                found[one.manifest.run, row.case_id, row.device] = float(timed.mean())
+                found[one.manifest.run, row.case_id, row.device] = float(trim_mean(timed, 0.25))
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from calibrate.correction import LEARN_FROM
 from calibrate.evidence import Evidence, robust_sd
 from calibrate.physics import Physics, System, multiprocessors, system_of
-from calibrate.state import ClockState, Key, kernel_of
+from calibrate.state import ClockState, Drawn, Key, kernel_of
 from spec.kernel import Kernel
 from spec.kernel_fit import features
 from spec.records import KernelRow
@@ -38,8 +38,7 @@ class Group:
     key: Key
     shapes: tuple[Shape, ...]
     host_us: tuple[float, ...]
-    active_w: tuple[float, ...]
-    active_tflops: tuple[float, ...]  # of the same rows
+    drawn: tuple[Drawn, ...]  # by rows that show power
 
     @property
     def timings(self) -> list[tuple[Kernel, float]]:
@@ -79,7 +78,6 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     groups = {}
     for key, shapes in by_model(evidence).items():
         rows = [row for timings in shapes.values() for row in timings]
-        drawing = [row for row in rows if clock.shows_power(row)]
         groups[key] = Group(
             key,
             tuple(
@@ -87,8 +85,7 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
                 for kernel, timings in sorted(shapes.items(), key=lambda item: item[0].dims)
             ),
             tuple(row.host_us for row in rows if row.host_us is not None),
-            tuple(clock.active_w(row) for row in drawing),
-            tuple(clock.tflops(row) for row in drawing),
+            clock.drawn(rows),
         )
     return groups
 

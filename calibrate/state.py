@@ -1,13 +1,17 @@
 """The state a row was measured in: brings its time and power to the reference clock."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
+from statistics import median
+from typing import NamedTuple
 
-from calibrate.evidence import Z90
+from calibrate.evidence import Z90, robust_sd
 from spec.bend import Bend
 from spec.calibration import DeviceFit
 from spec.kernel import ATTENTION, Kernel, parse_kernel
+from spec.kernel_fit import busy_share, launches
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
@@ -42,12 +46,27 @@ NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
 # visits to four H200, see `calibrate.kernel_visits`.
 SHAPE_VISIT_SD = 0.0085
 
+# What products draw goes with their rate to this power, from shape to shape: of 0, 0.2, 0.4, 0.55,
+# 0.7 and 1 the one by which a shape's power is told best from other shapes' on two H200 (47 shapes,
+# 1.1 % off on average), two H100 (47, 1.8 %) and four H200 (10, 1.8 %). Attention's best is 0.
+PRODUCTS_BY_RATE = 0.7
+
 Key = tuple[str, str, str]  # an operation as modelled, its direction and its type
 
 
 def is_compute(op: str) -> bool:
     """Whether an operation is bound by arithmetic where it is large."""
     return op in COMPUTE
+
+
+def alike(op: str) -> str:
+    """What of the same kind is timed most: plain products, attention, or the operation itself."""
+    return "gemm" if op in PRODUCTS else "attention" if op in ATTENTION else op
+
+
+def by_rate(op: str) -> float | None:
+    """To which power of its rate an operation's power goes; None where all shapes draw the same."""
+    return PRODUCTS_BY_RATE if op in PRODUCTS else None
 
 
 def kernel_of(row: KernelRow) -> Kernel:
@@ -66,6 +85,40 @@ def is_product(row: KernelRow) -> bool:
     Low-rank products are bound by memory, and those in 8 bits have another rate.
     """
     return row.op == "gemm" and row.dtype != "fp8" and is_modelled_product(row)
+
+
+class Drawn(NamedTuple):
+    """What a row's kernel draws above idle, and its duration, at the reference clock."""
+
+    kernel: Kernel
+    watts: float
+    time_us: float
+
+    def launched(self, launch_us: float, ready_w: float) -> tuple[float, float]:
+        """Its power, W, and its rate, TFLOP/s, once it is launched."""
+        share = busy_share(launch_us * launches(self.kernel), self.time_us)
+        watts = (self.watts - (1 - share) * ready_w) / share
+        return max(watts, ready_w), self.kernel.flops / (share * self.time_us) / 1e6
+
+
+def typical(
+    drawn: Iterable[Drawn], launch_us: float = 0.0, ready_w: float = 0.0
+) -> tuple[float, float, float]:
+    """An operation's power, W, the rate that it belongs to, TFLOP/s, and the rows' spread (log).
+
+    Shapes count alike.
+    """
+    shapes: dict[Kernel, list[tuple[float, float]]] = defaultdict(list)
+    for one in drawn:
+        shapes[one.kernel].append(one.launched(launch_us, ready_w))
+    exponent = by_rate(next(iter(shapes)).op)
+    tflops = median(median(rate for _, rate in rows) for rows in shapes.values())
+    scaled = [
+        [watts * (tflops / rate) ** exponent if exponent else watts for watts, rate in rows]
+        for rows in shapes.values()
+    ]
+    logs = [log(max(watts, 1e-3)) for rows in scaled for watts in rows]
+    return median(median(rows) for rows in scaled), tflops, robust_sd(logs)
 
 
 @dataclass(frozen=True)
@@ -132,9 +185,11 @@ class ClockState:
     own_exponents: dict[tuple[str, str], float] = field(default_factory=dict)  # by op, direction
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
+    ready_w: float = 0.0  # above idle, between kernels of a step
     turned: Turned | None = None
     kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
-    product_power: tuple[float, float] | None = None  # of plain products, W at TFLOP/s
+    # W at TFLOP/s of what stands in for operations alike: plain products, attention
+    stand_ins: dict[str, tuple[float, float]] = field(default_factory=dict)
     devices: tuple[DeviceFit, ...] = ()
     # the mean device's beside all rows', by is_compute
     device_power: Mapping[bool, float] = field(default_factory=dict)
@@ -170,10 +225,6 @@ class ClockState:
         """A row's duration at the reference clock, us."""
         return row.median_us / self.factor(row)
 
-    def tflops(self, row: KernelRow) -> float:
-        """A row's rate at the reference clock, TFLOP/s."""
-        return kernel_of(row).flops / self.at_reference(row) / 1e6
-
     def shows_power(self, row: KernelRow) -> bool:
         """Whether a row's power is that of its kernel: a burst is shorter than the sensor."""
         return row.state == "sustained" and row.power_w is not None and row.power_w > self.idle_w
@@ -190,6 +241,14 @@ class ClockState:
         clock = row.clock_mhz or self.reference_mhz
         scale = float((self.reference_mhz / clock) ** self.power_exponent)
         return (row.power_w - self.idle_w) * scale
+
+    def drawn(self, rows: Iterable[KernelRow]) -> tuple[Drawn, ...]:
+        """What those of the rows that show power say of it."""
+        return tuple(
+            Drawn(kernel_of(row), self.active_w(row), self.at_reference(row))
+            for row in rows
+            if self.shows_power(row)
+        )
 
     @property
     def room_w(self) -> float:
@@ -209,15 +268,15 @@ class ClockState:
             return self.kind_power_w[is_compute(op)]
         return (COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE) * self.room_w
 
-    def as_products(self, op: str, dtype: str) -> tuple[float, float] | None:
-        """W at TFLOP/s of plain products, where these stand in for one that no row shows."""
-        return self.product_power if op in PRODUCTS and dtype != "fp8" else None
+    def stand_in(self, op: str, dtype: str) -> tuple[float, float] | None:
+        """W at TFLOP/s of an operation alike, for one that no row shows; None without one."""
+        return None if dtype == "fp8" else self.stand_ins.get(alike(op))
 
     def default_power_reason(self, op: str, dtype: str) -> str:
         """Why that value."""
         none = "no sustained row shows its power"
-        if self.as_products(op, dtype) is not None:
-            return f"{none}: as plain products of the same rate"
+        if self.stand_in(op, dtype) is not None:
+            return f"{none}: as {alike(op)} of the same rate"
         if is_compute(op) in self.kind_power_w:
             kind = "compute" if is_compute(op) else "memory"
             return f"{none}: the median of the {kind}-bound kernels that ran sustained"

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from calibrate.evidence import TELEMETRY_FILE, Evidence, relative
 from calibrate.state import is_product
 from spec.errors import UserError
-from spec.records import CollectiveRow, KernelRow
+from spec.records import CollectiveRow, HostRow, KernelRow
+from spec.results import ResultSet
 
 LARGE_BYTES = 64 * 2**20  # bandwidth-bound everywhere
 SMALL_BYTES = 64 * 2**10  # latency-bound: ranks mostly wait for each other
@@ -33,6 +34,7 @@ class Telemetry:
     large: tuple[float, ...]  # of each case of large collectives, see RUNNING
     small: tuple[float, ...]
     onset: tuple[float, ...]  # the largest of each run's devices in bursts of products
+    ready: tuple[float, ...]  # in nil steps, at the largest clock
     detail: str
 
     def idle_w(self) -> float | None:
@@ -40,6 +42,12 @@ class Telemetry:
         if len(self.idle) < LEAST_SAMPLES:
             return None
         return float(np.quantile(np.array(self.idle), 0.05))
+
+    def ready_w(self) -> float | None:
+        """Between kernels: nil steps run small ones, and of several GPUs wait for peers, too."""
+        if len(self.ready) < LEAST_SAMPLES:
+            return None
+        return float(np.quantile(np.array(self.ready), 0.1))
 
     def communication_w(self) -> float | None:
         """Median during large collectives."""
@@ -60,6 +68,7 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
     large: list[NDArray[np.float64]] = []
     small: list[NDArray[np.float64]] = []
     onset: list[float] = []
+    ready: list[float] = []
     files = []
     for one in evidence.runs:
         path = one.path / TELEMETRY_FILE
@@ -78,13 +87,29 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
             readings = power[in_burst & (device == index)]
             onset += [float(readings.max())] if len(readings) >= LEAST_ONSET else []
         idle += list(power[cases == ""])
+        ready += list(_ready(one, path))
         for case in np.unique(cases):
             size = sizes.get(str(case))
             if size is not None and size >= LARGE_BYTES:
                 large.append(power[cases == case])
             elif size is not None and size <= SMALL_BYTES:
                 small.append(power[cases == case])
-    return Telemetry(tuple(idle), _running(large), _running(small), tuple(onset), ", ".join(files))
+    found = tuple(idle), _running(large), _running(small), tuple(onset), tuple(ready)
+    return Telemetry(*found, ", ".join(files))
+
+
+def _ready(run: ResultSet, path: Path) -> NDArray[np.float64]:
+    """Power in nil steps while a device has its largest clock: it keeps that between kernels."""
+    names = ("case_id", "power_w", "sm_clock_mhz")
+    steps = [row.case_id for row in run.fit(HostRow)]
+    columns = read_columns(path, names) if steps else None
+    if columns is None:
+        return np.array([])
+    power: NDArray[np.float64] = columns["power_w"]
+    clock = columns["sm_clock_mhz"]
+    mine = np.isin(columns["case_id"], steps) & np.isfinite(power) & np.isfinite(clock)
+    ready: NDArray[np.float64] = power[mine & (clock >= clock[mine].max(initial=0.0))]
+    return ready
 
 
 def _running(cases: list[NDArray[np.float64]]) -> tuple[float, ...]:

@@ -264,6 +264,18 @@ def sustained(gpu: bool, quick: bool) -> list[Kernel]:
     ]
     found += [Kernel("rope", way, (4096, 40, 128)) for way in PASSES]
     found += [Kernel("cross_entropy", way, (4096, 128256)) for way in PASSES]
+    found += [
+        Kernel(op, way, dims)
+        for op, dims in (
+            ("attention_block", (2, 2048, 2048, 32, 8, 128)),
+            ("gelu", (8192, 28672)),
+            ("layernorm", (8192, 7168)),
+            ("bias", (8192, 28672)),
+        )
+        for way in PASSES
+    ]
+    found += [Kernel("gemm", way, (8192, 32, 4096)) for way in GEMM_DIRECTIONS]  # low-rank
+    found.append(Kernel("reorder", "forward", (16384, 32, 128)))
     return found[::3] if quick else found
 
 

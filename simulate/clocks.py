@@ -129,6 +129,7 @@ class Load(NamedTuple):
     compute: float  # the same of the update
     beside: float  # all other energy
     waiting_w: float  # while it waits for other stages
+    hosts: float  # of the other energy, what it draws while it waits for its host
 
     def drawn_w(
         self, step_us: float, longer: float = 1.0, more: float = 1.0
@@ -149,6 +150,8 @@ def load(priced: PricedStep, stage: int) -> Load:
     costs, mine, update = priced.costs, priced.work[stage], priced.updates[stage].alone
     times = priced.parallelism.microbatches
     sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
+    host_us = times * mine.host_us + central(priced.once_us + priced.updates[stage].alone.host_us)
+    hosts = host_us * costs.calibration.clock.ready_w
     of_layers = 1.0
     if mine.sharded_us:
         p, model = priced.parallelism, priced.model
@@ -163,8 +166,10 @@ def load(priced: PricedStep, stage: int) -> Load:
         compute=update.energy.compute,
         beside=times * (mine.energy.memory + sent + mine.hidden_w_us)
         + update.energy.memory
-        + update.sent_w_us,
+        + update.sent_w_us
+        + hosts,
         waiting_w=costs.waiting_w,
+        hosts=hosts,
     )
 
 

@@ -151,8 +151,8 @@ def by_activity_w(estimate: StepEstimate, calibration: Calibration) -> dict[str,
         waiting_us = max(step_us - own_us, 0.0)
         share = 1 / (step_us * len(stages))
         found["memory"] += at_clock * share
-        found["communication"] += (drawn.beside - fixed) * share
-        found["waiting"] += waiting_us * drawn.waiting_w * share
+        found["communication"] += (drawn.beside - fixed - drawn.hosts) * share
+        found["waiting"] += (waiting_us * drawn.waiting_w + drawn.hosts) * share
     return {"products": float(estimate.power_w[0]) - sum(found.values())} | found
 
 

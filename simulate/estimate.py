@@ -226,7 +226,8 @@ class StepSimulator:
         """Mean board power over the step and all GPUs, none above what the cap allows.
 
         `step_us` without what the cap's ups and downs add: it gives back later what it holds now.
-        A GPU that waits for its host is idle: a draw with a slower host has a longer step at less.
+        A GPU that waits for its host draws little: a draw with a slower host has a longer step at
+        less.
         What lengthens the whole step alike (`_common_factor`) leaves that share as it is.
         """
         fit, priced = self.calibration.clock, self.priced
@@ -237,8 +238,9 @@ class StepSimulator:
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
         working = np.maximum(1 - priced.host_us(busiest) / finish, 1e-3)
-        above = (mean - fit.idle_w) * working / working[0]
-        drawn = np.minimum(fit.idle_w + above, max(fit.cap_w or np.inf, mean))
+        ready_w = fit.idle_w + fit.ready_w
+        above = (mean - ready_w) * working / working[0]
+        drawn = np.minimum(ready_w + above, max(fit.cap_w or np.inf, mean))
         return np.asarray(drawn * priced.costs.draws.factor("power", POWER_SD))
 
     @property

@@ -166,6 +166,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             regulated_w=regulated,
             communication_w=clock.communication_w * by.power,
             waiting_w=clock.waiting_w * by.power,
+            ready_w=clock.ready_w * by.power,
             devices=(),  # of another GPU
         ),
         behind=calibration.behind and _behind(calibration.behind, target),

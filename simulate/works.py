@@ -139,11 +139,12 @@ class Works:
     def _work(
         self, fit: KernelFit, kernel: Kernel, central_us: float, time: Array
     ) -> tuple[Slowed, Work]:
-        drawn = fit.drawn_w(kernel.dims, central_us) * central_us
+        clock = self._calibration.clock
+        drawn = fit.drawn_w(kernel.dims, central_us, clock.ready_w) * central_us
         if fit.tflops:
             energy = Energy(drawn, 0.0)
         else:
-            share = self._calibration.clock.memory_with_clock
+            share = clock.memory_with_clock
             energy = Energy(drawn * share, drawn * (1 - share), drawn)
         modelled_us = 0.0 if kernel.dims in fit.measured else central_us
         slowed = fit.op in PRODUCTS, fit.clock_exponent

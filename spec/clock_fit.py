@@ -63,6 +63,11 @@ class ClockFit(Record):
     )
     communication_w: Watts = Field(description="above idle, while only communicating")
     waiting_w: Watts = Field(description="above idle, while waiting for a peer")
+    ready_w: Watts = Field(
+        default=0.0,
+        description="above idle, between a step's kernels: while they are launched, or wait for "
+        "their host",
+    )
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.0, description="see `product_factor`; how far the exponent changes with the clock"

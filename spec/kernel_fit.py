@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log, prod
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from spec.fitted import (
     Watts,
 )
 from spec.kernel import LARGE_TILE, Kernel, ceil_div, output, tiles
+
+LEAST_BUSY = 0.1  # of a kernel's time
 
 
 class KernelPoint(Record):
@@ -69,12 +72,16 @@ class KernelFit(Record):
     points: tuple[KernelPoint, ...] = Field(min_length=1)
     host_us: Micros = Field(description="time the host needs to issue it")
     active_power_w: Watts = Field(
-        default=0, description="board power above idle while it runs at the reference clock"
+        default=0,
+        description="board power above idle, at the reference clock, once it is launched",
     )
     power_tflops: Rate | None = Field(
         default=None,
-        description="rate at the reference clock at which it draws that, each FLOP as much; None "
+        description="rate at the reference clock, launches apart, at which it draws that; None "
         "where every shape draws the same",
+    )
+    power_rate_exponent: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="other shapes' power goes as their rate to this; see power_tflops"
     )
 
     @cached_property
@@ -103,15 +110,19 @@ class KernelFit(Record):
         value: NDArray[np.float64] = self.amplitude**2 * np.exp(-0.5 * squared)
         return value
 
-    def drawn_w(self, dims: tuple[int, ...], time_us: float) -> float:
+    def drawn_w(self, dims: tuple[int, ...], time_us: float, ready_w: float = 0.0) -> float:
         """Board power above idle of a shape that takes so long, at the reference clock.
 
-        What arithmetic binds draws by its FLOPs: a shape that fills the GPU less draws less.
+        `ready_w` while it is launched; and of products one that fills the GPU less draws less, if
+        not in proportion.
         """
-        if self.power_tflops is None:
-            return self.active_power_w
-        flops = Kernel(self.op, self.direction, dims, self.dtype).flops
-        return self.active_power_w * flops / time_us / 1e6 / self.power_tflops
+        kernel = Kernel(self.op, self.direction, dims, self.dtype)
+        share = busy_share(self.launch_us * launches(kernel), time_us)
+        launched_w = self.active_power_w
+        if self.power_tflops is not None:
+            tflops = kernel.flops / (share * time_us) / 1e6
+            launched_w *= float((tflops / self.power_tflops) ** self.power_rate_exponent)
+        return share * launched_w + (1 - share) * ready_w
 
     def issue_us(self, dims: tuple[int, ...]) -> float:
         """Time the host needs to issue it; the same for every shape of what was measured."""
@@ -157,6 +168,11 @@ class KernelFit(Record):
         return [
             self.physics_us(dims) * exp(one) for dims, one in zip(shapes, corrections, strict=True)
         ]
+
+
+def busy_share(launch_us: float, time_us: float) -> float:
+    """Of a kernel's time, what it is not launched in."""
+    return max(1 - launch_us / time_us, LEAST_BUSY)
 
 
 def launches(kernel: Kernel) -> int:
