@@ -19,8 +19,15 @@ from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
 from calibrate.host import fit_interference
 from calibrate.own_exponents import USUAL, fit_own_exponents
-from calibrate.state import POWER_EXPONENT, SURGE, ClockState
-from calibrate.telemetry import Telemetry, read_telemetry
+from calibrate.state import (
+    POWER_EXPONENT,
+    PRODUCTS_BY_RATE,
+    SURGE,
+    ClockState,
+    Drawn,
+    typical,
+)
+from calibrate.telemetry import Telemetry, _ready, read_telemetry
 from calibrate.variability import spread_interval
 from simulate.uncertainty import Draws
 from simulate.whatif import on_devices
@@ -30,7 +37,7 @@ from spec.calibration import DeviceFit, read_calibration
 from spec.errors import UserError
 from spec.files import write_json
 from spec.kernel import Kernel
-from spec.records import ClockRow, InterferenceRow, KernelRow
+from spec.records import ClockRow, HostRow, InterferenceRow, KernelRow
 from spec.results import ResultSet
 from tests.made_up import calibration_json, write_calibration
 from tests.synthetic import Truth, manifest
@@ -128,6 +135,24 @@ def test_short_kernels_keep_the_time_of_their_burst() -> None:
     assert state.at_reference(small) == pytest.approx(6.0)
 
 
+def test_nil_steps_tell_what_a_gpu_draws_between_kernels(tmp_path: Path) -> None:
+    """Not before their load begins, when its clock is low, and little of what waits for peers."""
+    nil = HostRow.model_construct(case_id="nil", role="fit")
+    seen = [(78.0, 345.0)] * 20 + [(125.0, 1980.0)] * 30 + [(160.0, 1980.0)] * 20
+    columns = {
+        "case_id": ["nil"] * len(seen) + ["other"],
+        "power_w": [power for power, _ in seen] + [90.0],
+        "sm_clock_mhz": [clock for _, clock in seen] + [1980.0],
+    }
+    path = tmp_path / "telemetry.parquet"
+    parquet.write_table(pa.table(columns), path)
+    about = manifest("made-up", "run", 1, Truth(), "2030-01-01T00:00:00Z")
+    found = _ready(ResultSet(tmp_path, about, {"host": [nil]}), path)
+    assert sorted(set(found)) == [125.0, 160.0]
+    assert Telemetry((), (), (), (), tuple(found), "made up").ready_w() == 125.0
+    assert Telemetry((), (), (), (), (), "none").ready_w() is None
+
+
 def test_telemetry_tells_idle_communicating_and_waiting(tmp_path: Path) -> None:
     folder = write_small(tmp_path, ("copy",))
     cases = {"": 85.0, "all_reduce-4-268435456": 300.0, "all_reduce-4-1024": 180.0}
@@ -181,11 +206,11 @@ def capped(n: int, time_us: float, clock: float, device: int) -> KernelRow:
 def test_power_before_the_cap_acts_tells_how_it_goes_with_the_clock() -> None:
     state = ClockState(1980.0, 700.0, 80.0)
     rows = [capped(8192, 1000.0, 1485.0, device) for device in range(4)]  # at 690 W
-    telemetry = Telemetry((), (), (), (80 + 610 * (1980 / 1485) ** 1.2,), "made up")
+    telemetry = Telemetry((), (), (), (80 + 610 * (1980 / 1485) ** 1.2,), (), "made up")
     found = _onset_exponent(state, telemetry, rows)
     assert found is not None
     assert found[0] == pytest.approx(1.2)
-    assert _onset_exponent(state, Telemetry((), (), (), (), "none"), rows) is None
+    assert _onset_exponent(state, Telemetry((), (), (), (), (), "none"), rows) is None
 
 
 def test_interference_is_read_where_a_collective_covers_the_kernel(
@@ -322,17 +347,47 @@ def test_a_share_of_power_is_between_nothing_and_all(tmp_path: Path, share: floa
         read_calibration(tmp_path / "c.json")
 
 
-def test_arithmetic_draws_by_its_flops(tmp_path: Path) -> None:
-    """A shape that reaches half the rate of the sustained rows draws half their power."""
+def test_a_kernel_draws_its_power_once_it_is_launched(tmp_path: Path) -> None:
+    """Products of another rate by that, to a power; what is launched for long as a ready GPU."""
     measured = write_calibration(tmp_path / "calibration.json")
+    given = {"active_power_w": 900.0, "launch_us": 10.0, "power_tflops": 800.0}
     fit = measured.kernel_fits["gemm", "forward", "bf16"]
-    fit = fit.model_copy(update={"active_power_w": 900.0, "power_tflops": 800.0})
+    fit = fit.model_copy(update=given | {"power_rate_exponent": 0.5})
     dims = (4096, 4096, 4096)
-    flops = Kernel("gemm", "forward", dims).flops
-    assert fit.drawn_w(dims, flops / 800e6) == pytest.approx(900.0)
-    assert fit.drawn_w(dims, flops / 400e6) == pytest.approx(450.0)
+    us = Kernel("gemm", "forward", dims).flops / 800e6  # at that rate
+    assert fit.drawn_w(dims, us + 10) * (us + 10) == pytest.approx(900 * us)
+    assert fit.drawn_w(dims, us + 10, 50.0) * (us + 10) == pytest.approx(900 * us + 50 * 10)
+    assert fit.drawn_w(dims, 4 * us + 10) * (4 * us + 10) == pytest.approx(900 * 0.5 * 4 * us)
     flat = fit.model_copy(update={"power_tflops": None})
-    assert flat.drawn_w(dims, flops / 400e6) == 900.0
+    assert flat.drawn_w(dims, 4 * us + 10) * (4 * us + 10) == pytest.approx(900 * 4 * us)
+    assert flat.drawn_w(dims, 5.0, 50.0) == pytest.approx(0.1 * 900 + 0.9 * 50)
+
+
+def test_shapes_count_alike_in_what_an_operation_draws() -> None:
+    """However often each was timed, at the rate that the middle one of them reaches."""
+    products = [Kernel("gemm", "forward", (4096, n, 4096)) for n in (2048, 4096, 8192)]
+    rates = (400.0, 800.0, 900.0)
+    drawn = [
+        Drawn(kernel, 900 * (rate / 800) ** PRODUCTS_BY_RATE, kernel.flops / rate / 1e6)
+        for kernel, rate in zip(products, rates, strict=True)
+    ]
+    watts, tflops, sd = typical([drawn[0]] * 9 + drawn[1:])
+    assert (watts, tflops, sd) == pytest.approx((900.0, 800.0, 0.0))
+    copies = [Kernel("copy", "forward", (2**n,)) for n in (20, 22, 24)]
+    alike = [Drawn(one, power, 100.0) for one, power in zip(copies, (300, 500, 520), strict=True)]
+    assert typical([alike[0]] * 9 + alike[1:])[0] == 500
+    launched = Drawn(copies[0], 0.8 * 500 + 0.2 * 50, 50.0)  # 10 of 50 us
+    assert typical([launched], 10.0, 50.0)[0] == pytest.approx(500)
+
+
+def test_pieces_of_ring_attention_draw_as_attention_where_none_ran() -> None:
+    state = ClockState(1980.0, 700.0, 80.0)
+    state.stand_ins = {"gemm": (920.0, 800.0), "attention": (730.0, 560.0)}
+    assert state.stand_in("attention_block", "bf16") == (730.0, 560.0)
+    assert state.stand_in("grouped_gemm", "bf16") == (920.0, 800.0)
+    assert state.stand_in("gemm", "fp8") is None
+    assert state.stand_in("copy", "bf16") is None
+    assert "as attention" in state.default_power_reason("attention_block", "bf16")
 
 
 def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None:
@@ -343,7 +398,8 @@ def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None
     kernel = Kernel("copy", "forward", (2**24,))
     drawn = works(calibration, Draws(0)).of(kernel)[1].energy
     fit = calibration.kernel(kernel)
-    whole = fit.active_power_w * fit.time_us(kernel.dims)[0]
+    time_us = fit.time_us(kernel.dims)[0]
+    whole = fit.drawn_w(kernel.dims, time_us, clock.ready_w) * time_us
     assert drawn.compute == pytest.approx(whole / 2)
     assert drawn.compute + drawn.memory == pytest.approx(whole)
     share = clock.power_w(drawn.compute, 1692 / 1980 * clock.reference_mhz, drawn.memory)
@@ -366,7 +422,7 @@ def test_a_lagging_sensor_tells_the_least_exponent(
     rows = [capped(n, 1000.0, 1500.0, 0) for n in (4096, 8192, 14336)]
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     ledger = Ledger()
-    telemetry = Telemetry((), (), (), (onset,), "telemetry")
+    telemetry = Telemetry((), (), (), (onset,), (), "telemetry")
     _fit_power_exponent(Evidence("made-up", []), state, telemetry, rows, ledger)
     own = np.log((onset - 80) / (rows[0].power_w - 80)) / np.log(1980 / 1500)
     assert state.power_exponent == pytest.approx(max(own, POWER_EXPONENT[0]))
