@@ -39,7 +39,6 @@ from calibrate.state import (
     is_compute,
     is_product,
     kernel_of,
-    typical,
 )
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
@@ -50,8 +49,8 @@ from spec.records import KernelRow
 from spec.regulation import ASSUMED, ASSUMED_ENDS, Regulation
 
 # shares of the room between idle and power limit, and of the limit, where no telemetry shows them:
-# 0.40 to 0.44, 0.12 to 0.13 and 0.10 to 0.12 on four H200, two H200 and two H100
-COMMUNICATION_SHARE, WAITING_SHARE = 0.40, 0.12
+# 0.39 to 0.41, 0.08 to 0.10 and 0.10 to 0.11 on four H200, two H200 and two H100
+COMMUNICATION_SHARE, WAITING_SHARE = 0.40, 0.09
 IDLE_SHARE = 0.11
 
 
@@ -88,16 +87,6 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     fit_exponents(evidence, state, placed, ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
-    for compute in (True, False):
-        shown = [row for row in rows if is_compute(row.op) == compute and state.shows_power(row)]
-        if shown:
-            state.kind_power_w[compute] = float(median(state.active_w(row) for row in shown))
-    for op, of_it in (
-        ("gemm", [row for row in rows if is_product(row)]),
-        ("attention", [row for row in rows if row.op == "attention"]),
-    ):
-        if drawn := state.drawn(of_it):
-            state.stand_ins[op] = typical(drawn)[:2]
     state.devices, state.device_power = fit_devices(evidence, state, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:

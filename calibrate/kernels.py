@@ -12,6 +12,7 @@ from math import exp, log
 import numpy as np
 
 from calibrate.correction import Correction, fit_correction
+from calibrate.drawn import Power, by_rate, powers
 from calibrate.evidence import Evidence, Ledger, issue_us, log_interval, robust_sd, rounded
 from calibrate.kernel_errors import BASELINE, FOLDS, leave_out, scored, token_dims
 from calibrate.physics import Physics, System, fit_physics
@@ -24,11 +25,9 @@ from calibrate.shapes import (
     spreads,
     system_with,
 )
-from calibrate.state import ClockState, Key, by_rate, is_compute, typical
+from calibrate.state import ClockState, Key
 from spec.calibration import KernelFit, KernelPoint
 from spec.records import KernelRow
-
-DEFAULT_POWER_SD = 0.3  # of an operation that no row shows; assumed
 
 
 def fit_kernels(
@@ -37,11 +36,19 @@ def fit_kernels(
     """A model of every operation in `keys` (what a progress bar iterates over)."""
     groups = kernel_groups(evidence, clock)
     system = system_with(groups)
-    return tuple(_fit(groups[key], system, clock, evidence, ledger) for key in keys)
+    ceilings = {key: fit_physics(group.timings, system) for key, group in groups.items()}
+    drawn = powers(groups, {key: physics for key, (physics, _) in ceilings.items()}, clock)
+    return tuple(
+        _fit(groups[key], *ceilings[key], drawn[key], system, clock, evidence, ledger)
+        for key in keys
+    )
 
 
 def _fit(
     group: Group,
+    physics: Physics,
+    sds: Mapping[str, float],
+    power: Power,
     system: System,
     clock: ClockState,
     evidence: Evidence,
@@ -49,7 +56,6 @@ def _fit(
 ) -> KernelFit:
     op, direction, dtype = group.key
     shapes = group.shapes
-    physics, sds = fit_physics(group.timings, system)
     correction = fit_correction(inputs(shapes), residuals(physics, shapes))
     judged, scale = leave_out(group, system, correction)
     correction = replace(
@@ -64,9 +70,9 @@ def _fit(
         BASELINE,
     )
     host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
-    active_w, power_tflops, power_sd = _power(group, physics.launch_us, clock)
     _note(group, physics, sds, correction, ledger, detail)
-    _note_power(group, active_w, power_sd, host_us, ledger, detail, clock)
+    _note_power(group, power, ledger, detail)
+    _note_host(group, host_us, ledger, detail)
     return KernelFit(
         op=op,
         direction=direction,
@@ -81,29 +87,10 @@ def _fit(
         noise=rounded(correction.noise),
         points=_points(shapes, physics, correction),
         host_us=rounded(host_us),
-        active_power_w=rounded(active_w),
-        power_tflops=power_tflops and rounded(power_tflops),
-        power_rate_exponent=by_rate(op) or 1.0,
+        active_power_w=rounded(power.watts),
+        power_tflops=power.tflops and rounded(power.tflops),
+        power_rate_exponent=by_rate(op),
     )
-
-
-def _power(group: Group, launch_us: float, clock: ClockState) -> tuple[float, float | None, float]:
-    """Power above idle at the reference clock, W, the rate that it belongs to, TFLOP/s, and its sd.
-
-    An operation that no row shows draws as one alike, see `ClockState.stand_in`.
-    """
-    op, _, dtype = group.key
-    tflops, sd = None, DEFAULT_POWER_SD
-    if group.drawn:
-        active_w, tflops, sd = typical(group.drawn, launch_us, clock.ready_w)
-        few = len(group.drawn) < 3  # one or two rows do not show their spread
-        sd = max(sd, 0.05 if few else 0.01)
-    elif (stand_in := clock.stand_in(op, dtype)) is not None:
-        active_w, tflops = stand_in
-    else:
-        active_w = clock.default_active_w(op)
-    active_w *= clock.device_power.get(is_compute(op), 1.0)
-    return active_w, None if by_rate(op) is None else tflops, sd
 
 
 def _points(
@@ -157,26 +144,20 @@ def _note(
     )
 
 
-def _note_power(
-    group: Group,
-    active_w: float,
-    power_sd: float,
-    host_us: float,
-    ledger: Ledger,
-    detail: str,
-    clock: ClockState,
-) -> None:
-    if group.drawn or active_w > 0:
-        ledger.note(
-            f"{group.name}.active_power_w",
-            active_w,
-            "W",
-            log_interval(active_w, power_sd),
-            "measured" if group.drawn else "assumed",
-            f"sustained rows with power, {len(group.drawn)}; {detail}"
-            if group.drawn
-            else clock.default_power_reason(group.key[0], group.key[2]),
-        )
+def _note_power(group: Group, power: Power, ledger: Ledger, detail: str) -> None:
+    if power.watts <= 0:
+        return
+    ledger.note(
+        f"{group.name}.active_power_w",
+        power.watts,
+        "W",
+        log_interval(power.watts, power.sd),
+        power.source,
+        f"{power.detail}; {detail}" if power.source == "measured" else power.detail,
+    )
+
+
+def _note_host(group: Group, host_us: float, ledger: Ledger, detail: str) -> None:
     if group.host_us:
         sd = robust_sd([log(one) for one in group.host_us])
         ledger.note(

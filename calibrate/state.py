@@ -1,17 +1,14 @@
 """The state a row was measured in: brings its time and power to the reference clock."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
-from statistics import median
 from typing import NamedTuple
 
-from calibrate.evidence import Z90, robust_sd
+from calibrate.evidence import Z90
 from spec.bend import Bend
 from spec.calibration import DeviceFit
 from spec.kernel import ATTENTION, Kernel, parse_kernel
-from spec.kernel_fit import busy_share, launches
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
@@ -31,10 +28,6 @@ MEMORY_WITH_CLOCK = (0.31, 0.0, 0.62)
 # The same of what a cap lets through for a while, see `calibrate.heat_pulses.surge`.
 # Bursts of products draw 1.02 times the cap on H100 and 1.03 to 1.05 on H200.
 SURGE = (1.03, 1.0, 1.1)
-# shares of the room between idle and power limit, where no row shows power
-COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6
-
-
 # Power of one core, idle and more while busy, where none can be read.
 CORE_IDLE_W, CORE_ACTIVE_W = 1.5, 3.0
 CORE_SOURCE = "280 W of a 64-core AMD EPYC 7763, data sheet, a third of it idle"
@@ -46,27 +39,12 @@ NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
 # visits to four H200, see `calibrate.kernel_visits`.
 SHAPE_VISIT_SD = 0.0085
 
-# What products draw goes with their rate to this power, from shape to shape: of 0, 0.2, 0.4, 0.55,
-# 0.7 and 1 the one by which a shape's power is told best from other shapes' on two H200 (47 shapes,
-# 1.1 % off on average), two H100 (47, 1.8 %) and four H200 (10, 1.8 %). Attention's best is 0.
-PRODUCTS_BY_RATE = 0.7
-
 Key = tuple[str, str, str]  # an operation as modelled, its direction and its type
 
 
 def is_compute(op: str) -> bool:
     """Whether an operation is bound by arithmetic where it is large."""
     return op in COMPUTE
-
-
-def alike(op: str) -> str:
-    """What of the same kind is timed most: plain products, attention, or the operation itself."""
-    return "gemm" if op in PRODUCTS else "attention" if op in ATTENTION else op
-
-
-def by_rate(op: str) -> float | None:
-    """To which power of its rate an operation's power goes; None where all shapes draw the same."""
-    return PRODUCTS_BY_RATE if op in PRODUCTS else None
 
 
 def kernel_of(row: KernelRow) -> Kernel:
@@ -93,32 +71,6 @@ class Drawn(NamedTuple):
     kernel: Kernel
     watts: float
     time_us: float
-
-    def launched(self, launch_us: float, ready_w: float) -> tuple[float, float]:
-        """Its power, W, and its rate, TFLOP/s, once it is launched."""
-        share = busy_share(launch_us * launches(self.kernel), self.time_us)
-        watts = (self.watts - (1 - share) * ready_w) / share
-        return max(watts, ready_w), self.kernel.flops / (share * self.time_us) / 1e6
-
-
-def typical(
-    drawn: Iterable[Drawn], launch_us: float = 0.0, ready_w: float = 0.0
-) -> tuple[float, float, float]:
-    """An operation's power, W, the rate that it belongs to, TFLOP/s, and the rows' spread (log).
-
-    Shapes count alike.
-    """
-    shapes: dict[Kernel, list[tuple[float, float]]] = defaultdict(list)
-    for one in drawn:
-        shapes[one.kernel].append(one.launched(launch_us, ready_w))
-    exponent = by_rate(next(iter(shapes)).op)
-    tflops = median(median(rate for _, rate in rows) for rows in shapes.values())
-    scaled = [
-        [watts * (tflops / rate) ** exponent if exponent else watts for watts, rate in rows]
-        for rows in shapes.values()
-    ]
-    logs = [log(max(watts, 1e-3)) for rows in scaled for watts in rows]
-    return median(median(rows) for rows in scaled), tflops, robust_sd(logs)
 
 
 @dataclass(frozen=True)
@@ -187,9 +139,6 @@ class ClockState:
     power_exponent: float = POWER_EXPONENT[0]
     ready_w: float = 0.0  # above idle, between kernels of a step
     turned: Turned | None = None
-    kind_power_w: dict[bool, float] = field(default_factory=dict)  # active, at the reference
-    # W at TFLOP/s of what stands in for operations alike: plain products, attention
-    stand_ins: dict[str, tuple[float, float]] = field(default_factory=dict)
     devices: tuple[DeviceFit, ...] = ()
     # the mean device's beside all rows', by is_compute
     device_power: Mapping[bool, float] = field(default_factory=dict)
@@ -261,24 +210,3 @@ class ClockState:
         if self.limit_w is None:
             return f"what a busy core draws ({CORE_SOURCE})"
         return "the room under the power limit"
-
-    def default_active_w(self, op: str) -> float:
-        """Power above idle of an operation that no sustained row shows."""
-        if is_compute(op) in self.kind_power_w:
-            return self.kind_power_w[is_compute(op)]
-        return (COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE) * self.room_w
-
-    def stand_in(self, op: str, dtype: str) -> tuple[float, float] | None:
-        """W at TFLOP/s of an operation alike, for one that no row shows; None without one."""
-        return None if dtype == "fp8" else self.stand_ins.get(alike(op))
-
-    def default_power_reason(self, op: str, dtype: str) -> str:
-        """Why that value."""
-        none = "no sustained row shows its power"
-        if self.stand_in(op, dtype) is not None:
-            return f"{none}: as {alike(op)} of the same rate"
-        if is_compute(op) in self.kind_power_w:
-            kind = "compute" if is_compute(op) else "memory"
-            return f"{none}: the median of the {kind}-bound kernels that ran sustained"
-        share = COMPUTE_SHARE if is_compute(op) else MEMORY_SHARE
-        return f"{none}: {share:.0%} of {self.room_reason}"

@@ -23,6 +23,9 @@ LEAST_SAMPLES = 5
 # quantile of a case's samples that shows its collectives running: it also sets up and pauses, and
 # the sensor lags
 RUNNING = 0.9
+# samples of a case on a device from which its power is its own: the sensor's mean of a second holds
+# what ran before, such as large collectives before small ones
+LEAST_OWN = 20
 LEAST_ONSET = 100  # readings in bursts, for one to fall before the cap acts
 
 
@@ -93,7 +96,9 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
             if size is not None and size >= LARGE_BYTES:
                 large.append(power[cases == case])
             elif size is not None and size <= SMALL_BYTES:
-                small.append(power[cases == case])
+                own = cases == case
+                long = own.sum() >= LEAST_OWN * len(np.unique(device[own]))
+                small += [power[own]] if long else []
     found = tuple(idle), _running(large), _running(small), tuple(onset), tuple(ready)
     return Telemetry(*found, ", ".join(files))
 
@@ -107,7 +112,7 @@ def _ready(run: ResultSet, path: Path) -> NDArray[np.float64]:
         return np.array([])
     power: NDArray[np.float64] = columns["power_w"]
     clock = columns["sm_clock_mhz"]
-    mine = np.isin(columns["case_id"], steps) & np.isfinite(power) & np.isfinite(clock)
+    mine = np.isin(columns["case_id"], steps) & (power > 0) & (clock > 0)  # NaN where not read
     ready: NDArray[np.float64] = power[mine & (clock >= clock[mine].max(initial=0.0))]
     return ready
 

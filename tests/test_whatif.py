@@ -264,6 +264,26 @@ def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
         assert other["high"] / other["low"] == pytest.approx(one["high"] / one["low"])
 
 
+def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(calibration: Calibration) -> None:
+    """Not as an idle one."""
+    model = MODEL.resized(layers=2)
+    means = []
+    for part_us in (1e3, 1e5):
+        host = calibration.host.model_copy(update={"part_us": part_us})
+        for ready_w in (0.0, 50.0):
+            clock = calibration.clock.model_copy(update={"ready_w": ready_w})
+            given = calibration.model_copy(update={"host": host, "clock": clock})
+            estimate = StepSimulator(model, Parallelism(), NODE, FABRIC, given, draws=0).run()
+            found = by_activity_w(estimate, given)
+            assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
+            waits = float(estimate.priced.host_us(0)[0]) / float(estimate.step_time_s[0]) / 1e6
+            assert found["waiting"] == pytest.approx(ready_w * waits, rel=0.01)
+            means.append(float(estimate.power_w[0]) - clock.idle_w)
+    idle, ready = means[0::2], means[1::2]
+    assert ready[0] > idle[0]
+    assert ready[1] - idle[1] == pytest.approx(50, rel=0.05)  # next to nothing but waiting
+
+
 def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path) -> None:
     stages = Parallelism(pp=4, dp=4, microbatch=1, global_batch=16)
     for p in (P, stages):
