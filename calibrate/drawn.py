@@ -18,9 +18,9 @@ from spec.calibration import Source
 from spec.kernel import ATTENTION
 from spec.kernel_fit import busy_share, launches
 
-# What products draw goes with their rate to this power, from shape to shape. Told from other shapes
-# a shape of two H200, two H100 and four H200 is 1.3, 2.6 and 2.4 % off by it, by 0.4 1.5, 2.4 and
-# 1.9, by 0 1.9, 2.4 and 2.1, by 1 1.6, 2.8 and 3.0. Attention's best is 0 (by 1 three times as far).
+# What products draw goes with their rate to this power, from shape to shape. Told from others, a
+# shape of two H200, two H100 and four H200 is off by 1.3, 2.6 and 2.4 % with it, by 1.5, 2.4 and
+# 1.9 with 0.4, by 1.9, 2.4 and 2.1 with 0, by 1.6, 2.8 and 3.0 with 1. Attention's best is 0.
 PRODUCTS_BY_RATE = 0.7
 # shares of the room between idle and power limit, where no row shows power
 COMPUTE_SHARE, MEMORY_SHARE = 1.0, 0.6

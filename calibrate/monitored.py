@@ -1,6 +1,6 @@
 """Clocks as a monitor shows them: those that steps are judged by, and that are forecast.
 
-A row's own clock is that of short spins among its repeats. The monitor's mean dips with the
+A row's own clock is that of short spins among its repeats. The monitor's clock dips with the
 regulator (1 to 3 % lower on H200), and on H100 shows 1360 MHz during products between which spins
 run at 1520. Power, durations and clocks of a calibration must be of one and the same clock.
 """
@@ -30,7 +30,8 @@ Shown = dict[tuple[str, str, int], float]  # MHz, by run, case and device
 def monitored(evidence: Evidence, ledger: Ledger) -> Evidence:
     """The same evidence with the clock that the monitor showed, or would have, during each row.
 
-    Sustained rows have its mean. Bursts are too short for one: those of products have what spins
+    Sustained rows have the mean of its middle half, as regulators swing in a load's first seconds.
+    Bursts are too short for one: those of products have what spins
     say, brought to it by what rows sustained under the cap say of both.
     """
     sustained = _sustained(evidence)
