@@ -31,8 +31,8 @@ def monitored(evidence: Evidence, ledger: Ledger) -> Evidence:
     """The same evidence with the clock that the monitor showed, or would have, during each row.
 
     Sustained rows have the mean of its middle half, as regulators swing in a load's first seconds.
-    Bursts are too short for one: those of products have what spins
-    say, brought to it by what rows sustained under the cap say of both.
+    Bursts are too short for one: those of products have what spins say, brought to it by what rows
+    sustained under the cap say of both.
     """
     sustained = _sustained(evidence)
     return replace(evidence, shown_mhz=sustained | _bursts(evidence, sustained, ledger))
