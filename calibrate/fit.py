@@ -8,7 +8,7 @@ examples:
     python -m calibrate.fit results/h200 --out trial.json --json
 
 Reads the microbenchmarks and telemetry of every run of a system, complete or interrupted; never its
-training steps. The same input gives the same bytes.
+training steps. The same input gives the same numbers, but for a sixth digit now and then.
 """
 
 import argparse
