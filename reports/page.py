@@ -10,7 +10,8 @@
 
 - `page(title, sections, subtitle="", facts=())` returns the whole document as a string. `facts` are
   (label, value) pairs set large at the top: the two or three numbers that the page is about.
-- `Section(title, blocks, anchor="")` is a heading with blocks under it; the page lists them.
+- `Section(title, blocks, anchor="", group="")` is a heading with blocks under it; the page lists
+  them, those of one group by its name alone.
 - Blocks: `Text(text, kind="plain" | "note" | "warning")`, `Table(columns, rows, caption="")`,
   `Figure(svg, caption, numbers=None)`. A figure's `numbers` fold out under it with one click.
 - A cell is a string, a number (set right, four significant digits), None (an empty cell), a
@@ -87,6 +88,7 @@ class Section:
     title: str
     blocks: Sequence[Text | Table | Figure] = field(default_factory=tuple)
     anchor: str = ""
+    group: str = ""
 
     @property
     def id(self) -> str:
@@ -101,7 +103,12 @@ def page(
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The whole document; see the module's docstring."""
-    return _template().render(title=title, sections=sections, subtitle=subtitle, facts=facts)
+    links: dict[str, str] = {}
+    for one in sections:
+        links.setdefault(one.group or one.title, one.id)
+    return _template().render(
+        title=title, sections=sections, links=links, subtitle=subtitle, facts=facts
+    )
 
 
 @cache

@@ -1,6 +1,7 @@
 """The report of a validation or of a judged forecast, from its `validation/1` JSON alone."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from reports.page import Badge, Section, Table, Text, page
 from reports.projection import percent
@@ -43,7 +44,7 @@ def render(value: Json) -> str:
     for name, one in systems.items():
         own = [case for case in cases if not several or case["system"] == name]
         notes = _coverage(one) if several else _notes(value)
-        sections += _system(one, own, notes, f"{name}: " if several else "")
+        sections += _system(one, own, notes, name if several else "")
     sections += series_sections(value) if series else []
     sections.append(Section("All numbers", [_table(cases)]))
     title = "Forecast against measurement" if forecast else "Simulated against measured"
@@ -78,8 +79,9 @@ def _mape(every: Json) -> str:
     return f"{percent(every['mape'])} (baseline {percent(every['neighbour_mape'])})"
 
 
-def _system(one: Json, cases: Sequence[Json], notes: list[Block], prefix: str) -> list[Section]:
+def _system(one: Json, cases: Sequence[Json], notes: list[Block], name: str) -> list[Section]:
     """The sections of one measured system, or of what is judged as one."""
+    prefix = f"{name}: " if name else ""
     metered = one["summary"]["all"].get("power_mape") is not None
     steps = "misses" in one and "series" not in one  # which has a section of its own
     found = [
@@ -92,7 +94,8 @@ def _system(one: Json, cases: Sequence[Json], notes: list[Block], prefix: str) -
     ]
     if one.get("components"):
         found.append(Section(f"{prefix}Error by component", components(one, cases, prefix)))
-    return [*found, Section(f"{prefix}Worst cases", [_worst(headline(cases))])]
+    found.append(Section(f"{prefix}Worst cases", [_worst(headline(cases))]))
+    return [replace(section, group=name) for section in found]
 
 
 def systems_of(value: Json) -> dict[str, Json]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reports.bars import Bar, bars, ticks
-from reports.page import new_figure, svg
+from reports.page import Section, new_figure, page, svg
 from reports.projection import render as render_projection
 from reports.validation import render as render_validation
 from simulate.project import main
@@ -132,6 +132,17 @@ def test_validation_page() -> None:
     assert HOSTILE in text
     for words in ("5.0%", "30.0%", "Clopper-Pearson", "simulated", "measured"):
         assert words in text
+
+
+def test_sections_of_one_group_are_listed_once() -> None:
+    """Under its name, which leads to the first of them; escaped as any other text."""
+    sections = [Section("Systems"), Section("<a>: Errors", group="<a>")]
+    sections += [Section("<a>: Memory", group="<a>"), Section("Numbers")]
+    html = page("Many", sections)
+    listed = html[html.index("<nav") : html.index("</nav>")]
+    assert listed.count("<li>") == 3
+    assert '<a href="#a-errors">&lt;a&gt;</a>' in listed
+    assert "<h2>&lt;a&gt;: Memory</h2>" in html
 
 
 def test_a_step_that_waited_is_known_by_its_power() -> None:
