@@ -32,6 +32,7 @@ def scored(key: Key) -> str:
 
 
 def token_dims(op: str) -> str:
+    """Those of an operation's dimensions that go with the tokens of a pass."""
     return ", ".join(name for name in OPS[op][0] if name in TOKEN_DIMS)
 
 

@@ -267,7 +267,7 @@ def sustained(gpu: bool, quick: bool) -> list[Kernel]:
     found += [
         Kernel(op, way, dims)
         for op, dims in (
-            ("attention_block", (2, 2048, 2048, 32, 8, 128)),
+            ("attention_block", (1, 4096, 2048, 32, 8, 128)),
             ("gelu", (8192, 28672)),
             ("layernorm", (8192, 7168)),
             ("bias", (8192, 28672)),

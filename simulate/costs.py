@@ -206,7 +206,7 @@ class Costs:
 
         Between nodes, where it was not measured, it goes with the rate, from what a GPU draws that
         waits to what it draws at the rate inside a node. Over sockets at a hundredth of that rate
-        GPUs drew 42 to 74 W above idle, waiting 74 to 80 W, inside a node 247 to 273 W.
+        GPUs drew 42 to 74 W above idle, waiting 51 to 61 W, inside a node 246 to 258 W.
         """
         clock, path = self.calibration.clock, self.layout.paths.get(axis)
         if path is None or path.nodes == 1 or self.network is None:

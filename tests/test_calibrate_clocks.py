@@ -147,13 +147,15 @@ def test_nil_steps_tell_what_a_gpu_draws_between_kernels(tmp_path: Path) -> None
 
 
 def test_telemetry_tells_idle_communicating_and_waiting(tmp_path: Path) -> None:
-    """Of a second and more: a shorter case of small ones has what the sensor still means."""
+    """Waiting by small ones of a second and more on a device: others show what ran before."""
     folder = write_small(tmp_path, ("copy",))
     cases = {"": 85.0, "all_reduce-4-268435456": 300.0, "all_reduce-4-1024": 180.0}
     samples = [(case, power + step) for case, power in cases.items() for step in range(-5, 6)] * 2
-    samples += [("all_reduce-4-4096", 290.0)] * 19
+    samples += [("all_reduce-4-4096", 290.0)] * 19 + [("all_reduce-4-16384", 290.0)] * 38
     samples += [("a training step", 690.0)] * 50
     table = {"case_id": [one for one, _ in samples], "power_w": [power for _, power in samples]}
+    spread = ["all_reduce-4-16384"]  # over two devices
+    table["device"] = [n % 2 if one in spread else 0 for n, (one, _) in enumerate(samples)]
     parquet.write_table(pa.table(table), folder / "telemetry.parquet")
     telemetry = read_telemetry(systems(tmp_path)[0])
     assert telemetry.idle_w() == pytest.approx(80.05)
