@@ -36,6 +36,7 @@ CALLS = {
     "uneven": 63.0,
     "expert": 26.0,
     "ring": 20.0,
+    "checkpoint": 20.0,
     "bucket": 10.0,
     "pass": 210.0,
     "tensor": 1.7,
@@ -48,6 +49,7 @@ WHAT = {
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
     "ring": "Python around a piece of ring attention and its messages; backward has two of each",
+    "checkpoint": "dropping activations, or setting out to compute them again, in a layer",
     "bucket": "sending a bucket of gradients or parameters beside a pass",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
@@ -109,7 +111,11 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             "measured" if name in shown else "assumed",
             f"{WHAT[name]}; {why if name in shown else f'{calls:g} issue times'}",
         )
-    for name, lacked in (("ring", "had no ring"), ("bucket", "sent nothing beside their passes")):
+    for name, lacked in (
+        ("ring", "had no ring"),
+        ("checkpoint", "recomputed nothing"),
+        ("bucket", "sent nothing beside their passes"),
+    ):
         found[f"{name}_sd"] = ledger.note(
             f"host.{name}_sd",
             UNSEEN_SD,
@@ -191,6 +197,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
         ep=row.ep,
         sequence_parallel=row.tp > 1,
         overlap=row.overlap,
+        recompute=row.recompute,
         global_batch=dp,
     )
     model = nil_model(ON_GPU, row.experts).resized(layers=row.layers)

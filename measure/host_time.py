@@ -7,7 +7,8 @@ On GPUs such a step lasts as long as its host needs to issue it, and the steps o
 never faster than that. All GPUs of the host take part, as all of its processors do in a real step:
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
 share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
-every tensor sent beside the passes by itself (what a bucket takes), and with a mixture of experts.
+activations computed again (what a checkpoint takes), with every tensor sent beside the passes by
+itself (what a bucket takes), and with a mixture of experts.
 What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
@@ -32,7 +33,7 @@ from measure.emulation import rank_environment
 from measure.training_plan import WARM_UP, TrainingCase
 from spec.errors import WorkError
 from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, Recompute
 from spec.records import MOST_TP, HostRow
 
 MICROBATCHES, EXPERTS, MORE_LAYERS = 5, 8, 4 * LAYERS
@@ -53,6 +54,7 @@ class HostCase:
     experts: int = 0
     layers: int = LAYERS
     overlap: bool = False
+    recompute: Recompute = "none"
 
     @property
     def case_id(self) -> str:
@@ -62,6 +64,7 @@ class HostCase:
         mixture = f"-{self.experts}experts" if self.experts else ""
         mixture += f"-EP{self.ep}" if self.ep > 1 else ""
         split += mixture + "-overlap" * self.overlap
+        split += f"-{self.recompute}" if self.recompute != "none" else ""
         return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}"
 
     @property
@@ -78,6 +81,7 @@ class HostCase:
             ep=self.ep,
             sequence_parallel=self.tp > 1,
             overlap=self.overlap,
+            recompute=self.recompute,
             global_batch=self.replicas * microbatches,
         )
 
@@ -92,11 +96,12 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
     if quick or kind not in ("nvidia", "amd"):
         return []
     several = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
-    dense: list[dict[str, Any]] = [{}]
+    dense: list[dict[str, Any]] = [{}, {"recompute": "selective"}, {"recompute": "full"}]
     deep: list[dict[str, Any]] = [{}]
     mixed: list[dict[str, Any]] = [{}]
     if several > 1:
-        dense += [{"tp": several}, {"cp": several}]
+        for split in ("tp", "cp"):
+            dense += [{split: several}, {split: several, "recompute": "selective"}]
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
     return [
@@ -120,6 +125,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         ep=case.ep,
         experts=case.experts,
         overlap=case.overlap,
+        recompute=case.recompute,
         layers=case.layers,
         microbatches=MICROBATCHES,
         single_us=statistics.median(found.pop("single_us")),

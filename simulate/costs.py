@@ -353,7 +353,7 @@ class Costs:
     def segment(self, parts: Segment) -> Cost:
         """Duration of a forward or backward segment."""
         fit = self.calibration.host
-        beside_us, ring_us, pieces = self.works.issued(parts)
+        beside_us, apart_us, pieces = self.works.issued(parts)
         if pieces and not fit.serial:
             return joined([self.segment(piece) for piece in pieces])
         works, apart = self.works.of_segment(parts, self.fullest is not None)
@@ -371,8 +371,9 @@ class Costs:
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, zero, energy)
         host = (issue_us + beside_us) * spread
-        if ring_us:
-            host = host + ring_us * spread * self.draws.factor("host.ring", fit.ring_sd)
+        for name, time_us in apart_us.items():
+            sd = getattr(fit, f"{name}_sd")
+            host = host + time_us * spread * self.draws.factor(f"host.{name}", sd)
         if any(part.waits for part in parts):
             return Cost(compute, exposed, host, zero, energy)
         return Cost(compute, exposed, zero, sum(exposed.values(), compute) - host, energy)

@@ -21,6 +21,8 @@ from spec.kernel_fit import KernelFit
 from spec.step import EXPERTS, Part, Segment
 
 Array = NDArray[np.float64]
+# of what `Part.issued` counts, that which a host's own nil steps may lack
+APART = ("ring", "checkpoint")
 
 
 class Energy(NamedTuple):
@@ -100,7 +102,7 @@ class Works:
         self._parts: dict[int, tuple[Part, ByClock]] = {}
         self._products: dict[int, tuple[Segment, ByClock]] = {}
         self._segments: dict[tuple[int, bool], tuple[Segment, ByClock, tuple[Part, ...]]] = {}
-        self._issued: dict[int, tuple[Segment, float, float, tuple[Segment, ...]]] = {}
+        self._issued: dict[int, tuple[Segment, float, dict[str, float], tuple[Segment, ...]]] = {}
 
     def of(self, kernel: Kernel) -> tuple[Slowed, Work]:
         """A kernel's work, and how a clock slows it."""
@@ -168,8 +170,9 @@ class Works:
             self._products[id(parts)] = parts, _added(self.of(kernel) for kernel in bound)
         return self._products[id(parts)][1]
 
-    def issued(self, parts: Segment) -> tuple[float, float, tuple[Segment, ...]]:
-        """What the host takes beside a segment's kernels, rings apart, us, and how it is cut by it.
+    def issued(self, parts: Segment) -> tuple[float, dict[str, float], tuple[Segment, ...]]:
+        """What the host takes beside a segment's kernels, us, what of it has a spread of its own
+        (`APART`), and how the segment is cut by it.
 
         A part that waits is by itself: what was issued before it has run when it begins.
         """
@@ -179,10 +182,14 @@ class Works:
             fit, cut = self._calibration.host, itertools.groupby(parts, lambda part: part.waits)
             pieces = tuple(tuple(some) for _, some in cut)
             counts = sum((Counter(part.issued) for part in parts), Counter[str]())
-            ring_us = counts.pop("ring", 0) * fit.ring_us
+            apart_us = {
+                name: count * getattr(fit, f"{name}_us")
+                for name in APART
+                if (count := counts.pop(name, 0))
+            }
             beside_us = sum(count * getattr(fit, f"{name}_us") for name, count in counts.items())
             pieces = pieces if len(pieces) > 1 else ()
-            self._issued[id(parts)] = parts, beside_us, ring_us, pieces
+            self._issued[id(parts)] = parts, beside_us, apart_us, pieces
         return self._issued[id(parts)][1:]
 
     def of_segment(self, parts: Segment, uneven: bool) -> tuple[ByClock, tuple[Part, ...]]:

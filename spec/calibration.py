@@ -129,6 +129,7 @@ HostTime = Literal[
     "uneven_us",
     "expert_us",
     "ring_us",
+    "checkpoint_us",
     "bucket_us",
     "pass_us",
     "tensor_us",
@@ -163,6 +164,11 @@ class HostFit(Record):
         default=0.0,
         description="around one piece of ring attention and its messages; backward has two of each",
     )
+    checkpoint_us: Micros = Field(
+        default=0.0,
+        description="to drop activations, or before they are computed again: selective "
+        "recomputation has both, full the second",
+    )
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"
     )
@@ -189,6 +195,9 @@ class HostFit(Record):
     ring_sd: Spread = Field(
         default=0.0, description="of ring_us beside that, on a host whose nil steps had no ring"
     )
+    checkpoint_sd: Spread = Field(
+        default=0.0, description="of checkpoint_us likewise, where none of them recomputed"
+    )
     bucket_sd: Spread = Field(
         default=0.0, description="of bucket_us likewise, where none of them sent beside its passes"
     )
@@ -207,7 +216,7 @@ class HostFit(Record):
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
                 own = {"python_sd": 0.0} if visit.times_us else {}
-                for name in ("ring", "bucket"):
+                for name in ("ring", "checkpoint", "bucket"):
                     own |= {f"{name}_sd": 0.0} if f"{name}_us" in visit.times_us else {}
                 known = {"slower": visit.slower, "visit_sd": 0.0}
                 return self.model_copy(update=known | own | visit.times_us)

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from spec.load_records import HeatRow, PulseRow, TurnRow
+from spec.parallelism import Recompute
 from spec.row import ClockMhz, CollectiveName, NonNegative, Positive, Repeated, Row, check_kernel
 from spec.training_records import PlacementRow, ProfileRow, StepRow, TrainingRow
 
@@ -119,6 +120,7 @@ class HostRow(Repeated):
         default=False,
         description="every tensor is a bucket, gathered and reduced beside passes",
     )
+    recompute: Recompute = Field(default="none", description="activations computed again")
     layers: Annotated[int, Field(ge=1, le=1000)]
     microbatches: Annotated[int, Field(ge=2, le=1000)] = Field(
         description="of the steps that the quantiles are of"

@@ -112,10 +112,11 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute == "full":
-        backward = forward + backward
+        # a forward pass without a graph saves its host about what dropping activations takes
+        backward = (replace(forward[0], checkpoint=True), *forward[1:], *backward)
     elif p.recompute == "selective":
-        again = tuple(part for part in forward if part.name == "attention")
-        backward = again + backward
+        forward = tuple(replace(one, checkpoint=one.name == "attention") for one in forward)
+        backward = (*(one for one in forward if one.checkpoint), *backward)
     return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
 
 

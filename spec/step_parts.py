@@ -24,6 +24,7 @@ class Part:
     waits: bool = False
     uneven: bool = False  # its ranks exchange tokens, and no two of them as many
     ring: int = 0  # pieces of ring attention, put together and sent by Python in either pass
+    checkpoint: bool = False  # activations are dropped from here on, or begin to be computed again
     backward: bool = False  # autograd issues it
 
     @property
@@ -40,6 +41,7 @@ class Part:
             "uneven": int(self.uneven),
             "expert": max(grouped, default=0),
             "ring": self.ring,
+            "checkpoint": int(self.checkpoint),
         }
 
 

@@ -16,7 +16,7 @@ from simulate.issue import bucket_waits, host_waits, late_us, repeated_us
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.nil import LAYERS, ON_CPU, nil_model
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, Recompute
 from spec.records import HostRow
 from spec.step import layer
 from tests.made_up import write_calibration
@@ -29,6 +29,7 @@ TAKES = {
     "uneven": 170.0,
     "expert": 300.0,
     "ring": 250.0,
+    "checkpoint": 500.0,
     "bucket": 130.0,
     "pass": 2000.0,
     "step": 1500.0,
@@ -47,7 +48,7 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
     """Steps that take what `TAKES` says on a host so many times slower."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
     sizes = {"gpus": case.gpus, "tp": case.tp, "cp": case.cp, "ep": case.ep}
-    sizes |= {"experts": case.experts, "overlap": case.overlap}
+    sizes |= {"experts": case.experts, "overlap": case.overlap, "recompute": case.recompute}
     once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
     row = HostRow(
         case_id=case.case_id,
@@ -118,20 +119,19 @@ def test_steps_are_off_by_what_nil_steps_leave() -> None:
 def test_cases_take_all_gpus_of_a_host() -> None:
     found = host_time.cases("nvidia", 4)
     assert {case.gpus for case in found} == {4}
-    assert [(case.tp, case.cp, case.ep, case.experts, case.layers) for case in found] == [
-        (1, 1, 1, 0, LAYERS),
-        (4, 1, 1, 0, LAYERS),
-        (1, 4, 1, 0, LAYERS),
-        (1, 1, 1, 0, 4 * LAYERS),
-        (1, 1, 1, 0, 4 * LAYERS),
-        (1, 1, 1, 8, LAYERS),
-        (4, 1, 1, 8, LAYERS),
-        (1, 1, 4, 8, LAYERS),
+    again = "none", "selective"
+    dense = [(1, 1, ("none", "selective", "full")), (4, 1, again), (1, 4, again)]
+    assert [(c.tp, c.cp, c.recompute) for c in found if not c.experts and c.layers == LAYERS] == [
+        (tp, cp, one) for tp, cp, some in dense for one in some
+    ]
+    assert [(c.tp, c.ep) for c in found if c.experts] == [(1, 1), (4, 1), (1, 4)]
+    assert [(c.tp, c.cp, c.overlap) for c in found if c.layers > LAYERS] == [
+        (1, 1, False),
+        (1, 1, True),
     ]
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
     assert host_time.cases("nvidia", 4, quick=True) == []
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
-    assert [case.overlap for case in found] == [False] * 4 + [True] + [False] * 3
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
 
@@ -175,6 +175,7 @@ def test_the_device_stands_still_where_the_host_reads_from_it(calibration: Calib
     [
         *("part_us", "backward_part_us", "collective_us", "uneven_us", "expert_us", "tensor_us"),
         "ring_us",
+        "checkpoint_us",
     ],
 )
 @pytest.mark.parametrize(
@@ -183,7 +184,8 @@ def test_the_device_stands_still_where_the_host_reads_from_it(calibration: Calib
 def test_a_slow_host_slows_a_step_and_no_fast_one_does(
     calibration: Calibration, name: str, split: dict[str, int]
 ) -> None:
-    p = Parallelism(**split, global_batch=8)
+    recompute: Recompute = "full" if name == "checkpoint_us" else "none"
+    p = Parallelism(**split, global_batch=8, recompute=recompute)
     model = load_model("mixtral-8x7b").resized(layers=2)
 
     def step_s(takes_us: float) -> float:
@@ -228,6 +230,20 @@ def test_a_ring_counts_its_pieces_and_none_of_its_messages_besides(cp: int) -> N
     assert whole == 0
 
 
+@pytest.mark.parametrize(
+    ("recompute", "counts"), [("none", [0, 0]), ("selective", [1, 1]), ("full", [0, 1])]
+)
+def test_a_layer_drops_its_activations_and_has_them_again(
+    recompute: Recompute, counts: list[int]
+) -> None:
+    """Megatron-Core's `CheckpointFunction`; a forward pass without a graph saves what it takes."""
+    p = Parallelism(tp=2, sequence_parallel=True, recompute=recompute)
+    found = [
+        sum(one.issued["checkpoint"] for one in way) for way in layer(load_model("llama3-8b"), p)
+    ]
+    assert found == counts
+
+
 def test_a_ring_that_no_nil_step_had_widens_what_waits_for_it(calibration: Calibration) -> None:
     takes = {"part_us": 50.0, "ring_us": 3e3}
     widths = []
@@ -241,7 +257,7 @@ def test_a_ring_that_no_nil_step_had_widens_what_waits_for_it(calibration: Calib
     assert widths[2] < widths[1]
 
 
-@pytest.mark.parametrize("name", ["ring", "bucket"])
+@pytest.mark.parametrize("name", ["ring", "checkpoint", "bucket"])
 def test_devices_whose_own_nil_steps_showed_it_know_it(name: str) -> None:
     visits = [
         {"devices": [device], "slower": 1.0, "times_us": times}
