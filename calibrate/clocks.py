@@ -84,6 +84,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         idle_detail,
     )
     state.ready_w = _ready_w(telemetry, state, ledger)
+    state.ready_shared_w = _ready_shared_w(telemetry, state, ledger)
     fit_exponents(evidence, state, placed, ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
@@ -115,6 +116,23 @@ def _ready_w(telemetry: Telemetry, state: ClockState, ledger: Ledger) -> float:
     detail = f"{telemetry.detail}: 10th percentile of power in nil steps at the largest clock"
     return ledger.note(
         "clock.ready_w", value, "W", log_interval(value, 0.1), "measured", f"{detail}, above idle"
+    )
+
+
+def _ready_shared_w(telemetry: Telemetry, state: ClockState, ledger: Ledger) -> float | None:
+    """Above idle, of devices that share layers, while their hosts issue; None where none did."""
+    ready = telemetry.ready_shared_w()
+    if ready is None:
+        return None
+    value = max(ready - state.idle_w, state.ready_w)
+    detail = f"{telemetry.detail}: mean power in nil steps over TP, CP or EP at the largest clock"
+    return ledger.note(
+        "clock.ready_shared_w",
+        value,
+        "W",
+        log_interval(value, 0.1),
+        "measured",
+        f"{detail}, above idle",
     )
 
 
@@ -270,6 +288,7 @@ def fit_clock(
         communication_w=rounded(powers["communication_w"]),
         waiting_w=rounded(powers["waiting_w"]),
         ready_w=rounded(state.ready_w),
+        ready_shared_w=state.ready_shared_w and rounded(state.ready_shared_w),
         device_spread_sd=rounded(device_spread(evidence, state, ledger)),
         product_bend=rounded(state.bend.per_log),
         sustained_mhz=state.bend.sustained_mhz,

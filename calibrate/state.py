@@ -138,6 +138,7 @@ class ClockState:
     burst_offsets: dict[bool, float] = field(default_factory=dict)  # log
     power_exponent: float = POWER_EXPONENT[0]
     ready_w: float = 0.0  # above idle, between kernels of a step
+    ready_shared_w: float | None = None  # the same where devices share layers
     turned: Turned | None = None
     devices: tuple[DeviceFit, ...] = ()
     # the mean device's beside all rows', by is_compute

@@ -15,7 +15,6 @@ from calibrate.evidence import TELEMETRY_FILE, Evidence, relative
 from calibrate.state import is_product
 from spec.errors import UserError
 from spec.records import CollectiveRow, HostRow, KernelRow
-from spec.results import ResultSet
 
 LARGE_BYTES = 64 * 2**20  # bandwidth-bound everywhere
 SMALL_BYTES = 64 * 2**10  # latency-bound: ranks mostly wait for each other
@@ -38,6 +37,7 @@ class Telemetry:
     small: tuple[float, ...]
     onset: tuple[float, ...]  # the largest of each run's devices in bursts of products
     ready: tuple[float, ...]  # in nil steps, at the largest clock
+    shared: tuple[float, ...]  # of these, where devices share layers
     detail: str
 
     def idle_w(self) -> float | None:
@@ -51,6 +51,10 @@ class Telemetry:
         if len(self.ready) < LEAST_SAMPLES:
             return None
         return float(np.quantile(np.array(self.ready), 0.1))
+
+    def ready_shared_w(self) -> float | None:
+        """Mean over devices that share layers: the first to reach a collective waits in it."""
+        return float(np.mean(self.shared)) if len(self.shared) >= LEAST_SAMPLES else None
 
     def communication_w(self) -> float | None:
         """Median during large collectives."""
@@ -72,6 +76,7 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
     small: list[NDArray[np.float64]] = []
     onset: list[float] = []
     ready: list[float] = []
+    shared: list[float] = []
     files = []
     for one in evidence.runs:
         path = one.path / TELEMETRY_FILE
@@ -90,7 +95,9 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
             readings = power[in_burst & (device == index)]
             onset += [float(readings.max())] if len(readings) >= LEAST_ONSET else []
         idle += list(power[cases == ""])
-        ready += list(_ready(one, path))
+        steps = one.fit(HostRow)
+        ready += list(_ready(steps, path))
+        shared += list(_ready([row for row in steps if row.tp * row.cp * row.ep > 1], path))
         for case in np.unique(cases):
             size = sizes.get(str(case))
             if size is not None and size >= LARGE_BYTES:
@@ -99,14 +106,14 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
                 own = cases == case
                 long = own.sum() >= LEAST_OWN * len(np.unique(device[own]))
                 small += [power[own]] if long else []
-    found = tuple(idle), _running(large), _running(small), tuple(onset), tuple(ready)
+    found = tuple(idle), _running(large), _running(small), tuple(onset), tuple(ready), tuple(shared)
     return Telemetry(*found, ", ".join(files))
 
 
-def _ready(run: ResultSet, path: Path) -> NDArray[np.float64]:
+def _ready(rows: Sequence[HostRow], path: Path) -> NDArray[np.float64]:
     """Power in nil steps while a device has its largest clock: it keeps that between kernels."""
     names = ("case_id", "power_w", "sm_clock_mhz")
-    steps = [row.case_id for row in run.fit(HostRow)]
+    steps = [row.case_id for row in rows]
     columns = read_columns(path, names) if steps else None
     if columns is None:
         return np.array([])

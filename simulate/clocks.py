@@ -151,7 +151,7 @@ def load(priced: PricedStep, stage: int) -> Load:
     times = priced.parallelism.microbatches
     sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
     host_us = times * mine.host_us + central(priced.once_us + priced.updates[stage].alone.host_us)
-    hosts = host_us * costs.calibration.clock.ready_w
+    hosts = host_us * costs.calibration.clock.late_w(priced.parallelism)
     of_layers = 1.0
     if mine.sharded_us:
         p, model = priced.parallelism, priced.model

@@ -238,7 +238,7 @@ class StepSimulator:
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
         working = np.maximum(1 - priced.host_us(busiest) / finish, 1e-3)
-        ready_w = fit.idle_w + fit.ready_w
+        ready_w = fit.idle_w + fit.late_w(self.p)
         above = (mean - ready_w) * working / working[0]
         drawn = np.minimum(ready_w + above, max(fit.cap_w or np.inf, mean))
         return np.asarray(drawn * priced.costs.draws.factor("power", POWER_SD))

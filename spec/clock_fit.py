@@ -15,6 +15,7 @@ from spec.fitted import (
     Spread,
     Watts,
 )
+from spec.parallelism import Parallelism
 from spec.regulation import ASSUMED, Regulation
 
 
@@ -68,6 +69,11 @@ class ClockFit(Record):
         description="above idle, between a step's kernels: while they are launched, or wait for "
         "their host",
     )
+    ready_shared_w: Watts | None = Field(
+        default=None,
+        description="the same of GPUs that share layers, while they wait for their hosts: the "
+        "first to reach a collective waits in it for its peers; None: as ready_w",
+    )
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.0, description="see `product_factor`; how far the exponent changes with the clock"
@@ -93,6 +99,12 @@ class ClockFit(Record):
     def cap_w(self) -> float | None:
         """Mean power that the cap allows; None without one."""
         return self.regulated_w or self.power_limit_w
+
+    def late_w(self, p: Parallelism) -> float:
+        """Power above idle, W, while GPUs that are split so wait for their hosts."""
+        if p.tp * p.cp * p.ep > 1 and self.ready_shared_w is not None:
+            return self.ready_shared_w
+        return self.ready_w
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

@@ -139,11 +139,12 @@ def test_nil_steps_tell_what_a_gpu_draws_between_kernels(tmp_path: Path) -> None
     }
     path = tmp_path / "telemetry.parquet"
     parquet.write_table(pa.table(columns), path)
-    about = manifest("made-up", "run", 1, Truth(), "2030-01-01T00:00:00Z")
-    found = _ready(ResultSet(tmp_path, about, {"host": [nil]}), path)
+    found = _ready([nil], path)
     assert sorted(set(found)) == [125.0, 160.0]
-    assert Telemetry((), (), (), (), tuple(found), "made up").ready_w() == 125.0
-    assert Telemetry((), (), (), (), (), "none").ready_w() is None
+    told = Telemetry((), (), (), (), tuple(found), tuple(found), "made up")
+    assert (told.ready_w(), told.ready_shared_w()) == (125.0, 139.0)
+    none = Telemetry((), (), (), (), tuple(found), (), "none")
+    assert (none.ready_w(), none.ready_shared_w()) == (125.0, None)
 
 
 def test_telemetry_tells_idle_communicating_and_waiting(tmp_path: Path) -> None:
@@ -203,11 +204,11 @@ def capped(n: int, time_us: float, clock: float, device: int) -> KernelRow:
 def test_power_before_the_cap_acts_tells_how_it_goes_with_the_clock() -> None:
     state = ClockState(1980.0, 700.0, 80.0)
     rows = [capped(8192, 1000.0, 1485.0, device) for device in range(4)]  # at 690 W
-    telemetry = Telemetry((), (), (), (80 + 610 * (1980 / 1485) ** 1.2,), (), "made up")
+    telemetry = Telemetry((), (), (), (80 + 610 * (1980 / 1485) ** 1.2,), (), (), "made up")
     found = _onset_exponent(state, telemetry, rows)
     assert found is not None
     assert found[0] == pytest.approx(1.2)
-    assert _onset_exponent(state, Telemetry((), (), (), (), (), "none"), rows) is None
+    assert _onset_exponent(state, Telemetry((), (), (), (), (), (), "none"), rows) is None
 
 
 def test_interference_is_read_where_a_collective_covers_the_kernel(
@@ -392,7 +393,7 @@ def test_a_lagging_sensor_tells_the_least_exponent(
     rows = [capped(n, 1000.0, 1500.0, 0) for n in (4096, 8192, 14336)]
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     ledger = Ledger()
-    telemetry = Telemetry((), (), (), (onset,), (), "telemetry")
+    telemetry = Telemetry((), (), (), (onset,), (), (), "telemetry")
     _fit_power_exponent(Evidence("made-up", []), state, telemetry, rows, ledger)
     own = np.log((onset - 80) / (rows[0].power_w - 80)) / np.log(1980 / 1500)
     assert state.power_exponent == pytest.approx(max(own, POWER_EXPONENT[0]))

@@ -70,7 +70,7 @@ def stated(
     return Evidence("made-up", []), ClockState(LARGEST, LIMIT, IDLE)
 
 
-NOTHING = Telemetry((), (), (), (), (), "none")
+NOTHING = Telemetry((), (), (), (), (), (), "none")
 OPEN, LOOSE = assumed(*POWER_EXPONENT), assumed(*MEMORY_WITH_CLOCK)
 
 

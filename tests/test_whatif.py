@@ -264,6 +264,17 @@ def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
         assert other["high"] / other["low"] == pytest.approx(one["high"] / one["low"])
 
 
+@pytest.mark.parametrize("split", [{"tp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("shared_w", [None, 75.0])
+def test_gpus_that_share_layers_wait_for_hosts_in_collectives(
+    calibration: Calibration, split: dict[str, int], shared_w: float | None
+) -> None:
+    update = {"ready_w": 50.0, "ready_shared_w": shared_w}
+    clock = calibration.clock.model_copy(update=update)
+    draws_w = clock.late_w(Parallelism(**split, global_batch=4))
+    assert draws_w == (shared_w if shared_w and {"tp", "cp"} & {*split} else 50.0)
+
+
 def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(calibration: Calibration) -> None:
     """Not as an idle one."""
     model = MODEL.resized(layers=2)
