@@ -27,8 +27,8 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
-# A ring's and a bucket's: the means of two systems of two GPUs, four hosts with rings and two with
-# buckets (17 and 24, 9 and 11).
+# A ring's, a bucket's and a checkpoint's: the means of two systems of two GPUs, four hosts with
+# rings, two with buckets, three with checkpoints (17 and 24, 9 and 11, 25 and 14).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -49,7 +49,7 @@ WHAT = {
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
     "ring": "Python around a piece of ring attention and its messages; backward has two of each",
-    "checkpoint": "dropping activations, or setting out to compute them again, in a layer",
+    "checkpoint": "setting out to compute activations again, in a layer's backward pass",
     "bucket": "sending a bucket of gradients or parameters beside a pass",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",

@@ -166,8 +166,7 @@ class HostFit(Record):
     )
     checkpoint_us: Micros = Field(
         default=0.0,
-        description="to drop activations, or before they are computed again: selective "
-        "recomputation has both, full the second",
+        description="in the backward pass, before a layer's activations are computed again",
     )
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"

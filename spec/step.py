@@ -111,12 +111,10 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     pairs = [norm, *attention, residual, norm, *mlp, residual]
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
-    if p.recompute == "full":
-        # a forward pass without a graph saves its host about what dropping activations takes
-        backward = (replace(forward[0], checkpoint=True), *forward[1:], *backward)
-    elif p.recompute == "selective":
-        forward = tuple(replace(one, checkpoint=one.name == "attention") for one in forward)
-        backward = (*(one for one in forward if one.checkpoint), *backward)
+    if p.recompute != "none":
+        whole = p.recompute == "full"
+        first, *more = (part for part in forward if whole or part.name == "attention")
+        backward = (replace(first, checkpoint=True), *more, *backward)
     return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
 
 

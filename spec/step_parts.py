@@ -24,7 +24,7 @@ class Part:
     waits: bool = False
     uneven: bool = False  # its ranks exchange tokens, and no two of them as many
     ring: int = 0  # pieces of ring attention, put together and sent by Python in either pass
-    checkpoint: bool = False  # activations are dropped from here on, or begin to be computed again
+    checkpoint: bool = False  # here activations begin to be computed again
     backward: bool = False  # autograd issues it
 
     @property
