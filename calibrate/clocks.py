@@ -10,13 +10,13 @@ from statistics import median
 
 import numpy as np
 
+from calibrate.between_kernels import among_peers_w, fit_ready, idle_w
 from calibrate.devices import fit_devices
 from calibrate.evidence import (
     Z90,
     Evidence,
     Judged,
     Ledger,
-    log_interval,
     relative,
     robust_sd,
     rounded,
@@ -28,8 +28,6 @@ from calibrate.own_exponents import fit_own_exponents
 from calibrate.product_clock import fit_jitter
 from calibrate.regulation import fit_regulation
 from calibrate.state import (
-    CORE_IDLE_W,
-    CORE_SOURCE,
     LARGE_US,
     MEMORY_WITH_CLOCK,
     POWER_EXPONENT,
@@ -48,11 +46,6 @@ from spec.load_records import HeatRow
 from spec.records import KernelRow
 from spec.regulation import ASSUMED, ASSUMED_ENDS, Regulation
 
-# shares of the room between idle and power limit, and of the limit, where no telemetry shows them:
-# 0.39 to 0.41, 0.08 to 0.10 and 0.10 to 0.11 on four H200, two H200 and two H100
-COMMUNICATION_SHARE, WAITING_SHARE = 0.40, 0.09
-IDLE_SHARE = 0.11
-
 
 def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> ClockState:
     """Fit what every other fit needs."""
@@ -68,23 +61,13 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     else:
         reference, detail = 1000.0, "no clock could be read: times are taken as at one clock"
     limit = device.power_limit_w
-    idle, source, idle_detail = _idle(telemetry, limit)
-    state = ClockState(reference, limit, idle)
     known: Source = "measured" if device.max_clock_mhz or clocks else "assumed"
     ledger.note("clock.reference_mhz", reference, "MHz", (reference, reference), known, detail)
     if limit is not None:
         where = f"{manifest}: power limit of the device"
         ledger.note("clock.power_limit_w", limit, "W", (limit, limit), "measured", where)
-    ledger.note(
-        "clock.idle_w",
-        idle,
-        "W",
-        log_interval(idle, 0.1 if source == "measured" else 0.4),
-        source,
-        idle_detail,
-    )
-    state.ready_w = _ready_w(telemetry, state, ledger)
-    state.ready_shared_w = _ready_shared_w(telemetry, state, ledger)
+    state = ClockState(reference, limit, idle_w(telemetry, limit, ledger))
+    fit_ready(telemetry, state, ledger)
     fit_exponents(evidence, state, placed, ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
@@ -96,44 +79,6 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
         state.default_host_us = 0.0
     state.shape_spread = fit_shape_spread(evidence, state, ledger)
     return state
-
-
-def _idle(telemetry: Telemetry, limit: float | None) -> tuple[float, Source, str]:
-    measured = telemetry.idle_w()
-    if measured is not None:
-        return measured, "measured", f"{telemetry.detail}: 5th percentile of power between cases"
-    if limit is None:
-        return CORE_IDLE_W, "assumed", f"no power could be read: one core, {CORE_SOURCE}"
-    return IDLE_SHARE * limit, "assumed", f"{IDLE_SHARE:.0%} of the power limit: no telemetry"
-
-
-def _ready_w(telemetry: Telemetry, state: ClockState, ledger: Ledger) -> float:
-    """Above idle between kernels: nothing where no step of next to no arithmetic was looked at."""
-    ready = telemetry.ready_w()
-    if ready is None:
-        return 0.0
-    value = max(ready - state.idle_w, 0.0)
-    detail = f"{telemetry.detail}: 10th percentile of power in nil steps at the largest clock"
-    return ledger.note(
-        "clock.ready_w", value, "W", log_interval(value, 0.1), "measured", f"{detail}, above idle"
-    )
-
-
-def _ready_shared_w(telemetry: Telemetry, state: ClockState, ledger: Ledger) -> float | None:
-    """Above idle, of devices that share layers, while their hosts issue; None where none did."""
-    ready = telemetry.ready_shared_w()
-    if ready is None:
-        return None
-    value = max(ready - state.idle_w, state.ready_w)
-    detail = f"{telemetry.detail}: mean power in nil steps over TP, CP or EP at the largest clock"
-    return ledger.note(
-        "clock.ready_shared_w",
-        value,
-        "W",
-        log_interval(value, 0.1),
-        "measured",
-        f"{detail}, above idle",
-    )
 
 
 def _fit_power_exponent(
@@ -241,35 +186,7 @@ def fit_clock(
     evidence: Evidence, state: ClockState, telemetry: Telemetry, ledger: Ledger
 ) -> ClockFit:
     """The clock model; each of its numbers is noted with its source."""
-    room = state.room_w
-    powers = {}
-    for name, share, measured in (
-        ("communication_w", COMMUNICATION_SHARE, telemetry.communication_w()),
-        ("waiting_w", WAITING_SHARE, telemetry.waiting_w()),
-    ):
-        if measured is not None:
-            value = max(measured - state.idle_w, 0.0)
-            powers[name] = value
-            ledger.note(
-                f"clock.{name}",
-                value,
-                "W",
-                log_interval(value, 0.1),
-                "measured",
-                f"{telemetry.detail}: power during "
-                + ("large" if name == "communication_w" else "small")
-                + " collectives, above idle",
-            )
-        else:
-            powers[name] = share * room
-            ledger.note(
-                f"clock.{name}",
-                share * room,
-                "W",
-                (0.5 * share * room, 1.5 * share * room),
-                "assumed",
-                f"{share:.0%} of {state.room_reason}; no telemetry of it",
-            )
+    powers = among_peers_w(telemetry, state, ledger)
     rows = [row for _, row in evidence.rows(KernelRow)]
     jitter_sd, jitter_mean = fit_jitter(evidence, rows, ledger)
     regulated_w = _regulated(evidence, state, ledger)

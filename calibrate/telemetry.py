@@ -37,7 +37,7 @@ class Telemetry:
     small: tuple[float, ...]
     onset: tuple[float, ...]  # the largest of each run's devices in bursts of products
     ready: tuple[float, ...]  # in nil steps, at the largest clock
-    shared: tuple[float, ...]  # of these, where devices share layers
+    shared: tuple[float, ...]  # of these, while steps run that share layers
     detail: str
 
     def idle_w(self) -> float | None:
@@ -53,7 +53,7 @@ class Telemetry:
         return float(np.quantile(np.array(self.ready), 0.1))
 
     def ready_shared_w(self) -> float | None:
-        """Mean over devices that share layers: the first to reach a collective waits in it."""
+        """Mean of steps whose devices share layers: the first to reach a collective waits in it."""
         return float(np.mean(self.shared)) if len(self.shared) >= LEAST_SAMPLES else None
 
     def communication_w(self) -> float | None:
@@ -97,7 +97,8 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
         idle += list(power[cases == ""])
         steps = one.fit(HostRow)
         ready += list(_ready(steps, path))
-        shared += list(_ready([row for row in steps if row.tp * row.cp * row.ep > 1], path))
+        several = [row for row in steps if row.tp * row.cp * row.ep > 1]
+        shared += list(_ready(several, path, busy=True))
         for case in np.unique(cases):
             size = sizes.get(str(case))
             if size is not None and size >= LARGE_BYTES:
@@ -110,9 +111,12 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
     return Telemetry(*found, ", ".join(files))
 
 
-def _ready(rows: Sequence[HostRow], path: Path) -> NDArray[np.float64]:
-    """Power in nil steps while a device has its largest clock: it keeps that between kernels."""
-    names = ("case_id", "power_w", "sm_clock_mhz")
+def _ready(rows: Sequence[HostRow], path: Path, busy: bool = False) -> NDArray[np.float64]:
+    """Power in nil steps while a device has its largest clock: it keeps that between kernels.
+
+    busy: once steps run, by the driver's utilisation; a case begins with its processes.
+    """
+    names = ("case_id", "power_w", "sm_clock_mhz", *["utilisation_pct"] * busy)
     steps = [row.case_id for row in rows]
     columns = read_columns(path, names) if steps else None
     if columns is None:
@@ -120,6 +124,8 @@ def _ready(rows: Sequence[HostRow], path: Path) -> NDArray[np.float64]:
     power: NDArray[np.float64] = columns["power_w"]
     clock = columns["sm_clock_mhz"]
     mine = np.isin(columns["case_id"], steps) & (power > 0) & (clock > 0)  # NaN where not read
+    if busy:
+        mine &= columns["utilisation_pct"] > 0
     ready: NDArray[np.float64] = power[mine & (clock >= clock[mine].max(initial=0.0))]
     return ready
 

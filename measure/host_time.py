@@ -89,7 +89,7 @@ class HostCase:
 def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) -> list[HostCase]:
     """Those of a host of so many devices; on a CPU one of them has `share` of a core.
 
-    None in a quick run of GPUs: they only tell something together, in two minutes.
+    None in a quick run of GPUs: they only tell something together, in three minutes.
     """
     if kind == "cpu":
         return [HostCase(round(15.0 + 2.0 / share, 1))]

@@ -153,7 +153,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
         device=target.gpu,
         kernels=tuple(_kernel(fit, by, target) for fit in calibration.kernels),
         collectives=_collectives(calibration, by.scale_up, target),
-        # all that hosts differ by is in sd, but what a ring takes
+        # all that hosts differ by is in sd, but what a ring, a checkpoint and a bucket take
         host=changed(calibration.host, **OF_HOSTS),
         clock=changed(
             clock,

@@ -195,7 +195,8 @@ class HostFit(Record):
         default=0.0, description="of ring_us beside that, on a host whose nil steps had no ring"
     )
     checkpoint_sd: Spread = Field(
-        default=0.0, description="of checkpoint_us likewise, where none of them recomputed"
+        default=0.0,
+        description="of checkpoint_us beside that, on any host: nil steps hardly tell it",
     )
     bucket_sd: Spread = Field(
         default=0.0, description="of bucket_us likewise, where none of them sent beside its passes"
@@ -215,7 +216,7 @@ class HostFit(Record):
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
                 own = {"python_sd": 0.0} if visit.times_us else {}
-                for name in ("ring", "checkpoint", "bucket"):
+                for name in ("ring", "bucket"):
                     own |= {f"{name}_sd": 0.0} if f"{name}_us" in visit.times_us else {}
                 known = {"slower": visit.slower, "visit_sd": 0.0}
                 return self.model_copy(update=known | own | visit.times_us)

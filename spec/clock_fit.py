@@ -102,7 +102,8 @@ class ClockFit(Record):
 
     def late_w(self, p: Parallelism) -> float:
         """Power above idle, W, while GPUs that are split so wait for their hosts."""
-        if p.tp * p.cp * p.ep > 1 and self.ready_shared_w is not None:
+        shared = p.tp * p.cp * p.ep > 1 or (p.dp > 1 and p.zero > 1)
+        if shared and self.ready_shared_w is not None:
             return self.ready_shared_w
         return self.ready_w
 

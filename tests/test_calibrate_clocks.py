@@ -131,16 +131,16 @@ def test_short_kernels_keep_the_time_of_their_burst() -> None:
 def test_nil_steps_tell_what_a_gpu_draws_between_kernels(tmp_path: Path) -> None:
     """Not before their load begins, when its clock is low, and little of what waits for peers."""
     nil = HostRow.model_construct(case_id="nil", role="fit")
-    seen = [(78.0, 345.0)] * 20 + [(125.0, 1980.0)] * 30 + [(160.0, 1980.0)] * 20
-    columns = {
-        "case_id": ["nil"] * len(seen) + ["other"],
-        "power_w": [power for power, _ in seen] + [90.0],
-        "sm_clock_mhz": [clock for _, clock in seen] + [1980.0],
-    }
+    seen = [(78.0, 345.0, 0)] * 20 + [(125.0, 1980.0, 0)] * 30 + [(160.0, 1980.0, 40)] * 20
+    seen += [(90.0, 1980.0, 50)]
+    powers, clocks, busy = zip(*seen, strict=True)
+    columns = {"case_id": ["nil"] * (len(seen) - 1) + ["other"], "power_w": powers}
+    columns |= {"sm_clock_mhz": clocks, "utilisation_pct": busy}
     path = tmp_path / "telemetry.parquet"
     parquet.write_table(pa.table(columns), path)
     found = _ready([nil], path)
     assert sorted(set(found)) == [125.0, 160.0]
+    assert set(_ready([nil], path, busy=True)) == {160.0}  # not while its processes start
     told = Telemetry((), (), (), (), tuple(found), tuple(found), "made up")
     assert (told.ready_w(), told.ready_shared_w()) == (125.0, 139.0)
     none = Telemetry((), (), (), (), tuple(found), (), "none")

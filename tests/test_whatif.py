@@ -264,7 +264,9 @@ def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
         assert other["high"] / other["low"] == pytest.approx(one["high"] / one["low"])
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2}])
+@pytest.mark.parametrize(
+    "split", [{"tp": 2}, {"cp": 2}, {"dp": 2, "zero": 3}, {"dp": 2}, {"pp": 2}]
+)
 @pytest.mark.parametrize("shared_w", [None, 75.0])
 def test_gpus_that_share_layers_wait_for_hosts_in_collectives(
     calibration: Calibration, split: dict[str, int], shared_w: float | None
@@ -272,19 +274,25 @@ def test_gpus_that_share_layers_wait_for_hosts_in_collectives(
     update = {"ready_w": 50.0, "ready_shared_w": shared_w}
     clock = calibration.clock.model_copy(update=update)
     draws_w = clock.late_w(Parallelism(**split, global_batch=4))
-    assert draws_w == (shared_w if shared_w and {"tp", "cp"} & {*split} else 50.0)
+    assert draws_w == (shared_w if shared_w and {"tp", "cp", "zero"} & {*split} else 50.0)
 
 
-def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(calibration: Calibration) -> None:
+@pytest.mark.parametrize(
+    ("update", "split"),
+    [("ready_w", Parallelism()), ("ready_shared_w", Parallelism(tp=2, sequence_parallel=True))],
+)
+def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(
+    calibration: Calibration, update: str, split: Parallelism
+) -> None:
     """Not as an idle one."""
     model = MODEL.resized(layers=2)
     means = []
     for part_us in (1e3, 1e5):
         host = calibration.host.model_copy(update={"part_us": part_us})
         for ready_w in (0.0, 50.0):
-            clock = calibration.clock.model_copy(update={"ready_w": ready_w})
+            clock = calibration.clock.model_copy(update={update: ready_w})
             given = calibration.model_copy(update={"host": host, "clock": clock})
-            estimate = StepSimulator(model, Parallelism(), NODE, FABRIC, given, draws=0).run()
+            estimate = StepSimulator(model, split, NODE, FABRIC, given, draws=0).run()
             found = by_activity_w(estimate, given)
             assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
             waits = float(estimate.priced.host_us(0)[0]) / float(estimate.step_time_s[0]) / 1e6
