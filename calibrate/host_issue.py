@@ -93,13 +93,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
     own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
-    shown = {}
-    for name in CALLS:
-        told = {visit: takes[name] for visit, takes in own.items() if name in takes}
-        # of a host whose calls were not timed nobody knows how slow it is
-        known = [time for visit, time in told.items() if visit in slower] or list(told.values())
-        if known:
-            shown[name] = fmean(known)
+    shown = on_mean_host(own, slower)
     found = {}
     for name, calls in CALLS.items():
         spread = STEP_SD if name == "step" else sd if name in shown else UNSEEN_SD
@@ -136,6 +130,23 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             for visit, takes in own.items()
         },
     )
+
+
+def on_mean_host(
+    own: Mapping[tuple[str, ...], Mapping[str, float]], slower: Mapping[tuple[str, ...], float]
+) -> dict[str, float]:
+    """Mean time of each of CALLS, us, over hosts by their devices.
+
+    Of hosts whose slowness is known, where there are: nobody knows it of one whose calls were not
+    timed.
+    """
+    shown = {}
+    for name in CALLS:
+        told = {visit: takes[name] for visit, takes in own.items() if name in takes}
+        known = [time for visit, time in told.items() if visit in slower] or list(told.values())
+        if known:
+            shown[name] = fmean(known)
+    return shown
 
 
 def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:

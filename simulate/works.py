@@ -21,7 +21,7 @@ from spec.kernel_fit import KernelFit
 from spec.step import EXPERTS, Part, Segment
 
 Array = NDArray[np.float64]
-# of what `Part.issued` counts, that which a host's own nil steps may lack
+# of what `Part.issued` counts, that whose time has a spread of its own
 APART = ("ring", "checkpoint")
 
 

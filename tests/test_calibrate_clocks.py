@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from calibrate.between_kernels import fit_ready
 from calibrate.clocks import (
     _fit_power_exponent,
     _onset_exponent,
@@ -144,6 +145,11 @@ def test_nil_steps_tell_what_a_gpu_draws_between_kernels(tmp_path: Path) -> None
     told = Telemetry((), (), (), (), tuple(found), tuple(found), "made up")
     assert (told.ready_w(), told.ready_shared_w()) == (125.0, 139.0)
     none = Telemetry((), (), (), (), tuple(found), (), "none")
+    for telemetry, shared_w, source in ((told, 59.0, "measured"), (none, 1.7 * 45, "assumed")):
+        state, ledger = ClockState(1980.0, 700.0, 80.0), Ledger()
+        fit_ready(telemetry, state, ledger)
+        assert (state.ready_w, state.ready_shared_w) == pytest.approx((45.0, shared_w))
+        assert [one.source for one in ledger.parameters] == ["measured", source]
     assert (none.ready_w(), none.ready_shared_w()) == (125.0, None)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Ledger
-from calibrate.host_issue import HOST_SD, beside_kernels, equations, host_sd
+from calibrate.host_issue import HOST_SD, beside_kernels, equations, host_sd, on_mean_host
 from measure import host_time
 from measure.training import step_times
 from measure.training_plan import TrainingCase
@@ -86,6 +86,13 @@ def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
     assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))
     assert alone == {}  # a step and its tensors cannot be told apart
+
+
+def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
+    own = {("a",): {"ring": 2.0, "pass": 9.0}, ("b",): {"ring": 4.0}, ("c",): {"ring": 90.0}}
+    known = {("a",): 1.0, ("b",): 1.2}
+    assert on_mean_host(own, known) == {"ring": 3.0, "pass": 9.0}
+    assert on_mean_host({("c",): {"ring": 90.0}}, known) == {"ring": 90.0}
 
 
 def test_steps_are_off_by_what_nil_steps_leave() -> None:

@@ -139,7 +139,8 @@ def test_what_is_listed_of_clock_and_heat_is_what_is_simulated(node: str) -> Non
     )
     assert heat.error_c > before.error_c
     assert listed["thermal.resistance_c_per_w"].value == pytest.approx(degrees, rel=0.01)
-    for name in ("regulated_w", "communication_w", "waiting_w", "power_limit_w", "idle_w"):
+    drawn = "communication_w", "waiting_w", "ready_w", "ready_shared_w"
+    for name in ("regulated_w", *drawn, "power_limit_w", "idle_w"):
         used = getattr(moved.clock, name)
         assert listed[f"clock.{name}"].value == pytest.approx(used, rel=1e-4), name
 
