@@ -7,7 +7,7 @@ and autograd take: around a part of a layer, around an expert, to start a collec
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import log, sqrt
+from math import hypot, log, sqrt
 from statistics import fmean, median
 from typing import NamedTuple, cast
 
@@ -18,6 +18,7 @@ from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounde
 from calibrate.host_visits import single_calls, with_visits
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
+from spec.fitted import largest_normal
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
@@ -55,8 +56,15 @@ WHAT = {
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
 }
-# Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
-HOST_SD = 0.2
+REPLICAS = "replicas"  # in an equation's counts, us: what the last replica is later by, per its sd
+# What nil steps leave where none were timed.
+HOST_SD = 0.1
+# Where no nil steps of replicas were timed: 20 hosts of two H200 and H100 have 0.13 to 0.15 on the
+# mean, four H200 0.2.
+REPLICA_SD = 0.15
+# Of three to four seconds of steps that wait for their host, from one moment to another: forty such
+# rounds on two H100 within three minutes, 0.08 (a GPT of 1.7B) and 0.07 (nil).
+MOMENT_SD = 0.08
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
 DEFAULT_HOST_US = 10.0
 
@@ -92,6 +100,10 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for run, row in rows_seen:
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
+    replicas = replica_sd(by_devices, ledger)
+    by_devices = {
+        visit: [of_one_replica(one, replicas) for one in seen] for visit, seen in by_devices.items()
+    }
     own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
     shown = on_mean_host(own, slower)
     found = {}
@@ -122,14 +134,70 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         )
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
-        HostFit(sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD, **found),
+        HostFit(
+            sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD,
+            replica_sd=rounded(replicas),
+            **found,
+        ),
         {devices[run]: slower.get(devices[run]) for run in devices if run in runs},
         ledger,
         {
             visit: {cast(HostTime, f"{name}_us"): rounded(time) for name, time in takes.items()}
             for visit, takes in own.items()
         },
+        beside_issue(by_devices, own, slower),
     )
+
+
+def beside_issue(
+    seen: Mapping[tuple[str, ...], Sequence[Equation]],
+    own: Mapping[tuple[str, ...], Mapping[str, float]],
+    slower: Mapping[tuple[str, ...], float],
+) -> list[float]:
+    """How far (log) passes of each host's nil steps are from what the other hosts' say.
+
+    seen, own: by the host's devices, its equations and what `beside_kernels` made of them; slower:
+    how much slower it issues single calls, by which its times are divided.
+    """
+    found = []
+    for visit in seen.keys() & slower.keys():
+        others = on_mean_host({one: own[one] for one in own if one != visit}, slower)
+        passes = [
+            one
+            for one in seen[visit]
+            if "step" not in one.counts and one.counts.keys() <= others.keys()
+        ]
+        if passes:
+            told = sum(_told(one, others) for one in passes)
+            found.append(log(told / sum(one.time_us for one in passes)))
+    return found
+
+
+def replica_sd(seen: Mapping[tuple[str, ...], Sequence[Equation]], ledger: Ledger) -> float:
+    """Spread of what one replica's host takes for its passes of a step beside the others'.
+
+    Mean over the hosts whose nil steps tell it, from what steps last longer than their passes.
+    """
+    takes = [beside_kernels(some) for some in seen.values()]
+    found = [one[REPLICAS] for one in takes if REPLICAS in one]
+    value = fmean(found) if found else REPLICA_SD
+    detail = "the last of a step's replicas is waited for at its end; "
+    detail += f"nil steps of {len(found)} hosts" if found else "mean of hosts of H200 and H100"
+    return ledger.note(
+        "host.replica_sd",
+        value,
+        "log",
+        spread_interval(value, max(len(found), 2)),
+        "measured" if found else "assumed",
+        detail,
+    )
+
+
+def of_one_replica(seen: Equation, sd: float) -> Equation:
+    """The equation without what the last replica is later by."""
+    counts = {name: count for name, count in seen.counts.items() if name != REPLICAS}
+    late_us = sd * seen.counts.get(REPLICAS, 0.0)
+    return seen._replace(kernels_us=seen.kernels_us + late_us, counts=counts)
 
 
 def on_mean_host(
@@ -181,23 +249,27 @@ def host_sd(
             squares += sum(_left(one, takes) ** 2 for one in seen[visit])
             count, fitted = count + len(seen[visit]), fitted + len(takes)
     shown = count > fitted
-    left = sqrt(squares / count * (count + fitted) / (count - fitted)) if shown else 0.0
-    value = max(left, HOST_SD)
+    left = sqrt(squares / count * (count + fitted) / (count - fitted)) if shown else HOST_SD
+    value = hypot(left, MOMENT_SD)
     return ledger.note(
         "host.sd",
         value,
         "log",
         spread_interval(value, max(count - fitted, 4)),
-        "measured" if left > HOST_SD else "assumed",
-        (f"{fitted} numbers leave {left:.2f} of {count} times of nil steps; " if shown else "")
-        + f"at least {HOST_SD:g}, by which nil steps differ within minutes",
+        "measured" if shown else "assumed",
+        (f"{fitted} numbers leave {left:.2f} of {count} times of nil steps" if shown else "hosts")
+        + f", and seconds of such steps {MOMENT_SD:g} from one moment to another",
     )
 
 
 def _left(one: Equation, takes: Mapping[str, float]) -> float:
     """What is left of an equation, as a share of the time that it was seen in."""
-    found = one.kernels_us + sum(takes[name] * count for name, count in one.counts.items())
-    return (one.time_us - found) / one.of_us
+    return (one.time_us - _told(one, takes)) / one.of_us
+
+
+def _told(one: Equation, takes: Mapping[str, float]) -> float:
+    """What its time would be with these, us."""
+    return one.kernels_us + sum(takes[name] * count for name, count in one.counts.items())
 
 
 def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iterator[Equation]:
@@ -234,7 +306,8 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     yield equation(backward_us, backward_us, backward)
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
-    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
+    late_us = largest_normal(dp // row.ep) * (microbatch_us - ends_us) / slower
+    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0, REPLICAS: late_us})
     yield rest()
 
 

@@ -1,6 +1,6 @@
 """How much slower the host of one visit issues the same operations than that of another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 
@@ -17,10 +17,10 @@ SHORT_US = 100.0
 # four within 0.03 (log) of each other, the others 0.28, 0.30, 0.34, 0.41 and 0.83 slower. Their sd,
 # as of so many; what a system's own visits show is pooled with it, though they are among the nine.
 VISIT_SD, VISITS = 0.28, 4
-# Nil steps of each of three hosts of H200 from what the other two take, by its issue times: off by
-# 0.18 dense and 0.42 with experts (root mean squares of microbatches), 0.25 beyond HOST_SD. More
-# for three are few.
-PYTHON_SD = 0.3
+# Nil steps of each of three hosts of four H200 from what the other two take, by its issue times:
+# off by 0.18 dense and 0.42 with experts (root mean squares of microbatches). What a system's own
+# hosts show is pooled with it.
+PYTHON_SD, PYTHON_VISITS = 0.3, 2
 
 
 def single_calls(evidence: Evidence) -> list[tuple[str, KernelRow, float]]:
@@ -61,11 +61,12 @@ def with_visits(
     slower: Mapping[tuple[str, ...], float | None],
     ledger: Ledger,
     own: Mapping[tuple[str, ...], dict[HostTime, float]] | None = None,
+    python: Sequence[float] = (),
 ) -> HostFit:
     """A host with those of the visits measured, and how those of others may differ.
 
     slower: by devices, None where the visit was compared with no other. own: what nil steps of a
-    visit show by themselves.
+    visit show by themselves. python: see `host_issue.beside_issue`.
     """
     compared = [log(value) for value in slower.values() if value is not None]
     count = max(len(compared), 1)
@@ -79,14 +80,17 @@ def with_visits(
         f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
         f"{VISIT_SD}, see docs/calibration.md",
     )
+    python_sd, free = pooled_sd(python, PYTHON_SD, PYTHON_VISITS) if python else (PYTHON_SD, 2)
+    enough = len(python) > PYTHON_VISITS
     ledger.note(
         "host.python_sd",
-        PYTHON_SD,
+        python_sd,
         "log",
-        (0.15, 0.6),
-        "assumed",
-        "what goes with issuing, for its time, on a host whose nil steps were not timed: three "
-        "hosts of H200, each by the other two",
+        spread_interval(python_sd, free),
+        "measured" if enough else "assumed",
+        "what goes with issuing, for its time, on a host whose nil steps were not timed: "
+        + (f"{len(python)} hosts" if enough else "three hosts of H200")
+        + ", each by the others",
     )
     visits = tuple(
         HostVisit(
@@ -94,5 +98,9 @@ def with_visits(
         )
         for devices, value in slower.items()
     )
-    update = {"visit_sd": rounded(sd, 3), "python_sd": PYTHON_SD, "visits": visits}
+    update = {
+        "visit_sd": rounded(sd, 3),
+        "python_sd": rounded(python_sd, 3),
+        "visits": visits,
+    }
     return fit.model_copy(update=update)
