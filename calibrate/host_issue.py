@@ -7,7 +7,7 @@ and autograd take: around a part of a layer, around an expert, to start a collec
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import hypot, log, sqrt
+from math import log, sqrt
 from statistics import fmean, median
 from typing import NamedTuple, cast
 
@@ -56,15 +56,12 @@ WHAT = {
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
 }
+# Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
+HOST_SD = 0.2
 REPLICAS = "replicas"  # in an equation's counts, us: what the last replica is later by, per its sd
-# What nil steps leave where none were timed.
-HOST_SD = 0.1
-# Where no nil steps of replicas were timed: 20 hosts of two H200 and H100 have 0.13 to 0.15 on the
-# mean, four H200 0.2.
-REPLICA_SD = 0.15
-# Of three to four seconds of steps that wait for their host, from one moment to another: forty such
-# rounds on two H100 within three minutes, 0.08 (a GPT of 1.7B) and 0.07 (nil).
-MOMENT_SD = 0.08
+# Where no nil steps of replicas were timed: means of the hosts of two H100, two H200 and four H200
+# are 0.18, 0.21 and 0.23.
+REPLICA_SD = 0.2
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
 DEFAULT_HOST_US = 10.0
 
@@ -160,7 +157,7 @@ def beside_issue(
     how much slower it issues single calls, by which its times are divided.
     """
     found = []
-    for visit in seen.keys() & slower.keys():
+    for visit in (one for one in seen if one in slower):
         others = on_mean_host({one: own[one] for one in own if one != visit}, slower)
         passes = [
             one
@@ -249,16 +246,16 @@ def host_sd(
             squares += sum(_left(one, takes) ** 2 for one in seen[visit])
             count, fitted = count + len(seen[visit]), fitted + len(takes)
     shown = count > fitted
-    left = sqrt(squares / count * (count + fitted) / (count - fitted)) if shown else HOST_SD
-    value = hypot(left, MOMENT_SD)
+    left = sqrt(squares / count * (count + fitted) / (count - fitted)) if shown else 0.0
+    value = max(left, HOST_SD)
     return ledger.note(
         "host.sd",
         value,
         "log",
         spread_interval(value, max(count - fitted, 4)),
-        "measured" if shown else "assumed",
-        (f"{fitted} numbers leave {left:.2f} of {count} times of nil steps" if shown else "hosts")
-        + f", and seconds of such steps {MOMENT_SD:g} from one moment to another",
+        "measured" if left > HOST_SD else "assumed",
+        (f"{fitted} numbers leave {left:.2f} of {count} times of nil steps; " if shown else "")
+        + f"at least {HOST_SD:g}, by which nil steps differ within minutes",
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
@@ -49,6 +50,7 @@ def _interval(value: dict[str, float]) -> dict[str, float]:
 
 Time = Annotated[str, AfterValidator(_utc)]
 Interval = Annotated[dict[str, NonNegative], AfterValidator(_interval)]
+MEASURED = ("step_time_median_s", "energy_per_step_j", "power_mean_w", "clock_mean_mhz")
 UNSEALED = ("astra_sim_s", "components_s")  # of a prediction: for the one that looks into it
 
 
@@ -188,7 +190,8 @@ def match(
     """Measured rows of the forecast's configurations, and what could not be judged.
 
     Only runs that started after the forecast was made count, on the GPU that it was made for (named
-    as a node names it), and of several of one configuration the first.
+    as a node names it). Of several of one configuration the first counts, and with it, as their
+    mean, those that repeat it on the same devices.
     """
 
     def key(row: TrainingConfig) -> tuple[Any, ...]:
@@ -197,9 +200,8 @@ def match(
 
     made = {key(one.config): one for one in forecast.cases}
     asked = forecast.devices or ()
-    cases, seen, early, again = [], set(), 0, 0
-    other: list[str] = []
-    unknown: list[str] = []
+    early, again = 0, 0
+    measured: dict[tuple[Any, ...], list[tuple[ResultSet, TrainingRow]]] = {}
     for found in sets:
         node = measured_node(found)
         if not same_device(gpu, node.gpu if node else found.manifest.device):
@@ -211,31 +213,39 @@ def match(
             if found.manifest.started <= forecast.created:
                 early += 1
                 continue
-            if key(row) in seen:
+            mine = measured.setdefault(key(row), [])
+            if mine and not (hashes_of(found) and hashes_of(found) == hashes_of(mine[0][0])):
                 again += 1
                 continue
-            seen.add(key(row))
-            predicted = Prediction(
-                one.step_time_s,
-                one.energy_j,
-                one.allocated_gib,
-                one.breakdown_s,
-                one.modelled_share,
-                one.power_w,
-                one.clock_mhz,
-                one.memory_gib,
-            )
-            unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-            cases.append(Case(unique, predicted, *limits(found), system=found.path.parent.name))
-            meant, ran = (set(of[: row.parallelism().gpus]) for of in (asked, hashes_of(found)))
-            if meant and meant != ran:
-                (other if ran else unknown).append(unique.case_id)
+            mine.append((found, row))
+    cases: list[Case] = []
+    other: list[str] = []
+    unknown: list[str] = []
+    for which, mine in measured.items():
+        found, one = mine[0][0], made[which]
+        predicted = Prediction(
+            one.step_time_s,
+            one.energy_j,
+            one.allocated_gib,
+            one.breakdown_s,
+            one.modelled_share,
+            one.power_w,
+            one.clock_mhz,
+            one.memory_gib,
+        )
+        row = mean_of([row for _, row in mine])
+        row = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
+        cases.append(Case(row, predicted, *limits(found), system=found.path.parent.name))
+        meant, ran = (set(of[: row.parallelism().gpus]) for of in (asked, hashes_of(found)))
+        if meant and meant != ran:
+            (other if ran else unknown).append(row.case_id)
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,
         "forecast_cases": len(forecast.cases),
-        "never_measured": [one.config.case_id for k, one in made.items() if k not in seen],
+        "never_measured": [one.config.case_id for k, one in made.items() if k not in measured],
         "measured_before_the_forecast": early,
+        "repeats_in_means": sum(len(mine) - 1 for mine in measured.values()),
         "measured_again": again,
         "devices": forecast.devices,
         "on_other_devices": other,
@@ -243,6 +253,15 @@ def match(
         "warning": _on_others(len(other), len(unknown), len(cases)),
     }
     return cases, notes
+
+
+def mean_of(rows: Sequence[TrainingRow]) -> TrainingRow:
+    """The first of some rows of one configuration, with the means of what all of them measured."""
+    means = {}
+    for name in MEASURED:
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
+        means |= {name: fmean(known)} if known else {}
+    return rows[0].model_copy(update=means)
 
 
 def _on_others(other: int, unknown: int, cases: int) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -333,14 +334,29 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
     assert value["forecast"]["never_measured"] == []
     assert len(value["forecast"]["calibration"]["sha256"]) == 64
 
-    # nor does what runs again, later
+    # what runs again later counts as a mean on the same devices, and not on others
     shutil.copytree(results / "4x-h200" / "run-1", results / "4x-h200" / "run-2")
-    again = results / "4x-h200" / "run-2" / "manifest.json"
+    folder = results / "4x-h200" / "run-2"
+    again = folder / "manifest.json"
     again.write_text(again.read_text().replace("run-1", "run-2").replace("2030-01", "2030-02"))
+    slower = [
+        row.model_copy(update={"step_time_median_s": 3 * (row.step_time_median_s or 0.0)})
+        for row in read_table(folder / "training.csv", TrainingRow)
+    ]
+    write_table(folder / "training.csv", TrainingRow, slower)
+    repeated = json.loads(call(capsys, "compare", "sealed.json", str(results), "--json")[1])
+    assert repeated["forecast"]["repeats_in_means"] == len(SPLITS)
+    assert repeated["forecast"]["measured_again"] == 0
+    assert [one["id"] for one in repeated["cases"]] == [one["id"] for one in value["cases"]]
+    means = [one["real_s"] / 2 for one in repeated["cases"]]
+    assert means == pytest.approx([one["real_s"] for one in value["cases"]])
+    text = again.read_text()
+    again.write_text(re.sub(r'("uuid_hash": ")..', r"\1ee", text))
+    assert again.read_text() != text
     repeated = json.loads(call(capsys, "compare", "sealed.json", str(results), "--json")[1])
     assert repeated["summary"] == value["summary"]
     assert repeated["forecast"]["measured_again"] == len(SPLITS)
-    shutil.rmtree(again.parent)
+    shutil.rmtree(folder)
 
     # what was measured before the forecast was made does not count
     path = results / "4x-h200" / "run-1" / "manifest.json"
