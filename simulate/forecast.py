@@ -257,7 +257,7 @@ def match(
 
 def mean_of(rows: Sequence[TrainingRow]) -> TrainingRow:
     """The first of some rows of one configuration, with the means of what all of them measured."""
-    means = {}
+    means: dict[str, float] = {}
     for name in MEASURED:
         known = [value for row in rows if (value := getattr(row, name)) is not None]
         means |= {name: fmean(known)} if known else {}
