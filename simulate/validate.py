@@ -256,10 +256,13 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     ]
     kernels = next((one for one in reversed(sets) if one.table(KernelRow)), None)
     hashes = hashes_of(kernels) if kernels else []
-    if not {one.uuid_hash for one in calibration.clock.devices} & set(hashes):
+    known = {one.uuid_hash for one in calibration.clock.devices}
+    known |= {one for visit in calibration.host.visits if visit.times_us for one in visit.devices}
+    if not known & set(hashes):
         raise UserError(
             f"--same-devices: the calibration of {system} knows no device of its newest kernels; "
-            "it needs a product that every device sustained under its power cap"
+            "it needs a product that every device sustained under its power cap, or nil steps of "
+            "their host"
         )
     assert kernels is not None
     own = [one for one in sets if one.manifest.system == system]
