@@ -18,7 +18,6 @@ from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounde
 from calibrate.host_visits import single_calls, with_visits
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
-from spec.fitted import largest_normal
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
@@ -58,10 +57,6 @@ WHAT = {
 }
 # Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
 HOST_SD = 0.2
-REPLICAS = "replicas"  # in an equation's counts, us: what the last replica is later by, per its sd
-# Where no nil steps of replicas were timed: means of the hosts of two H100, two H200 and four H200
-# are 0.18, 0.21 and 0.23.
-REPLICA_SD = 0.2
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
 DEFAULT_HOST_US = 10.0
 
@@ -97,10 +92,6 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for run, row in rows_seen:
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
-    replicas = replica_sd(by_devices, ledger)
-    by_devices = {
-        visit: [of_one_replica(one, replicas) for one in seen] for visit, seen in by_devices.items()
-    }
     own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
     shown = on_mean_host(own, slower)
     found = {}
@@ -131,11 +122,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         )
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
-        HostFit(
-            sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD,
-            replica_sd=rounded(replicas),
-            **found,
-        ),
+        HostFit(sd=rounded(host_sd(by_devices, own, ledger)) if times else UNSEEN_SD, **found),
         {devices[run]: slower.get(devices[run]) for run in devices if run in runs},
         ledger,
         {
@@ -168,33 +155,6 @@ def beside_issue(
             told = sum(_told(one, others) for one in passes)
             found.append(log(told / sum(one.time_us for one in passes)))
     return found
-
-
-def replica_sd(seen: Mapping[tuple[str, ...], Sequence[Equation]], ledger: Ledger) -> float:
-    """Spread of what one replica's host takes for its passes of a step beside the others'.
-
-    Mean over the hosts whose nil steps tell it, from what steps last longer than their passes.
-    """
-    takes = [beside_kernels(some) for some in seen.values()]
-    found = [one[REPLICAS] for one in takes if REPLICAS in one]
-    value = fmean(found) if found else REPLICA_SD
-    detail = "the last of a step's replicas is waited for at its end; "
-    detail += f"nil steps of {len(found)} hosts" if found else "mean of hosts of H200 and H100"
-    return ledger.note(
-        "host.replica_sd",
-        value,
-        "log",
-        spread_interval(value, max(len(found), 2)),
-        "measured" if found else "assumed",
-        detail,
-    )
-
-
-def of_one_replica(seen: Equation, sd: float) -> Equation:
-    """The equation without what the last replica is later by."""
-    counts = {name: count for name, count in seen.counts.items() if name != REPLICAS}
-    late_us = sd * seen.counts.get(REPLICAS, 0.0)
-    return seen._replace(kernels_us=seen.kernels_us + late_us, counts=counts)
 
 
 def on_mean_host(
@@ -303,8 +263,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     yield equation(backward_us, backward_us, backward)
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
-    late_us = largest_normal(dp // row.ep) * (microbatch_us - ends_us) / slower
-    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0, REPLICAS: late_us})
+    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
     yield rest()
 
 

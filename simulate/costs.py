@@ -367,7 +367,7 @@ class Costs:
                 axis = part.hidden[0].axis
                 left = larger(sum(cost.hidden[1:], cost.hidden[0]) - cost.kernels, 0.0)
                 exposed[axis] = exposed[axis] + left if axis in exposed else left
-        spread, zero = self.pass_spread(), self.draws.zero
+        spread, zero = self.host_spread(), self.draws.zero
         if fit.serial:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, zero, energy)
         host = (issue_us + beside_us) * spread
@@ -385,14 +385,6 @@ class Costs:
         """
         fit = self.calibration.host
         return fit.slower * self.draws.factor("host", hypot(fit.sd, fit.python_sd, fit.visit_sd))
-
-    def pass_spread(self) -> Array:
-        """The same for a step's passes: the last of its replicas' hosts counts.
-
-        Ranks that exchange experts' tokens wait for each other in every layer, so they count once.
-        """
-        p = self.parallelism
-        return self.host_spread() * self.calibration.host.latest(p.dp // p.ep)
 
     def modelled_share(self, parts: Iterable[Part]) -> float:
         """Share of the kernels' time in shapes that were not measured, at the reference clock."""

@@ -37,7 +37,7 @@ def host_waits(
     if fit.serial:
         return inside, [zero] * len(ways), zero
     p = costs.parallelism
-    once = fit.pass_us / (len(ways) * p.vpp) * costs.pass_spread()
+    once = fit.pass_us / (len(ways) * p.vpp) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
     late = late_us(ahead, p)
     first = larger(larger(-ahead[0], 0.0) - reduce(add, late), 0.0)

@@ -38,7 +38,6 @@ from spec.fitted import (
     Share,
     Source,
     Spread,
-    largest_normal,
 )
 from spec.kernel import OPS, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
@@ -202,23 +201,11 @@ class HostFit(Record):
     bucket_sd: Spread = Field(
         default=0.0, description="of bucket_us likewise, where none of them sent beside its passes"
     )
-    replica_sd: Spread = Field(
-        default=0.0,
-        description="of what one replica's host takes for its passes of a step, beside the others'",
-    )
     slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
     visits: tuple[HostVisit, ...] = ()
     serial: bool = Field(
         default=False, description="the host is the device: part_us adds to what kernels take"
     )
-
-    def latest(self, replicas: int) -> float:
-        """How many times as long the last of so many replicas' hosts takes for its passes.
-
-        They meet at the end of a step; ranks that share layers meet in each, and what they wait
-        there is in its times.
-        """
-        return 1 + self.replica_sd * largest_normal(replicas)
 
     def on_devices(self, hashes: Sequence[str]) -> "HostFit":
         """The host as those devices know it: that of their own visit if it was measured.

@@ -4,7 +4,6 @@ All spreads named `sd` are standard deviations of the natural logarithm of a dur
 about 5 %.
 """
 
-from statistics import NormalDist
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,8 +30,3 @@ class Record(BaseModel):
     """A frozen record that refuses keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def largest_normal(count: int) -> float:
-    """Expected largest of so many standard normal numbers, 0 of one (Blom 1958, within 0.03)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))

@@ -9,16 +9,12 @@ import pytest
 from calibrate.evidence import Ledger
 from calibrate.host_issue import (
     HOST_SD,
-    REPLICA_SD,
-    REPLICAS,
     Equation,
     beside_issue,
     beside_kernels,
     equations,
     host_sd,
-    of_one_replica,
     on_mean_host,
-    replica_sd,
 )
 from measure import host_time
 from measure.training import step_times
@@ -47,7 +43,6 @@ TAKES = {
     "pass": 2000.0,
     "step": 1500.0,
     "tensor": 50.0,
-    REPLICAS: 0.25,
 }
 MICROBATCHES = 5
 
@@ -75,22 +70,19 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
         **sizes,
         **once,
     )
-    for _ in range(2):  # how late the last replica is goes by the layers' times
-        *layers, step_us = (
-            slower * sum(TAKES[name] * count for name, count in one.counts.items())
-            for one in equations(row, (), slower)
-        )
-        # those with buckets are not read
-        forward_us, backward_us, ends_us = layers or (1.0, 1.0, 1.0)
-        microbatch_us = case.layers * (forward_us + backward_us) + ends_us
-        several_us = step_us + MICROBATCHES * microbatch_us
-        found = {
-            "forward_us": forward_us,
-            "backward_us": backward_us,
-            "single_us": step_us + microbatch_us,
-        }
-        row = row.model_copy(update=found | dict.fromkeys(names, several_us))
-    return row
+    *layers, step_us = (
+        slower * sum(TAKES[name] * count for name, count in one.counts.items())
+        for one in equations(row, (), slower)
+    )
+    forward_us, backward_us, ends_us = layers or (1.0, 1.0, 1.0)  # those with buckets are not read
+    microbatch_us = case.layers * (forward_us + backward_us) + ends_us
+    several_us = step_us + MICROBATCHES * microbatch_us
+    found = {
+        "forward_us": forward_us,
+        "backward_us": backward_us,
+        "single_us": step_us + microbatch_us,
+    }
+    return row.model_copy(update=found | dict.fromkeys(names, several_us))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
@@ -104,32 +96,12 @@ def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
     assert alone == {}  # a step and its tensors cannot be told apart
 
 
-def test_the_last_replica_is_counted_apart_from_a_pass() -> None:
-    """A host of two GPUs, and one that ran too little to tell."""
-    rows = [nil_row(case, slower=2.0) for case in host_time.cases("nvidia", 2)]
-    seen = [one for row in rows for one in equations(row, (), 2.0)]
-    ledger = Ledger()
-    assert replica_sd({("a",): seen, ("b",): seen[:3]}, ledger) == pytest.approx(0.25)
-    assert replica_sd({("b",): seen[:3]}, ledger) == REPLICA_SD
-    assert [one.source for one in ledger.parameters] == ["measured", "assumed"]
-    found = beside_kernels([of_one_replica(one, 0.25) for one in seen])
-    assert found == pytest.approx({k: v for k, v in TAKES.items() if k != REPLICAS})
-
-
 def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
     own = {("a",): {"pass": 100.0}, ("b",): {"pass": 80.0}, ("c",): {"pass": 120.0}}
     seen = {host: [Equation(takes["pass"], 0.0, {"pass": 1.0}, 1.0)] for host, takes in own.items()}
     found = beside_issue(seen, own, {("a",): 1.0, ("b",): 1.2})
     # the third's speed is unknown: no part of the others' mean, and not judged
     assert found == pytest.approx([np.log(80 / 100), np.log(100 / 80)])
-
-
-def test_the_last_of_more_replicas_is_later() -> None:
-    fit = HostFit(part_us=1.0, step_us=1.0, sd=0.1, replica_sd=0.2)
-    assert fit.latest(1) == 1.0
-    assert fit.latest(2) == pytest.approx(1 + 0.2 * 0.5642, abs=0.006)  # 1 / sqrt(pi)
-    assert fit.latest(8) == pytest.approx(1 + 0.2 * 1.4236, abs=0.006)
-    assert 1 < fit.latest(8) < fit.latest(1024) < 1.8
 
 
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
