@@ -28,8 +28,8 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 # A ring's, a bucket's and a checkpoint's: the means of two systems of two GPUs, four hosts with
-# rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16, 15
-# and 20 with one host more).
+# rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16;
+# with one host more 15 and 20).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
