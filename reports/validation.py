@@ -115,7 +115,8 @@ def _notes(value: Json) -> list[Block]:
                 f"Sealed {forecast['created']} from calibration {forecast['calibration']['path']} "
                 f"(sha256 {forecast['calibration']['sha256'][:16]}…), before the measurement; "
                 f"{forecast['forecast_cases']} configurations were forecast, {len(missing)} never "
-                f"measured{': ' + ', '.join(missing) if missing else ''}.",
+                f"measured{': ' + ', '.join(missing) if missing else ''}."
+                + (f" {forecast['repeats']}." if forecast.get("repeats") else ""),
                 "note",
             )
         )

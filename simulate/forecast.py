@@ -239,14 +239,16 @@ def match(
         meant, ran = (set(of[: row.parallelism().gpus]) for of in (asked, hashes_of(found)))
         if meant and meant != ran:
             (other if ran else unknown).append(row.case_id)
+    pooled = sum(len(mine) - 1 for mine in measured.values())
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,
         "forecast_cases": len(forecast.cases),
         "never_measured": [one.config.case_id for k, one in made.items() if k not in measured],
         "measured_before_the_forecast": early,
-        "repeats_in_means": sum(len(mine) - 1 for mine in measured.values()),
+        "repeats_in_means": pooled,
         "measured_again": again,
+        "repeats": _repeats(pooled, again),
         "devices": forecast.devices,
         "on_other_devices": other,
         "on_unknown_devices": unknown,
@@ -262,6 +264,19 @@ def mean_of(rows: Sequence[TrainingRow]) -> TrainingRow:
         known = [value for row in rows if (value := getattr(row, name)) is not None]
         means |= {name: fmean(known)} if known else {}
     return rows[0].model_copy(update=means)
+
+
+def _repeats(pooled: int, again: int) -> str | None:
+    """What became of repeats of what was judged; None: there are none."""
+    parts = [
+        f"{count} repeat{'s' * (count > 1)} on {which} devices {did}"
+        for count, which, did in (
+            (pooled, "the same", "in the means of those judged"),
+            (again, "other", "not counted"),
+        )
+        if count
+    ]
+    return "; ".join(parts) or None
 
 
 def _on_others(other: int, unknown: int, cases: int) -> str | None:

@@ -334,10 +334,8 @@ def main_compare(words: Sequence[str]) -> int:
     value = validation(cases) | {"forecast": notes}
     missing = len(notes["never_measured"])
     title = f"{len(cases)} measured after the forecast of {forecast.created}; {missing} never"
-    if notes["repeats_in_means"]:
-        title += f"; {notes['repeats_in_means']} repeats on the same devices are in their means"
-    if notes["measured_again"]:
-        title += f"; {notes['measured_again']} repeats on other devices do not count"
+    if notes["repeats"]:
+        title += f"; {notes['repeats']}"
     if notes["warning"]:
         title += f"\n{notes['warning']}"
     return finish(arguments, value, title)

@@ -169,11 +169,12 @@ def test_judged_forecast_says_when_and_from_what() -> None:
         "calibration": {"path": "c.json", "sha256": "0" * 64},
         "forecast_cases": 2,
         "never_measured": ["b"],
+        "repeats": "2 repeats on other devices not counted",
     }
     value = {"cases": cases, "summary": {"all": summarise(cases)}, "forecast": forecast}
     text = " ".join(Page(render_validation(value)).words)
     assert "2026-01-01T00:00:00Z" in text
-    assert "1 never measured: b" in text
+    assert "1 never measured: b. 2 repeats on other devices not counted." in text
 
 
 def test_drawn_text_follows_the_page() -> None:
