@@ -139,14 +139,15 @@ def beside_issue(
     own: Mapping[tuple[str, ...], Mapping[str, float]],
     slower: Mapping[tuple[str, ...], float],
 ) -> list[float]:
-    """How far (log) passes of each host's nil steps are from what the other hosts' say.
+    """How far (log) passes of each host's nil steps are from what hosts of other devices say.
 
     seen, own: by the host's devices, its equations and what `beside_kernels` made of them; slower:
     how much slower it issues single calls, by which its times are divided.
     """
     found = []
     for visit in (one for one in seen if one in slower):
-        others = on_mean_host({one: own[one] for one in own if one != visit}, slower)
+        apart = [one for one in own if one in slower and not set(one) & set(visit)]
+        others = on_mean_host({one: own[one] for one in apart}, slower)
         passes = [
             one
             for one in seen[visit]

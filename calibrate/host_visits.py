@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import exp, log
+from math import exp, log, sqrt
 
 from calibrate.evidence import Evidence, Ledger, rounded
 from calibrate.network_visits import Visited, offsets, pooled_sd
@@ -18,8 +18,8 @@ SHORT_US = 100.0
 # as of so many; what a system's own visits show is pooled with it, though they are among the nine.
 VISIT_SD, VISITS = 0.28, 4
 # Nil steps of each of three hosts of four H200 from what the other two take, by its issue times:
-# off by 0.18 dense and 0.42 with experts (root mean squares of microbatches). What a system's own
-# hosts show is pooled with it.
+# off by 0.18 dense and 0.42 with experts (root mean squares of microbatches). Counts as so many
+# hosts beside a system's own.
 PYTHON_SD, PYTHON_VISITS = 0.3, 2
 
 
@@ -80,17 +80,17 @@ def with_visits(
         f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
         f"{VISIT_SD}, see docs/calibration.md",
     )
-    python_sd, free = pooled_sd(python, PYTHON_SD, PYTHON_VISITS) if python else (PYTHON_SD, 2)
-    enough = len(python) > PYTHON_VISITS
+    hosts = len(python) + PYTHON_VISITS
+    squares = sum(one**2 for one in python) + PYTHON_VISITS * PYTHON_SD**2
+    python_sd = sqrt(squares / hosts)
     ledger.note(
         "host.python_sd",
         python_sd,
         "log",
-        spread_interval(python_sd, free),
-        "measured" if enough else "assumed",
-        "what goes with issuing, for its time, on a host whose nil steps were not timed: "
-        + (f"{len(python)} hosts" if enough else "three hosts of H200")
-        + ", each by the others",
+        spread_interval(python_sd, hosts),
+        "measured" if len(python) > PYTHON_VISITS else "assumed",
+        "what goes with issuing, for its time, on a host whose nil steps were not timed: nil steps "
+        f"of {len(python)} hosts, each by the others, and {PYTHON_SD:g} as of {PYTHON_VISITS}",
     )
     visits = tuple(
         HostVisit(

@@ -6,7 +6,7 @@ once: an existing file is never replaced.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -50,6 +50,7 @@ def _interval(value: dict[str, float]) -> dict[str, float]:
 
 Time = Annotated[str, AfterValidator(_utc)]
 Interval = Annotated[dict[str, NonNegative], AfterValidator(_interval)]
+ONE_VISIT = timedelta(hours=1)  # from the first run of a configuration to those that repeat it
 MEASURED = ("step_time_median_s", "energy_per_step_j", "power_mean_w", "clock_mean_mhz")
 UNSEALED = ("astra_sim_s", "components_s")  # of a prediction: for the one that looks into it
 
@@ -191,7 +192,7 @@ def match(
 
     Only runs that started after the forecast was made count, on the GPU that it was made for (named
     as a node names it). Of several of one configuration the first counts, and with it, as their
-    mean, those that repeat it on the same devices.
+    mean, those that repeat it on the same GPUs of the same system within `ONE_VISIT`.
     """
 
     def key(row: TrainingConfig) -> tuple[Any, ...]:
@@ -214,7 +215,7 @@ def match(
                 early += 1
                 continue
             mine = measured.setdefault(key(row), [])
-            if mine and not (hashes_of(found) and hashes_of(found) == hashes_of(mine[0][0])):
+            if mine and not _one_visit(mine[0][0], found):
                 again += 1
                 continue
             mine.append((found, row))
@@ -240,6 +241,7 @@ def match(
         if meant and meant != ran:
             (other if ran else unknown).append(row.case_id)
     pooled = sum(len(mine) - 1 for mine in measured.values())
+    runs = {found.manifest.run for mine in measured.values() for found, _ in mine[1:]}
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,
@@ -247,6 +249,7 @@ def match(
         "never_measured": [one.config.case_id for k, one in made.items() if k not in measured],
         "measured_before_the_forecast": early,
         "repeats_in_means": pooled,
+        "runs_of_repeats": sorted(runs),
         "measured_again": again,
         "repeats": _repeats(pooled, again),
         "devices": forecast.devices,
@@ -259,11 +262,25 @@ def match(
 
 def mean_of(rows: Sequence[TrainingRow]) -> TrainingRow:
     """The first of some rows of one configuration, with the means of what all of them measured."""
-    means: dict[str, float] = {}
-    for name in MEASURED:
-        known = [value for row in rows if (value := getattr(row, name)) is not None]
-        means |= {name: fmean(known)} if known else {}
+    values = {name: [getattr(row, name) for row in rows] for name in MEASURED}
+    means = {name: fmean(some) for name, some in values.items() if None not in some}
     return rows[0].model_copy(update=means)
+
+
+def _one_visit(first: ResultSet, found: ResultSet) -> bool:
+    """Whether two runs were of the same GPUs of one system, one soon after the other.
+
+    A CPU's hosts of every system have the one hash of their processor.
+    """
+    one, two = first.manifest, found.manifest
+    began, again = (datetime.fromisoformat(run.started) for run in (one, two))
+    return (
+        first.path.parent == found.path.parent
+        and one.hosts[0].devices[0].kind != "cpu"
+        and bool(hashes_of(first) and hashes_of(found))
+        and sorted(one.device_hashes) == sorted(two.device_hashes)
+        and again - began <= ONE_VISIT
+    )
 
 
 def _repeats(pooled: int, again: int) -> str | None:
@@ -272,7 +289,7 @@ def _repeats(pooled: int, again: int) -> str | None:
         f"{count} repeat{'s' * (count > 1)} on {which} devices {did}"
         for count, which, did in (
             (pooled, "the same", "in the means of those judged"),
-            (again, "other", "not counted"),
+            (again, "other or unknown", "or on a later visit not counted"),
         )
         if count
     ]

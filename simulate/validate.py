@@ -256,9 +256,9 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     ]
     kernels = next((one for one in reversed(sets) if one.table(KernelRow)), None)
     hashes = hashes_of(kernels) if kernels else []
-    known = {one.uuid_hash for one in calibration.clock.devices}
-    known |= {one for visit in calibration.host.visits if visit.times_us for one in visit.devices}
-    if not known & set(hashes):
+    known = {one.uuid_hash for one in calibration.clock.devices} & set(hashes)
+    timed = [set(one.devices) for one in calibration.host.visits if one.times_us]
+    if not known and not any(set(hashes) <= one for one in timed if hashes):
         raise UserError(
             f"--same-devices: the calibration of {system} knows no device of its newest kernels; "
             "it needs a product that every device sustained under its power cap, or nil steps of "

@@ -99,9 +99,13 @@ def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
 def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
     own = {("a",): {"pass": 100.0}, ("b",): {"pass": 80.0}, ("c",): {"pass": 120.0}}
     seen = {host: [Equation(takes["pass"], 0.0, {"pass": 1.0}, 1.0)] for host, takes in own.items()}
-    found = beside_issue(seen, own, {("a",): 1.0, ("b",): 1.2})
+    slower = {("a",): 1.0, ("b",): 1.2}
     # the third's speed is unknown: no part of the others' mean, and not judged
-    assert found == pytest.approx([np.log(80 / 100), np.log(100 / 80)])
+    assert beside_issue(seen, own, slower) == pytest.approx([np.log(80 / 100), np.log(100 / 80)])
+    # a visit to one of a host's devices is of that host
+    same = {("a", "d") if host == ("b",) else host: takes for host, takes in own.items()}
+    seen[("a", "d")] = seen.pop(("b",))
+    assert beside_issue(seen, same, {("a",): 1.0, ("a", "d"): 1.2}) == []
 
 
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:

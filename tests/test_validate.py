@@ -338,7 +338,9 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
     shutil.copytree(results / "4x-h200" / "run-1", results / "4x-h200" / "run-2")
     folder = results / "4x-h200" / "run-2"
     again = folder / "manifest.json"
-    again.write_text(again.read_text().replace("run-1", "run-2").replace("2030-01", "2030-02"))
+    text = again.read_text().replace("run-1", "run-2")
+    again.write_text(re.sub(r"(2030-01-01T\d\d):0", r"\1:5", text))
+    assert again.read_text() != text
     slower = [
         row.model_copy(update={"step_time_median_s": 3 * (row.step_time_median_s or 0.0)})
         for row in read_table(folder / "training.csv", TrainingRow)
@@ -350,12 +352,18 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
     assert [one["id"] for one in repeated["cases"]] == [one["id"] for one in value["cases"]]
     means = [one["real_s"] / 2 for one in repeated["cases"]]
     assert means == pytest.approx([one["real_s"] for one in value["cases"]])
-    text = again.read_text()
-    again.write_text(re.sub(r'("uuid_hash": ")..', r"\1ee", text))
-    assert again.read_text() != text
-    repeated = json.loads(call(capsys, "compare", "sealed.json", str(results), "--json")[1])
-    assert repeated["summary"] == value["summary"]
-    assert repeated["forecast"]["measured_again"] == len(SPLITS)
+    assert repeated["forecast"]["runs_of_repeats"] == ["run-2"]
+    soon = again.read_text()
+    for other in (
+        re.sub(r'("uuid_hash": ")..', r"\1ee", soon),
+        soon.replace("2030-01", "2030-02"),
+    ):
+        assert other != soon
+        again.write_text(other)
+        repeated = json.loads(call(capsys, "compare", "sealed.json", str(results), "--json")[1])
+        assert repeated["summary"] == value["summary"]
+        assert repeated["forecast"]["repeats_in_means"] == 0
+        assert repeated["forecast"]["measured_again"] == len(SPLITS)
     shutil.rmtree(folder)
 
     # what was measured before the forecast was made does not count
