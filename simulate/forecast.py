@@ -286,10 +286,10 @@ def _one_visit(first: ResultSet, found: ResultSet) -> bool:
 def _repeats(pooled: int, again: int) -> str | None:
     """What became of repeats of what was judged; None: there are none."""
     parts = [
-        f"{count} repeat{'s' * (count > 1)} on {which} devices {did}"
-        for count, which, did in (
-            (pooled, "the same", "in the means of those judged"),
-            (again, "other or unknown", "or on a later visit not counted"),
+        f"{count} repeat{'s' * (count > 1)} {which}"
+        for count, which in (
+            (pooled, "on the same devices in the means of those judged"),
+            (again, "on a later visit, or on other or unknown devices, not counted"),
         )
         if count
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.host_visits import VISIT_SD, alike, of_runs, with_visits
+from calibrate.host_visits import PYTHON_SD, VISIT_SD, alike, of_runs, with_visits
 from simulate.estimate import StepSimulator
 from simulate.whatif import on_devices
 from spec.calibration import ClockFit, HostFit
@@ -63,7 +63,23 @@ def test_unlike_visits_widen_what_another_may_be() -> None:
         ("host.visit_sd", "assumed"),
         ("host.python_sd", "assumed"),
     ]
-    assert one.python_sd == apart.python_sd > 0
+    assert one.python_sd == apart.python_sd == PYTHON_SD
+
+
+def test_hosts_judged_by_others_replace_what_was_assumed_of_python() -> None:
+    def found(off: list[float]) -> tuple[float, str]:
+        ledger = Ledger()
+        sd = with_visits(HOST, {FIRST: 1.0}, ledger, python=off).python_sd
+        noted = next(row for row in ledger.parameters if row.name == "host.python_sd")
+        assert noted.value == pytest.approx(sd, abs=1e-3)
+        return sd, noted.source
+
+    assert found([]) == (PYTHON_SD, "assumed")
+    assert found([0.1])[1] == "assumed"
+    assert found([0.0] * 3)[0] < found([0.0] * 2)[0] < found([0.0])[0] < PYTHON_SD
+    sd, source = found([0.1, -0.1] * 100)
+    assert source == "measured"
+    assert sd == pytest.approx(0.1, rel=0.05)
 
 
 def test_only_steps_on_other_devices_have_the_whole_spread_of_visits(tmp_path: Path) -> None:

@@ -149,7 +149,18 @@ def test_a_forecast_for_the_devices_measured_last(results: Path, capsys: Any) ->
     row = kernel_rows(Truth(), 4, np.random.default_rng(0))[0]
     write_table(system / "run-1" / "kernels.csv", KernelRow, [row])
     value = json.loads((system / "calibration.json").read_text())
-    name = manifest("4x-h200", "run-1", 4, Truth(), "x").hosts[0].devices[0].uuid_hash
+    names = [
+        one.uuid_hash for one in manifest("4x-h200", "run-1", 4, Truth(), "x").hosts[0].devices
+    ]
+    # nil steps of their host will do, not those of a host of one of them
+    for devices, code in ((names[:1], 2), (names, 0)):
+        host = {"devices": devices, "slower": 1.5, "times_us": {"part_us": 90.0}}
+        write_json(
+            system / "calibration.json", value | {"host": value["host"] | {"visits": [host]}}
+        )
+        assert call(capsys, *words, "--out", "host.json")[0] == code
+    assert json.loads((results.parent / "host.json").read_text())["devices"] == names
+    name = names[0]
     value["clock"]["devices"] = [{"uuid_hash": name, "power": 1.6}]
     write_json(system / "calibration.json", value)
     clocks = []
