@@ -160,6 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     if (options.sweep is None) != (options.fit_groups is None):
         raise UserError("--sweep FILE.csv and --fit-groups N,N go together")
     if options.sweep is not None:
+        parser.refuse_given(options, ("results", "system"), "with --sweep")
         return main_sweep(options)
     found = systems(options.results, options.system)
     if len(found) > 1:

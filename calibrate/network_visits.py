@@ -39,13 +39,13 @@ class Assumed:
 # NCCL over sockets: processors copy, and hosts differ. Four hosts of H200 over the loopback device:
 # the second 0.01 (log) slower than the first, median over 195 rows, the third 0.34 and 0.29 slower
 # than these (2 ranks on 2 nodes, 53 rows), the fourth 0.38 and 0.37 (100 and 106 rows), 0.04 slower
-# than the third (98 rows). The first two had nodes of two GPUs, the others of one. Two runs on the
-# third, five minutes apart: 0.04, and 0.09 from 4 MiB on; the first two hosts 0.01 and 0.02.
+# than the third (98 rows). The first two had nodes of two GPUs, the others of one. From 1 MiB on
+# sets of connections on one host differ by 0.12, of four nodes of one GPU and of four of two.
 SOCKETS = Assumed(
     0.20,
-    0.05,
+    0.12,
     3,
-    "over sockets four hosts of H200 differed by 0.20 and two runs by 0.05, see "
+    "over sockets four hosts of H200 differed by 0.20 and sets of connections by 0.12, see "
     "docs/calibration.md",
 )
 # Network cards copy. Half of what two sweeps of one cluster differ by, see CLUSTER_SD.

@@ -23,6 +23,10 @@ EXAMPLES = """examples:
   python -m measure.imports megatron-log train.log --system h100-ib --model-name llama3-8b \\
       --nodes 2 --device "NVIDIA H100 80GB HBM3" --base-system 8x-h100
 """
+ONLY_OF = {
+    "nccl-tests": ("collective",),
+    "megatron-log": ("model_name", "nodes", "device", "skip", "set"),
+}
 NOTE = "imported from the output of another tool; nothing here was measured by measure.run"
 
 
@@ -84,7 +88,11 @@ def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
 
 def main(words: Sequence[str]) -> int:
     """The command."""
-    asked = arguments_parser().parse_args(words)
+    options = arguments_parser()
+    asked = options.parse_args(words)
+    for tool, only in ONLY_OF.items():
+        if tool != asked.tool:
+            options.refuse_given(asked, only, f"with {asked.tool}")
     if asked.skip < 0:
         raise UserError(f"--skip is {asked.skip}; it must be 0 or more")
     if asked.nodes is not None and asked.nodes < 1:

@@ -240,8 +240,9 @@ def emulated_hosts(store: Store, options: Options) -> Iterator[None]:
 def main(words: Sequence[str]) -> int:
     """The command."""
     words, command = wrap.split(words)
-    asked = arguments_parser().parse_args(words)
-    wrap.check(asked, command)
+    options = arguments_parser()
+    asked = options.parse_args(words)
+    wrap.check(options, asked, command)
     started = host.launch()
     if command and started.local_rank > 0:
         os.execvp(command[0], command)  # the first rank of this host records

@@ -23,13 +23,16 @@ from measure.devices import Device
 from measure.store import Store
 from measure.telemetry import Sampler
 from measure.window import Window, WindowResult
-from spec.command import emit
+from spec.command import Parser, emit
 from spec.errors import UserError
 from spec.files import write_json
 
 FILE = "wrap.json"
 CASE = "wrapped"
-NO_EFFECT = ("suite", "plan", "write_plan", "resume", "budget", "emulate_nodes", "gpus", "model")
+NO_EFFECT = (
+    *("suite", "plan", "write_plan", "resume", "budget", "emulate_nodes", "gpus", "model", "list"),
+    "quick",
+)
 _SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
 
 
@@ -42,7 +45,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def check(asked: argparse.Namespace, command: Sequence[str]) -> None:
+def check(options: Parser, asked: argparse.Namespace, command: Sequence[str]) -> None:
     """Raise UserError where `--wrap` and what stands behind `--` do not belong together."""
     if command and not asked.wrap:
         raise UserError("words after -- are a command to --wrap; give --wrap or leave them out")
@@ -50,11 +53,7 @@ def check(asked: argparse.Namespace, command: Sequence[str]) -> None:
         return
     if not command:
         raise UserError("--wrap needs a command: python -m measure.run --wrap -- COMMAND")
-    given = [name for name in NO_EFFECT if getattr(asked, name) not in (None, [])]
-    given += [name for name in ("list", "quick") if getattr(asked, name)]
-    if given:
-        option = given[0].replace("_", "-")
-        raise UserError(f"--{option} has no effect with --wrap; leave it out")
+    options.refuse_given(asked, NO_EFFECT, "with --wrap")
 
 
 def masked(command: Sequence[str]) -> list[str]:

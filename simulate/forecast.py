@@ -191,8 +191,10 @@ def match(
     """Measured rows of the forecast's configurations, and what could not be judged.
 
     Only runs that started after the forecast was made count, on the GPU that it was made for (named
-    as a node names it). Of several of one configuration the first counts, and with it, as their
-    mean, those that repeat it on the same GPUs of the same system within `ONE_VISIT`.
+    as a node names it), and of steps across nodes those over links like the ones of its
+    calibration's system, where that has runs across nodes. Of several of one configuration the
+    first counts, and with it, as their mean, those that repeat it on the same GPUs of the same
+    system within `ONE_VISIT`.
     """
 
     def key(row: TrainingConfig) -> tuple[Any, ...]:
@@ -201,7 +203,9 @@ def match(
 
     made = {key(one.config): one for one in forecast.cases}
     asked = forecast.devices or ()
-    early, again = 0, 0
+    links = {_links(one) for one in sets if one.path.parent.name == forecast.calibration["system"]}
+    links.discard(None)
+    early, again, elsewhere = 0, 0, 0
     measured: dict[tuple[Any, ...], list[tuple[ResultSet, TrainingRow]]] = {}
     for found in sets:
         node = measured_node(found)
@@ -213,6 +217,9 @@ def match(
                 continue
             if found.manifest.started <= forecast.created:
                 early += 1
+                continue
+            if row.nodes > 1 and links and _links(found) not in links:
+                elsewhere += 1
                 continue
             mine = measured.setdefault(key(row), [])
             if mine and not _one_visit(mine[0][0], found):
@@ -251,7 +258,8 @@ def match(
         "repeats_in_means": pooled,
         "runs_of_repeats": sorted(runs),
         "measured_again": again,
-        "repeats": _repeats(pooled, again),
+        "over_other_links": elsewhere,
+        "repeats": _repeats(pooled, again, elsewhere),
         "devices": forecast.devices,
         "on_other_devices": other,
         "on_unknown_devices": unknown,
@@ -283,13 +291,25 @@ def _one_visit(first: ResultSet, found: ResultSet) -> bool:
     )
 
 
-def _repeats(pooled: int, again: int) -> str | None:
-    """What became of repeats of what was judged; None: there are none."""
+def _links(found: ResultSet) -> tuple[bool, int | None] | None:
+    """What joins a run's nodes: whether they are hosts, and the rate of shaped links, Mbit/s.
+
+    None: one node.
+    """
+    about = found.manifest
+    if len(about.hosts) * about.emulated_nodes == 1:
+        return None
+    return len(about.hosts) > 1, about.link_mbit_per_s
+
+
+def _repeats(pooled: int, again: int, elsewhere: int) -> str | None:
+    """What became of further runs of the configurations; None: there are none."""
     parts = [
         f"{count} repeat{'s' * (count > 1)} {which}"
         for count, which in (
             (pooled, "on the same devices in the means of those judged"),
             (again, "on a later visit, or on other or unknown devices, not counted"),
+            (elsewhere, "over other links than the calibration's, not counted"),
         )
         if count
     ]

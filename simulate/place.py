@@ -297,7 +297,8 @@ def judgement_text(value: dict[str, Any]) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run the command."""
-    arguments = parser().parse_args(words)
+    options = parser()
+    arguments = options.parse_args(words)
     if [arguments.judge, arguments.probe is not None, arguments.slowness is not None].count(
         True
     ) != 1:
@@ -305,12 +306,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.slowness is not None:
         value = predict_known(arguments)
     else:
-        given = [
-            name for name, one in vars(arguments).items() if one is not None and one is not False
-        ]
-        odd = [name for name in OF_SLOWNESS if name in given]
-        if odd:
-            raise UserError(f"--{odd[0].replace('_', '-')} has no effect without --slowness")
+        options.refuse_given(arguments, OF_SLOWNESS, "without --slowness")
         calibration = calibration_for_clocks(arguments)
         if arguments.judge:
             value = judge(Path(arguments.results), arguments.system, calibration)

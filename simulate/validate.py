@@ -44,9 +44,15 @@ EXAMPLES = """examples:
 """
 
 
-def add_common(options: argparse.ArgumentParser) -> None:
-    """Options of every form of the command."""
-    options.add_argument("--system", metavar="NAME", help="only this measured system")
+# What the published forms of the command take no notice of
+WITHOUT_EFFECT = {
+    "series": ("fabric", "draws", "engine", "astra_sim"),
+    "spread": ("report", "fabric", "engine", "astra_sim", "progress"),
+}
+
+
+def add_simulated(options: argparse.ArgumentParser) -> None:
+    """What to simulate with."""
     options.add_argument("--calibration", metavar="FILE", help="this calibration, not the system's")
     options.add_argument(
         "--fabric",
@@ -55,11 +61,52 @@ def add_common(options: argparse.ArgumentParser) -> None:
         f"{CPU_FABRIC} where nodes were emulated, else {DEFAULT_FABRIC})",
     )
     add_draws(options)
+
+
+def add_predict(options: argparse.ArgumentParser) -> None:
+    """The options of `predict`."""
     options.add_argument(
-        "--report", type=new_file, metavar="FILE.html", help="write an HTML report"
+        "plan", metavar="PLAN", help="CSV with training.csv's columns; with --draw a grid, YAML"
     )
-    add_json(options)
-    add_progress(options)
+    options.add_argument("--draw", type=int, metavar="N", help="draw N configurations of a grid")
+    options.add_argument("--seed", metavar="COMMIT", help="of the draw: the commit it is made at")
+    options.add_argument("--plan-out", metavar="PLAN.csv", help="where to write the drawn plan")
+    options.add_argument("--out", required=True, metavar="SEALED.json")
+    options.add_argument(
+        "--same-devices",
+        action="store_true",
+        help="the plan will run on the devices measured last: of the newest kernels, or of "
+        "emulated nodes' newest collectives",
+    )
+    options.add_argument(
+        "--node",
+        metavar="NAME|FILE",
+        help="predict for this node's GPUs (default: those of the calibration), to which the "
+        f"calibration is moved by written rules: one of {', '.join(node_names())}, or a file",
+    )
+    options.add_argument("--results", default=RESULTS, metavar="DIR", help="default: %(default)s")
+
+
+def add_validate(options: argparse.ArgumentParser) -> None:
+    """The options of the command without a word."""
+    options.add_argument(
+        "--series", metavar="FILE.csv", help="published series instead; see docs/series.md"
+    )
+    options.add_argument(
+        "--spread", metavar="FILE.csv", help="published spreads of step times instead"
+    )
+    options.add_argument(
+        "--anchor",
+        choices=("smallest", "none"),
+        help="rows to fit on where the file's `use` does not say (default: smallest)",
+    )
+    options.add_argument(
+        "--engine",
+        choices=("timeline", "astra-sim"),
+        default="timeline",
+        help="astra-sim: run every step through Astra-Sim too",
+    )
+    options.add_argument("--astra-sim", metavar="FILE", help="Astra-Sim's analytical binary")
 
 
 def parser(form: str) -> Parser:
@@ -67,58 +114,35 @@ def parser(form: str) -> Parser:
     name = "python -m simulate.validate" + ("" if form == "validate" else f" {form}")
     options = Parser(prog=name, description=__doc__, epilog=EXAMPLES)
     if form == "predict":
-        options.add_argument(
-            "plan", metavar="PLAN", help="CSV with training.csv's columns; with --draw a grid, YAML"
-        )
-        options.add_argument(
-            "--draw", type=int, metavar="N", help="draw N configurations of a grid"
-        )
-        options.add_argument(
-            "--seed", metavar="COMMIT", help="of the draw: the commit it is made at"
-        )
-        options.add_argument("--plan-out", metavar="PLAN.csv", help="where to write the drawn plan")
-        options.add_argument("--out", required=True, metavar="SEALED.json")
-        options.add_argument(
-            "--same-devices",
-            action="store_true",
-            help="the plan will run on the devices measured last: of the newest kernels, or of "
-            "emulated nodes' newest collectives",
-        )
-        options.add_argument(
-            "--node",
-            metavar="NAME|FILE",
-            help="predict for this node's GPUs (default: those of the calibration), to which the "
-            f"calibration is moved by written rules: one of {', '.join(node_names())}, or a file",
-        )
-        options.add_argument(
-            "--results", default=RESULTS, metavar="DIR", help="default: %(default)s"
-        )
-    elif form == "compare":
-        options.add_argument("sealed", metavar="SEALED.json")
-    if form != "predict":
+        add_predict(options)
+    else:
+        if form == "compare":
+            options.add_argument("sealed", metavar="SEALED.json")
         options.add_argument("results", nargs="?", default=RESULTS, help="default: %(default)s")
     if form == "validate":
+        add_validate(options)
+    options.add_argument("--system", metavar="NAME", help="only this measured system")
+    if form != "compare":
+        add_simulated(options)
+    if form != "predict":
         options.add_argument(
-            "--series", metavar="FILE.csv", help="published series instead; see docs/series.md"
+            "--report", type=new_file, metavar="FILE.html", help="write an HTML report"
         )
-        options.add_argument(
-            "--spread", metavar="FILE.csv", help="published spreads of step times instead"
-        )
-        options.add_argument(
-            "--anchor",
-            choices=("smallest", "none"),
-            help="rows to fit on where the file's `use` does not say (default: smallest)",
-        )
+    add_json(options)
     if form == "validate":
-        options.add_argument(
-            "--engine",
-            choices=("timeline", "astra-sim"),
-            default="timeline",
-            help="astra-sim: run every step through Astra-Sim too",
-        )
-        options.add_argument("--astra-sim", metavar="FILE", help="Astra-Sim's analytical binary")
-    add_common(options)
+        add_progress(options)
     return options
+
+
+def refuse_without_effect(options: Parser, arguments: Any) -> None:
+    """Raise UserError on an option that the published form of the command would not heed."""
+    if arguments.series is not None and arguments.spread is not None:
+        raise UserError("--series and --spread are two commands; give one of them")
+    if arguments.series is None:
+        options.refuse_given(arguments, ("anchor",), "without --series FILE.csv")
+    for form, names in WITHOUT_EFFECT.items():
+        if getattr(arguments, form) is not None:
+            options.refuse_given(arguments, names, f"with --{form}")
 
 
 def newest_profiles(sets: Sequence[ResultSet]) -> dict[tuple[Path, str], list[ProfileRow]]:
@@ -171,11 +195,9 @@ def finish(arguments: Any, value: dict[str, Any], title: str) -> int:
 
 def main_validate(words: Sequence[str]) -> int:
     """Every measured step against its simulation."""
-    arguments = parser("validate").parse_args(words)
-    if arguments.series is not None and arguments.spread is not None:
-        raise UserError("--series and --spread are two commands; give one of them")
-    if arguments.anchor and arguments.series is None:
-        raise UserError("--anchor has no effect without --series FILE.csv")
+    options = parser("validate")
+    arguments = options.parse_args(words)
+    refuse_without_effect(options, arguments)
     if arguments.series is not None:
         return main_series(arguments)
     if arguments.spread is not None:
@@ -212,8 +234,6 @@ def main_spread(arguments: Any) -> int:
     """Published spreads of step times within runs; nothing is fitted on them."""
     from simulate.spread import spread_validation, text_of
 
-    if arguments.report:
-        raise UserError("--report has no effect with --spread; --json FILE writes its numbers")
     path = find_calibration(arguments)
     calibration = read_calibration(path)
     sets = find_result_sets(Path(arguments.results), calibration.system)
@@ -281,7 +301,8 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
 
 def main_predict(words: Sequence[str]) -> int:
     """Write predictions down before measuring."""
-    arguments = parser("predict").parse_args(words)
+    options = parser("predict")
+    arguments = options.parse_args(words)
     path = find_calibration(arguments)
     calibration = read_calibration(path)
     if arguments.node is not None and arguments.same_devices:
@@ -291,7 +312,9 @@ def main_predict(words: Sequence[str]) -> int:
     node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
     calibration = calibration_for(calibration, node)
     plan, drawn = Path(arguments.plan), None
-    if arguments.draw is not None:
+    if arguments.draw is None:
+        options.refuse_given(arguments, ("seed", "plan_out"), "without --draw N")
+    else:
         plan = draw_plan(arguments, calibration, node)
         grid = Path(arguments.plan)
         drawn = Drawn(

@@ -30,6 +30,14 @@ class Parser(argparse.ArgumentParser):
         """Raise the complaint, for `run` to print."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
+    def refuse_given(self, arguments: argparse.Namespace, names: Sequence[str], where: str) -> None:
+        """Raise UserError on the first of these arguments that is not as it is by default."""
+        for name in names:
+            if getattr(arguments, name) != self.get_default(name):
+                action = next(one for one in self._actions if one.dest == name)
+                said = action.option_strings[-1] if action.option_strings else name
+                raise UserError(f"{said} has no effect {where}; leave it out")
+
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: a whole number between `low` and `high`."""

@@ -385,6 +385,64 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
     assert "was measured after" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--series x.csv --fabric ndr400-rail", "--fabric has no effect with --series"),
+        ("--series x.csv --engine astra-sim", "--engine has no effect with --series"),
+        ("--spread x.csv --report x.html", "--report has no effect with --spread"),
+        ("--spread x.csv --progress", "--progress has no effect with --spread"),
+        ("--anchor none", "--anchor has no effect without --series"),
+        ("predict plan.csv --out x.json --seed 1a2b3c4", "--seed has no effect without --draw"),
+        ("predict plan.csv --out x.json --report x.html", "unrecognized arguments: --report"),
+        ("compare sealed.json --draws 40", "unrecognized arguments: --draws"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    results: Path, capsys: Any, words: str, said: str
+) -> None:
+    code, out, err = call(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_steps_over_other_links_are_not_what_was_forecast(
+    results: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The same steps of the same GPUs ran over shaped links first, over the calibration's later."""
+    write_table(tmp_path / "plan.csv", TrainingConfig, configs())
+    assert call(capsys, "predict", "plan.csv", "--out", "sealed.json", "--draws", "20")[0] == 0
+    sealed = json.loads((tmp_path / "sealed.json").read_text())
+    for one in sealed["cases"]:
+        one["config"]["nodes"] = 2
+    write_json(tmp_path / "sealed.json", sealed)
+    own = results / "4x-h200" / "run-1"
+    rows = read_table(own / "training.csv", TrainingRow)
+    across = [row.model_copy(update={"nodes": 2}) for row in rows]
+    write_table(own / "training.csv", TrainingRow, across)
+    text = (own / "manifest.json").read_text().replace("Synthetic GPU", "NVIDIA H200")
+    about = json.loads(text) | {"emulated_nodes": 2}
+    write_json(own / "manifest.json", about)
+    shaped = results / "2x-h200-10000mbit" / "run-0"
+    shutil.copytree(results / "4x-h200", shaped.parent)
+    (shaped.parent / "run-1").rename(shaped)
+    earlier = about["started"].replace("2030", "2029")
+    links = {"system": shaped.parent.name, "run": "run-0", "link_mbit_per_s": 10000}
+    write_json(shaped / "manifest.json", about | links | {"started": earlier})
+
+    words = ("compare", "sealed.json", str(results), "--json")
+    value = json.loads(call(capsys, *words)[1])
+    assert {one["system"] for one in value["cases"]} == {"4x-h200"}
+    assert value["forecast"]["over_other_links"] == len(SPLITS)
+    assert value["forecast"]["measured_again"] == 0
+    assert f"{len(SPLITS)} repeats over other links" in value["forecast"]["repeats"]
+    # a calibration of one node says nothing of links: then the first that ran counts
+    write_json(own / "manifest.json", about | {"emulated_nodes": 1})
+    value = json.loads(call(capsys, *words)[1])
+    assert {one["system"] for one in value["cases"]} == {"2x-h200-10000mbit"}
+    assert value["forecast"]["over_other_links"] == 0
+
+
 def test_a_forecast_for_gpus_never_measured(results: Path, tmp_path: Path, capsys: Any) -> None:
     """The calibration moved to H100; steps of the system's own GPUs are not what it forecast."""
     write_table(tmp_path / "plan.csv", TrainingConfig, configs())
