@@ -18,13 +18,13 @@ from simulate.scores import grouped, in_median_errors, summarise
 from simulate.series_choices import DEFAULTS, OTHERS, Choices
 from simulate.series_fit import (
     FAMILY,
-    PRIOR_SD,
     UNANCHORED_SD,
     Fitted,
     Projected,
     changes,
     doublings,
     fit,
+    prior_sd,
     project,
 )
 from simulate.series_plan import Plan, plan
@@ -197,13 +197,15 @@ def judged(
         plain = fit(anchors, calibrations, rounds=2, network=False)
         for index, one in enumerate(tests):
             effects[index].append(project(one, plain, calibrations).value - middle[index].value)
-    if anchors and "host" not in system.moved:
-        # the kernels that an anchor asks for hide a host that may be what is slow: the prior's
-        # third of three Gauss-Hermite points, of weight 1 / 6
-        host = 3**0.5 * PRIOR_SD[FACTORS.index("host")]
-        slow = fit(anchors, calibrations, rounds=2, host=host)
+    for name in ("host", "network"):
+        if not anchors or name in system.moved:
+            continue
+        # the kernels that an anchor asks for hide a host or a network that may be what is slow: the
+        # prior's third of three Gauss-Hermite points, of weight 1 / 6
+        slow_at = 3**0.5 * float(prior_sd(anchors)[FACTORS.index(name)])
+        slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=False)
         for index, one in enumerate(tests):
-            if min(changes(one, other) for other in anchors):
+            if min(changes(one, other) for other in anchors) or name == "network":
                 value = project(one, slow, calibrations).value
                 effects[index].append(2 / 6**0.5 * (value - middle[index].value))
     entries = []

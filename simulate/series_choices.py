@@ -218,8 +218,10 @@ def overlap(fill: Filling, stage: int) -> bool:
     """Whether gradients are reduced beside the backward pass."""
     words = fill.row.words
     named = says(r"overlap-grad-reduce|full overlap|overlappeddistributedoptimizer", words)
-    if stage >= 2 or named:
+    if named or (stage >= 2 and not fill.row.early):
         return True
+    if stage >= 2:  # DeepSpeed's `overlap_comm`, on by default for ZeRO-3
+        return bool(fill.choose("overlap"))
     # Megatron-LLaMA's overlapping optimizer replaces the one of a Megatron-LM that did not
     if fill.row.early or "megatron-llama" in words:
         fill.assumed.append("no overlap of gradient reduction, as in this software's time")

@@ -12,7 +12,7 @@ The posterior is the Gaussian one of the model linearised around its maximum: wi
 of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)^-1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, log2, sqrt
 
@@ -63,11 +63,11 @@ def around(
     """
     *shifts, issue = STEP * np.eye(len(FACTORS))
     times, estimate = simulate(one, calibrations, at + np.array([0 * issue, *shifts]))
-    logs = np.log(times * one.stretch)
+    logs = np.log(times)
     slopes = np.append((logs[1:] - logs[0]) / STEP, 0.0)
     if family:
         longer, _ = simulate(one, calibrations, (at + issue)[None])
-        slopes[-1] = (np.log(longer[0] * one.stretch) - logs[0]) / STEP
+        slopes[-1] = (np.log(longer[0]) - logs[0]) / STEP
     return float(logs[0]), slopes, estimate
 
 
@@ -107,27 +107,33 @@ class Fitted:
         }
 
 
-def fit(
-    anchors: Sequence[Plan],
-    calibrations: Calibrations,
-    rounds: int = 4,
-    host: float = 0.0,
-    network: bool = True,
-) -> Fitted:
-    """Fit a system's factors to its anchors; without anchors, the priors alone.
-
-    `host` is that factor's logarithm where the anchors do not move it; with `network` they may move
-    the one between nodes.
-    """
+def prior_sd(anchors: Sequence[Plan]) -> Array:
+    """Spread of each factor's logarithm before these anchors are looked at."""
     prior = np.array(PRIOR_SD)
     if not anchors:
         prior[0] = UNANCHORED_SD
     if anchors and not all(one.network_printed for one in anchors):
         prior[1] = UNPRINTED_NETWORK_SD
-    family = len(anchors) >= FAMILY
-    if not family:
+    if len(anchors) < FAMILY:
         prior[FACTORS.index("issue")] = TIED_SD
-    at = np.array([0.0, 0.0, 0.0, host, 0.0])
+    return prior
+
+
+def fit(
+    anchors: Sequence[Plan],
+    calibrations: Calibrations,
+    rounds: int = 4,
+    unmoved: Mapping[str, float] | None = None,
+    network: bool = True,
+) -> Fitted:
+    """Fit a system's factors to its anchors; without anchors, the priors alone.
+
+    `unmoved` has logarithms of factors that the anchors do not move; with `network` they may move
+    the one between nodes.
+    """
+    prior = prior_sd(anchors)
+    family = len(anchors) >= FAMILY
+    at = np.array([(unmoved or {}).get(name, 0.0) for name in FACTORS])
     free = np.array([bool(anchors), False, False, False, False])
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.real_s for one in anchors])
@@ -202,8 +208,8 @@ def _unlike(one: Plan, other: Plan) -> float:
 
 def _least_s(one: Plan) -> float:
     """Seconds of a step at all that the GPU's peak allows."""
-    p = one.parallelism  # where shares differ, of the largest
-    flops = one.model.step_flops(p.global_batch) * one.stretch / p.gpus
+    # where shares differ, of the largest
+    flops = one.model.step_flops(one.batch.simulated) / one.parallelism.gpus
     return flops / (one.node.peak_bf16_tflops * 1e12 * rate_limit(one.row))
 
 

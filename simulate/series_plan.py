@@ -53,7 +53,7 @@ class Plan:
     node: Node
     fabric: Fabric
     real_s: float
-    stretch: float  # the row's step over the simulated one, of a batch nearby at the same rate
+    batch: Batch
     flops: float  # the model's in the row's step, per GPU
     assumed: tuple[str, ...]
     open: frozenset[str]  # choices that the row leaves open
@@ -61,6 +61,11 @@ class Plan:
     searched: bool  # tensor- and pipeline-parallel sizes are not the row's
     fp8: bool  # linear layers in 8 bits, or
     fp4: bool  # their products in 4
+
+    @property
+    def microbatches(self) -> int:
+        """Of a replica; `parallelism` has a multiple of its stages where these are interleaved."""
+        return self.batch.simulated // (self.batch.dp * self.batch.microbatch)
 
 
 def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
@@ -117,7 +122,7 @@ def _plan(row: SeriesRow, choices: Choices) -> Plan:
         node=node,
         fabric=fabric,
         real_s=real_s,
-        stretch=sizes.simulated / p.global_batch,
+        batch=sizes,
         flops=model.step_flops(sizes.printed) / gpus,
         assumed=tuple(fill.assumed),
         open=frozenset(fill.open),
@@ -190,12 +195,17 @@ def _parallelism(
         fill.assumed.append(f"ep {ep} assumed")
     vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
     microbatches = batch // (dp * microbatch)
-    if row.whole("vpp") and vpp > 1 and microbatches % pp and microbatches > pp / 2:
-        # it ran so, with groups of stages as Megatron-Core has them; schedules here have multiples
-        nearest = max(round(microbatches / pp), 1) * pp
-        fill.assumed.append(f"{nearest} microbatches for {microbatches} over pp {pp}, vpp {vpp}")
-        microbatches, batch = nearest, dp * microbatch * nearest
-    model, vpp = _stages(fill, model, pp, vpp, microbatches)
+    if vpp > 1 and microbatches < pp and not row.whole("vpp"):
+        vpp = 1  # Megatron-Core refuses it
+    model, vpp = _stages(fill, model, pp, vpp)
+    if vpp > 1 and microbatches % pp:
+        # Megatron-Core's groups of stages may be larger than pp; schedules here are of multiples
+        below = max(microbatches // pp, 1) * pp
+        fill.assumed.append(
+            f"{microbatches} microbatches over pp {pp}, vpp {vpp}: on a line through those of "
+            f"{below} and {below + pp}"
+        )
+        batch = dp * microbatch * below
     sequence = tp > 1 and (ways.sequence(fill) or bool(model.experts))
     replicas = dp * cp
     p = Parallelism(
@@ -258,13 +268,8 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
     return Batch(printed, batch, microbatch, dp)
 
 
-def _stages(
-    fill: Filling, model: ModelSpec, pp: int, vpp: int, microbatches: int
-) -> tuple[ModelSpec, int]:
-    """Layers that fill the stages, and the chunks that the schedule can interleave."""
-    if vpp > 1 and microbatches % pp:
-        fill.assumed.append(f"vpp 1, not {vpp}: {microbatches} microbatches over pp {pp}")
-        vpp = 1
+def _stages(fill: Filling, model: ModelSpec, pp: int, vpp: int) -> tuple[ModelSpec, int]:
+    """Layers that fill the stages, and the chunks that these layers can be in."""
     slots = layer_slots(model, pp)
     if slots is None:
         raise TooLittle(f"pp {pp} does not divide {model.layers} layers")

@@ -6,6 +6,7 @@ memory otherwise. A precision that is not printed is read off the anchors: what 
 surprising efficiency.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
@@ -64,7 +65,7 @@ def _fastest(
             times, _ = simulate(tried, by, np.zeros((1, len(FACTORS))), at_reference=True)
         except (TooLittle, UserError):
             continue
-        seconds = float(times[0]) / tried.parallelism.global_batch
+        seconds = float(times[0]) / tried.batch.printed
         if candidate is choices and not fits(tried, MEMORY_SLACK):
             continue  # taken where nothing else fits either
         if seconds < best_time * 0.999:
@@ -93,7 +94,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
         return [None]
     gpus, model, row = one.parallelism.gpus, one.model, one.row
     printed = choices.get("printed")
-    batch, steps = one.parallelism.global_batch, row.whole("grad_accum")
+    batch, steps = one.batch.printed, row.whole("grad_accum")
     cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
     found: list[tuple[int, int, int] | None] = []
     for tp in (1, 2, 4, 8):
@@ -163,22 +164,28 @@ def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> d
     """Each row's choices: the series', and what is searched for it.
 
     Rows of one model keep one micro-batch, the smallest that any of them is fastest with: a series
-    is one setting at growing scale, and the largest scale leaves the least room.
+    is one setting at growing scale, and the largest scale leaves the least room. A row whose
+    replicas have no more sequences than that tells the others nothing.
     """
     chosen: dict[str, Choices] = {}
-    least: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], dict[bool, list[int]]] = defaultdict(lambda: defaultdict(list))
     for one in members:
         own = replanned(one, shared)
         searched = own.open & {"microbatch", "vpp", "split"}
         found = fastest(own, shared, by) if searched else shared
         chosen[one.row.row_id] = found
         if "microbatch" in own.open:
-            model = one.model.layers, one.model.hidden
-            size = found.get("microbatch", 1)
-            least[model] = min(least.get(model, size), size)
+            best = replanned(one, found)
+            share = best.batch.simulated // best.batch.dp
+            sizes[_model(one)][best.batch.microbatch == share].append(found.get("microbatch", 1))
     for one in members:
-        size = least.get((one.model.layers, one.model.hidden), 0)
+        free, full = (sizes[_model(one)][filled] for filled in (False, True))
+        size = min(free, default=max(full, default=0))
         if chosen[one.row.row_id].get("microbatch", size) != size:
             same = dict(shared) | {"microbatch": size}
             chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
     return chosen
+
+
+def _model(one: Plan) -> tuple[int, int]:
+    return one.model.layers, one.model.hidden

@@ -30,6 +30,7 @@ from simulate.transfer import changed
 from simulate.uncertainty import central
 from spec.calibration import Calibration
 from spec.hardware import Node
+from spec.parallelism import Parallelism
 
 Array = NDArray[np.float64]
 
@@ -133,6 +134,30 @@ def simulate(
 
     `at_reference` takes the calibration's reference clock, to rank rows by, in a third of the time.
 
+    Where interleaved stages have a number of microbatches that is no multiple of theirs, a step is
+    on the line through two that have; the estimate is the first one's but for its breakdown. With
+    fewer microbatches than stages each chunk's turn lasts as long as one microbatch takes through
+    all of them, so that a microbatch less shortens a step by one chunk's pass alone.
+    """
+    p = one.parallelism
+    times, estimate = _simulated(one, p, calibrations, points, at_reference)
+    if one.microbatches == p.microbatches:
+        return times, estimate
+    above = p.model_copy(update={"global_batch": p.global_batch + p.pp * p.dp * p.microbatch})
+    longer, more = _simulated(one, above, calibrations, points, at_reference)
+    part = (one.microbatches - p.microbatches) / p.pp / (p.vpp if one.microbatches < p.pp else 1)
+    parts = {
+        name: seconds + part * (more.breakdown_s[name] - seconds)
+        for name, seconds in estimate.breakdown_s.items()
+    }
+    return times + part * (longer - times), replace(estimate, breakdown_s=parts)
+
+
+def _simulated(
+    one: Plan, p: Parallelism, calibrations: Calibrations, points: Array, at_reference: bool
+) -> tuple[Array, StepEstimate]:
+    """What `simulate` returns, of a schedule that there is.
+
     Low-rank adapters leave the weights' gradients out. Gradients and parameters are as wide, and
     tensor-parallel communication is exposed, as in the row's software.
     """
@@ -143,7 +168,7 @@ def simulate(
     spreads = (network.latency_sd, network.efficiency_sd) if network else (1.0, 1.0)
     estimate = (Frozen if one.row.lora else StepSimulator)(
         one.model,
-        one.parallelism.model_copy(update={"fp8": one.fp8}),
+        p.model_copy(update={"fp8": one.fp8}),
         one.node,
         one.fabric,
         calibration,
