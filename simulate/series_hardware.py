@@ -8,15 +8,27 @@ from simulate.inputs import usual_fabric
 from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
-# (pattern, node file, what differs from it): datasheets of H100 PCIe, H20, H200 NVL, L40S, A100
-# 40GB, A800 and H800 (NVLink of 400 GB/s), AMD Instinct MI325X and MI350X. What they do not print
-# is the node file's.
+# Of families whose data-centre GPUs are known, but with other chips, memory or links
+UNKNOWN = r"rtx|geforce|quadro|\bgb10\b|\ba(2|10|16|30|40|4000|5000|6000)\b|\bl4\b|jetson|thor\b"
+# (pattern, node file, what differs from it): datasheets of H100 PCIe and NVL, GH200 (four of a
+# board), H20, H200 NVL, L40S, A100 40GB and PCIe, A800 and H800 (NVLink of 400 GB/s), AMD Instinct
+# MI325X and MI350X. What they do not print is the node file's.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb300-nvl72", {}),
     (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),
     (r"b300|blackwell ultra", "hgx-b300", {}),
     (r"b200|blackwell", "hgx-b200", {}),
-    (r"gh200", "hgx-h100", {}),  # before `h200`, which it holds
+    (  # before `h200`, which it holds
+        r"gh200",
+        "hgx-h100",
+        {
+            "memory_gib": 94.0,
+            "memory_gbytes_per_s": 4000.0,
+            "gpus": 4,
+            "nics": 4,
+            "mesh": True,
+        },
+    ),
     (
         r"h200[- ]nvl",
         "hgx-h200",
@@ -42,6 +54,17 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (
+        r"h100[- ]nvl",
+        "hgx-h100",
+        {
+            "peak_bf16_tflops": 835.5,
+            "memory_gib": 92.0,
+            "memory_gbytes_per_s": 3900.0,
+            "power_limit_w": 400.0,
+            "scale_up_gbytes_per_s": 64.0,
+        },
+    ),
+    (
         r"\bh20\b",
         "hgx-h100",
         {
@@ -54,6 +77,15 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     (r"h100|hopper", "hgx-h100", {}),
     (r"a800", "dgx-a100", {"scale_up_gbytes_per_s": 200.0}),
+    (
+        r"a100.{0,8}pcie",
+        "dgx-a100",
+        {
+            "memory_gbytes_per_s": 1935.0,
+            "power_limit_w": 300.0,
+            "scale_up_gbytes_per_s": 32.0,
+        },
+    ),
     (r"a100|ampere", "dgx-a100", {}),
     (r"mi355x?", "mi355x-node", {}),
     (
@@ -94,6 +126,8 @@ _RATES = (25, 40, 50, 56, 100, 200, 400, 800)
 def node_of(gpu_type: str) -> Node | None:
     """The node of a row; None where its GPU is not known."""
     words = gpu_type.lower().replace("_", " ")
+    if re.search(UNKNOWN, words):
+        return None
     for pattern, base, changes in VARIANTS:
         if not re.search(pattern, words):
             continue

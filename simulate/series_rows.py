@@ -263,6 +263,8 @@ def read_rows(path: Path) -> list[SeriesRow]:
                     f"{path}: line {lines.line_num} does not have the header's {len(header)} "
                     "columns; the file may be half-written"
                 )
+            if not any(cells.values()):  # separators alone, as a spreadsheet's last lines are
+                continue
             rows.append(SeriesRow(cells))
             _check(path, lines.line_num, rows[-1])
     except csv.Error as error:

@@ -17,9 +17,9 @@ from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, sum
 from simulate.series_fit import around, fit, project
 from simulate.series_plan import plan
 from simulate.series_rows import SeriesRow, TooLittle, read_rows
-from simulate.series_search import shared_choices
+from simulate.series_search import fastest, own_choices, replanned, shared_choices
 from simulate.series_software import fused_gradients, tensor_exposure
-from simulate.series_step import Calibrations, Shifts
+from simulate.series_step import Calibrations, Shifts, simulate
 from spec.calibration import Calibration
 from spec.command import run
 from tests.made_up import write_calibration
@@ -131,6 +131,52 @@ def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
     small, large = (128, 128, 128), (16384, 8192, 8192)
     assert replayed.time_us(small)[0] < 0.9 * usual.time_us(small)[0]
     assert replayed.time_us(large)[0] == pytest.approx(usual.time_us(large)[0], rel=0.02)
+
+
+def test_microbatches_between_those_of_a_schedule(calibration: Calibration) -> None:
+    """One more costs as much as any other, and no fewer sequences take longer."""
+    words = {"tp": "1", "pp": "4", "vpp": "2", "gpus": "4"}
+    times = [
+        float(simulated(calibration, row(**words, global_batch=str(batch))))
+        for batch in range(1, 13)
+    ]
+    steps = np.diff(times)
+    assert (steps > 0).all()
+    inside = [*steps[3:7], *steps[7:]]  # from 4 to 8 and on to 12
+    assert inside == pytest.approx([steps[3]] * len(inside), rel=0.02)
+    # below as many as stages one less shortens the step by one of its two chunks' passes alone
+    assert steps[:3] == pytest.approx([steps[3] / 2] * 3, rel=0.02)
+
+
+def test_a_breakdown_between_two_schedules_sums_to_its_step(calibration: Calibration) -> None:
+    one = plan(row(tp="1", pp="4", vpp="2", gpus="4", global_batch="6"))
+    times, estimate = simulate(one, Calibrations(calibration), np.zeros((1, 5)))
+    assert sum(estimate.breakdown_s.values()) == pytest.approx(float(times[0]))
+
+
+def test_a_searched_split_wastes_no_replicas(calibration: Calibration) -> None:
+    """More GPUs than sequences: one is split over some, no replica is left without."""
+    free = {"tp": "", "pp": "", "cp": "", "sharding": "", "micro_batch": "", "vpp": ""}
+    by = Calibrations(calibration)
+    fewer, more = (plan(row(**free, gpus=gpus, global_batch="8")) for gpus in ("64", "256"))
+    for one in (fewer, more):
+        assert replanned(one, fastest(one, {}, by)).batch.simulated == 8
+
+
+def test_rows_without_room_for_it_leave_the_others_their_microbatch(
+    calibration: Calibration,
+) -> None:
+    by = Calibrations(calibration)
+    free = {"micro_batch": "", "sharding": "ddp", "pp": "1", "vpp": ""}
+    some = [
+        plan(row(row_id=gpus, **free, gpus=gpus, global_batch="256")) for gpus in ("8", "16", "32")
+    ]
+    alone = own_choices(some, {}, by)
+    crowded = plan(row(row_id="512", **free, gpus="512", global_batch="256"))
+    assert (crowded.batch.dp, crowded.batch.simulated) == (256, 256)
+    beside = own_choices([*some, crowded], {}, by)
+    assert alone["8"]["microbatch"] > 1
+    assert {name: beside[name] for name in alone} == alone
 
 
 def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
@@ -316,6 +362,7 @@ def test_a_family_of_several_shapes_is_one_system(calibration: Calibration, tmp_
         ("row_id,metric,value,use\na,x,1,maybe\n", "use is 'maybe'"),
         ("row_id,metric,value,value\na,x,1,1\n", "column 'value' stands in the header twice"),
         ("row_id,metric,value\n,x,1\n", "line 2 has no row_id"),
+        ("row_id,metric,value\n,,\n", "has a header and no row"),
         ('row_id,metric,value\na,"x,1\n', "not valid CSV"),
         ("row_id,metric,value\na,step_time_s,1\n", "no row of it can be projected"),
         ("row_id,metric,value\na,step\0,1\n", "NUL"),

@@ -298,7 +298,7 @@ def test_a_name_and_its_parameters_have_to_agree() -> None:
 @pytest.mark.parametrize(
     ("words", "gpu", "gpus", "gib"),
     [
-        ("GH200 96GB", "NVIDIA H100 80GB HBM3", 8, 94.08),
+        ("GH200 96GB", "GH200", 4, 94.08),
         ("H200", "NVIDIA H200", 8, None),
         ("H100 per node", "NVIDIA H100 80GB HBM3", 8, None),
         ("8x H100 80GB per node", "NVIDIA H100 80GB HBM3", 8, None),

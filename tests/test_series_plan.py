@@ -100,13 +100,15 @@ def test_the_printed_global_batch_is_trusted() -> None:
 
 
 def test_printed_chunks_stay_where_the_schedule_here_has_other_multiples() -> None:
-    """9 microbatches over 8 stages: those of 8, at the same rate."""
-    words = {"tp": "1", "pp": "8", "vpp": "4", "layers": "32", "gpus": "8"}
-    nine, eight = (plan(row(**words, global_batch=batch)) for batch in ("9", "8"))
-    assert (nine.parallelism.vpp, nine.parallelism.global_batch) == (4, 8)
-    assert nine.stretch == pytest.approx(9 / 8)
-    assert nine.flops == pytest.approx(eight.flops * 9 / 8)
-    assert nine.real_s == eight.real_s
+    words = {"tp": "1", "pp": "8", "layers": "32", "gpus": "8"}
+    for batch, below, vpp in (("9", 8, 4), ("23", 16, 4), ("3", 8, 4), ("16", 16, 4)):
+        one = plan(row(**words, vpp="4", global_batch=batch))
+        assert (one.parallelism.vpp, one.parallelism.microbatches) == (vpp, below)
+        assert one.microbatches == int(batch)
+        assert one.flops == pytest.approx(one.model.step_flops(int(batch)) / 8)
+    # of chunks that are not printed Megatron-Core takes fewer microbatches than stages for none
+    assert plan(row(**words, vpp="", global_batch="3"), {"vpp": 4}).parallelism.vpp == 1
+    assert plan(row(**words, vpp="", global_batch="9"), {"vpp": 4}).parallelism.vpp == 4
 
 
 def test_racks_are_filled_with_powers_of_two() -> None:
@@ -229,6 +231,10 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert of("AMD Instinct MI325X").memory_gib == 256
     assert of("H100 80GB PCIe").peak_bf16_tflops < of("H100 80GB SXM").peak_bf16_tflops
     assert of("H20").peak_bf16_tflops == 148
+    assert of("A100 80GB PCIe").scale_up_gbytes_per_s < of("A100 80GB SXM").scale_up_gbytes_per_s
+    assert (of("H100 NVL 94GB").gpu, of("GH200").mesh) == ("H100 NVL", True)
+    for words in ("RTX PRO 6000 Blackwell", "RTX A6000 (Ampere)", "A30 (Ampere)", "GB10 Blackwell"):
+        assert node_of(words) is None  # other chips than their architecture's large ones
     assert node_of("") is None
     fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", load_node("dgx-a100"))
     assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (100, 4, True)
