@@ -1,6 +1,6 @@
 """The learned correction: a Gaussian process on log(measured / physics), and its honest spread.
 
-scikit-learn finds the length scales; what is kept are numbers, and `spec.calibration.KernelFit`
+scikit-learn finds the length scales; what is kept are numbers, and `spec.kernel_fit.KernelFit`
 evaluates the same formula.
 """
 

@@ -69,7 +69,7 @@ class Evidence:
     system: str
     runs: Sequence[ResultSet]
     # clocks that a monitor showed during sustained rows, by run, case and device; they replace
-    # those of the rows, see `calibrate.telemetry.monitored`
+    # those of the rows, see `calibrate.monitored.monitored`
     shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
     # how much slower the host of a run was than others', see `calibrate.host_visits`
     host_slower: Mapping[str, float] = field(default_factory=dict)

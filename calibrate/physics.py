@@ -36,7 +36,7 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Physics:
-    """Formula of `spec.calibration.KernelFit.physics_us`."""
+    """Formula of `spec.kernel_fit.KernelFit.physics_us`."""
 
     launch_us: float
     gbytes_per_s: float

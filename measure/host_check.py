@@ -92,11 +92,6 @@ def compute_s(compared: Sequence[int]) -> dict[str, float]:
             worker.close()
 
 
-def difference(check: dict[str, float]) -> float:
-    """Largest difference between the times of two counts, as a share."""
-    return max(check.values()) / min(check.values()) - 1
-
-
 def verdict(checks: Sequence[dict[str, float]]) -> str | None:
     """Why the hosts did not compute alike, in a sentence; None where they did.
 

@@ -15,39 +15,29 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from measure.attention import first_backend
 from measure.megatron_lora import adapt
-from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-
-_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-_SHORT = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "memory"}
 
 Tensor = torch.Tensor
 
 
 def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
     """The fastest backend of torch's attention that runs this shape both ways, and its name."""
-    problem = "none is known"
-    for name in _BACKENDS:
-        backend = getattr(SDPBackend, name, None)
-        if backend is None or (name == "CUDNN_ATTENTION" and device.type == "cpu"):
-            continue
-        heads, kv = model.heads // p.tp, model.kv_heads // p.tp
-        shape = (model.seq_len, p.microbatch)
-        sizes = ((*shape, n, model.head_dim) for n in (heads, kv, kv))
-        inputs = [torch.randn(s, dtype=torch.bfloat16, device=device) for s in sizes]
-        try:
-            with sdpa_kernel(backend):
-                out = _attend(*(one.requires_grad_() for one in inputs))
-            torch.autograd.backward(out, torch.randn_like(out))
-        except RuntimeError as error:  # this backend does not take this shape here
-            problem = str(error).splitlines()[0]
-            continue
-        return backend, _SHORT.get(name, name.lower())
-    raise WorkError(f"no attention backend takes heads of {model.head_dim}: {problem}")
+    heads, kv = model.heads // p.tp, model.kv_heads // p.tp
+    shape = (model.seq_len, p.microbatch)
+    sizes = ((*shape, n, model.head_dim) for n in (heads, kv, kv))
+    inputs = [torch.randn(s, dtype=torch.bfloat16, device=device).requires_grad_() for s in sizes]
+
+    def forward(backend: Any) -> Tensor:
+        with sdpa_kernel(backend):
+            return _attend(*inputs)
+
+    backend, name, _ = first_backend(device, f"heads of {model.head_dim}", forward)
+    return backend, name
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,25 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from measure.attention import choose
+from measure.attention import choose, first_backend
 from measure.products import Call, Products, Tensor
 from spec.errors import WorkError
 from spec.kernel import Kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# cuDNN's first: on Hopper about twice as fast as PyTorch's own flash kernels
-_ATTENTION_BACKENDS = (
-    "CUDNN_ATTENTION",
-    "FLASH_ATTENTION",
-    "EFFICIENT_ATTENTION",
-    "MATH",
-)
-_SHORT = {
-    "CUDNN_ATTENTION": "cudnn",
-    "FLASH_ATTENTION": "flash",
-    "EFFICIENT_ATTENTION": "efficient",
-}
 # Of a unit that FSDP gathers, all tensors but the last: a layer of Llama 3 8B without its norms.
 TENSORS = (0.12, 0.08, 0.53)
 ALIGNED = 128  # elements of a shard, as matrices' are
@@ -119,32 +107,13 @@ class Maker(Products):
             return out.permute(2, 0, 1, 3).reshape(d["seq"], d["batch"], -1)
 
         self.fed = q
-        backend, name, out = self._attention_backend(forward, kernel)
+        backend, short, out = first_backend(self.device, kernel.shape, forward)
+        name = f"torch/sdpa-{short}"
         if kernel.direction == "forward":
             del out
             return (lambda: forward(backend)), name
         self.fed = gradient = torch.randn_like(out)
         return (lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)), name
-
-    def _attention_backend(
-        self, forward: Callable[[Any], Tensor], kernel: Kernel
-    ) -> tuple[Any, str, Tensor]:
-        """The first backend that runs this shape both ways, its name, and its output."""
-        from torch.nn.attention import SDPBackend
-
-        problem = "no backend"
-        for name in _ATTENTION_BACKENDS:
-            backend = getattr(SDPBackend, name, None)
-            if backend is None or (self.device.type == "cpu" and name == "CUDNN_ATTENTION"):
-                continue
-            try:
-                out = forward(backend)
-                torch.autograd.backward(out, torch.randn_like(out), retain_graph=True)
-            except RuntimeError as error:  # this backend does not take this shape or dtype
-                problem = str(error).splitlines()[0]
-                continue
-            return backend, f"torch/sdpa-{_SHORT.get(name, name.lower())}", out
-        raise WorkError(f"no attention backend takes {kernel.shape}: {problem}")
 
     def _attention_block(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         """All queries to all keys, laid out [batch, heads, seq, head_dim] as the ring has them."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from simulate.estimate import StepSimulator
 from simulate.projection import Projection
-
-KINDS = ("tp", "pp", "dp", "ep", "cp")
+from simulate.traffic import KINDS
 
 
 def parts(one: Projection) -> dict[str, float]:

@@ -14,14 +14,14 @@ from typing import Any
 
 from simulate.estimate import StepEstimate
 from simulate.pricing import PricedStep
+from simulate.traffic import KINDS
 from simulate.uncertainty import central
 from simulate.updates import UpdateCost
 from spec.kernel import ATTENTION, PRODUCTS
 from spec.training_records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
-AXES = ("tp", "pp", "dp", "ep", "cp")
-COMPONENTS = (*COMPUTE, "optimizer", *AXES, "waiting")
+COMPONENTS = (*COMPUTE, "optimizer", *KINDS, "waiting")
 BASELINES = {"neighbour": "nearest profile", "mean": "mean share"}
 Parts = dict[str, float]
 
@@ -54,7 +54,7 @@ def simulated(estimate: StepEstimate) -> Parts:
     outside_s = _outside_s(priced, update)
     found["memory"] += outside_s
     found["optimizer"] = update_s - outside_s
-    found |= {axis: parts[f"{axis}_exposed"] for axis in AXES}
+    found |= {axis: parts[f"{axis}_exposed"] for axis in KINDS}
     found["waiting"] = sum(parts[name] for name in ("bubble", "straggler", "other"))
     found["waiting"] += parts["optimizer"] - update_s
     return found
@@ -89,7 +89,7 @@ def measured(rows: Iterable[ProfileRow], timed_s: float) -> Parts | None:
     # early waits in it for the first one's last backward pass
     found["optimizer"] = min(seconds(rank, "optimizer") for rank in ranks)
     waiting = seconds(busiest, "idle") + seconds(busiest, "optimizer") - found["optimizer"]
-    for axis in AXES:
+    for axis in KINDS:
         exposed = (mine[axis].exposed_s or 0.0) if axis in mine else 0.0
         waited = min((mine[axis].waiting_s or 0.0) if axis in mine else 0.0, exposed)
         found[axis] = exposed - waited

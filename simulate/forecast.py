@@ -18,7 +18,7 @@ from simulate.measured import hashes_of
 from simulate.validation import Case, Prediction, predict
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.files import parse, read_json, read_table, sha256, write_json
+from spec.files import parse, read_record, read_table, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
 from spec.manifest import DeviceHash
 from spec.results import ResultSet
@@ -172,11 +172,7 @@ def seal(
 
 def read_forecast(path: Path) -> Forecast:
     """Read a sealed forecast; raises UserError where it is not one."""
-    value = read_json(path, "a sealed forecast")
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        raise UserError(f"{path}: schema is {schema!r}; this version reads {SCHEMA!r}")
-    return parse(Forecast, value, str(path))
+    return read_record(path, "a sealed forecast", SCHEMA, Forecast)
 
 
 def limits(found: ResultSet) -> tuple[float | None, float | None]:

@@ -23,7 +23,7 @@ from simulate.placement import Placement, fastest
 from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_json, emit, run, whole
 from spec.errors import UserError
-from spec.files import parse, read_json
+from spec.files import parse, read_json, read_record
 from spec.interval import interval_text
 from spec.parallelism import Parallelism
 from spec.placement_gain import gains
@@ -82,11 +82,7 @@ def parser() -> Parser:
 
 def read_probe(path: Path) -> PlacementProbe:
     """Read and check a probe; raises UserError where it is not one."""
-    value = read_json(path, "a placement probe")
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        raise UserError(f"{path}: schema is {schema!r}; this version reads {SCHEMA!r}")
-    return parse(PlacementProbe, value, str(path))
+    return read_record(path, "a placement probe", SCHEMA, PlacementProbe)
 
 
 def calibration_for_clocks(arguments: argparse.Namespace) -> Calibration | None:

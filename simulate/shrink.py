@@ -20,13 +20,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from simulate.estimate import StepEstimate
+from simulate.traffic import KINDS
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.measurable import PADDING
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 
-KINDS = ("tp", "pp", "dp", "ep", "cp")
 SHARES = tuple(f"{name}_share" for name in ("compute", "communication", "bubble", "optimizer"))
 ALIKE = 0.1  # part of a step on something else, up to which a twin is nearly what the rule asks for
 

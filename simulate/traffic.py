@@ -9,7 +9,7 @@ from simulate.works import Same
 from spec.collective import Collective, busbw_factor
 from spec.step import Segment
 
-KINDS = ("tp", "pp", "dp", "ep", "cp")
+KINDS = ("tp", "pp", "dp", "ep", "cp")  # of communication, as breakdowns have them
 _KIND_OF = {"edp": "dp", "embd": "pp"}
 
 

@@ -21,7 +21,8 @@ from simulate.inputs import (
     unmeasured,
 )
 from simulate.project import choose
-from simulate.shrink import ALIKE, KINDS, evidence, twin, unlike
+from simulate.shrink import ALIKE, evidence, twin, unlike
+from simulate.traffic import KINDS
 from simulate.twin_judge import main_judge
 from spec.command import Parser, add_json, aligned, emit, new_file, run
 from spec.files import write_table

@@ -27,7 +27,7 @@ from spec.collective_fit import (
     ring_steps,
 )
 from spec.errors import UserError
-from spec.files import parse, read_json
+from spec.files import read_record
 from spec.fitted import (
     Finite,
     Micros,
@@ -293,11 +293,7 @@ class Calibration(BaseModel):
 
 def read_calibration(path: Path) -> Calibration:
     """Read and check a calibration; raises UserError where it is not one."""
-    value = read_json(path, "a calibration")
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        raise UserError(f"{path}: schema is {schema!r}; this version reads {SCHEMA!r}")
-    calibration = parse(Calibration, value, str(path))
+    calibration = read_record(path, "a calibration", SCHEMA, Calibration)
     for fit in calibration.kernels:
         names, directions = OPS.get(fit.op, ((), ()))
         where = f"{path}: kernel {fit.op} {fit.direction}"

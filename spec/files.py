@@ -122,6 +122,15 @@ def read_yaml(path: Path, what: str) -> Any:
         raise UserError(f"{path}: not valid YAML for {what} ({line}{problem})") from None
 
 
+def read_record(path: Path, what: str, schema: str, model: type[M]) -> M:
+    """Read a JSON file of one schema, such as `results/1`; raises UserError where it is not one."""
+    value = read_json(path, what)
+    found = value.get("schema") if isinstance(value, dict) else None
+    if found != schema:
+        raise UserError(f"{path}: schema is {found!r}; this version reads {schema!r}")
+    return parse(model, value, str(path))
+
+
 def parse(model: type[M], value: Any, where: str) -> M:
     """Validate `value` as `model`; the first thing wrong becomes a sentence that begins `where`."""
     try:

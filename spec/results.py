@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from spec.errors import UserError
-from spec.files import parse, read_json, read_table
+from spec.files import read_record, read_table
 from spec.load_records import PulseRow, TurnRow
 from spec.manifest import Manifest
 from spec.records import SCHEMA, TABLES, KernelRow, OneKernelRow
@@ -72,13 +72,8 @@ def _key(row: Row) -> str:
 
 def read_result_set(path: Path) -> ResultSet:
     """Open one `results/<system>/<run>/` folder; raises UserError where it is not one."""
-    value = read_json(path / "manifest.json", "a result set's manifest")
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        raise UserError(
-            f"{path / 'manifest.json'}: schema is {schema!r}; this version reads {SCHEMA!r}"
-        )
-    return ResultSet(path, parse(Manifest, value, str(path / "manifest.json")))
+    what = "a result set's manifest"
+    return ResultSet(path, read_record(path / "manifest.json", what, SCHEMA, Manifest))
 
 
 def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:

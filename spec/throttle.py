@@ -1,7 +1,6 @@
 """Why a GPU's clock is held down: bits, their names, and what they come to."""
 
 # NVML's clocks-event-reason bits (nvml.h, nvmlClocksEventReason*); other vendors map onto them.
-IDLE = 0x1
 THROTTLE_BITS = {
     0x2: "application_clocks",
     0x4: "power_cap",

@@ -196,7 +196,6 @@ def test_control_groups_of_both_versions(tmp_path: Path, unified: bool) -> None:
 def test_hosts_that_compute_alike_and_not() -> None:
     alike = [{"2": 1.0, "4": 1.01, "8": 1.03}, {"2": 1.02, "4": 1.0, "8": 1.04}]
     assert host_check.verdict(alike) is None
-    assert host_check.difference(alike[0]) == pytest.approx(0.03)
     apart = host_check.verdict([alike[0], {"2": 1.0, "4": 1.0, "8": 1.06}])
     assert apart is not None
     assert "1.000 to 1.060 s, 6.0% apart" in apart

@@ -9,7 +9,6 @@ that time says whether the link or something else (latency, small messages) sets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spec.collective import busbw_factor
 from spec.hardware import GroupPath, Node
 from topologies.placement import AXIS_PATTERN
 
@@ -23,7 +22,7 @@ class AxisTraffic:
     """What one rank sends over one axis in a step."""
 
     axis: str
-    bytes: float  # buffers times nccl-tests' bus-bandwidth factor: see `sent_bytes`
+    bytes: float  # buffers times nccl-tests' bus-bandwidth factor
     path: GroupPath
     time_s: float | None = None  # for how long of the step the axis communicates, hidden or not
 
@@ -64,11 +63,6 @@ class TierLoad:
     def saturated(self) -> bool:
         """Whether the tier's rate is what its traffic waits for."""
         return max(self.utilisation, self.while_sending or 0.0) >= SATURATED
-
-
-def sent_bytes(kind: str, ranks: int, nbytes: float) -> float:
-    """Bytes that a rank sends in a collective of `nbytes` (buffer sizes as nccl-tests has them)."""
-    return nbytes * busbw_factor(kind, ranks)
 
 
 def tier_utilisation(
