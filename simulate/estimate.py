@@ -207,7 +207,7 @@ class StepSimulator:
                 for name, value in breakdown.items()
             },
             jitter_s=float(jitter[0]) / 1e6,
-            power_w=np.atleast_1d(self._power_w(step_us - jitter, finish, busiest)),
+            power_w=np.atleast_1d(self._power_w(step_us - jitter, finish, busiest, breakdown)),
             clock_mhz=np.atleast_1d(
                 np.minimum(
                     priced.stages[busiest].clock_mhz
@@ -222,13 +222,15 @@ class StepSimulator:
             assumptions=self._assumptions(),
         )
 
-    def _power_w(self, step_us: Array, finish: Array, busiest: int) -> Array:
+    def _power_w(
+        self, step_us: Array, finish: Array, busiest: int, breakdown: dict[str, float]
+    ) -> Array:
         """Mean board power over the step and all GPUs, none above what the cap allows.
 
         `step_us` without what the cap's ups and downs add: it gives back later what it holds now.
-        A GPU that waits for its host draws little: a draw with a slower host has a longer step at
-        less.
-        What lengthens the whole step alike (`_common_factor`) leaves that share as it is.
+        A GPU draws little that waits for its host, for communication or for another stage: a draw
+        with more of it has a longer step at less. What lengthens the whole step alike
+        (`_common_factor`) leaves its shares as they are.
         """
         fit, priced = self.calibration.clock, self.priced
         found = {}
@@ -237,11 +239,32 @@ class StepSimulator:
             watts = fit.power_w(compute_w, priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
-        working = np.maximum(1 - priced.host_us(busiest) / finish, 1e-3)
-        ready_w = fit.idle_w + fit.late_w(self.p)
-        above = (mean - ready_w) * working / working[0]
-        drawn = np.minimum(ready_w + above, max(fit.cap_w or np.inf, mean))
-        return np.asarray(drawn * priced.costs.draws.factor("power", POWER_SD))
+        kernels_us = self.p.microbatches * priced.work[busiest].kernels_us
+        kernels_us = kernels_us + priced.updates[busiest].kernels_us + priced.norm_us
+        working = np.clip(kernels_us / finish, 1e-3, 1.0)
+        ready = np.clip(priced.host_us(busiest) / finish, 0.0, 1 - working)
+        sending = 1 - working - ready
+        ready_w, sending_w = (
+            fit.idle_w + fit.late_w(self.p),
+            fit.idle_w + self._sending_w(breakdown),
+        )
+        waiting_w = ready_w * ready + sending_w * sending
+        working_w = max((mean - waiting_w[0]) / working[0], ready_w, sending_w)
+        drawn = np.minimum(working_w * working + waiting_w, max(fit.cap_w or np.inf, mean))
+        return np.asarray(drawn * (mean / drawn[0]) * priced.costs.draws.factor("power", POWER_SD))
+
+    def _sending_w(self, breakdown: dict[str, float]) -> float:
+        """Mean board power above idle of what a step waits for of communication and stages."""
+        costs = self._costs
+        watts = {
+            f"{kind_of(axis)}_exposed": costs.communication_w(axis) for axis in costs.layout.paths
+        }
+        watts |= {"pp_exposed": costs.waiting_w, "bubble": costs.waiting_w}
+        parts = {name: max(breakdown[name], 0.0) for name in watts if name in breakdown}
+        whole = sum(parts.values())
+        if not whole:
+            return costs.waiting_w
+        return sum(time * watts[name] for name, time in parts.items()) / whole
 
     @property
     def doublings(self) -> float:

@@ -22,6 +22,7 @@ from measure.training_plan import TrainingCase
 from simulate.costs import Cost, Costs, Draws, Energy
 from simulate.estimate import POWER_SD, StepEstimate, StepSimulator
 from simulate.issue import bucket_waits, host_waits, late_us, repeated_us
+from simulate.series_step import FACTORS, Shifts
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.nil import LAYERS, ON_CPU, nil_model
@@ -385,6 +386,33 @@ def test_a_draw_with_a_slower_host_draws_what_a_step_with_that_host_does(
         alone = run(calibration.model_copy(update={"host": slower}), 0)
         assert power_w[number] == pytest.approx(float(alone.power_w[0]), rel=0.06)
     assert max(power_w) > 1.3 * min(power_w)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [{"tp": 16, "sequence_parallel": True}, {"dp": 16}, {"dp": 2, "pp": 16}],
+    ids=str,
+)
+def test_a_draw_with_a_slower_network_draws_what_a_step_with_that_network_does(
+    calibration: Calibration, split: dict[str, Any]
+) -> None:
+    model = load_model("llama3-8b").resized(layers=16, seq_len=2048)
+    p = Parallelism(**split, global_batch=32)
+    network = next(one for one in calibration.networks if one.protocol == "infiniband")
+
+    def run(*slower: float) -> StepEstimate:
+        points = np.zeros((len(slower), len(FACTORS)))
+        points[:, FACTORS.index("network")] = np.log(slower)
+        draws = Shifts(points, network.latency_sd, network.efficiency_sd)
+        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
+        return StepSimulator(model, p, *nodes, calibration, draws=draws).run()
+
+    for slower in (0.5, 3.0):
+        drawn, alone = run(1.0, slower), run(slower)
+        assert drawn.step_time_s[1] == pytest.approx(float(alone.step_time_s[0]), rel=0.03)
+        assert drawn.power_w[1] == pytest.approx(float(alone.power_w[0]), rel=0.06)
+        assert (drawn.power_w[1] < drawn.power_w[0]) == (slower > 1)
+    assert p.pp > 1 or drawn.power_w[1] < 0.95 * drawn.power_w[0]  # its stages wait anyway
 
 
 def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> None:
