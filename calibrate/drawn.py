@@ -11,12 +11,11 @@ from statistics import median
 from typing import NamedTuple
 
 from calibrate.evidence import robust_sd
-from calibrate.physics import Physics
 from calibrate.shapes import Group
 from calibrate.state import PRODUCTS, ClockState, Drawn, Key, is_compute
 from spec.calibration import Source
 from spec.kernel import ATTENTION
-from spec.kernel_fit import busy_share, launches
+from spec.kernel_fit import Physics, busy_share, launches
 
 # What products draw goes with their rate to this power, from shape to shape. Told from others, a
 # shape of two H200, two H100 and four H200 is off by 1.3, 2.6 and 2.4 % with it, by 1.5, 2.4 and

@@ -15,7 +15,7 @@ from calibrate.correction import Correction, fit_correction
 from calibrate.drawn import Power, by_rate, powers
 from calibrate.evidence import Evidence, Ledger, issue_us, log_interval, robust_sd, rounded
 from calibrate.kernel_errors import BASELINE, FOLDS, leave_out, scored, token_dims
-from calibrate.physics import Physics, System, fit_physics
+from calibrate.physics import System, fit_physics
 from calibrate.shapes import (
     Group,
     Shape,
@@ -26,7 +26,7 @@ from calibrate.shapes import (
     system_with,
 )
 from calibrate.state import ClockState, Key
-from spec.calibration import KernelFit, KernelPoint
+from spec.kernel_fit import KernelFit, KernelPoint, Physics
 from spec.records import KernelRow
 
 

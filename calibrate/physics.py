@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from spec.calibration import wave_quantisation
 from spec.kernel import Kernel
-from spec.kernel_fit import launches
+from spec.kernel_fit import Physics, launches, wave_quantisation
 
 Array = NDArray[np.float64]
 Timings = Sequence[tuple[Kernel, float]]
@@ -32,25 +31,6 @@ PRIOR_WEIGHT = 0.05
 # of the best bandwidth seen on the system, that an elementwise operation reaches where its own rows
 # are too small to say: unfused ones pass over their operands several times
 MEMORY_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Physics:
-    """Formula of `spec.kernel_fit.KernelFit.physics_us`."""
-
-    launch_us: float
-    gbytes_per_s: float
-    tflops: float | None
-    multiprocessors: int = 1
-
-    def time_us(self, kernel: Kernel) -> float:
-        """Duration by physics alone."""
-        compute = 0.0
-        if self.tflops:
-            compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
-            compute /= self.tflops * 1e6
-        memory = kernel.bytes / (self.gbytes_per_s * 1e3)
-        return self.launch_us * launches(kernel) + max(compute, memory)
 
 
 @dataclass(frozen=True)

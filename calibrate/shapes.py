@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from calibrate.correction import LEARN_FROM
 from calibrate.evidence import Evidence, robust_sd
-from calibrate.physics import Physics, System, multiprocessors, system_of
+from calibrate.physics import System, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, kernel_of
 from spec.kernel import Kernel
-from spec.kernel_fit import features
+from spec.kernel_fit import Physics, features
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]

@@ -1,6 +1,7 @@
 """A kernel's fitted duration: measured shapes, physics, and a learned correction between them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import exp, log, prod
 from typing import Annotated
@@ -23,6 +24,25 @@ from spec.fitted import (
 from spec.kernel import LARGE_TILE, Kernel, ceil_div, output, tiles
 
 LEAST_BUSY = 0.1  # of a kernel's time
+
+
+@dataclass(frozen=True)
+class Physics:
+    """A kernel's duration without any correction: launch, and the higher of two ceilings."""
+
+    launch_us: float
+    gbytes_per_s: float
+    tflops: float | None
+    multiprocessors: int = 1
+
+    def time_us(self, kernel: Kernel) -> float:
+        """Duration by physics alone."""
+        compute = 0.0
+        if self.tflops:
+            compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
+            compute /= self.tflops * 1e6
+        memory = kernel.bytes / (self.gbytes_per_s * 1e3)
+        return self.launch_us * launches(kernel) + max(compute, memory)
 
 
 class KernelPoint(Record):
@@ -131,13 +151,8 @@ class KernelFit(Record):
 
     def physics_us(self, dims: tuple[int, ...]) -> float:
         """Duration by physics alone."""
-        kernel = Kernel(self.op, self.direction, dims, self.dtype)
-        compute = 0.0
-        if self.tflops:
-            compute = kernel.flops * wave_quantisation(kernel, self.multiprocessors)
-            compute /= self.tflops * 1e6
-        memory = kernel.bytes / (self.gbytes_per_s * 1e3)
-        return self.launch_us * launches(kernel) + max(compute, memory)
+        physics = Physics(self.launch_us, self.gbytes_per_s, self.tflops, self.multiprocessors)
+        return physics.time_us(Kernel(self.op, self.direction, dims, self.dtype))
 
     def time_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration at the reference clock and its sd: the measured shape, or the model."""

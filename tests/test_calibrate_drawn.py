@@ -3,10 +3,10 @@
 import pytest
 
 from calibrate.drawn import ASSUMED_SD, PRODUCTS_BY_RATE, powers
-from calibrate.physics import Physics
 from calibrate.shapes import Group, Shape
 from calibrate.state import ClockState, Drawn, Key
 from spec.kernel import Kernel
+from spec.kernel_fit import Physics
 
 READY_W = 50.0
 LAUNCH_US = 10.0
