@@ -16,9 +16,11 @@ slower one (stages of different nodes beside stages of one).
 
 - NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it.
 - NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):
-  8 steps of 128 KiB on each of 2 channels, at either end.
+  8 steps of 128 KiB on each of 2 channels, at the sender's end. The receiver's are asked for with
+  its kernel (`transport/net.cc`, `recvProxyProgress`), which has not begun.
 - Its TCP sockets, one per channel, besides: Linux allows them 4 MiB to send and 6 MiB to receive
-  (the defaults of `tcp_wmem`, `tcp_rmem`) and sizes them as it goes. Half of that is assumed.
+  (the defaults of `tcp_wmem`, `tcp_rmem`), but sizes them by what has been read. 1 MiB each is
+  assumed; see docs/forecasts.md for how steps show it.
 - gloo sends nothing before the receiver has asked for it (`transport/tcp/pair.cc`, `Pair::send`).
 """
 
@@ -31,9 +33,9 @@ from spec.parallelism import Parallelism
 T = TypeVar("T")
 
 MIB = 2.0**20
-NCCL_HELD = 2 * 2 * 8 * MIB / 8  # ends, channels, steps of 128 KiB
-SOCKETS_HELD = 2 * (4 + 6) * MIB / 2
-HELD_SD = 0.55  # log: all that sockets may hold, or NCCL's own buffers alone, are 1.0 and 2.3 off
+NCCL_HELD = 2 * 8 * MIB / 8  # channels, steps of 128 KiB
+SOCKETS_HELD = 2 * MIB
+HELD_SD = 0.7  # log: NCCL's own buffers alone, or all that sockets may hold, are 1.0 and 2.4 off
 
 
 def synchronous(p: Parallelism) -> bool:

@@ -79,7 +79,7 @@ def test_the_spread_of_a_mean_is_known_from_the_slowest(groups: int) -> None:
 def test_groups_that_differ_widen_what_another_run_may_be() -> None:
     alike = [Visited(size, ("a",), 1.0) for size in range(40)]
     unlike = [Visited(size, ("a",), 1.0, luck_sd=0.2) for size in range(40)]
-    assert run_spread(alike, SOCKETS) == (SOCKETS.run_sd, 0)
+    assert run_spread(alike, SOCKETS) == pytest.approx((SOCKETS.run_sd, 0))
     spread, free = run_spread(unlike, SOCKETS)
     assert spread == pytest.approx(0.2, rel=0.05)
     assert free == 40

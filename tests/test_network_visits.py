@@ -76,10 +76,10 @@ def test_the_sources_are_told_apart() -> None:
 
 def test_what_a_visit_measured_again_says_what_another_run_may_be() -> None:
     rng = np.random.default_rng(1)
-    apart = [timed(FIRST, float(np.exp(rng.normal(0, 0.12))), only=1)[0] for _ in range(400)]
+    apart = [timed(FIRST, float(np.exp(rng.normal(0, 0.3))), only=1)[0] for _ in range(400)]
     ledger = Ledger()
     again = with_visits(network(), apart, SOCKETS, ledger)
-    assert again.run_sd == pytest.approx(0.12, rel=0.1)
+    assert again.run_sd == pytest.approx(0.3, rel=0.1)
     assert again.visit_sd > spread_of(1.0).visit_sd
     (noted,) = (one for one in ledger.parameters if one.name == "network.tcp.run_sd")
     assert noted.source == "measured"
@@ -100,7 +100,7 @@ def test_only_steps_on_other_devices_have_the_spread_of_visits(tmp_path: Path) -
     whole = write_calibration(tmp_path / "made-up.json")
     seen = with_visits(network(), timed(FIRST, 1.0) + timed(SECOND, 1.0), SOCKETS, Ledger())
     calibration = whole.model_copy(update={"networks": (seen,)})
-    assert seen.run_sd < 0.06 < seen.visit_sd
+    assert 2 * seen.run_sd < seen.visit_sd
     assert sd_of(calibration) == pytest.approx(seen.visit_sd, rel=0.05)
     assert sd_of(on_devices(calibration, ["a", "b"])) == pytest.approx(seen.run_sd, rel=0.1)
     for others in (["a", "x"], ["x"], []):
