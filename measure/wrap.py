@@ -31,7 +31,7 @@ FILE = "wrap.json"
 CASE = "wrapped"
 NO_EFFECT = (
     *("suite", "plan", "write_plan", "resume", "budget", "emulate_nodes", "gpus", "model", "list"),
-    "quick",
+    *("quick", "hosts", "node_cores", "link_mbit"),
 )
 _SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
 

@@ -1,7 +1,8 @@
 """Draws training configurations from a grid: what is to be forecast and then measured.
 
 A grid is committed before the draw and the seed is a commit, so nobody can pick the easy ones. At
-least half of a draw has a (hidden size, TP, PP) that no training step was measured with.
+least half of a draw has a (hidden size, TP, PP) that no training step of its system was measured
+with.
 """
 
 import itertools

@@ -9,7 +9,7 @@ from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
 # Of families whose data-centre GPUs are known, but with other chips, memory or links
-UNKNOWN = r"rtx|geforce|quadro|\bgb10\b|\ba(2|10|16|30|40|4000|5000|6000)\b|\bl4\b|jetson|thor\b"
+UNKNOWN = r"rtx|geforce|quadro|\bgb10\b|\ba(10|16|30|40|4000|5000|6000)\b|\bl4\b|jetson|thor\b"
 # (pattern, node file, what differs from it): datasheets of H100 PCIe and NVL, GH200 (four of a
 # board), H20, H200 NVL, L40S, A100 40GB and PCIe, A800 and H800 (NVLink of 400 GB/s), AMD Instinct
 # MI325X and MI350X. What they do not print is the node file's.
@@ -30,7 +30,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (
-        r"h200[- ]nvl",
+        r"h200[- ]nvl\b",
         "hgx-h200",
         {
             "peak_bf16_tflops": 835.5,
@@ -54,7 +54,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (
-        r"h100[- ]nvl",
+        r"h100[- ]nvl\b",
         "hgx-h100",
         {
             "peak_bf16_tflops": 835.5,

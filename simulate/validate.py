@@ -140,6 +140,8 @@ def refuse_without_effect(options: Parser, arguments: Any) -> None:
         raise UserError("--series and --spread are two commands; give one of them")
     if arguments.series is None:
         options.refuse_given(arguments, ("anchor",), "without --series FILE.csv")
+    if arguments.engine == "timeline":
+        options.refuse_given(arguments, ("astra_sim",), "without --engine astra-sim")
     for form, names in WITHOUT_EFFECT.items():
         if getattr(arguments, form) is not None:
             options.refuse_given(arguments, names, f"with --{form}")

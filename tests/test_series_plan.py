@@ -233,6 +233,8 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert of("H20").peak_bf16_tflops == 148
     assert of("A100 80GB PCIe").scale_up_gbytes_per_s < of("A100 80GB SXM").scale_up_gbytes_per_s
     assert (of("H100 NVL 94GB").gpu, of("GH200").mesh) == ("H100 NVL", True)
+    assert of("H100 NVLink") == of("H100 SXM") == of("H100 (a2 host)")
+    assert of("H200 NVLink") == of("H200")
     for words in ("RTX PRO 6000 Blackwell", "RTX A6000 (Ampere)", "A30 (Ampere)", "GB10 Blackwell"):
         assert node_of(words) is None  # other chips than their architecture's large ones
     assert node_of("") is None

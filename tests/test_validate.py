@@ -393,6 +393,7 @@ def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsy
         ("--spread x.csv --report x.html", "--report has no effect with --spread"),
         ("--spread x.csv --progress", "--progress has no effect with --spread"),
         ("--anchor none", "--anchor has no effect without --series"),
+        ("--astra-sim x", "--astra-sim has no effect without --engine astra-sim"),
         ("predict plan.csv --out x.json --seed 1a2b3c4", "--seed has no effect without --draw"),
         ("predict plan.csv --out x.json --report x.html", "unrecognized arguments: --report"),
         ("compare sealed.json --draws 40", "unrecognized arguments: --draws"),
