@@ -203,7 +203,8 @@ def judged(
         # the kernels that an anchor asks for hide a host or a network that may be what is slow: the
         # prior's third of three Gauss-Hermite points, of weight 1 / 6
         slow_at = 3**0.5 * float(prior_sd(anchors)[FACTORS.index(name)])
-        slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=False)
+        moves = name != "network"  # what is held anew
+        slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=moves)
         for index, one in enumerate(tests):
             if min(changes(one, other) for other in anchors) or name == "network":
                 value = project(one, slow, calibrations).value

@@ -134,7 +134,7 @@ def parser(form: str) -> Parser:
     return options
 
 
-def refuse_without_effect(options: Parser, arguments: Any) -> None:
+def refuse_unheeded(options: Parser, arguments: Any) -> None:
     """Raise UserError on an option that the published form of the command would not heed."""
     if arguments.series is not None and arguments.spread is not None:
         raise UserError("--series and --spread are two commands; give one of them")
@@ -199,7 +199,7 @@ def main_validate(words: Sequence[str]) -> int:
     """Every measured step against its simulation."""
     options = parser("validate")
     arguments = options.parse_args(words)
-    refuse_without_effect(options, arguments)
+    refuse_unheeded(options, arguments)
     if arguments.series is not None:
         return main_series(arguments)
     if arguments.spread is not None:

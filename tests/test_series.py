@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reports.validation import render
-from simulate import validate
+from simulate import series, validate
 from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, summaries
 from simulate.series_fit import around, fit, project
 from simulate.series_plan import plan
@@ -219,7 +219,9 @@ def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:
     assert one.flops / exp(project(one, system, by).value) == pytest.approx(989.4e12)
 
 
-def test_a_second_anchor_with_more_network_fits_the_network(calibration: Calibration) -> None:
+def test_a_second_anchor_with_more_network_fits_the_network(
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = {"network latency": 0.0, "network efficiency": 0.0}
     assert set(slow) == set(Shifts(np.zeros((1, 5)), 0.2, 0.1)._network)
     far = {"gpus": "64", "tp": "1", "pp": "1", "global_batch": "64", "sequence_parallel": ""}
@@ -234,6 +236,17 @@ def test_a_second_anchor_with_more_network_fits_the_network(calibration: Calibra
     system = fit([plan(one) for one in timed], by)
     assert system.moved == ("compute", "network")
     assert system.factors[1] == pytest.approx(0.3, abs=0.05)
+    # what else may be slow is tried one by one: the network that they fit is fitted anew beside it
+    tried: list[tuple[Any, bool]] = []
+
+    def counted(*words: Any, unmoved: Any = None, network: bool = True, **more: Any) -> Any:
+        tried.append((unmoved, network))
+        return fit(*words, unmoved=unmoved, network=network, **more)
+
+    monkeypatch.setattr(series, "fit", counted)
+    larger = plan(row(row_id="c", **far | {"gpus": "128", "global_batch": "128"}))
+    judged(Series("p", [plan(one) for one in timed], [larger]), by, [])
+    assert [(list(unmoved), network) for unmoved, network in tried if unmoved] == [(["host"], True)]
 
 
 def test_the_published_rows(calibration: Calibration, tmp_path: Path, capsys: Any) -> None:
