@@ -12,7 +12,7 @@ from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.one_kernel import OneKernel
 from measure.other_hosts import OtherHost, Samplers
-from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase
+from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase, LateCase
 from measure.store import Store, seconds_since, write_links
 from measure.window import Window
 from measure.workers import Pool
@@ -197,6 +197,12 @@ class Campaign:
 
         self._together("interference", pool, cases, until, row)
 
+    def late(self, pool: Pool, cases: Sequence[LateCase], until: float | None) -> None:
+        """One after the other, two devices each."""
+        from measure.late import row
+
+        self._together("late", pool, cases, until, row)
+
     def behind(self, cases: Sequence[BehindCase], until: float | None) -> None:
         """The same, by workers whose devices have one queue."""
         from measure.behind import row
@@ -212,7 +218,7 @@ class Campaign:
         self,
         table: str,
         pool: Pool,
-        cases: Sequence[InterferenceCase],
+        cases: Sequence[InterferenceCase | LateCase],
         until: float | None,
         row: Callable[[dict[str, Any], list[dict[str, Any]]], Row],
     ) -> None:

@@ -23,7 +23,10 @@ from spec.errors import UserError
 ENVIRONMENT = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 SHAPED = ENVIRONMENT | {"NCCL_SOCKET_IFNAME": namespaces.INTERFACE}
 # by default; kernels of emulated GPU nodes are those of the host itself
-SUITES = {"gpu": ("collectives", "training"), "cpu": ("kernels", "host", "collectives", "training")}
+SUITES = {
+    "gpu": ("collectives", "late", "training"),
+    "cpu": ("kernels", "host", "collectives", "late", "training"),
+}
 CORES = "MEASURE_CORES"  # node and number of nodes, in a worker's environment
 CPUS = Path("/sys/devices/system/cpu")
 LOOPBACK_GBYTES_PER_S = 6.0  # for estimates of durations only

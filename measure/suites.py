@@ -22,7 +22,13 @@ from measure import (
     turns,
 )
 from measure.budget import affordable, estimate_s
-from measure.plan import behind_cases, collective_cases, interference_cases, kernel_cases
+from measure.plan import (
+    behind_cases,
+    collective_cases,
+    interference_cases,
+    kernel_cases,
+    late_cases,
+)
 from measure.plan_file import PlanFile
 from measure.training_plan import TrainingCase, case_of_config
 from measure.training_plan import cases as training_cases
@@ -83,6 +89,10 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "behind":
             one_node = options.hosts == options.nodes == 1
             cases[suite] = list(behind_cases(kind, devices, options.quick)) if one_node else []
+        elif suite == "late":
+            cases[suite] = list(
+                late_cases(kind, devices, options.nodes, options.link_mbit, options.hosts)
+            )
         elif suite in ("training", "profile"):
             cases[suite] = planned_steps(options, kind, devices)
         elif suite == "telemetry":

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         collectives,
         interference,
         kernels,
+        late,
         nccl_choice,
         pulses,
         queued,
@@ -103,6 +104,8 @@ def main(arguments: Sequence[str]) -> int:
                 reply(load(case, timer))
             elif case["suite"] == "behind":
                 reply(behind.measure(case, timer, group))
+            elif case["suite"] == "late":
+                reply(late.measure(case, timer, group))
             elif case["suite"] == "heat":
                 reply(burn(case, timer))
             else:

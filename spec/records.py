@@ -228,12 +228,27 @@ class BehindRow(BesideRow):
     both_us: Positive = Field(description="from the start until both are through")
 
 
+class LateRow(Repeated):
+    """late.csv: a message whose receiver comes late; `median_us` is what it then still takes."""
+
+    backend: Literal["nccl", "rccl", "gloo"]
+    nodes: Annotated[int, Field(ge=1, le=2)] = Field(description="of sender and receiver together")
+    late: Literal["device", "host"] = Field(
+        description="what comes late: the receiver's device, its host having asked in time, or that"
+    )
+    bytes: PositiveInt
+    lag_us: Positive = Field(description="how much later than its sender the receiver comes")
+    together_us: Positive = Field(description="median duration where both come together")
+    sender_us: Positive = Field(description="median until the sender is done, from when it comes")
+
+
 TABLES: dict[str, type[Row]] = {
     "kernels": KernelRow,
     "host": HostRow,
     "collectives": CollectiveRow,
     "interference": InterferenceRow,
     "behind": BehindRow,
+    "late": LateRow,
     "heat": HeatRow,
     "turns": TurnRow,
     "clocks": ClockRow,
