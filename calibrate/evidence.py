@@ -24,6 +24,7 @@ from spec.records import (
     HostRow,
     InterferenceRow,
     KernelRow,
+    LateRow,
     QueuedRow,
 )
 from spec.results import ResultSet
@@ -37,6 +38,7 @@ FITTED: dict[type[Row], str] = {
     CollectiveRow: "collectives.csv",
     InterferenceRow: "interference.csv",
     BehindRow: "behind.csv",
+    LateRow: "late.csv",
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
     PulseRow: "pulses.csv",

@@ -24,6 +24,7 @@ from calibrate.evidence import (
     median_sd,
     rounded,
 )
+from calibrate.held import with_held
 from calibrate.network import (
     ASSUMED_TCP,
     MEASURED,
@@ -225,6 +226,7 @@ def fit_measured(
     fit = fit.model_copy(update={"curves": curves(fit, rows)})
     score(ledger, fit, "rows of role judge", judged, rows)
     fit = with_visits(fit, [one.visited for one in rows], assumed_of(protocol, rows), ledger)
+    fit = with_held(fit, evidence, ledger)
     for name, several in (("active_w", False), ("active_inside_w", True)):
         power = None if idle_w is None else between_nodes_w(evidence, several)
         if power is not None and idle_w is not None:

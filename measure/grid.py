@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from measure import widths
 from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
 from spec.model import load_model
 
@@ -109,6 +110,8 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
     if not quick:
         found += _experts(gpu)
         found += low_rank(gpu) + eight_bits(gpu)
+    if gpu and not quick:
+        found += widths.kernels()
     return found
 
 

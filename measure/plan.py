@@ -1,4 +1,4 @@
-"""What to measure, as data: the cases of suites kernels, collectives, interference, behind and late.
+"""What to measure, as data: cases of kernels, collectives, interference, behind and late.
 
 Cases are plain values that travel to workers as JSON. A case's id depends only on what it measures,
 so a resumed or repeated run gives the same work the same id, and the same role.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.exchange import crossing, share_not_held, synchronous
+from simulate.exchange import COPIED_OUT, crossing, of_boundary, share_not_held, synchronous
 from simulate.groups import Layout, layout
 from simulate.uncertainty import Draws, OneAtATime, central, larger, smaller, where
 from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
@@ -193,13 +193,18 @@ class Costs:
     def lates_us(self, collective: Collective) -> tuple[Array, ...]:
         """What a stage that comes last still waits for of such a message, see `exchange`."""
         path, gloo = self.layout.paths[collective.axis], self.calibration.host.serial
-        if not synchronous(self.parallelism) or (path.nodes == 1 and not gloo):
+        if not synchronous(self.parallelism):
             return (self.draws.zero,)
-        share = share_not_held(collective.bytes, self.fabric.protocol, gloo, self.draws)
-        late = self.collective_us(collective) * share
-        if gloo or path.local_ranks == 1:
-            return (late,)
-        return tuple(late if crosses else self.draws.zero for crosses in crossing(path))
+        times = self.transfers_us(collective)
+        if gloo:
+            return times
+        inside = COPIED_OUT
+        if path.nodes == 1:
+            return tuple(time * inside for time in times)
+        assert self.network is not None  # as a path leaves its node
+        across = share_not_held(collective.bytes, self.network, self.draws)
+        shares = [across if crosses else inside for crosses in crossing(path)]
+        return tuple(of_boundary(times, at) * share for at, share in enumerate(shares))
 
     def communication_w(self, axis: str) -> float:
         """Board power above idle while the groups of an axis communicate.

@@ -294,10 +294,9 @@ class StepSimulator:
             )
             imbalance = self.model.expert_imbalance
             found.append(assumed_factor("step.expert_imbalance", imbalance, IMBALANCE_SD, given))
-        if (
-            any(central(one) > 0 for one in self.priced.lates_us)
-            and not self.calibration.host.serial
-        ):
+        network, serial = self._costs.network, self.calibration.host.serial
+        unmeasured = network is not None and network.held_bytes is None and not serial
+        if unmeasured and any(central(one) > 0 for one in self.priced.lates_us):
             held = "what NCCL's and sockets' buffers hold of a message between stages on two nodes"
             found.append(assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held))
         return tuple(found)

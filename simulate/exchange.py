@@ -14,28 +14,31 @@ passes also take turns and hold up their senders: see `simulate.messages`. Where
 interleaved stages wait for their input's boundary alone, not for an output that leaves over a
 slower one (stages of different nodes beside stages of one).
 
-- NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it.
+- NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it,
+  128 MiB; but the receiver copies it out of them, which takes half of the message's time: 0.41,
+  0.44, 0.51 and 0.59 of it for 16 to 128 MiB between two H100 (the suite `late`).
 - NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):
-  8 steps of 128 KiB on each of 2 channels, at the sender's end. The receiver's are asked for with
-  its kernel (`transport/net.cc`, `recvProxyProgress`), which has not begun.
-- Its TCP sockets, one per channel, besides: Linux allows them 4 MiB to send and 6 MiB to receive
-  (the defaults of `tcp_wmem`, `tcp_rmem`), but sizes them by what has been read. 1 MiB each is
-  assumed; see docs/forecasts.md for how steps show it.
+  8 steps of 128 KiB on each of 2 channels at the sender's end, and as many at the receiver's once
+  its host has asked for them; over TCP what its sockets hold besides. The suite `late` measures all
+  of it (`calibrate/held.py`). Where it did not: 3 MiB over TCP, as two shaped nodes of one H100
+  held 2.9, and two over the loopback device 5.9; elsewhere the sender's end alone, assumed.
 - gloo sends nothing before the receiver has asked for it (`transport/tcp/pair.cc`, `Pair::send`).
 """
 
 from typing import TypeVar
 
 from simulate.uncertainty import Array, Draws, larger
+from spec.calibration import NetworkFit
 from spec.hardware import GroupPath
 from spec.parallelism import Parallelism
 
 T = TypeVar("T")
 
 MIB = 2.0**20
+COPIED_OUT = 0.5  # of a message's time
+TCP_HELD = 3 * MIB
 NCCL_HELD = 2 * 8 * MIB / 8  # channels, steps of 128 KiB
-SOCKETS_HELD = 2 * MIB
-HELD_SD = 0.7  # log: NCCL's own buffers alone, or all that sockets may hold, are 1.0 and 2.4 off
+HELD_SD = 0.7  # log: the two that were measured over TCP differ by as much
 
 
 def synchronous(p: Parallelism) -> bool:
@@ -63,9 +66,9 @@ def neighbours(stage: int, stages: int) -> tuple[int, ...]:
     return tuple(one for one in (stage - 1, stage) if 0 <= one < stages - 1)
 
 
-def share_not_held(nbytes: float, protocol: str, gloo: bool, draws: Draws) -> Array | float:
-    """Share of a message between nodes that no buffer holds."""
-    if gloo:
-        return 1.0
-    held = NCCL_HELD + (SOCKETS_HELD if protocol == "tcp" else 0.0)
-    return larger(1 - held * draws.factor("held by buffers", HELD_SD) / nbytes, 0.0)
+def share_not_held(nbytes: float, network: NetworkFit, draws: Draws) -> Array | float:
+    """Share of a message between nodes that no buffer holds, of NCCL's."""
+    held, sd = network.held_bytes, network.held_sd
+    if held is None:
+        held, sd = TCP_HELD if network.protocol == "tcp" else NCCL_HELD, HELD_SD
+    return larger(1 - held * draws.factor("held by buffers", sd) / nbytes, 0.0)

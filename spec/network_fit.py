@@ -14,6 +14,7 @@ from spec.collective_fit import Points
 from spec.fitted import (
     Exponent,
     Micros,
+    NonNegative,
     PositiveMicros,
     PositiveShare,
     Rate,
@@ -114,6 +115,11 @@ class NetworkFit(Record):
         default=None,
         description="the same in groups that have several ranks in a node, which NVLink joins",
     )
+    held_bytes: NonNegative | None = Field(
+        default=None,
+        description="of a message whose receiver is late, what buffers hold; None: unmeasured",
+    )
+    held_sd: Spread = Field(default=0.0, description="of its logarithm")
     visit_sd: Spread = Field(
         default=0.0, description="all its times, beside those of another visit to such hosts"
     )

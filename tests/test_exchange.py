@@ -75,7 +75,7 @@ def late(p: Parallelism, gpus: int, nbytes: float, **changes: object) -> tuple[f
 
 def test_what_buffers_hold_is_there_before() -> None:
     p = Parallelism(pp=2, global_batch=4)
-    for size, share in ((2.0, 0.0), (4.0, 0.0), (8.0, 0.5), (16.0, 0.75)):
+    for size, share in ((2.0, 0.0), (3.0, 0.0), (6.0, 0.5), (12.0, 0.75)):
         waited, whole = late(p, 1, size * MIB)
         assert waited == pytest.approx(share * whole)
     waited, whole = late(p, 1, 8 * MIB, fabric=RAIL)  # no socket's buffers
@@ -183,12 +183,16 @@ def test_outputs_are_sent_alone_before_and_after_the_turns() -> None:
         assert not found.any()
 
 
-def test_what_sockets_hold_is_uncertain() -> None:
-    drawn = share_not_held(8 * MIB, "tcp", False, Draws(400))
-    assert drawn[0] == pytest.approx(0.5)  # type: ignore[index]
+def test_what_buffers_hold_is_measured_or_uncertain() -> None:
+    tcp = next(one for one in CALIBRATION.networks if one.protocol == "tcp")
+    drawn = share_not_held(8 * MIB, tcp, Draws(400))
+    assert drawn[0] == pytest.approx(5 / 8)  # type: ignore[index]
     low, high = np.quantile(drawn, [0.05, 0.95])
-    assert low == 0
-    assert 0.75 < high < 0.9  # NCCL's own 2 MiB: 0.75
+    assert low < 0.27  # the loopback device's 5.9 MiB
+    assert 0.8 < high < 0.95
+    measured = tcp.model_copy(update={"held_bytes": 4 * MIB, "held_sd": 0.0})
+    assert share_not_held(16 * MIB, measured, Draws(400)) == pytest.approx(3 / 4)
+    assert share_not_held(2 * MIB, measured, Draws(400)) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("granularity", ["stage", "layer"])
