@@ -36,7 +36,6 @@ from calibrate.state import (
     ClockState,
     is_compute,
     is_product,
-    kernel_of,
 )
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
@@ -295,7 +294,7 @@ def judge_power(
         for _, row in evidence.rows(KernelRow, role):
             fit = by_key.get((row.op, row.direction, row.dtype))
             if fit is not None and row.state == "sustained":
-                dims = kernel_of(row).dims
+                dims = row.kernel.dims
                 compute_w, memory_w = draw(
                     fit, clock, fit.drawn_w(dims, fit.time_us(dims)[0], clock.ready_w)
                 )
