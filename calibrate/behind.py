@@ -11,9 +11,10 @@ from itertools import product
 
 import numpy as np
 
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, robust_sd
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd
 from calibrate.physics import CANDIDATES
 from spec.behind_fit import BehindFit
+from spec.interval import Z90
 from spec.records import BehindRow
 
 LEAST = 12  # rows

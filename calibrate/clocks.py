@@ -13,7 +13,6 @@ import numpy as np
 from calibrate.between_kernels import among_peers_w, fit_ready, idle_w
 from calibrate.devices import fit_devices
 from calibrate.evidence import (
-    Z90,
     Evidence,
     Judged,
     Ledger,
@@ -41,6 +40,7 @@ from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
+from spec.interval import Z90
 from spec.load_records import HeatRow
 from spec.records import KernelRow
 from spec.regulation import ASSUMED, ASSUMED_ENDS, Regulation

@@ -9,12 +9,13 @@ from statistics import median
 import numpy as np
 from scipy.special import stdtrit
 
-from calibrate.evidence import Z90, Evidence, Ledger, median_sd, rounded
+from calibrate.evidence import Evidence, Ledger, median_sd, rounded
 from calibrate.host_visits import PYTHON_SD, VISIT_SD, VISITS, of_runs
 from calibrate.network_visits import pooled_sd
 from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread
 from calibrate.variability import spread_interval
 from spec.calibration import Source
+from spec.interval import Z90
 from spec.kernel import Kernel
 from spec.records import KernelRow
 

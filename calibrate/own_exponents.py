@@ -16,8 +16,9 @@ from math import log
 
 import numpy as np
 
-from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.evidence import Evidence, Ledger
 from calibrate.state import PRODUCTS, SHORT_US, ClockState
+from spec.interval import Z90
 from spec.kernel import ATTENTION
 from spec.records import ClockRow, KernelRow
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 from typing import NamedTuple
 
-from calibrate.evidence import Z90
 from spec.bend import Bend
 from spec.calibration import DeviceFit
+from spec.interval import Z90
 from spec.kernel import ATTENTION, Kernel
 from spec.records import KernelRow
 

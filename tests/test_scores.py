@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from simulate.scores import _inside, coverage, grouped, summarise, wide_or_narrow, winkler
-from simulate.uncertainty import Z90
+from spec.interval import Z90
 
 
 def test_coverage_is_clopper_pearson() -> None:
