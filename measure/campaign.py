@@ -201,7 +201,7 @@ class Campaign:
     def behind(self, cases: Sequence[BehindCase], until: float | None) -> None:
         """The same, by workers whose devices have one queue."""
         from measure.behind import row
-        from measure.training import ONE_QUEUE
+        from measure.training_processes import ONE_QUEUE
 
         world, devices = len(self.devices), self.devices
         with contextlib.closing(
