@@ -11,10 +11,10 @@ from itertools import product
 
 import numpy as np
 
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, robust_sd
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd
 from calibrate.physics import CANDIDATES
 from spec.behind_fit import BehindFit
-from spec.kernel import parse_kernel
+from spec.interval import Z90
 from spec.records import BehindRow
 
 LEAST = 12  # rows
@@ -79,7 +79,7 @@ def _misses(fit: BehindFit, rows: Sequence[BehindRow]) -> np.ndarray:
 
 
 def _wait_us(fit: BehindFit, row: BehindRow) -> float:
-    kernel = parse_kernel(row.op, row.direction, row.shape, row.dtype)
+    kernel = row.kernel
     return float(fit.waits_us(kernel, row.kernel_alone_us, row.collective_alone_us))
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from calibrate.evidence import OF_GPU, TELEMETRY_FILE, Evidence, input_files
 from calibrate.shapes import kernel_keys
-from calibrate.state import Key, kernel_of
+from calibrate.state import Key
 from spec.calibration import InputFile
 from spec.errors import UserError
 from spec.records import KernelRow
@@ -154,7 +154,7 @@ def lent_inputs(given: Sequence[tuple[Evidence, Sequence[Key]]]) -> Iterator[Inp
     """The files that have rows of the operations that were lent."""
     for other, keys in given:
         for run in other.runs:
-            some = map(kernel_of, run.fit(KernelRow))
+            some = (row.kernel for row in run.fit(KernelRow))
             count = sum((one.modelled, one.direction, one.dtype) in keys for one in some)
             if count:
                 yield from input_files(run, {KernelRow: count}, lent=True)

@@ -13,7 +13,6 @@ import numpy as np
 from calibrate.between_kernels import among_peers_w, fit_ready, idle_w
 from calibrate.devices import fit_devices
 from calibrate.evidence import (
-    Z90,
     Evidence,
     Judged,
     Ledger,
@@ -36,12 +35,12 @@ from calibrate.state import (
     ClockState,
     is_compute,
     is_product,
-    kernel_of,
 )
 from calibrate.telemetry import Telemetry
 from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
+from spec.interval import Z90
 from spec.load_records import HeatRow
 from spec.records import KernelRow
 from spec.regulation import ASSUMED, ASSUMED_ENDS, Regulation
@@ -295,7 +294,7 @@ def judge_power(
         for _, row in evidence.rows(KernelRow, role):
             fit = by_key.get((row.op, row.direction, row.dtype))
             if fit is not None and row.state == "sustained":
-                dims = kernel_of(row).dims
+                dims = row.kernel.dims
                 compute_w, memory_w = draw(
                     fit, clock, fit.drawn_w(dims, fit.time_us(dims)[0], clock.ready_w)
                 )

@@ -11,10 +11,11 @@ from math import exp, log, log2
 
 import numpy as np
 
-from calibrate.evidence import Z90, Evidence, Judged, Ledger, log_interval, median_sd, rounded
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, rounded
 from calibrate.sends import Structure, best_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective import busbw_factor
+from spec.interval import Z90
 from spec.records import CollectiveRow
 
 # sd of a carried-over time per doubling of the group, where one group size was measured

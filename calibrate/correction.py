@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.evidence import Z90
+from spec.interval import Z90
 
 Array = NDArray[np.float64]
 

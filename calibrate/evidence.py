@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
+from spec.interval import Z90
 from spec.load_records import HeatRow, PulseRow, TurnRow
 from spec.manifest import Device, Manifest
 from spec.records import (
@@ -55,8 +56,6 @@ OF_GPU: tuple[type[Row], ...] = (
     QueuedRow,
 )
 TELEMETRY_FILE = "telemetry.parquet"
-# half-width of a 90 % interval in standard deviations of a normal distribution
-Z90 = 1.6449
 INDEPENDENT = 10
 _DURATIONS = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
 LEAST_ERROR = 1e-4
@@ -209,14 +208,13 @@ class Ledger:
         split: str,
         rows: Sequence["Judged"],
         baseline: str,
-        z90: float = Z90,
     ) -> None:
         """Enter how wrong a model was on rows it had not seen; nothing if there were none."""
         if not rows:
             return
         errors = np.array([abs(row.predicted / row.measured - 1) for row in rows])
         dumb = np.array([abs(row.baseline / row.measured - 1) for row in rows])
-        inside = [abs(np.log(row.predicted / row.measured)) <= z90 * row.sd for row in rows]
+        inside = [abs(np.log(row.predicted / row.measured)) <= Z90 * row.sd for row in rows]
         self.held_out.append(
             HeldOut(
                 model=model,

@@ -8,10 +8,11 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.evidence import Z90, Evidence, Ledger, robust_sd
+from calibrate.evidence import Evidence, Ledger, robust_sd
 from calibrate.product_clock import ProductLaw, fit_bend, product_law
-from calibrate.state import LARGE_US, ClockState, is_compute, is_product, kernel_of
+from calibrate.state import LARGE_US, ClockState, is_compute, is_product
 from spec.bend import Bend
+from spec.interval import Z90
 from spec.load_records import TurnRow
 from spec.records import KernelRow
 
@@ -94,7 +95,7 @@ def _assume(kind: str, ledger: Ledger) -> float:
 
 def _large(row: KernelRow) -> bool:
     """Before a burst the cache is flushed, in a sustained loop it is warm: here no matter."""
-    return row.median_us >= LARGE_US if is_compute(row.op) else kernel_of(row).bytes >= LARGE_BYTES
+    return row.median_us >= LARGE_US if is_compute(row.op) else row.kernel.bytes >= LARGE_BYTES
 
 
 def _pairs(rows: Sequence[tuple[str, KernelRow]]) -> tuple[list[Pair], list[Pair]]:

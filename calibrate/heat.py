@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, relative, rounded
+from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, relative, rounded
 from calibrate.telemetry import read_columns
 from spec.calibration import HeldOut
+from spec.interval import Z90
 from spec.results import ResultSet
 from spec.thermal import DeviceHeat, Resistance, ThermalFit, exponential_mean
 

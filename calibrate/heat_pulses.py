@@ -10,9 +10,10 @@ from statistics import median
 import numpy as np
 from scipy.stats import linregress
 
-from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, rounded
+from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, rounded
 from calibrate.state import ClockState, Estimate
 from calibrate.telemetry import read_columns
+from spec.interval import Z90
 from spec.load_records import HeatRow
 from spec.records import KernelRow
 

@@ -14,7 +14,7 @@ from calibrate.correction import Correction, conformal_scale, folds
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.physics import System, fit_physics
 from calibrate.shapes import Group, Shape, inputs, residuals, spreads
-from calibrate.state import ClockState, Key, kernel_of
+from calibrate.state import ClockState, Key
 from spec.calibration import KernelFit
 from spec.kernel import OPS, Kernel
 from spec.records import KernelRow
@@ -131,7 +131,7 @@ def judged_rows(
     }
     found = []
     for row in rows:
-        kernel = kernel_of(row)
+        kernel = row.kernel
         if (kernel.modelled, row.direction, row.dtype) in by_key:
             kernel = replace(kernel, op=kernel.modelled)
         fit = by_key.get((kernel.op, row.direction, row.dtype))
@@ -139,7 +139,7 @@ def judged_rows(
             continue
         time, sd = fit.time_us(kernel.dims)
         slower = clock.factor(row)
-        sd = float(np.hypot(sd, clock.shape_spread.sd(kernel_of(row), time)))
+        sd = float(np.hypot(sd, clock.shape_spread.sd(row.kernel, time)))
         baseline = dumb[fit.op, fit.direction, fit.dtype](kernel) * slower
         judged = Judged(time * slower, sd, row.median_us, baseline)
         found.append((kernel, kernel.dims in fit.measured, judged))

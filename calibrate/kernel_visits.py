@@ -9,12 +9,13 @@ from statistics import median
 import numpy as np
 from scipy.special import stdtrit
 
-from calibrate.evidence import Z90, Evidence, Ledger, median_sd, rounded
+from calibrate.evidence import Evidence, Ledger, median_sd, rounded
 from calibrate.host_visits import PYTHON_SD, VISIT_SD, VISITS, of_runs
 from calibrate.network_visits import pooled_sd
-from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread, kernel_of
+from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread
 from calibrate.variability import spread_interval
 from spec.calibration import Source
+from spec.interval import Z90
 from spec.kernel import Kernel
 from spec.records import KernelRow
 
@@ -36,7 +37,7 @@ def fit_shape_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> S
     visits = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
     rows: Timings = defaultdict(list)
     for run, row in evidence.rows(KernelRow):
-        kernel = kernel_of(row)
+        kernel = row.kernel
         rows[replace(kernel, op=kernel.modelled), row.state].append((visits[run], row))
     alone = _alone(evidence, {kernel: _preferred(rows, kernel) for kernel, _ in rows})
     deviations = _deviations(rows, state, alone.shapes)

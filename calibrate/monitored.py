@@ -12,10 +12,11 @@ from math import log
 import numpy as np
 from scipy.stats import trim_mean
 
-from calibrate.evidence import TELEMETRY_FILE, Z90, Evidence, Ledger, robust_sd
+from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, robust_sd
 from calibrate.product_clock import WIDE, is_capped
 from calibrate.state import is_modelled_product
 from calibrate.telemetry import read_columns
+from spec.interval import Z90
 from spec.records import KernelRow
 
 # from the start of a sustained load to its timed part, as `measure.timing` waits

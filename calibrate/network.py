@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from scipy.optimize import least_squares
 
-from calibrate.evidence import Z90, Judged, Ledger, log_interval, rounded
+from calibrate.evidence import Judged, Ledger, log_interval, rounded
 from spec.calibration import NetworkFit, Positive, Source
 from spec.collective import busbw_factor
 from spec.files import read_table
 from spec.hardware import GroupPath
+from spec.interval import Z90
 
 PUBLISHED = Path(__file__).parent / "published" / "network.csv"
 

@@ -9,10 +9,11 @@ from statistics import median
 import numpy as np
 from scipy.special import stdtrit
 
-from calibrate.evidence import Z90, Ledger, rounded
+from calibrate.evidence import Ledger, rounded
 from calibrate.network import CLUSTER_SD
 from calibrate.variability import spread_interval
 from spec.calibration import NetworkFit, Source
+from spec.interval import Z90
 
 
 @dataclass(frozen=True)

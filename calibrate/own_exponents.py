@@ -16,9 +16,10 @@ from math import log
 
 import numpy as np
 
-from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.evidence import Evidence, Ledger
 from calibrate.state import PRODUCTS, SHORT_US, ClockState
-from spec.kernel import ATTENTION, parse_kernel
+from spec.interval import Z90
+from spec.kernel import ATTENTION
 from spec.records import ClockRow, KernelRow
 
 APART = 0.01  # least distance of a pair's clocks (logarithm)
@@ -128,7 +129,7 @@ def _streaming(rows: Sequence[KernelRow]) -> set[Key]:
     """The operations that reach most of the best bandwidth of any."""
     reached: dict[Key, float] = defaultdict(float)
     for row in rows:
-        kernel = parse_kernel(row.op, row.direction, row.shape, row.dtype)
+        kernel = row.kernel
         # beyond caches, which bursts find empty and loops do not
         if row.op not in (*PRODUCTS, *ATTENTION) and kernel.bytes >= 2**26:
             key = (row.op, row.direction)

@@ -16,7 +16,6 @@ from calibrate.collectives import LEAST_SD
 from calibrate.evidence import (
     INDEPENDENT,
     TELEMETRY_FILE,
-    Z90,
     Evidence,
     Judged,
     Ledger,
@@ -51,6 +50,7 @@ from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, _columns
 from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
 from spec.hardware import GroupPath
+from spec.interval import Z90
 from spec.manifest import Manifest
 from spec.network_fit import NetworkCurve
 from spec.records import CollectiveRow

@@ -16,9 +16,10 @@ from math import log
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.evidence import Evidence, Ledger
 from calibrate.state import LARGE_US, ClockState, Estimate, is_product
 from spec.bend import Bend, bending
+from spec.interval import Z90
 from spec.load_records import TurnRow
 from spec.records import KernelRow
 

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.evidence import Evidence, Ledger, robust_sd
-from calibrate.state import kernel_of
-from spec.kernel import Kernel, parse_kernel
+from spec.kernel import Kernel
 from spec.records import KernelRow, QueuedRow
 
 Array = NDArray[np.float64]
@@ -64,7 +63,7 @@ class Queued:
         at = lru_cache(maxsize=None)(self._lag_us)
         for one in evidence.runs:
             for row in one.table(KernelRow) if self.lags else ():
-                if row.state == "burst" and (lag := at(kernel_of(row))):
+                if row.state == "burst" and (lag := at(row.kernel)):
                     most = (1 - SHORTEST) * row.min_us
                     lag_us[one.manifest.run, row.case_id, row.device] = min(lag, most)
         sds = {key: lag.sd_us for key, lag in self.lags.items()}
@@ -81,7 +80,7 @@ def fit_queued(evidence: Evidence, ledger: Ledger) -> Queued:
         return Queued({})
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for _, row in evidence.of_gpu.rows(QueuedRow):
-        kernel = parse_kernel(row.op, row.direction, row.shape, row.dtype)
+        kernel = row.kernel
         if row.alone_us <= LONGEST_US:
             lag = row.alone_us - row.queued_us
             found[kernel.modelled, kernel.direction].append((kernel.bytes, lag))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from calibrate.clocks import draw
-from calibrate.evidence import Z90
 from calibrate.network import PUBLISHED, NetworkRow, path_of
 from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import NvlsRow
@@ -26,6 +25,7 @@ from spec.calibration import (
 from spec.collective import busbw_factor
 from spec.collective_fit import NvlsFit
 from spec.files import read_table, write_text
+from spec.interval import Z90
 from spec.kernel import Kernel
 
 # Rows of numbers under a figure at most: what is left out stands in the calibration file.

@@ -9,7 +9,6 @@ from math import log
 
 import numpy as np
 
-from calibrate.evidence import Z90
 from calibrate.physics import BELIEVED
 from calibrate.structure import STRUCTURE_NOISE, Array, fit_structure, most_likely, soft
 from spec.collective_fit import (
@@ -19,6 +18,7 @@ from spec.collective_fit import (
     CollectiveStructure,
     SendStructure,
 )
+from spec.interval import Z90
 
 # Priors, (median, sd of the logarithm). NCCL 2.28, src/graph/tuning.cc: protocol LL reaches between
 # 1/3.8 (trees) and 1/2 (rings) of Simple; beside LL's, Simple's base latency is 1.8 us longer and a

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from calibrate.correction import LEARN_FROM
 from calibrate.evidence import Evidence, robust_sd
 from calibrate.physics import System, multiprocessors, system_of
-from calibrate.state import ClockState, Drawn, Key, kernel_of
+from calibrate.state import ClockState, Drawn, Key
 from spec.kernel import Kernel
 from spec.kernel_fit import Physics, features
 from spec.records import KernelRow
@@ -63,7 +63,7 @@ def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[KernelRow]]]:
     """
     found: dict[Key, dict[Kernel, list[KernelRow]]] = defaultdict(lambda: defaultdict(list))
     for _, row in evidence.rows(KernelRow):
-        kernel = kernel_of(row)
+        kernel = row.kernel
         kernel = replace(kernel, op=kernel.modelled)
         found[kernel.op, row.direction, row.dtype][kernel].append(row)
     for key in [key for key, shapes in found.items() if key[0] == "narrow_gemm"]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 from typing import NamedTuple
 
-from calibrate.evidence import Z90
 from spec.bend import Bend
 from spec.calibration import DeviceFit
-from spec.kernel import ATTENTION, Kernel, parse_kernel
+from spec.interval import Z90
+from spec.kernel import ATTENTION, Kernel
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
@@ -47,14 +47,9 @@ def is_compute(op: str) -> bool:
     return op in COMPUTE
 
 
-def kernel_of(row: KernelRow) -> Kernel:
-    """The kernel that a row timed."""
-    return parse_kernel(row.op, row.direction, row.shape, row.dtype)
-
-
 def is_modelled_product(row: KernelRow) -> bool:
     """Whether a row is modelled as a matrix product: not where it is too narrow for its tiles."""
-    return row.op in PRODUCTS and kernel_of(row).modelled in PRODUCTS
+    return row.op in PRODUCTS and row.kernel.modelled in PRODUCTS
 
 
 def is_product(row: KernelRow) -> bool:
@@ -195,7 +190,7 @@ class ClockState:
     def drawn(self, rows: Iterable[KernelRow]) -> tuple[Drawn, ...]:
         """What those of the rows that show power say of it."""
         return tuple(
-            Drawn(kernel_of(row), self.active_w(row), self.at_reference(row))
+            Drawn(row.kernel, self.active_w(row), self.at_reference(row))
             for row in rows
             if self.shows_power(row)
         )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.evidence import Evidence, Ledger
 from calibrate.state import (
     MEMORY_WITH_CLOCK,
     POWER_EXPONENT,
@@ -25,6 +25,7 @@ from calibrate.state import (
     Estimate,
     Turned,
 )
+from spec.interval import Z90
 from spec.load_records import TurnRow
 
 # of a row's power: an energy counter moves ten times a second, which over three is 1.4 %

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, host_time, nccl_choice, placement, pulses, turns
+from measure import checks, heat, host_time, nccl_choice, placement
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
+from measure.one_device import OneDevice
 from measure.one_kernel import OneKernel
 from measure.other_hosts import OtherHost, Samplers
 from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase, LateCase
@@ -84,11 +85,11 @@ class Campaign:
         """Share the cases among the devices."""
         self._each("kernels", pool, cases, until)
 
-    def turns(self, pool: Pool, cases: Sequence[turns.TurnCase], until: float | None) -> None:
+    def turns(self, pool: Pool, cases: Sequence[OneDevice], until: float | None) -> None:
         """All devices at once, each by itself."""
         self._each("turns", pool, cases, until)
 
-    def pulses(self, pool: Pool, cases: Sequence[pulses.PulseCase], until: float | None) -> None:
+    def pulses(self, pool: Pool, cases: Sequence[OneDevice], until: float | None) -> None:
         """All devices at once, each by itself."""
         self._each("pulses", pool, cases, until)
 
@@ -206,7 +207,7 @@ class Campaign:
     def behind(self, cases: Sequence[BehindCase], until: float | None) -> None:
         """The same, by workers whose devices have one queue."""
         from measure.behind import row
-        from measure.training import ONE_QUEUE
+        from measure.training_processes import ONE_QUEUE
 
         world, devices = len(self.devices), self.devices
         with contextlib.closing(

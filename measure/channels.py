@@ -1,8 +1,8 @@
 """Processes led by this one: messages to each, and what all of them say, in one queue.
 
 A channel's process is on this host (`measure.workers.Worker` over its standard streams,
-`measure.training.Rank` over a pipe) or on another (`measure.other_hosts.Away` over TCP, where the
-other end is one of the first two). Who leads does not see which.
+`measure.training_processes.Rank` over a pipe) or on another (`measure.other_hosts.Away` over TCP,
+where the other end is one of the first two). Who leads does not see which.
 """
 
 import queue

@@ -103,9 +103,9 @@ def cases(kind: str, devices: int, quick: bool) -> list[LoadCase]:
 
 def on_steps(kind: str) -> bool:
     """Whether training steps can run here."""
-    from measure.training import _has_megatron
+    from measure.training import has_megatron
 
-    return kind in ("nvidia", "amd", "cpu") and _has_megatron()
+    return kind in ("nvidia", "amd", "cpu") and has_megatron()
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -166,7 +166,7 @@ class OtherHost:
         return Away(self, seat.rank, events).order({"do": "worker", "seat": asdict(seat), **more})
 
     def rank(self, message: Message, method: str, events: Events) -> Away:
-        """Start a rank of training steps there, see `measure.training`."""
+        """Start a rank of training steps there, see `measure.training_processes`."""
         order = {"do": "rank", "message": message, "method": method}
         return Away(self, message["rank"], events).order(order)
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from measure.devices import Device
 from measure.store import COMPARED, Store, now
-from measure.training import Processes, Report
 from measure.training_plan import TrainingCase, case_of
+from measure.training_processes import Processes, Report
 from measure.window import Window, WindowResult
 from spec.errors import UserError, WorkError
 from spec.files import read_json, read_table, write_json

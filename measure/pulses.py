@@ -8,12 +8,12 @@ step that ends with an update or a reduction. Nothing is set on a device.
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from measure.devices import Device
+from measure.one_device import OneDevice, on_each, state
 from measure.window import Window
 from spec.load_records import PulseRow
 
@@ -42,41 +42,13 @@ SETTLE_S, MEASURED_S = 1.2, 2.8
 PARTS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0)
 
 
-@dataclass(frozen=True)
-class PulseCase:
-    """Products and pauses in turn on one device."""
-
-    busy_s: float
-    pause_s: float
-    device: int
-    part: float = 1.0  # of the seconds that a case settles and is measured
-
-    @property
-    def case_id(self) -> str:
-        """Such as `pulses-200-50-device0`: products for 200 ms, a pause of 50."""
-        busy, pause = (round(1e3 * one) for one in (self.busy_s, self.pause_s))
-        return f"pulses-{busy}-{pause}-device{self.device}"
-
-    @property
-    def seconds(self) -> float:
-        """Estimate of its duration."""
-        return self.part * (SETTLE_S + MEASURED_S) + 0.5
-
-    def message(self) -> dict[str, Any]:
-        """The case as JSON."""
-        return {
-            "suite": "pulses",
-            "case_id": self.case_id,
-            "busy_s": self.busy_s,
-            "pause_s": self.pause_s,
-            "part": self.part,
-        }
-
-
-def cases(devices: int, quick: bool) -> list[PulseCase]:
-    """Every pulse on every device."""
-    part = 0.02 if quick else 1.0
-    return [PulseCase(*pulse, device, part) for pulse in PULSES for device in range(devices)]
+def cases(devices: int, quick: bool) -> list[OneDevice]:
+    """Every pulse on every device; `200-50` is products for 200 ms, a pause of 50."""
+    loads = {
+        f"{round(1e3 * busy_s)}-{round(1e3 * pause_s)}": {"busy_s": busy_s, "pause_s": pause_s}
+        for busy_s, pause_s in PULSES
+    }
+    return on_each("pulses", loads, SETTLE_S + MEASURED_S, devices, quick)
 
 
 def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device: int) -> PulseRow:
@@ -108,9 +80,6 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
         several(SETTLE_S)
     with Window([monitor]) as window:
         pulses = several(MEASURED_S)
-    seen = window.result
-    assert seen is not None
-    (energy_j,) = seen.energy_per_device_j
     since_us, product_us = by_part(pulses)
     pauses = [after[0] - before[-1] for before, after in pairwise(pulses)]
     return PulseRow(
@@ -124,10 +93,7 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
         pause_us=fmean(pauses) if message["pause_s"] else 0.0,
         since_us=",".join(f"{one:.0f}" for one in since_us),
         product_us=",".join(f"{one:.2f}" for one in product_us),
-        clock_mhz=seen.clock_mean_mhz,
-        power_w=(seen.power_mean_w if energy_j is None else energy_j / seen.seconds) or None,
-        temperature_max_c=seen.temperature_max_c,
-        throttle=seen.throttle,
+        **state(window),
     )
 
 

@@ -22,7 +22,7 @@ from measure.channels import Channel, Events, Message, Seat, end
 from measure.devices import Device, open_devices
 from measure.link import Link, follow
 from measure.telemetry import PART_S, PARTS, Sampler
-from measure.training import Rank
+from measure.training_processes import Rank
 from measure.window import Window
 from measure.workers import Worker
 from spec.errors import WorkError

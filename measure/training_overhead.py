@@ -1,14 +1,13 @@
 """What the sampler costs training steps: blocks of steps with it and without it, in turns."""
 
 import statistics
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from measure.sensors import interval
 from measure.telemetry import Sampler
-from measure.training import Processes
 from measure.training_plan import TrainingCase, case_of
+from measure.training_processes import started
 from spec.model import load_model
 from spec.parallelism import Parallelism
 
@@ -47,22 +46,15 @@ def overhead(
     block, in which the sampler may still be at a query, does not count. Raises WorkError where the
     case fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = Processes(case, kind, folder)
-        try:
-            slowest = max(one["ready"] for one in ranks.warmed_up(case))
+    with started(case, kind) as (ranks, slowest):
 
-            def block() -> list[float]:
-                ranks.send({"go": steps + 1})
-                reports = ranks.gather(60.0 + 4 * (steps + 1) * slowest)
-                times = zip(*(one["times"] for one in reports), strict=True)
-                return [max(step) for step in times][1:]
+        def block() -> list[float]:
+            ranks.send({"go": steps + 1})
+            reports = ranks.gather(60.0 + 4 * (steps + 1) * slowest)
+            times = zip(*(one["times"] for one in reports), strict=True)
+            return [max(step) for step in times][1:]
 
-            found = compare(block, sampler, pairs)
-            ranks.send({"bye": True})
-            ranks.join(10.0)
-        finally:
-            ranks.close()
+        found = compare(block, sampler, pairs)
     return {"case_id": case.case_id} | found
 
 

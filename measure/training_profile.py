@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from measure.devices import Device
-from measure.training import Report, prepared, profiled
+from measure.training import prepared, profiled
 from measure.training_plan import TrainingCase
+from measure.training_processes import Report
 from spec.errors import WorkError
 from spec.training_records import ProfileRow
 

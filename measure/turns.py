@@ -7,11 +7,11 @@ clock. Nothing is set on a device; each turn lasts six seconds, of which the las
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from measure.devices import Device
+from measure.one_device import OneDevice, on_each, state
 from measure.window import Window
 from spec.load_records import TurnRow
 
@@ -40,42 +40,13 @@ SETTLE_S, MEASURED_S = 3.0, 3.0
 TURNS_A_BATCH = 8  # queued before the host waits: some tens of milliseconds
 
 
-@dataclass(frozen=True)
-class TurnCase:
-    """So many products and memory-bound kernels in turns on one device."""
-
-    op: Op
-    products: int
-    others: int
-    device: int
-    part: float = 1.0  # of the seconds that a turn settles and is measured
-
-    @property
-    def case_id(self) -> str:
-        """Such as `turns-add-4-2-device0`: four products, two sums."""
-        return f"turns-{self.op}-{self.products}-{self.others}-device{self.device}"
-
-    @property
-    def seconds(self) -> float:
-        """Estimate of its duration."""
-        return self.part * (SETTLE_S + MEASURED_S) + 0.5
-
-    def message(self) -> dict[str, Any]:
-        """The case as JSON."""
-        return {
-            "suite": "turns",
-            "case_id": self.case_id,
-            "op": self.op,
-            "products": self.products,
-            "others": self.others,
-            "part": self.part,
-        }
-
-
-def cases(devices: int, quick: bool) -> list[TurnCase]:
-    """Every turn on every device."""
-    part = 0.02 if quick else 1.0
-    return [TurnCase(*turn, device, part) for turn in TURNS for device in range(devices)]
+def cases(devices: int, quick: bool) -> list[OneDevice]:
+    """Every turn on every device; `add-4-2` is four products, two sums."""
+    loads = {
+        f"{op}-{products}-{others}": {"op": op, "products": products, "others": others}
+        for op, products, others in TURNS
+    }
+    return on_each("turns", loads, SETTLE_S + MEASURED_S, devices, quick)
 
 
 def operations(op: Op, size: int, elements: int, device: "torch.device") -> tuple[Any, Any]:
@@ -113,9 +84,6 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
     repeat(turn, timer, message["part"] * SETTLE_S)
     with Window([monitor]) as window:
         product_us, other_us = repeat(turn, timer, message["part"] * MEASURED_S)
-    seen = window.result
-    assert seen is not None
-    (energy_j,) = seen.energy_per_device_j
     return TurnRow(
         case_id=message["case_id"],
         role="fit",
@@ -127,10 +95,7 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
         others=message["others"],
         product_us=product_us,
         other_us=other_us,
-        clock_mhz=seen.clock_mean_mhz,
-        power_w=(seen.power_mean_w if energy_j is None else energy_j / seen.seconds) or None,
-        temperature_max_c=seen.temperature_max_c,
-        throttle=seen.throttle,
+        **state(window),
     )
 
 

@@ -15,7 +15,7 @@ from reports.page import (
     svg,
 )
 from reports.power import cap_sweep, power_blocks
-from spec.interval import interval_text
+from spec.interval import Z90, interval_text
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -261,18 +261,18 @@ def _scale_growth(value: Json) -> list[Block]:
         Bar(
             f"{2 ** row['doublings']:,} times the GPUs",
             0,
-            164.5 * slope * row["doublings"],
+            100 * Z90 * slope * row["doublings"],
             mark=100 * row["median_change"],
         )
         for row in growth["learned_from"]
     ]
-    drawn.append(Bar(f"{2**end:,.0f} times, this step", 0, 164.5 * slope * end))
+    drawn.append(Bar(f"{2**end:,.0f} times, this step", 0, 100 * Z90 * slope * end))
     unit = "% of the step time: half-width at 90 % (bars), published series' median change (points)"
     rows = [
         (row["doublings"], row["pairs"], row["median_change"]) for row in growth["learned_from"]
     ]
     caption = (
-        f"Growth of the error with scale: {slope:.1%} a doubling, so ±{1.645 * slope * end:.0%} of "
+        f"Growth of the error with scale: {slope:.1%} a doubling, so ±{Z90 * slope * end:.0%} of "
         f"this step's interval at {end:.1f} doublings; series reach 3, the rest is extrapolation"
     )
     table = Table(("doublings apart", "pairs of published rows", "median change of error"), rows)

@@ -11,13 +11,13 @@ from functools import lru_cache
 from math import exp, log
 from typing import NamedTuple
 
-from simulate.costs import Costs, Draws, Energy
+from simulate.costs import Costs
 from simulate.exchange import neighbours, of_boundary
 from simulate.issue import caught_up, repeated_us
 from simulate.passes import Shared
 from simulate.pricing import Known, PricedStep, parts_of, price
-from simulate.uncertainty import Array, central
-from simulate.works import Same
+from simulate.uncertainty import Array, Draws, central
+from simulate.works import Energy, Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism

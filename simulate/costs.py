@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache
 from math import hypot
-from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.exchange import COPIED_OUT, crossing, of_boundary, share_not_held, synchronous
 from simulate.groups import Layout, layout
-from simulate.uncertainty import Draws, OneAtATime, central, larger, smaller, where
-from simulate.works import ByClock, Energy, Same, Slowed, Works, total, works
+from simulate.segment_cost import Cost, PartCost, joined
+from simulate.uncertainty import Draws, central, larger, smaller, where
+from simulate.works import ByClock, Energy, Same, Slowed, Works, works
 from spec.calibration import Calibration, CollectiveFit, NetworkFit
 from spec.collective import AS_WRITTEN, Collective, Widths, busbw_factor
 from spec.errors import UserError
@@ -22,38 +22,9 @@ from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step import EXPERTS, Part, Segment
 
-__all__ = ["Cost", "Costs", "Draws", "Energy", "Layout", "OneAtATime", "PartCost", "total"]
-
 Array = NDArray[np.float64]
 
 BEHIND = {True: 4, False: 2}  # products behind collectives in a layer, by sequence parallelism
-
-
-class PartCost(NamedTuple):
-    """A part's kernels (slowed by what runs beside them) and communication, us, (draws,) each."""
-
-    kernels: Array
-    hidden: list[Array]
-    exposed: list[Array]
-    host_us: float  # time the host needs to issue its kernels
-    energy: "Energy"
-
-
-class Cost(NamedTuple):
-    """Duration of a segment in microseconds, taken apart; each array is (draws,)."""
-
-    compute: Array
-    exposed: dict[str, Array]  # communication with nothing beside it, by axis
-    host: Array  # what the device waits for its host whatever runs around the segment
-    ahead: Array  # how far the host gets ahead of the device in it; negative where it falls back
-    energy: "Energy"
-    # and between its last wait for the device and the next, among segments alike; 0: it has none
-    spare: Array | float = 0.0
-
-    @property
-    def total(self) -> Array:
-        """The segment's duration where the host is ahead, see `simulate.issue`."""
-        return sum(self.exposed.values(), self.compute + self.host)
 
 
 @dataclass
@@ -291,7 +262,7 @@ class Costs:
         interference = self.calibration.interference
         return hidden * (slowed * interference / (1 + interference))
 
-    def part(self, part: Part) -> "PartCost":
+    def part(self, part: Part) -> PartCost:
         """Duration of a part's kernels and of the communication beside and behind them.
 
         With `tp_waits` none of the tensor-parallel kind is beside them: `simulate.series_step`
@@ -396,26 +367,6 @@ class Costs:
         works = [work for part in parts for work in self.works.of_part(part).values()]
         time = sum(central(work.time) for work in works)
         return sum(work.modelled_us for work in works) / time if time else 0.0
-
-
-def joined(pieces: Sequence[Cost]) -> Cost:
-    """A segment in pieces, with others like it around: some wait, and the host is ahead in none.
-
-    What follows the last wait runs into what comes before the first one of the next segment.
-    """
-    exposed: dict[str, Array] = {}
-    for one in pieces:
-        for axis, time in one.exposed.items():
-            exposed[axis] = exposed[axis] + time if axis in exposed else time
-    first, *inner, last = pieces
-    host = larger(-last.ahead, 0.0)
-    host = host + larger(-first.ahead - larger(last.ahead, 0.0), 0.0)
-    for one in inner:
-        host = host + one.host + larger(-one.ahead, 0.0)
-    compute = sum((one.compute for one in pieces[1:]), first.compute)
-    energy = reduce(add, [one.energy for one in pieces])
-    spare = larger(first.ahead + larger(last.ahead, 0.0), 0.0)
-    return Cost(compute, exposed, host, first.ahead * 0.0, energy, spare)
 
 
 @lru_cache(maxsize=8192)

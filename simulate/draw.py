@@ -25,8 +25,6 @@ from spec.parallelism import Parallelism, Recompute
 from spec.results import ResultSet
 from spec.training_records import TrainingConfig, TrainingRow
 
-Key = tuple[int, int, int]
-
 
 class Family(BaseModel):
     """A model and the depths and lengths it is cut to."""

@@ -16,12 +16,12 @@ from simulate.clocks import load
 from simulate.estimate import POWER_SD, StepEstimate
 from simulate.heat import Heat, temperatures_c
 from simulate.transfer import transferred
-from simulate.uncertainty import LEVEL, Z90, Draws, central, interval
+from simulate.uncertainty import LEVEL, Draws, central, interval
 from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.hardware import Node
-from spec.interval import interval_text
+from spec.interval import Z90, interval_text
 
 Array = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from simulate import stragglers
 from simulate.clocks import layer_us, load, mean_clock_mhz, stage_clocks
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.exchange import HELD_SD
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
@@ -24,7 +24,7 @@ from simulate.scale import sd_per_doubling
 from simulate.stragglers import SlowGpus
 from simulate.timeline import Timeline
 from simulate.traffic import Traffic, kind_of, traffic
-from simulate.uncertainty import assumed_factor, central
+from simulate.uncertainty import Draws, assumed_factor, central
 from spec.calibration import Calibration, Parameter
 from spec.collective import AS_WRITTEN, Widths
 from spec.hardware import Fabric, Node

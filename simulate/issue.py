@@ -16,7 +16,8 @@ from operator import add
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Cost, Costs
+from simulate.costs import Costs
+from simulate.segment_cost import Cost
 from simulate.uncertainty import central, larger, smaller, where
 from spec.parallelism import Parallelism
 from spec.step import Segment

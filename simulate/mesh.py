@@ -3,7 +3,7 @@
 from math import exp
 
 from simulate.transfer import SCALE_UP_SD, changed
-from simulate.uncertainty import Z90, assumed_factor
+from simulate.uncertainty import assumed_factor
 from spec.calibration import (
     Calibration,
     CollectiveCurve,
@@ -13,6 +13,7 @@ from spec.calibration import (
 )
 from spec.collective import busbw_factor
 from spec.hardware import Node
+from spec.interval import Z90
 
 MESH = "transfer.mesh"
 

@@ -8,11 +8,11 @@ it there (`calibrate.nvls`).
 from math import exp
 
 from simulate.transfer import changed
-from simulate.uncertainty import Z90
 from spec.calibration import Calibration, Parameter
 from spec.collective import busbw_factor
 from spec.errors import UserError
 from spec.hardware import Node
+from spec.interval import Z90
 
 LARGE_BYTES = 2**30
 

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Cost, Costs, Energy, total
+from simulate.costs import Costs
 from simulate.issue import host_waits
 from simulate.schedule import WEIGHTS, ways
+from simulate.segment_cost import Cost
 from simulate.sharding import Waited, waits
 from simulate.uncertainty import central, larger
+from simulate.works import Energy, total
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec

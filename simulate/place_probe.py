@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.placement import Pipeline, Placement, durations, pipeline_s
-from simulate.uncertainty import Z90
 from spec.calibration import Calibration, ClockFit
+from spec.interval import Z90
 from spec.probe import PlacedStages, PlacementProbe
 from spec.regulation import kept_share
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from simulate import energy, stragglers
-from simulate.costs import OneAtATime
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.fp8 import with_fp8_products
 from simulate.inputs import unmeasured
@@ -21,7 +20,7 @@ from simulate.remedies import Remedy, any_of, remedies
 from simulate.saturation import messages
 from simulate.scale import widening
 from simulate.stragglers import SlowGpus, goodput, published_mtbf
-from simulate.uncertainty import interval
+from simulate.uncertainty import OneAtATime, interval
 from simulate.whatif import Changed, widened
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError

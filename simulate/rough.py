@@ -10,7 +10,7 @@ from operator import add
 from typing import Any
 
 from simulate.clocks import layer_us
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.exchange import neighbours, of_boundary
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import share_of_fullest
@@ -19,7 +19,7 @@ from simulate.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.passes import Pieces, chunks
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.sharding import waits
-from simulate.uncertainty import Array, central
+from simulate.uncertainty import Array, Draws, central
 from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration
 from spec.collective import Collective

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.traffic import kind_of
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from reports.search import render
 from simulate.attribution import attribution
 from simulate.caps import add_power, read_power
-from simulate.costs import Draws
 from simulate.energy import refuse_without_effect
 from simulate.inputs import (
     Inputs,
@@ -32,7 +31,7 @@ from simulate.plans import Plans, fitting
 from simulate.projection import Projection, Request, project, warnings
 from simulate.search_text import LISTED, table
 from simulate.sweep import Point, Workers, sweep
-from simulate.uncertainty import interval
+from simulate.uncertainty import Draws, interval
 from simulate.whatif import Changed, WhatIf, change
 from spec.calibration import read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run

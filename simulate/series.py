@@ -31,10 +31,11 @@ from simulate.series_plan import Plan, plan
 from simulate.series_rows import TooLittle, metric_of, read_rows
 from simulate.series_search import own_choices, replanned, shared_choices
 from simulate.series_step import FACTORS, Calibrations
-from simulate.uncertainty import LEVEL, Z90
+from simulate.uncertainty import LEVEL
 from simulate.validation import SCHEMA
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.interval import Z90
 
 Anchor = Literal["smallest", "none"]
 VENDOR = "vendor-expected tables"

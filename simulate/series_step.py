@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Draws
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
@@ -27,7 +26,7 @@ from simulate.series_software import (
 )
 from simulate.timeline import Timeline
 from simulate.transfer import changed
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from spec.calibration import Calibration
 from spec.hardware import Node
 from spec.parallelism import Parallelism

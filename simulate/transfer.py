@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, PositiveInt
 
-from simulate.uncertainty import Z90, assumed_factor
+from simulate.uncertainty import assumed_factor
 from spec.behind_fit import BehindFit
 from spec.calibration import (
     Calibration,
@@ -45,6 +45,7 @@ from spec.calibration import (
 from spec.files import read_table
 from spec.fitted import Positive
 from spec.hardware import Node
+from spec.interval import Z90
 
 # Sweeps inside a node, each row cited.
 SCALE_UP = Path(__file__).parent.parent / "calibrate" / "published" / "scale_up.csv"

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.calibration import Parameter
+from spec.interval import Z90
 
 Array = NDArray[np.float64]
 LEVEL = 0.9  # of the intervals
-Z90 = 1.645  # standard normals lie within it as often as that
 
 
 def central(value: Array | float) -> float:

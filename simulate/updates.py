@@ -6,11 +6,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.costs import Costs, Energy
+from simulate.costs import Costs
 from simulate.overlap import Chunk, by_axis, waited_us
 from simulate.passes import Sent, StageWork
 from simulate.schedule import BACKWARD, FORWARD
 from simulate.uncertainty import central, larger
+from simulate.works import Energy
 from spec.buckets import Bucket, gradient_buckets
 from spec.collective import Collective
 from spec.kernel import Kernel

@@ -25,10 +25,10 @@ from simulate.heat import (
     leakage_per_c,
 )
 from simulate.transfer import changed
-from simulate.uncertainty import Z90
 from spec.calibration import Calibration, ClockFit, Parameter
 from spec.errors import UserError
 from spec.hardware import Cooling, Fabric, Node
+from spec.interval import Z90
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 

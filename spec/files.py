@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -218,13 +218,3 @@ def write_table(path: Path, row: type[BaseModel], records: Sequence[BaseModel]) 
         writer.writeheader()
         for record in records:
             writer.writerow(format_row(record))
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted leaf paths of a nested mapping, for diffs and provenance."""
-    for key, item in value.items():
-        path = f"{prefix}{key}"
-        if isinstance(item, Mapping):
-            yield from flatten(item, f"{path}.")
-        else:
-            yield path, item

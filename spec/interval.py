@@ -1,6 +1,8 @@
-"""How a number and its interval are written, in terminals and reports alike."""
+"""Intervals of 90 %, and how a number and its interval are written, in terminals and reports."""
 
 from collections.abc import Mapping
+
+Z90 = 1.6449  # half-width of one in standard deviations of a normal distribution
 
 
 def interval_text(

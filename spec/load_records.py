@@ -3,9 +3,9 @@
 import itertools
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, FiniteFloat, PositiveInt, model_validator
 
-from spec.row import ClockMhz, Count, NonNegative, Positive, Row
+from spec.row import ClockMhz, Count, NonNegative, OfDevice, Positive, Row
 
 
 class HeatRow(Row):
@@ -23,10 +23,9 @@ class HeatRow(Row):
     throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
 
 
-class TurnRow(Row):
+class TurnRow(OfDevice):
     """turns.csv: products and memory-bound kernels in turns on one device, its clock settled."""
 
-    device: NonNegativeInt = Field(description="index into the manifest's devices")
     op: Literal["grad_accumulate", "add"] = Field(
         description="memory-bound: a bf16 gradient added to an fp32 one; the sum of bf16 tensors"
     )
@@ -66,10 +65,9 @@ class TurnRow(Row):
         return products / (products + others)
 
 
-class PulseRow(Row):
+class PulseRow(OfDevice):
     """pulses.csv: products in pulses on one device. Lists are by part of a pulse, in its order."""
 
-    device: NonNegativeInt = Field(description="index into the manifest's devices")
     product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
     pulses: PositiveInt = Field(description="that were timed")
     products: PositiveInt = Field(description="of a pulse")

@@ -16,21 +16,41 @@ from pydantic import (
     model_validator,
 )
 
+from spec.errors import UserError
+from spec.kernel import Kernel, parse_kernel
 from spec.load_records import HeatRow, PulseRow, TurnRow
 from spec.parallelism import Recompute
-from spec.row import ClockMhz, CollectiveName, NonNegative, Positive, Repeated, Row, check_kernel
+from spec.row import ClockMhz, CollectiveName, NonNegative, OfDevice, Positive, Repeated, Row
 from spec.training_records import PlacementRow, ProfileRow, StepRow, TrainingRow
 
 SCHEMA = "results/1"
 
 
-class KernelRow(Repeated):
-    """kernels.csv: one operation of a training step at one shape, alone on one device."""
+class OfKernel(Row):
+    """A table's row of one kernel."""
 
     op: str = Field(description="operation, one of spec.kernel.OPS")
     direction: str = Field(description="forward, backward, dgrad or wgrad")
     dtype: str = Field(description="bf16, fp16, fp32 or fp8: type of the operands")
     shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
+
+    @property
+    def kernel(self) -> Kernel:
+        """What these words name."""
+        return parse_kernel(self.op, self.direction, self.shape, self.dtype)
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        try:
+            _ = self.kernel
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class KernelRow(OfKernel, Repeated):
+    """kernels.csv: one operation of a training step at one shape, alone on one device."""
+
     state: Literal["burst", "sustained"] = Field(
         description="burst: short, at the clock found; sustained: looped until power settles"
     )
@@ -50,25 +70,9 @@ class KernelRow(Repeated):
         description="sets of operands that repeats took in turn, so that no cache held them",
     )
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        check_kernel(self.op, self.direction, self.shape, self.dtype)
-        return self
 
-
-class OneKernelRow(Row):
+class OneKernelRow(OfKernel, OfDevice):
     """A table's row of one kernel on one device."""
-
-    device: NonNegativeInt = Field(description="index of the device into the manifest's list")
-    op: str = Field(description="operation, one of spec.kernel.OPS")
-    direction: str = Field(description="forward, backward, dgrad or wgrad")
-    dtype: str = Field(description="type of the operands")
-    shape: str = Field(description="dimensions as `name=size`, in the order of spec.kernel.OPS")
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        check_kernel(self.op, self.direction, self.shape, self.dtype)
-        return self
 
 
 class ClockRow(OneKernelRow):
@@ -196,23 +200,14 @@ class CollectiveRow(Repeated):
     )
 
 
-class BesideRow(Repeated):
+class BesideRow(OfKernel, Repeated):
     """A table's row of a kernel and a collective; `median_us` is the kernel's with it."""
 
-    op: str
-    direction: str
-    dtype: str
-    shape: str
     collective: CollectiveName
     ranks: Annotated[int, Field(ge=2)]
     bytes: PositiveInt
     kernel_alone_us: Positive = Field(description="the kernel without the collective")
     collective_alone_us: Positive = Field(description="the collective without the kernel")
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        check_kernel(self.op, self.direction, self.shape, self.dtype)
-        return self
 
 
 class InterferenceRow(BesideRow):

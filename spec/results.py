@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from spec.errors import UserError
 from spec.files import read_record, read_table
-from spec.load_records import PulseRow, TurnRow
 from spec.manifest import Manifest
-from spec.records import SCHEMA, TABLES, KernelRow, OneKernelRow
-from spec.row import Row
+from spec.records import SCHEMA, TABLES, KernelRow
+from spec.row import OfDevice, Row
 from spec.training_records import PlacementRow, ProfileRow, StepRow
 
 R = TypeVar("R", bound=Row)
@@ -52,10 +51,7 @@ def _refuse_duplicates(path: Path, rows: list[R]) -> None:
 def _refuse_unknown_devices(path: Path, rows: list[R], manifest: Manifest) -> None:
     known = {device.index for host in manifest.hosts for device in host.devices}
     for row in rows:
-        if (
-            isinstance(row, KernelRow | TurnRow | PulseRow | OneKernelRow)
-            and row.device not in known
-        ):
+        if isinstance(row, KernelRow | OfDevice) and row.device not in known:
             raise UserError(
                 f"{path}: case_id {row.case_id}: device is {row.device}; "
                 f"manifest.json has {', '.join(map(str, sorted(known)))}"

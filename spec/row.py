@@ -7,12 +7,10 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     model_validator,
 )
-
-from spec.errors import UserError
-from spec.kernel import parse_kernel
 
 Positive = Annotated[float, Field(ge=1e-15, le=1e18, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
@@ -38,6 +36,12 @@ class Row(BaseModel):
     role: Role
 
 
+class OfDevice(Row):
+    """A row of one device."""
+
+    device: NonNegativeInt = Field(description="index of the device into the manifest's list")
+
+
 class Repeated(Row):
     """A timed case: its repeats are kept as quantiles, in microseconds."""
 
@@ -58,11 +62,3 @@ class Repeated(Row):
                     f"min, p10, median and p90 are {quantiles} us; each must be at least the last"
                 )
         return self
-
-
-def check_kernel(op: str, direction: str, shape: str, dtype: str) -> None:
-    """Raise ValueError where a row's words name no kernel."""
-    try:
-        parse_kernel(op, direction, shape, dtype)
-    except UserError as error:
-        raise ValueError(str(error)) from None

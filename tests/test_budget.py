@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from simulate.budget import budget, check_budget, lines
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.projection import Projection, Request, project
 from simulate.saturation import SIZES, messages, saturating_size
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.errors import UserError

@@ -6,7 +6,6 @@ from calibrate.families import MODELS, _left_out
 from calibrate.fit import fit, systems
 from spec.calibration import HeldOut
 from spec.files import read_table, write_table
-from spec.kernel import parse_kernel
 from spec.model import load_model
 from spec.records import KernelRow
 from tests.test_calibrate_fit import run_folder, write_small
@@ -38,7 +37,7 @@ def test_families_left_out_are_not_seen(tmp_path: Path) -> None:
     rows = read_table(path, KernelRow)
     slow = []
     for row in rows:
-        kernel = parse_kernel(row.op, row.direction, row.shape, row.dtype)
+        kernel = row.kernel
         if kernel.dims[1:] == (28672, 4096):  # of Llama 3 8B at TP 1
             times = {
                 name: getattr(row, name) * 1.5

@@ -13,6 +13,7 @@ from spec.command import run
 from spec.files import read_table, write_table
 from spec.records import CollectiveRow, KernelRow
 from spec.row import Row
+from tests.commands import called
 from tests.synthetic import kernel_rows
 from tests.test_calibrate_fit import TRUTH, write_small
 from tests.test_calibrate_models import A100
@@ -45,9 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(capsys: Any, results: Path, *words: str) -> tuple[int, str, str]:
-    code = run(judge.main, [str(results), *words])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return called(judge.main, (str(results), *words), capsys)
 
 
 def test_later_runs_are_judged_by_a_fit_on_the_earlier(results: Path, capsys: Any) -> None:

@@ -24,6 +24,7 @@ from spec.collective_fit import (
     SendStructure,
     channels,
 )
+from spec.interval import Z90
 
 SENT = SendStructure(
     launch_us=11.0,
@@ -111,6 +112,5 @@ def test_measured_decades_left_out_are_within_3_percent(system: str) -> None:
     assert np.quantile(errors, 0.9) < 0.1
     # several standard errors below 90 %, as sizes are few
     assert (
-        np.mean([abs(np.log(one.predicted / one.measured)) < 1.645 * one.sd for one in judged])
-        > 0.8
+        np.mean([abs(np.log(one.predicted / one.measured)) < Z90 * one.sd for one in judged]) > 0.8
     )

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from simulate import project, search, study, validate
-from spec.command import run
 from spec.files import write_json
+from tests.commands import called
 from tests.made_up import calibration_json
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +33,7 @@ def command(tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, 
     assert calibration.exists()
 
     def call(name: str, *words: str) -> tuple[int, str, str]:
-        code = run(MODULES[name].main, words)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return called(MODULES[name].main, words, capsys)
 
     return call
 

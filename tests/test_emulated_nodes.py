@@ -15,9 +15,9 @@ from calibrate.own_network import Crossing, concurrent, curves
 from measure.plan import CollectiveCase, collective_cases
 from measure.plan_file import PlanFile
 from simulate import validate
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.measured import fabric_of
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from simulate.validation import predict
 from spec.calibration import Calibration, NetworkFit, read_calibration
 from spec.collective import COLLECTIVES, Collective, busbw_factor

@@ -10,12 +10,12 @@ import pytest
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.astra.breakdown import breakdown
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.exchange import MIB, crossing, neighbours, share_not_held
 from simulate.groups import layout
 from simulate.schedule import BACKWARD, exchanging, graph, order, sending
 from simulate.timeline import execute
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from simulate.workload import Granularity, program
 from spec.calibration import Calibration
 from spec.collective import Collective

@@ -8,9 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from calibrate.evidence import Z90, Evidence, Ledger
+from calibrate.evidence import Evidence, Ledger
 from calibrate.kernel_visits import fit_shape_spread
 from calibrate.state import SHAPE_VISIT_SD, ClockState, ShapeSpread, host_share
+from spec.interval import Z90
 from spec.kernel import Kernel
 from spec.records import KernelRow
 from tests.synthetic import kernel_rows

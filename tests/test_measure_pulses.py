@@ -64,7 +64,7 @@ def test_a_case_on_a_made_up_device_becomes_a_row() -> None:
     assert row.parts[0][1] > 0
     assert row.power_w
     assert row.pause_us == 0
-    paused = next(one for one in cases if one.pause_s)
+    paused = next(one for one in cases if one.load["pause_s"])
     assert pulses.measure(paused.message(), CpuTimer(device), device, 0).pause_us > 0
 
 

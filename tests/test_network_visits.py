@@ -8,7 +8,8 @@ import pytest
 
 from calibrate.evidence import Ledger
 from calibrate.network_visits import SHAPED, SHAPED_CPU, SOCKETS, Visited, offsets, with_visits
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
+from simulate.uncertainty import Draws
 from simulate.whatif import on_devices
 from spec.calibration import Calibration, NetworkFit
 from spec.collective import Collective

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.overlap import Chunk, exposed_us, gathers_us
 from simulate.rough import Rough
 from simulate.schedule import BACKWARD, FORWARD
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from simulate.workload import Granularity, program
 from spec.buckets import Bucket, bucket_parameters, gradient_buckets
 from spec.collective import Collective

@@ -19,12 +19,12 @@ from simulate.projection import Request, project
 from simulate.search_text import _parts
 from simulate.sweep import Point, Workers
 from spec.calibration import Calibration
-from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json
 from spec.interval import interval_text
 from spec.model import load_model
 from spec.parallelism import Parallelism, describe
+from tests.commands import called
 from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
 
@@ -46,9 +46,7 @@ def command(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> tuple[int, str, str]:
-        code = run(search.main, words)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return called(search.main, words, capsys)
 
     return call
 

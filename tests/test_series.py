@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reports.validation import render
-from simulate import series, validate
+from simulate import series
 from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, summaries
 from simulate.series_fit import around, fit, project
 from simulate.series_plan import plan
@@ -21,7 +21,7 @@ from simulate.series_search import fastest, own_choices, replanned, shared_choic
 from simulate.series_software import fused_gradients, tensor_exposure
 from simulate.series_step import Calibrations, Shifts, simulate
 from spec.calibration import Calibration
-from spec.command import run
+from tests.commands import call
 from tests.made_up import write_calibration
 
 FIXTURE = Path(__file__).parent / "data" / "published_series.csv"
@@ -76,12 +76,6 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
     monkeypatch.chdir(tmp_path)
     return write_calibration(tmp_path / "results" / "4x-h200" / "calibration.json")
-
-
-def call(capsys: Any, *words: str) -> tuple[int, str, str]:
-    code = run(validate.main, words)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def simulated(calibration: Calibration, one: SeriesRow, shift: float = 0.0) -> str:

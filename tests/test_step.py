@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from simulate.clocks import _clock_mhz, layer_clock, load, mean_clock_mhz
-from simulate.costs import Costs, Draws
+from simulate.costs import Costs
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.imbalance import shares
 from simulate.memory import stage_memory
 from simulate.projection import Request, project
-from simulate.uncertainty import central
+from simulate.uncertainty import Draws, central
 from spec.buckets import gradient_buckets
 from spec.calibration import Calibration
 from spec.errors import UserError

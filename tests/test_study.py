@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from simulate import study
-from spec.command import run
 from spec.files import write_json
+from tests.commands import called
 from tests.made_up import calibration_json
 
 SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--draws=20", "--json")
@@ -20,9 +20,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> tuple[int, Any, str]:
-        code = run(study.main, words)
-        captured = capsys.readouterr()
-        return code, json.loads(captured.out) if code == 0 else captured.out, captured.err
+        code, out, err = called(study.main, words, capsys)
+        return code, json.loads(out) if code == 0 else out, err
 
     return call
 

@@ -15,7 +15,9 @@ from spec.files import read_table, write_json, write_table
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.training_records import StepRow, TrainingConfig, TrainingRow
+from tests.commands import called
 from tests.made_up import write_calibration
+from tests.made_up_steps import write_run
 from tests.synthetic import Truth, manifest
 from topologies import load_fabric, load_node
 
@@ -70,7 +72,7 @@ def results(tmp_path: Path) -> Path:
     system = tmp_path / "results" / "4x-h200"
     calibration = write_calibration(system / "calibration.json")
     node, fabric = load_node("hgx-h200"), load_fabric("ndr400-rail")
-    rows, steps = [], []
+    rows = []
     alone = (load_model("gpt3-30b").resized(layers=2), Parallelism(global_batch=2))
     for name, one in {
         "full": (FULL, SPLIT),
@@ -80,21 +82,15 @@ def results(tmp_path: Path) -> Path:
         config = TrainingConfig.of(name, *one)
         simulated = predict(config, calibration, node, fabric, draws=0).step_time_s["median"]
         rows.append(row(name, one, 1.3 * simulated))
-        steps.append(StepRow(case_id=name, role="judge", step=0, step_time_s=1.3 * simulated))
-    folder = system / "run-1"
-    write_table(folder / "training.csv", TrainingRow, rows)
-    write_table(folder / "steps.csv", StepRow, steps)
-    about = manifest("4x-h200", "run-1", 4, Truth(), "2030-01-01T00:00:00Z")
-    write_json(folder / "manifest.json", about.model_dump(mode="json", by_alias=True))
+    write_run(system, rows)
     return tmp_path / "results"
 
 
 def judged(results: Path, capsys: Any, draws: int = 20) -> Any:
     words = ["judge", str(results), "--draws", str(draws), "--json"]
-    code = run(command.main, words)
-    captured = capsys.readouterr()
-    assert code == 0, captured.err
-    return json.loads(captured.out)
+    code, out, err = called(command.main, words, capsys)
+    assert code == 0, err
+    return json.loads(out)
 
 
 def test_what_all_steps_miss_alike_a_twin_puts_right(results: Path, capsys: Any) -> None:
