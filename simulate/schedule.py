@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.messages import Passes, with_messages
+from simulate.messages import Messages, Passes, with_messages
 from spec.parallelism import Schedule
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2  # ways; the last one only where a schedule tells it apart
@@ -151,6 +151,7 @@ class Arrays:
     rows: int
     crosses: NDArray[np.bool_]
     last_row: Rows  # of each stage
+    messages: Messages | None = None  # where they have rows
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ class Graph:
             Level(slice(begin + 1, end + 1), rows[:, begin:end].copy(), kinds[:, begin:end].copy())
             for begin, end in itertools.pairwise(edges)
         )
-        return Arrays(levels, len(listed) + 1, crosses, row[order_of[:, -1]])
+        return Arrays(levels, len(listed) + 1, crosses, row[order_of[:, -1]], found)
 
     def _order(self, forward: Rows, backward: Rows) -> Rows:
         """(stages, passes of all ways): the passes of each stage as `order` lists them."""

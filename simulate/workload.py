@@ -12,10 +12,12 @@ from simulate.costs import Array
 from simulate.exchange import of_boundary
 from simulate.overlap import gather_in_turn
 from simulate.passes import PassCost
+from simulate.pipeline import taking_turns
 from simulate.pricing import PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
 from simulate.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.sharding import Waited
+from simulate.turns import Event, turns
 from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.errors import UserError
@@ -62,6 +64,9 @@ class _Stage:
         self.passes = priced.passes_of(stage)
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()  # what the next task waits for
+        self.turns = taking_turns(priced)
+        self.waits = turns(priced.parallelism, stage) if self.turns else {}
+        self.ended: dict[Event, tuple[int, ...]] = {}  # by the tasks
         self._pending: tuple[str, float] | None = None  # compute not yet written: name, us
 
     def build(self, granularity: Granularity) -> StageProgram:
@@ -73,7 +78,7 @@ class _Stage:
         shape = self.stage, p.pp, p.microbatches, p.vpp, p.schedule
         sent = sending(*shape)
         for number, one in enumerate(order(*shape)):
-            if p.vpp > 1 and exchanging(*shape)[number]:
+            if p.vpp > 1 and not self.turns and exchanging(*shape)[number]:
                 alone = not self._inside(self._sender(one))
                 self._exchange(one, self._boundary(one, behind=alone))
             if sent[number]:
@@ -85,15 +90,15 @@ class _Stage:
     def _pass(self, one: Pass, granularity: Granularity, *, first: bool) -> None:
         p, name = self.priced.parallelism, one.name
         cost = self.passes[one.chunk * ways(p.schedule) + one.way]
-        at = one.chunk * p.pp + self.stage  # position among all model chunks
         sender = self._sender(one)
-        receiver = 2 * at - sender
+        receiver = 2 * self._at(one) - sender
         crosses = self.priced.transfer is not None and one.way != WEIGHTS
         if crosses and self._inside(sender):
-            received = self._message("recv", name, one, sender, at)
+            received = self._receive(one)
             if p.vpp == 1:
                 self._exchange(one, self._boundary(one))
-            self.last = (*self.last, received)
+            self.last += received
+        self.last += self._turn("ran", one)
         if first and gather_in_turn(p):
             self._gather()
         if granularity == "stage":
@@ -101,13 +106,33 @@ class _Stage:
         else:
             self._layers(name, cost, one.way)
         self._flush()
+        self.ended["ran", one] = self.last
         if crosses and self._inside(receiver):
-            self._message("send", name, one, receiver, receiver)
+            deps = self.last + self._turn("sent", one)
+            self.ended["sent", one] = (self._message("send", one, receiver, receiver, deps),)
+
+    def _turn(self, what: str, one: Pass) -> tuple[int, ...]:
+        """What an event of a pass waits for where messages take turns."""
+        event = self.waits.get((what, one))
+        if event is None:
+            return ()
+        return self._receive(event[1]) if event[0] == "received" else self.ended[event]
+
+    def _receive(self, one: Pass) -> tuple[int, ...]:
+        """The receive of a pass's input, written down when it is first waited for."""
+        if ("received", one) not in self.ended:
+            deps, sender = self._turn("received", one), self._sender(one)
+            received = self._message("recv", one, sender, self._at(one), deps)
+            self.ended["received", one] = (received,)
+        return self.ended["received", one]
+
+    def _at(self, one: Pass) -> int:
+        """The position of a pass's chunk among all model chunks."""
+        return one.chunk * self.priced.parallelism.pp + self.stage
 
     def _sender(self, one: Pass) -> int:
         """The position among all model chunks that a pass's input comes from."""
-        at = one.chunk * self.priced.parallelism.pp + self.stage
-        return at + 1 if one.way == BACKWARD else at - 1
+        return self._at(one) + (1 if one.way == BACKWARD else -1)
 
     def _inside(self, position: int) -> bool:
         p = self.priced.parallelism
@@ -124,16 +149,17 @@ class _Stage:
             wait = self._add(f"{EXCHANGE} {one.name}", "compute", self.last, duration_ns=late_ns)
             self.last = (wait,)
 
-    def _message(self, kind: Kind, name: str, one: Pass, peer: int, to: int) -> int:
+    def _message(self, kind: Kind, one: Pass, peer: int, to: int, deps: tuple[int, ...]) -> int:
         """A send or recv of the pass; `to` is the position of the chunk that receives it."""
         p, transfer = self.priced.parallelism, self.priced.transfer
         assert transfer is not None
         tag = (one.microbatch * p.pp * p.vpp + to) * 2 + (one.way == BACKWARD) + 1
-        deps = self.last if kind == "send" else ()
-        fields = {"peer": peer % p.pp, "tag": tag, "bytes": round(transfer.bytes)}
+        fields: dict[str, Any] = {"peer": peer % p.pp, "tag": tag, "bytes": round(transfer.bytes)}
         over = to if one.way == BACKWARD else to - 1  # the boundary before or behind the receiver
-        time_ns = central(of_boundary(self.priced.transfers_us, over % p.pp)) * 1e3
-        return self._add(f"{kind} {name}", kind, deps, **fields, time_ns=time_ns)
+        fields["time_ns"] = central(of_boundary(self.priced.transfers_us, over % p.pp)) * 1e3
+        if self.turns and kind == "send":
+            fields["rest_ns"] = central(of_boundary(self.priced.lates_us, over % p.pp)) * 1e3
+        return self._add(f"{kind} {one.name}", kind, deps, **fields)
 
     def _layers(self, name: str, cost: PassCost, way: int) -> None:
         """A pass at layer granularity; a chunk has whole layers, embedding and head once."""

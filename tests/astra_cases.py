@@ -208,6 +208,9 @@ CASES: dict[str, Case] = {
     # steps
     "step-8-dp8": partial(step, axes={"dp": 8}, dp=_DP, norm_ns=60e3),
     "step-8-pp8": partial(step, axes={"pp": 8}, microbatches=16, norm_ns=60e3),
+    "step-8-turns": partial(
+        step, axes={"dp": 2, "pp": 4}, dp=_DP, norm_ns=60e3, transfer_ns=5e5, rest_ns=4e5
+    ),
     "step-16-uneven": partial(
         step, axes={"dp": 4, "pp": 4}, forward_ns=[3e5, 4e5, 2.5e5, 3.3e5], dp=_DP, norm_ns=60e3
     ),

@@ -27,6 +27,7 @@ def pipeline(
     forward_ns: Sequence[float] | float = 300_000.0,
     activation: int = 1 << 22,
     transfer_ns: float | None = 50_000.0,
+    rest_ns: float | None = None,  # of a transfer that takes turns, asked for after the last pass
     layers: int = 1,
     tp: tuple[int, float] | None = None,  # bytes and ns of a tensor-parallel all-reduce
     ep: tuple[int, float] | None = None,  # of an all-to-all
@@ -71,8 +72,9 @@ def pipeline(
             if (tp or ep) and ends:  # a pass begins when the last one's collectives are through
                 after.append(next(reversed(ends.values())))
             if 0 <= source < stages:
-                after.append(b.add(f"recv.{letter}{m}", "recv", bytes=activation, peer=source,
-                                   tag=2 * m + backward))  # fmt: skip
+                asked = list(ends.values())[-1:] if rest_ns is not None else []
+                after.append(b.add(f"recv.{letter}{m}", "recv", asked, bytes=activation,
+                                   peer=source, tag=2 * m + backward))  # fmt: skip
             time = forward[stage] * (2 if backward else 1)
             if backward and overlap and dp and data and m == microbatches - 1:
                 for part in range(4):
@@ -85,7 +87,7 @@ def pipeline(
             ends[backward, m] = end
             if 0 <= target < stages:
                 b.add(f"send.{letter}{m}", "send", [end], bytes=activation, peer=target,
-                      tag=2 * m + backward, time_ns=transfer_ns)  # fmt: skip
+                      tag=2 * m + backward, time_ns=transfer_ns, rest_ns=rest_ns)  # fmt: skip
         last = [ends[True, microbatches - 1], *buckets]
         if dp and data and not buckets:
             last = [b.add("grad", "reduce_scatter", last, axes=data, bytes=dp[0], time_ns=dp[1])]

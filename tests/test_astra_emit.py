@@ -257,6 +257,7 @@ def test_programs_that_break_their_promises() -> None:
     wrong(Task(1, "y", "all_reduce", axes=("tp",), bytes=4), "of size 2 or more")
     wrong(Task(1, "y", "all_reduce", axes=("dp",)), "moves 0 bytes")
     wrong(Task(1, "y", "send", bytes=4, peer=0), "no other stage")
+    wrong(Task(1, "y", "send", bytes=4, time_ns=9.0, rest_ns=10.0), "buffers do not hold 10.0 of")
     wrong(Task(1, "y", "compute"), "in that order", {"dp": 2, "tp": 2})
     wrong(Task(1, "y", "compute"), "stages for", {"pp": 2})
 
@@ -268,6 +269,28 @@ def test_check_sees_files_that_do_not_match(tmp_path: Path) -> None:
     files.trace(3).write_bytes(files.trace(2).read_bytes())  # rank 3 now talks to rank 0, not 1
     with pytest.raises(UserError, match="disagree about a message"):
         check(read_trace(directory))
+
+
+def test_messages_that_take_turns(tmp_path: Path) -> None:
+    """Behind the one before, and when they are asked for; the sender waits until it is sent."""
+    one, other = Builder(), Builder()
+    for number in range(2):
+        start = one.compute("work", 1000.0)
+        sent = one.add("send", "send", [start], bytes=1 << 20, peer=1, tag=number, time_ns=80_000.0,
+                       rest_ns=60_000.0)  # fmt: skip
+    one.compute("after", 500.0, [sent])
+    for number, late in enumerate((50_000.0, 100_000.0)):
+        asked = other.compute("late", late)
+        last = other.add("recv", "recv", [asked], bytes=1 << 20, peer=0, tag=number)
+    other.compute("after", 500.0, [last])
+    stages = (StageProgram(tuple(one.tasks)), StageProgram(tuple(other.tasks)))
+    manifest = emit(Program({"pp": 2}, stages), tmp_path / "o", whole=True)
+    # there at 50 + 60 us, 20 us of the second go until it is asked for at 150, and 60 after that
+    assert simulate(read_trace(tmp_path / "o")).cycles.tolist()[:2] == pytest.approx(
+        [200_500, 210_500], abs=20
+    )
+    assert manifest["helpers"] == 2
+    assert sum("take turns" in sentence for sentence in manifest["folded"]) == 1
 
 
 def test_an_earlier_emission_is_replaced_and_nothing_else(tmp_path: Path) -> None:

@@ -237,11 +237,14 @@ def test_messages_have_rows_where_they_are_longer_than_a_pass() -> None:
     assert not taking_turns(at(5.0, vpp=1).priced)
 
 
-@pytest.mark.parametrize(("pp", "rel"), [(2, 1e-3), (4, 0.02)])
-def test_astra_sim_takes_turns_too(pp: int, rel: float, tmp_path: Path) -> None:
-    """A rank of it sends one message at a time: between two stages what a stream does."""
-    estimate = at(10.0, pp=pp)
+@pytest.mark.parametrize(
+    ("pp", "vpp", "rate"), [(2, 2, 5.0), (2, 4, 20.0), (4, 2, 5.0), (4, 2, 10.0), (4, 4, 20.0)]
+)
+def test_astra_sim_takes_turns_too(pp: int, vpp: int, rate: float, tmp_path: Path) -> None:
+    """Both streams of two stages, and those of pairs, at either granularity."""
+    estimate = at(rate, vpp=vpp, pp=pp)
     assert taking_turns(estimate.priced)
-    emit(program(estimate.priced, "stage"), tmp_path / "o", whole=True)
-    timing = cycles(read_trace(tmp_path / "o"))
-    assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=rel)
+    for granularity in ("stage", "layer"):
+        emit(program(estimate.priced, granularity), tmp_path / "o", whole=True)
+        timing = cycles(read_trace(tmp_path / "o"))
+        assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=1e-4)

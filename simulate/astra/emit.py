@@ -31,7 +31,7 @@ from simulate.astra.configs import (
     System,
     write_configs,
 )
-from simulate.astra.expand import HELPER_AXIS, expand, talks_inside, with_helpers
+from simulate.astra.expand import HELPER_AXIS, expand, take_turns, talks_inside, with_helpers
 from simulate.astra.linear import (
     LEAST_PER_RANK,
     Link,
@@ -112,7 +112,7 @@ def build(
     if optimization not in OPTIMIZATIONS:
         raise UserError(f"optimization is {optimization!r}; known are {OPTIMIZATIONS}.")
     stages = expand(program)
-    helpers = helpers and talks_inside(stages)
+    helpers = helpers and (talks_inside(stages) or take_turns(stages))
     if helpers:
         stages = with_helpers(stages)
     order = tuple(axis for axis, size in program.axes.items() if size > 1)
@@ -375,6 +375,11 @@ def _folded(program: Program, work: Workload, whole: bool) -> list[str]:
         result.append(
             "Each rank hands its messages to other stages to a helper rank: on a GPU they pass "
             "beside the collectives of the next pass, a rank of Astra-Sim does one at a time."
+        )
+    if take_turns(stage.tasks for stage in program.stages):
+        result.append(
+            "Messages between interleaved stages take turns, in three pieces each: one goes at "
+            "once, one when its receiver asks for it, and of the last its sender knows nothing."
         )
     if any(task.kind == "send_recv" for stage in program.stages for task in stage.tasks):
         result.append("Shifts around an axis are all-gathers that take as long.")

@@ -15,7 +15,7 @@ the same messages, on more the same time once it is scaled.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -64,8 +64,7 @@ class _Stage:
 
     def add(self, task: Task, deps: tuple[int, ...]) -> int:
         """Append `task` under the next id."""
-        self.out.append(replace(task, id=len(self.out) + 1, deps=deps))
-        return len(self.out)
+        return _append(self.out, task, deps)
 
     def expanded(self, joined: dict[tuple[str, int], list[int]]) -> list[Task]:
         for task in self.tasks:
@@ -127,6 +126,12 @@ class _Stage:
         return ends
 
 
+def _append(tasks: list[Task], task: Task, deps: tuple[int, ...] = ()) -> int:
+    """Append `task` under the next id, which is returned."""
+    tasks.append(replace(task, id=len(tasks) + 1, deps=deps))
+    return len(tasks)
+
+
 def _in_order(tasks: list[Task]) -> list[Task]:
     """Chain compute to compute and collective to collective."""
     last: dict[str, int] = {}
@@ -144,14 +149,14 @@ def _in_order(tasks: list[Task]) -> list[Task]:
 
 def _paired(stages: list[list[Task]]) -> list[list[Task]]:
     """Give each message its own tag; a receive takes the oldest send of its peer, tag and size."""
-    sends: dict[tuple[int, int, int, int], list[tuple[int, float | None]]] = defaultdict(list)
+    sends: dict[tuple[int, int, int, int], list[tuple[int, Task]]] = defaultdict(list)
     tags: dict[tuple[int, int], int] = defaultdict(int)
     result = [list(tasks) for tasks in stages]
     for source, tasks in enumerate(result):
         for place, task in enumerate(tasks):
             if task.kind == "send":
                 pair = (source, task.peer)
-                sends[(*pair, task.tag, task.bytes)].append((tags[pair], task.time_ns))
+                sends[(*pair, task.tag, task.bytes)].append((tags[pair], task))
                 tasks[place] = replace(task, tag=tags[pair])
                 tags[pair] += 1
     taken: dict[tuple[int, int, int, int], int] = defaultdict(int)
@@ -164,9 +169,9 @@ def _paired(stages: list[list[Task]]) -> list[list[Task]]:
                         f"stage {target} receives {task.name} from stage {task.peer}, which does "
                         "not send it; the workload would never end."
                     )
-                tag, time = sends[key][taken[key]]
+                tag, send = sends[key][taken[key]]
                 taken[key] += 1
-                tasks[place] = replace(task, tag=tag, time_ns=time)
+                tasks[place] = replace(task, tag=tag, time_ns=send.time_ns, rest_ns=send.rest_ns)
     lost = [key for key, found in sends.items() if len(found) > taken[key]]
     if lost:
         raise UserError(
@@ -186,29 +191,94 @@ def talks_inside(stages: Sequence[Sequence[Task]]) -> bool:
     )
 
 
+def take_turns(stages: Iterable[Iterable[Task]]) -> bool:
+    """Whether messages wait for those before them and for their receives: `Task.rest_ns`."""
+    return any(task.rest_ns is not None for tasks in stages for task in tasks)
+
+
 def with_helpers(stages: Sequence[Sequence[Task]]) -> list[list[Task]]:
     """The stages, and after them a helper of each, through which its sends go.
 
     On a GPU a transfer between stages runs beside the collectives of the next pass; on a rank of
     Astra-Sim it would hold their slot. So a stage hands the message to its helper, in 1 ns, and
-    the helper's slot is held for the transfer.
+    the helper's slot is held for the transfer. The stage's own slot is then free to ask for
+    messages that take turns, in 1 ns too.
     """
-    helpers: list[list[Task]] = []
-    result = []
-    for source, tasks in enumerate(stages):
-        mine: list[Task] = []
-        helper: list[Task] = []
+    handed = [_Handed(index, tasks, len(stages)) for index, tasks in enumerate(stages)]
+    return [one.mine for one in handed] + [one.helper for one in handed]
+
+
+class _Handed:
+    """A stage and its helper, which is numbered as the stage is, behind all stages."""
+
+    def __init__(self, index: int, tasks: Sequence[Task], stages: int) -> None:
+        self.index, self.stages = index, stages
+        self.mine: list[Task] = []
+        self.helper: list[Task] = []
+        self.sends = 0
+        self.turn: dict[int, tuple[int, ...]] = defaultdict(tuple)  # by peer: the last piece to it
+        ends: dict[int, int] = {}
         for task in tasks:
-            if task.kind == "recv":
-                task = replace(task, peer=len(stages) + task.peer)
-            elif task.kind == "send":
-                number = len(helper) // 2
-                hand = replace(task, peer=source, tag=number, bytes=1, time_ns=1.0)
-                hand = replace(hand, axes=(HELPER_AXIS,))
-                helper.append(replace(hand, id=2 * number + 1, kind="recv", deps=()))
-                helper.append(replace(task, id=2 * number + 2, deps=(2 * number + 1,)))
-                task = replace(hand, peer=len(stages) + source)
-            mine.append(task)
-        result.append(mine)
-        helpers.append(helper)
-    return result + helpers
+            deps = tuple(ends[old] for old in task.deps)
+            if task.kind == "send":
+                ends[task.id] = self.send(task, deps)
+            elif task.kind == "recv":
+                ends[task.id] = self.receive(task, deps)
+            else:
+                ends[task.id] = _append(self.mine, task, deps)
+
+    def send(self, task: Task, deps: tuple[int, ...]) -> int:
+        """Hand a message over; returns when that is done, or where it takes turns, when it is sent.
+
+        A piece for what buffers hold, which goes at once; one for the rest, once it is asked for;
+        then the helper says that it is sent, and the last piece brings it to the receiver.
+        """
+        token = replace(_token(task), tag=self.sends, axes=(HELPER_AXIS,))
+        to, back = (replace(token, peer=one) for one in (self.stages + self.index, self.index))
+        self.sends += 1
+        end = _append(self.mine, to, deps)
+        ready: tuple[int, ...] = (_append(self.helper, replace(back, kind="recv")),)
+        if task.rest_ns is None:
+            _append(self.helper, task, ready)
+            return end
+        held, rest, last = self.pieces(task)
+        ready = (_append(self.helper, held, ready + self.turn[task.peer]),)
+        if task.rest_ns > 0:
+            ready = (*ready, _append(self.helper, replace(_token(task), kind="recv")))
+        sent = _append(self.helper, back, (_append(self.helper, rest, ready),))
+        self.turn[task.peer] = (_append(self.helper, last, (sent,)),)
+        return _append(self.mine, replace(to, kind="recv"))
+
+    def receive(self, task: Task, deps: tuple[int, ...]) -> int:
+        """Receive a message; one that takes turns is asked for, and its first pieces dropped."""
+        source = self.stages + task.peer
+        if task.rest_ns is not None:
+            *dropped, task = self.pieces(task)
+            for piece in dropped:
+                _append(self.helper, piece)
+            if task.rest_ns:
+                _append(self.mine, replace(_token(task), kind="send", peer=source), deps)
+            deps = ()
+        return _append(self.mine, replace(task, peer=source), deps)
+
+    def pieces(self, task: Task) -> list[Task]:
+        """The three pieces of a message that takes turns; the first two go between helpers.
+
+        The last one is what buffers at the sender's end hold, half of what both ends do
+        (`simulate.messages`); where that is more than the rest, all of it waits to be asked for.
+        """
+        whole, rest = task.time_ns or 0.0, task.rest_ns or 0.0
+        last = (whole - rest) / 2
+        times = whole - max(rest, last), max(rest - last, 0.0), last
+        found = [
+            replace(task, bytes=max(round(task.bytes * ns / whole), 1), time_ns=max(ns, 1.0))
+            for ns in times
+        ]
+        for n in (0, 1):
+            found[n] = replace(found[n], peer=self.stages + task.peer, tag=2 * task.tag + n)
+        return found
+
+
+def _token(task: Task) -> Task:
+    """What says something about a message, in 1 ns."""
+    return replace(task, bytes=1, time_ns=1.0, rest_ns=None)
