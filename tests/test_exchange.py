@@ -11,7 +11,7 @@ from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.astra.breakdown import breakdown
 from simulate.costs import Costs
-from simulate.exchange import MIB, crossing, neighbours, share_not_held
+from simulate.exchange import COPIED_OUT, MIB, crossing, neighbours, share_not_held
 from simulate.groups import layout
 from simulate.schedule import BACKWARD, exchanging, graph, order, sending
 from simulate.timeline import execute
@@ -80,7 +80,8 @@ def test_what_buffers_hold_is_there_before() -> None:
         assert waited == pytest.approx(share * whole)
     waited, whole = late(p, 1, 8 * MIB, fabric=RAIL)  # no socket's buffers
     assert waited == pytest.approx(0.75 * whole)
-    assert late(p, 2, 56 * MIB)[0] == 0  # inside a node
+    waited, whole = late(p, 2, 56 * MIB)  # inside a node
+    assert waited == pytest.approx(COPIED_OUT * whole)
     gloo = CALIBRATION.host.model_copy(update={"serial": True})
     for gpus in (1, 2):
         waited, whole = late(p, gpus, MIB, host=gloo)
@@ -103,8 +104,9 @@ def test_few_exchanges_leave_a_node() -> None:
     crosses = [False, True, False, True]  # the last: from the last stage to the first
     assert list(crossing(costs.layout.paths["pp"])) == crosses
     waited = [central(one) for one in costs.lates_us(message)]
-    assert waited == pytest.approx([0.75 * across * one for one in crosses])
     sent = [central(one) for one in costs.transfers_us(message)]
+    shares = [13 / 16 if one else COPIED_OUT for one in crosses]
+    assert waited == pytest.approx([a * b for a, b in zip(sent, shares, strict=True)])
     assert sent[1] == across == sent[3]
     assert sent[0] == sent[2] < across / 20
 
