@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from calibrate.evidence import OF_GPU, TELEMETRY_FILE, Evidence, input_files
-from calibrate.shapes import kernel_keys
+from calibrate.shapes import by_model, kernel_keys
 from calibrate.state import Key
 from spec.calibration import InputFile
 from spec.errors import UserError
@@ -18,6 +18,8 @@ from spec.records import KernelRow
 from spec.results import ResultSet, find_result_sets
 
 R = TypeVar("R")
+
+FEW = 60  # shapes of an operation: with fewer, another system's are worth more than their visit
 
 
 def with_kernels(
@@ -139,14 +141,17 @@ def lenders(
 def lent(
     found: Evidence, some: Sequence[tuple[Evidence, Sequence[Key]]]
 ) -> list[tuple[Evidence, list[Key]]]:
-    """Operations that this system did not time, by the system of its GPU that did."""
-    own = set(kernel_keys(found))
+    """Operations of which this system timed few shapes or none, by the system of its GPU that did.
+
+    The one most visited; it models those that this one lacks, and adds its shapes to the others.
+    """
+    known = {key for key, shapes in by_model(found).items() if len(shapes) >= FEW}
     given = []
     for other, keys in some:
-        lacking = [key for key in keys if key not in own]
-        if lacking and of_its_gpu(found, other.runs):
-            given.append((other, lacking))
-            own |= set(lacking)
+        wanted = [key for key in keys if key not in known]
+        if wanted and other.system != found.system and of_its_gpu(found, other.runs):
+            given.append((other, wanted))
+            known |= set(wanted)
     return given
 
 

@@ -40,13 +40,15 @@ from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
 from calibrate.queued import fit_queued
-from calibrate.shapes import kernel_keys
+from calibrate.shapes import Shape, at_clock, kernel_groups, kernel_keys
+from calibrate.state import Key
 from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
 from spec.command import Parser, add_json, add_progress, emit, progress, run
 from spec.errors import UserError
 from spec.files import write_text
+from spec.kernel_fit import KernelFit
 from spec.records import KernelRow
 from spec.results import find_result_sets
 
@@ -76,12 +78,18 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     state = clock_state(evidence, telemetry, ledger)
     keys = kernel_keys(evidence)
     label = f"kernels of {evidence.system}"
-    own = fit_kernels(evidence, state, ledger, progress(keys, len(keys), label, show_progress))
-    kernels = own
-    for other, lacking in evidence.lent:
+    more: dict[Key, list[Shape]] = {}
+    kernels: tuple[KernelFit, ...] = ()
+    for other, wanted in evidence.lent:
         theirs = queued.applied(host_visits.alike(monitored(other, Ledger())))
         their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
+        lacking = [key for key in wanted if key not in keys]
         kernels += fit_kernels(theirs, their_state, ledger, lacking)
+        groups = kernel_groups(theirs, their_state)
+        more |= {key: at_clock(groups[key], their_state, state) for key in wanted if key in keys}
+    shown = progress(keys, len(keys), label, show_progress)
+    own = fit_kernels(evidence, state, ledger, shown, more)
+    kernels = own + kernels
     collectives = fit_collectives(evidence, ledger)
     networks = fit_networks(evidence, ledger, state.idle_w)
     gpus = evidence.devices()[0].kind != "cpu"

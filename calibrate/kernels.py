@@ -8,6 +8,7 @@ families of shapes lie inside their 90 % interval as often as they should.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,10 +32,18 @@ from spec.records import KernelRow
 
 
 def fit_kernels(
-    evidence: Evidence, clock: ClockState, ledger: Ledger, keys: Iterable[Key]
+    evidence: Evidence,
+    clock: ClockState,
+    ledger: Ledger,
+    keys: Iterable[Key],
+    more: Mapping[Key, Sequence[Shape]] = MappingProxyType({}),
 ) -> tuple[KernelFit, ...]:
-    """A model of every operation in `keys` (what a progress bar iterates over)."""
+    """A model of every operation in `keys` (what a progress bar iterates over).
+
+    more: shapes that other systems of this GPU timed, of operations that this one timed, too.
+    """
     groups = kernel_groups(evidence, clock)
+    groups |= {key: groups[key].joined(theirs) for key, theirs in more.items()}
     system = system_with(groups)
     ceilings = {key: fit_physics(group.timings, system) for key, group in groups.items()}
     drawn = powers(groups, {key: physics for key, (physics, _) in ceilings.items()}, clock)
@@ -61,8 +70,11 @@ def _fit(
     correction = replace(
         correction, amplitude=correction.amplitude * scale, noise=correction.noise * scale
     )
-    used = sum(one.rows for one in shapes)
-    detail = f"{evidence.where(KernelRow, used)}: {op} {direction} {dtype}, {len(shapes)} shapes"
+    own = [one for one in shapes if not one.lent]
+    where = evidence.where(KernelRow, sum(one.rows for one in own))
+    detail = f"{where}: {op} {direction} {dtype}, {len(own)} shapes"
+    if len(own) < len(shapes):
+        detail += f", and {len(shapes) - len(own)} that another system of this GPU timed"
     ledger.score(
         scored(group.key),
         f"families of shapes (all but {token_dims(op)}) left out in {FOLDS} folds",

@@ -29,6 +29,7 @@ class Shape:
     time_us: float
     sd: float
     rows: int
+    lent: bool = False  # timed by another system
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,13 @@ class Group:
     def timings(self) -> list[tuple[Kernel, float]]:
         """Kernels and their times."""
         return [(one.kernel, one.time_us) for one in self.shapes]
+
+    def joined(self, others: Sequence[Shape]) -> "Group":
+        """With those of some other shapes that it has not."""
+        own = {one.kernel for one in self.shapes}
+        new = [one for one in others if one.kernel not in own]
+        shapes = sorted((*self.shapes, *new), key=lambda one: one.kernel.dims)
+        return replace(self, shapes=tuple(shapes))
 
     @property
     def name(self) -> str:
@@ -106,6 +114,13 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_
     lag_sd = lag_sd_us / time_us if rows[0].state == "burst" else 0.0
     sd = float(np.hypot(np.hypot(one / len(rows) ** 0.5, lag_sd), LEAST_SD))
     return Shape(kernel, time_us, sd, len(rows))
+
+
+def at_clock(group: Group, theirs: ClockState, own: ClockState) -> list[Shape]:
+    """Another system's shapes of an operation, at this one's reference clock."""
+    exponent = own.exponent(*group.key[:2])
+    slower = (theirs.reference_mhz / own.reference_mhz) ** exponent
+    return [replace(one, time_us=one.time_us * slower, lent=True) for one in group.shapes]
 
 
 def system_with(groups: Mapping[Key, Group]) -> System:

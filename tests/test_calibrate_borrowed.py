@@ -1,6 +1,7 @@
 """What a system takes from others: the runs it is pooled with, and operations of its GPU."""
 
 import argparse
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,13 @@ import pytest
 
 from calibrate.borrowed import fittable, with_kernels
 from calibrate.fit import main, systems
+from calibrate.shapes import kernel_keys
 from simulate.validate import measured_last
-from spec.calibration import read_calibration
+from spec.calibration import Calibration, read_calibration
+from spec.clock_fit import DeviceFit
 from spec.command import run
 from spec.files import read_table, write_json, write_table
+from spec.kernel_fit import KernelPoint
 from spec.records import KernelRow
 from spec.results import find_result_sets
 from tests.test_calibrate_fit import OPERATIONS, RESULTS, calibration_path, run_folder, write_small
@@ -61,7 +65,35 @@ def test_an_operation_that_a_system_lacks_comes_from_another_of_its_gpu(results:
     assert "synthetic/run-1/kernels.csv" in launch.detail
     (lent,) = [one for one in found.inputs if one.path == "synthetic/run-1/kernels.csv"]
     assert lent.lent
-    assert 0 < lent.rows < len(read_table(run_folder(results) / "kernels.csv", KernelRow))
+    assert lent.rows > 0
+
+
+def test_shapes_that_a_system_lacks_are_those_of_another_of_its_gpu(results: Path) -> None:
+    """Few shapes of an operation were timed: the other system's are looked up, and said to be."""
+    twin = beside(results)
+    table = twin.parent / run_folder(results).name / "kernels.csv"
+    rows = read_table(table, KernelRow)
+    shapes = {row.shape for row in rows if row.op == "gemm" and row.direction == "forward"}
+    kept = sorted(shapes)[::2]
+    fewer = [row for row in rows if row.op != "gemm" or row.shape in kept]
+    write_table(table, KernelRow, fewer)
+    assert run(main, [str(results)]) == 0
+    found, other = read_calibration(twin), read_calibration(calibration_path(results))
+
+    def points(calibration: Calibration) -> dict[tuple[int, ...], KernelPoint]:
+        (fit,) = [
+            one
+            for one in calibration.kernels
+            if (one.op, one.direction, one.dtype) == ("gemm", "forward", "bf16")
+        ]
+        return fit.measured
+
+    mine, theirs = points(found), points(other)
+    assert set(mine) == set(theirs)
+    for dims, point in mine.items():
+        assert point.measured_us == pytest.approx(theirs[dims].measured_us, rel=0.02)
+    (rate,) = [one for one in found.parameters if one.name == "kernel.gemm.forward.bf16.tflops"]
+    assert "that another system of this GPU timed" in rate.detail
 
 
 def test_a_bad_table_of_another_system_stops_no_fit(
@@ -89,20 +121,27 @@ def test_what_eight_h200_lack_is_what_two_have() -> None:
     assert {one.manifest.system for one in found.same_gpu} == {"2x-h200"}
     ((other, lacking),) = found.lent
     assert other.system == "2x-h200"
-    around = {"accumulate", "reorder", "rescale", "widen"}
-    assert {op for op, _, _ in lacking} == {*around, "bias", "vocab_parallel_embedding"}
+    own = set(kernel_keys(found))
+    assert {"router", "attention_block"} <= {op for op, *_ in lacking}  # few shapes
+    assert "gemm" not in {op for op, _, dtype in lacking if dtype == "bf16"}  # hundreds
+    assert {key[0] for key in lacking if key not in own} <= {"reorder", "rescale"}
 
 
-@pytest.mark.parametrize("system", ["4x-h200", "4x-h200-2x2", "4x-h200-4x1", "8x-h200-4x2"])
-def test_who_lends_is_not_who_was_measured_last(system: str) -> None:
-    """Kernels that two H200 lend do not make theirs the devices of a forecast for four or eight."""
-    found = read_calibration(RESULTS / system / "calibration.json")
-    hashes = measured_last(argparse.Namespace(results=RESULTS), found)
-    runs = find_result_sets(RESULTS)
-    ours = {
-        one
-        for run in runs
-        if run.manifest.system != "2x-h200"
-        for one in run.manifest.device_hashes
-    }
-    assert set(hashes) <= ours
+def test_who_lends_is_not_who_was_measured_last(results: Path) -> None:
+    """Another system's newer kernels do not make theirs the devices of a forecast."""
+    twin = beside(results)
+    for name, started in (("twin", "2026-01-01T00:00:00Z"), ("synthetic", "2026-02-01T00:00:00Z")):
+        path = results / name / run_folder(results).name / "manifest.json"
+        about = json.loads(path.read_text()) | {"started": started}
+        for one in about["hosts"][0]["devices"]:
+            one["uuid_hash"] = hashlib.sha256(name.encode()).hexdigest()[:16]
+        write_json(path, about)
+    assert run(main, [str(results)]) == 0
+    found = read_calibration(twin)
+    assert any(one.lent for one in found.inputs)
+    own, other = (hashlib.sha256(name).hexdigest()[:16] for name in (b"twin", b"synthetic"))
+    # as if a product had told both from others: else none is known well enough
+    known = tuple(DeviceFit.model_construct(uuid_hash=one) for one in (own, other))
+    clock = found.clock.model_copy(update={"devices": known})
+    found = found.model_copy(update={"clock": clock})
+    assert set(measured_last(argparse.Namespace(results=results), found)) == {own}
