@@ -40,7 +40,7 @@ from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
 from calibrate.queued import fit_queued
-from calibrate.shapes import Shape, at_clock, kernel_groups, kernel_keys
+from calibrate.shapes import Group, at_clock, kernel_groups, kernel_keys
 from calibrate.state import Key
 from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
@@ -78,7 +78,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     state = clock_state(evidence, telemetry, ledger)
     keys = kernel_keys(evidence)
     label = f"kernels of {evidence.system}"
-    more: dict[Key, list[Shape]] = {}
+    more: dict[Key, Group] = {}
     kernels: tuple[KernelFit, ...] = ()
     for other, wanted in evidence.lent:
         theirs = queued.applied(host_visits.alike(monitored(other, Ledger())))

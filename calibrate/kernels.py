@@ -36,11 +36,11 @@ def fit_kernels(
     clock: ClockState,
     ledger: Ledger,
     keys: Iterable[Key],
-    more: Mapping[Key, Sequence[Shape]] = MappingProxyType({}),
+    more: Mapping[Key, Group] = MappingProxyType({}),
 ) -> tuple[KernelFit, ...]:
     """A model of every operation in `keys` (what a progress bar iterates over).
 
-    more: shapes that other systems of this GPU timed, of operations that this one timed, too.
+    more: what other systems of this GPU timed of operations that this one timed, too.
     """
     groups = kernel_groups(evidence, clock)
     groups |= {key: groups[key].joined(theirs) for key, theirs in more.items()}

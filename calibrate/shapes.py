@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from calibrate.correction import LEARN_FROM
 from calibrate.evidence import Evidence, robust_sd
 from calibrate.physics import System, multiprocessors, system_of
-from calibrate.state import ClockState, Drawn, Key
+from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.kernel import Kernel
 from spec.kernel_fit import Physics, features
 from spec.records import KernelRow
@@ -46,12 +46,17 @@ class Group:
         """Kernels and their times."""
         return [(one.kernel, one.time_us) for one in self.shapes]
 
-    def joined(self, others: Sequence[Shape]) -> "Group":
-        """With those of some other shapes that it has not."""
+    def joined(self, other: "Group") -> "Group":
+        """With those of another one's shapes that it lacks; and its power, where it shows none."""
         own = {one.kernel for one in self.shapes}
-        new = [one for one in others if one.kernel not in own]
+        new = [one for one in other.shapes if one.kernel not in own]
         shapes = sorted((*self.shapes, *new), key=lambda one: one.kernel.dims)
-        return replace(self, shapes=tuple(shapes))
+        return replace(
+            self,
+            shapes=tuple(shapes),
+            host_us=self.host_us or other.host_us,
+            drawn=self.drawn or other.drawn,
+        )
 
     @property
     def name(self) -> str:
@@ -116,11 +121,20 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_
     return Shape(kernel, time_us, sd, len(rows))
 
 
-def at_clock(group: Group, theirs: ClockState, own: ClockState) -> list[Shape]:
+def at_clock(group: Group, theirs: ClockState, own: ClockState) -> Group:
     """Another system's shapes of an operation, at this one's reference clock."""
-    exponent = own.exponent(*group.key[:2])
-    slower = (theirs.reference_mhz / own.reference_mhz) ** exponent
-    return [replace(one, time_us=one.time_us * slower, lent=True) for one in group.shapes]
+    op, way, _ = group.key
+    ratio = theirs.reference_mhz / own.reference_mhz
+    slower = ratio ** own.exponent(op, way)
+    watts = ratio**-own.power_exponent if is_compute(op) else 1.0
+    return replace(
+        group,
+        shapes=tuple(replace(one, time_us=one.time_us * slower, lent=True) for one in group.shapes),
+        drawn=tuple(
+            one._replace(watts=one.watts * watts, time_us=one.time_us * slower)
+            for one in group.drawn
+        ),
+    )
 
 
 def system_with(groups: Mapping[Key, Group]) -> System:
