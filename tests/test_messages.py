@@ -248,3 +248,21 @@ def test_astra_sim_takes_turns_too(pp: int, vpp: int, rate: float, tmp_path: Pat
         emit(program(estimate.priced, granularity), tmp_path / "o", whole=True)
         timing = cycles(read_trace(tmp_path / "o"))
         assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=1e-4)
+
+
+@pytest.mark.parametrize("held_mib", [1.0, 2.9, 4.0])
+def test_a_tied_tables_gradient_holds_up_no_last_piece(held_mib: float, tmp_path: Path) -> None:
+    """It is far longer than a message, whose last piece must not queue behind it."""
+    fabric = LOOPBACK.model_copy(update={"nic_gbits_per_s": 10.0})
+    networks = tuple(
+        one.model_copy(update={"held_bytes": held_mib * 2**20, "held_sd": 0.1})
+        for one in CALIBRATION.networks
+    )
+    calibration = CALIBRATION.model_copy(update={"networks": networks})
+    model = MODEL.resized(layers=8).model_copy(update={"tied_embeddings": True})
+    p = Parallelism(pp=2, vpp=2, global_batch=4, microbatch=2, recompute="full")
+    estimate = simulate(p, calibration, model=model, node=NODE, fabric=fabric)
+    assert taking_turns(estimate.priced)
+    emit(program(estimate.priced), tmp_path / "o", whole=False)
+    timing = cycles(read_trace(tmp_path / "o"))
+    assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=1e-3)
