@@ -141,17 +141,28 @@ def lenders(
 def lent(
     found: Evidence, some: Sequence[tuple[Evidence, Sequence[Key]]]
 ) -> list[tuple[Evidence, list[Key]]]:
-    """Operations of which this system timed few shapes or none, by the system of its GPU that did.
+    """Operations of which this system timed few shapes or none, by systems of its GPU with others.
 
-    The one most visited; it models those that this one lacks, and adds its shapes to the others.
+    The most visited of them models what this one lacks. To the rest they add their shapes, one
+    after the other until there are enough.
     """
-    known = {key for key, shapes in by_model(found).items() if len(shapes) >= FEW}
+    own = by_model(found)
+    have = {key: set(shapes) for key, shapes in own.items()}
     given = []
-    for other, keys in some:
-        wanted = [key for key in keys if key not in known]
-        if wanted and other.system != found.system and of_its_gpu(found, other.runs):
+    for other, keys in some if gpu(found.runs[0]) else ():
+        if not of_its_gpu(found, other.runs):
+            continue
+        theirs = by_model(other)
+        wanted = [
+            key
+            for key in keys
+            if (key not in have or (key in own and len(have[key]) < FEW))
+            and theirs[key].keys() - have.get(key, set())
+        ]
+        if wanted:
             given.append((other, wanted))
-            known |= set(wanted)
+        for key in wanted:
+            have.setdefault(key, set()).update(theirs[key])
     return given
 
 

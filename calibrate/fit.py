@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from threadpoolctl import threadpool_limits
 
 from calibrate import host_visits
 from calibrate.behind import fit_behind
-from calibrate.borrowed import fittable, lent_inputs
+from calibrate.borrowed import fittable, lent_inputs, readable
 from calibrate.clocks import clock_state, fit_clock, judge_power
 from calibrate.collectives import fit_collectives, judge_collectives
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
@@ -39,9 +40,9 @@ from calibrate.network import PUBLISHED
 from calibrate.nvls import PUBLISHED as NVLS
 from calibrate.nvls import fit_nvls
 from calibrate.own_network import fit_networks
-from calibrate.queued import fit_queued
+from calibrate.queued import Queued, fit_queued
 from calibrate.shapes import Group, at_clock, kernel_groups, kernel_keys
-from calibrate.state import Key
+from calibrate.state import ClockState, Key
 from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
@@ -80,13 +81,18 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     label = f"kernels of {evidence.system}"
     more: dict[Key, Group] = {}
     kernels: tuple[KernelFit, ...] = ()
+    taken = []
     for other, wanted in evidence.lent:
-        theirs = queued.applied(host_visits.alike(monitored(other, Ledger())))
-        their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
-        lacking = [key for key in wanted if key not in keys]
-        kernels += fit_kernels(theirs, their_state, ledger, lacking)
-        groups = kernel_groups(theirs, their_state)
-        more |= {key: at_clock(groups[key], their_state, state) for key in wanted if key in keys}
+        lend = partial(_lend, other, wanted, keys, queued, state)
+        given = readable(other.system, lend)
+        if given is None:
+            continue
+        models, added, notes = given
+        kernels += models
+        more |= {k: more[k].joined(group) if k in more else group for k, group in added.items()}
+        ledger.parameters += notes.parameters
+        ledger.held_out += notes.held_out
+        taken.append((other, wanted))
     shown = progress(keys, len(keys), label, show_progress)
     own = fit_kernels(evidence, state, ledger, shown, more)
     kernels = own + kernels
@@ -119,7 +125,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "created": newest.ended or newest.started,
             "inputs": (
                 *evidence.inputs(),
-                *lent_inputs(evidence.lent),
+                *lent_inputs(taken),
                 input_file(PUBLISHED, 0),
                 *([input_file(NVLS, 0)] if gpus else []),
             ),
@@ -138,6 +144,20 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "held_out": tuple(ledger.held_out),
         }
     )
+
+
+def _lend(
+    other: Evidence, wanted: Sequence[Key], own: Sequence[Key], queued: Queued, state: ClockState
+) -> tuple[tuple[KernelFit, ...], dict[Key, Group], Ledger]:
+    """Models of operations that a system lacks, and shapes of those it has, by another system.
+
+    And what is said of the models; `state` is the borrower's.
+    """
+    theirs = queued.applied(host_visits.alike(monitored(other, Ledger())))
+    their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
+    groups, notes = kernel_groups(theirs, their_state), Ledger()
+    models = fit_kernels(theirs, their_state, notes, [key for key in wanted if key not in own])
+    return models, {k: at_clock(groups[k], their_state, state) for k in wanted if k in own}, notes
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

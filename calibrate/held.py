@@ -6,47 +6,78 @@ whose receiver's device was late while its host had asked in time, as in a train
 host itself came late nothing lay in the receiver's buffers; no step of ours waits so.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
 import numpy as np
 
-from calibrate.evidence import Evidence, Judged, Ledger, log_interval, robust_sd, rounded
+from calibrate.evidence import Evidence, Judged, Ledger, log_interval, rounded
+from calibrate.network import over_rdma
 from spec.calibration import NetworkFit
 from spec.records import LateRow
+from spec.results import ResultSet
 
 LEAST = 3  # rows
-LARGER = 0.75  # of a message that is held at most, or buffers may hold all of it
 VISIT_SD = 0.3  # log, of another visit; assumed
 
 
 def with_held(fit: NetworkFit, evidence: Evidence, ledger: Ledger) -> NetworkFit:
     """The network with what its buffers hold, where the system's own rows tell it."""
-    rows = late_rows(evidence, "fit")
-    held = [_held(row) for row in rows if 0 < _held(row) < LARGER * row.bytes]
-    if len(held) < LEAST:
+    rows = [row for run in evidence.runs for row in late_rows(fit, run)]
+    telling = larger(rows)
+    if not telling:
         return fit
-    value = rounded(float(np.exp(np.median(np.log(held)))))
-    sd = rounded(float(np.hypot(robust_sd(np.log(held)), VISIT_SD)), 3)
-    where = evidence.where(LateRow, len(held))
+    held = [_held(row) for row in telling]
+    value = rounded(median(held))
+    spread = float(np.std(np.log(np.maximum(held, 1.0))))
+    sd = rounded(float(np.hypot(spread, VISIT_SD)), 3)
+    runs = [run for run in evidence.runs if any(row in telling for row in late_rows(fit, run))]
+    where = replace(evidence, runs=runs).where(LateRow, len(telling))
     detail = f"{where}, larger than what is held; another visit's is assumed {VISIT_SD:g} (log) off"
     name = f"network.{fit.protocol}.held_bytes"
     ledger.note(name, value, "bytes", log_interval(value, sd), "measured", detail)
-    judged = [
-        Judged(
-            max(1 - value / row.bytes, 0.0) * row.together_us, sd, row.median_us, row.together_us
-        )
-        for row in late_rows(evidence, "judge")
-        if row.bytes > value
-    ]
-    ledger.score("held", "rows of role judge, larger than what is held", judged, "nothing held")
+    judged = []
+    for row in telling:
+        others = larger([one for one in rows if one.bytes != row.bytes])
+        if others and (told := median(map(_held, others))) < row.bytes:
+            left = 1 - told / row.bytes
+            mine = sd * (1 - left) / left
+            judged.append(
+                Judged(left * row.together_us, mine, row.median_us, baseline=row.together_us)
+            )
+    ledger.score(name.removesuffix("_bytes"), "a size left out at a time", judged, "nothing held")
     return fit.model_copy(update={"held_bytes": value, "held_sd": sd})
 
 
-def late_rows(evidence: Evidence, role: str) -> list[LateRow]:
-    """Messages between nodes whose receiver's device was late."""
+def larger(rows: Sequence[LateRow]) -> list[LateRow]:
+    """The rows that are larger than the median of what they hold, and tell it; none if too few.
+
+    Of smaller ones a part of the time is latency; of far larger ones, what their repeats scatter by
+    may be more than what is held.
+    """
+    used = list(rows)
+    while len(used) >= LEAST:
+        held = median(map(_held, used))
+        kept = [
+            row
+            for row in used
+            if row.bytes > held >= row.bytes * row.std_us / row.together_us and held > 0
+        ]
+        if len(kept) == len(used):
+            return kept
+        used = kept
+    return []
+
+
+def late_rows(fit: NetworkFit, run: ResultSet) -> list[LateRow]:
+    """A run's messages between nodes over the fit's protocol, whose receiver's device was late."""
     return [
         row
-        for run in evidence.runs
-        for row in run.table(LateRow)
-        if row.role == role and row.nodes > 1 and row.late == "device"
+        for row in run.fit(LateRow)
+        if row.nodes > 1
+        and row.late == "device"
+        and over_rdma(row.backend, run.manifest) == (fit.protocol == "infiniband")
     ]
 
 

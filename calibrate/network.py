@@ -21,6 +21,7 @@ from spec.collective import busbw_factor
 from spec.files import read_table
 from spec.hardware import GroupPath
 from spec.interval import Z90
+from spec.manifest import Manifest
 
 PUBLISHED = Path(__file__).parent / "published" / "network.csv"
 
@@ -93,6 +94,11 @@ class Sample:
     def busbw(self) -> float:
         """Bus bandwidth, 1e9 bytes/s."""
         return self.nbytes * busbw_factor(self.collective, self.path.ranks) / self.time_us / 1e3
+
+
+def over_rdma(backend: str, manifest: Manifest) -> bool:
+    """Whether a run's messages between nodes went over InfiniBand: NCCL's, unless it was off."""
+    return backend in ("nccl", "rccl") and manifest.environment.get("NCCL_IB_DISABLE") != "1"
 
 
 def path_of(ranks: int, nodes: int, gbytes_per_s: float, concurrent: int = 1) -> GroupPath:

@@ -33,6 +33,7 @@ from calibrate.network import (
     judge_scaling,
     note_network,
     note_one,
+    over_rdma,
     path_of,
     predict,
     published_samples,
@@ -138,7 +139,6 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
     found: dict[str, list[Crossing]] = defaultdict(list)
     for one in evidence.runs:
         manifest = one.manifest
-        sockets = manifest.environment.get("NCCL_IB_DISABLE") == "1"
         several = len(manifest.hosts) * manifest.emulated_nodes > 1
         alone = Alone(one.fit(CollectiveRow))
         for row in one.table(CollectiveRow):
@@ -146,7 +146,6 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
                 continue
             if row.groups > 1 and not several:
                 continue
-            rdma = row.backend in ("nccl", "rccl") and not sockets
             beside = concurrent(row, per_node(manifest)) if several else 1
             path = path_of(row.ranks, row.nodes, 1.0, beside)
             one_of = Crossing(
@@ -157,6 +156,7 @@ def crossings(evidence: Evidence, role: str = "fit") -> dict[str, list[Crossing]
                 alone.time_us(row),
                 manifest.link_mbit_per_s is not None,
             )
+            rdma = over_rdma(row.backend, manifest)
             found["infiniband" if rdma else "tcp"].append(one_of)
     return found
 

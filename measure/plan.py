@@ -185,7 +185,7 @@ class LateCase:
     members: tuple[int, int]  # sender, receiver
     nodes: int
     backend: str
-    seconds: float = 0.5
+    seconds: float
 
     @property
     def case_id(self) -> str:
@@ -432,15 +432,21 @@ def behind_cases(device_kind: str, world: int, quick: bool) -> list[BehindCase]:
     return found[::12] if quick else found  # a few of every size
 
 
-LATE_FROM = 2**18  # bytes: smaller messages are held whole everywhere
+LATE_FROM = 2**18  # bytes; NCCL's buffers hold more
 
 
 def late_cases(
-    device_kind: str, world: int, nodes: int, link_mbit: int | None = None, hosts: int = 1
+    device_kind: str,
+    world: int,
+    nodes: int,
+    link_mbit: int | None = None,
+    hosts: int = 1,
+    quick: bool = False,
 ) -> list[LateCase]:
     """Messages to the next rank, and across nodes to one of the next node.
 
-    `nodes` are emulated on one host; over its loopback device, or links of `link_mbit`.
+    `nodes` are emulated on one host; over its loopback device, or links of `link_mbit`. The
+    largest first: they tell most, should time run out.
     """
     if world < 2:
         return []
@@ -456,7 +462,7 @@ def late_cases(
     for receiver, spanned in to.items():
         if spanned == 1 and not gpu:
             continue  # gloo within a host is what it is between hosts
-        for exponent in range(LATE_FROM.bit_length() - 1, top + 1):
+        for exponent in range(top, LATE_FROM.bit_length() - 2, -3 if quick else -1):
             one_s = 2**exponent / (1e9 * (rate if spanned > 1 else 1e2))
             for late in ("device", "host") if gpu else ("host",):
                 members = (0, receiver)

@@ -91,7 +91,9 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = list(behind_cases(kind, devices, options.quick)) if one_node else []
         elif suite == "late":
             cases[suite] = list(
-                late_cases(kind, devices, options.nodes, options.link_mbit, options.hosts)
+                late_cases(
+                    kind, devices, options.nodes, options.link_mbit, options.hosts, options.quick
+                )
             )
         elif suite in ("training", "profile"):
             cases[suite] = planned_steps(options, kind, devices)

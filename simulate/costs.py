@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.exchange import COPIED_OUT, crossing, of_boundary, share_not_held, synchronous
+from simulate.exchange import (
+    COPIED_OUT,
+    COPIED_OUT_SD,
+    crossing,
+    of_boundary,
+    share_not_held,
+    synchronous,
+)
 from simulate.groups import Layout, layout
 from simulate.segment_cost import Cost, PartCost, joined
 from simulate.uncertainty import Draws, central, larger, smaller, where
@@ -169,7 +176,7 @@ class Costs:
         times = self.transfers_us(collective)
         if gloo:
             return times
-        inside = COPIED_OUT
+        inside = COPIED_OUT * self.draws.factor("copied out", COPIED_OUT_SD)
         if path.nodes == 1:
             return tuple(time * inside for time in times)
         assert self.network is not None  # as a path leaves its node

@@ -1,5 +1,6 @@
 """One training step under a calibration: the timeline, what follows it, power and clock."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot, log2
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from simulate import stragglers
 from simulate.clocks import layer_us, load, mean_clock_mhz, stage_clocks
 from simulate.costs import Costs
-from simulate.exchange import HELD_SD
+from simulate.exchange import COPIED_OUT_SD, HELD_SD
 from simulate.fp8 import with_fp8_products
 from simulate.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.overlap import gather_in_turn
@@ -294,12 +295,20 @@ class StepSimulator:
             )
             imbalance = self.model.expert_imbalance
             found.append(assumed_factor("step.expert_imbalance", imbalance, IMBALANCE_SD, given))
-        network, serial = self._costs.network, self.calibration.host.serial
-        unmeasured = network is not None and network.held_bytes is None and not serial
-        if unmeasured and any(central(one) > 0 for one in self.priced.lates_us):
-            held = "what NCCL's and sockets' buffers hold of a message between stages on two nodes"
-            found.append(assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held))
+        late = any(central(one) > 0 for one in self.priced.lates_us)
+        if late and not self.calibration.host.serial:
+            found += self._late_receivers()
         return tuple(found)
+
+    def _late_receivers(self) -> Iterator[Parameter]:
+        """What is assumed of messages whose receiver is late, see `simulate.exchange`."""
+        path, network = self._costs.layout.paths["pp"], self._costs.network
+        if path.local_ranks > 1:
+            copied = "share of a message that a late receiver inside a node copies, beside 0.5"
+            yield assumed_factor("step.copied_out", 1.0, COPIED_OUT_SD, copied)
+        if path.nodes > 1 and network is not None and network.held_bytes is None:
+            held = "what NCCL's and sockets' buffers hold of a message between stages on two nodes"
+            yield assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held)
 
     def _common_factor(self) -> Array:
         """Errors that hold for the whole step: composition, this visit's speed, scale."""

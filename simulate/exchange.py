@@ -14,14 +14,14 @@ passes also take turns and hold up their senders: see `simulate.messages`. Where
 interleaved stages wait for their input's boundary alone, not for an output that leaves over a
 slower one (stages of different nodes beside stages of one).
 
-- NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it,
-  128 MiB; but the receiver copies it out of them, which takes half of the message's time: 0.41,
-  0.44, 0.51 and 0.59 of it for 16 to 128 MiB between two H100 (the suite `late`).
+- NCCL within a node: its buffers, 8 steps of 512 KiB on each of up to 32 channels, hold all of it
+  (the suite `late`, between two H100: 64 MiB); but the receiver copies it out of them, which takes
+  half of the message's time (0.41, 0.44 and 0.51 of it for 16 to 64 MiB).
 - NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):
   8 steps of 128 KiB on each of 2 channels at the sender's end, and as many at the receiver's once
   its host has asked for them; over TCP what its sockets hold besides. The suite `late` measures all
   of it (`calibrate/held.py`). Where it did not: 3 MiB over TCP, as two shaped nodes of one H100
-  held 2.9, and two over the loopback device 5.9; elsewhere the sender's end alone, assumed.
+  held 2.9, and two over the loopback device 6.8; elsewhere the sender's end alone, assumed.
 - gloo sends nothing before the receiver has asked for it (`transport/tcp/pair.cc`, `Pair::send`).
 """
 
@@ -35,7 +35,7 @@ from spec.parallelism import Parallelism
 T = TypeVar("T")
 
 MIB = 2.0**20
-COPIED_OUT = 0.5  # of a message's time
+COPIED_OUT, COPIED_OUT_SD = 0.5, 0.2  # of a message's time; log
 TCP_HELD = 3 * MIB
 NCCL_HELD = 2 * 8 * MIB / 8  # channels, steps of 128 KiB
 HELD_SD = 0.7  # log: the two that were measured over TCP differ by as much

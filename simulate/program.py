@@ -113,7 +113,7 @@ class Program:
             raise ValueError(f"{where}: moves {task.bytes} bytes; at least 1 is needed")
         if task.time_ns is not None and not 0 <= task.time_ns < _LONGEST_NS:
             raise ValueError(f"{where}: takes {task.time_ns} ns")
-        if task.rest_ns is not None and not 0 <= task.rest_ns <= (task.time_ns or 0.0):
+        if task.rest_ns is not None and not 0 <= task.rest_ns <= (task.time_ns or -1.0):
             raise ValueError(f"{where}: buffers do not hold {task.rest_ns} of {task.time_ns} ns")
         if task.kind in COLLECTIVES:
             if not task.axes or any(self.axes.get(axis, 1) < 2 for axis in task.axes):

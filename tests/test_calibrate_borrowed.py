@@ -107,6 +107,18 @@ def test_a_bad_table_of_another_system_stops_no_fit(
     assert not [fit for fit in read_calibration(twin).kernels if fit.op == "copy"]
 
 
+def test_bad_telemetry_of_another_system_stops_no_fit(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = beside(results)
+    (run_folder(results) / "telemetry.parquet").write_bytes(b"cut short")
+    assert run(main, [str(results), "--system", "twin", "--kernels-from", "twin"]) == 0
+    assert "nothing is taken from synthetic" in capsys.readouterr().err
+    found = read_calibration(twin)
+    assert not [fit for fit in found.kernels if fit.op == "copy"]
+    assert not [one.path for one in found.inputs if one.path.startswith("synthetic/")]
+
+
 def test_another_gpu_lends_nothing(results: Path) -> None:
     twin = beside(results, "Another GPU")
     assert run(main, [str(results), "--system", "twin"]) == 0

@@ -24,11 +24,19 @@ TCP = next(
 )
 
 
+FLOOR_US = 100.0  # what even a small message takes
+
+
 def message(
-    size: int, held: int, role: str = "fit", late: str = "device", nodes: int = 2
+    size: int,
+    held: int,
+    role: str = "fit",
+    late: str = "device",
+    nodes: int = 2,
+    std_us: float = 0.0,
 ) -> LateRow:
-    """At 1 byte/ns, of which so many bytes lie in buffers."""
-    left = max(size - held, 1000) / 1e3
+    """At 1 byte/ns beside a floor; so many bytes lie in buffers, and 30 us are left of any."""
+    left = max(size - held, 0) / 1e3 + 30.0
     times = dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), left)
     return LateRow.model_validate(
         times
@@ -36,13 +44,13 @@ def message(
             "case_id": f"late-{late}-{size}-{nodes}nodes",
             "role": role,
             "repeats": 6,
-            "std_us": 0.0,
+            "std_us": std_us,
             "backend": "nccl",
             "nodes": nodes,
             "late": late,
             "bytes": size,
             "lag_us": 1.0,
-            "together_us": size / 1e3,
+            "together_us": size / 1e3 + FLOOR_US,
             "sender_us": 1.0,
         }
     )
@@ -50,7 +58,9 @@ def message(
 
 def fitted(rows: list[LateRow], monkeypatch: pytest.MonkeyPatch) -> tuple[NetworkFit, Ledger]:
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
-    run: Any = SimpleNamespace(table=lambda _: rows)
+    manifest = SimpleNamespace(environment={"NCCL_IB_DISABLE": "1"})
+    fit = [row for row in rows if row.role == "fit"]
+    run: Any = SimpleNamespace(fit=lambda _: fit, manifest=manifest)
     ledger = Ledger()
     return with_held(TCP, Evidence("made-up", [run]), ledger), ledger
 
@@ -59,22 +69,22 @@ def test_what_buffers_hold_is_found_whatever_the_sizes(monkeypatch: pytest.Monke
     rows = [message(2**exponent, 5 * MIB) for exponent in range(18, 27)]
     rows += [message(2**exponent, 9 * MIB, late="host") for exponent in range(18, 27)]
     rows += [message(2**exponent, 50 * MIB, nodes=1) for exponent in range(24, 29)]
-    rows += [message(12 * MIB, 5 * MIB, role="judge")]
+    rows += [message(2**28, -90 * MIB, std_us=1e5), message(12 * MIB, 9 * MIB, role="judge")]
     found, ledger = fitted(rows, monkeypatch)
-    assert found.held_bytes == pytest.approx(5 * MIB, rel=1e-5)
+    assert found.held_bytes == pytest.approx(5 * MIB, rel=0.02)
     (noted,) = ledger.parameters
     assert (noted.name, noted.source) == ("network.tcp.held_bytes", "measured")
     assert noted.low < 5 * MIB < noted.high
     (judged,) = ledger.held_out
-    assert judged.median_error < 1e-4
-    assert judged.baseline_median_error == pytest.approx(12 / 7 - 1)
+    assert judged.rows == 4  # of 8 to 64 MiB, each from the others
+    assert judged.median_error < 0.02 < judged.baseline_median_error
 
 
 def test_messages_that_are_held_whole_or_not_at_all_tell_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = [message(2**exponent, 64 * MIB) for exponent in range(18, 25)]
-    gloo = [message(2**exponent, 0) for exponent in range(18, 25)]
+    gloo = [message(2**exponent, -70_000) for exponent in range(18, 25)]
     few = [message(16 * MIB, 5 * MIB)] * (LEAST - 1)
     for rows in (small, gloo, few, []):
         found, ledger = fitted(rows, monkeypatch)
@@ -105,7 +115,7 @@ def test_cases_go_to_the_next_rank_and_to_the_next_node() -> None:
 
 
 def test_a_late_receiver_over_gloo() -> None:
-    case = late_cases("cpu", 2, 2)[0]
+    case = late_cases("cpu", 2, 2)[-1]
     with contextlib.closing(Pool("cpu", 2)) as pool:
         replies = pool.together(case)
     assert not isinstance(replies, str), replies
