@@ -10,10 +10,11 @@ from typing import Any
 from measure import checks, heat, host_time, nccl_choice, placement
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
+from measure.late_plan import LateCase
 from measure.one_device import OneDevice
 from measure.one_kernel import OneKernel
 from measure.other_hosts import OtherHost, Samplers
-from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase, LateCase
+from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase
 from measure.store import Store, seconds_since, write_links
 from measure.window import Window
 from measure.workers import Pool

@@ -22,13 +22,8 @@ from measure import (
     turns,
 )
 from measure.budget import affordable, estimate_s
-from measure.plan import (
-    behind_cases,
-    collective_cases,
-    interference_cases,
-    kernel_cases,
-    late_cases,
-)
+from measure.late_plan import late_cases
+from measure.plan import behind_cases, collective_cases, interference_cases, kernel_cases
 from measure.plan_file import PlanFile
 from measure.training_plan import TrainingCase, case_of_config
 from measure.training_plan import cases as training_cases

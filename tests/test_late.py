@@ -10,7 +10,7 @@ import pytest
 from calibrate.evidence import Evidence, Ledger
 from calibrate.held import LEAST, with_held
 from measure.late import row
-from measure.plan import late_cases
+from measure.late_plan import late_cases
 from measure.workers import Pool
 from spec.calibration import Calibration, NetworkFit
 from spec.files import read_table
