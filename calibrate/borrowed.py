@@ -149,7 +149,7 @@ def lent(
     own = by_model(found)
     have = {key: set(shapes) for key, shapes in own.items()}
     given = []
-    for other, keys in some if gpu(found.runs[0]) else ():
+    for other, keys in some:
         if not of_its_gpu(found, other.runs):
             continue
         theirs = by_model(other)

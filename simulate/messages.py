@@ -17,7 +17,8 @@ What Megatron-Core 0.16.1 does with `overlap_p2p_comm` (`schedules.py`,
 
 A message's row is when its sender is done with it. Half of what buffers hold of it is at the
 sender's end (NCCL's buffers are alike at both, sockets hold 4 MiB to send and 6 to receive), so it
-arrives by that much later.
+arrives by that much later. By the suite `late` (`sender_us`) more lies there; docs/calibration.md
+says how much, and what that would change.
 """
 
 import itertools
