@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from simulate.costs import Array
 from simulate.exchange import of_boundary
+from simulate.message_turns import Event, turns
 from simulate.overlap import gather_in_turn
 from simulate.passes import PassCost
 from simulate.pipeline import taking_turns
@@ -17,7 +18,6 @@ from simulate.pricing import PricedStep
 from simulate.program import EXCHANGE, Kind, Program, StageProgram, Task
 from simulate.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.sharding import Waited
-from simulate.turns import Event, turns
 from simulate.uncertainty import central
 from spec.collective import Collective
 from spec.errors import UserError
