@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from measure.devices import Device
 from measure.one_device import OneDevice, on_each, state
@@ -36,6 +36,9 @@ PULSES = (
     (0.8, 0.1),
     (0.8, 0.4),
 )
+# the same with sums of tensors in the pauses, as a step has them between its products
+FILLED = ((0.02, 0.02), (0.05, 0.02), (0.05, 0.05), (0.1, 0.05), (0.2, 0.1), (0.4, 0.2))
+ELEMENTS = {"cuda": 2**29, "cpu": 2**16}  # of a tensor of these
 SIZES = {"cuda": 8192, "cpu": 256}  # side of a product
 SETTLE_S, MEASURED_S = 1.2, 2.8
 # seconds after a pulse began at which parts of it end, whose products are told apart
@@ -43,10 +46,18 @@ PARTS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 
 
 
 def cases(devices: int, quick: bool) -> list[OneDevice]:
-    """Every pulse on every device; `200-50` is products for 200 ms, a pause of 50."""
+    """Every pulse on every device; `200-50` is products for 200 ms, a pause of 50.
+
+    `200-50-add` has sums in the pause.
+    """
+    every = [(*pulse, "none") for pulse in PULSES] + [(*pulse, "add") for pulse in FILLED]
     loads = {
-        f"{round(1e3 * busy_s)}-{round(1e3 * pause_s)}": {"busy_s": busy_s, "pause_s": pause_s}
-        for busy_s, pause_s in PULSES
+        f"{round(1e3 * busy_s)}-{round(1e3 * pause_s)}{'' if op == 'none' else f'-{op}'}": {
+            "busy_s": busy_s,
+            "pause_s": pause_s,
+            "pause_op": op,
+        }
+        for busy_s, pause_s, op in every
     }
     return on_each("pulses", loads, SETTLE_S + MEASURED_S, devices, quick)
 
@@ -71,10 +82,11 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
 
     count = max(round(message["busy_s"] * part / timer.once_s(product)), 1)
     period_s = (message["busy_s"] + message["pause_s"]) * part
+    pause = pausing(message["pause_op"], part * message["pause_s"], timer)
 
     def several(seconds: float) -> list[list[float]]:
         pulses = max(round(seconds * part / period_s), 2 if message["pause_s"] else 1)
-        return run(product, count, 1e6 * part * message["pause_s"], pulses, timer)
+        return run(product, count, pause, pulses, timer)
 
     if message["pause_s"]:  # else how a load begins is what is wanted
         several(SETTLE_S)
@@ -91,14 +103,39 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
         products=count,
         busy_us=fmean(pulse[-1] - pulse[0] for pulse in pulses),
         pause_us=fmean(pauses) if message["pause_s"] else 0.0,
+        pause_op=message["pause_op"],
         since_us=",".join(f"{one:.0f}" for one in since_us),
         product_us=",".join(f"{one:.2f}" for one in product_us),
         **state(window),
     )
 
 
+def pausing(op: Literal["none", "add"], seconds: float, timer: "Timer") -> Callable[[], None]:
+    """What makes a pause so long: the device does nothing, or sums tensors."""
+    import torch
+
+    if op == "none":
+        return lambda: timer.pause(1e6 * seconds)
+    one, other = (
+        torch.randn(ELEMENTS[timer.device.type], device=timer.device).to(torch.bfloat16)
+        for _ in range(2)
+    )
+    total = torch.empty_like(one)
+
+    def add() -> None:
+        torch.add(one, other, out=total)
+
+    count = max(round(seconds / timer.once_s(add)), 1)
+
+    def several() -> None:
+        for _ in range(count):
+            add()
+
+    return several
+
+
 def run(
-    product: Callable[[], Any], count: int, pause_us: float, pulses: int, timer: "Timer"
+    product: Callable[[], Any], count: int, pause: Callable[[], None], pulses: int, timer: "Timer"
 ) -> list[list[float]]:
     """When each pulse began and each of its products ended, us."""
     marks: list[list[Any]] = []
@@ -109,8 +146,7 @@ def run(
             product()
             marks[-1].append(timer.event())
             marks[-1][-1].record()
-        if pause_us:
-            timer.pause(pause_us)
+        pause()
     timer.synchronize()
     first = marks[0][0]
     return [[1e3 * float(first.elapsed_time(one)) for one in pulse] for pulse in marks]

@@ -73,6 +73,9 @@ class PulseRow(OfDevice):
     products: PositiveInt = Field(description="of a pulse")
     busy_us: Positive = Field(description="mean length of a pulse")
     pause_us: NonNegative = Field(description="mean time between two; 0: one pulse, no pause")
+    pause_op: Literal["none", "add"] = Field(
+        default="none", description="what runs between two: nothing, sums of bf16 tensors"
+    )
     since_us: str = Field(
         description="mean time from a pulse's begin to the middle of a product, comma-separated"
     )
