@@ -15,10 +15,10 @@ What Megatron-Core 0.16.1 does with `overlap_p2p_comm` (`schedules.py`,
   kernels start as they were issued, behind a message that waits for the one before it: not counted,
   as that one mostly has the next input, or is three passes old.
 
-A message's row is when its sender is done with it. Half of what buffers hold of it is at the
-sender's end (NCCL's buffers are alike at both, sockets hold 4 MiB to send and 6 to receive), so it
-arrives by that much later. By the suite `late` (`sender_us`) more lies there; docs/calibration.md
-says how much, and what that would change.
+A message's row is when its sender is done with it. Half of what buffers hold of it is taken to be
+at the sender's end, so it arrives by that much later. By the suite `late` (`sender_us`) more lies
+there over a shaped link, less over the loopback device; docs/calibration.md says how much, and that
+steps are simulated no better with it.
 """
 
 import itertools
