@@ -21,7 +21,8 @@ from tests.test_measure_timing import FakeCuda, gpu  # noqa: F401
 def test_products_and_pauses_take_turns(gpu: tuple[CpuTimer, FakeCuda]) -> None:  # noqa: F811
     """Four products of 2 ms, then 130 ms in which the device spins, three times over."""
     timer, cuda = gpu
-    found = pulses.run(lambda: cuda.work(2e-3), 4, 130_000.0, 3, timer)
+    pause = pulses.pausing("none", 0.13, timer)
+    found = pulses.run(lambda: cuda.work(2e-3), 4, pause, 3, timer)
     assert [len(pulse) for pulse in found] == [5, 5, 5]
     for pulse in found:
         assert [one - pulse[0] for one in pulse] == pytest.approx([0, 2e3, 4e3, 6e3, 8e3])
@@ -58,7 +59,7 @@ def test_without_a_cap_there_is_nothing_to_run_into() -> None:
 def test_a_case_on_a_made_up_device_becomes_a_row() -> None:
     device = FakeDevice(0)
     cases = pulses.cases(2, True)
-    assert len(cases) == 2 * len(pulses.PULSES)
+    assert len(cases) == 2 * len(pulses.PULSES + pulses.FILLED)
     row = pulses.measure(cases[0].message(), CpuTimer(device), device, 0)
     assert (row.device, row.case_id) == (0, "pulses-4000-0-device0")
     assert row.parts[0][1] > 0
@@ -66,6 +67,8 @@ def test_a_case_on_a_made_up_device_becomes_a_row() -> None:
     assert row.pause_us == 0
     paused = next(one for one in cases if one.load["pause_s"])
     assert pulses.measure(paused.message(), CpuTimer(device), device, 0).pause_us > 0
+    filled = pulses.measure(cases[-1].message(), CpuTimer(device), device, 1)
+    assert (filled.pause_op, filled.case_id) == ("add", "pulses-400-200-add-device1")
 
 
 def row(**changes: object) -> PulseRow:
