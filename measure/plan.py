@@ -26,6 +26,7 @@ SUITES = (
     "interference",
     "behind",
     "late",
+    "among",
     "training",
     "telemetry",
 )
