@@ -294,8 +294,7 @@ class Costs:
     def _together(self, part: Part, own: Array, hidden: Sequence[Array]) -> tuple[Array, Array]:
         """A part's kernels with its communication beside them, and what is left of that.
 
-        Tensor-parallel layers start each collective right before one of their last products. What
-        that waits goes by its time alone, as `BehindFit` has it; it lasts as among other kernels.
+        Tensor-parallel layers start each collective right before one of their last products.
         """
         fit, axis = self.calibration.behind, part.hidden[0].axis
         products = [one for one in part.kernels if one.op == "gemm"][-len(hidden) :]
@@ -306,10 +305,9 @@ class Costs:
         of_a_layer = BEHIND[self.parallelism.sequence_parallel]  # each with a wait of its own
         spread = self.draws.factor("behind", fit.sd / of_a_layer**0.5)
         for product, sent in zip(products, hidden, strict=True):
-            lasts = self.kernel_us(product)
-            alone = lasts / self.works.among
+            alone = self.kernel_us(product)
             waits = smaller(fit.waits_us(product, alone, sent) * spread, sent)
-            own, left = own + waits, left + larger(slowed * sent - lasts - waits, 0.0)
+            own, left = own + waits, left + larger(slowed * sent - alone - waits, 0.0)
         return own, left
 
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:

@@ -14,8 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.uncertainty import Draws, central, larger
-from spec.among_fit import AmongFit
+from simulate.uncertainty import Draws
 from spec.calibration import Calibration
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
@@ -91,26 +90,12 @@ def reference_us(same: Same[KernelFit], dims: tuple[int, ...]) -> tuple[float, f
     return same.held.time_us(dims)
 
 
-def among(fit: AmongFit, draws: Draws) -> Array | float:
-    """How many times as long as alone products last among a layer's other kernels, (draws,).
-
-    All products of a step are in its passes; its optimizer has none. It lengthens those behind a
-    collective's start, too: `BehindFit` has what they wait beside their time alone, from rows whose
-    product had no other kernel around it with the collective or without. So a wait is told from the
-    time alone (`Costs._together`), and nothing counts twice.
-    """
-    if not fit.sd:
-        return fit.factor
-    return larger(fit.factor * draws.factor("among", fit.sd), fit.least)
-
-
 class Works:
     """The works of kernels, parts and segments under one calibration and some draws."""
 
     def __init__(self, calibration: Calibration, draws: Draws) -> None:
         """Nothing is worked out yet."""
         self._calibration, self._draws = calibration, draws
-        self.among = among(calibration.among, draws)
         self.layer_clocks: dict[Any, Any] = {}  # of `simulate.clocks.layer_clock`
         self._kernels: dict[Kernel, tuple[Slowed, Work]] = {}
         # by identity; each keeps what it is of
@@ -163,10 +148,8 @@ class Works:
         else:
             share = clock.memory_with_clock
             energy = Energy(drawn * share, drawn * (1 - share), drawn)
+        modelled_us = 0.0 if kernel.dims in fit.measured else central_us
         slowed = fit.op in PRODUCTS, fit.clock_exponent
-        if slowed[0]:  # no more energy: what they wait for among other kernels draws none
-            time = time * self.among
-        modelled_us = 0.0 if kernel.dims in fit.measured else central(time)
         return slowed, Work(time, energy, fit.issue_us(kernel.dims), modelled_us)
 
     def of_part(self, part: Part) -> ByClock:
