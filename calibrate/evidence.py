@@ -19,7 +19,6 @@ from spec.interval import Z90
 from spec.load_records import HeatRow, PulseRow, TurnRow
 from spec.manifest import Device, Manifest
 from spec.records import (
-    AmongRow,
     BehindRow,
     ClockRow,
     CollectiveRow,
@@ -41,7 +40,6 @@ FITTED: dict[type[Row], str] = {
     InterferenceRow: "interference.csv",
     BehindRow: "behind.csv",
     LateRow: "late.csv",
-    AmongRow: "among.csv",
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
     PulseRow: "pulses.csv",
@@ -50,7 +48,6 @@ FITTED: dict[type[Row], str] = {
 }
 # what tells of a GPU, not of a system
 OF_GPU: tuple[type[Row], ...] = (
-    AmongRow,
     BehindRow,
     HeatRow,
     TurnRow,

@@ -24,7 +24,6 @@ from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
 from calibrate import host_visits
-from calibrate.among import fit_among
 from calibrate.behind import fit_behind
 from calibrate.borrowed import fittable, lent_inputs, readable
 from calibrate.clocks import clock_state, fit_clock, judge_power
@@ -105,7 +104,6 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
     behind = fit_behind(evidence, ledger)
-    among = fit_among(evidence, ledger)
     composition = composition_sd(evidence, ledger)
     judge_kernels(evidence, state, own, ledger)
     judge_families(evidence, state, own, ledger)
@@ -141,7 +139,6 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "interference": interference.kernel,
             "communication_slowed": interference.collective,
             "behind": behind,
-            "among": among,
             "composition_sd": composition,
             "parameters": tuple(ledger.parameters),
             "held_out": tuple(ledger.held_out),

@@ -12,7 +12,7 @@ from measure.plan import CollectiveCase, InterferenceCase, KernelCase
 BY_CASE = ("host", "training", "placement", "profile")  # suites that start processes for a case
 OWN_PROCESSES = (*BY_CASE, "behind")  # suites that start their own
 # suites whose cases need one device each: all devices at once
-SHARED = ("kernels", "among", "turns", "pulses", "clocks", "queued")
+SHARED = ("kernels", "turns", "pulses", "clocks", "queued")
 START_S = {"nvidia": 8.0, "amd": 8.0}  # workers' start; a CPU's is shorter
 CPU_START_S = 5.0
 # most instructive first; others as planned

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from measure import checks, heat, host_time, nccl_choice, placement
-from measure.among import AmongCase
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
 from measure.devices import Device
 from measure.late_plan import LateCase
@@ -86,10 +85,6 @@ class Campaign:
     def kernels(self, pool: Pool, cases: Sequence[KernelCase], until: float | None) -> None:
         """Share the cases among the devices."""
         self._each("kernels", pool, cases, until)
-
-    def among(self, pool: Pool, cases: Sequence[AmongCase], until: float | None) -> None:
-        """Share the cases among the devices."""
-        self._each("among", pool, cases, until)
 
     def turns(self, pool: Pool, cases: Sequence[OneDevice], until: float | None) -> None:
         """All devices at once, each by itself."""

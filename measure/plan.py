@@ -26,7 +26,6 @@ SUITES = (
     "interference",
     "behind",
     "late",
-    "among",
     "training",
     "telemetry",
 )

@@ -140,7 +140,8 @@ def measure(case: dict[str, Any], timer: "Timer", device: int) -> QueuedRow:
     maker = Maker(timer.device)
     calls: list[Callable[[], Any]] = []
     inputs: list[Tensor] = []
-    for _ in range(operand_sets(kernel, timer)):
+    sets = math.ceil(CACHES * timer.cache_bytes / kernel.bytes)
+    for _ in range(max(1, min(MOST_SETS, sets))):
         calls.append(maker.build(kernel)[0])
         if maker.fed is None:
             raise Refused(f"no operation before feeds {kernel.op} {kernel.direction}")
@@ -169,11 +170,6 @@ def measure(case: dict[str, Any], timer: "Timer", device: int) -> QueuedRow:
         fed_bytes=inputs[0].numel() * inputs[0].element_size(),
         operand_sets=len(calls),
     )
-
-
-def operand_sets(kernel: Kernel, timer: "Timer") -> int:
-    """Sets of operands that repeats take in turn, so that no cache holds one until its turn."""
-    return max(1, min(MOST_SETS, math.ceil(CACHES * timer.cache_bytes / kernel.bytes)))
 
 
 def batch_size(once_s: float, host_us: float | None) -> int:

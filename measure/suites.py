@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 
 from measure import (
-    among,
     checks,
     clocks,
     cluster_plan,
@@ -91,8 +90,6 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
                     kind, devices, options.nodes, options.link_mbit, options.hosts, options.quick
                 )
             )
-        elif suite == "among":
-            cases[suite] = among.cases(kind, options.quick)
         elif suite in ("training", "profile"):
             cases[suite] = planned_steps(options, kind, devices)
         elif suite == "telemetry":

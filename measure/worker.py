@@ -62,7 +62,6 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from measure import (
-        among,
         behind,
         clocks,
         collectives,
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     from measure.products import Refused
     from measure.timing import open_timer
 
-    monitored = {"among": among, "turns": turns, "pulses": pulses, "clocks": clocks}
+    monitored = {"turns": turns, "pulses": pulses, "clocks": clocks}
     if core is not None:
         torch.set_num_threads(1)
     timer = open_timer(asked.kind, asked.device, monitor)

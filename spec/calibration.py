@@ -6,8 +6,7 @@ only; reading one from a stranger runs nothing.
 
 All spreads named `sd` are standard deviations of the natural logarithm of a duration: 0.05 means
 about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit`,
-`spec.network_fit`, `spec.clock_fit`, `spec.behind_fit` and `spec.among_fit`; most of their names
-are here too.
+`spec.network_fit`, `spec.clock_fit` and `spec.behind_fit`; most of their names are here too.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from spec.among_fit import AmongFit
 from spec.behind_fit import BehindFit
 from spec.clock_fit import ClockFit, DeviceFit
 from spec.collective_fit import (
@@ -252,9 +250,6 @@ class Calibration(BaseModel):
     behind: BehindFit | None = Field(
         default=None,
         description="a product that starts behind a collective; None: as beside one",
-    )
-    among: AmongFit = Field(
-        default=AmongFit(), description="products of a pass, among its other kernels"
     )
     one_queue: bool = Field(
         default=False,

@@ -102,53 +102,6 @@ class QueuedRow(OneKernelRow):
     operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")
 
 
-class AmongRow(OfDevice):
-    """among.csv: a layer's kernels in the order of a step, without its products, and these alone.
-
-    All at the largest clock, behind pauses; times are of both passes of one layer.
-    """
-
-    model: str = Field(min_length=1, max_length=100, description="a named model")
-    microbatch: PositiveInt = Field(description="sequences")
-    seq_len: PositiveInt
-    tp: PositiveInt = Field(description="GPUs that share the layer, sequence-parallel if several")
-    products: PositiveInt = Field(description="matrix products of both passes")
-    others: PositiveInt = Field(description="other kernels of both passes")
-    alternations: Annotated[int, Field(ge=2)] = Field(description="repeats behind the medians")
-    all_us: Positive = Field(description="median duration of all kernels, in order")
-    others_us: Positive = Field(description="of those that are no products, in order")
-    products_us: Positive = Field(
-        description="of the products, each timed in a row of its own repeats, added up"
-    )
-    excess_sd_us: NonNegative = Field(
-        description="standard deviation of what all take beyond the two, over alternations"
-    )
-    all_mhz: ClockMhz | None = Field(
-        default=None, description="median SM clock right behind all kernels"
-    )
-    products_mhz: ClockMhz | None = Field(default=None, description="right behind products")
-    clock_mhz: ClockMhz | None = Field(
-        default=None, description="SM clock, mean of the readings, pauses included"
-    )
-    power_w: Positive | None = Field(default=None, description="mean, likewise")
-    temperature_max_c: FiniteFloat | None = None
-    throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
-
-    @model_validator(mode="after")
-    def _longer(self) -> Self:
-        if self.all_us <= self.others_us:
-            raise ValueError(
-                f"all_us is {self.all_us:g}; all kernels must take longer than those that are no "
-                f"products, others_us {self.others_us:g}"
-            )
-        return self
-
-    @property
-    def factor(self) -> float:
-        """How many times as long as alone products last among the others."""
-        return (self.all_us - self.others_us) / self.products_us
-
-
 MOST_TP = 8  # heads of the nil model, see `spec.nil`; no more ranks share its sequence, either
 
 
@@ -291,7 +244,6 @@ TABLES: dict[str, type[Row]] = {
     "interference": InterferenceRow,
     "behind": BehindRow,
     "late": LateRow,
-    "among": AmongRow,
     "heat": HeatRow,
     "turns": TurnRow,
     "clocks": ClockRow,

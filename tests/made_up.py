@@ -7,7 +7,6 @@ from spec.calibration import Calibration, read_calibration
 from spec.collective import COLLECTIVES, busbw_factor
 from spec.files import write_json
 from spec.kernel import OPS
-from spec.records import AmongRow
 
 COMPUTE_BOUND = ("gemm", "grouped_gemm", "attention")
 
@@ -101,26 +100,3 @@ def write_calibration(path: Path, **changes: Any) -> Calibration:
     """Write the made-up calibration to `path` and read it back."""
     write_json(path, calibration_json(**changes))
     return read_calibration(path)
-
-
-def among_row(model: str, factor: float, **changes: Any) -> AmongRow:
-    """A layer of 2 ms of other kernels and 5 ms of products, which last so much longer there."""
-    known = {
-        "case_id": f"among-{model}-1x4096-tp1",
-        "role": "fit",
-        "device": 0,
-        "model": model,
-        "microbatch": 1,
-        "seq_len": 4096,
-        "tp": 1,
-        "products": 12,
-        "others": 20,
-        "alternations": 9,
-        "all_us": 2000.0 + 5000.0 * factor,
-        "others_us": 2000.0,
-        "products_us": 5000.0,
-        "excess_sd_us": 5.0,
-        "all_mhz": 1980.0,
-        "products_mhz": 1980.0,
-    }
-    return AmongRow.model_validate(known | changes)
