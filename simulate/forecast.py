@@ -127,6 +127,12 @@ def read_plan(path: Path) -> list[TrainingConfig]:
     return rows
 
 
+def refuse_sealed(out: Path) -> None:
+    """Raise UserError where a file stands that a forecast would replace."""
+    if out.exists():
+        raise UserError(f"{out}: exists already; a forecast is written once, give another name")
+
+
 def seal(
     plan_path: Path,
     out: Path,
@@ -142,8 +148,7 @@ def seal(
 
     `devices` are as `predict` takes them; `drawn` says where a drawn plan comes from.
     """
-    if out.exists():
-        raise UserError(f"{out}: exists already; a forecast is written once, give another name")
+    refuse_sealed(out)
     cases = []
     for config in read_plan(plan_path):
         fields = config.model_dump(include=set(TrainingConfig.model_fields))

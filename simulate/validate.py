@@ -9,7 +9,7 @@ from typing import Any
 from simulate import record
 from simulate.draw import draw
 from simulate.engines import wanted_binary
-from simulate.forecast import Drawn, limits, match, read_forecast, seal
+from simulate.forecast import Drawn, limits, match, read_forecast, refuse_sealed, seal
 from simulate.inputs import (
     CPU_FABRIC,
     DEFAULT_FABRIC,
@@ -251,6 +251,8 @@ def draw_plan(arguments: Any, calibration: Calibration, node: Node) -> Path:
     out = Path(arguments.plan_out)
     if out.exists():
         raise UserError(f"{out}: exists already; a plan is drawn once, give another name")
+    if out.resolve() == Path(arguments.out).resolve():
+        raise UserError(f"--plan-out and --out are both {out}; give another name to one of them")
     configs = draw(
         Path(arguments.plan),
         arguments.draw,
@@ -313,6 +315,8 @@ def main_predict(words: Sequence[str]) -> int:
         )
     node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
     calibration = calibration_for(calibration, node)
+    refuse_sealed(Path(arguments.out))  # before a plan is drawn, which is written once too
+    devices = measured_last(arguments, calibration) if arguments.same_devices else ()
     plan, drawn = Path(arguments.plan), None
     if arguments.draw is None:
         options.refuse_given(arguments, ("seed", "plan_out"), "without --draw N")
@@ -333,7 +337,7 @@ def main_predict(words: Sequence[str]) -> int:
         node,
         load_fabric(arguments.fabric or fabric_of(calibration)),
         arguments.draws,
-        measured_last(arguments, calibration) if arguments.same_devices else (),
+        devices,
         drawn,
     )
     lines = [

@@ -27,18 +27,9 @@ step_time_s: [0.001, 10]
 def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "grid.yaml").write_text(GRID)
 
-    def predict_drawn(name: str, seed: str) -> tuple[int, str, str]:
-        words = (
-            "--draw",
-            "8",
-            "--seed",
-            seed,
-            "--plan-out",
-            f"{name}.csv",
-            "--out",
-            f"{name}.json",
-        )
-        return call(capsys, "predict", "grid.yaml", *words)
+    def predict_drawn(name: str, seed: str, sealed: str = "") -> tuple[int, str, str]:
+        words = ("--draw", "8", "--seed", seed, "--plan-out", f"{name}.csv")
+        return call(capsys, "predict", "grid.yaml", *words, "--out", sealed or f"{name}.json")
 
     assert predict_drawn("a", "1a2b3c")[0] == 0
     assert predict_drawn("b", "1a2b3c")[0] == 0
@@ -48,9 +39,15 @@ def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
     drawn = read_table(tmp_path / "a.csv", TrainingConfig)
     measured = {(row.hidden, row.tp, row.pp) for row in configs()}
     assert sum((row.hidden, row.tp, row.pp) not in measured for row in drawn) >= 4
-    code, _, err = predict_drawn("a", "1a2b3c")
-    assert code == 2
-    assert "a plan is drawn once" in err
+    # neither is written over, and no plan is drawn for a forecast that cannot be written
+    for name, sealed, said in (
+        ("a", "new.json", "a.csv: exists already; a plan is drawn once"),
+        ("new", "a.json", "a.json: exists already; a forecast is written once"),
+        ("new", "new.csv", "--plan-out and --out are both new.csv"),
+    ):
+        code, _, err = predict_drawn(name, "1a2b3c", sealed)
+        assert (code, said in err) == (2, True)
+        assert not list(tmp_path.glob("new.*"))
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/forecasts/grid*.yaml")), ids=str)
