@@ -114,10 +114,12 @@ def choose(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> tupl
     """The parallelism that the user gave, or the fastest that fits; and a sentence on which."""
     degrees = {name: fixed[name] for name in ("tp", "pp", "cp", "dp") if name in fixed}
     if gpus % prod(degrees.values()):
-        given_names = " * ".join(f"{name} {size}" for name, size in degrees.items())
+        named = " * ".join(f"{name} {size}" for name, size in degrees.items())
+        if len(degrees) > 1:
+            named += f" = {prod(degrees.values())}"
         raise UserError(
-            f"{given_names} = {prod(degrees.values())} does not divide --gpus {gpus}; "
-            "the product of the degrees must be the GPU count"
+            f"{named} does not divide --gpus {gpus}; the product of the degrees must be the GPU "
+            "count"
         )
     if {"tp", "pp"} <= fixed.keys():
         given(inputs, gpus, batch, fixed)
@@ -232,7 +234,10 @@ def check_apart(emitted: Path, symmetric: Path) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run the command."""
-    arguments = parser().parse_args(words)
+    options = parser()
+    arguments = options.parse_args(words)
+    if arguments.engine == "timeline":
+        options.refuse_given(arguments, ("astra_sim",), "with --engine timeline")
     check_gpus(arguments.gpus, "--gpus")
     check_budget(arguments.tokens, arguments.price_per_gpu_hour)
     counts = scaling_counts(arguments.scaling)

@@ -37,7 +37,8 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     missing = [name for name in COLUMNS if not rows or names.count(name) != 1]
     if missing:
         raise UserError(
-            f"{path}: no column {missing[0]}, two of them, or no rows; needed are {COLUMNS}"
+            f"{path}: no column {missing[0]}, two of them, or no rows; needed are "
+            f"{', '.join(COLUMNS)}"
         )
     found = []
     for number, row in enumerate(rows, start=2):
