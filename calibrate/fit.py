@@ -46,7 +46,7 @@ from calibrate.state import ClockState, Key
 from calibrate.telemetry import read_telemetry
 from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
-from spec.command import Parser, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import write_text
 from spec.kernel_fit import KernelFit
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--system", metavar="NAME", help="fit only this system (default: all)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: results/<system>/calibration.json"
+        "--out", type=new_file, metavar="FILE", help="default: results/<system>/calibration.json"
     )
     parser.add_argument(
         "--kernels-from",
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str]) -> int:
         help="take kernels, and what else this system lacks, from another (without kernels of its "
         "own: from the system of the same GPUs, unless named)",
     )
-    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write an HTML report")
+    parser.add_argument("--report", type=new_file, metavar="FILE.html", help="write an HTML report")
     add_json(parser)
     add_progress(parser)
     options = parser.parse_args(arguments)
@@ -302,14 +302,14 @@ def main(arguments: Sequence[str]) -> int:
     fitted = fit_all(found, options.progress)
     values, texts = [], []
     for evidence, calibration in zip(found, fitted, strict=True):
-        out = options.out or evidence.runs[-1].path.parent / "calibration.json"
+        out = Path(options.out or evidence.runs[-1].path.parent / "calibration.json")
         write_calibration(out, calibration)
         values.append(result(calibration, out))
         texts.append(f"written: {out}")
         if options.report:
             from calibrate.report import write_report
 
-            write_report(options.report, calibration)
+            write_report(Path(options.report), calibration)
             texts.append(f"report: {options.report}")
     text = overview(fitted) if len(fitted) > 1 else summary(fitted[0])
     emit(options.json, {"schema": "fit/1", "systems": values}, "\n".join([text, *texts]))

@@ -23,7 +23,7 @@ from measure.serve import serve
 from measure.store import PLAN, Store, find_run
 from measure.suites import Options, list_cases, planned, write_plan
 from measure.telemetry import Sampler
-from spec.command import Parser, add_json, add_progress, result_name, run, whole
+from spec.command import Parser, add_json, add_progress, new_file, result_name, run, whole
 from spec.errors import UserError, WorkError
 
 EXAMPLES = """\
@@ -83,7 +83,7 @@ def arguments_parser() -> Parser:
     )
     parser.add_argument(
         "--write-plan",
-        type=Path,
+        type=new_file,
         metavar="FILE.csv",
         help="write the training steps that would run as a plan, and stop",
     )
@@ -205,7 +205,7 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
         )
     options = read_options(asked, "nvidia", asked.gpus, hosts)
     if asked.write_plan:
-        return write_plan(asked.write_plan, options, "nvidia", asked.gpus)
+        return write_plan(Path(asked.write_plan), options, "nvidia", asked.gpus)
     cases = planned(options, "nvidia", asked.gpus)
     return list_cases(asked.json, cases, "nvidia", asked.gpus, asked.budget)
 
@@ -307,7 +307,7 @@ def lead(
             f"{kind}; name another"
         )
     if asked.write_plan:
-        return write_plan(asked.write_plan, options, kind, len(devices))
+        return write_plan(Path(asked.write_plan), options, kind, len(devices))
     if asked.list:
         twice = 0.0 if options.share is None else 2 * host_check.SECONDS
         return list_cases(asked.json, cases, kind, len(devices), asked.budget, twice)

@@ -26,7 +26,7 @@ from simulate.inputs import (
 from simulate.memory import memory
 from simulate.plans import search
 from simulate.projection import Projection, Request, project
-from spec.command import Parser, add_draws, add_json, add_progress, emit, progress, run
+from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import first_problem, write_text
 from spec.hardware import Fabric
@@ -201,7 +201,9 @@ def parser() -> Parser:
     add_inputs(options)
     add_parallelism(options)
     add_draws(options)
-    options.add_argument("--report", metavar="FILE.html", help="default: studies/NAME.html")
+    options.add_argument(
+        "--report", type=new_file, metavar="FILE.html", help="default: studies/NAME.html"
+    )
     add_json(options)
     add_progress(options)
     return options

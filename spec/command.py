@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from spec.errors import UserError, WorkError
-from spec.files import first_problem, write_json
+from spec.files import check_writable, first_problem, write_json
 from spec.names import MOST_NAME, NAME
 
 T = TypeVar("T")
@@ -69,8 +69,12 @@ def add_draws(parser: argparse._ActionsContainer) -> None:
 
 def new_file(text: str) -> str:
     """An argparse type: a file to write, checked before any work is done."""
-    if Path(text).is_dir():
+    if Path(text).is_dir() or text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
+    try:
+        check_writable(Path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from None
     return text
 
 

@@ -1,6 +1,7 @@
 """Reading and writing files so that nothing is ever half-written and bad input is a sentence."""
 
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -30,16 +31,42 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        with _naming(path):
+            temporary.chmod(0o644)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where `replacing` could not write `path`; nothing is left behind."""
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        return
+    folder = path.parent
+    while not os.path.lexists(folder):  # is made when there is something to write
+        folder = folder.parent
+    with _naming(path), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have a failure to write name `path`, and no temporary file."""
+    try:
+        yield
+    except OSError as error:
+        # of a file where a folder should be, `mkdir` says that it exists
+        number = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno
+        why = os.strerror(number) if number else str(error)
+        raise OSError(number, f"cannot be written ({why})", str(path)) from None
 
 
 def write_text(path: Path, text: str) -> None:

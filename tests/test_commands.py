@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from simulate import project, search, study, validate
-from spec.files import write_json
+from spec.command import run
+from spec.files import check_writable, write_json
 from tests.commands import called
 from tests.made_up import calibration_json
 
@@ -220,7 +221,8 @@ def test_same_seed_same_numbers(command: Any) -> None:
     [
         (("--gpus", "0"), "--gpus is 0; it must be between 1 and"),
         (("--gpus", "many"), "invalid int value: 'many'"),
-        (("--gpus", "12", "--tp", "8", "--pp", "1"), "does not divide --gpus 12"),
+        (("--gpus", "12", "--tp", "8", "--pp", "1"), "tp 8 * pp 1 = 8 does not divide --gpus 12"),
+        (("--gpus", "12", "--tp", "8"), "error: tp 8 does not divide --gpus 12; the product"),
         (("--gpus", "64", "--tp", "3", "--pp", "1", "--dp", "1"), "3"),
         (("--fabric", "wet-string"), "fabric 'wet-string' is neither a file nor a named fabric"),
         (("--node", "abacus"), "node 'abacus' is neither a file nor a named node"),
@@ -236,6 +238,10 @@ def test_same_seed_same_numbers(command: Any) -> None:
         (("--gpus", "1"), "does not fit 1 GPUs"),
         (("--json", "."), ".: is a folder; name a file"),
         (("--report", "."), ".: is a folder; name a file"),
+        (("--report", "new/"), "new/: is a folder; name a file"),
+        (("--json", "/proc/x.json"), "--json: /proc/x.json: cannot be written ("),
+        (("--json", "deep.yaml/x.json"), "deep.yaml/x.json: cannot be written (Not a directory)"),
+        (("--engine", "timeline", "--astra-sim", "/x"), "--astra-sim has no effect with --engine"),
         (("--seed", "-1"), "'-1' is not a whole number"),
         (("--gpus", "64", "--tp", "1", "--sequence-parallel"), "has no effect with tp 1"),
         (("--gpus", "64", "--ep", "2"), "which has no experts"),
@@ -277,6 +283,19 @@ def test_links_and_devices_are_written_through(command: Any, tmp_path: Path) -> 
     assert json.loads((tmp_path / "target.json").read_text())["schema"] == "projection/1"
     assert command("project", *words, "/dev/null")[0] == 0
     assert Path("/dev/null").is_char_device()
+
+
+def test_what_cannot_be_written_is_named_itself(tmp_path: Path, capsys: Any) -> None:
+    """Not the temporary file that would have become it."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "x.json", tmp_path / "file" / "new" / "x.json"):
+        for write in (check_writable, lambda path: write_json(path, {})):
+            assert run(lambda _, write=write, path=path: write(path), []) == 2
+            assert capsys.readouterr().err == (
+                f"error: {path}: cannot be written (Not a directory); give another path\n"
+            )
+    check_writable(tmp_path / "new" / "folder" / "x.json")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
 def test_astra_sim_that_fails_keeps_the_projection(command: Any, tmp_path: Path) -> None:
