@@ -16,6 +16,8 @@ from spec.errors import UserError
 from spec.files import read_table
 from spec.row import Positive
 
+NEEDED = ("collective", "gpus", "bytes", "time_us")
+
 
 class PublishedRow(BaseModel):
     """A timed collective; `bytes` is nccl-tests' (`spec.collective`). Other columns are ignored."""
@@ -33,7 +35,13 @@ def judge_sweep(path: Path, fitted: Sequence[int]) -> Ledger:
     times: dict[tuple[str, str], dict[int, dict[int, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
-    for row in read_table(path, PublishedRow, others_ignored=True):
+    rows = read_table(path, PublishedRow, others_ignored=True)
+    for name in NEEDED:
+        if not any(getattr(row, name) for row in rows):
+            raise UserError(
+                f"{path}: no row has anything in a column {name}; needed are {', '.join(NEEDED)}"
+            )
+    for row in rows:
         if row.gpus is None or row.bytes is None or row.time_us is None:
             continue  # a line of a table that prints less
         if row.nodes == 1 and row.collective in COLLECTIVES:

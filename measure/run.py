@@ -198,10 +198,12 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
     if asked.gpus < 1:
         raise UserError(f"--gpus is {asked.gpus}; it must be at least 1")
     hosts = asked.hosts or 1
-    if asked.gpus % hosts or (hosts > 1 and asked.emulate_nodes is not None):
+    if asked.gpus % hosts:
+        raise UserError(f"--hosts is {hosts}; it must divide --gpus, which is {asked.gpus}")
+    if hosts > 1 and asked.emulate_nodes is not None:
         raise UserError(
-            f"--hosts is {hosts}: it must divide --gpus ({asked.gpus}), and hosts are not emulated "
-            "nodes, too"
+            f"--hosts is {hosts}: nodes are emulated on one host; leave out --hosts or "
+            "--emulate-nodes"
         )
     options = read_options(asked, "nvidia", asked.gpus, hosts)
     if asked.write_plan:

@@ -23,6 +23,7 @@ from spec.training_records import StepRow, TrainingRow
 COMPARED = "placement-compared.json"  # ends a comparison of placements
 LINKS = "links.json"  # times of groups that sent at the same time: which link is slow
 PLAN = "plan.json"  # what an unfinished run still has to do; gone once it is complete
+NAMED = 8  # runs in a sentence
 
 
 def now() -> str:
@@ -218,6 +219,12 @@ def find_run(root: Path, run: str) -> Path:
     for folder in (named, root / run):
         if (folder / "manifest.json").exists():
             return folder
+        runs = sorted(path.parent.name for path in folder.glob("*/manifest.json"))
+        if runs:
+            older = f", and {len(runs) - NAMED} older" if len(runs) > NAMED else ""
+            raise UserError(
+                f"{folder}: is a system; name one of its runs: {', '.join(runs[-NAMED:])}{older}"
+            )
     found = sorted(path.parent for path in root.glob(f"*/{named.name}/manifest.json"))
     if len(found) == 1:
         return found[0]

@@ -37,7 +37,7 @@ class BothWays:
 
 
 def numbers(text: str) -> list[float]:
-    """Numbers of an option: comma-separated, or a file with one on each line."""
+    """The numbers of --slowness: comma-separated, or a file with one on each line."""
     path = Path(text)
     try:
         words = path.read_text().split() if len(text) < 1000 and path.is_file() else text.split(",")
@@ -46,7 +46,8 @@ def numbers(text: str) -> list[float]:
         found = []
     if not found or not all(isfinite(one) and one > 0 for one in found):
         raise UserError(
-            f"{text[:60]!r}: give numbers above 0 such as 1,1.05, or a file with one a line"
+            f"--slowness is {text[:60]!r}; give numbers above 0 such as 1,1.05, or a file with one "
+            "a line"
         )
     return found
 
@@ -63,12 +64,12 @@ def modelled(
         raise UserError(f"--slowness-sd is {sd:g}; give a share between 0 and 0.5")
     if max(slowness) > SLOWEST * min(slowness):
         raise UserError(
-            f"slowness {min(slowness):g} to {max(slowness):g}: a GPU that is more than "
-            f"{SLOWEST:g} times slower is broken; leave it out"
+            f"--slowness is from {min(slowness):g} to {max(slowness):g}; a GPU that is more than "
+            f"{SLOWEST:g} times slower is broken, leave it out"
         )
     if len(slowness) not in (p.pp, p.gpus):
         raise UserError(
-            f"{len(slowness)} numbers of --slowness; give {p.pp}, one for each stage, or "
+            f"--slowness has {len(slowness)} numbers; give {p.pp}, one for each stage, or "
             f"{p.gpus}, one for each GPU"
         )
     plain = symmetric(inputs.model.layers, p.pp)

@@ -106,6 +106,7 @@ def test_larger_groups_of_a_published_sweep(tmp_path: Path, capsys: Any) -> None
         (("--sweep", "s.csv"), "go together"),
         (("--sweep", "s.csv", "--fit-groups", "2,q"), "'2,q'"),
         (("--sweep", "s.csv", "--fit-groups", "2,4,8"), "a larger one"),
+        (("--sweep", "untimed.csv", "--fit-groups", "2,4"), "anything in a column time_us; needed"),
         (("--sweep", "none.csv", "--fit-groups", "2,4"), "none.csv"),
     ],
 )
@@ -113,7 +114,8 @@ def test_a_sweep_that_cannot_be_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sweep(tmp_path / "s.csv")
+    timed = sweep(tmp_path / "s.csv").read_text()
+    (tmp_path / "untimed.csv").write_text(timed.replace("time_us", "seconds"))
     assert run(judge.main, list(words)) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -97,6 +97,9 @@ def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
         assert find_run(tmp_path, name) == store.folder
     with pytest.raises(UserError, match="no run 'r2'"):
         find_run(tmp_path, "r2")
+    for name in ("fake", str(store.folder.parent)):
+        with pytest.raises(UserError, match=r"fake: is a system; name one of its runs: r1$"):
+            find_run(tmp_path, name)
     with pytest.raises(UserError, match="continue it with --resume"):
         new_store(tmp_path)
 

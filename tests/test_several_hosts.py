@@ -304,7 +304,9 @@ def test_the_plan_of_hosts_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = Options(("training",), (), True, plan, hosts=8)
     assert len(planned(options, "nvidia", 64)["training"]) == len(plan.training)
     assert run(main, [*words[:3], "7", *words[4:]]) == 2
-    assert "must divide --gpus (64)" in capsys.readouterr().err
+    assert "--hosts is 7; it must divide --gpus, which is 64" in capsys.readouterr().err
+    assert run(main, [*words, "--emulate-nodes", "2"]) == 2
+    assert "leave out --hosts or --emulate-nodes" in capsys.readouterr().err
     assert run(main, ["--hosts", "8", "--list"]) == 2
     assert "--hosts is for --gpus" in capsys.readouterr().err
 
