@@ -93,7 +93,9 @@ def arguments_parser() -> Parser:
     )
     parser.add_argument("--quick", action="store_true", help="a short look at everything")
     parser.add_argument("--resume", metavar="RUN", help="continue a run; its own plan counts")
-    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="say what would run, and stop; --json names the cases"
+    )
     parser.add_argument(
         "--budget", type=float, metavar="MINUTES", help="stop in time; each suite gets a share"
     )

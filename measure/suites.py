@@ -173,7 +173,7 @@ def list_cases(
     minutes: float | None = None,
     checks_s: float = 0.0,
 ) -> int:
-    """What would run (within so many minutes, if given), with estimated seconds.
+    """What would run (within so many minutes, if given), with estimated seconds; cases as JSON.
 
     checks_s: what a run spends before and after its cases.
     """
@@ -192,7 +192,6 @@ def list_cases(
             "seconds": round(seconds, 1),
             "cases": [{"case_id": one.case_id, "seconds": round(one.seconds, 2)} for one in some],
         }
-        lines += [f"{one.seconds:8.2f} s  {suite:12s} {one.case_id}" for one in some]
         lines.append(f"{seconds:8.0f} s  {suite:12s} {len(some)} cases on {devices} devices")
     count = sum(len(some) for some in cases.values())
     lines.append(f"{total:8.0f} s  {'together':12s} {count} cases, {total / 60:.1f} minutes")

@@ -90,6 +90,10 @@ def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     value = json.loads(capsys.readouterr().out)
     assert value["suites"]["kernels"]["cases"]
     assert value["suites"]["collectives"]["seconds"] > 0
+    assert run(main, [*words[:-1], "--suite", "kernels,collectives"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    counts = [len(one["cases"]) for one in value["suites"].values()]
+    assert [int(line.split()[3]) for line in lines] == [*counts, sum(counts)]
     assert not out.exists()
 
 
