@@ -291,7 +291,11 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism (what is not given is searched for)")
     for name, kind, text in PARALLELISM_OPTIONS:
         group.add_argument(f"--{name}", type=kind, metavar="N", help=text)
-    group.add_argument("--recompute", choices=("none", "selective", "full"))
+    group.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        help="what the backward pass computes again: nothing, attention, or whole layers",
+    )
     group.add_argument(
         "--schedule", choices=get_args(Schedule), help="of the pipeline (default: 1f1b)"
     )

@@ -67,7 +67,7 @@ def parser() -> Parser:
     given.add_argument(
         "--slowness-sd", type=float, metavar="X", help="how uncertain these are, a share (0.005)"
     )
-    given.add_argument("--gpus", type=int, metavar="N")
+    given.add_argument("--gpus", type=int, metavar="N", help="of all stages and replicas")
     for name, text in (("tp", "tensor"), ("pp", "pipeline")):
         given.add_argument(f"--{name}", type=whole(1, 1024), metavar="N", help=f"{text} parallel")
     given.add_argument("--microbatch", type=whole(1, 10**6), metavar="N", help="default: 1")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulate import shrink
 from simulate.estimate import StepSimulator
 from simulate.inputs import (
     Inputs,
@@ -31,6 +30,11 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.training_records import TrainingConfig
 
+DESCRIPTION = """\
+A model shrunk to the GPUs at hand so that its step keeps the full one's shares (docs/twins.md).
+Both are simulated; the part of its step that the twin spends on something else is how unlike it is.
+`twin judge` tests on measured steps whether twins predict the steps they stand for.
+"""
 EXAMPLES = """examples:
   python -m simulate.twin --gpus 8192 --on 4
   python -m simulate.twin --gpus 1024 --model gpt3-175b --tp 4 --pp 16 --on 4 --plan-out twin.csv
@@ -40,9 +44,7 @@ EXAMPLES = """examples:
 
 def parser() -> Parser:
     """The command's options."""
-    options = Parser(
-        prog="python -m simulate.twin", description=f"{__doc__}\n{shrink.__doc__}", epilog=EXAMPLES
-    )
+    options = Parser(prog="python -m simulate.twin", description=DESCRIPTION, epilog=EXAMPLES)
     options.add_argument("--gpus", type=int, default=8192, metavar="N", help="default: %(default)s")
     options.add_argument(
         "--on", type=int, default=4, metavar="N", help="GPUs at hand, one node (default: 4)"

@@ -32,16 +32,33 @@ from spec.results import ResultSet, find_result_sets
 from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 from topologies import load_fabric, load_node, node_names
 
-EXAMPLES = """examples:
+# Of each form of the command: what it does, and examples
+DESCRIPTIONS = {
+    "validate": "Measured training steps against their simulation. `predict` seals a forecast "
+    "before\nsteps are measured, `compare` judges it afterwards, `record` lists all that were "
+    "judged: each\nhas its own --help.",
+    "predict": "Predict the steps of a plan, of your own or drawn from a grid, before they are "
+    "measured, and\nseal the forecast: it says what it was made from and when, and is never "
+    "written over.",
+    "compare": "A sealed forecast beside the steps of its plan that were measured after it.",
+}
+EXAMPLES = {
+    "validate": """examples:
   python -m simulate.validate results/ --report validation.html
+  python -m simulate.validate --series published.csv --anchor smallest --report series.html
+  python -m simulate.validate --spread step_jitter.csv
+  python -m simulate.validate predict --help
+""",
+    "predict": """examples:
   python -m simulate.validate predict plan.csv --out sealed.json
   python -m simulate.validate predict grid.yaml --draw 24 --seed 1a2b3c4 --plan-out plan.csv \\
       --out sealed.json
+""",
+    "compare": """examples:
   python -m simulate.validate compare sealed.json results/
-  python -m simulate.validate record results/
-  python -m simulate.validate --series published.csv --anchor smallest --report series.html
-  python -m simulate.validate --spread step_jitter.csv
-"""
+  python -m simulate.validate compare sealed.json results/ --report judged.html
+""",
+}
 
 
 # What the published forms of the command take no notice of
@@ -70,8 +87,16 @@ def add_predict(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--draw", type=int, metavar="N", help="draw N configurations of a grid")
     options.add_argument("--seed", metavar="COMMIT", help="of the draw: the commit it is made at")
-    options.add_argument("--plan-out", metavar="PLAN.csv", help="where to write the drawn plan")
-    options.add_argument("--out", required=True, metavar="SEALED.json")
+    options.add_argument(
+        "--plan-out", type=new_file, metavar="PLAN.csv", help="where to write the drawn plan"
+    )
+    options.add_argument(
+        "--out",
+        type=new_file,
+        required=True,
+        metavar="SEALED.json",
+        help="where to write the forecast",
+    )
     options.add_argument(
         "--same-devices",
         action="store_true",
@@ -112,13 +137,18 @@ def add_validate(options: argparse.ArgumentParser) -> None:
 def parser(form: str) -> Parser:
     """The options of one form of the command: `validate`, `predict` or `compare`."""
     name = "python -m simulate.validate" + ("" if form == "validate" else f" {form}")
-    options = Parser(prog=name, description=__doc__, epilog=EXAMPLES)
+    options = Parser(prog=name, description=DESCRIPTIONS[form], epilog=EXAMPLES[form])
     if form == "predict":
         add_predict(options)
     else:
         if form == "compare":
-            options.add_argument("sealed", metavar="SEALED.json")
-        options.add_argument("results", nargs="?", default=RESULTS, help="default: %(default)s")
+            options.add_argument("sealed", metavar="SEALED.json", help="what `predict` has written")
+        options.add_argument(
+            "results",
+            nargs="?",
+            default=RESULTS,
+            help="results folder, a system's folder, or one run (default: %(default)s)",
+        )
     if form == "validate":
         add_validate(options)
     options.add_argument("--system", metavar="NAME", help="only this measured system")

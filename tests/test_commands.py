@@ -61,6 +61,9 @@ def test_options_stay(name: str) -> None:
     for option in FROZEN[name].split():
         assert option in parser.format_help()
     assert "examples:" in parser.format_help()
+    if name in ("predict", "compare"):  # of its own form alone
+        assert parser.epilog.count(f"simulate.validate {name} ") == 2
+        assert parser.epilog.count("simulate.validate") == 2
 
 
 def test_projection_json(command: Any, tmp_path: Path) -> None:
