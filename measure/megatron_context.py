@@ -135,11 +135,11 @@ class ContextAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
 
-def own_part(tensor: Tensor, axis: int = 1) -> Tensor:
-    """This rank's two chunks of a sequence that lies along `axis`."""
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's two chunks of the sequences that are a tensor's rows."""
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
         return tensor
     rank = parallel_state.get_context_parallel_rank()
-    chunks = tensor.chunk(2 * size, dim=axis)
-    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=axis)
+    chunks = tensor.chunk(2 * size, dim=1)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)

@@ -23,6 +23,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 Tensor = torch.Tensor
+WEIGHTS_SD = 0.02
 
 
 def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
@@ -150,7 +151,7 @@ def _mend_experts() -> None:
     token_dispatcher.all_to_all = all_to_all
 
 
-def seed_weights(chunk: Any, rank: int, tp: int, scale: float = 0.02) -> None:
+def seed_weights(chunk: Any, rank: int, tp: int) -> None:
     """Normal weights from a generator seeded by each parameter's global name, then sharded.
 
     Norm weights and biases keep their initial ones and zeros.
@@ -169,7 +170,7 @@ def seed_weights(chunk: Any, rank: int, tp: int, scale: float = 0.02) -> None:
         split = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
         axis = parameter.partition_dim if split else 0
         shape[axis] *= tp if split else 1
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * WEIGHTS_SD
         if split:  # a gated input layer holds its two halves side by side: stride 2
             parts = whole.chunk(tp * parameter.partition_stride, dim=axis)
             whole = torch.cat(parts[rank::tp], dim=axis)

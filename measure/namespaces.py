@@ -146,7 +146,7 @@ class Controller:
                 time.sleep(0.02)
 
 
-def check_machine(share: float = 1.0, root: Path = CONTROL_GROUPS) -> None:
+def check_machine(share: float = 1.0) -> None:
     """Raise UserError where hosts with such shares of a core cannot be made here."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing or os.geteuid():
@@ -156,7 +156,7 @@ def check_machine(share: float = 1.0, root: Path = CONTROL_GROUPS) -> None:
             + (f"{' and '.join(missing)} not found" if missing else "this user is not root")
         )
     if share < 1:
-        Controller(root)
+        Controller()
 
 
 @contextlib.contextmanager

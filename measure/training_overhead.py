@@ -37,20 +37,18 @@ def seconds(kind: str, devices: int, pairs: int) -> float:
     return round(case.seconds + 2 * pairs * (BLOCK_STEPS + 1) * min(one, 0.2), 1)
 
 
-def overhead(
-    case: TrainingCase, kind: str, sampler: Sampler, pairs: int, steps: int = BLOCK_STEPS
-) -> dict[str, Any]:
+def overhead(case: TrainingCase, kind: str, sampler: Sampler, pairs: int) -> dict[str, Any]:
     """Share by which steps last longer while the sampler runs, with a 95 % interval.
 
-    One run of the case; blocks of `steps` alternate on, off, off, on, ... The first step of a
-    block, in which the sampler may still be at a query, does not count. Raises WorkError where the
-    case fails.
+    One run of the case; blocks of `BLOCK_STEPS` alternate on, off, off, on, ... The first step of
+    a block, in which the sampler may still be at a query, does not count. Raises WorkError where
+    the case fails.
     """
     with started(case, kind) as (ranks, slowest):
 
         def block() -> list[float]:
-            ranks.send({"go": steps + 1})
-            reports = ranks.gather(60.0 + 4 * (steps + 1) * slowest)
+            ranks.send({"go": BLOCK_STEPS + 1})
+            reports = ranks.gather(60.0 + 4 * (BLOCK_STEPS + 1) * slowest)
             times = zip(*(one["times"] for one in reports), strict=True)
             return [max(step) for step in times][1:]
 

@@ -147,9 +147,9 @@ def by_group(groups: Mapping[str, Mapping[str, Json]], prefix: str = "") -> list
     ]
 
 
-def off_most(found: Sequence[Json], count: int = 2) -> str:
-    """The components of profiled steps that are off most, in words."""
-    worst = sorted(found, key=lambda one: -one["error"])[:count]
+def off_most(found: Sequence[Json]) -> str:
+    """The two components of profiled steps that are off most, in words."""
+    worst = sorted(found, key=lambda one: -one["error"])[:2]
     return " and ".join(
         f"{one['component']} ({percent(one['error'])} of the step, bias {one['bias']:+.1%})"
         for one in worst

@@ -33,6 +33,7 @@ from topologies.picture import picture
 from topologies.tiers import AxisTraffic, TierLoad, tier_utilisation
 
 SCHEMA = "projection/1"
+SHOWN = 12  # uncertain factors
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Projection:
         return picture(r.node, r.fabric, r.parallelism.gpus, self.tiers())
 
 
-def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[dict[str, Any]]:
+def sensitivity(request: Request, names: Sequence[str]) -> list[dict[str, Any]]:
     """Step time with one uncertain factor at either end of its interval, the largest effects."""
     times = request.simulator(draws=OneAtATime(names)).run().step_time_s
     rows: list[dict[str, Any]] = [
@@ -200,7 +201,7 @@ def sensitivity(request: Request, names: Sequence[str], most: int = 12) -> list[
         for i, name in enumerate(names)
     ]
     rows.sort(key=lambda row: -abs(row["high_s"] - row["low_s"]))
-    return rows[:most]
+    return rows[:SHOWN]
 
 
 def project(request: Request) -> Projection:

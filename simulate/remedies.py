@@ -14,6 +14,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 
 # What may change, in the order that it is named in; the number of replicas follows.
+MOST = 3  # plans
 FIELDS = ("recompute", "microbatch", "zero", "tp", "pp", "cp", "vpp")
 
 
@@ -68,12 +69,7 @@ def _neighbours(model: ModelSpec, p: Parallelism, node: Node) -> Iterator[Parall
 
 
 def remedies(
-    model: ModelSpec,
-    p: Parallelism,
-    node: Node,
-    fabric: Fabric,
-    calibration: Calibration,
-    most: int = 3,
+    model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric, calibration: Calibration
 ) -> list[Remedy]:
     """The plans that fit with the fewest changes, fastest in closed form first; may be none."""
     fitting: dict[int, list[Remedy]] = {}
@@ -91,4 +87,4 @@ def remedies(
         return []
     rough = Rough(model, node, fabric, calibration)
     nearest = fitting[min(fitting)]
-    return sorted(nearest, key=lambda one: rough.step_us(one.parallelism))[:most]
+    return sorted(nearest, key=lambda one: rough.step_us(one.parallelism))[:MOST]
