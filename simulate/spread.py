@@ -103,18 +103,15 @@ def spread_validation(
     inside = sum(case["inside_interval"] for case in cases)
     own = own_spread(sets)
 
-    def off(value: float) -> float | None:
-        """Median over runs of how many times too large or small one value is for all."""
-        if value <= 0:
-            return None
-        known = [abs(math.log(value / case["real"])) for case in cases if case["real"] > 0]
+    def off(values: Sequence[float]) -> float | None:
+        """Median over runs of how many times too large or small each one's value is."""
+        known = [
+            abs(math.log(value / case["real"]))
+            for value, case in zip(values, cases, strict=True)
+            if case["real"] > 0
+        ]
         return math.exp(median(known)) if known else None
 
-    per_run = [
-        abs(math.log(case["predicted"]["median"] / case["real"]))
-        for case in cases
-        if case["real"] > 0
-    ]
     return {
         "schema": "spread-validation/1",
         "calibration": calibration.system,
@@ -124,13 +121,13 @@ def spread_validation(
             "real_median": real,
             "predicted_median": predicted,
             "factor": max(predicted / real, real / predicted) if real > 0 else None,
-            "factor_per_run": math.exp(median(per_run)) if per_run else None,
+            "factor_per_run": off([case["predicted"]["median"] for case in cases]),
             "inside_90": coverage(inside, len(cases)),
             "baselines": {
                 "no spread": {"value": 0.0, "factor_per_run": None},
                 "spread of our own steps on four GPUs": {
                     "value": own,
-                    "factor_per_run": off(own) if own else None,
+                    "factor_per_run": off([own] * len(cases)) if own else None,
                 },
             },
         },
