@@ -47,7 +47,7 @@ from calibrate.network_visits import (
     Visited,
     with_visits,
 )
-from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, _columns
+from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, read_power
 from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
 from spec.hardware import GroupPath
@@ -255,8 +255,8 @@ def between_nodes_w(evidence: Evidence, several: bool) -> float | None:
             and row.ranks * row.groups >= devices
             and (row.ranks > row.nodes) is several
         }
-        columns = _columns(path)
-        readings += list(columns[1][np.isin(columns[0], list(large))])
+        cases, power, _ = read_power(path)
+        readings += list(power[np.isin(cases, list(large))])
     return float(np.median(readings)) if len(readings) >= LEAST_SAMPLES else None
 
 

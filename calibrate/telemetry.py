@@ -88,7 +88,7 @@ def read_telemetry(evidence: Evidence) -> Telemetry:
         # samples are of all devices: where some stand by, they would count as communicating
         rows = [row for row in rows if row.ranks * row.groups >= devices] or rows
         sizes = {row.case_id: row.bytes for row in rows}
-        cases, power, device = _columns(path)
+        cases, power, device = read_power(path)
         bursts = [row for row in one.fit(KernelRow) if is_product(row) and row.state == "burst"]
         in_burst = np.isin(cases, [row.case_id for row in bursts])
         for index in np.unique(device[in_burst]):
@@ -167,9 +167,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]] | 
     return found
 
 
-def _columns(
-    path: Path,
-) -> tuple[NDArray[np.str_], NDArray[np.float64], NDArray[np.int64]]:
+def read_power(path: Path) -> tuple[NDArray[np.str_], NDArray[np.float64], NDArray[np.int64]]:
+    """Case, power and device of the samples of telemetry that have a power."""
     table = _read(path)
     if not {"case_id", "power_w"} <= set(table.column_names):
         raise UserError(f"{path}: the columns case_id and power_w are missing")

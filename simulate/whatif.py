@@ -233,7 +233,7 @@ def _uncertain(
     clock = calibration.clock
     listed: list[tuple[Parameter, tuple[Given, Given]]] = []
 
-    def add(name: str, unit: str, ends: tuple[float, float, float], detail: str) -> Parameter:
+    def assumed(name: str, unit: str, ends: tuple[float, float, float], detail: str) -> Parameter:
         value, low, high = ends
         return Parameter(
             name=f"what-if.{name}", value=value, unit=unit, low=low, high=high, source="assumed",
@@ -243,7 +243,7 @@ def _uncertain(
     usual = Assumed()
     if found is not None:
         ends = leakage_per_c(calibration)
-        parameter = add(
+        parameter = assumed(
             "leakage_per_c",
             "1/C",
             ends,
@@ -255,7 +255,7 @@ def _uncertain(
         low, high = (replace(usual, leakage_per_c=end) for end in ends[1:])
         listed.append((parameter, (Given(low), Given(high))))
     if what.inlet_c is not None and what.cooling is None:
-        parameter = add(
+        parameter = assumed(
             "measured_inlet_c", "C", MEASURED_INLET_C,
             "inlet while the calibration was measured, which was not read: ASHRAE TC 9.9's range",
         )  # fmt: skip
@@ -264,13 +264,13 @@ def _uncertain(
     if what.cooling is not None:
         one = what.cooling
         ends = (one.inlet_c, one.inlet_low_c, one.inlet_high_c)
-        parameter = add("cooling_inlet_c", "C", ends, f"{one.name} cooling: {one.source}")
+        parameter = assumed("cooling_inlet_c", "C", ends, f"{one.name} cooling: {one.source}")
         low, high = (replace(usual, cooling_inlet_c=end) for end in ends[1:])
         listed.append((parameter, (Given(low), Given(high))))
     if what.power_cap_w is not None or what.no_throttling or what.cooling is not None:
         least = min(EXPONENT[0], 0.9 * clock.power_exponent)
         most = max(EXPONENT[1], 1.1 * clock.power_exponent)
-        parameter = add(
+        parameter = assumed(
             "power_exponent", "1", (clock.power_exponent, least, most),
             "how power goes with the clock away from where the cap held it when it was measured: "
             "clock alone, to clock times voltage squared (AccelWattch, MICRO 2021)",
@@ -280,7 +280,7 @@ def _uncertain(
         if clock.product_bend and clock.sustained_mhz:
             whole = log(clock.reference_mhz / clock.sustained_mhz)
             wide = (clock.product_bend, 0.3 * clock.product_bend, 1.6 * clock.product_bend)
-            parameter = add(
+            parameter = assumed(
                 "product_bend", "1", wide,
                 "how much more closely products follow the clock around and below the "
                 f"{clock.sustained_mhz:.0f} MHz they were sustained at: their exponent there is "
