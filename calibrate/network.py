@@ -60,6 +60,9 @@ UNITS = {name: "us" if name.endswith("_us") else "share" for name in MEASURED}
 # and the tuned sweep of one cluster in nccl-tests issue 309 reach 321 and 391 GB/s at 8 GiB.
 CLUSTER_SD = 0.1
 LEAST_LATENCY_SD = 0.2
+# Error added per doubling of the nodes beyond those fitted on. Assumed until a longer series is
+# fitted; nccl issue 1229 reports a reduce-scatter bus bandwidth that falls by about 5 % a doubling.
+SCALE_SD = 0.05
 
 
 class NetworkRow(BaseModel):
@@ -181,23 +184,9 @@ def fit_network(
     return fit, spread
 
 
-# Error added per doubling of the nodes beyond those fitted on. Assumed until a longer series is
-# fitted; nccl issue 1229 reports a reduce-scatter bus bandwidth that falls by about 5 % a doubling.
-SCALE_SD = 0.05
-
-
 def predict(fit: NetworkFit, sample: Sample) -> float:
     """The model's time of a sample."""
     return fit.time_us(sample.collective, sample.path, sample.nbytes, sample.scale_up_busbw)
-
-
-def sample_sd(fit: NetworkFit, sample: Sample, fitted_nodes: int) -> float:
-    """Spread of a prediction, put together as the simulator does."""
-    time = predict(fit, sample)
-    start = fit.time_us(sample.collective, sample.path, 1.0, sample.scale_up_busbw) / time
-    beyond = max(log2(sample.path.nodes / fitted_nodes), 0.0)
-    parts = (start * fit.latency_sd, (1 - start) * fit.efficiency_sd, beyond * fit.scale_sd)
-    return float(np.sqrt(sum(part**2 for part in parts)))
 
 
 def _spreads(fit: NetworkFit, samples: Sequence[Sample]) -> tuple[float, float]:
@@ -248,13 +237,15 @@ def judge_scaling(ledger: Ledger, protocol: str, samples: Sequence[Sample]) -> N
     fit, _ = fit_network(protocol, fitted, "published", "held-out fit")
     for nodes in larger:
         judged = []
+        beyond = log2(nodes / fit.max_nodes) * fit.scale_sd
         for one in (one for one in samples if one.path.nodes == nodes):
             same = [other for other in fitted if other.collective == one.collective]
             if not same:
                 continue
             near = min(same, key=lambda other: abs(log(other.nbytes / one.nbytes)))
             dumb = one.nbytes * busbw_factor(one.collective, one.path.ranks) / near.busbw / 1e3
-            sd = sample_sd(fit, one, smallest)
+            sd = fit.sd(one.collective, one.path, one.nbytes, one.scale_up_busbw)
+            sd = float(np.hypot(sd, beyond))
             judged.append(Judged(predict(fit, one), sd, one.time_us, dumb))
         ranks = next(one.path.ranks for one in samples if one.path.nodes == nodes)
         ledger.score(
