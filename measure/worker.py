@@ -11,11 +11,14 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel
 
 from measure import cpu_memory, emulation, namespaces
 from measure.channels import Message
-from measure.devices import open_devices
+from measure.devices import Device, open_devices
 
 
 def _messages() -> Iterator[Message]:
@@ -30,6 +33,44 @@ def _messages() -> Iterator[Message]:
     threading.Thread(target=read, daemon=True).start()
     while True:
         yield json.loads(lines.get())
+
+
+def _suites(timer: Any, group: Any, monitor: Device) -> dict[str, Callable[[Message], Message]]:
+    """By suite: what measures a case of it and says what it found."""
+    from measure import (
+        behind,
+        clocks,
+        collectives,
+        interference,
+        kernels,
+        late,
+        nccl_choice,
+        pulses,
+        queued,
+        turns,
+    )
+    from measure.heat import burn
+    from measure.load import load
+
+    rank = group.rank
+
+    def row(found: BaseModel) -> Message:
+        return {"row": found.model_dump(mode="json")}
+
+    return {
+        "kernels": lambda case: row(kernels.measure(case, timer, rank)),
+        "queued": lambda case: row(queued.measure(case, timer, rank)),
+        "turns": lambda case: row(turns.measure(case, timer, monitor, rank)),
+        "pulses": lambda case: row(pulses.measure(case, timer, monitor, rank)),
+        "clocks": lambda case: row(clocks.measure(case, timer, monitor, rank)),
+        "collectives": lambda case: collectives.measure(case, group),
+        "choice": lambda case: nccl_choice.measure(case, group),
+        "interference": lambda case: interference.measure(case, timer, group),
+        "behind": lambda case: behind.measure(case, timer, group),
+        "late": lambda case: late.measure(case, timer, group),
+        "load": lambda case: load(case, timer),
+        "heat": lambda case: burn(case, timer),
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,55 +102,20 @@ def main(arguments: Sequence[str]) -> int:
         cpu_memory.keep()
     import torch
 
-    from measure import (
-        behind,
-        clocks,
-        collectives,
-        interference,
-        kernels,
-        late,
-        nccl_choice,
-        pulses,
-        queued,
-        turns,
-    )
-    from measure.heat import burn
-    from measure.load import load
+    from measure import collectives
     from measure.products import Refused
     from measure.timing import open_timer
 
-    monitored = {"turns": turns, "pulses": pulses, "clocks": clocks}
     if core is not None:
         torch.set_num_threads(1)
     timer = open_timer(asked.kind, asked.device, monitor)
     group = collectives.Ranks(timer, asked.rank, asked.world, f"{asked.address}:{asked.port}")
+    measured = _suites(timer, group, monitor)
     namespaces.enter_share()  # imports would last long under it
     reply({"ready": asked.rank})
     for case in _messages():
         try:
-            if case["suite"] == "kernels":
-                row = kernels.measure(case, timer, asked.rank)
-                reply({"row": row.model_dump(mode="json")})
-            elif case["suite"] in monitored:
-                watched = monitored[case["suite"]].measure(case, timer, monitor, asked.rank)
-                reply({"row": watched.model_dump(mode="json")})
-            elif case["suite"] == "queued":
-                fed = queued.measure(case, timer, asked.rank)
-                reply({"row": fed.model_dump(mode="json")})
-            elif case["suite"] == "collectives":
-                reply(collectives.measure(case, group))
-            elif case["suite"] == "choice":
-                reply(nccl_choice.measure(case, group))
-            elif case["suite"] == "load":
-                reply(load(case, timer))
-            elif case["suite"] == "behind":
-                reply(behind.measure(case, timer, group))
-            elif case["suite"] == "late":
-                reply(late.measure(case, timer, group))
-            elif case["suite"] == "heat":
-                reply(burn(case, timer))
-            else:
-                reply(interference.measure(case, timer, group))
+            reply(measured[case["suite"]](case))
         except Refused as error:
             reply({"skip": str(error)})
         except Exception as error:  # whatever a case does, the run goes on
