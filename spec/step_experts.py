@@ -24,9 +24,6 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     """
     s = shapes(model, p)
     rows = s.local_tokens * model.top_k
-    local_experts = model.experts // p.ep
-    ffn = model.ffn_hidden // p.tp
-    up = ffn * (2 if model.gated else 1)
     expert_rows = s.tokens * model.top_k  # after the tp gather, per GPU, evenly routed
     exchange: tuple[Collective, ...] = ()
     counts: tuple[Collective, ...] = ()
@@ -42,43 +39,8 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     moved = Kernel("permute", "forward", (rows, model.hidden))
     moved_back = Kernel("permute", "backward", (rows, model.hidden))
     # split by local expert and source, and joined again: read and written once
-    sorted_ = (copied(4 * expert_rows * model.hidden),) if local_experts > 1 else ()
-    activation = "swiglu" if model.gated else "gelu"
-    # times its probability into fp32 (2 + 4 B), cast to bf16 (4 + 2 B); backward: cast up (2 + 4),
-    # times the probability (4 + 4), cast down (4 + 2), times the activation (4 + 2 + 4), summed (4)
-    weighed, weighed_back = copied(12 * expert_rows * ffn), copied(34 * expert_rows * ffn)
-
-    dtype = "fp8" if p.fp8 else "bf16"
-    # as in spec.step_linear, both inputs and both gradients of outputs
-    casts = (copied(4 * expert_rows * (model.hidden + ffn)),) if p.fp8 else ()
-    casts_back = (copied(4 * expert_rows * (model.hidden + up)),) if p.fp8 else ()
-
-    def experts(direction: str) -> tuple[Kernel, ...]:
-        first = (local_experts, expert_rows, up, model.hidden)
-        second = (local_experts, expert_rows, model.hidden, ffn)
-        act = (expert_rows, ffn)
-        if direction == "forward":
-            return (
-                *casts,
-                Kernel("grouped_gemm", "forward", first, dtype),
-                Kernel(activation, "forward", act),
-                weighed,
-                Kernel("grouped_gemm", "forward", second, dtype),
-                *sorted_,  # outputs joined
-            )
-        weights = local_experts * model.hidden * (up + ffn)
-        return (
-            *sorted_,
-            *casts_back,
-            Kernel("grouped_gemm", "dgrad", second, dtype),
-            Kernel("grouped_gemm", "wgrad", second, dtype),
-            weighed_back,
-            Kernel(activation, "backward", act),
-            Kernel("grouped_gemm", "dgrad", first, dtype),
-            Kernel("grouped_gemm", "wgrad", first, dtype),
-            Kernel("grad_accumulate", "forward", (weights,)),
-        )
-
+    sorted_ = (copied(4 * expert_rows * model.hidden),) if model.experts // p.ep > 1 else ()
+    forward, backward = _kernels(model, p, expert_rows)
     route = (s.local_tokens, model.experts, model.top_k)
     gate = (s.local_tokens, model.experts, model.hidden)
     return [
@@ -108,10 +70,48 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                 uneven=uneven,
             ),
         ),
-        (Part(EXPERTS, experts("forward")), Part(EXPERTS, experts("backward"))),
+        (
+            Part(EXPERTS, (*forward, *sorted_)),  # outputs joined
+            Part(EXPERTS, (*sorted_, *backward)),
+        ),
         (
             # back to their tokens by adding, which is what a gather's gradient is
             Part("combine", (*sorted_, moved_back), exposed=scatter + exchange, uneven=uneven),
             Part("combine", (moved, *sorted_), exposed=gather + exchange, uneven=uneven),
         ),
     ]
+
+
+def _kernels(
+    model: ModelSpec, p: Parallelism, rows: int
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Of a rank's experts on so many rows together: those of the forward and the backward pass."""
+    experts, ffn = model.experts // p.ep, model.ffn_hidden // p.tp
+    up = ffn * (2 if model.gated else 1)
+    first, second = (experts, rows, up, model.hidden), (experts, rows, model.hidden, ffn)
+    activation, act = "swiglu" if model.gated else "gelu", (rows, ffn)
+    dtype = "fp8" if p.fp8 else "bf16"
+    # as in spec.step_linear, both inputs and both gradients of outputs
+    casts = (copied(4 * rows * (model.hidden + ffn)),) if p.fp8 else ()
+    casts_back = (copied(4 * rows * (model.hidden + up)),) if p.fp8 else ()
+    # times its probability into fp32 (2 + 4 B), cast to bf16 (4 + 2 B); backward: cast up (2 + 4),
+    # times the probability (4 + 4), cast down (4 + 2), times the activation (4 + 2 + 4), summed (4)
+    weighed, weighed_back = copied(12 * rows * ffn), copied(34 * rows * ffn)
+    forward = (
+        *casts,
+        Kernel("grouped_gemm", "forward", first, dtype),
+        Kernel(activation, "forward", act),
+        weighed,
+        Kernel("grouped_gemm", "forward", second, dtype),
+    )
+    backward = (
+        *casts_back,
+        Kernel("grouped_gemm", "dgrad", second, dtype),
+        Kernel("grouped_gemm", "wgrad", second, dtype),
+        weighed_back,
+        Kernel(activation, "backward", act),
+        Kernel("grouped_gemm", "dgrad", first, dtype),
+        Kernel("grouped_gemm", "wgrad", first, dtype),
+        Kernel("grad_accumulate", "forward", (experts * model.hidden * (up + ffn),)),
+    )
+    return forward, backward
