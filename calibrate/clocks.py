@@ -21,7 +21,7 @@ from calibrate.evidence import (
     rounded,
 )
 from calibrate.exponents import LEAST_PAIRS, fit_exponents
-from calibrate.heat_pulses import held_w, pulse_exponent
+from calibrate.heat_pulses import held_w, pulse_exponent, surge
 from calibrate.kernel_visits import fit_shape_spread
 from calibrate.own_exponents import fit_own_exponents
 from calibrate.product_clock import fit_jitter
@@ -31,6 +31,7 @@ from calibrate.state import (
     MEMORY_WITH_CLOCK,
     POWER_EXPONENT,
     PULSES_ELSEWHERE,
+    SURGE,
     ClockState,
     is_compute,
     is_product,
@@ -195,8 +196,9 @@ def fit_clock(
         idle_w=rounded(state.idle_w),
         power_limit_w=state.limit_w,
         regulated_w=regulated_w,
-        swing_factor=regulation.swing_factor,
+        surge=regulation.surge,
         memory_us=regulation.memory_us,
+        long_memory_us=regulation.long_memory_us,
         power_exponent=rounded(state.power_exponent),
         memory_with_clock=rounded(_memory_with_clock(evidence, state, ledger)),
         communication_w=rounded(powers["communication_w"]),
@@ -229,17 +231,26 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
 def _regulation(
     evidence: Evidence, state: ClockState, cap_w: float | None, ledger: Ledger
 ) -> Regulation:
-    """What the cap remembers: by pulses, else as assumed."""
+    """What the cap remembers: by pulses, else as assumed, and what it lets through meanwhile."""
     if cap_w is None:
-        return ASSUMED
+        return ASSUMED._replace(surge=1.0)
     found = fit_regulation(evidence, state, cap_w, ledger)
     if found is not None:
         return found
-    reason = "between two GPUs' in pulses; too few pulses here"
-    for name, unit in (("memory_us", "us"), ("swing_factor", "factor")):
-        value, ends = getattr(ASSUMED, name), ASSUMED_ENDS[name]
-        ledger.note(f"clock.{name}", value, unit, ends, "assumed", reason)
-    return ASSUMED
+    reason = "between two H200 and two H100 in pulses; too few pulses here"
+    for name, ends in ASSUMED_ENDS.items():
+        ledger.note(f"clock.{name}", getattr(ASSUMED, name), "us", ends, "assumed", reason)
+    return ASSUMED._replace(surge=_surge(evidence, state, ledger))
+
+
+def _surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
+    """What a cap lets through for some tenths of a second, over what it holds."""
+    found = surge(evidence, state, ledger)
+    if found is not None or state.limit_w is None:
+        return found or 1.0
+    value, low, high = SURGE
+    detail = "as bursts of products on H100 and H200; neither such bursts nor a heat suite here"
+    return ledger.note("clock.surge", value, "factor", (low, high), "assumed", detail)
 
 
 def _regulated(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:

@@ -1,4 +1,8 @@
-"""What a power cap holds for minutes, and how products' power goes with the clock (`heat.csv`)."""
+"""What a power cap leaves: how products' power goes with the clock, and what it holds how long.
+
+From the heat suite, `heat.csv` and telemetry of how its constant load begins, and from bursts of
+products beside the same ones sustained (`kernels.csv`).
+"""
 
 from math import log
 from statistics import median
@@ -6,14 +10,24 @@ from statistics import median
 import numpy as np
 from scipy.stats import linregress
 
-from calibrate.evidence import Evidence
+from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, rounded
 from calibrate.state import ClockState, Estimate
+from calibrate.telemetry import read_columns
 from spec.interval import Z90
 from spec.load_records import HeatRow
+from spec.records import KernelRow
 
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
 # of the interval, a share: how far loads lie from one line, where three or more tell (0.3 and 0.5)
 LEAST_SPREAD = 0.2
+# Bursts of products are this long at least, and so many of them tell: twice the time constant of
+# the cap's fast regulator before their last tenth.
+BURST_US, LEAST_BURSTS = 50_000.0, 8
+SURGE_SPREAD = 0.25  # of what is above 1: four H200 lie between 1.032 and 1.046
+# after a load began: the cap's fast regulator has acted, and the one of minutes has not
+SURGE_S = (0.1, 0.6)
+LEAST_SAMPLES = 4
+LATEST_S = 0.15  # between two samples, for the beginning of a load to be known
 
 
 def by_device(listed: str | None) -> list[float]:
@@ -32,6 +46,82 @@ def held_w(evidence: Evidence) -> list[float]:
     rows = [row for _, row in evidence.rows(HeatRow) if row.duty == 1]
     capped = [row for row in rows if "power_cap" in (row.throttle or "")]
     return [watts for row in capped for watts in drawn_w(row)]
+
+
+def surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None:
+    """What a cap lets through for some tenths of a second, over what it holds for minutes.
+
+    Bursts of products pass to it: how much faster their slowest tenth (the 90th percentile) is than
+    the same product sustained under the cap is taken for the clock, and power goes with that. Where
+    too few were timed, what a load draws that starts on an idle device, which may be more. None
+    where neither was.
+    """
+    ratios = _bursts(evidence)
+    if state.limit_w is not None and len(ratios) >= LEAST_BURSTS:
+        above_idle = 1 - state.idle_w / state.limit_w
+        drawn = [1 + above_idle * (one**state.power_exponent - 1) for one in ratios]
+        low, value, high = (max(float(one), 1.0) for one in np.quantile(drawn, (0.05, 0.5, 0.95)))
+        detail = (
+            f"{evidence.where(KernelRow, len(ratios))}: slowest tenth of bursts of products beside "
+            "the same sustained under the cap, time taken for 1 / clock; 90 % of single bursts lie "
+            "in the interval"
+        )
+        return ledger.note("clock.surge", rounded(value), "factor", (low, high), "measured", detail)
+    begun, runs = _onset(evidence.of_gpu)
+    if not begun:
+        return None
+    value = max(median(begun), 1.0)
+    low, high = (1 + share * (value - 1) for share in (1 - SURGE_SPREAD, 1 + SURGE_SPREAD))
+    interval = (max(min(*begun, low), 1.0), max(*begun, high))
+    detail = (
+        f"{runs}: power from {SURGE_S[0]} to {SURGE_S[1]} s after a load began on an idle device, "
+        f"over that of minutes, {len(begun)} devices"
+    )
+    return ledger.note("clock.surge", rounded(value), "factor", interval, "measured", detail)
+
+
+def _bursts(evidence: Evidence) -> list[float]:
+    """Time of a product sustained under the cap over that of a long burst's slowest tenth."""
+    bursts, held = {}, {}
+    for run, row in evidence.rows(KernelRow):
+        shape = (run, row.op, row.direction, row.dtype, row.shape, row.device)
+        if row.op == "gemm" and row.state == "sustained" and "power_cap" in (row.throttle or ""):
+            held[shape] = row.median_us
+        elif row.op == "gemm" and row.median_us * row.repeats >= BURST_US:
+            bursts[shape] = row.p90_us
+    return [held[shape] / slow_us for shape, slow_us in bursts.items() if shape in held]
+
+
+def _onset(evidence: Evidence) -> tuple[list[float], str]:
+    """Mean power soon after a load began on an idle device, over what the cap holds for minutes.
+
+    Each device as its constant load of `heat.csv` begins, and where that stands.
+    """
+    found: list[float] = []
+    used = 0
+    names = ("time_s", "case_id", "device", "power_w")
+    for one in evidence.runs:
+        path = one.path / TELEMETRY_FILE
+        rows = {row.case_id: row for row in one.fit(HeatRow) if row.duty == 1}
+        capped = {name for name, row in rows.items() if "power_cap" in (row.throttle or "")}
+        columns = read_columns(path, names) if capped and path.exists() else None
+        if columns is None:
+            continue
+        used += len(capped)
+        for name in sorted(capped):
+            for device, held in enumerate(drawn_w(rows[name])):
+                mine = (columns["case_id"] == name) & (columns["device"] == device)
+                mine &= np.isfinite(columns["power_w"])
+                order = np.argsort(columns["time_s"][mine])
+                time, power = (columns[key][mine][order] for key in ("time_s", "power_w"))
+                begun = int(np.argmax(power > 0.5 * held)) if len(power) else 0
+                if not begun or time[begun] - time[begun - 1] > LATEST_S:
+                    continue
+                since = time - time[begun]
+                there = (since >= SURGE_S[0]) & (since < SURGE_S[1])
+                if there.sum() >= LEAST_SAMPLES:
+                    found.append(float(power[there].mean()) / held)
+    return found, f"{evidence.where(HeatRow, used)}, and telemetry" if found else ""
 
 
 def _told(row: HeatRow) -> bool:

@@ -1,15 +1,16 @@
 """What the power cap remembers, from products in pulses (`pulses.csv`).
 
-The mean that it holds forgets exponentially (`spec.regulation`, `simulate.regulator`). How fast,
-and what is held of a load that swings, comes from how long products take on average in pulses of 20
-to 800 ms, whose pauses of 20 to 400 ms are empty or filled with memory-bound kernels, each device
-beside its own largest clock and its own level without pauses.
+Two means are held, see `simulate.clocks`: one over some tens of milliseconds may exceed the cap by
+`surge`, a longer one may not. All three numbers come from how long products take on average in
+pulses of 20 to 800 ms with pauses of 20 to 400, each device beside its own largest clock and its
+own level without pauses. Pulses with memory-bound kernels in their pauses judge what comes out.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import hypot
+from itertools import product
+from math import exp, hypot, log
 from statistics import fmean
 
 import numpy as np
@@ -18,22 +19,21 @@ from scipy.optimize import brentq, least_squares
 
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, rounded
 from calibrate.state import ClockState
-from spec.load_records import PulseRow
-from spec.regulation import ASSUMED, Regulation, seen_shares
+from spec.load_records import PulseRow, TurnRow
+from spec.regulation import ASSUMED, Regulation, kept_share
 
 Array = NDArray[np.float64]
-Factor = Callable[[Array | float], Array]
 LEAST = 6  # pulses with pauses
 SETTLED_US = 400_000.0  # of a load without pauses, until its level counts
-ATTEMPTS_US = 15e3, 40e3  # of the memory, where the search begins
-BOUNDS = (1e3, 0.7), (2e6, 1.4)
+# where the search begins, and what it stays within: shorter memory, excess, longer memory
+ATTEMPTS = tuple(product((15e3, 40e3), (0.01, 0.05), (60e3, 200e3, 600e3)))
+BOUNDS = (1e3, 1e-3, 1e3), (2e6, 0.9, 2e6)
+PRIOR = ASSUMED.memory_us, ASSUMED.surge - 1, ASSUMED.long_memory_us
+PRIOR_SD = 1.0  # of their logarithms: what pulses do not tell stays near the assumed figures
 PULSE_SD = 0.01  # of a pulse's mean time, logarithm: where the loss turns linear
-# of the logarithms of memory and factor: what pulses do not tell stays near the assumed figures
-PRIOR_SDS = np.array([1.0, 0.03])
 LOWEST = 0.2  # of the largest clock
 LEAST_SLOWER = 1.02  # without pauses than at the largest clock, or no cap acts
-SHARES = np.linspace(LOWEST, 1.0, 161)  # of the largest clock, between which is interpolated
-ROUNDS = 4  # until what pauses draw and the clocks agree
+AT_THE_TOP = 0.01  # of a product's time: a pulse as fast as that ran at the largest clock
 
 
 @dataclass(frozen=True)
@@ -42,40 +42,28 @@ class Pulsed:
 
     rows: Sequence[PulseRow]
     top_us: float  # a product at the largest clock
-    cap_w: float
-    compute_w: float  # above idle, of products at the largest clock
+    room_w: float  # above idle, that the cap leaves
+    compute_w: float  # of products at the largest clock
+    pause_w: float  # above idle, in pauses
     idle_w: float
     level_sd: float  # of what it does without pauses, logarithm
+    filled: Sequence[PulseRow] = ()  # sums in their pauses, which draw so much above idle
+    filled_w: float = 0.0
 
-    def products_us(self, by: Regulation, factor: Factor, exponent: float) -> list[float]:
-        """Mean time of a product in each pulse; `factor` of a clock as a share of the largest one.
-
-        What pauses draw above idle is the median of what their pulses' mean power leaves them.
-        """
-        paused_w = dict.fromkeys({row.pause_op for row in self.rows}, 0.0)
-        for _ in range(ROUNDS):
-            shares = [self._shares(row, by, exponent, paused_w[row.pause_op]) for row in self.rows]
-            for op in paused_w:
-                left = [
-                    self._left_w(row, share, exponent)
-                    for row, share in zip(self.rows, shares, strict=True)
-                    if row.pause_op == op and row.power_w
-                ]
-                paused_w[op] = max(float(np.median(left)), 0.0) if left else 0.0
-        return [self.top_us / float(np.mean(1 / factor(share))) for share in shares]
-
-    def _shares(self, row: PulseRow, by: Regulation, exponent: float, pause_w: float) -> Array:
-        """The clock at `MOMENTS` of a pulse, as a share of the largest one."""
-        pulse = seen_shares(row.busy_us / by.memory_us, row.pause_us / by.memory_us)
-        room_w = by.swing_factor * self.cap_w - self.idle_w - (1 - pulse) * pause_w
-        allowed = np.maximum(room_w, 1.0) / (pulse * self.compute_w)
-        return np.asarray(np.clip(allowed ** (1 / exponent), LOWEST, 1.0))
-
-    def _left_w(self, row: PulseRow, share: Array, exponent: float) -> float:
-        """Above idle in a row's pauses, where products run at such clocks."""
-        drawn_w = self.compute_w * float(np.mean(share**exponent))
-        above_w = (row.power_w or 0.0) - self.idle_w
-        return (above_w * (row.busy_us + row.pause_us) - drawn_w * row.busy_us) / row.pause_us
+    def product_us(
+        self, row: PulseRow, by: Regulation, factor: Callable[[float], float], exponent: float
+    ) -> float:
+        """Mean time of a product in a pulse; `factor` of a clock as a share of the largest one."""
+        pause_w = self.pause_w if row.pause_op == "none" else self.filled_w
+        busy = row.busy_us / (row.busy_us + row.pause_us)
+        share = 1.0
+        for memory_us, surge in by.means:
+            kept = kept_share(row.busy_us, memory_us)
+            allowed = surge * (self.room_w + self.idle_w) - self.idle_w
+            own_w = allowed - (1 - kept) * (1 - busy) * pause_w
+            own_w /= kept + (1 - kept) * busy
+            share = min(share, (max(own_w, 1.0) / self.compute_w) ** (1 / exponent))
+        return self.top_us * factor(share)
 
 
 def fit_regulation(
@@ -90,13 +78,14 @@ def fit_regulation(
     where = evidence.of_gpu.where(PulseRow, len(pulses))
     detail = f"{where}: products in pulses, {len(devices)} devices; {{}}"
     said = (
-        ("memory_us", "us", "memory of the mean that the cap holds"),
-        ("swing_factor", "factor", "what it holds of a load that swings, over one that does not"),
+        ("memory_us", "us", 0.0, "memory of the mean that may exceed the cap"),
+        ("surge", "factor", 1.0, "by how much it may"),
+        ("long_memory_us", "us", 0.0, "memory of the mean that may not"),
     )
-    for (name, unit, told), sd_of in zip(said, spread, strict=True):
+    for (name, unit, above, told), sd_of in zip(said, spread, strict=True):
         value = getattr(found, name)
-        interval = log_interval(value, float(sd_of))
-        ledger.note(f"clock.{name}", value, unit, interval, "measured", detail.format(told))
+        low, high = (above + end for end in log_interval(value - above, float(sd_of)))
+        ledger.note(f"clock.{name}", value, unit, (low, high), "measured", detail.format(told))
     _judge(devices, state, sd, ledger)
     return found
 
@@ -106,11 +95,19 @@ def _devices(evidence: Evidence, state: ClockState, cap_w: float) -> list[Pulsed
     by_device: dict[tuple[str, int, int], list[PulseRow]] = defaultdict(list)
     for run, row in evidence.of_gpu.rows(PulseRow):
         by_device[run, row.device, row.product].append(row)
-    told = (_pulsed(rows, state, cap_w) for rows in by_device.values())
+    sums = [
+        row.power_w
+        for _, row in evidence.of_gpu.rows(TurnRow)
+        if row.op == "add" and not row.products and row.power_w
+    ]
+    filled_w = float(np.median(sums)) - state.idle_w if sums else 0.0
+    told = (_pulsed(rows, state, cap_w, filled_w) for rows in by_device.values())
     return [one for one in told if one is not None]
 
 
-def _pulsed(rows: Sequence[PulseRow], state: ClockState, cap_w: float) -> Pulsed | None:
+def _pulsed(
+    rows: Sequence[PulseRow], state: ClockState, cap_w: float, filled_w: float
+) -> Pulsed | None:
     """Pulses of one device; None without a load that never pauses or that the cap slows down."""
     factor = _factor(state)
     settled = [
@@ -122,71 +119,94 @@ def _pulsed(rows: Sequence[PulseRow], state: ClockState, cap_w: float) -> Pulsed
     ]
     top_us = min(time_us for row in rows for _, time_us in row.parts)
     slower = fmean(settled) / top_us if settled else 1.0
-    if not LEAST_SLOWER < slower < float(factor(LOWEST)):
+    if not LEAST_SLOWER < slower < factor(LOWEST):
         return None
-    share = float(brentq(lambda at: float(factor(at)) - slower, LOWEST, 1.0))
-    compute_w = (cap_w - state.idle_w) / share**state.power_exponent
-    pulses = [row for row in rows if row.pause_us]
+    share = float(brentq(lambda at: factor(at) - slower, LOWEST, 1.0))
+    room_w = cap_w - state.idle_w
+    compute_w = room_w / share**state.power_exponent
+    pulses = [row for row in rows if row.pause_us and row.pause_op == "none"]
+    pause_w = [
+        (row.power_w * (row.busy_us + row.pause_us) - row.busy_us * (state.idle_w + compute_w))
+        / row.pause_us
+        - state.idle_w
+        for row in pulses
+        if row.power_w and row.busy_us / row.products < (1 + AT_THE_TOP) * top_us
+    ]
+    held_w = max(float(np.median(pause_w)), 0.0) if pause_w else 0.0
     level_sd = float(np.std(np.log(settled))) / len(settled) ** 0.5
-    return Pulsed(pulses, top_us, cap_w, compute_w, state.idle_w, level_sd)
+    filled = [row for row in rows if row.pause_op != "none"] if filled_w else []
+    return Pulsed(
+        pulses, top_us, room_w, compute_w, held_w, state.idle_w, level_sd, filled, filled_w
+    )
 
 
-def _factor(state: ClockState) -> Factor:
-    """By how much products last longer at a share of the largest clock, `LOWEST` at least."""
-    top_mhz = state.reference_mhz
-    longer = [one ** -state.exponents[True] * state.bend.factor(top_mhz, one * top_mhz)
-              for one in SHARES]  # fmt: skip
-    return lambda share: np.asarray(np.interp(share, SHARES, longer))
+def _factor(state: ClockState) -> Callable[[float], float]:
+    """By how much products last longer at a share of the largest clock."""
+
+    def factor(share: float) -> float:
+        clock_mhz = share * state.reference_mhz
+        bent = state.bend.factor(state.reference_mhz, clock_mhz)
+        return float(share ** -state.exponents[True]) * bent
+
+    return factor
 
 
 def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, Array, float]:
-    """The regulation, the sd of the logarithms of its two numbers, and that of pulses."""
+    """The regulation, the sd of the logarithms of its three numbers, and that of pulses."""
     factor = _factor(state)
 
+    def regulation(at: Array) -> Regulation:
+        short, long = sorted((exp(at[0]), exp(at[2])))
+        return Regulation(short, 1 + exp(at[1]), long)
+
     def off(at: Array) -> Array:
-        by = Regulation(*np.exp(at))
-        return np.log(
+        by = regulation(at)
+        return np.array(
             [
-                product_us * row.products / row.busy_us
-                for one in devices
-                for row, product_us in zip(
-                    one.rows, one.products_us(by, factor, state.power_exponent), strict=True
+                log(
+                    one.product_us(row, by, factor, state.power_exponent)
+                    * row.products
+                    / row.busy_us
                 )
+                for one in devices
+                for row in one.rows
             ]
         )
 
     def off_and_prior(at: Array) -> Array:
-        return np.append(off(at), PULSE_SD * (at - np.log(ASSUMED)) / PRIOR_SDS)
+        return np.append(off(at), PULSE_SD * (at - np.log(PRIOR)) / PRIOR_SD)
 
     tries = [
         least_squares(
-            off_and_prior,
-            np.log([memory_us, ASSUMED.swing_factor]),
-            bounds=np.log(BOUNDS),
-            loss="soft_l1",
-            f_scale=PULSE_SD,
+            off_and_prior, np.log(start), bounds=np.log(BOUNDS), loss="soft_l1", f_scale=PULSE_SD
         )
-        for memory_us in ATTEMPTS_US
+        for start in ATTEMPTS
     ]
     best = min(tries, key=lambda one: float(one.cost))
     sd = float(np.sqrt(np.mean(off(best.x) ** 2)))
-    slopes = best.jac[: -len(PRIOR_SDS)]
-    told = slopes.T @ slopes / max(sd, 1e-6) ** 2 + np.diag(PRIOR_SDS**-2.0)
+    slopes = best.jac[: -len(PRIOR)]
+    told = slopes.T @ slopes / max(sd, 1e-6) ** 2 + np.eye(len(PRIOR)) / PRIOR_SD**2
     spread = np.sqrt(np.diag(np.linalg.inv(told)))
-    return Regulation(*(rounded(float(one)) for one in np.exp(best.x))), spread, sd
+    by = Regulation(*map(rounded, regulation(best.x)))
+    return by, spread if best.x[0] <= best.x[2] else spread[::-1], sd
 
 
 def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledger) -> None:
     """Each device by the others' regulation, beside its own level without pauses."""
     if len(devices) < 2:
         return
-    judged, factor = [], _factor(state)
+    judged: list[Judged] = []
+    filled: list[Judged] = []
+    factor = _factor(state)
     for number, one in enumerate(devices):
         by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state)
-        room = (one.cap_w - one.idle_w) / one.compute_w
-        dumb = one.top_us * float(factor(room ** (1 / state.power_exponent)))
-        predicted = one.products_us(by, factor, state.power_exponent)
-        for row, product_us in zip(one.rows, predicted, strict=True):
+        share = (one.room_w / one.compute_w) ** (1 / state.power_exponent)
+        for row in [*one.rows, *one.filled]:
+            predicted = one.product_us(row, by, factor, state.power_exponent)
+            dumb = one.top_us * factor(share)
             off = hypot(sd, one.level_sd)
-            judged.append(Judged(product_us, off, row.busy_us / row.products, dumb))
+            found = judged if row.pause_op == "none" else filled
+            found.append(Judged(predicted, off, row.busy_us / row.products, dumb))
     ledger.score("regulation", "each device by the others", judged, "time without pauses")
+    if filled:
+        ledger.score("regulation", "sums in pauses, by empty ones", filled, "time without pauses")

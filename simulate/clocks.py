@@ -1,47 +1,53 @@
 """The clock of each pipeline stage's products under the power cap.
 
-What a stage runs in a step is laid out in order (its passes, microbatch after microbatch, its waits
-for a slower stage, the bubble and the update), and run under the cap's regulator
-(`simulate.regulator`). A stage is given the one clock at which its passes last as long as that.
-Clocks and times depend on each other: passes are priced at one clock, and scaled with the clocks
-until those settle.
+A stage that waits for a slower one after each of its passes draws less on average, as far as passes
+are short beside the regulator's memory; what is idle at the ends of the step (filling and draining
+the pipeline, reduction, update) counts likewise against its whole. Clocks and times depend on each
+other: passes are priced at one clock, and scaled with the clocks until those settle.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log
+from math import exp, log
 from typing import NamedTuple
 
 from simulate.costs import Costs
 from simulate.exchange import neighbours, of_boundary
 from simulate.issue import caught_up, repeated_us
-from simulate.passes import PassCost, Shared
+from simulate.passes import Shared
 from simulate.pricing import Known, PricedStep, parts_of, price
-from simulate.regulator import GRAIN, Course, Piece, clock_for, course, lasting_us, merged
 from simulate.uncertainty import Array, Draws, central
-from simulate.works import Same
+from simulate.works import Energy, Same
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import Segment
+from spec.regulation import kept_share
+from spec.step import Segment, layer_parameters, trained_parameters
 
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
-SLOWER = 0.75  # of the largest clock: what lasts how much longer is told from here
-Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class LayerClock:
-    """Clock of a layer's products when nothing but layers runs, and its ways as pieces."""
+    """Clock of a layer's products when nothing pauses, and its mean power above idle, W.
+
+    The layer's time goes as (this clock / another) ** slope, and by energy_slope what of its energy
+    goes with the clock.
+    """
 
     clock_mhz: float
-    ways: tuple[Pieces, ...]
+    compute_w: float  # at the reference clock
+    beside_w: float
+    slope: float = 1.0
+    energy_slope: float = 1.0
 
 
 def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
-    """The clock of layers' passes that follow each other without a pause.
+    """Clock from the power that a layer's forward and backward pass draw.
 
+    Kernels much shorter than the regulator's memory share what memory-bound ones between them
+    leave; longer ones run into the cap by themselves. The clock is the mean of those kernels', by
+    what of their energy goes with it: nearly all of it products'.
     Plans whose layers are split and placed alike share it.
     """
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
@@ -58,44 +64,51 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
 
 def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
     fit = point.calibration.clock
-    ways = _pieces(segments, point)
-    every = [piece for one in ways for piece in one]
-    if not _capped(every, fit):
-        return LayerClock(fit.max_mhz, ways)
-    waits_us = max(sum(repeated_us(segments, point)) - lasting_us(every, fit, fit.max_mhz), 0.0)
-    every.append(Piece(waits_us, 0.0, 0.0, fit.late_w(point.parallelism)))
-    return LayerClock(clock_for(every, fit, course(fit, every, 1, ()).rounds_us), ways)
+    clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
+    for _ in range(3):  # the slower the clock, the larger the kernels' share of time
+        point = point.with_(clock_ratio=fit.reference_mhz / clock)
+        runs: list[tuple[float, Energy]] = []
+        whole, sent, energy = sum(repeated_us(segments, point)), 0.0, Energy()
+        for segment in segments:
+            cost = point.segment(segment)
+            for axis, time in cost.exposed.items():
+                sent += central(time) * point.communication_w(axis)
+            energy += cost.energy
+            for part in segment:
+                if any(work.energy.compute for work in point.works.of_part(part).values()):
+                    alone = point.part(part)
+                    runs.append((central(alone.kernels), alone.energy))
+        compute_w = energy.compute / whole
+        beside_w = (energy.memory + sent) / whole
+        logs = 0.0
+        for run_us, own in runs:
+            seen = []
+            for memory_us, surge in fit.regulation.means:
+                kept = kept_share(run_us, memory_us)
+                seen.append(
+                    fit.clock_mhz(
+                        kept * own.compute / run_us + (1 - kept) * compute_w,
+                        kept * own.memory / run_us + (1 - kept) * beside_w,
+                        surge,
+                    )
+                )
+            logs += log(min(seen)) * own.compute
+        clock = exp(logs / energy.compute) if energy.compute > 0 else fit.max_mhz
+    if energy.compute == 0 or fit.max_mhz < 1.001 * clock:
+        return LayerClock(clock, compute_w, beside_w)
+    span = log(fit.max_mhz / clock)
+    here, fast = (_of_layer(segments, point, fit.reference_mhz / at) for at in (clock, fit.max_mhz))
+    slope, energy_slope = (log(slow / quick) / span for slow, quick in zip(here, fast, strict=True))
+    return LayerClock(clock, compute_w, beside_w, slope, energy_slope)
 
 
-def _pieces(segments: tuple[Segment, ...], point: Costs) -> tuple[Pieces, ...]:
-    """Each segment's kernels, and its communication with nothing beside it, in their order."""
-    fit = point.calibration.clock
-    fast, slow = (
-        point.with_(clock_ratio=fit.reference_mhz / (fit.max_mhz * share)) for share in (1, SLOWER)
-    )
-
-    def of(segment: Segment) -> Iterator[Piece]:
-        for part in segment:
-            cost = fast.part(part)
-            own_us = central(cost.kernels)
-            if own_us:
-                slope = log(central(slow.part(part).kernels) / own_us) / -log(SLOWER)
-                energy = cost.energy
-                yield Piece(own_us, slope, energy.compute / own_us, energy.memory / own_us)
-            left_us = central(sum(cost.hidden[1:], cost.hidden[0])) - own_us if cost.hidden else 0
-            if left_us > 0:
-                yield Piece(left_us, 0.0, 0.0, point.communication_w(part.hidden[0].axis))
-            for one, time in zip(part.exposed, cost.exposed, strict=True):
-                yield Piece(central(time), 0.0, 0.0, point.communication_w(one.axis))
-
-    return tuple(tuple(merged(of(one), GRAIN * fit.memory_us)) for one in segments)
-
-
-def _capped(pieces: list[Piece], fit: ClockFit) -> bool:
-    """Whether the cap slows any of them that runs for long."""
-    return any(
-        fit.clock_mhz(one.compute_w, one.other_w, fit.swing_factor) < fit.max_mhz for one in pieces
-    )
+def _of_layer(
+    segments: tuple[Segment, ...], point: Costs, clock_ratio: float
+) -> tuple[float, float]:
+    """Time of a layer at a clock, and what of its energy goes with the clock."""
+    at = point.with_(clock_ratio=clock_ratio)
+    energy = sum(at.segment(segment).energy.compute for segment in segments)
+    return sum(repeated_us(segments, at)), energy
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
@@ -110,19 +123,24 @@ class Load(NamedTuple):
 
     busy_us: float  # in passes
     after_us: float  # update, communication beside no pass, and its host once a step
+    shards: float  # share of passes in which it waits for layers' sharded weights and gradients
+    shards_w: float  # mean power of those sent beside layers' passes
     products: float  # energy of the passes that goes with the clock
     compute: float  # the same of the update
     beside: float  # all other energy
     waiting_w: float  # while it waits for other stages
     hosts: float  # of the other energy, what it draws while it waits for its host
 
-    def drawn_w(self, step_us: float) -> tuple[float, float]:
+    def drawn_w(
+        self, step_us: float, longer: float = 1.0, more: float = 1.0
+    ) -> tuple[float, float]:
         """Mean power above idle over the step, as `ClockFit` takes it.
 
         What is not the stage's own passes, update or communication is waiting for other stages.
+        `longer` and `more` scale the passes' time and `products` to another clock.
         """
-        waiting_us = max(step_us - self.busy_us - self.after_us, 0.0)
-        compute = self.products + self.compute
+        waiting_us = max(step_us - self.busy_us * longer - self.after_us, 0.0)
+        compute = self.products * more + self.compute
         return compute / step_us, (self.beside + waiting_us * self.waiting_w) / step_us
 
 
@@ -134,9 +152,16 @@ def load(priced: PricedStep, stage: int) -> Load:
     sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
     host_us = times * mine.host_us + central(priced.once_us + priced.updates[stage].alone.host_us)
     hosts = host_us * costs.calibration.clock.late_w(priced.parallelism)
+    of_layers = 1.0
+    if mine.sharded_us:
+        p, model = priced.parallelism, priced.model
+        layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
+        of_layers = layers / sum(trained_parameters(model, p, stage))
     return Load(
         busy_us=times * mine.total_us,
         after_us=central(priced.updates[stage].after_us + priced.once_us),
+        shards=mine.sharded_us * of_layers / mine.total_us,
+        shards_w=mine.hidden_w_us * of_layers / mine.total_us,
         products=times * mine.energy.compute,
         compute=update.energy.compute,
         beside=times * (mine.energy.memory + sent + mine.hidden_w_us)
@@ -146,6 +171,22 @@ def load(priced: PricedStep, stage: int) -> Load:
         waiting_w=costs.waiting_w,
         hosts=hosts,
     )
+
+
+def mean_clock_mhz(priced: PricedStep, busy_us: Array, step_us: float) -> float:
+    """Mean clock over a step and all GPUs, which a monitor shows; `busy_us` in stages' passes.
+
+    Passes run at their stage's clock, update and reduction at the largest. A stage that waits for
+    others comes to that as the regulator forgets its passes; its waits are taken as one.
+    """
+    fit, found = priced.costs.calibration.clock, []
+    fastest = max(fit.max_mhz, *(stage.clock_mhz for stage in priced.stages))
+    for number, stage in enumerate(priced.stages):
+        own_us = min(float(busy_us[number]), step_us)
+        waiting_us = max(step_us - own_us - load(priced, number).after_us, 0.0)
+        slow_us = own_us + waiting_us * (1 - kept_share(waiting_us, fit.long_memory_us))
+        found.append(fastest - slow_us / step_us * (fastest - stage.clock_mhz))
+    return sum(found) / len(found)
 
 
 @lru_cache(maxsize=32)  # plans alike come one after another
@@ -162,114 +203,27 @@ def stage_clocks(
     fit = point.calibration.clock
     alone = layer_clock(model, p, point)
     known = Known(_shared(Same(alone), point.between_replicas))
-    pieces = _every_piece(model, p, point)
-    if not _capped([piece for ways in pieces.values() for one in ways for piece in one], fit):
-        return fit.max_mhz, known
+    if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
+        return alone.clock_mhz, known
     priced = price(model, p, point, alone.clock_mhz, known)
-    rounds = {stage: _round(priced, stage, pieces) for stage in set(priced.alike)}
-    busy = {stage: p.microbatches * priced.work[stage].total_us for stage in rounds}
-    besides = _besides(priced)
+    loads = {stage: load(priced, stage) for stage in set(priced.alike)}
+    clocks = dict.fromkeys(loads, alone.clock_mhz)
+    of_dp_w, besides = point.communication_w("dp"), _besides(priced)
     for _ in range(ROUNDS):
+        ratios = {stage: alone.clock_mhz / clock for stage, clock in clocks.items()}
+        busy = {stage: one.busy_us * ratios[stage] ** alone.slope for stage, one in loads.items()}
         step_us = _step_us(p, [busy[stage] for stage in priced.alike], besides)
-        slowest_us = max(busy.values())
-        busy = {
-            stage: _course(priced, stage, passes, busy[stage], slowest_us, step_us).rounds_us
-            for stage, passes in rounds.items()
-        }
-    clocks = {
-        stage: round(clock_for(sum(passes, ()), fit, busy[stage] / p.microbatches), 1)
-        for stage, passes in rounds.items()
-    }
+        slowest = max(busy.values())
+        for stage, one in loads.items():
+            over_step = one.drawn_w(
+                step_us, ratios[stage] ** alone.slope, ratios[stage] ** alone.energy_slope
+            )
+            of_layer = (  # its waits recur in every layer
+                (1 - one.shards) * alone.compute_w,
+                (1 - one.shards) * alone.beside_w + one.shards * of_dp_w + one.shards_w,
+            )
+            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike], known
-
-
-def mean_clock_mhz(priced: PricedStep, busy_us: Array, step_us: float) -> float:
-    """Mean clock over a step and all GPUs, which a monitor shows; `busy_us` in stages' passes."""
-    model, p, costs = priced.model, priced.parallelism, priced.costs
-    pieces = _every_piece(model, p, costs.with_(draws=Draws(0)))
-    slowest_us, found = float(busy_us.max()), {}
-    for stage in set(priced.alike):
-        passes = _round(priced, stage, pieces)
-        found[stage] = _course(priced, stage, passes, float(busy_us[stage]), slowest_us, step_us)
-    return sum(found[stage].mean_mhz for stage in priced.alike) / len(priced.alike)
-
-
-def _every_piece(model: ModelSpec, p: Parallelism, point: Costs) -> dict[str, tuple[Pieces, ...]]:
-    """What passes consist of, by segment, each way."""
-    parts = parts_of(model, p)
-    found = {name: _pieces(parts[name], point) for name in ("embedding", "head")}
-    return found | {"layer": layer_clock(model, p, point).ways}
-
-
-def _round(priced: PricedStep, stage: int, pieces: dict[str, tuple[Pieces, ...]]) -> list[Pieces]:
-    """A stage's passes of a microbatch: each chunk's, each way after the other."""
-    least_us = GRAIN * priced.costs.calibration.clock.memory_us
-    return [
-        tuple(merged(_pass(priced, stage, one, way, pieces), least_us))
-        for ways in priced.work[stage].passes
-        for way, one in enumerate(ways)
-    ]
-
-
-def _pass(
-    priced: PricedStep,
-    stage: int,
-    one: PassCost,
-    way: int,
-    pieces: dict[str, tuple[Pieces, ...]],
-) -> Iterator[Piece]:
-    """A pass's segments, layer by layer, and after each its share of what the pass waits for.
-
-    That is its host, and layers' weights and gradients where they are sharded.
-    """
-    costs, prices = priced.costs, priced.stages[stage]
-    segments = [(often, prices.segments[name][way].cost, name) for often, name in one.segments]
-    own_us = sum(
-        often * central(cost.compute + sum(cost.exposed.values(), costs.draws.zero))
-        for often, cost, _ in segments
-    )
-    waits_us = max(central(one.total) - own_us, 0.0)
-    sharded_us = sum(central(each.exposed) for each in one.sharded)
-    waits_w_us = sharded_us * costs.communication_w("dp") if sharded_us else 0.0
-    waits_w_us += central(one.host) * costs.calibration.clock.late_w(priced.parallelism)
-    beside_w = one.hidden_w_us / central(one.total)
-    layers = sum(often for often, _, name in segments if name == "layer")
-    for often, _, name in segments:
-        whole = max(round(often), 1)
-        for _ in range(whole):
-            for piece in pieces[name][way]:
-                yield piece._replace(us=piece.us * often / whole, other_w=piece.other_w + beside_w)
-            if name == "layer" and waits_us:
-                share_us = waits_us * often / whole / layers
-                yield Piece(share_us, 0.0, 0.0, waits_w_us / waits_us + beside_w)
-
-
-def _course(
-    priced: PricedStep,
-    stage: int,
-    passes: list[Pieces],
-    busy_us: float,
-    slowest_us: float,
-    step_us: float,
-) -> Course:
-    """A stage's rounds under the cap, in a step whose slowest stage's passes last `slowest_us`.
-
-    A stage waits for that one after each of its passes, and for the bubble before the update; its
-    rounds are without these waits.
-    """
-    costs, p, update = priced.costs, priced.parallelism, priced.updates[stage]
-    fit, waits_us = costs.calibration.clock, slowest_us - busy_us
-    after_us = central(update.after_us + priced.once_us)
-    bubble_us = step_us - slowest_us - after_us
-    wait = Piece(waits_us / p.microbatches / len(passes), 0.0, 0.0, costs.waiting_w)
-    pieces = [piece for one in passes for piece in ([*one, wait] if waits_us > 0 else one)]
-    after = [Piece(bubble_us, 0.0, 0.0, costs.waiting_w)] if bubble_us > 0 else []
-    if after_us:
-        own, sent_w_us = update.alone.energy, update.alone.sent_w_us
-        other_w = (own.memory + sent_w_us) / after_us
-        after.append(Piece(after_us, 0.0, own.compute / after_us, other_w))
-    found = course(fit, pieces, p.microbatches, after)
-    return found._replace(rounds_us=found.rounds_us - max(waits_us, 0.0))
 
 
 def _besides(priced: PricedStep) -> list[float]:
@@ -301,3 +255,29 @@ def _step_us(p: Parallelism, busy: list[float], besides: list[float]) -> float:
     slowest = busy.index(max(busy))
     fill = (sum(busy) - busy[slowest]) / (p.microbatches * p.vpp)
     return busy[slowest] + fill + besides[slowest]
+
+
+def _clock_mhz(
+    alone: LayerClock,
+    p: Parallelism,
+    fit: ClockFit,
+    of_layer: tuple[float, float],
+    over_step: tuple[float, float],
+    busy_us: float,
+    slowest_us: float,
+) -> float:
+    seen = []
+    for memory_us, surge in fit.regulation.means:
+        kept = kept_share(busy_us / (2 * p.microbatches * p.vpp), memory_us)
+        share = kept + (1 - kept) * busy_us / slowest_us  # of the time between waits that it works
+        waits = (1 - share) * fit.waiting_w
+        kept = kept_share(slowest_us, memory_us)
+        seen.append(
+            fit.clock_mhz(
+                kept * share * of_layer[0] + (1 - kept) * over_step[0],
+                kept * (share * of_layer[1] + waits) + (1 - kept) * over_step[1],
+                surge,
+            )
+        )
+    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
+    return round(min(alone.clock_mhz * max(min(seen) / unpaused, 1.0), fit.max_mhz), 1)

@@ -1,16 +1,17 @@
 """A measured pipeline as `simulate.placement` takes it: GPU speeds, and how they follow the work.
 
-A power regulator holds a mean over some tens of milliseconds (`spec.regulation`), so a GPU that
-waits between short passes may clock higher in them, and one that is given more layers slows down.
-With e what a pass and others like it make of that mean at a moment of the pass (1 for the GPU that
-never waits), and X the power of passes above idle at the largest clock, which the probe's mean
-power, clock and busy share give for each GPU, the clock that the regulator leaves under its cap is
+Power regulators hold means over some tens of milliseconds (`spec.regulation`), so a GPU
+that waits between short passes may clock higher in them, and one that is given more layers slows
+down. With e the effective duty (1 for passes long beside a regulator's memory; else between that
+and the GPU's busy time over the busiest GPU's, as `simulate.estimate` takes it), and X the power of
+passes above idle at the largest clock, which the probe's mean power, clock and busy share give for
+each GPU, the clock that a regulator leaves under its cap is
 
     f(e) = f_max * ((cap - idle - (1 - e) * waiting) / (e * X)) ** (1 / a),   at most f_max;
 
-its mean over a pass counts, relative to the same in the probe, so that the probe is reproduced
-exactly. Durations go with the clock as calibrated. Without clocks, power or a calibration, speeds
-stay.
+the lowest of them counts, relative to the same formula at the probe's own duty, so that the probe
+is reproduced exactly. Durations go with the clock as calibrated. Without clocks, power or a
+calibration, speeds stay.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from simulate.placement import Pipeline, Placement, durations, pipeline_s
 from spec.calibration import Calibration, ClockFit
 from spec.interval import Z90
 from spec.probe import PlacedStages, PlacementProbe
-from spec.regulation import seen_shares
+from spec.regulation import kept_share
 
 Array = NDArray[np.float64]
 
@@ -113,10 +114,13 @@ class Probed(Speeds):
         busy[list(placement.gpus)] = self.probe.microbatches * passes.sum(axis=1)
         return busy
 
-    def _effective_duty(self, busy_s: Array, fit: ClockFit) -> Array:
-        """(moments, GPUs, draws): share of the work in what the regulator sees of a GPU."""
-        passes = 2 * self.probe.microbatches * fit.memory_us * 1e-6
-        return seen_shares(busy_s / passes, (busy_s.max(axis=0) - busy_s) / passes)
+    def _effective_duties(self, busy_s: Array, fit: ClockFit) -> list[Array]:
+        """(GPUs, draws) for each regulator: share of the time that it sees a GPU work."""
+        run_us, found = busy_s * 1e6 / (2 * self.probe.microbatches), []
+        for memory_us, _ in fit.regulation.means:
+            kept = np.vectorize(kept_share)(run_us, memory_us)
+            found.append(np.asarray(kept + (1 - kept) * busy_s / busy_s.max(axis=0)))
+        return found
 
     def _read_clocks(self, calibration: Calibration | None, share: Array) -> "_Clocks | None":
         """`share` of the step that each GPU is busy."""
@@ -132,7 +136,7 @@ class Probed(Speeds):
         self.assumptions.append(f"clocks follow the work as {calibration.system} was calibrated")
         passes = durations(self.pipeline, self.measured, self.slowness)
         busy_s = self._busy_s(self.measured, passes)
-        effective = self._effective_duty(busy_s, fit)
+        effective = self._effective_duties(busy_s, fit)
         return _Clocks(
             calibration, np.array(clocks, float), np.array(powers, float), share, effective
         )
@@ -146,8 +150,8 @@ class Probed(Speeds):
             passes = durations(self.pipeline, placement, at)
             ends = pipeline_s(self.pipeline, passes)
             busy_s = self._busy_s(placement, passes)
-            duty = self._effective_duty(busy_s, self._clocks.fit)
-            at = (at * self.slowness * self._clocks.factor(duty)) ** 0.5  # damped
+            duties = self._effective_duties(busy_s, self._clocks.fit)
+            at = (at * self.slowness * self._clocks.factor(duties)) ** 0.5  # damped
         return ends + self.beside_s, at
 
 
@@ -160,11 +164,11 @@ class _Clocks:
         clocks: Array,
         powers: Array,
         share: Array,
-        duty: Array,
+        duties: Sequence[Array],
     ) -> None:
-        """(GPUs,) of the probe: clocks, MHz, mean power, W; (moments, GPUs, draws): its duty."""
+        """(GPUs,) of the probe: clocks, MHz, and mean power, W; (GPUs, draws): its duties."""
         fit, random = calibration.clock, np.random.default_rng(1)
-        draws = duty.shape[-1]
+        draws = duties[0].shape[1]
         self.fit = fit
         self._cap_w = max(fit.cap_w or 0.0, float(powers.max()))
         self._power_exponent = _drawn(
@@ -175,18 +179,20 @@ class _Clocks:
         beside = fit.idle_w + (1 - share) * fit.waiting_w
         scale = (clocks[:, None] / fit.reference_mhz) ** self._power_exponent
         self._busy_w = np.maximum(powers[:, None] - beside, 1.0) / (share * scale)
-        self._probe_mhz = self._mhz(duty)
+        self._probe_mhz = self._mhz(duties)
 
-    def _mhz(self, duty: Array) -> Array:
-        fit = self.fit
-        room = fit.swing_factor * self._cap_w - fit.idle_w - (1 - duty) * fit.waiting_w
-        share = np.maximum(room, 1.0) / (duty * self._busy_w)
-        allowed = fit.reference_mhz * share ** (1 / self._power_exponent)
-        return np.asarray(np.minimum(allowed, fit.max_mhz).mean(axis=0))
+    def _mhz(self, duties: Sequence[Array]) -> Array:
+        fit, lowest = self.fit, np.full_like(duties[0], self.fit.max_mhz)
+        for duty, (_, surge) in zip(duties, fit.regulation.means, strict=True):
+            room = surge * self._cap_w - fit.idle_w - (1 - duty) * fit.waiting_w
+            share = np.maximum(room, 1.0) / (duty * self._busy_w)
+            allowed = fit.reference_mhz * share ** (1 / self._power_exponent)
+            lowest = np.minimum(lowest, allowed)
+        return lowest
 
-    def factor(self, duty: Array) -> Array:
-        """Duration at this effective duty over that in the probe."""
-        now = np.minimum(self._clocks * self._mhz(duty) / self._probe_mhz, self.fit.max_mhz)
+    def factor(self, duties: Sequence[Array]) -> Array:
+        """Duration at these effective duties over that in the probe."""
+        now = np.minimum(self._clocks * self._mhz(duties) / self._probe_mhz, self.fit.max_mhz)
         return np.asarray((self._clocks / now) ** self._exponent)
 
 

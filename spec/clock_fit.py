@@ -1,8 +1,8 @@
 """Clock and power of a GPU: what kernels draw, what a cap leaves them, how devices differ."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spec.bend import Bend
 from spec.fitted import (
@@ -37,8 +37,8 @@ class ClockFit(Record):
 
     with both sums weighted by the kernels' shares of time. The regulator holds the mean over many
     kernels at `regulated_w`, so memory-bound kernels between products leave these some room: the
-    clock is the highest f up to max_mhz with power(f) <= regulated_w. What it follows of a load
-    that swings is a mean that forgets over `memory_us`, and it holds `swing_factor` times that.
+    clock is the highest f up to max_mhz with power(f) <= regulated_w. Over `memory_us` it lets them
+    draw `surge` times that, over `long_memory_us` not.
     """
 
     reference_mhz: Mhz
@@ -48,12 +48,15 @@ class ClockFit(Record):
     regulated_w: PositiveWatts | None = Field(
         default=None, description="mean power while the cap acts; the limit where not measured"
     )
-    swing_factor: Annotated[float, Field(ge=0.5, le=2)] = Field(
-        default=ASSUMED.swing_factor,
-        description="mean power held of a load that swings, over cap_w",
+    surge: Annotated[float, Field(ge=1, le=2)] = Field(
+        default=1.0, description="mean power allowed for about `memory_us`, as a factor of cap_w"
     )
     memory_us: PositiveMicros = Field(
-        default=ASSUMED.memory_us, description="time constant of the mean that the cap holds"
+        default=ASSUMED.memory_us,
+        description="time constant of the mean that may exceed cap_w by the factor `surge`",
+    )
+    long_memory_us: PositiveMicros = Field(
+        default=ASSUMED.long_memory_us, description="time constant of the mean that may not"
     )
     power_exponent: Annotated[float, Field(ge=0.1, le=10)]
     memory_with_clock: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -104,16 +107,25 @@ class ClockFit(Record):
             return self.ready_shared_w
         return self.ready_w
 
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.memory_us > self.long_memory_us:
+            raise ValueError(
+                f"memory_us is {self.memory_us:g}; it must be at most long_memory_us, "
+                f"{self.long_memory_us:g}"
+            )
+        return self
+
     @property
     def regulation(self) -> Regulation:
         """What the cap remembers."""
-        return Regulation(self.memory_us, self.swing_factor)
+        return Regulation(self.memory_us, self.surge, self.long_memory_us)
 
-    def clock_mhz(self, compute_w: float, memory_w: float = 0.0, factor: float = 1.0) -> float:
-        """Clock where `factor` caps are held; above idle, `compute_w` at the reference clock."""
+    def clock_mhz(self, compute_w: float, memory_w: float = 0.0, surge: float = 1.0) -> float:
+        """Clock under `surge` caps; both above idle, `compute_w` at the reference clock."""
         if self.cap_w is None or compute_w <= 0:
             return self.max_mhz
-        room = max(factor * self.cap_w - self.idle_w - memory_w, 1.0)
+        room = max(surge * self.cap_w - self.idle_w - memory_w, 1.0)
         allowed = self.reference_mhz * float((room / compute_w) ** (1 / self.power_exponent))
         return min(self.max_mhz, allowed)
 

@@ -1,38 +1,32 @@
-"""What a power cap remembers: the mean of the power that it holds, and what runs see of it."""
+"""What a power cap remembers: means of the power that it holds, and what runs see of them."""
 
+from math import exp
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
 
 
 class Regulation(NamedTuple):
-    """A mean of the power that forgets exponentially, and what is held of it.
-
-    swing_factor: mean power held of a load that swings, over that of one that does not.
-    """
+    """Time constants of two means, us, and by what factor the shorter may exceed the cap."""
 
     memory_us: float
-    swing_factor: float
+    surge: float
+    long_memory_us: float
+
+    @property
+    def means(self) -> tuple[tuple[float, float], ...]:
+        """Time constant, us, and the mean power held over it over the cap: a clock obeys both."""
+        return (self.memory_us, self.surge), (self.long_memory_us, 1.0)
 
 
-# where no pulses were timed: between those of two GPUs, with the ends of intervals
-ASSUMED = Regulation(24e3, 1.0)
-ASSUMED_ENDS = {"memory_us": (15e3, 40e3), "swing_factor": (0.97, 1.03)}
+# where no pulses were timed: between two H200 and two H100 in pulses, with the ends of intervals
+ASSUMED = Regulation(25e3, 1.03, 75e3)
+ASSUMED_ENDS = {"memory_us": (15e3, 45e3), "long_memory_us": (40e3, 260e3)}
 
 
-# of a run, as parts of it, where what the regulator sees is looked at
-MOMENTS = (np.arange(64) + 0.5) / 64
+def kept_share(run_us: float, memory_us: float) -> float:
+    """How much of its own power the regulator sees in a run of work, the rest being the average.
 
-
-def seen_shares(busy: Array | float, pause: Array | float) -> Array:
-    """Of the mean that the regulator follows, what is a run's own, at `MOMENTS` of a run.
-
-    The run and the pause after it recur. busy, pause: how long they last, in time constants of the
-    mean; arrays of any shape, before which the moments come.
+    It follows a mean that forgets exponentially over `memory_us`: the mean over the run of
+    1 - exp(-t / memory_us).
     """
-    run, rest = np.asarray(busy, float), np.asarray(pause, float)
-    begun = np.exp(-rest) * np.expm1(-run) / np.expm1(-run - rest)
-    return np.asarray(1 - (1 - begun) * np.exp(-np.multiply.outer(MOMENTS, run)))
+    runs = run_us / memory_us
+    return 1 - (1 - exp(-runs)) / runs if runs > 1e-6 else 0.0

@@ -12,7 +12,7 @@ from calibrate.between_kernels import fit_ready
 from calibrate.clocks import (
     _fit_power_exponent,
     _onset_exponent,
-    _regulation,
+    _surge,
 )
 from calibrate.devices import fit_devices
 from calibrate.evidence import Evidence, Ledger
@@ -20,7 +20,7 @@ from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
 from calibrate.host import fit_interference
 from calibrate.own_exponents import USUAL, fit_own_exponents
-from calibrate.state import POWER_EXPONENT, ClockState
+from calibrate.state import POWER_EXPONENT, SURGE, ClockState
 from calibrate.telemetry import Telemetry, _ready, read_telemetry
 from calibrate.variability import spread_interval
 from simulate.uncertainty import Draws
@@ -32,7 +32,6 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.kernel import Kernel
 from spec.records import ClockRow, HostRow, InterferenceRow, KernelRow
-from spec.regulation import ASSUMED
 from spec.results import ResultSet
 from tests.made_up import calibration_json, write_calibration
 from tests.synthetic import Truth, manifest
@@ -384,15 +383,12 @@ def test_memory_bound_kernels_draw_less_at_a_lower_clock(tmp_path: Path) -> None
     assert (share - clock.idle_w) / whole == pytest.approx(0.9, abs=0.005)
 
 
-def test_what_no_pulses_told_is_as_elsewhere() -> None:
+def test_what_no_load_of_minutes_told_is_as_elsewhere() -> None:
     ledger = Ledger()
-    evidence, state = Evidence("made-up", []), ClockState(1980.0, 700.0, 80.0)
-    assert _regulation(evidence, state, 690.0, ledger) == ASSUMED
-    assert {one.name for one in ledger.parameters} == {"clock.memory_us", "clock.swing_factor"}
-    assert {one.source for one in ledger.parameters} == {"assumed"}
-    ledger = Ledger()
-    assert _regulation(evidence, ClockState(1980.0, None, 1.5), None, ledger) == ASSUMED
-    assert not ledger.parameters
+    evidence = Evidence("made-up", [])
+    assert _surge(evidence, ClockState(1980.0, 700.0, 80.0), ledger) == SURGE[0]
+    assert [one.source for one in ledger.parameters] == ["assumed"]
+    assert _surge(evidence, ClockState(1980.0, None, 1.5), ledger) == 1.0
 
 
 @pytest.mark.parametrize(("onset", "source"), [(900.0, "assumed"), (1200.0, "measured")])

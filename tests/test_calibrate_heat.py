@@ -10,12 +10,13 @@ import pytest
 from calibrate.clocks import _regulated
 from calibrate.evidence import Evidence, Ledger
 from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
-from calibrate.heat_pulses import pulse_exponent
+from calibrate.heat_pulses import pulse_exponent, surge
 from calibrate.leakage import fit_leakage
 from calibrate.state import ClockState
 from calibrate.throttle import note_throttling
 from spec.files import write_table
 from spec.load_records import HeatRow
+from spec.records import KernelRow
 from spec.results import ResultSet
 from spec.thermal import exponential_mean
 from tests.synthetic import Truth, manifest
@@ -194,3 +195,61 @@ def test_the_clock_falls_as_a_capped_load_warms_up(tmp_path: Path, leakage: floa
     write_table(tmp_path / "heat.csv", HeatRow, [heat_row(0.4, 1980, 400.0)])
     evidence = Evidence("made-up", [ResultSet(tmp_path, about)])
     assert fit_leakage(evidence, state, Ledger()) is None
+
+
+@pytest.mark.parametrize(("bursts", "ratio"), [(8, 1.03), (8, 0.98), (7, 1.03)])
+def test_bursts_of_products_pass_to_what_the_cap_allows(
+    monkeypatch: pytest.MonkeyPatch, bursts: int, ratio: float
+) -> None:
+    """Power above idle goes as the clock to an exponent; a burst that ends slower shows nothing."""
+    timed = []
+    for n in range(bursts + 1):
+        held = KernelRow.model_validate(
+            PRODUCT | {"case_id": f"held-{n}", "shape": f"m={n + 1} n=8 k=8"}
+        )
+        last_us = held.median_us / ratio
+        quantiles = {"median_us": 0.9 * last_us, "p10_us": 1.0, "min_us": 1.0, "p90_us": last_us}
+        burst = {"case_id": f"burst-{n}", "state": "burst", "throttle": None, **quantiles}
+        timed += [held, held.model_copy(update=burst)]
+    timed[1] = timed[1].model_copy(update={"median_us": 1.0, "p90_us": 1.0})  # too short to tell
+    rows = [("r", one) for one in timed]
+    for n in range(20):  # products that no cap held, and bursts of another run: neither tells
+        free = timed[0].model_copy(update={"shape": f"m=8 n={n + 1} k=8", "throttle": None})
+        burst = timed[3].model_copy(update={"shape": free.shape, "p90_us": 0.5 * free.median_us})
+        rows += [
+            ("r", free),
+            ("r", burst),
+            ("s", burst.model_copy(update={"shape": "m=2 n=8 k=8"})),
+        ]
+    monkeypatch.setattr(Evidence, "rows", lambda _, kind: rows * (kind is KernelRow))
+    state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.5)
+    expected = None if bursts < 8 else max(1 + (1 - 80 / 700) * (ratio**1.5 - 1), 1.0)
+    assert surge(Evidence("made-up", []), state, Ledger()) == pytest.approx(expected, abs=1e-5)
+    unlimited = ClockState(1980.0, None, 0.0)
+    assert surge(Evidence("made-up", []), unlimited, Ledger()) is None
+
+
+@pytest.mark.parametrize(("gap_s", "expected"), [(0.05, 1.05), (1.0, None)])
+def test_what_the_cap_allows_for_tenths_of_a_second(
+    tmp_path: Path, gap_s: float, expected: float | None
+) -> None:
+    """Without samples just before it, nobody knows when the load began."""
+    time = np.concatenate([np.arange(0, 5 - gap_s, 0.05), np.arange(5, 20, 0.05)])
+    drawn = np.select([time < 5, time < 5.1, time < 5.7], [120.0, 900.0, 726.6], 692.0)
+    columns = {
+        "time_s": time,
+        "device": np.zeros(len(time), dtype=np.int16),
+        "power_w": drawn,
+        "case_id": ["heat-100"] * len(time),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "telemetry.parquet")
+    row = heat_row(1.0, 1480, 692.0).model_copy(
+        update={"throttle": "power_cap", "case_id": "heat-100"}
+    )
+    write_table(tmp_path / "heat.csv", HeatRow, [row])
+    about = manifest("made-up", "run", 2, Truth(), "2030-01-01T00:00:00Z")
+    ledger = Ledger()
+    state = ClockState(1980.0, 700.0, 80.0)
+    value = surge(Evidence("made-up", [ResultSet(tmp_path, about)]), state, ledger)
+    assert value == pytest.approx(expected, abs=1e-3)
+    assert [one.name for one in ledger.parameters] == ["clock.surge"] * (expected is not None)

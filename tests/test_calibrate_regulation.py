@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.optimize import brentq
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.regulation import LEAST, fit_regulation
@@ -13,8 +14,9 @@ from calibrate.state import ClockState
 from measure.pulses import PULSES
 from spec.bend import Bend
 from spec.calibration import read_calibration
-from spec.load_records import PulseRow
+from spec.load_records import PulseRow, TurnRow
 from spec.regulation import ASSUMED, Regulation
+from spec.row import Row
 
 ROOT = Path(__file__).parent.parent
 CAP_W, IDLE_W, PAUSE_W = 690.0, 80.0, 40.0
@@ -44,26 +46,28 @@ def pulse(device: int, busy_us: float, pause_us: float, mean_us: float, **more: 
     return PulseRow.model_validate(value | more)
 
 
-def product_us(
-    busy_us: float, pause_us: float, by: Regulation, top_us: float
-) -> tuple[float, float]:
-    """Mean time of a product, us, and mean power, W, of a device that is stepped through."""
-    known, seen, other = state(), 1.0, 0.0
-    steps = 400
-    for _ in range(3 if pause_us else 1):  # until it recurs
-        rate = drawn_w = 0.0
-        for _ in range(steps):
-            room_w = by.swing_factor * CAP_W - IDLE_W - other
-            share = min((room_w / (seen * COMPUTE_W)) ** (1 / known.power_exponent), 1.0)
-            longer = share**-0.6 * known.bend.factor(1980.0, share * 1980.0)
-            rate += 1 / longer / steps
-            drawn_w += COMPUTE_W * share**known.power_exponent / steps
-            kept = exp(-busy_us / steps / by.memory_us)
-            seen, other = 1 + kept * (seen - 1), kept * other
-        kept = exp(-pause_us / by.memory_us)
-        seen, other = kept * seen, PAUSE_W + kept * (other - PAUSE_W)
-    mean_w = (drawn_w * busy_us + PAUSE_W * pause_us) / (busy_us + pause_us)
-    return top_us / rate, IDLE_W + mean_w
+def mean_seen_w(own_w: float, busy_us: float, pause_us: float, memory_us: float) -> float:
+    """Above idle: the mean that a regulator holds, stepped through a run from the average on."""
+    held = (own_w * busy_us + PAUSE_W * pause_us) / (busy_us + pause_us)
+    steps, total = 1000, 0.0
+    for _ in range(steps):
+        held += (own_w - held) * (1 - exp(-busy_us / steps / memory_us))
+        total += held / steps
+    return total
+
+
+def product_us(busy_us: float, pause_us: float, by: Regulation, top_us: float) -> float:
+    """What a device does whose products draw all that the two means leave them."""
+    known, own_w = state(), COMPUTE_W
+    for memory_us, limit_w in (by.memory_us, by.surge * CAP_W), (by.long_memory_us, CAP_W):
+
+        def over(one: float, memory_us: float = memory_us, limit_w: float = limit_w) -> float:
+            return mean_seen_w(one, busy_us, pause_us, memory_us) + IDLE_W - limit_w
+
+        if over(own_w) > 0:
+            own_w = float(brentq(over, 1.0, own_w, xtol=0.01))
+    share = (own_w / COMPUTE_W) ** (1 / known.power_exponent)
+    return float(top_us * share**-0.6 * known.bend.factor(1980.0, share * 1980.0))
 
 
 def made(by: Regulation, tops_us: Sequence[float], slower: float = 1.0) -> list[PulseRow]:
@@ -72,41 +76,47 @@ def made(by: Regulation, tops_us: Sequence[float], slower: float = 1.0) -> list[
     for device, top_us in enumerate(tops_us):
         for busy_us, pause_us in ((1e6 * busy, 1e6 * pause) for busy, pause in PULSES):
             if not pause_us:
-                level_us = slower * product_us(1e9, 0.0, by._replace(swing_factor=1.0), top_us)[0]
+                level_us = slower * product_us(1e9, 0.0, by, top_us)
                 parts = {"since_us": "1000,500000", "product_us": f"{top_us},{level_us}"}
                 rows.append(pulse(device, busy_us, 0.0, level_us, **parts))
                 continue
-            mean_us, mean_w = product_us(busy_us, pause_us, by, top_us)
-            rows.append(pulse(device, busy_us, pause_us, mean_us, power_w=mean_w))
+            mean_us = product_us(busy_us, pause_us, by, top_us)
+            mean_w = (COMPUTE_W * busy_us + PAUSE_W * pause_us) / (busy_us + pause_us) + IDLE_W
+            power = {"power_w": mean_w} if mean_us < 1.001 * top_us else {}
+            rows.append(pulse(device, busy_us, pause_us, mean_us, **power))
     return rows
 
 
-def fitted(rows: Sequence[PulseRow], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ledger]:
-    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", one) for one in rows])
+def fitted(rows: Sequence[Row], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ledger]:
+    monkeypatch.setattr(
+        Evidence, "rows", lambda _, kind: [("run", one) for one in rows if isinstance(one, kind)]
+    )
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     ledger = Ledger()
     return fit_regulation(Evidence("made-up", []), state(), CAP_W, ledger), ledger
 
 
-@pytest.mark.parametrize("truth", [Regulation(18e3, 0.99), Regulation(40e3, 1.02)])
-def test_memory_and_factor_are_read_off_pulses(
-    truth: Regulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "truth", [Regulation(18e3, 1.05, 81e3), Regulation(12e3, 1.08, 150e3)], ids=["H200", "longer"]
+)
+def test_memories_are_read_off_pulses(truth: Regulation, monkeypatch: pytest.MonkeyPatch) -> None:
     found, ledger = fitted(made(truth, (1355.0, 1404.0)), monkeypatch)
     assert found.memory_us == pytest.approx(truth.memory_us, rel=0.1)
-    assert found.swing_factor == pytest.approx(truth.swing_factor, abs=0.01)
+    assert found.surge == pytest.approx(truth.surge, abs=0.01)
+    assert found.long_memory_us == pytest.approx(truth.long_memory_us, rel=0.15)
     noted = {one.name: one for one in ledger.parameters}
-    assert set(noted) == {"clock.memory_us", "clock.swing_factor"}
+    assert set(noted) == {"clock.memory_us", "clock.surge", "clock.long_memory_us"}
     assert all(one.source == "measured" for one in noted.values())
+    assert noted["clock.surge"].low >= 1
     (judged,) = ledger.held_out
     assert judged.median_error < 0.005
-    assert judged.baseline_median_error > 0.02
+    assert judged.baseline_median_error > 0.03
 
 
 def test_few_pulses_and_devices_without_a_level_tell_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = made(Regulation(20e3, 1.01), (1380.0,))
+    rows = made(Regulation(20e3, 1.04, 100e3), (1380.0,))
     paused = [row for row in rows if row.pause_us]
     endless = [row for row in rows if not row.pause_us]
     for some in ([], paused, [*paused[: LEAST - 1], *endless]):
@@ -122,14 +132,14 @@ def test_a_cap_that_never_acts_and_heat_tell_nothing(monkeypatch: pytest.MonkeyP
     free = [pulse(0, 1e6 * busy, 1e6 * pause, 1380.0) for busy, pause in PULSES if pause]
     level = {"since_us": "1000,500000", "product_us": "1380,1385"}
     assert fitted([*free, pulse(0, 4e6, 0.0, 1380.0, **level)], monkeypatch)[0] is None
-    hot = made(Regulation(20e3, 1.01), (1380.0,), slower=8.0)
+    hot = made(Regulation(20e3, 1.04, 100e3), (1380.0,), slower=8.0)
     assert fitted(hot, monkeypatch)[0] is None
 
 
 def test_what_pulses_do_not_tell_stays_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pulses so short that nothing slows them down: wide intervals about the assumed figures."""
-    rows = made(Regulation(20e3, 1.01), (1355.0, 1380.0, 1404.0, 1360.0, 1370.0, 1390.0))
-    short = [row for row in rows if not row.pause_us or row.busy_us < 25e3 < row.pause_us / 2]
+    rows = made(Regulation(20e3, 1.04, 100e3), (1355.0, 1380.0, 1404.0))
+    short = [row for row in rows if not row.pause_us or row.busy_us < 25e3]
     found, ledger = fitted(short, monkeypatch)
     assert found.memory_us == pytest.approx(ASSUMED.memory_us, rel=0.3)
     for one in ledger.parameters:
@@ -137,11 +147,24 @@ def test_what_pulses_do_not_tell_stays_as_assumed(monkeypatch: pytest.MonkeyPatc
             assert one.high > 10 * one.low
 
 
-def test_h200_and_h100_forget_within_a_tenth_of_a_second() -> None:
+def test_pulses_with_sums_in_their_pauses_judge_and_are_not_fitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[Row] = [*made(Regulation(20e3, 1.04, 100e3), (1355.0, 1404.0))]
+    alone, _ = fitted(rows, monkeypatch)
+    rows += [pulse(one, 5e4, 5e4, 1500.0, pause_op="add", power_w=680.0) for one in (0, 1)]
+    assert len(fitted(rows, monkeypatch)[1].held_out) == 1  # nobody knows what sums draw
+    turn = {"case_id": "t", "role": "fit", "device": 0, "op": "add", "elements": 8, "product": 8}
+    drawn = {"products": 0, "others": 4, "other_us": 1050.0, "power_w": 520.0}
+    found, ledger = fitted([*rows, TurnRow.model_validate(turn | drawn)], monkeypatch)
+    assert found == alone
+    assert [one.rows for one in ledger.held_out] == [len(made(alone, (1.0, 2.0))) - 2, 2]
+
+
+def test_two_h200_and_two_h100_forget_within_a_tenth_of_a_second() -> None:
     """The committed calibrations, each device by the others within 1 % at the median."""
     for system in ("2x-h200", "4x-h200", "2x-h100"):
         found = read_calibration(ROOT / "results" / system / "calibration.json")
-        assert 15e3 < found.clock.memory_us < 45e3
-        assert 0.97 < found.clock.swing_factor < 1.01
+        assert 10e3 < found.clock.memory_us < 45e3 < found.clock.long_memory_us < 120e3
         judged = next(one for one in found.held_out if one.model == "regulation")
         assert judged.median_error < 0.01 < 0.03 < judged.baseline_median_error

@@ -1,5 +1,6 @@
 """A simulated step under a made-up calibration; properties of any step: test_step_properties."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from simulate.clocks import _course, _every_piece, _round, layer_clock
+from simulate.clocks import _clock_mhz, layer_clock, load, mean_clock_mhz
 from simulate.costs import Costs
 from simulate.estimate import StepEstimate, StepSimulator
 from simulate.imbalance import shares
@@ -20,7 +21,7 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.regulation import MOMENTS, seen_shares
+from spec.regulation import kept_share
 from spec.step import (
     head,
     layer,
@@ -142,14 +143,12 @@ def test_ups_and_downs_of_a_cap_draw_its_power() -> None:
     assert swinging.power_w[0] == pytest.approx(still.power_w[0])
 
 
-def test_what_the_regulator_sees_of_runs_that_recur() -> None:
-    """All of it without pauses; the mean over both where they are short, its own where long."""
-    busy = np.array([1e-3, 0.1, 1.0, 10.0, 1e5])
-    assert seen_shares(busy, 0 * busy) == pytest.approx(np.ones((len(MOMENTS), 5)))
-    halves = seen_shares(busy, busy).mean(axis=0)
-    assert list(halves) == sorted(halves)
-    assert halves[0] == pytest.approx(0.5, rel=1e-3)
-    assert halves[-1] == pytest.approx(1, abs=1e-4)
+def test_what_the_regulator_remembers_of_a_run() -> None:
+    shares = [kept_share(run_us, 20e3) for run_us in (0.0, 1e2, 1e4, 1e6, 1e9)]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[1] == pytest.approx(1e2 / 2 / 20e3, rel=0.01)  # half the run over its memory
+    assert shares[-1] == pytest.approx(1, abs=1e-3)
 
 
 def test_long_kernels_run_into_the_cap_by_themselves() -> None:
@@ -176,28 +175,39 @@ def test_a_stage_that_waits_keeps_a_higher_clock() -> None:
     assert np.mean(clocks) < estimate.mean_clock_mhz <= 1980
 
 
-def test_a_monitor_shows_clocks_that_rise_in_waits_as_passes_are_forgotten() -> None:
-    """A regulator that forgets at once leaves waits the largest clock, one that never does none."""
+def test_a_monitor_shows_the_largest_clock_where_passes_are_forgotten() -> None:
+    """Waits that the regulator does not notice leave a stage its clock; long ones the largest."""
     p = Parallelism(pp=4, global_batch=16, layers_per_stage=(1, 1, 1, 5))
-    for memory_us, at_once in ((10.0, True), (1e9, False)):
-        estimate = simulate(p, capped(memory_us=memory_us))
-        clocks = np.array([stage.clock_mhz for stage in estimate.priced.stages])
-        busy = estimate.stage_busy_s / estimate.ideal_step_time_s
-        expected = clocks * busy + 1980 * (1 - busy) if at_once else clocks
-        assert estimate.mean_clock_mhz == pytest.approx(float(expected.mean()), rel=0.015)
+    estimate = simulate(p, capped())
+    priced, busy_us = estimate.priced, 1e6 * estimate.stage_busy_s
+    step_us = 1e6 * estimate.ideal_step_time_s
+    shown = {}
+    for memory_us in (1.0, 1e9):
+        costs = priced.costs.with_(calibration=capped(memory_us=1.0, long_memory_us=memory_us))
+        first = priced.stages[0]._replace(costs=costs)
+        other = replace(priced, stages=(first, *priced.stages[1:]))
+        shown[memory_us] = mean_clock_mhz(other, busy_us, step_us)
+    clocks = np.array([stage.clock_mhz for stage in priced.stages])
+    after_us = np.array([load(priced, number).after_us for number in range(4)])
+    at_largest = (clocks * busy_us + 1980 * (step_us - busy_us)) / step_us
+    assert shown[1.0] == pytest.approx(at_largest.mean(), rel=1e-3)
+    kept = (clocks * (step_us - after_us) + 1980 * after_us) / step_us
+    assert shown[1e9] == pytest.approx(kept.mean(), rel=1e-3)
 
 
-def test_pauses_leave_short_steps_a_higher_clock() -> None:
-    """The update and the bubble come once a step: what is not spent in them, its passes may."""
+def test_pauses_leave_short_steps_more_than_the_cap_and_no_pauses_do_not() -> None:
+    """A surge is drawn for under a second, where the mean over the step stays under the cap."""
 
-    def clock_mhz(p: Parallelism) -> float:
-        return min(stage.clock_mhz for stage in simulate(p, capped()).priced.stages)
+    def faster(p: Parallelism) -> float:
+        clocks = [
+            min(stage.clock_mhz for stage in simulate(p, capped(surge=surge)).priced.stages)
+            for surge in (1.0, 1.1)
+        ]
+        return clocks[1] / clocks[0]
 
-    for pp in (1, 4):
-        short, longer, long = (
-            clock_mhz(Parallelism(pp=pp, global_batch=batch)) for batch in (pp, 16, 512)
-        )
-        assert short > longer > long
+    assert faster(Parallelism(pp=4, global_batch=4)) > 1.02
+    assert 1 <= faster(Parallelism(global_batch=64)) < faster(Parallelism(global_batch=1))
+    assert faster(Parallelism(global_batch=512)) == pytest.approx(1, abs=0.005)
 
 
 def test_hunting_under_the_cap_costs_tensor_parallel_groups_most() -> None:
@@ -361,17 +371,18 @@ def test_uneven_experts_slow_products_and_exchange(cv: float) -> None:
     assert more > stage_memory(bounded, p, 0).activations > stage_memory(MOE, p, 0).activations
 
 
-def test_passes_last_at_their_clock_as_long_as_under_the_regulator() -> None:
-    """One clock for a stage's passes, against running all of them, its waits and the update."""
+def test_clocks_settle_where_full_timelines_would() -> None:
+    """Clocks from passes scaled in closed form, against pricing and executing every round."""
     p = Parallelism(pp=4, global_batch=16, layers_per_stage=(1, 1, 1, 5))
     estimate = simulate(p, capped())
-    priced, step_us = estimate.priced, estimate.ideal_step_time_s * 1e6
+    fit, step_us = estimate.priced.costs.calibration.clock, estimate.ideal_step_time_s * 1e6
+    alone = layer_clock(MODEL, p, estimate.priced.costs)
     busy = [float(one) * 1e6 for one in estimate.stage_busy_s]
-    pieces = _every_piece(MODEL, p, priced.costs)
     for stage in range(4):
-        rounds = _round(priced, stage, pieces)
-        found = _course(priced, stage, rounds, busy[stage], max(busy), step_us)
-        assert found.rounds_us == pytest.approx(busy[stage], rel=3e-3)
+        over = load(estimate.priced, stage).drawn_w(step_us)
+        drawn = alone.compute_w, alone.beside_w
+        again = _clock_mhz(alone, p, fit, drawn, over, busy[stage], max(busy))
+        assert again == pytest.approx(estimate.priced.stages[stage].clock_mhz, rel=3e-3)
 
 
 def test_fp8_products_are_faster_and_casts_cost() -> None:
