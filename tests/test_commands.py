@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from simulate import project, search, study, validate
+from simulate import project, search, study, validate, validate_options
 from spec.command import run
 from spec.files import check_writable, write_json
 from tests.commands import called
@@ -57,7 +57,7 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_options_stay(name: str) -> None:
     forms = ("validate", "predict", "compare")
-    parser = validate.parser(name) if name in forms else MODULES[name].parser()
+    parser = validate_options.parser(name) if name in forms else MODULES[name].parser()
     for option in FROZEN[name].split():
         assert option in parser.format_help()
     assert "examples:" in parser.format_help()
