@@ -21,7 +21,7 @@ from typing import Any
 
 from simulate.astra import Binary, Files, emit, find_binary, read_trace, run, simulate
 from simulate.astra.emit import build
-from simulate.program import Program
+from simulate.astra.program import Program
 from spec import command
 from tests.programs import pipeline
 from tests.record_astra import recorded

@@ -27,12 +27,12 @@ import joblib
 import numpy as np
 
 from benchmarks.reference import compared, reference
-from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
-from simulate.memory import memory
-from simulate.plans import Plan, candidates
-from simulate.projection import Request, project
-from simulate.sweep import sweep
+from simulate.memory.peak import memory
+from simulate.plans.find import Plan, candidates
+from simulate.plans.sweep import sweep
+from simulate.projection.projected import Request, project
+from simulate.step.estimate import StepSimulator
 from spec import command
 from spec.calibration import read_calibration
 from spec.errors import UserError

@@ -1,4 +1,19 @@
-"""Simulates a training step from a calibration, and emits it for Astra-Sim."""
+"""Simulates a training step from a calibration, and emits it for Astra-Sim.
+
+Its files are commands, and `inputs`, which they share; its folders build on one another, each on
+those before it (`tests/test_arrows.py` holds them to that):
+
+    cost          what kernels, communication and the host take, with uncertainty
+    hardware      a calibration made to say what was not measured
+    step, memory  a training step: schedule, prices, timeline, clocks; what it holds in memory
+    plans         which parallelisms fit, and which are worth simulating
+    power         energy, heat, what-ifs of caps and cooling
+    placement     GPUs of unequal speed
+    projection    one request simulated, and what is made of it
+    astra         the same step for Astra-Sim, and its timing rules as an engine of ours
+    validation    measured steps and sealed forecasts beside their simulation
+    series        published series; twins: steps shrunk to fewer GPUs
+"""
 
 import os
 

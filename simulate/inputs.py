@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from simulate.mesh import meshed
-from simulate.nvls import has_nvls, with_nvls
-from simulate.transfer import transfer
+from simulate.hardware.mesh import meshed
+from simulate.hardware.nvls import has_nvls, with_nvls
+from simulate.hardware.transfer import transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem

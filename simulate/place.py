@@ -17,9 +17,9 @@ from simulate.inputs import (
     read_stages,
     unmeasured,
 )
-from simulate.place_model import break_even, modelled, numbers
-from simulate.place_probe import Probed, Speeds
-from simulate.placement import Placement, fastest
+from simulate.placement.assignment import Placement, fastest
+from simulate.placement.probe import Probed, Speeds
+from simulate.placement.simulated import break_even, modelled, numbers
 from spec.calibration import Calibration, read_calibration
 from spec.command import Parser, add_json, emit, run, whole
 from spec.errors import UserError

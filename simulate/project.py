@@ -10,11 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from reports.projection import render
-from simulate.budget import budget, check_budget, lines
-from simulate.caps import add_power, check_caps, read_power, sweep_caps
-from simulate.caps import lines as cap_lines
-from simulate.energy import refuse_without_effect
-from simulate.engines import through_astra_sim
+from simulate.astra.engines import through_astra_sim
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -24,11 +20,15 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
-from simulate.plans import search
-from simulate.projection import Projection, Request, project
-from simulate.stragglers import read_slow_gpus
-from simulate.summary import summary
-from simulate.whatif import WhatIf, change
+from simulate.plans.find import search
+from simulate.power.energy import refuse_without_effect
+from simulate.power.whatif import WhatIf, change
+from simulate.projection.budget import budget, check_budget, lines
+from simulate.projection.caps import add_power, check_caps, read_power, sweep_caps
+from simulate.projection.caps import lines as cap_lines
+from simulate.projection.projected import Projection, Request, project
+from simulate.projection.summary import summary
+from simulate.step.stragglers import read_slow_gpus
 from spec.command import (
     Parser,
     add_draws,

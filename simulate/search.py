@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reports.search import render
-from simulate.attribution import attribution
-from simulate.caps import add_power, read_power
-from simulate.energy import refuse_without_effect
+from simulate.cost.uncertainty import Draws, interval
+from simulate.hardware.nvls import has_nvls
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -26,13 +25,14 @@ from simulate.inputs import (
     read_inputs,
     usual_fabric,
 )
-from simulate.nvls import has_nvls
-from simulate.plans import Plans, fitting
-from simulate.projection import Projection, Request, project, warnings
-from simulate.search_text import LISTED, table
-from simulate.sweep import Point, Workers, sweep
-from simulate.uncertainty import Draws, interval
-from simulate.whatif import Changed, WhatIf, change
+from simulate.plans.find import Plans, fitting
+from simulate.plans.sweep import Point, Workers, sweep
+from simulate.plans.text import LISTED, table
+from simulate.power.energy import refuse_without_effect
+from simulate.power.whatif import Changed, WhatIf, change
+from simulate.projection.attribution import attribution
+from simulate.projection.caps import add_power, read_power
+from simulate.projection.projected import Projection, Request, project, warnings
 from spec.calibration import read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError

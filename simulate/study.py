@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from reports.study import render
-from simulate.attribution import per_sequence
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -23,9 +22,10 @@ from simulate.inputs import (
     read_inputs,
     unmeasured,
 )
-from simulate.memory import memory
-from simulate.plans import search
-from simulate.projection import Projection, Request, project
+from simulate.memory.peak import memory
+from simulate.plans.find import search
+from simulate.projection.attribution import per_sequence
+from simulate.projection.projected import Projection, Request, project
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
 from spec.files import first_problem, write_text

@@ -1,6 +1,6 @@
 """`python -m simulate.twin`: a model shrunk to the GPUs at hand, and how like the full one it is.
 
-The rule is `simulate.shrink`; `twin judge` tests it on measured steps.
+The rule is `simulate.twins.shrink`; `twin judge` tests it on measured steps.
 """
 
 import sys
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulate.estimate import StepSimulator
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -20,9 +19,10 @@ from simulate.inputs import (
     unmeasured,
 )
 from simulate.project import choose
-from simulate.shrink import ALIKE, evidence, twin, unlike
-from simulate.traffic import KINDS
-from simulate.twin_judge import main_judge
+from simulate.step.estimate import StepSimulator
+from simulate.step.traffic import KINDS
+from simulate.twins.judge import main_judge
+from simulate.twins.shrink import ALIKE, evidence, twin, unlike
 from spec.command import Parser, add_json, aligned, emit, new_file, run
 from spec.files import write_table
 from spec.measurable import refuse

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulate import record
-from simulate.draw import draw
-from simulate.engines import wanted_binary
-from simulate.forecast import Drawn, limits, match, read_forecast, refuse_sealed, seal
+from simulate.astra.engines import wanted_binary
 from simulate.inputs import (
     calibration_for,
     default_node,
     find_calibration,
 )
-from simulate.measured import Settings, fabric_of, hashes_of
-from simulate.validate_options import parser, refuse_unheeded
-from simulate.validation import Case, predict, validation
-from simulate.validation_text import table
+from simulate.validation import record
+from simulate.validation.cases import Case, predict, validation
+from simulate.validation.draw import draw
+from simulate.validation.forecast import Drawn, limits, match, read_forecast, refuse_sealed, seal
+from simulate.validation.measured import Settings, fabric_of, hashes_of
+from simulate.validation.options import parser, refuse_unheeded
+from simulate.validation.text import table
 from spec.calibration import Calibration, read_calibration
 from spec.command import emit, progress, run
 from spec.errors import UserError
@@ -102,7 +102,7 @@ def main_validate(words: Sequence[str]) -> int:
 
 def main_series(arguments: Any) -> int:
     """Published series: fit on their anchor rows, project the rest."""
-    from simulate.series import series_validation, title
+    from simulate.series.validation import series_validation, title
 
     path = find_calibration(arguments)
     value = series_validation(
@@ -117,7 +117,7 @@ def main_series(arguments: Any) -> int:
 
 def main_spread(arguments: Any) -> int:
     """Published spreads of step times within runs; nothing is fitted on them."""
-    from simulate.spread import spread_validation, text_of
+    from simulate.series.spread import spread_validation, text_of
 
     path = find_calibration(arguments)
     calibration = read_calibration(path)

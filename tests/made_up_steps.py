@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from simulate.validation import predict
+from simulate.validation.cases import predict
 from spec.files import write_json, write_table
 from spec.model import load_model
 from spec.parallelism import Parallelism

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from simulate.program import Program, StageProgram, Task
+from simulate.astra.program import Program, StageProgram, Task
 
 
 class Builder:

@@ -14,6 +14,12 @@ ALLOWED = {
     "simulate": {"simulate", "spec", "topologies", "reports"},
     "reports": {"reports", "spec", "topologies"},
 }
+# of `simulate`, each may import those before it; its commands may import all
+LAYERS = (
+    "cost", "hardware", "step", "memory", "inputs", "plans", "power", "placement", "projection",
+    "astra", "validation", "series", "twins",
+)  # fmt: skip
+COMMANDS = {"place", "project", "search", "study", "twin", "validate"}
 # what only measuring needs must not be needed by anything else
 HEAVY = {"torch", "megatron", "zeus", "pynvml", "amdsmi", "psutil"}
 
@@ -47,6 +53,20 @@ def test_import_arrows(stage: str) -> None:
         assert found & set(ALLOWED) <= ALLOWED[stage], path
         if stage != "measure":
             assert not found & HEAVY, path
+
+
+def test_import_arrows_within_simulate() -> None:
+    folder = ROOT / "simulate"
+    layers = {path.stem for path in folder.iterdir()} - {"__init__", "__pycache__"} - COMMANDS
+    assert layers == set(LAYERS)
+    for number, layer in enumerate(LAYERS):
+        below = {f"simulate.{one}" for one in LAYERS[: number + 1]}
+        file = folder / f"{layer}.py"
+        for path in [file] if file.is_file() else sorted((folder / layer).rglob("*.py")):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            modules = [one.module or "" for one in nodes if isinstance(one, ast.ImportFrom)]
+            ours = {".".join(one.split(".")[:2]) for one in modules if one.startswith("simulate")}
+            assert ours <= below, path
 
 
 def test_code_that_a_stranger_could_run_is_never_loaded() -> None:

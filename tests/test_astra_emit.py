@@ -14,7 +14,7 @@ from simulate.astra.breakdown import breakdown
 from simulate.astra.chakra import COLL, RECV, SEND
 from simulate.astra.check import check
 from simulate.astra.linear import TOLERANCE
-from simulate.program import Program, StageProgram, Task
+from simulate.astra.program import Program, StageProgram, Task
 from spec.errors import UserError
 from tests.programs import Builder, pipeline
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from simulate.budget import budget, check_budget, lines
-from simulate.costs import Costs
-from simulate.projection import Projection, Request, project
-from simulate.saturation import SIZES, messages, saturating_size
-from simulate.uncertainty import Draws, central
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws, central
+from simulate.projection.budget import budget, check_budget, lines
+from simulate.projection.projected import Projection, Request, project
+from simulate.step.saturation import SIZES, messages, saturating_size
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.errors import UserError

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from calibrate.behind import ASSUMED, LEAST, fit_behind
 from calibrate.evidence import Evidence, Ledger
 from measure.grid import behind as grid
-from simulate.costs import Costs
-from simulate.transfer import transfer
-from simulate.uncertainty import Draws
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws
+from simulate.hardware.transfer import transfer
 from spec.behind_fit import BehindFit, waves
 from spec.calibration import Calibration, read_calibration
 from spec.kernel import Kernel

@@ -23,9 +23,9 @@ from calibrate.own_exponents import USUAL, fit_own_exponents
 from calibrate.state import POWER_EXPONENT, SURGE, ClockState
 from calibrate.telemetry import Telemetry, _ready, read_telemetry
 from calibrate.variability import spread_interval
-from simulate.uncertainty import Draws
-from simulate.whatif import on_devices
-from simulate.works import works
+from simulate.cost.uncertainty import Draws
+from simulate.cost.works import works
+from simulate.power.whatif import on_devices
 from spec.bend import Bend
 from spec.calibration import DeviceFit, read_calibration
 from spec.errors import UserError

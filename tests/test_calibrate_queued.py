@@ -10,8 +10,8 @@ import pytest
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.queued import LEAST, LONGEST_US, SHORTEST, Lag, Queued, fit_queued
-from simulate.uncertainty import Draws
-from simulate.works import Works
+from simulate.cost.uncertainty import Draws
+from simulate.cost.works import Works
 from spec.calibration import Calibration, read_calibration
 from spec.kernel import PASSES, Kernel
 from spec.records import KernelRow, QueuedRow

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from simulate import project, search, study, validate, validate_options
+from simulate import project, search, study, validate
+from simulate.validation import options as validate_options
 from spec.command import run
 from spec.files import check_writable, write_json
 from tests.commands import called

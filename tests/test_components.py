@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from reports.validation import render
-from simulate import components
-from simulate.validation import Case, predict, validation
-from simulate.validation_text import table
+from simulate.validation.cases import Case, components, predict, validation
+from simulate.validation.text import table
 from spec.calibration import read_calibration
 from spec.files import write_table
 from spec.parallelism import Parallelism

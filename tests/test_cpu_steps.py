@@ -10,7 +10,7 @@ from calibrate.host import MEASURED_SD, fit_host
 from calibrate.own_network import crossings
 from measure import cpu_memory, host_time
 from measure.devices.cpu import CACHE_BYTES, last_level_cache
-from simulate.estimate import StepSimulator
+from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.files import read_json, write_json, write_table
 from spec.model import load_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simulate.draw import Grid, _random
+from simulate.validation.draw import Grid, _random
 from spec.files import parse, read_table, read_yaml
 from spec.measurable import refuse
 from spec.training_records import TrainingConfig

@@ -15,10 +15,10 @@ from calibrate.own_network import Crossing, concurrent, curves
 from measure.plan import CollectiveCase, collective_cases
 from measure.plan_file import PlanFile
 from simulate import validate
-from simulate.costs import Costs
-from simulate.measured import fabric_of
-from simulate.uncertainty import Draws, central
-from simulate.validation import predict
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws, central
+from simulate.validation.cases import predict
+from simulate.validation.measured import fabric_of
 from spec.calibration import Calibration, NetworkFit, read_calibration
 from spec.collective import COLLECTIVES, Collective, busbw_factor
 from spec.command import run

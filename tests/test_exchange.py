@@ -10,13 +10,13 @@ import pytest
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.astra.breakdown import breakdown
-from simulate.costs import Costs
-from simulate.exchange import COPIED_OUT, MIB, crossing, neighbours, share_not_held
-from simulate.groups import layout
-from simulate.schedule import BACKWARD, exchanging, graph, order, sending
-from simulate.timeline import execute
-from simulate.uncertainty import Draws, central
-from simulate.workload import Granularity, program
+from simulate.astra.workload import Granularity, program
+from simulate.cost.costs import Costs
+from simulate.cost.exchange import COPIED_OUT, MIB, crossing, neighbours, share_not_held
+from simulate.cost.groups import layout
+from simulate.cost.uncertainty import Draws, central
+from simulate.step.schedule import BACKWARD, exchanging, graph, order, sending
+from simulate.step.timeline import execute
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.parallelism import Parallelism

@@ -8,8 +8,8 @@ import pytest
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.host_visits import PYTHON_SD, VISIT_SD, alike, of_runs, with_visits
-from simulate.estimate import StepSimulator
-from simulate.whatif import on_devices
+from simulate.power.whatif import on_devices
+from simulate.step.estimate import StepSimulator
 from spec.calibration import ClockFit, HostFit
 from spec.model import load_model
 from spec.parallelism import Parallelism

@@ -19,13 +19,13 @@ from calibrate.host_issue import (
 from measure import host_time
 from measure.training import step_times
 from measure.training_plan import TrainingCase
-from simulate.costs import Costs
-from simulate.estimate import POWER_SD, StepEstimate, StepSimulator
-from simulate.issue import bucket_waits, host_waits, late_us, repeated_us
-from simulate.segment_cost import Cost
-from simulate.series_step import FACTORS, Shifts
-from simulate.uncertainty import Draws
-from simulate.works import Energy
+from simulate.cost.costs import Costs
+from simulate.cost.issue import bucket_waits, host_waits, late_us, repeated_us
+from simulate.cost.segment_cost import Cost
+from simulate.cost.uncertainty import Draws
+from simulate.cost.works import Energy
+from simulate.series.step import FACTORS, Shifts
+from simulate.step.estimate import POWER_SD, StepEstimate, StepSimulator
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.nil import LAYERS, ON_CPU, nil_model

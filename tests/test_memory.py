@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulate.communicators import Communicator, Network, communicator_mib
-from simulate.memory import GIB, WORKSPACES, layer_activation_bytes, memory, stage_memory
-from simulate.overhead import FITTED_ON, context_gib, intervals
-from simulate.plans import fewest_gpus, fitting
-from simulate.remedies import FIELDS, remedies
+from simulate.memory.communicators import Communicator, Network, communicator_mib
+from simulate.memory.overhead import FITTED_ON, context_gib, intervals
+from simulate.memory.peak import GIB, WORKSPACES, layer_activation_bytes, memory, stage_memory
+from simulate.plans.find import fewest_gpus, fitting
+from simulate.plans.remedies import FIELDS, remedies
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.model import load_model

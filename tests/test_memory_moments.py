@@ -5,7 +5,7 @@ Each was read off Megatron-Core 0.16.1 in miniature too, from its allocations on
 
 import pytest
 
-from simulate.memory import WORKSPACES, layer_activation_bytes, stage_memory
+from simulate.memory.peak import WORKSPACES, layer_activation_bytes, stage_memory
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 

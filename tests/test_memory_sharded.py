@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulate.memory import GIB, WORKSPACES, layer_activation_bytes, stage_memory
-from simulate.memory_sharded import units
+from simulate.memory.peak import GIB, WORKSPACES, layer_activation_bytes, stage_memory
+from simulate.memory.sharded import units
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from tests.test_memory import errors, measured

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
-from simulate.estimate import StepEstimate
-from simulate.pipeline import taking_turns
-from simulate.schedule import BACKWARD, FORWARD, Pass, graph, order, warmup
-from simulate.timeline import execute
-from simulate.uncertainty import central
-from simulate.workload import program
+from simulate.astra.workload import program
+from simulate.cost.uncertainty import central
+from simulate.step.estimate import StepEstimate
+from simulate.step.pipeline import taking_turns
+from simulate.step.schedule import BACKWARD, FORWARD, Pass, graph, order, warmup
+from simulate.step.timeline import execute
 from spec.parallelism import Parallelism
 from tests.test_exchange import CALIBRATION, LOOPBACK
 from tests.test_step import MODEL, simulate

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from simulate.aims import ONE_HOST, SERIES, missed
-from simulate.misses import by_row, most_likely, named, of_memory, of_series, of_steps
-from simulate.scores import summarise
+from simulate.validation.aims import ONE_HOST, SERIES, missed
+from simulate.validation.misses import by_row, most_likely, named, of_memory, of_series, of_steps
+from simulate.validation.scores import summarise
 
 
 def case(compute: float, tp: float, factors: dict[str, float], **more: Any) -> dict[str, Any]:

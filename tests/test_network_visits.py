@@ -8,9 +8,9 @@ import pytest
 
 from calibrate.evidence import Ledger
 from calibrate.network_visits import SHAPED, SHAPED_CPU, SOCKETS, Visited, offsets, with_visits
-from simulate.costs import Costs
-from simulate.uncertainty import Draws
-from simulate.whatif import on_devices
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws
+from simulate.power.whatif import on_devices
 from spec.calibration import Calibration, NetworkFit
 from spec.collective import Collective
 from spec.parallelism import Parallelism

@@ -9,8 +9,8 @@ import pytest
 from calibrate.evidence import Ledger
 from calibrate.nvls import fit_nvls
 from simulate import project, search
+from simulate.hardware.nvls import has_nvls, with_nvls
 from simulate.inputs import calibration_for
-from simulate.nvls import has_nvls, with_nvls
 from spec.calibration import Calibration, read_calibration
 from spec.collective_fit import SwitchStructure
 from spec.command import run

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
-from simulate.costs import Costs
-from simulate.overlap import Chunk, exposed_us, gathers_us
-from simulate.rough import Rough
-from simulate.schedule import BACKWARD, FORWARD
-from simulate.uncertainty import Draws, central
-from simulate.workload import Granularity, program
+from simulate.astra.workload import Granularity, program
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws, central
+from simulate.plans.rough import Rough
+from simulate.step.overlap import Chunk, exposed_us, gathers_us
+from simulate.step.schedule import BACKWARD, FORWARD
 from spec.buckets import Bucket, bucket_parameters, gradient_buckets
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulate.clocks import load
-from simulate.estimate import StepSimulator
+from simulate.cost.uncertainty import central
 from simulate.place import main, predict
-from simulate.placement import (
+from simulate.placement.assignment import (
     Pipeline,
     Placement,
     bottleneck,
@@ -24,7 +23,8 @@ from simulate.placement import (
     pipeline_s,
     symmetric,
 )
-from simulate.uncertainty import central
+from simulate.step.clocks import load
+from simulate.step.estimate import StepSimulator
 from spec.calibration import read_calibration
 from spec.errors import UserError
 from spec.model import load_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simulate import validate
-from simulate.record import by_forecasts, made_from, record, table
+from simulate.validation.record import by_forecasts, made_from, record, table
 from spec.command import run
 
 RESULTS = Path(__file__).parent.parent / "results"

@@ -121,7 +121,7 @@ def case(name: str, real: float, predicted: float, **more: Any) -> dict[str, Any
 
 
 def test_validation_page() -> None:
-    from simulate.scores import summarise
+    from simulate.validation.scores import summarise
 
     cases = [case(HOSTILE, 1.0, 1.05, baseline_s=1.3), case("b", 2.0, 1.9)]
     summary = summarise(cases)
@@ -146,7 +146,7 @@ def test_sections_of_one_group_are_listed_once() -> None:
 
 
 def test_a_step_that_waited_is_known_by_its_power() -> None:
-    from simulate.scores import summarise
+    from simulate.validation.scores import summarise
 
     def words(real_s: float, real_w: float) -> str:
         power = {"median": 500.0, "low": 480.0, "high": 520.0}
@@ -161,7 +161,7 @@ def test_a_step_that_waited_is_known_by_its_power() -> None:
 
 
 def test_judged_forecast_says_when_and_from_what() -> None:
-    from simulate.scores import summarise
+    from simulate.validation.scores import summarise
 
     cases = [case("a", 1.0, 1.05)]
     forecast = {

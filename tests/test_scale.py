@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from simulate.scale import ROW_SD, Growth, increments, learned, sd_per_doubling, slope, widening
+from simulate.step.scale import (
+    ROW_SD,
+    Growth,
+    increments,
+    learned,
+    sd_per_doubling,
+    slope,
+    widening,
+)
 
 
 def test_increments_are_between_rows_of_one_series() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulate.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, warmup, ways
-from simulate.timeline import NARROW, execute
+from simulate.step.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, warmup, ways
+from simulate.step.timeline import NARROW, execute
 
 
 def run(

@@ -5,7 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulate.scores import _inside, coverage, grouped, summarise, wide_or_narrow, winkler
+from simulate.validation.scores import (
+    _inside,
+    coverage,
+    grouped,
+    summarise,
+    wide_or_narrow,
+    winkler,
+)
 from spec.interval import Z90
 
 

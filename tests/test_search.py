@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulate import search, sweep
-from simulate.attribution import attribution
-from simulate.estimate import StepSimulator
+from simulate import search
 from simulate.inputs import Inputs
-from simulate.plans import ROUGH_ERROR, candidates, fitting, stages
-from simulate.plans import search as quick_search
-from simulate.projection import Request, project
-from simulate.search_text import _parts
-from simulate.sweep import Point, Workers
+from simulate.plans.find import ROUGH_ERROR, candidates, fitting, stages, sweep
+from simulate.plans.find import search as quick_search
+from simulate.plans.sweep import Point, Workers
+from simulate.plans.text import _parts
+from simulate.projection.attribution import attribution
+from simulate.projection.projected import Request, project
+from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import write_json

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from simulate.estimate import StepSimulator
 from simulate.inputs import Inputs
-from simulate.overlap import gather_in_turn
-from simulate.plans import ROUGH_ERROR, candidates, fitting, search
+from simulate.plans.find import ROUGH_ERROR, candidates, fitting, search
 from simulate.project import choose
-from simulate.projection import Request, project
+from simulate.projection.projected import Request, project
+from simulate.step.estimate import StepSimulator
+from simulate.step.overlap import gather_in_turn
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import write_json

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from reports.validation import render
-from simulate import series
-from simulate.series import MEAN, UNLIKE, Series, judged, series_validation, summaries
-from simulate.series_fit import around, fit, project
-from simulate.series_plan import plan
-from simulate.series_rows import SeriesRow, TooLittle, read_rows
-from simulate.series_search import fastest, own_choices, replanned, shared_choices
-from simulate.series_software import fused_gradients, tensor_exposure
-from simulate.series_step import Calibrations, Shifts, simulate
+from simulate.series import validation as series
+from simulate.series.fit import around, fit, project
+from simulate.series.plan import plan
+from simulate.series.rows import SeriesRow, TooLittle, read_rows
+from simulate.series.search import fastest, own_choices, replanned, shared_choices
+from simulate.series.software import fused_gradients, tensor_exposure
+from simulate.series.step import Calibrations, Shifts, simulate
+from simulate.series.validation import MEAN, UNLIKE, Series, judged, series_validation, summaries
 from spec.calibration import Calibration
 from tests.commands import call
 from tests.made_up import write_calibration

@@ -2,11 +2,11 @@
 
 import pytest
 
-from simulate.series_choices import Filling, sequence, shard_degree, zero
-from simulate.series_hardware import node_of
-from simulate.series_models import is_mixture, named_shape
-from simulate.series_plan import plan
-from simulate.series_rows import TooLittle, metric_kind, metric_of, number, whole
+from simulate.series.choices import Filling, sequence, shard_degree, zero
+from simulate.series.hardware import node_of
+from simulate.series.models import is_mixture, named_shape
+from simulate.series.plan import plan
+from simulate.series.rows import TooLittle, metric_kind, metric_of, number, whole
 from tests.test_series import WHOLE, row
 from topologies import load_node
 

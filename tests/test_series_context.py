@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulate.series_context import fused_joins
-from simulate.series_plan import plan
-from simulate.series_step import Calibrations, Shifts, simulate
-from simulate.transfer import changed
-from simulate.works import Works
+from simulate.cost.works import Works
+from simulate.hardware.transfer import changed
+from simulate.series.context import fused_joins
+from simulate.series.plan import plan
+from simulate.series.step import Calibrations, Shifts, simulate
 from spec.kernel import AROUND_BLOCKS, OPS, Kernel
 from tests.made_up import write_calibration
 from tests.test_series import row

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulate.series_family import features, learn
-from simulate.series_fit import fit, project
-from simulate.series_plan import Plan, plan
-from simulate.series_rows import SeriesRow
-from simulate.series_step import Calibrations, simulate
+from simulate.series.family import features, learn
+from simulate.series.fit import fit, project
+from simulate.series.plan import Plan, plan
+from simulate.series.rows import SeriesRow
+from simulate.series.step import Calibrations, simulate
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.test_series import row

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simulate import validate
-from simulate.series import series_validation
+from simulate.series.validation import series_validation
 from spec.calibration import Calibration
 from spec.command import run
 from spec.errors import UserError

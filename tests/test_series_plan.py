@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from simulate.series_hardware import fabric_of, node_of
-from simulate.series_models import named_shape
-from simulate.series_plan import plan
-from simulate.series_rows import TooLittle, metric_kind, number
+from simulate.series.hardware import fabric_of, node_of
+from simulate.series.models import named_shape
+from simulate.series.plan import plan
+from simulate.series.rows import TooLittle, metric_kind, number
 from tests.test_series import row
 from topologies import load_node
 

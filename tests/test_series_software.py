@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulate.scale import sd_per_doubling
-from simulate.series_context import exchanges
-from simulate.series_fit import OWN_WIDTH, Fitted, fit, project
-from simulate.series_plan import Plan, plan
-from simulate.series_rows import SeriesRow
-from simulate.series_software import sent_widths, tensor_exposure
-from simulate.series_step import FACTORS, Calibrations, simulate
+from simulate.series.context import exchanges
+from simulate.series.fit import OWN_WIDTH, Fitted, fit, project
+from simulate.series.plan import Plan, plan
+from simulate.series.rows import SeriesRow
+from simulate.series.software import sent_widths, tensor_exposure
+from simulate.series.step import FACTORS, Calibrations, simulate
+from simulate.step.scale import sd_per_doubling
 from tests.made_up import write_calibration
 from tests.test_series import row
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from simulate import components
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
-from simulate.clocks import load
-from simulate.plans import ROUGH_ERROR
-from simulate.pricing import PassCost, parts_of
-from simulate.rough import Rough
-from simulate.schedule import BACKWARD, FORWARD
-from simulate.transfer import changed
-from simulate.workload import program
+from simulate.astra.workload import program
+from simulate.hardware.transfer import changed
+from simulate.plans.find import ROUGH_ERROR
+from simulate.plans.rough import Rough
+from simulate.step.clocks import load
+from simulate.step.pricing import PassCost, parts_of
+from simulate.step.schedule import BACKWARD, FORWARD
+from simulate.validation import components
 from spec.collective import Collective
 from spec.kernel import AROUND_BLOCKS
 from spec.model import ModelSpec, load_model

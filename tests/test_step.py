@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from simulate.clocks import _clock_mhz, layer_clock, load, mean_clock_mhz
-from simulate.costs import Costs
-from simulate.estimate import StepEstimate, StepSimulator
-from simulate.imbalance import shares
-from simulate.memory import stage_memory
-from simulate.projection import Request, project
-from simulate.uncertainty import Draws, central
+from simulate.cost.costs import Costs
+from simulate.cost.imbalance import shares
+from simulate.cost.uncertainty import Draws, central
+from simulate.memory.peak import stage_memory
+from simulate.projection.projected import Request, project
+from simulate.step.clocks import _clock_mhz, layer_clock, load, mean_clock_mhz
+from simulate.step.estimate import StepEstimate, StepSimulator
 from spec.buckets import gradient_buckets
 from spec.calibration import Calibration
 from spec.errors import UserError

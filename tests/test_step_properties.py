@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from simulate.estimate import BREAKDOWN
-from simulate.fp8 import with_fp8_products
-from simulate.pricing import parts_of
+from simulate.hardware.fp8 import with_fp8_products
+from simulate.step.estimate import BREAKDOWN
+from simulate.step.pricing import parts_of
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.model import ModelSpec

@@ -9,8 +9,9 @@ import pytest
 
 from calibrate.telemetry import read_columns
 from measure.turns import SETTLE_S
+from simulate.cost.uncertainty import Draws
 from simulate.project import main
-from simulate.stragglers import (
+from simulate.step.stragglers import (
     HUNT_US,
     MTBF_HOURS,
     SlowGpus,
@@ -23,7 +24,6 @@ from simulate.stragglers import (
     read_slow_gpus,
     step_spread,
 )
-from simulate.uncertainty import Draws
 from spec.calibration import ClockFit
 from spec.errors import UserError
 from spec.parallelism import Parallelism

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simulate.communicators import communicators
+from simulate.memory.communicators import communicators
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism

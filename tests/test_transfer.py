@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from simulate import project
-from simulate.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
+from simulate.hardware.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
+from simulate.hardware.transfer import changed, same_gpu, transfer
 from simulate.inputs import calibration_for, default_node, find_calibration, unmeasured
-from simulate.transfer import changed, same_gpu, transfer
 from spec.calibration import Calibration, DeviceFit, Parameter, read_calibration
 from spec.collective import busbw_factor
 from spec.command import run

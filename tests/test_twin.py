@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulate import twin as command
-from simulate.shrink import twin
+from simulate.twins.shrink import twin
 from spec.command import run
 from spec.errors import UserError
 from spec.files import read_table

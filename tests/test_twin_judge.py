@@ -8,8 +8,8 @@ import pytest
 
 from simulate import twin as command
 from simulate.twin import twin
-from simulate.twin_judge import WAYS, by_the_rule, shrunk
-from simulate.validation import predict
+from simulate.twins.judge import WAYS, by_the_rule, shrunk
+from simulate.validation.cases import predict
 from spec.command import run
 from spec.files import read_table, write_json, write_table
 from spec.model import ModelSpec, load_model

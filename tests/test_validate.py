@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simulate.memory import memory
+from simulate.memory.peak import memory
 from spec.files import read_table, write_json, write_table
 from spec.parallelism import Parallelism
 from spec.training_records import TrainingConfig, TrainingRow

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 
 from reports.projection import render
-from simulate.caps import sweep_caps
-from simulate.energy import burst_w, by_activity_w, facility, peaks_w, refuse_without_effect, spread
-from simulate.estimate import StepSimulator
-from simulate.heat import Assumed, Environment, heat, temperatures_c
+from simulate.cost.uncertainty import Draws
+from simulate.power.energy import (
+    burst_w,
+    by_activity_w,
+    facility,
+    peaks_w,
+    refuse_without_effect,
+    spread,
+)
+from simulate.power.heat import Assumed, Environment, heat, temperatures_c
+from simulate.power.whatif import WhatIf, change
 from simulate.project import main
-from simulate.projection import Request, project
+from simulate.projection.caps import sweep_caps
+from simulate.projection.projected import Request, project
 from simulate.search import main as search
-from simulate.uncertainty import Draws
-from simulate.whatif import WhatIf, change
+from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.command import run
 from spec.errors import UserError

@@ -4,7 +4,7 @@ Astra-Sim itself is not here: users build it as its documentation says and point
 The rules in these modules were read off astra-sim 518bd51 (chakra f37c2bb,
 astra-network-analytical 599a047) and are tested against recorded runs of its binary.
 
-    program = Program(axes, stages)                      # simulate.program; ids ascend, deps before
+    program = Program(axes, stages)                      # `.program`; ids ascend, deps before
     manifest = emit(program, Path("astra"), whole=False) # or whole=True: a trace for every rank
     binary = find_binary(flag)                           # None: say `absent()`
     result = run(Path("astra"), binary, timeout_s=600, progress=lambda done, ranks: ...)

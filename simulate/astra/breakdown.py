@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from simulate.astra.chakra import COLL, COMP, RECV, SEND, Node
+from simulate.astra.program import EXCHANGE
 from simulate.astra.timing import Timing
 from simulate.astra.traces import Body
-from simulate.program import EXCHANGE
 
 # an exposed collective over several axes counts for the last of them: gradients over ep and dp
 _AXIS_ORDER = ("tp", "cp", "ep", "dp")

@@ -44,10 +44,10 @@ from simulate.astra.linear import (
     link_ns,
 )
 from simulate.astra.linear import operation as operation_of
+from simulate.astra.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from simulate.astra.timing import Timing
 from simulate.astra.traces import Trace, make_body
 from simulate.astra.write import write_traces
-from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from spec.errors import UserError
 
 SCHEMA = "astra-emission/1"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from simulate.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
+from simulate.astra.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from spec.errors import UserError
 
 HELPER_AXIS = "helper"
@@ -265,7 +265,8 @@ class _Handed:
         """The three pieces of a message that takes turns; the first two go between helpers.
 
         The last one is what buffers at the sender's end hold, half of what both ends do
-        (`simulate.messages`); where that is more than the rest, all of it waits to be asked for.
+        (`simulate.step.messages`); where that is more than the rest, all of it waits to be asked
+        for.
         """
         whole, rest = task.time_ns or 0.0, task.rest_ns or 0.0
         last = (whole - rest) / 2

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.astra.configs import Dimension, Network, System
+from simulate.astra.program import COLLECTIVES, PIPELINE_AXIS, Task
 from simulate.astra.rules import collective_ns, comm_size, message_ns
-from simulate.program import COLLECTIVES, PIPELINE_AXIS, Task
 
 Array = NDArray[np.float64]
 

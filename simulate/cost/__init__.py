@@ -1,0 +1,1 @@
+"""What the pieces of a step cost: kernels, communication, the host, with uncertainty."""

@@ -1,0 +1,109 @@
+"""How long a device waits for the host that issues its work.
+
+The host is ahead as long as nothing makes it wait for the device; that a queue takes about a
+thousand launches is left out. What makes it wait: an exchange between pipeline stages, which
+Megatron-Core synchronises after unless stages are interleaved (`batch_p2p_sync`,
+`overlap_p2p_comm`), a part that `waits`, and the gradient norm at the end of a step.
+
+Once a step the host has more to issue: each bucket of parameters gathered beside the first forward
+pass, each bucket of gradients reduced beside the last backward pass.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.cost.costs import Costs
+from simulate.cost.segment_cost import Cost
+from simulate.cost.uncertainty import central, larger, smaller, where
+from spec.parallelism import Parallelism
+from spec.step import Segment
+
+Array = NDArray[np.float64]
+
+
+def host_waits(
+    ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs
+) -> tuple[list[Array], list[Array], Array]:
+    """What each way's pass of a model chunk waits for its host, us, (draws,), a microbatch.
+
+    With it how far the host gets ahead in each, and what the first pass of a step waits more, as
+    its host is not ahead yet. ways: how often each segment is in the pass, and its cost.
+    """
+    fit, zero = costs.calibration.host, costs.draws.zero
+    inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
+    if fit.serial:
+        return inside, [zero] * len(ways), zero
+    p = costs.parallelism
+    once = fit.pass_us / (len(ways) * p.vpp) * costs.host_spread()
+    ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
+    late = late_us(ahead, p)
+    first = larger(larger(-ahead[0], 0.0) - reduce(add, late), 0.0)
+    return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
+
+
+def bucket_waits(
+    first: Array,
+    last: Array,
+    whole: Array,
+    buckets: int,
+    costs: Costs,
+    spare: tuple[Array | float, Array | float] = (0.0, 0.0),
+) -> Array:
+    """What a step waits more as its host sends buckets beside passes, us, (draws,).
+
+    How far the host gets ahead, before the device: in a step's first pass, its last one, and all of
+    a microbatch. A device waits for what its host is behind at worst: it is least ahead after the
+    first pass, after the first microbatch, before the last or before the last pass, with the
+    parameters sent; or at the end, with the gradients sent too. `spare` is what of the first and
+    the last pass it would stand still, waiting for the device in every layer: buckets are sent
+    layer by layer, then.
+    """
+    fit, p = costs.calibration.host, costs.parallelism
+    if not p.overlap or p.zero > 1 or fit.serial:
+        return costs.draws.zero
+    each = buckets * fit.bucket_us * costs.host_spread()
+    reduction = each * costs.draws.factor("host.bucket", fit.bucket_sd)
+    gather = larger(reduction * (p.zero == 1) - spare[0], 0.0)
+    reduction = larger(reduction - spare[1], 0.0)
+    if caught_up(p):
+        more = larger(gather - first, 0.0) - larger(-first, 0.0)
+        return more + larger(reduction - last, 0.0) - larger(-last, 0.0)
+    every, others = p.microbatches * whole, (p.microbatches - 1) * whole
+    least = smaller(first, every - last)
+    if p.microbatches > 1:
+        least = smaller(least, smaller(whole, others))
+
+    def waited(sent_first: Array, sent_last: Array) -> Array:
+        return larger(larger(sent_first - least, sent_first + sent_last - every), 0.0)
+
+    return waited(gather, reduction) - waited(costs.draws.zero, costs.draws.zero)
+
+
+def caught_up(p: Parallelism) -> bool:
+    """Whether every pass begins with its host no further than the device, as stages exchange."""
+    return p.pp > 1 and p.vpp == 1
+
+
+def late_us(ahead: Sequence[Array], p: Parallelism) -> list[Array]:
+    """What the device waits in each of some passes that follow each other again and again.
+
+    ahead: how far its host gets ahead in each. What it is at the end of one it still is at the
+    start of the next, unless stages exchange in between.
+    """
+    late = [larger(-one, 0.0) for one in ahead]
+    if caught_up(p):
+        return late
+    own, whole = reduce(add, late), larger(-reduce(add, ahead), 0.0)
+    kept = where(own > 0, whole / larger(own, 1e-9), 0.0)
+    return [one * kept for one in late]
+
+
+def repeated_us(segments: Sequence[Segment], costs: Costs) -> list[float]:
+    """Central time of each segment where these follow each other again and again."""
+    each = [costs.segment(one) for one in segments]
+    late = late_us([one.ahead for one in each], costs.parallelism)
+    return [central(one.total + more) for one, more in zip(each, late, strict=True)]

@@ -1,0 +1,1 @@
+"""Device memory of a training step."""

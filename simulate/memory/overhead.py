@@ -1,0 +1,76 @@
+"""What a process takes from its device beyond what the step's tensors need, in GiB.
+
+PyTorch's caching allocator keeps blocks that later tensors do not fit into: fitted on the 73 stages
+of the first two visits to four H200 (driver 580, CUDA 13, NCCL 2.28.9 without NVLink multicast).
+NCCL's communicators are counted (`simulate.memory.communicators`); the context that they lie beside
+was read off the same stages. Others are judged in `tests/test_memory.py` and by
+`simulate.validate`.
+"""
+
+from simulate.memory.communicators import Network, communicator_mib, communicators
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+FITTED_ON = ("20261121-083335", "20261121-085515")  # runs of 4x-h200
+
+# Reserved beyond allocated: clipping's copies find no block large enough among the activations'.
+RESERVED_GIB = 0.9
+OF_CLIPPING = 0.8
+OF_ACTIVATIONS = 0.04
+# What the allocator cannot give back when it runs out, of what it hands out. Assumed.
+KEPT = 0.05
+
+# Beside NCCL's communicators, MiB: CUDA's context with its libraries; what the first of NCCL's
+# kernels and the first of its messages between two ranks add, for a driver's per-thread memory.
+CONTEXT_MIB = 943.0
+NCCL_MIB = 186.0
+MESSAGES_MIB = 62.0
+
+# 90 % intervals: quantiles of measured over predicted on the 73 stages, rounded outwards.
+ALLOCATED = (0.99, 1.01)
+RESERVED = (0.92, 1.08)
+# A hundredth of the context is what it is off on hosts and networks measured; more for others.
+CONTEXT = (0.95, 1.05)
+
+
+def reserved_gib(allocated: float, clipping: float, activations: float) -> float:
+    """Peak that the allocator takes from the device, from what it hands out."""
+    return allocated + RESERVED_GIB + OF_CLIPPING * clipping + OF_ACTIVATIONS * activations
+
+
+def needed_gib(allocated: float) -> float:
+    """What it cannot do without."""
+    return (1 + KEPT) * allocated
+
+
+def context_gib(model: ModelSpec, p: Parallelism, stage: int, node: Node, fabric: Fabric) -> float:
+    """What a process has on its device beside what the allocator reserves."""
+    network = Network.of(node, fabric)
+    found = list(communicators(model, p, stage, node.gpus))
+    mib = CONTEXT_MIB + sum(communicator_mib(one, network) for one in found)
+    if p.gpus > 1:
+        mib += NCCL_MIB
+    if any(one.sends or one.receives for one in found):
+        mib += MESSAGES_MIB
+    return mib / 1024
+
+
+def intervals(allocated: float, reserved: float, device: float) -> dict[str, dict[str, float]]:
+    """90 % intervals of the three peaks."""
+
+    def around(median: float, low: float, high: float) -> dict[str, float]:
+        return {"median": median, "low": low, "high": high, "level": 0.9}
+
+    context = device - reserved
+    # the constant was read off stages of gigabytes; small ones may have none of it
+    least = max(min(reserved * RESERVED[0], reserved - RESERVED_GIB), allocated)
+    return {
+        "allocated": around(allocated, allocated * ALLOCATED[0], allocated * ALLOCATED[1]),
+        "reserved": around(reserved, least, reserved * RESERVED[1]),
+        "device": around(
+            device,
+            least + context * CONTEXT[0],
+            reserved * RESERVED[1] + context * CONTEXT[1],
+        ),
+    }

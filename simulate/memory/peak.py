@@ -1,0 +1,321 @@
+"""Device memory of a training step, per pipeline stage.
+
+Sources: model states, ZeRO (arXiv 1910.02054) with Megatron-Core's precisions: bf16 weights, fp32
+gradients, fp32 master weights and two fp32 moments. Activations: Korthikanti et al.
+(arXiv 2205.05198), section 4, recounted tensor by tensor for what autograd keeps of Megatron-Core
+0.16's local layers, with fused attention, which keeps no score matrix. A view keeps all of what it
+looks into, so values that are a view of the QKV product keep all of that.
+"""
+
+from dataclasses import dataclass
+
+from simulate.cost.imbalance import largest_share
+from simulate.memory import overhead
+from simulate.memory.sharded import Passes, blocks_apart_bytes
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step import shapes, stage_parameters, trained_parameters
+
+GIB = 2.0**30
+# cuBLAS's of Hopper, for each thread that runs products: the passes, forward and backward
+# (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones.
+WORKSPACES = 2 * 32 * 2.0**20
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one GPU of a pipeline stage."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+
+    @property
+    def allocated(self) -> float:
+        """Peak bytes that the framework's allocator hands out."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Bytes that one layer keeps from its forward to its backward pass, for one microbatch."""
+    s = shapes(model, p)
+    outside = 2.0 * s.local_tokens * model.hidden  # one bf16 tensor outside the tp region
+    if p.recompute == "full":
+        return outside
+    # both norms' inputs and outputs; a gathered input is gathered again, not kept
+    kept = 4 * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
+    return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
+
+
+def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Between the QKV product and the projection (transformer/attention.py)."""
+    tokens = shapes(model, p).tokens
+    heads = model.heads // p.tp
+    kv_heads = max(model.kv_heads // p.tp, 1)
+    one_head = 2.0 * tokens * model.head_dim
+    kept = (2 * heads + 2 * kv_heads) * one_head  # the product, of which values are a view; output
+    if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
+        kept += (heads + kv_heads) * one_head
+        kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
+    elif heads != kv_heads:  # grouped queries are reshaped, which copies them
+        kept += heads * one_head
+    if p.recompute == "none":
+        if p.cp > 1:  # ring attention's output lies by heads, the projection's input is a copy
+            kept += heads * one_head
+        kept += 4.0 * tokens * heads  # softmax statistics, fp32
+    return kept
+
+
+def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Between the second norm and the sum with the residual (transformer/mlp.py, moe/)."""
+    s = shapes(model, p)
+    rows = s.tokens * max(model.top_k, 1)
+    wide = 2.0 * rows * (model.ffn_hidden // p.tp)
+    # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
+    # else the product with its bias and its activation
+    kept = 5 * wide if model.gated else 2 * wide
+    wide *= largest_share(model, p)
+    kept *= largest_share(model, p)
+    if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
+        kept += 2.0 * rows * model.hidden + wide
+    return kept
+
+
+def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Bytes that come and go within one layer's backward pass, at most, beside what it keeps.
+
+    The gradient of its output, also the residual's. Beside it, in a dense layer, the gradients of
+    the second product's input and weight, or, when that input is gone, those of the two that were
+    multiplied. Frozen weights have none (LinearWithFrozenWeight in tensor_parallel/layers.py), but
+    their input's gradient comes in two parts.
+    """
+    s = shapes(model, p)
+    local = 2.0 * s.local_tokens * model.hidden
+    if model.experts:
+        return local + _experts_bytes(model, p)
+    wide = 2.0 * s.tokens * model.ffn_hidden / p.tp
+    weight = wide if model.lora_rank else 2.0 * model.ffn_hidden / p.tp * model.hidden
+    gathered = 2.0 * s.tokens * model.hidden if p.sequence_parallel else 0.0  # the gradient
+    return local + max(gathered + wide + weight, 2 * wide if model.gated else 0.0)
+
+
+def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """As `_passing_bytes`, at a dense gated layer's first product's weight gradient: activations
+    between the products, of which five widths were kept, are gone."""
+    if model.experts or model.lora_rank or not model.gated:
+        return 0.0
+    s = shapes(model, p)
+    widths = 2.0 * model.ffn_hidden / p.tp * (2 * model.hidden + (2 - 5) * s.tokens)
+    return widths + 2.0 * (s.local_tokens + s.tokens) * model.hidden
+
+
+def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """As `_passing_bytes`, of experts (moe/token_dispatcher.py, moe/experts.py), one after another.
+
+    Forward: what tokens were sent from, and to; the experts' outputs one by one and joined, or
+    joined and sorted back; scattered over tensor-parallel ranks, from a copy where all get equally
+    many (ProcessGroupNCCL's `reduce_scatter` of a list). Backward: the outputs' gradients, and
+    those of an expert's second product's input and weight.
+    """
+    s = shapes(model, p)
+    local_experts = max(model.experts // p.ep, 1)
+    own = 2.0 * s.local_tokens * model.top_k * model.hidden
+    rows = 2.0 * s.tokens * model.top_k * model.hidden * largest_share(model, p)
+    ffn = model.ffn_hidden // p.tp
+    wide = 2.0 * s.tokens * model.top_k * largest_share(model, p) / local_experts * ffn
+    outputs = 2 * rows if local_experts > 1 else rows
+    forward = own + outputs
+    if p.ep > 1:
+        forward += rows / p.tp
+    if p.tp > 1:
+        forward += rows / p.tp + (rows if p.ep == 1 else 0.0)
+    return max(forward, rows + wide + max(2.0 * ffn * model.hidden, wide))
+
+
+def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) -> float:
+    """What the peak of the passes holds beyond what each layer keeps, `kept`, of a microbatch.
+
+    The largest of these moments: the loss, whose logits are in bf16 and, beside that, in fp32,
+    where softmax and gradient replace each other in place (tensor_parallel/cross_entropy.py); the
+    output layer's backward pass, with its weight's gradient in bf16 beside that of the logits; a
+    layer's; and, when the layers have been freed, the table's dense gradient.
+    """
+    recomputed = 0.0
+    if p.recompute == "full":
+        recomputed = layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+    passing = _passing_bytes(model, p)
+    s = shapes(model, p)
+    local, whole = (2.0 * n * model.hidden for n in (s.local_tokens, s.tokens))
+    # what gathered inputs share (tensor_parallel/layers.py); those of frozen weights do not
+    shared = whole if p.sequence_parallel and not model.lora_rank else 0.0
+    if p.zero >= 3:  # with two gradients between layers
+        passes = Passes(model, p, stage, kept, recomputed, passing + local)
+        return passes.temporary_bytes() + shared
+    logits = 2.0 * s.tokens * model.vocab / p.tp
+    table = 0.0 if model.lora_rank else 2.0 * model.vocab / p.tp * model.hidden
+    # the output layer's gradient of a table that is the embedding's too waits for that one's
+    tied = table if model.tied_embeddings and p.pp == 1 else 0.0
+    gathered = whole + local if p.sequence_parallel else 0.0  # a gradient, or what is scattered
+    before, sent = _left_behind(model, p, stage)
+    found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + sent * local]
+    if stage == p.pp - 1:  # beside what the final norm takes and gives
+        found.append(3 * logits + (2 + before) * local)
+        found.append(logits + table + whole + gathered + (2 + sent) * local)
+    if stage == 0:
+        chunk = p.stage_layers(model)[0] / p.vpp * kept
+        found.append(table + tied + gathered + (1 + sent) * local - _freed_chunks(p) * chunk)
+    return max(found) + shared
+
+
+def _left_behind(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
+    """Tensors between stages, beside a microbatch's own, at its loss and in its backward pass
+    (pipeline_parallel/schedules.py).
+
+    Variables refer to the microbatch before: to its loss, thereby to the stage's input and its
+    gradient, until the next loss is there; to that gradient until there is another. Interleaved,
+    also an output that is being sent, and the next input, come early.
+    """
+    if p.vpp > 1:
+        return 4, 3
+    if p.microbatches <= p.pp - stage:
+        return 0, 0
+    # a first stage's input, the embedding's output, is a leaf only where the table is frozen
+    return 2 * (stage > 0 or model.lora_rank > 0), int(stage > 0)
+
+
+def _chunks_in_flight(p: Parallelism, stage: int) -> int:
+    """Passes through a chunk of a stage's layers whose activations are there at the peak."""
+    passes = p.microbatches * p.vpp
+    if p.schedule == "gpipe":
+        return passes
+    if p.schedule == "zb-h1":  # `stage` microbatches wait for their weights' gradients
+        return min(p.pp, passes)
+    if p.vpp > 1:
+        return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, passes)
+    return min(p.pp - stage, passes)
+
+
+def _freed_chunks(p: Parallelism) -> int:
+    """Of those on a first stage, how many are gone when its first chunk's first backward pass ends:
+    that one, and those that ran before and for which no forward pass was left."""
+    before = (p.vpp - 1) * p.pp
+    return 1 + before - min(before, p.microbatches * p.vpp - _chunks_in_flight(p, 0))
+
+
+def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) -> float:
+    """The scaled copy of the largest gradient, fp32, that clipping makes (optimizer/clip_grads.py:
+    without Apex `gradient.copy_(gradient * scale)`); nothing is kept for a backward pass then.
+
+    The distributed optimizer's ranks own equal parts of each bucket of gradients, whatever lies
+    there: a model chunk, or, to overlap their reduction, little more than a large tensor, as a
+    table of two stages has at all times (distributed/param_and_grad_buffer.py).
+    """
+    if model.lora_rank:
+        wide = max(model.ffn_hidden * (2 if model.gated else 1) / p.tp, model.hidden)
+        return 4.0 * min(model.lora_rank * wide, owned)
+    matrix = float(model.hidden * model.ffn_hidden * (2 if model.gated else 1) / p.tp)
+    table = model.vocab / p.tp * model.hidden if stage in (0, p.pp - 1) else 0.0
+    if p.zero in (1, 2):
+        replicas = p.dp * p.cp
+        if p.overlap and p.vpp == 1:
+            matrix /= replicas // p.ep
+            table /= replicas
+        elif model.tied_embeddings and p.pp > 1:
+            table /= replicas
+    return 4.0 * min(max(matrix, table), owned)
+
+
+def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
+    """Memory of one GPU of `stage`; frozen weights have neither gradients nor optimizer states."""
+    dense, expert = trained_parameters(model, p, stage)
+    held = sum(stage_parameters(model, p, stage))
+    replicas = p.dp * p.cp
+    owned = float(dense + expert)
+    if p.zero:
+        owned = dense / replicas + expert / (replicas // p.ep)
+    weights = 2.0 * (owned if p.zero >= 3 else held)
+    if model.lora_rank:
+        weights = 2.0 * (held + dense)
+    if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
+        ends = model.vocab / p.tp * model.hidden * ((stage == 0) + (stage == p.pp - 1))
+        weights += 2.0 * max(held - ends, 0.0)
+    gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
+    if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
+        gradients /= 2
+    optimizer = 12.0 * owned
+    layers = p.stage_layers(model)[stage]
+    kept = layer_activation_bytes(model, p)
+    activations = _chunks_in_flight(p, stage) / p.vpp * layers * kept
+    temporary = _temporary_bytes(model, p, stage, kept)
+    update = _clipping_bytes(model, p, stage, owned)
+    if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
+        update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
+    temporary = max(temporary, update - activations) + WORKSPACES
+    return StageMemory(weights, gradients, optimizer, activations, temporary)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of every stage, in GiB."""
+
+    allocated_by_stage_gib: tuple[float, ...]  # what the framework's allocator hands out
+    reserved_by_stage_gib: tuple[float, ...]  # what it takes from the device for that
+    by_stage_gib: tuple[float, ...]  # what the device loses to the process
+    needed_gib: float  # what remains of that when the allocator gives back all it can
+    context_gib: float  # of the fullest stage, beside what the allocator reserves
+    capacity_gib: float
+
+    @property
+    def peak_gib(self) -> float:
+        """What the fullest device loses: as much as the allocator likes, or as much as there is."""
+        return max(self.needed_gib, min(max(self.by_stage_gib), self.capacity_gib))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest stage fits its device."""
+        return self.needed_gib <= self.capacity_gib
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits only because the allocator gives back what it kept, which takes time."""
+        return self.fits and max(self.by_stage_gib) > self.capacity_gib
+
+    def intervals(self) -> dict[str, dict[str, float]]:
+        """Peaks of the fullest stage with 90 % intervals, see `simulate.memory.overhead`."""
+        return overhead.intervals(
+            max(self.allocated_by_stage_gib),
+            max(self.reserved_by_stage_gib),
+            max(self.by_stage_gib),
+        )
+
+
+def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memory:
+    """Memory of every stage."""
+    allocated, reserved, device, needed = [], [], [], []
+    contexts: dict[tuple[bool, bool], float] = {}  # stages between the first and the last are alike
+    for stage in range(p.pp):
+        held = stage_memory(model, p, stage)
+        clipping = _clipping_bytes(model, p, stage, held.optimizer / 12) / GIB
+        ends = (stage == 0, stage == p.pp - 1)
+        if ends not in contexts:
+            contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
+        context = contexts[ends]
+        allocated.append(held.allocated / GIB)
+        apart = blocks_apart_bytes(model, p, stage) / GIB
+        kept = overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB)
+        reserved.append(kept + apart)
+        device.append(reserved[-1] + context)
+        needed.append(overhead.needed_gib(allocated[-1]) + context)
+    fullest = device.index(max(device))
+    return Memory(
+        tuple(allocated),
+        tuple(reserved),
+        tuple(device),
+        max(needed),
+        device[fullest] - reserved[fullest],
+        node.memory_gib,
+    )

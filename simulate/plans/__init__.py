@@ -1,0 +1,1 @@
+"""Which parallelisms fit a cluster, and which of them are worth simulating."""

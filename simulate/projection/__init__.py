@@ -1,0 +1,1 @@
+"""One request simulated, with intervals and provenance, and what is made of it."""

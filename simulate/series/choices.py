@@ -1,0 +1,229 @@
+"""What a row leaves open: what is taken, and the other way that is tried for its effect."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from simulate.memory.peak import memory
+from simulate.series.rows import SeriesRow, says
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+Choices = Mapping[str, Any]
+# What is taken where a row does not print it, and the other way that is tried for its effect.
+DEFAULTS: dict[str, Any] = {
+    "recompute": "none",
+    "sequence_parallel": True,
+    "overlap": True,
+    "zero": 1,
+    "hybrid": 1,
+    "vpp": 1,
+    "microbatch": 1,
+    "seq_len": 2048,
+    "batch": "of the step",
+    "precision": "bf16",
+}
+OTHERS: dict[str, Any] = {
+    "recompute": "full",
+    "sequence_parallel": False,
+    "overlap": False,
+    "zero": 0,
+    "hybrid": 3,
+    "vpp": 4,
+    "microbatch": 2,
+    "seq_len": 4096,
+    "batch": "of a GPU",
+    "precision": "fp8",
+}
+MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
+_ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
+_HYBRID = r"hsdp|hybrid_shard|fsdp ?\+ ?dp\b"
+_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)"
+
+
+@dataclass
+class Filling:
+    """A row on its way to a plan."""
+
+    row: SeriesRow
+    choices: Choices
+    assumed: list[str] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+
+    def choose(self, name: str) -> Any:
+        """The choice for something that the row leaves open."""
+        self.open.add(name)
+        value = self.choices.get(name, DEFAULTS[name])
+        self.assumed.append(f"{name.replace('_', ' ')} {value} assumed")
+        return value
+
+
+def in_sequences(fill: Filling, seq_len: int) -> None:
+    """Read a printed global batch as tokens: where it says so or has too many as sequences.
+
+    What would leave replicas of a printed split without a sequence is none in tokens.
+    """
+    row = fill.row
+    batch, text = row.whole("global_batch"), row.text("global_batch")
+    if batch is None or (batch * seq_len <= MOST_TOKENS and "tok" not in text.lower()):
+        return
+    sequences = max(round(batch / seq_len), 1)
+    split = [row.whole(name) for name in ("tp", "pp", "cp")]
+    replicas = (row.whole("gpus") or 1) / prod(size or 1 for size in split)
+    if "tok" not in text.lower() and any(split) and sequences < replicas:
+        return
+    fill.row = SeriesRow({**row.cells, "global_batch": str(sequences)})
+    fill.assumed.append(f"global batch {text} is in tokens: {sequences} sequences of {seq_len}")
+
+
+def _sharding(row: SeriesRow) -> str:
+    """What a row says of sharding: in its own cell, else in flags, else beside the table."""
+    cell = row.text("sharding").lower()
+    if cell:
+        return re.sub(r"\bstage[-_ ]*(?=\d)", "zero stage ", cell)
+    flags = row.text("flags").lower()
+    return flags or " ".join(row.text(name) for name in ("source", "notes")).lower()
+
+
+def sharded(row: SeriesRow) -> bool:
+    """Whether replicas share the parameters; a pipeline's do not for what is said elsewhere."""
+    own = row.text("sharding") or row.text("flags")
+    return says(_SHARDED, _sharding(row)) and bool(own or (row.whole("pp") or 1) == 1)
+
+
+def zero(fill: Filling) -> int:
+    """ZeRO stage."""
+    text = _sharding(fill.row)
+    if says("no_shard", text):
+        return 0
+    if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
+        return 2
+    if sharded(fill.row):
+        return 3
+    if says(rf"{_ZERO}1(?!\d)|distributed.?optimizer", text):
+        return 1
+    if says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
+        return 0
+    if fill.row.early:
+        fill.assumed.append("no distributed optimizer, as in this software's time")
+        return 0
+    return int(fill.choose("zero"))
+
+
+def shard_degree(row: SeriesRow, node: Node) -> int | None:
+    """On how many GPUs hybrid sharding keeps one copy: as printed, else on a node's."""
+    text = _sharding(row)
+    sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
+    sizes = sizes or re.findall(r"\bshard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text)
+    if sizes:
+        return prod(map(int, sizes))
+    return node.gpus if says(_HYBRID, text) else None
+
+
+def unsharded(
+    fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
+) -> Parallelism:
+    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step."""
+    degree, replicas = shard_degree(fill.row, node), p.dp * p.cp
+    if p.zero != 3 or degree is None or degree >= replicas:
+        return p
+    whole = p.model_copy(update={"zero": 1})
+    said = f"sharded over {degree} of {replicas} replicas"
+    if not fill.row.lora and not memory(model, whole, node, fabric).fits:
+        fill.assumed.append(f"{said}: ZeRO-3 over all, as ZeRO-1 does not fit memory")
+        return p
+    fill.open.add("hybrid")
+    stage = fill.choices.get("hybrid", DEFAULTS["hybrid"])
+    fill.assumed.append(f"{said}: as ZeRO-{stage}")
+    return whole if stage == 1 else p
+
+
+def recompute(fill: Filling) -> Any:
+    """What the backward pass computes again.
+
+    vTrain's tables print nothing, but its configurations of the same rows do: `use_checkpoint` is
+    true in VIA-Research/vTrain@f8dda84, config/validation/single.
+    """
+    text = fill.row.cells.get("recompute", "").strip().lower()
+    if text in ("none", "no", "false", "off"):
+        return "none"
+    for name in ("selective", "full"):
+        if name in text:
+            return name
+    if text in ("yes", "true", "on"):
+        return "full"
+    if not text and "via-research/vtrain" in fill.row.words:
+        fill.assumed.append("full recomputation, as in the configurations beside the table")
+        return "full"
+    return fill.choose("recompute")
+
+
+def fp8(fill: Filling) -> bool:
+    """Printed, or a choice on GPUs that have it."""
+    has = has_fp8(fill.row)
+    if fill.row.fp4 and has and not has_fp4(fill.row):
+        fill.assumed.append("FP8, as this GPU has no 4-bit products")
+    if fill.row.fp8 and not has:
+        fill.assumed.append("bf16, as this GPU has no 8-bit products")
+        return False
+    if fill.row.text("precision") or fill.row.fp8 or not has:
+        return fill.row.fp8
+    return bool(fill.choose("precision") == "fp8")
+
+
+def has_fp8(row: SeriesRow) -> bool:
+    """Whether the GPU multiplies in 8 bits."""
+    return not re.search(r"a[18]00|ampere|v100|mi2\d\d", row.text("gpu_type").lower())
+
+
+def has_fp4(row: SeriesRow) -> bool:
+    """Whether the GPU multiplies in 4 bits: Blackwell and MI350."""
+    return (
+        re.search(r"\bgb?[23]00|\bb[23]00|blackwell|mi35", row.text("gpu_type").lower()) is not None
+    )
+
+
+def rate_limit(row: SeriesRow) -> float:
+    """Most model FLOP/s that a row can have, in bf16 peaks of its GPU.
+
+    8-bit products have twice the rate, 4-bit ones (Blackwell, MI350) four times. Low-rank adapters
+    need no gradients of the weights, a third of the model's FLOPs.
+    """
+    words = f"{row.text('precision')} {row.text('flags')}".lower()
+    most = 1.0
+    if has_fp8(row) and (row.fp8 or not row.text("precision")):
+        most = 4.0 if has_fp4(row) and re.search(r"fp4|^ *$", words) else 2.0
+    return most * (1.5 if row.lora else 1.0)
+
+
+def sequence(fill: Filling) -> bool:
+    """Whether the sequence is split over tensor-parallel ranks."""
+    text = fill.row.text("sequence_parallel").lower()
+    if re.search(r"\b(yes|true|on|1)\b", text):
+        return True
+    if says("seqpar", fill.row.text("recompute").lower()) and not text:
+        return True
+    if re.search(r"\b(no|false|off|0)\b", text):
+        return False
+    if fill.row.early:
+        fill.assumed.append("no sequence parallelism, as in this software's time")
+        return False
+    return bool(fill.choose("sequence_parallel"))
+
+
+def overlap(fill: Filling, stage: int) -> bool:
+    """Whether gradients are reduced beside the backward pass."""
+    words = fill.row.words
+    named = says(r"overlap-grad-reduce|full overlap|overlappeddistributedoptimizer", words)
+    if named or (stage >= 2 and not fill.row.early):
+        return True
+    if stage >= 2:  # DeepSpeed's `overlap_comm`, on by default for ZeRO-3
+        return bool(fill.choose("overlap"))
+    # Megatron-LLaMA's overlapping optimizer replaces the one of a Megatron-LM that did not
+    if fill.row.early or "megatron-llama" in words:
+        fill.assumed.append("no overlap of gradient reduction, as in this software's time")
+        return False
+    return bool(fill.choose("overlap"))

@@ -1,0 +1,105 @@
+"""Context parallelism of Transformer Engine, where a row's software runs it.
+
+The step that is simulated joins the ring's pieces as `measure/megatron_context.py` does, kernel by
+kernel in fp32. Transformer Engine (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P)
+keeps them in 16 bits and joins them with one fused kernel for each later piece. Its other way
+(AttnFuncWithCPAndQKVOA2A) exchanges tokens for heads: a GPU has some heads of the whole sequence.
+"""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.cost.costs import Costs
+from simulate.series.rows import SeriesRow
+from simulate.step.estimate import StepEstimate
+from spec.collective import Collective
+from spec.step_parts import Part, copied
+
+_ENGINE = re.compile(r"megatron|nemo|dgxc|mlcommons|transformer.?engine")
+
+
+def fused_joins(row: SeriesRow) -> bool:
+    """Whether a row's software has Transformer Engine's context parallelism.
+
+    On AMD's GPUs it is not known whether the joins are fused.
+    """
+    return bool(_ENGINE.search(row.words)) and not row.early and not row.amd
+
+
+def exchanges(row: SeriesRow) -> bool:
+    """Whether a row's software exchanges tokens for heads where it can, not in a ring.
+
+    NVIDIA's LoRA of MLPerf since v5.0 (`cp_comm_type` of its
+    conf/megatron_gpt_peft_tuning_config.yaml is a2a), but not where it ran in a container of 2024.
+    """
+    old = re.search(r"ngc24|_24\.\d\d", row.words)
+    return row.mlperf >= 5.0 and row.lora and not row.amd and not old
+
+
+def longer_us(
+    estimate: StepEstimate, row: SeriesRow
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What a step's attention is longer for its own joins, per draw: kernels, and what they hide.
+
+    Of a step, in microseconds, with the pipeline's ends; the second is negative where kernels that
+    are shorter leave more of the communication exposed.
+    """
+    priced = estimate.priced
+    p, prices = priced.parallelism, priced.stages[0]
+    kernels = hidden = prices.costs.draws.zero
+    for segment in prices.segments["layer"]:
+        for part in segment.parts:
+            if part.hidden and part.hidden[0].axis == "cp":
+                kv_heads = part.kernels[_own(part)].dims[3]
+                swapped = exchanges(row) and kv_heads % p.cp == 0
+                other = _exchanged(part, p.cp) if swapped else _fused(part)
+                before, left_before = _lasting(prices.costs, part)
+                after, left = _lasting(prices.costs, other)
+                kernels, hidden = kernels + before - after, hidden + left_before - left
+    passes = priced.model.layers / p.pp * (p.microbatches + (p.pp - 1) / p.vpp)
+    return kernels * passes, hidden * passes
+
+
+def _lasting(costs: Costs, part: Part) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Kernels of a part, and its communication that they do not hide."""
+    cost = costs.part(part)
+    zero = costs.draws.zero
+    left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)
+    return cost.kernels, sum(cost.exposed, left)
+
+
+def _own(part: Part) -> int:
+    """Where the attention to a GPU's own keys stands among a part's kernels."""
+    return next(place for place, one in enumerate(part.kernels) if one.op == "attention")
+
+
+def _exchanged(part: Part, cp: int) -> Part:
+    """The same attention of all tokens and a `cp`-th of the heads, between two exchanges.
+
+    Queries, keys, values and the output go around in either pass. Each is laid out by rank before
+    or after and by place in the sequence on the other side.
+    """
+    own = part.kernels[_own(part)]
+    batch, length, heads, kv_heads, dim = own.dims
+    sizes = [batch * length * each * dim for each in (heads, kv_heads, kv_heads, heads)]
+    laid_out = tuple(copied(4 * size) for size in sizes for _ in range(2))
+    whole = replace(own, dims=(batch, length * cp, heads // cp, kv_heads // cp, dim))
+    sent = tuple(Collective("all_to_all", "cp", 2.0 * size) for size in sizes)
+    return replace(part, kernels=(*laid_out, whole), exposed=sent, hidden=())
+
+
+def _fused(part: Part) -> Part:
+    """The same piece of attention as Transformer Engine runs it; see `spec.step_context`."""
+    own, *blocks = (one for one in part.kernels if one.op in ("attention", "attention_block"))
+    batch, length, heads, kv_heads, dim = own.dims
+    rows = batch * length
+    queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
+    half = copied(4 * keys)  # of the keys and values, laid out in a row
+    added = copied(6 * queries)  # outputs, or the queries' gradients, in bf16
+    beside = copied(12 * sums) if own.direction == "forward" else copied(6 * keys)
+    first = (copied(8 * keys), own, copied(4 * queries))
+    later = tuple(kernel for block in blocks for kernel in (half, block, added, beside))
+    return replace(part, kernels=first + later)

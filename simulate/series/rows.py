@@ -1,0 +1,393 @@
+"""Rows of published series as they stand in a CSV: cells cleaned, metrics turned to seconds.
+
+The columns are those of `training.csv`; unknown ones are ignored, missing ones and cells that are
+no number (`SeriesRow.unread`) count as not printed. Nothing is filled in here, see
+`simulate.series.plan`.
+"""
+
+import csv
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from spec.errors import UserError
+from spec.files import read_text
+from spec.model import ModelSpec
+
+NEEDED = ("row_id", "metric", "value")
+USES = ("anchor", "test")
+NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated"}
+# Beyond these a misprint is likelier than a model or a cluster.
+LARGEST = {
+    "gpus": 2**20,
+    "layers": 2000,
+    "hidden": 2**18,
+    "ffn_hidden": 2**20,
+    "heads": 2**12,
+    "vocab": 2**23,
+    "seq_len": 2**24,
+    "global_batch": 2**28,  # tokens, perhaps: `.choices.in_sequences`
+    "micro_batch": 2**16,
+    "grad_accum": 2**16,
+    "tp": 2**10,
+    "pp": 2**10,
+    "vpp": 2**10,
+    "cp": 2**10,
+    "ep": 2**12,
+}
+# Megatron-LM's papers and README tables of 2021 and 2022, and the DeepSpeed branches of it.
+_EARLY = re.compile(
+    r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
+)
+SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
+# What may stand behind a number without changing it; a cell with any other word is not understood.
+_UNIT = re.compile(
+    r"%|per|m?s|secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
+    r"|samples?|tok|tokens?|params?|parameters?|steps?|iter|iterations?|stages?|chunks?|way"
+    r"|tflops?|[mg]i?b"
+)
+_NUMBER = re.compile(
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+    r"\s*(?P<suffix>(?:[kmbt]|million|billion|trillion)(?![a-z]))?(?P<unit>[a-z%/.\s-]*)"
+)
+_NEGATIVE = re.compile(r"-\s*[\d.,]+\D*|[-\u2013\u2014]+|[+-]?0+(\.0*)?")
+
+
+def number(cell: str, name: str = "") -> float | None:
+    """The first positive number of a cell such as `1,024`, `8.03B`, `~250k` or `5600 (5450)`.
+
+    A `k` of `seq_len` is 1,024; the column's own name may stand before its number. None for
+    anything else.
+    """
+    text = re.sub(r"\(.*?\)|\[.*?\]|(\u00b1|\+/?-).*|[*<>~=\u2248\u2264\u2265:]", " ", cell.lower())
+    own = re.escape(name.lower()) or "$"
+    text = re.sub(
+        rf"^\s*((about|around|approx(\.|imately)?|ca\.)\s|{own}[\s-]*(?=\d)|\+(?=\d))", "", text
+    )
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None or not all(map(_UNIT.fullmatch, re.findall(r"[a-z]+|%", found["unit"]))):
+        return None
+    if name in LARGEST and re.search(r"/|\bper\b", found["unit"]):
+        return None  # of each GPU or node, not of all
+    suffix = found["suffix"] or ""
+    factor = 1024 if name == "seq_len" and suffix == "k" else SUFFIXES[suffix]
+    value = float(found["digits"].replace(",", "")) * factor
+    return value if math.isfinite(value) and value > 0 else None
+
+
+def whole(cell: str, name: str = "") -> int | None:
+    """A positive whole number, or GPUs as nodes times each one's, `128x8`; None for else."""
+    product = re.fullmatch(r"(\d+)\s*[x\u00d7*]\s*(\d+)( gpus)?", cell.strip().lower())
+    if name == "gpus" and product:
+        return int(product[1]) * int(product[2]) or None
+    value = number(cell, name)
+    if value is None or value >= 1e15 or not math.isclose(value, round(value), rel_tol=1e-12):
+        return None
+    return round(value)
+
+
+_DENIED = re.compile(
+    r"\b(no|non|not|without|w/o|than|vs\.?|instead of|disabled?|never)[\s_-]+[\w-]*$"
+)
+_SET_OFF = re.compile(
+    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled)\b|no\s*($|[;,)]))|\s(off|disabled)\b)"
+)
+
+
+def says(pattern: str, text: str) -> bool:
+    """Whether a pattern stands in a lower-case text, not denied (`no`, `than`) nor set off."""
+    return any(
+        not _DENIED.search(text[: found.start()]) and not _SET_OFF.match(text[found.end() :])
+        for found in re.finditer(pattern, text)
+    )
+
+
+class TooLittle(Exception):
+    """A row that cannot be simulated; its message says why."""
+
+
+@dataclass(frozen=True)
+class SeriesRow:
+    """One row; `cells` holds every column that it prints."""
+
+    cells: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """A cell's words, empty where the row prints nothing."""
+        cell = self.cells.get(name, "").strip()
+        return "" if cell.lower() in NOTHING else cell
+
+    def whole(self, name: str) -> int | None:
+        """A cell's positive whole number."""
+        return whole(self.cells.get(name, ""), name)
+
+    def number(self, name: str) -> float | None:
+        """A cell's positive number."""
+        return number(self.cells.get(name, ""), name)
+
+    @cached_property
+    def unread(self) -> tuple[str, ...]:
+        """A sentence for each number that is printed but not understood; negative ones are not."""
+        return tuple(
+            f"{name} {text!r} not understood, taken as not printed"
+            for name in (*LARGEST, "kv_heads", "params", "value")
+            if (text := self.text(name)) and not _NEGATIVE.fullmatch(text)
+            if (self.number if name in ("params", "value") else self.whole)(name) is None
+        )
+
+    @property
+    def row_id(self) -> str:
+        """The case's id."""
+        return self.cells["row_id"].strip()
+
+    @property
+    def pair_id(self) -> str:
+        """The series; empty where the row belongs to none."""
+        return self.text("pair_id")
+
+    @property
+    def use(self) -> str:
+        """`anchor`, `test` or empty."""
+        return self.text("use").lower()
+
+    @cached_property
+    def words(self) -> str:
+        """Everything that may name software or sharding, in lower case."""
+        names = ("source", "model", "sharding", "flags", "notes")
+        return " ".join(self.text(name) for name in names).lower()
+
+    @property
+    def source(self) -> str:
+        """Who published it: `owner/repository`, or the words before a citation."""
+        first = self.text("source")
+        if not first:
+            return "unnamed source"
+        if "mlcommons/training_results" in first:
+            return "mlcommons/training_results"
+        token = first.split()[0]
+        if "/" in token:
+            return token
+        return re.split(r"\s*\(|\s+arXiv", first)[0][:60]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether linear layers run in 8 (or 4) bits."""
+        text = f"{self.text('precision')} {self.text('flags')}".lower()
+        return says(r"fp8|float8|fp4", text)
+
+    @property
+    def fp4(self) -> bool:
+        """Whether linear layers run in 4 bits; a cell that names both formats leaves it open."""
+        text = f"{self.text('precision')} {self.text('flags')}".lower().replace("fp8/fp4", "")
+        return says("fp4", text)
+
+    @property
+    def vendor_expected(self) -> bool:
+        """A vendor's own expected performance, not a measurement: NVIDIA's dgxc-benchmarking."""
+        return "dgxc" in self.source.lower() or self.pair_id.lower().startswith("dgxc")
+
+    @property
+    def early(self) -> bool:
+        """Software of 2021 and 2022: attention not fused, and little overlap by default."""
+        return _EARLY.search(self.words) is not None
+
+    @property
+    def mlperf(self) -> float:
+        """The release of MLPerf Training that it was submitted to; 0 for anything else."""
+        found = re.search(r"mlcommons/training_results_v(\d+\.\d+)", self.words)
+        return float(found.group(1)) if found else 0.0
+
+    @property
+    def graphs(self) -> bool:
+        """Kernels replayed from captured graphs, so that the host issues next to nothing.
+
+        NVIDIA's MLPerf submissions have no option for it until v4.0, one that rows print in v4.1
+        (`LAYER_CUDA_GRAPH`), and since v5.0 another that they do not: assumed from then on.
+        """
+        named = r"cuda[-_ ]?graph"
+        if re.search(named, self.words):
+            return says(named, self.words)
+        return self.mlperf >= 5.0 and not self.amd
+
+    @property
+    def amd(self) -> bool:
+        """Whether its GPUs are AMD's."""
+        return re.search(r"\bamd\b|\bmi\d", self.text("gpu_type").lower()) is not None
+
+    @property
+    def recompute_counted(self) -> bool:
+        """Whether the source says that its FLOPs hold the recomputation, whatever the metric.
+
+        In the row's notes; or in the paper: the tables of arXiv 2104.04473 count by its eq. 3.
+        """
+        return re.search(r"includes recompute|2104\.04473", self.words) is not None
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether its software has no pipeline: MLPerf's LoRA, all of whose configs name pp1."""
+        return self.mlperf > 0 and self.lora
+
+    @property
+    def lora(self) -> bool:
+        """Whether only low-rank adapters are trained."""
+        return says(r"(?<![a-z])q?lora(?![a-z])", f"{self.words} {self.pair_id.lower()}")
+
+
+def read_rows(path: Path) -> list[SeriesRow]:
+    """The rows of a CSV; UserError names file and line of the first thing that makes it none."""
+    text = read_text(path, "a table of published series").removeprefix("\ufeff")
+    if "\0" in text:
+        raise UserError(f"{path}: has NUL bytes; a CSV with training.csv's columns is expected")
+    lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = [name.strip() for name in lines.fieldnames or ()]
+        lines.fieldnames = header
+        missing = [name for name in NEEDED if name not in header]
+        if len(header) == 1 and re.search(r"[;\t|]", header[0]):
+            raise UserError(f"{path}: columns must be separated by commas, not as in {header[0]!r}")
+        if missing:
+            raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
+        doubled = [name for name, count in Counter(header).items() if count > 1 and name]
+        if doubled:
+            raise UserError(f"{path}: the column {doubled[0]!r} stands in the header twice")
+        rows = []
+        for cells in lines:
+            if None in cells or None in cells.values():
+                raise UserError(
+                    f"{path}: line {lines.line_num} does not have the header's {len(header)} "
+                    "columns; the file may be half-written"
+                )
+            if not any(cells.values()):  # separators alone, as a spreadsheet's last lines are
+                continue
+            rows.append(SeriesRow(cells))
+            _check(path, lines.line_num, rows[-1])
+    except csv.Error as error:
+        raise UserError(f"{path}: not valid CSV ({error})") from None
+    if not rows:
+        raise UserError(f"{path}: has a header and no row")
+    ids = Counter(row.row_id for row in rows)
+    row_id, count = ids.most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{path}: row_id {row_id} stands there {count} times; keep one")
+    return rows
+
+
+def _check(path: Path, line: int, row: SeriesRow) -> None:
+    if not row.row_id:
+        raise UserError(f"{path}: line {line} has no row_id")
+    if row.use not in ("", *USES):
+        raise UserError(f"{path}: line {line}: use is {row.use!r}; it must be anchor or test")
+
+
+# What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
+# HFU recomputed ones, of the bf16 peak.
+_S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
+_METRICS = (
+    (
+        rf"((train )?(step|iteration|iter) tim(e|ing)\b"
+        rf"|(time|ms|msecs?|milliseconds?|{_S}){_PER}(step|iter|iteration)\b)",
+        "step",
+    ),
+    (rf"(tgs\b|tok(en)?s?{_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b)", "tokens"),
+    (rf"tok(en)?s?{_PER}{_S}( total)?$", "tokens_total"),
+    (rf"(samples?|seq(uence)?s?){_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b", "samples_gpu"),
+    (rf"(samples?|seq(uence)?s?){_PER}{_S}( total)?$", "samples"),
+    (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
+    (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
+)
+UTILISATION = ("mfu", "hfu")
+
+
+def metric_kind(name: str) -> str | None:
+    """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
+    plain = re.sub(r"[\s_]+", " ", name.strip().lower())
+    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total|global) )+", "", plain)
+    if re.search(r"\((k|m|min|minutes|h|hours|us)\)", plain):
+        return None
+    if "tflop" in plain and re.search(rf"{_PER}{_GPU}\b", plain) and "aggregate" not in plain:
+        return "hardware" if "hardware" in plain or "recompute" in plain else "model"
+    return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
+
+
+def _unit(name: str, kind: str, value: float) -> float:
+    """What a value is to be multiplied with, for seconds and shares."""
+    if kind == "step" and re.search(r"(\b|_)(ms|milliseconds?)(\b|_)", name.lower()):
+        return 1e-3
+    percent = kind in UTILISATION and ("%" in name or value > 1)
+    return 1e-2 if percent else 1.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a row prints of its speed."""
+
+    name: str
+    kind: str
+    value: float
+    unit: float = 1.0
+
+    def at(self, times: float) -> float:
+        """The value of a step that takes so many times the printed one's time."""
+        return self.value * times if self.kind == "step" else self.value / times
+
+
+def metric_of(row: SeriesRow) -> Metric | None:
+    """The first of a row's metrics that become seconds; utilisation where no other does."""
+    found = []
+    for suffix in ("", "2", "3"):
+        name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
+        kind = metric_kind(name)
+        if kind is not None and value is not None:
+            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value)
+            found.append(Metric(name, kind, value, unit))
+    return min(found, key=lambda one: one.kind in UTILISATION, default=None)
+
+
+def step_seconds(
+    row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str, peak_tflops: float
+) -> float:
+    """Seconds per step that a row's metric means; `peak_tflops` is its GPU's in bf16.
+
+    Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
+    weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
+    """
+    found = metric_of(row)
+    assert found is not None
+    kind, value = found.kind, found.value * found.unit
+    again = kind in ("hardware", "hfu") or row.recompute_counted
+    if kind == "step":
+        return value
+    if kind == "samples":
+        return batch / value
+    if kind == "samples_gpu":
+        return batch / (value * gpus)
+    if kind == "tokens":
+        return batch * model.seq_len / (value * gpus)
+    if kind == "tokens_total":
+        return batch * model.seq_len / value
+    if kind in UTILISATION:
+        value *= peak_tflops
+    flops = model.step_flops(batch)
+    if again and recompute == "full":  # layers only: logits are not computed again
+        logits = 2 * model.vocab * model.hidden * model.seq_len * batch
+        flops += flops / 3 - logits
+    return flops / (value * 1e12 * gpus)
+
+
+def refused(row: SeriesRow) -> str | None:
+    """Why no row like that is simulated: products in 32 bits, or a size that is a misprint."""
+    precision = row.text("precision").lower()
+    if says(r"\b(fp32|float32|tf32|single)\b", precision) and not says(
+        r"16|fp8|float8|fp4|mixed|amp", precision
+    ):
+        return f"precision {row.text('precision')!r}: products in 32 bits are not simulated"
+    for name, most in LARGEST.items():
+        if (row.whole(name) or 0) > most:
+            return f"{name} is {row.text(name)}, more than {most}"
+    return None

@@ -1,0 +1,191 @@
+"""What a row leaves out, searched: the split, the micro-batch and the chunks that are fastest.
+
+A published row is a tuned one, so where it does not print these the fastest that fits memory is
+taken, simulated with the calibration as it is. Activations are recomputed where they do not fit
+memory otherwise. A precision that is not printed is read off the anchors: what asks for the less
+surprising efficiency.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from simulate.memory.peak import memory
+from simulate.series.choices import Choices
+from simulate.series.fit import fit
+from simulate.series.plan import Plan, plan
+from simulate.series.rows import TooLittle
+from simulate.series.shape import layer_slots
+from simulate.series.step import FACTORS, Calibrations, simulate
+from spec.errors import UserError
+
+MICROBATCHES = (1, 2, 4, 8, 16)
+CHUNKS = (1, 2, 3, 4, 6, 8)
+# How far memory may be exceeded: what frameworks offload or keep elsewhere is not printed.
+MEMORY_SLACK = 1.25
+
+
+def fits(one: Plan, slack: float = 1.0) -> bool:
+    """Whether a plan fits the memory of its GPUs, `slack` times over."""
+    p, capacity = one.parallelism, one.node.memory_gib * slack
+    if one.row.lora:  # frozen bf16 weights; everything else is small or recomputed
+        return 2 * one.model.parameters() / (p.tp * p.pp) <= 0.9 * capacity * 2**30
+    return memory(one.model, p, one.node, one.fabric).peak_gib <= capacity
+
+
+def replanned(one: Plan, choices: Choices) -> Plan:
+    """The same row under other choices, or as it is where these make no sense for it."""
+    try:
+        return plan(one.row, choices)
+    except TooLittle:
+        return one
+
+
+def fastest(one: Plan, choices: Choices, calibrations: Calibrations) -> dict[str, Any]:
+    """The choices with the row's own open ones replaced by the fastest that fit memory.
+
+    Split and micro-batch first, then the chunks per stage.
+    """
+    found = _fastest(one, dict(choices), _first(one, dict(choices)), calibrations)
+    return _fastest(one, found, _second(one, found), calibrations)
+
+
+def _fastest(
+    one: Plan, choices: dict[str, Any], candidates: Iterator[dict[str, Any]], by: Calibrations
+) -> dict[str, Any]:
+    best, best_time = choices, inf
+    for candidate in (choices, *candidates):
+        try:
+            tried = plan(one.row, candidate)
+            if candidate is not choices and not fits(tried, MEMORY_SLACK):
+                continue
+            times, _ = simulate(tried, by, np.zeros((1, len(FACTORS))), at_reference=True)
+        except (TooLittle, UserError):
+            continue
+        seconds = float(times[0]) / tried.batch.printed
+        if candidate is choices and not fits(tried, MEMORY_SLACK):
+            continue  # taken where nothing else fits either
+        if seconds < best_time * 0.999:
+            best, best_time = candidate, seconds
+    return best
+
+
+def _first(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for split in _splits(one, choices):
+        free = "microbatch" in one.open and "microbatch" not in choices
+        for microbatch in MICROBATCHES if free else (None,):
+            given = {"split": split, "microbatch": microbatch}
+            yield choices | {name: v for name, v in given.items() if v is not None}
+
+
+def _second(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    chosen = replanned(one, choices)
+    if "vpp" in chosen.open and not one.row.early:
+        for vpp in CHUNKS:
+            yield choices | {"vpp": vpp}
+
+
+def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | None]:
+    """Tensor-, pipeline- and context-parallel sizes to try where none is printed."""
+    if "split" not in one.open or "split" in choices:
+        return [None]
+    gpus, model, row = one.parallelism.gpus, one.model, one.row
+    printed = choices.get("printed")
+    batch, steps = one.batch.printed, row.whole("grad_accum")
+    cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
+    found: list[tuple[int, int, int] | None] = []
+    for tp in (1, 2, 4, 8):
+        for pp in (1,) if row.one_stage else (1, 2, 3, 4, 6, 8, 12, 16):
+            for cp in cps:
+                size = tp * pp * cp
+                if tp > one.node.gpus or gpus % size or layer_slots(model, pp) is None:
+                    continue
+                if printed and (tp, pp) not in printed:
+                    continue
+                # batch / accumulation = dp * micro-batch
+                if batch % (gpus // size) or (steps and batch // steps < gpus // size):
+                    continue
+                found.append((tp, pp, cp))
+    return found or [None]
+
+
+def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
+    """The choices that all rows of a series share: how they recompute, and their split."""
+    choices: dict[str, Any] = {}
+    members = [*anchors, *tests]
+    choices |= _recomputed(anchors or tests)
+    choices |= _precision(anchors, choices, by)
+    searched = [one for one in members if "split" in one.open]
+    if searched:
+        known = {
+            (one.parallelism.tp, one.parallelism.pp)
+            for one in members
+            if "split" not in one.open and one.row.whole("tp")
+        }
+        choices |= {"printed": frozenset(known)} if known else {}
+    if searched and not any(one.row.whole("grad_accum") for one in searched):
+        first = min(searched, key=lambda one: one.parallelism.gpus)
+        choices |= {
+            name: value
+            for name, value in fastest(replanned(first, choices), choices, by).items()
+            if name in ("split", "recompute")
+        }
+    return choices
+
+
+def _recomputed(members: Sequence[Plan]) -> Choices:
+    """How a series recomputes where that is not printed: not at all where that fits memory.
+
+    See docs/series.md for what published rows that print it do.
+    """
+    if not any("recompute" in one.open for one in members):
+        return {}
+    none = {"recompute": "none"}
+    fit_memory = all(fits(replanned(one, none), MEMORY_SLACK) for one in members)
+    return none if fit_memory else {"recompute": "full"}
+
+
+def _precision(anchors: Sequence[Plan], choices: Choices, by: Calibrations) -> Choices:
+    """The likelier precision where none is printed; the other one counts by `series.judged`."""
+    if not any("precision" in one.open for one in anchors):
+        return {}
+
+    def surprise(own: Choices) -> float:
+        moved = [replanned(one, {**choices, **own}) for one in anchors[:4]]
+        return abs(float(fit(moved, by, rounds=2).factors[0]))
+
+    return min(({"precision": name} for name in ("bf16", "fp8")), key=surprise)
+
+
+def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> dict[str, Choices]:
+    """Each row's choices: the series', and what is searched for it.
+
+    Rows of one model keep one micro-batch, the smallest that any of them is fastest with: a series
+    is one setting at growing scale, and the largest scale leaves the least room. A row whose
+    replicas have no more sequences than that tells the others nothing.
+    """
+    chosen: dict[str, Choices] = {}
+    sizes: dict[tuple[int, int], dict[bool, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for one in members:
+        own = replanned(one, shared)
+        searched = own.open & {"microbatch", "vpp", "split"}
+        found = fastest(own, shared, by) if searched else shared
+        chosen[one.row.row_id] = found
+        if "microbatch" in own.open:
+            best = replanned(one, found)
+            share = best.batch.simulated // best.batch.dp
+            sizes[_model(one)][best.batch.microbatch == share].append(found.get("microbatch", 1))
+    for one in members:
+        free, full = (sizes[_model(one)][filled] for filled in (False, True))
+        size = min(free, default=max(full, default=0))
+        if chosen[one.row.row_id].get("microbatch", size) != size:
+            same = dict(shared) | {"microbatch": size}
+            chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
+    return chosen
+
+
+def _model(one: Plan) -> tuple[int, int]:
+    return one.model.layers, one.model.hidden

@@ -1,0 +1,124 @@
+"""The model of a published row: from its cells, its name's published shape, its parameters."""
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from simulate.series.choices import Filling
+from simulate.series.models import Shape, is_mixture, named_shape, usual_ffn
+from simulate.series.rows import SeriesRow, TooLittle
+from spec.files import first_problem
+from spec.model import ModelSpec
+
+SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
+TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
+LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
+
+
+def model_of(fill: Filling) -> ModelSpec:
+    """The model of a row; raises TooLittle where its shape is not known."""
+    row, shape = fill.row, named_shape(fill.row.text("model"))
+    if shape is None and (is_mixture(row.text("model")) or (row.whole("ep") or 1) > 1):
+        raise TooLittle(f"the experts of model {row.text('model')!r} are not known")
+    hidden = row.whole("hidden") or (shape.hidden if shape else None)
+    if hidden is None:
+        raise TooLittle(f"the shape of model {row.text('model')!r} is neither printed nor known")
+    seq_len = row.whole("seq_len") or int(fill.choose("seq_len"))
+    if shape and row.whole("hidden") not in (None, shape.hidden):
+        shape = None  # the name's shape is another model's
+    if shape and not row.whole("hidden"):
+        fill.assumed.append(f"shape of {row.text('model')} from {shape.source}")
+    gated = shape.gated if shape else _gated(row, hidden)
+    heads = row.whole("heads") or (shape.heads if shape else None)
+    if heads is None or hidden % heads:
+        heads = next((hidden // size for size in (128, 96, 64) if hidden % size == 0), 1)
+        fill.assumed.append(f"{heads} heads assumed")
+    kv_heads = row.whole("kv_heads") or (shape.kv_heads if shape else heads)
+    if heads % kv_heads:
+        kv_heads = heads
+    vocab = row.whole("vocab") or (shape.vocab if shape else None)
+    if vocab is None:
+        vocab = 128256 if gated else 51200
+        fill.assumed.append(f"vocabulary {vocab} assumed")
+    fields: dict[str, Any] = {
+        "name": "published model",  # a source's words are no name that files could bear
+        "layers": row.whole("layers") or (shape.layers if shape else None) or 1,
+        "hidden": hidden,
+        "ffn_hidden": row.whole("ffn_hidden") or (shape.ffn_hidden if shape else None) or 1,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": (shape.head_dim if shape else None) or hidden // heads,
+        "vocab": vocab,
+        "seq_len": seq_len,
+        "gated": gated,
+        "norm": "rmsnorm" if gated else "layernorm",
+        "position": "rope" if gated else "learned",
+        "linear_bias": not gated and "mpt" not in row.words,
+        "tied_embeddings": not gated and "nemotron" not in row.words,
+        "experts": shape.experts if shape else 0,
+        "top_k": shape.top_k if shape else 0,
+    }
+    try:
+        model = _solved(fill, ModelSpec.model_validate(fields), shape)
+        if shape is not None:
+            _check_parameters(row, model, shape)
+        return model
+    except ValidationError as error:
+        raise TooLittle(first_problem(error)) from None
+
+
+def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
+    """Refuse a name whose model has not the printed parameters, as published nor as cells say."""
+    total = row.number("params") or 0.0
+    published = model.resized(layers=shape.layers, ffn_hidden=shape.ffn_hidden).parameters()
+    far = all(abs(total / one - 1) > TOO_FAR for one in (published, model.parameters()))
+    if total > LEAST_PARAMETERS and far:
+        raise TooLittle(
+            f"params {row.text('params')} is not the {published / 1e9:.3g} billion of model "
+            f"{row.text('model')!r}: the shape is another one's"
+        )
+
+
+def _gated(row: SeriesRow, hidden: int) -> bool:
+    """SwiGLU or not, by the MLP's width, else by the model's family."""
+    ffn = row.whole("ffn_hidden")
+    if ffn is not None:
+        return ffn != 4 * hidden
+    return re.search(r"llama|mistral|mixtral|qwen|grok|deepseek", row.words) is not None
+
+
+def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
+    """Layers or MLP width from the printed number of parameters, where these are not printed."""
+    row = fill.row
+    total = row.number("params")
+    outside = model.embedding_parameters() + model.head_parameters()
+    unfinished = "prequel" in row.text("model").lower()  # other depths than the published one
+    if not row.whole("layers") and (shape is None or unfinished):
+        if total is None:
+            raise TooLittle("the number of layers is not printed, nor the parameters")
+        wide = model.resized(ffn_hidden=usual_ffn(model))
+        layers = max(round((total - outside) / wide.layer_parameters()), 1)
+        fill.assumed.append(f"{layers} layers from {total:.4g} parameters")
+        return wide.resized(layers=layers)
+    if row.whole("ffn_hidden") or shape is not None:
+        return model
+    ffn = usual_ffn(model)
+    if model.gated and total and total > 1e8:
+        least = model.resized(ffn_hidden=1)
+        each = (model.resized(ffn_hidden=2).layer_parameters() - least.layer_parameters()) or 1
+        solved = ((total - outside) / model.layers - least.layer_parameters()) / each
+        if 1 < solved / model.hidden < 8:
+            ffn = max(round(solved / 256), 1) * 256
+    fill.assumed.append(f"MLP width {ffn} assumed")
+    return model.resized(ffn_hidden=ffn)
+
+
+def layer_slots(model: ModelSpec, pp: int) -> int | None:
+    """Layers that fill `pp` stages evenly; None where that takes too many.
+
+    An embedding or a head takes a layer's place: Megatron's
+    account_for_embedding_in_pipeline_split, or fewer layers on the outer stages.
+    """
+    slots = -(-model.layers // pp) * pp
+    return slots if slots <= model.layers * SLOTS else None

@@ -1,0 +1,105 @@
+"""The graph of an interleaved pipeline whose messages take turns, for messages longer than passes.
+
+What Megatron-Core 0.16.1 does with `overlap_p2p_comm` (`schedules.py`,
+`forward_backward_pipelining_with_interleaving`; `p2p_communication.py`, `_p2p_ops`):
+
+- After each pass a stage sends its output and asks for the next input of the same way: that of the
+  next pass in warm-up and cool-down, of the next but one where forward and backward passes take
+  turns. Stages that are late to ask hold up what buffers do not hold (`simulate.cost.exchange`).
+- NCCL carries messages of one stream one after another. Between two stages each direction has its
+  own (one of the pipeline's group, one of the world's); among more each pair of stages has one for
+  both directions (ProcessGroupNCCL keeps one per pair of ranks).
+- In warm-up and cool-down a pass waits until the output of the pass before is sent. Where ways take
+  turns it waits for the last message but one of its way (`send_next_wait_handle.wait()` behind the
+  next send): that of three passes before. With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+  kernels start as they were issued, behind a message that waits for the one before it: not counted,
+  as that one mostly has the next input, or is three passes old.
+
+A message's row is when its sender is done with it. Half of what buffers hold of it is taken to be
+at the sender's end, so it arrives by that much later. By the suite `late` (`sender_us`) more lies
+there over a shaped link, less over the loopback device; docs/calibration.md says how much, and that
+steps are simulated no better with it.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+
+
+class Passes(NamedTuple):
+    """All passes of an interleaved pipeline; `len(sender)` is the number of none."""
+
+    order: Rows  # (stages, passes of a stage), in the order they run
+    sender: Rows  # of each pass, the one whose output it needs
+    kinds: Rows  # of each pass
+    over: Rows  # of each pass, the boundary of stages that its input comes over; -1: no other stage
+    exchanging: Mask  # as `order`: whether its input was asked for by the pass right before
+    waiting: Mask  # as `order`: whether it waits until that one's output is sent
+
+
+class Messages(NamedTuple):
+    """Passes and messages; these have the numbers of their senders, behind all passes."""
+
+    lanes: Rows  # (stages and streams, longest): what runs one after another; `none` + 1 fills up
+    inputs: Rows  # (3, passes and messages): what each waits for
+    times: Rows  # likewise: the kinds of times to add, as `simulate.step.timeline` lists them
+
+    @property
+    def none(self) -> int:
+        """The number of nothing to wait for."""
+        return int(self.inputs.shape[1])
+
+
+def with_messages(passes: Passes, kinds: int) -> Messages:
+    """The graph of passes and messages; `kinds` of passes there are."""
+    order, total = passes.order, passes.sender.size
+    stages, count = order.shape
+    none = 2 * total
+    earlier = [np.full_like(order, none) for _ in range(4)]
+    for back, one in enumerate(earlier):
+        one[:, back:] = order[:, : count - back]
+    place = np.full(none + 1, -1)
+    place[order] = np.arange(count)
+
+    receiver = np.flatnonzero(passes.over >= 0)
+    sender, over = passes.sender[receiver], passes.over[receiver]
+    message = total + sender
+    sends = np.zeros(none + 1, dtype=bool)
+    sends[sender] = True
+    asked = np.empty(total, dtype=np.intp)
+    asked[order] = np.where(passes.exchanging, earlier[1], earlier[2])
+    asked = asked[receiver]
+
+    inputs = np.full((3, none), none)
+    inputs[0, order] = earlier[1]
+    inputs[1, :total] = np.where(passes.sender < total, passes.sender, none)
+    inputs[1, receiver] = message
+    last = np.where(passes.waiting, earlier[1], earlier[3])
+    inputs[2, order] = np.where(sends[last], total + last, none)
+    times = np.tile(np.resize(passes.kinds, none), (3, 1))
+    times[1, receiver] += kinds
+
+    stream, issued = sender // count, 2 * place[sender]
+    if stages > 2:  # as the stage before the boundary issues: sends, then asks for what comes back
+        stream, issued = over, np.where(over == stream, issued, 2 * place[asked] + 1)
+    by_stream = np.lexsort((issued, stream))
+    lengths = np.bincount(stream, minlength=stages)
+    lanes = np.full((2 * stages, max(count, lengths.max())), none + 1)
+    lanes[:stages, :count] = order
+    begins = itertools.accumulate(lengths, initial=0)
+    for lane, length, begin in zip(lanes[stages:], lengths, begins, strict=False):
+        lane[:length] = message[by_stream[begin : begin + length]]
+    before = np.full(none + 2, none)
+    before[lanes[stages:, 1:]] = lanes[stages:, :-1]
+
+    # the first backward pass's input is asked for when the last forward pass's output is sent
+    after = (receiver % count == count // 2) & sends[asked]
+    inputs[:, message] = sender, before[message], np.where(after, total + asked, asked)
+    sent, taken, late = (2 * kinds + part * stages + over for part in range(3))
+    times[:, message] = sent, np.where(before[message] < none, taken, sent), late
+    return Messages(lanes, inputs, times)

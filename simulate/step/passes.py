@@ -1,0 +1,254 @@
+"""What a pipeline stage runs for each microbatch: the passes of its model chunks, and their price.
+
+Where nothing is drawn, segments and passes at a clock cost the same in every plan whose layers are
+split and placed alike (`Shared`): only what replicas send in a pass depends on how many there are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.cost.costs import Costs
+from simulate.cost.issue import host_waits
+from simulate.cost.segment_cost import Cost
+from simulate.cost.uncertainty import central, larger
+from simulate.cost.works import Energy, total
+from simulate.step.schedule import WEIGHTS, ways
+from simulate.step.sharding import Waited, waits
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step import Segment, shard_kernels
+
+Array = NDArray[np.float64]
+Pieces = tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)
+Chunks = tuple[tuple[Pieces, int], ...]  # of a stage, and how many there are, in their order
+Sent = tuple[tuple[Collective, Array], ...]  # and the time of each, us, (draws,)
+LIMIT = 8  # clocks kept of plans alike
+
+
+class PricedSegment(NamedTuple):
+    """A segment of the step and what it costs."""
+
+    parts: Segment
+    cost: Cost
+    ports_us: Array  # how long it keeps the ports busy that replicas use, too
+
+
+class StagePrices(NamedTuple):
+    """What the segments cost at the clock of a pipeline stage."""
+
+    clock_mhz: float
+    costs: Costs
+    # of each way, see `simulate.step.schedule`; embedding and head only at their stages' clocks
+    segments: dict[str, tuple[PricedSegment, ...]]
+
+
+class PassCost(NamedTuple):
+    """Forward or backward pass of one model chunk for one microbatch; arrays in us, (draws,)."""
+
+    total: Array
+    compute: Array
+    exposed: dict[str, Array]  # communication with nothing beside it, by axis
+    host: Array
+    ahead: Array  # how far the host gets in it before the device
+    spare: Array  # and in its layers, where it waits for the device in each
+    first: Array  # what else a step's first pass waits for its host
+    free: Array  # of the total: ports between nodes are left to what replicas send
+    layers: Array  # of that, in layers
+    energy: Energy
+    segments: Pieces
+    sharded: tuple[Waited, ...]  # zero 2 and 3
+    hidden_w_us: float  # energy of what is hidden of them
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """All passes of a stage for one microbatch; sums are central, us."""
+
+    # each way's pass, of so many chunks that cost the same, in their order
+    chunks: tuple[tuple[tuple[PassCost, ...], int], ...]
+
+    @cached_property
+    def passes(self) -> tuple[tuple[PassCost, ...], ...]:
+        """Each way's pass of each chunk."""
+        return tuple(each for each, count in self.chunks for _ in range(count))
+
+    @property
+    def different(self) -> list[tuple[PassCost, int, int]]:
+        """(pass, its way, how many there are); those alike only once."""
+        return [(one, way, count) for each, count in self.chunks for way, one in enumerate(each)]
+
+    @cached_property
+    def total_us(self) -> float:
+        """How long they last."""
+        return sum(count * central(one.total) for one, _, count in self.different)
+
+    @cached_property
+    def first_us(self) -> Array:
+        """What the first pass of a step waits more for its host."""
+        return self.chunks[0][0][0].first
+
+    @cached_property
+    def compute_us(self) -> float:
+        """Of that, in kernels."""
+        return float(self.kernels_us[0])
+
+    @property
+    def kernels_us(self) -> Array:
+        """The same, draw by draw."""
+        return sum((count * one.compute for one, _, count in self.different), np.zeros(1))
+
+    @cached_property
+    def host_us(self) -> float:
+        """The same, central."""
+        return float(self.waits_us[0])
+
+    @property
+    def waits_us(self) -> Array:
+        """Of that, what the host adds, draw by draw."""
+        return sum((count * one.host for one, _, count in self.different), np.zeros(1))
+
+    @cached_property
+    def exposed_us(self) -> dict[str, float]:
+        """Of that, communication with nothing beside it, by axis."""
+        found: dict[str, float] = {}
+        for one, _, count in self.different:
+            for axis, time in one.exposed.items():
+                found[axis] = found.get(axis, 0.0) + count * central(time)
+        return found
+
+    @cached_property
+    def sharded_us(self) -> float:
+        """Of that, waiting for sharded weights and gradients."""
+        return sum(
+            count * central(each.exposed)
+            for one, _, count in self.different
+            for each in one.sharded
+        )
+
+    @cached_property
+    def hidden_w_us(self) -> float:
+        """Energy of what passes hide of those."""
+        return sum(count * one.hidden_w_us for one, _, count in self.different)
+
+    @cached_property
+    def energy(self) -> Energy:
+        """Above idle."""
+        return total((count, one.energy) for one, _, count in self.different)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What is priced already of plans whose layers are split and placed alike."""
+
+    # by clock, as `StagePrices` has them
+    segments: dict[float, dict[str, tuple[PricedSegment, ...]]] = field(default_factory=dict)
+    work: dict[tuple[float, Chunks], StageWork] = field(default_factory=dict)  # by clock
+
+    def at(self, clock_mhz: float) -> dict[str, tuple[PricedSegment, ...]]:
+        """Segments at a clock."""
+        if len(self.segments) > LIMIT:
+            self.segments.clear()
+            self.work.clear()
+        return self.segments.setdefault(clock_mhz, {})
+
+
+def work(
+    model: ModelSpec, p: Parallelism, prices: StagePrices, stage: int, shared: Shared
+) -> StageWork:
+    """What `stage` runs for each microbatch; what is missing in `shared` is added."""
+    units = chunks(p, p.stage_layers(model)[stage], stage == 0, stage == p.pp - 1)
+    if p.zero > 1:
+        return _priced(model, p, prices, units, stage)
+    which = prices.clock_mhz, units
+    if which not in shared.work:
+        shared.work[which] = _priced(model, p, prices, units, stage)
+    return shared.work[which]
+
+
+def chunks(p: Parallelism, layers: int, first: bool, last: bool) -> Chunks:
+    """Those of a stage of so many layers: the embedding in its first one, the head in its last."""
+    mine: Pieces = ((layers / p.vpp, "layer"),)
+    before: Pieces = ((1, "embedding"),) if first else ()
+    after: Pieces = ((1, "head"),) if last else ()
+    if p.vpp == 1:
+        return (((*before, *mine, *after), 1),)
+    begin: Chunks = (((*before, *mine), 1),) if first else ()
+    end: Chunks = (((*mine, *after), 1),) if last else ()
+    return (*begin, (mine, p.vpp - first - last), *end)
+
+
+def _priced(
+    model: ModelSpec, p: Parallelism, prices: StagePrices, units: Chunks, stage: int
+) -> StageWork:
+    shards = shard_kernels(model, p, stage)
+    return StageWork(
+        tuple((tuple(_passes(model, p, prices, pieces, shards)), count) for pieces, count in units)
+    )
+
+
+def _passes(
+    model: ModelSpec,
+    p: Parallelism,
+    prices: StagePrices,
+    pieces: Pieces,
+    shards: tuple[Kernel, ...],
+) -> Iterator[PassCost]:
+    costs = prices.costs
+    zero = costs.draws.zero
+    every = [
+        [(count, prices.segments[name][way]) for count, name in pieces]
+        for way in range(ways(p.schedule))
+    ]
+    waiting, ahead, first = host_waits(
+        [[(count, one.cost) for count, one in mine] for mine in every], costs
+    )
+    for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
+        exposed: dict[str, Array] = {}
+        compute = taken = zero
+        for count, (_, cost, ports_us) in mine:
+            compute, taken = compute + count * cost.compute, taken + count * ports_us
+            for axis, time in cost.exposed.items():
+                exposed[axis] = exposed.get(axis, zero) + count * time
+        energy = total((count, one.cost.energy) for count, one in mine)
+        if shards and way < WEIGHTS:
+            compute = compute + costs.kernel_us(shards[way]) / p.vpp
+            energy += costs.energy(shards[way]) * (1 / p.vpp)
+        free = {
+            name: one.cost.total - one.ports_us
+            for (_, name), (_, one) in zip(pieces, mine, strict=True)
+        }
+        waited = []
+        if p.zero > 1 and way < WEIGHTS:
+            waited = waits(way, pieces, free, costs, model, p)
+        hidden_w_us = 0.0
+        for each in waited:
+            axis = each.one.axis
+            slowed = costs.slowed(axis)
+            compute = compute + costs.slowing(each.hidden, slowed)
+            hidden_w_us += central(each.hidden) * slowed * costs.communication_w(axis)
+            exposed["dp"] = exposed.get("dp", zero) + each.exposed
+        whole = compute + host + sum(exposed.values(), zero)
+        busy = {name: count * free[name] for count, name in pieces}
+        of_layers = busy["layer"] / larger(sum(busy.values(), zero), 1e-9)
+        yield PassCost(
+            total=whole,
+            compute=compute,
+            exposed=exposed,
+            host=host,
+            ahead=ahead[way],
+            spare=sum((zero + count * one.spare for count, (_, one, _) in mine), zero),
+            first=first,
+            free=whole - taken,
+            layers=(whole - taken) * of_layers,
+            energy=energy,
+            segments=tuple(reversed(pieces)) if way else pieces,
+            sharded=tuple(waited),
+            hidden_w_us=hidden_w_us,
+        )

@@ -1,0 +1,71 @@
+"""The timeline of a priced step's pipeline.
+
+Central ones are kept: plans share them where only what follows the passes differs, as it does with
+the number of replicas.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.cost.uncertainty import central
+from simulate.step.pricing import PricedStep
+from simulate.step.schedule import graph
+from simulate.step.timeline import Timeline, execute
+from spec.parallelism import Schedule
+
+Array = NDArray[np.float64]
+Shape = tuple[int, int, int, Schedule, bool]  # what `graph` takes
+
+
+def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
+    """The timeline, and its central end without transfers, us."""
+    p = priced.parallelism
+    first = sorted(set(priced.alike))
+    passes = tuple(tuple(one.total for one in priced.passes_of(stage)) for stage in first)
+    shape = p.pp, p.microbatches, p.vpp, p.schedule, taking_turns(priced)
+    kinds = tuple(map(first.index, priced.alike))
+    transfers_us, lates_us = priced.transfers_us, priced.lates_us
+    if priced.costs.draws.central:
+        sent = tuple(map(central, transfers_us)), tuple(map(central, lates_us))
+        return _central(shape, passes, kinds, *sent)
+    return _executed(shape, passes, kinds, transfers_us, lates_us)
+
+
+def taking_turns(priced: PricedStep) -> bool:
+    """Whether interleaved stages have messages longer than a pass, see `simulate.step.messages`.
+
+    Others do not hold up one another, nor their senders where stages are alike but for an end.
+    """
+    if priced.parallelism.vpp == 1:
+        return False
+    passes = (one for stage in set(priced.alike) for one in priced.passes_of(stage))
+    return max(map(central, priced.transfers_us)) > min(central(one.total) for one in passes)
+
+
+def _executed(
+    shape: Shape,
+    passes: tuple[tuple[Array, ...], ...],
+    kinds: tuple[int, ...],
+    transfers_us: tuple[Array | float, ...],
+    lates_us: tuple[Array | float, ...],
+) -> tuple[Timeline, float]:
+    """`passes`: of each kind of stage; `kinds`: of each stage."""
+    every = np.array(passes)[list(kinds)]
+    duration = every.reshape(every.shape[0] * every.shape[1], -1)
+    executed = execute(  # the last column is the central one again, without transfers
+        graph(*shape),
+        np.concatenate([duration, duration[:, :1]], axis=1),
+        *(_and_none(times) for times in (transfers_us, lates_us)),
+    )
+    timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
+    return timeline, float(executed.end[:, -1].max())
+
+
+def _and_none(times: tuple[Array | float, ...]) -> Array:
+    """(boundaries or 1, draws + 1): the times, and none of them."""
+    return np.stack([np.concatenate([np.atleast_1d(one), [0.0]]) for one in times])
+
+
+_central = lru_cache(maxsize=64)(_executed)

@@ -1,0 +1,159 @@
+"""What a pipeline stage does once a step, after its last backward pass, and its price."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import central, larger
+from simulate.cost.works import Energy
+from simulate.step.overlap import Chunk, by_axis, waited_us
+from simulate.step.passes import Sent, StageWork
+from simulate.step.schedule import BACKWARD, FORWARD
+from spec.buckets import Bucket, gradient_buckets
+from spec.collective import Collective
+from spec.kernel import Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step import (
+    by_chunk,
+    copied_alone,
+    optimizer,
+    shared_gradients,
+    trained_tensors,
+)
+
+Array = NDArray[np.float64]
+
+
+class Sends(NamedTuple):
+    """What the model chunks of a stage send once a step."""
+
+    chunks: tuple[Sent, ...]
+    w_us: float  # energy of all
+
+
+class Alone(NamedTuple):
+    """What a stage does after its passes, each by itself; no clock of a stage changes it."""
+
+    kernels: tuple[Kernel, ...]
+    kernels_us: Array  # or what their host takes to issue them, where that is longer
+    host_us: Array  # by how much
+    energy: Energy  # of the kernels
+    reduction: Sends  # passes may hide it, as the gather
+    gather: Sends
+    shared: Sends  # what no pass hides, all at once
+    buckets: tuple[Bucket, ...]  # of the first chunk
+
+    @property
+    def sent_w_us(self) -> float:
+        """Energy of what is sent."""
+        return self.reduction.w_us + self.gather.w_us + self.shared.w_us
+
+
+class UpdateCost(NamedTuple):
+    """The same with what passes hide of it taken off; arrays in us, (draws,)."""
+
+    alone: Alone
+    reduced_us: Array  # the exposed part of the chunks' reductions
+    gather_us: Array  # and of their gathers
+
+    @property
+    def kernels_us(self) -> Array:
+        """Of the optimizer's kernels."""
+        return self.alone.kernels_us
+
+    @property
+    def reduction_us(self) -> Array:
+        """All reductions of gradients."""
+        return sum((time for _, time in self.alone.shared.chunks[0]), self.reduced_us)
+
+    @property
+    def updated_us(self) -> Array:
+        """From the gradients' norm to the next step."""
+        return self.alone.kernels_us + self.gather_us
+
+    @property
+    def after_us(self) -> Array:
+        """All that follows a stage's last pass."""
+        return self.reduction_us + self.updated_us
+
+    @property
+    def reduction(self) -> Sent:
+        """The exposed part of each reduction."""
+        return _exposed(self.alone.reduction, self.reduced_us) + self.alone.shared.chunks[0]
+
+    @property
+    def gather(self) -> Sent:
+        """The exposed part of each gather."""
+        return _exposed(self.alone.gather, self.gather_us)
+
+
+def alone(
+    model: ModelSpec, p: Parallelism, costs: Costs, stages: Collection[int]
+) -> dict[int, Alone]:
+    """The update of each of `stages` with no pass beside it."""
+    costs.works.learn(kernel for stage in stages for kernel in optimizer(model, p, stage)[0])
+    return {stage: _alone(model, p, costs, stage) for stage in stages}
+
+
+def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
+    kernels, *sent = optimizer(model, p, stage)
+    if costs.calibration.host.serial:  # a CPU's, over gloo
+        kernels += copied_alone(model, p, stage)
+    reduction, gather = (_sends(by_chunk(one, model, p, stage), costs) for one in sent)
+    kernels_us, energy = costs.kernels(kernels)
+    issued_us = costs.calibration.host.tensor_us * trained_tensors(model, p, stage)
+    host_us = larger(issued_us * costs.host_spread() - kernels_us, 0.0)
+    return Alone(
+        kernels,
+        kernels_us + host_us,
+        host_us,
+        energy,
+        reduction,
+        gather,
+        _sends((shared_gradients(model, p, stage),), costs),
+        gradient_buckets(model, p, stage),
+    )
+
+
+def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateCost:
+    """What is left of it beside the stage's passes."""
+
+    def waited(sends: Sends, way: int) -> Array:
+        chunks = [
+            Chunk(by_axis(sent), mine[way].free, mine[way].layers)
+            for sent, mine in zip(sends.chunks, work.passes, strict=True)
+        ]
+        return waited_us(chunks, p, one.buckets, costs, way)
+
+    return UpdateCost(
+        one,
+        reduced_us=waited(one.reduction, BACKWARD),
+        gather_us=waited(one.gather, FORWARD),
+    )
+
+
+def _exposed(sends: Sends, exposed_us: Array) -> Sent:
+    """What chunks send, each with the same part of its time exposed."""
+    every = sum(sends.chunks, ())
+    if not every:
+        return ()
+    share = exposed_us / sum(time for _, time in every)
+    return tuple((one, time * share) for one, time in every)
+
+
+def _sends(chunks: Sequence[tuple[Collective, ...]], costs: Costs) -> Sends:
+    priced: dict[tuple[Collective, ...], tuple[Sent, float]] = {}  # most are alike
+    for chunk in chunks:
+        if chunk not in priced:
+            sent, w_us = [], 0.0
+            for one in chunk:
+                taken = costs.collective_us(one)
+                sent.append((one, taken))
+                w_us += central(taken) * costs.communication_w(one.axis)
+            priced[chunk] = tuple(sent), w_us
+    each, energies = zip(*(priced[chunk] for chunk in chunks), strict=True)
+    return Sends(each, sum(energies))

@@ -1,0 +1,1 @@
+"""A step shrunk to fewer GPUs, and whether its twin predicts it."""

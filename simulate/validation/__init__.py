@@ -1,0 +1,1 @@
+"""Measured steps beside their simulation; forecasts sealed beforehand, and their record."""

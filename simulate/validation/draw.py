@@ -1,0 +1,198 @@
+"""Draws training configurations from a grid: what is to be forecast and then measured.
+
+A grid is committed before the draw and the seed is a commit, so nobody can pick the easy ones. At
+least half of a draw has a (hidden size, TP, PP) that no training step of its system was measured
+with.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from simulate.memory.peak import memory
+from simulate.step.estimate import StepSimulator
+from spec.calibration import Calibration
+from spec.errors import UserError
+from spec.files import parse, read_yaml
+from spec.hardware import Fabric, Node
+from spec.measurable import refuse
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism, Recompute
+from spec.results import ResultSet
+from spec.training_records import TrainingConfig, TrainingRow
+
+
+class Family(BaseModel):
+    """A model and the depths and lengths it is cut to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    layers: tuple[PositiveInt, ...] = Field(min_length=1)
+    seq_len: tuple[PositiveInt, ...] = Field(min_length=1)
+    vocab: PositiveInt | None = Field(default=None, description="padded as Megatron-Core pads it")
+    lora_rank: tuple[NonNegativeInt, ...] = Field(
+        default=(0,), min_length=1, description="0: all weights train"
+    )
+
+
+class Grid(BaseModel):
+    """The values that a draw combines; combinations that make no sense are left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: tuple[PositiveInt, ...] = Field(min_length=1)
+    nodes: PositiveInt = Field(default=1, description="nodes that every configuration fills")
+    families: tuple[Family, ...] = Field(min_length=1)
+    microbatch: tuple[PositiveInt, ...] = Field(default=(1, 2, 4), min_length=1)
+    microbatches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    tp: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="all that split the GPUs; fewer where it is to stay inside a node",
+    )
+    vpp: tuple[PositiveInt, ...] = Field(default=(1, 2), min_length=1)
+    cp: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
+    uneven: tuple[bool, ...] = Field(
+        default=(False,),
+        min_length=1,
+        description="move a layer from one pipeline stage to another",
+    )
+    recompute: tuple[Recompute, ...] = Field(default=("none", "selective", "full"), min_length=1)
+    zero: tuple[int, ...] = Field(default=(0, 1), min_length=1)
+    switches: tuple[bool, ...] = Field(default=(False, True), min_length=1)
+    memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
+    step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")
+
+
+def draw(
+    path: Path,
+    count: int,
+    seed: str,
+    calibration: Calibration,
+    node: Node,
+    fabric: Fabric,
+    measured: list[ResultSet],
+) -> list[TrainingConfig]:
+    """`count` configurations of the grid, at least half never measured in their main dimensions."""
+    grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
+    if count < 1:
+        raise UserError(f"--draw is {count}; it must be at least 1")
+    rng = random.Random(seed)
+    known = {
+        (row.hidden, row.tp, row.pp)
+        for found in measured
+        for row in found.table(TrainingRow)
+        if row.status == "done"
+    }
+    wanted_new = count - count // 2
+    picked: dict[str, TrainingConfig] = {}
+    families: dict[str, int] = {}
+    new = 0
+    for _ in range(2000 * count):
+        if len(picked) == count:
+            break
+        one = _random(grid, rng)
+        if one is None:
+            continue
+        model, p = one
+        is_new = (model.hidden, p.tp, p.pp) not in known
+        if not is_new and len(picked) - new >= count - wanted_new:
+            continue
+        if families.get(model.name, 0) >= -(-2 * count // len(grid.families)):
+            continue
+        if not _worthwhile(grid, model, p, calibration, node, fabric):
+            continue
+        name = TrainingConfig.name_of(model, p, grid.nodes)
+        config = TrainingConfig.of(name, model, p, grid.nodes)
+        if config.case_id not in picked:
+            picked[config.case_id] = config
+            families[model.name] = families.get(model.name, 0) + 1
+            new += is_new
+    if len(picked) < count:
+        raise UserError(
+            f"{path}: only {len(picked)} of {count} configurations could be drawn; "
+            "widen the grid or draw fewer"
+        )
+    return list(picked.values())
+
+
+def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | None:
+    """A random combination, or None where it makes no sense."""
+    family = rng.choice(grid.families)
+    changes: dict[str, Any] = {
+        "layers": rng.choice(family.layers),
+        "seq_len": rng.choice(family.seq_len),
+        "lora_rank": rng.choice(family.lora_rank),
+    }
+    changes |= {"vocab": family.vocab} if family.vocab else {}
+    model = load_model(family.model).resized(**changes)
+    gpus, cp = rng.choice(grid.gpus), rng.choice(grid.cp)
+    if gpus % grid.nodes or gpus % cp:
+        return None
+    splits = [one for one in _splits(gpus // cp) if grid.tp is None or one[0] in grid.tp]
+    if not splits:
+        return None
+    tp, pp, dp = rng.choice(splits)
+    replicas = dp * cp
+    microbatch = rng.choice(grid.microbatch)
+    fields: dict[str, Any] = {
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "cp": cp,
+        "vpp": rng.choice(grid.vpp) if pp > 1 else 1,
+        "ep": rng.choice([e for e in (1, 2, 4) if dp % e == 0]) if model.experts else 1,
+        "microbatch": microbatch,
+        "global_batch": dp * microbatch * rng.choice(grid.microbatches),
+        "sequence_parallel": tp > 1 and (rng.choice(grid.switches) or bool(model.experts)),
+        "overlap": replicas > 1 and rng.choice(grid.switches),
+        "zero": rng.choice(grid.zero) if replicas > 1 else 1,
+        "recompute": rng.choice(grid.recompute),
+    }
+    if pp > 1 and fields["vpp"] == 1 and model.layers >= 2 * pp and rng.choice(grid.uneven):
+        fields["layers_per_stage"] = _uneven(model.layers, pp, rng)
+    try:
+        p = Parallelism.model_validate(fields)
+        refuse(model, p)
+    except (ValidationError, UserError):
+        return None
+    return model, p
+
+
+def _uneven(layers: int, stages: int, rng: random.Random) -> tuple[int, ...]:
+    """As even as can be, then a layer moved from one stage to another."""
+    each = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    fewer, more = rng.sample(range(stages), 2)
+    each[fewer] -= 1
+    each[more] += 1
+    return tuple(each)
+
+
+def _splits(gpus: int) -> Iterator[tuple[int, int, int]]:
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for tp, pp in itertools.product(sizes, sizes):
+        if gpus % (tp * pp) == 0:
+            yield tp, pp, gpus // (tp * pp)
+
+
+def _worthwhile(
+    grid: Grid,
+    model: ModelSpec,
+    p: Parallelism,
+    calibration: Calibration,
+    node: Node,
+    fabric: Fabric,
+) -> bool:
+    """Whether it fits memory and its step is neither trivial nor too long to measure."""
+    node = node.model_copy(update={"gpus": max(p.gpus // grid.nodes, 1)})
+    used = memory(model, p, node, fabric)
+    if used.peak_gib > grid.memory_share * used.capacity_gib:
+        return False
+    estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
+    low, high = grid.step_time_s
+    return bool(low <= estimate.step_time_s[0] <= high)

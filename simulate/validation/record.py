@@ -1,0 +1,255 @@
+"""The record: every sealed forecast that was judged, by itself and together with its like.
+
+Nothing is judged again: `results/*/forecasts/NAME-judged.json` are read as `compare --json` wrote
+them at the time, beside the sealed NAME.json, repeats and forecasts for other devices included.
+Together stand forecasts of one kind of machine that were made from the same, which the end of NAME
+says (`plan-8-conditional`; `not said` where nothing stands behind the number).
+
+inside 90 %: share of intervals that held, with a 95 % interval that takes each step for itself.
+by forecasts: the same share with whole forecasts drawn anew, as the steps of one err alike.
+half-width / error: of the medians; 2.44 where intervals are exactly right and many.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from simulate.inputs import CPU_NODE, RESULTS
+from simulate.validation import text as validation_text
+from simulate.validation.forecast import Forecast, Interval, Time, read_forecast
+from simulate.validation.scores import summarise
+from spec.command import Parser, add_json, aligned, emit, result_name
+from spec.errors import UserError
+from spec.files import parse, read_json
+from spec.row import NonNegative, Positive
+
+EXAMPLES = """examples:
+  python -m simulate.validate record results/
+  python -m simulate.validate record results/ --system 4x-h200 --json record.json
+"""
+SCHEMA = "record/1"
+JUDGED = "-judged.json"
+WIDTH = validation_text.COLUMNS.index("half-width")
+COLUMNS = (
+    *("forecast", *validation_text.COLUMNS[1 : WIDTH + 1]),
+    *("half-width / error", "by forecasts", *validation_text.COLUMNS[WIDTH + 1 :]),
+)
+OTHERS = ("energy", "power", "clock")
+DRAWS = 2000  # of forecasts
+
+
+def _above_zero(value: dict[str, float]) -> dict[str, float]:
+    if value.get("median", 0.0) < 1e-15:
+        raise ValueError("median must be there and above 0")
+    return value
+
+
+Predicted = Annotated[Interval, AfterValidator(_above_zero)]
+# memory has no interval in forecasts that were sealed before it had one
+Central = Annotated[dict[str, NonNegative], AfterValidator(_above_zero)]
+
+
+class JudgedCase(BaseModel):
+    """A step that was forecast and then measured."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    real_s: Positive
+    predicted_s: Predicted
+    baseline_s: Positive | None = None
+    neighbour_s: Positive | None = None
+    real_energy_j: Positive | None = None
+    predicted_energy_j: Predicted | None = None
+    real_power_w: Positive | None = None
+    predicted_power_w: Predicted | None = None
+    real_clock_mhz: Positive | None = None
+    predicted_clock_mhz: Predicted | None = None
+    real_memory_gib: Positive | None = None
+    predicted_memory_gib: Positive | Central | None = None
+
+
+class Notes(BaseModel):
+    """Of which forecast a judgement is, and what `compare` warned of."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    created: Time
+    calibration: dict[str, str]
+    forecast_cases: int
+    warning: str | None = None
+
+
+class Judged(BaseModel):
+    """What `compare --json` wrote."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    schema_version: Literal["validation/1"] = Field(alias="schema")
+    forecast: Notes
+    cases: tuple[JudgedCase, ...] = Field(min_length=1)
+
+
+def made_from(name: str) -> str:
+    """What a forecast was made from, by its name: what stands behind the plan's number."""
+    found = re.fullmatch(r"[a-z]+-\d+(?:-(.+))?", name)
+    return (found.group(1) or "not said") if found else name
+
+
+def where(forecast: Forecast) -> str:
+    """The kind of machine that a forecast was for."""
+    if forecast.node == CPU_NODE:
+        return "hosts of a CPU"
+    return "several nodes" if any(one.config.nodes > 1 for one in forecast.cases) else "one host"
+
+
+def read_judged(path: Path) -> tuple[Forecast, Judged]:
+    """A sealed forecast and its judgement; raises UserError where they are not of each other."""
+    sealed = path.with_name(path.name.removesuffix(JUDGED) + ".json")
+    judged = parse(Judged, read_json(path, "a judged forecast"), str(path))
+    forecast = read_forecast(sealed)
+    of, made = judged.forecast, (forecast.created, forecast.calibration, len(forecast.cases))
+    if (of.created, of.calibration, of.forecast_cases) != made:
+        raise UserError(
+            f"{path}: it judges a forecast of {of.created} with {of.forecast_cases} cases, and "
+            f"{sealed.name} is another; judge that one again with `compare`"
+        )
+    return forecast, judged
+
+
+def record(results: Path, system: str | None = None) -> dict[str, Any]:
+    """Every judged forecast under `results`, summarised by itself and together with its like.
+
+    Raises UserError where there is none, and where a file is not what it should be.
+    """
+    if not results.is_dir():
+        raise UserError(f"{results}: no such folder; name the one that `measure.run` wrote to")
+    listed = (
+        path
+        for path in results.glob(f"*/forecasts/?*{JUDGED}")
+        if system is None or path.parent.parent.name == system
+    )
+    # a linked system counts once, by the name that sorts first
+    found = sorted({path.resolve(): path for path in sorted(listed, reverse=True)}.values())
+    if not found:
+        raise UserError(
+            f"{results}: no judged forecast{f' of {system}' if system else ''} in it; seal one "
+            f"with `predict`, measure, and write `compare SEALED.json --json SEALED{JUDGED}`"
+        )
+    forecasts = []
+    cases_of: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
+    for path in found:
+        forecast, judged = read_judged(path)
+        name = path.name.removesuffix(JUDGED)
+        cases = [one.model_dump(exclude_none=True) for one in judged.cases]
+        like = where(forecast), made_from(name)
+        cases_of.setdefault(like, []).append(cases)
+        forecasts.append(
+            {
+                "path": path.as_posix(),
+                "system": path.parent.parent.name,
+                "name": name,
+                "created": forecast.created,
+                "where": like[0],
+                "made_from": like[1],
+                "warning": judged.forecast.warning,
+                "summary": summarise(cases),
+            }
+        )
+    together = [
+        {
+            "where": like[0],
+            "made_from": like[1],
+            "forecasts": len(each),
+            "held_by_forecasts": by_forecasts([summarise(cases) for cases in each]),
+            "summary": summarise([case for cases in each for case in cases]),
+        }
+        for like, each in sorted(cases_of.items())
+    ]
+    return {"schema": SCHEMA, "forecasts": forecasts, "together": together}
+
+
+def by_forecasts(summaries: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """95 % interval of the share that held, whole forecasts drawn anew.
+
+    None of a single one, and where all held alike: then it would say nothing of the next one.
+    """
+    shares = np.array([one["coverage_90"]["value"] for one in summaries])
+    if np.ptp(shares) == 0:
+        return None
+    from scipy.stats import bootstrap
+
+    counts = np.array([float(one["n"]) for one in summaries])
+    held = counts * shares
+    found = bootstrap(
+        (held, counts),
+        lambda some, of, axis=-1: some.sum(axis=axis) / of.sum(axis=axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=DRAWS,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return {"low": float(found.low), "high": float(found.high)}
+
+
+def table(value: dict[str, Any]) -> str:
+    """One line for each forecast, and one for each kind of them together; then the warnings."""
+    lines: list[tuple[str, ...]] = [COLUMNS]
+    lines += [_line(f"{one['system']} {one['name']}", one) for one in value["forecasts"]]
+    count = len(lines)
+    for one in value["together"]:
+        label = f"{one['where']}, {one['made_from']} ({one['forecasts']})"
+        lines.append(_line(label, one))
+    text = aligned(lines)
+    text[count:count] = ["", "together, by machine and by what they were made from:"]
+    text += ["", *_held_besides(value["together"])]
+    text += [
+        f"{one['system']} {one['name']}: {one['warning']}"
+        for one in value["forecasts"]
+        if one["warning"]
+    ]
+    return "\n".join(text)
+
+
+def _held_besides(together: Sequence[dict[str, Any]]) -> list[str]:
+    """What the intervals of energy, power and clock held, where they had any."""
+    lines: list[tuple[str, ...]] = [("inside 90 %, together", *OTHERS)]
+    for one in together:
+        shares = [one["summary"][f"{name}_inside_90"] for name in OTHERS]
+        if shares[0] is not None:  # a CPU's clock alone says nothing
+            label = f"{one['where']}, {one['made_from']}"
+            lines.append((label, *("-" if share is None else f"{share:.0%}" for share in shares)))
+    return aligned(lines)
+
+
+def _line(label: str, one: dict[str, Any]) -> tuple[str, ...]:
+    cells, held = validation_text.cells(label, one["summary"]), one.get("held_by_forecasts")
+    wide = one["summary"]["half_width_in_median_errors"]
+    more = (
+        "-" if wide is None else f"{wide:.1f}",
+        f"[{held['low']:.0%}, {held['high']:.0%}]" if held else "-",
+    )
+    return *cells[: WIDTH + 1], *more, *cells[WIDTH + 1 :]
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the record."""
+    options = Parser(
+        prog="python -m simulate.validate record", description=__doc__, epilog=EXAMPLES
+    )
+    options.add_argument(
+        "results", nargs="?", default=RESULTS, help="folder of systems (default: %(default)s)"
+    )
+    options.add_argument(
+        "--system", type=result_name, metavar="NAME", help="only this measured system"
+    )
+    add_json(options)
+    arguments = options.parse_args(words)
+    value = record(Path(arguments.results), arguments.system)
+    title = f"judged forecasts, as judged at the time: {len(value['forecasts'])}"
+    emit(arguments.json, value, f"{title}\n{table(value)}")
+    return 0
