@@ -70,12 +70,12 @@ class Evidence:
     system: str
     runs: Sequence[ResultSet]
     # clocks that a monitor showed during sustained rows, by run, case and device; they replace
-    # those of the rows, see `calibrate.monitored.monitored`
+    # those of the rows, see `calibrate.clock.monitored.monitored`
     shown_mhz: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
-    # how much slower the host of a run was than others', see `calibrate.host_visits`
+    # how much slower the host of a run was than others', see `calibrate.host.visits`
     host_slower: Mapping[str, float] = field(default_factory=dict)
     # by how much bursts were longer than kernels in a queue, by run, case and device, and its sd by
-    # operation and direction, us; see `calibrate.queued`
+    # operation and direction, us; see `calibrate.kernels.queued`
     lag_us: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
     lag_sd_us: Mapping[tuple[str, str], float] = field(default_factory=dict)
     # other systems' runs of this GPU that tell of the GPU (`OF_GPU`)

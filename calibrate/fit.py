@@ -23,28 +23,28 @@ from typing import Any
 from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
 
-from calibrate import host_visits
-from calibrate.behind import fit_behind
-from calibrate.borrowed import fittable, lent_inputs, readable
-from calibrate.clocks import clock_state, fit_clock, judge_power
-from calibrate.collectives import fit_collectives, judge_collectives
+from calibrate.clock.clocks import clock_state, fit_clock, judge_power
+from calibrate.clock.heat import fit_heat
+from calibrate.clock.leakage import fit_leakage
+from calibrate.clock.monitored import monitored
+from calibrate.clock.throttle import note_throttling
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
-from calibrate.families import judge_families
-from calibrate.heat import fit_heat
-from calibrate.host import composition_sd, fit_host, fit_interference
-from calibrate.kernel_errors import judge_kernels
-from calibrate.kernels import fit_kernels
-from calibrate.leakage import fit_leakage
-from calibrate.monitored import monitored
-from calibrate.network import PUBLISHED
-from calibrate.nvls import PUBLISHED as NVLS
-from calibrate.nvls import fit_nvls
-from calibrate.own_network import fit_networks
-from calibrate.queued import Queued, fit_queued
-from calibrate.shapes import Group, at_clock, kernel_groups, kernel_keys
+from calibrate.host import visits as host_visits
+from calibrate.host.overhead import composition_sd, fit_host, fit_interference
+from calibrate.kernels.behind import fit_behind
+from calibrate.kernels.borrowed import fittable, lent_inputs, readable
+from calibrate.kernels.errors import judge_kernels
+from calibrate.kernels.families import judge_families
+from calibrate.kernels.models import fit_kernels
+from calibrate.kernels.queued import Queued, fit_queued
+from calibrate.kernels.shapes import Group, at_clock, kernel_groups, kernel_keys
+from calibrate.network.between_nodes import PUBLISHED
+from calibrate.network.inside_node import fit_collectives, judge_collectives
+from calibrate.network.nvls import PUBLISHED as NVLS
+from calibrate.network.nvls import fit_nvls
+from calibrate.network.own import fit_networks
 from calibrate.state import ClockState, Key
 from calibrate.telemetry import read_telemetry
-from calibrate.throttle import note_throttling
 from spec.calibration import SCHEMA, Calibration, HeldOut
 from spec.command import Parser, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError

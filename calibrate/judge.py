@@ -20,16 +20,16 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from calibrate import collectives
-from calibrate.clocks import clock_state
+from calibrate.clock.clocks import clock_state
+from calibrate.clock.monitored import monitored
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.fit import held_out_lines, systems
-from calibrate.kernel_errors import BASELINE, judged_rows
-from calibrate.kernels import fit_kernels
-from calibrate.monitored import monitored
-from calibrate.queued import fit_queued
-from calibrate.shapes import kernel_keys
-from calibrate.sweeps import judge_sweep
+from calibrate.kernels.errors import BASELINE, judged_rows
+from calibrate.kernels.models import fit_kernels
+from calibrate.kernels.queued import fit_queued
+from calibrate.kernels.shapes import kernel_keys
+from calibrate.network import inside_node as collectives
+from calibrate.network.sweeps import judge_sweep
 from calibrate.telemetry import read_telemetry
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError

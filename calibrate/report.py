@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from calibrate.clocks import draw
-from calibrate.network import PUBLISHED, NetworkRow, path_of
-from calibrate.nvls import PUBLISHED as NVLS
-from calibrate.nvls import NvlsRow
+from calibrate.clock.clocks import draw
+from calibrate.network.between_nodes import PUBLISHED, NetworkRow, path_of
+from calibrate.network.nvls import PUBLISHED as NVLS
+from calibrate.network.nvls import NvlsRow
 from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
 from spec.calibration import (
     Calibration,

@@ -25,7 +25,7 @@ PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 # turns of both tell: those of three H200 alone have 0.31 (`results/2x-h200`), of three H100 0.04,
 # give or take 0.15.
 MEMORY_WITH_CLOCK = (0.31, 0.0, 0.62)
-# The same of what a cap lets through for a while, see `calibrate.heat_pulses.surge`.
+# The same of what a cap lets through for a while, see `calibrate.clock.heat_pulses.surge`.
 # Bursts of products draw 1.02 times the cap on H100 and 1.03 to 1.05 on H200.
 SURGE = (1.03, 1.0, 1.1)
 # Power of one core, idle and more while busy, where none can be read.
@@ -36,7 +36,7 @@ CORE_SOURCE = "280 W of a 64-core AMD EPYC 7763, data sheet, a third of it idle"
 # the first three visits to four H200: 23.5 to 23.7, and 6.7 to 7.5.
 NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
 # Of a shape from visit to visit, all operations together, where no two visits tell: the first three
-# visits to four H200, see `calibrate.kernel_visits`.
+# visits to four H200, see `calibrate.clock.kernel_visits`.
 SHAPE_VISIT_SD = 0.0085
 
 Key = tuple[str, str, str]  # an operation as modelled, its direction and its type
@@ -113,7 +113,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Turned:
-    """What turns tell of power, see `calibrate.turns`."""
+    """What turns tell of power, see `calibrate.clock.turns`."""
 
     exponent: Estimate
     share: Estimate  # of memory-bound kernels' power that goes with the clock

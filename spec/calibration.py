@@ -118,7 +118,7 @@ class InputFile(Record):
     sha256: str
     rows: int = Field(description="rows used, of role fit")
     lent: bool = Field(
-        False, description="of another system of the same GPU, see calibrate.borrowed"
+        False, description="of another system of the same GPU, see calibrate.kernels.borrowed"
     )
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from calibrate.at_once import Alone, luck_sd, through_us
 from calibrate.evidence import Ledger
-from calibrate.network_visits import SOCKETS, Visited, run_spread, with_visits
+from calibrate.network.at_once import Alone, luck_sd, through_us
+from calibrate.network.visits import SOCKETS, Visited, run_spread, with_visits
 from spec.records import CollectiveRow
 from tests.test_network_visits import network
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.behind import ASSUMED, LEAST, fit_behind
 from calibrate.evidence import Evidence, Ledger
+from calibrate.kernels.behind import ASSUMED, LEAST, fit_behind
 from measure.grid import behind as grid
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws

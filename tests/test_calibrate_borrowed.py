@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.borrowed import fittable, with_kernels
 from calibrate.fit import main, systems
-from calibrate.shapes import kernel_keys
+from calibrate.kernels.borrowed import fittable, with_kernels
+from calibrate.kernels.shapes import kernel_keys
 from simulate.validate import measured_last
 from spec.calibration import Calibration, read_calibration
 from spec.clock_fit import DeviceFit

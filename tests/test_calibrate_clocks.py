@@ -8,18 +8,18 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from calibrate.between_kernels import fit_ready
-from calibrate.clocks import (
+from calibrate.clock.between_kernels import fit_ready
+from calibrate.clock.clocks import (
     _fit_power_exponent,
     _onset_exponent,
     _surge,
 )
-from calibrate.devices import fit_devices
+from calibrate.clock.devices import fit_devices
+from calibrate.clock.exponents import fit_exponents
+from calibrate.clock.own_exponents import USUAL, fit_own_exponents
 from calibrate.evidence import Evidence, Ledger
-from calibrate.exponents import fit_exponents
 from calibrate.fit import fit, systems
-from calibrate.host import fit_interference
-from calibrate.own_exponents import USUAL, fit_own_exponents
+from calibrate.host.overhead import fit_interference
 from calibrate.state import POWER_EXPONENT, SURGE, ClockState
 from calibrate.telemetry import Telemetry, _ready, read_telemetry
 from calibrate.variability import spread_interval

@@ -2,8 +2,8 @@
 
 import pytest
 
-from calibrate.drawn import ASSUMED_SD, PRODUCTS_BY_RATE, powers
-from calibrate.shapes import Group, Shape
+from calibrate.kernels.drawn import ASSUMED_SD, PRODUCTS_BY_RATE, powers
+from calibrate.kernels.shapes import Group, Shape
 from calibrate.state import ClockState, Drawn, Key
 from spec.kernel import Kernel
 from spec.kernel_fit import Physics

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from calibrate.families import MODELS, _left_out
 from calibrate.fit import fit, systems
+from calibrate.kernels.families import MODELS, _left_out
 from spec.calibration import HeldOut
 from spec.files import read_table, write_table
 from spec.model import load_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from calibrate.fit import fit, main, systems
-from calibrate.network import path_of
+from calibrate.network.between_nodes import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
 from spec.files import read_table, write_json, write_table

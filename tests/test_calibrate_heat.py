@@ -7,13 +7,22 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from calibrate.clocks import _regulated
+from calibrate.clock.clocks import _regulated
+from calibrate.clock.heat import (
+    Errors,
+    Trace,
+    case_spans,
+    fit_heat,
+    judge_steady,
+    means,
+    model,
+    start,
+)
+from calibrate.clock.heat_pulses import pulse_exponent, surge
+from calibrate.clock.leakage import fit_leakage
+from calibrate.clock.throttle import note_throttling
 from calibrate.evidence import Evidence, Ledger
-from calibrate.heat import Errors, Trace, case_spans, fit_heat, judge_steady, means, model, start
-from calibrate.heat_pulses import pulse_exponent, surge
-from calibrate.leakage import fit_leakage
 from calibrate.state import ClockState
-from calibrate.throttle import note_throttling
 from spec.files import write_table
 from spec.load_records import HeatRow
 from spec.records import KernelRow

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from calibrate.collectives import Sweep, largest_from_smaller
-from calibrate.correction import conformal_scale, fit_correction, folds
 from calibrate.evidence import Judged, Ledger
-from calibrate.network import (
+from calibrate.kernels.correction import conformal_scale, fit_correction, folds
+from calibrate.network.between_nodes import (
     PUBLISHED,
     NetworkRow,
     Sample,
@@ -20,6 +19,8 @@ from calibrate.network import (
     predict,
     published_samples,
 )
+from calibrate.network.inside_node import Sweep, largest_from_smaller
+from calibrate.network.structure import fit_structure
 from calibrate.physics import (
     SOFT,
     Array,
@@ -30,7 +31,6 @@ from calibrate.physics import (
     slopes,
     system_of,
 )
-from calibrate.structure import fit_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
 from spec.files import read_table
 from spec.kernel import Kernel

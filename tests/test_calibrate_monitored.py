@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from calibrate.clock.monitored import monitored
 from calibrate.evidence import Evidence, Ledger
-from calibrate.monitored import monitored
 from spec.files import write_table
 from spec.kernel import Kernel
 from spec.records import KernelRow

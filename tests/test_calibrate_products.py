@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from calibrate.fit import fit, systems
-from calibrate.shapes import by_model
+from calibrate.kernels.shapes import by_model
 from spec.calibration import Calibration
 from spec.files import read_table, write_table
 from spec.kernel import GEMM_DIRECTIONS, Kernel, parse_kernel

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.queued import LEAST, LONGEST_US, SHORTEST, Lag, Queued, fit_queued
+from calibrate.kernels.queued import LEAST, LONGEST_US, SHORTEST, Lag, Queued, fit_queued
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Works
 from spec.calibration import Calibration, read_calibration

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from scipy.optimize import brentq
 
+from calibrate.clock.regulation import LEAST, fit_regulation
 from calibrate.evidence import Evidence, Ledger
-from calibrate.regulation import LEAST, fit_regulation
 from calibrate.state import ClockState
 from measure.pulses import PULSES
 from spec.bend import Bend

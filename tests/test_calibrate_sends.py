@@ -5,16 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrate.collectives import (
+from calibrate.evidence import geometric_mean
+from calibrate.fit import systems
+from calibrate.network.inside_node import (
     Sweep,
     inside_node,
     judged_decades,
     largest_from_smaller,
     sweeps_of,
 )
-from calibrate.evidence import geometric_mean
-from calibrate.fit import systems
-from calibrate.sends import fit_send_structure
+from calibrate.network.sends import fit_send_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective_fit import (
     LL_BYTES,

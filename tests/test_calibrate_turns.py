@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from calibrate.clocks import _fit_power_exponent, _memory_with_clock
+from calibrate.clock.clocks import _fit_power_exponent, _memory_with_clock
+from calibrate.clock.heat_pulses import pulse_exponent
+from calibrate.clock.turns import assumed, fit_turns
 from calibrate.evidence import Evidence, Ledger
-from calibrate.heat_pulses import pulse_exponent
 from calibrate.state import MEMORY_WITH_CLOCK, POWER_EXPONENT, ClockState, Estimate
 from calibrate.telemetry import Telemetry
-from calibrate.turns import assumed, fit_turns
 from spec.load_records import HeatRow, TurnRow
 from spec.row import Row
 from tests.test_calibrate_heat import heat_row
@@ -79,7 +79,7 @@ def test_what_a_device_was_made_of_comes_back(
     monkeypatch: pytest.MonkeyPatch, exponent: float, share: float
 ) -> None:
     """Of readings without an error, whatever was assumed before."""
-    monkeypatch.setattr("calibrate.turns.ROW_SD", 1e-4)
+    monkeypatch.setattr("calibrate.clock.turns.ROW_SD", 1e-4)
     rows = [turn(*one, exponent, share) for one in TURNS]
     found = fit_turns(*stated(monkeypatch, rows), OPEN)
     assert found is not None

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.host import MEASURED_SD, fit_host
-from calibrate.own_network import crossings
+from calibrate.host.overhead import MEASURED_SD, fit_host
+from calibrate.network.own import crossings
 from measure import cpu_memory, host_time
 from measure.devices.cpu import CACHE_BYTES, last_level_cache
 from simulate.step.estimate import StepSimulator

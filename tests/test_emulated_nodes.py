@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from calibrate import fit as fitting
-from calibrate.network import path_of
-from calibrate.own_network import Crossing, concurrent, curves
+from calibrate.network.between_nodes import path_of
+from calibrate.network.own import Crossing, concurrent, curves
 from measure.plan import CollectiveCase, collective_cases
 from measure.plan_file import PlanFile
 from simulate import validate

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.host_visits import PYTHON_SD, VISIT_SD, alike, of_runs, with_visits
+from calibrate.host.visits import PYTHON_SD, VISIT_SD, alike, of_runs, with_visits
 from simulate.power.whatif import on_devices
 from simulate.step.estimate import StepSimulator
 from spec.calibration import ClockFit, HostFit

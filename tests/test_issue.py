@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Ledger
-from calibrate.host_issue import (
+from calibrate.host.issue import (
     HOST_SD,
     Equation,
     beside_issue,

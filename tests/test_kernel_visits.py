@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from calibrate.clock.kernel_visits import fit_shape_spread
 from calibrate.evidence import Evidence, Ledger
-from calibrate.kernel_visits import fit_shape_spread
 from calibrate.state import SHAPE_VISIT_SD, ClockState, ShapeSpread, host_share
 from spec.interval import Z90
 from spec.kernel import Kernel

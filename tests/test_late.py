@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.held import LEAST, with_held
+from calibrate.network.held import LEAST, with_held
 from measure.late import row
 from measure.late_plan import late_cases
 from measure.workers import Pool

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Ledger
-from calibrate.network_visits import SHAPED, SHAPED_CPU, SOCKETS, Visited, offsets, with_visits
+from calibrate.network.visits import SHAPED, SHAPED_CPU, SOCKETS, Visited, offsets, with_visits
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws
 from simulate.power.whatif import on_devices

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from calibrate.evidence import Ledger
-from calibrate.nvls import fit_nvls
+from calibrate.network.nvls import fit_nvls
 from simulate import project, search
 from simulate.hardware.nvls import has_nvls, with_nvls
 from simulate.inputs import calibration_for

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibrate.clock.product_clock import fit_bend, fit_jitter, product_law
 from calibrate.evidence import Evidence, Ledger
-from calibrate.product_clock import fit_bend, fit_jitter, product_law
 from calibrate.state import ClockState
 from spec.bend import Bend
 from spec.calibration import ClockFit

@@ -20,8 +20,8 @@ a slower one (stages of different nodes beside stages of one).
 - NCCL between nodes (2.28: `ncclParamP2pNetChunkSize`, `NCCL_STEPS`, `ncclTopoGetNchannels`):
   8 steps of 128 KiB on each of 2 channels at the sender's end, and as many at the receiver's once
   its host has asked for them; over TCP what its sockets hold besides. The suite `late` measures all
-  of it (`calibrate/held.py`). Where it did not: 3 MiB over TCP, as two shaped nodes of one H100
-  held 3.0, and two over the loopback device 6.8; elsewhere the sender's end alone, assumed.
+  of it (`calibrate/network/held.py`). Where it did not: 3 MiB over TCP, as two shaped nodes of one
+  H100 held 3.0, and two over the loopback device 6.8; elsewhere the sender's end alone, assumed.
 - gloo sends nothing before the receiver has asked for it (`transport/tcp/pair.cc`, `Pair::send`).
 """
 

@@ -2,7 +2,7 @@
 
 What is measured here is measured without, so it is a question: an all-reduce takes the faster of
 what the calibration has and of the published sweeps' fit, in groups and sizes for which NCCL chose
-it there (`calibrate.nvls`).
+it there (`calibrate.network.nvls`).
 """
 
 from math import exp

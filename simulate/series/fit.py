@@ -29,9 +29,9 @@ from simulate.step.scale import ROW_SD, sd_per_doubling
 Array = NDArray[np.float64]
 
 # Spread of each factor's logarithm before any anchor. Assumed: frameworks differ by more in their
-# kernels than GPUs do; networks as `calibrate.network.CLUSTER_SD` and its citation, doubled for
-# clusters that nobody swept, and again where not even the rate is printed; issuing a collective as
-# `calibrate.host_issue.UNSEEN_SD`.
+# kernels than GPUs do; networks as `CLUSTER_SD` of `calibrate.network.between_nodes` and its
+# citation, doubled for clusters that nobody swept, and again where not even the rate is printed;
+# issuing a collective as `calibrate.host.issue.UNSEEN_SD`.
 PRIOR_SD = (0.4, 0.2, 0.15, 0.5, 0.5)
 UNPRINTED_NETWORK_SD = 0.4
 TIED_SD = 1e-6  # of issuing where it goes with the host

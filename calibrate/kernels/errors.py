@@ -10,10 +10,10 @@ from math import exp, log
 
 import numpy as np
 
-from calibrate.correction import Correction, conformal_scale, folds
 from calibrate.evidence import Evidence, Judged, Ledger
+from calibrate.kernels.correction import Correction, conformal_scale, folds
+from calibrate.kernels.shapes import Group, Shape, inputs, residuals, spreads
 from calibrate.physics import System, fit_physics
-from calibrate.shapes import Group, Shape, inputs, residuals, spreads
 from calibrate.state import ClockState, Key
 from spec.calibration import KernelFit
 from spec.kernel import OPS, Kernel

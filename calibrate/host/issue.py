@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
-from calibrate.host_visits import single_calls, with_visits
+from calibrate.host.visits import single_calls, with_visits
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
 from spec.kernel import Kernel

@@ -11,8 +11,6 @@ from math import log, sqrt
 
 import numpy as np
 
-from calibrate.at_once import Alone, luck_sd, through_us
-from calibrate.collectives import LEAST_SD
 from calibrate.evidence import (
     INDEPENDENT,
     TELEMETRY_FILE,
@@ -23,8 +21,8 @@ from calibrate.evidence import (
     median_sd,
     rounded,
 )
-from calibrate.held import with_held
-from calibrate.network import (
+from calibrate.network.at_once import Alone, luck_sd, through_us
+from calibrate.network.between_nodes import (
     ASSUMED_TCP,
     MEASURED,
     Sample,
@@ -38,7 +36,9 @@ from calibrate.network import (
     predict,
     published_samples,
 )
-from calibrate.network_visits import (
+from calibrate.network.held import with_held
+from calibrate.network.inside_node import LEAST_SD
+from calibrate.network.visits import (
     RDMA,
     SHAPED,
     SHAPED_CPU,

@@ -9,8 +9,8 @@ from math import log
 
 import numpy as np
 
+from calibrate.network.structure import STRUCTURE_NOISE, Array, fit_structure, most_likely, soft
 from calibrate.physics import BELIEVED
-from calibrate.structure import STRUCTURE_NOISE, Array, fit_structure, most_likely, soft
 from spec.collective_fit import (
     BUFFERED_CHUNKS,
     P2P_CHANNELS,

@@ -12,12 +12,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from calibrate.correction import Correction, fit_correction
-from calibrate.drawn import Power, by_rate, powers
 from calibrate.evidence import Evidence, Ledger, issue_us, log_interval, robust_sd, rounded
-from calibrate.kernel_errors import BASELINE, FOLDS, leave_out, scored, token_dims
-from calibrate.physics import System, fit_physics
-from calibrate.shapes import (
+from calibrate.kernels.correction import Correction, fit_correction
+from calibrate.kernels.drawn import Power, by_rate, powers
+from calibrate.kernels.errors import BASELINE, FOLDS, leave_out, scored, token_dims
+from calibrate.kernels.shapes import (
     Group,
     Shape,
     inputs,
@@ -26,6 +25,7 @@ from calibrate.shapes import (
     spreads,
     system_with,
 )
+from calibrate.physics import System, fit_physics
 from calibrate.state import ClockState, Key
 from spec.kernel_fit import KernelFit, KernelPoint, Physics
 from spec.records import KernelRow

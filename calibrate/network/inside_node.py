@@ -12,7 +12,7 @@ from math import exp, log, log2
 import numpy as np
 
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, rounded
-from calibrate.sends import Structure, best_structure
+from calibrate.network.sends import Structure, best_structure
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective import busbw_factor
 from spec.interval import Z90

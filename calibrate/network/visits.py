@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from calibrate.evidence import Ledger, rounded
-from calibrate.network import CLUSTER_SD
+from calibrate.network.between_nodes import CLUSTER_SD
 from calibrate.variability import spread_interval
 from spec.calibration import NetworkFit, Source
 from spec.interval import Z90

@@ -7,14 +7,14 @@ import numpy as np
 from pydantic import BaseModel, PositiveInt
 
 from calibrate.evidence import Judged, Ledger, log_interval, rounded
-from calibrate.structure import PIPELINING, STRUCTURE_NOISE, Array, most_likely, soft
+from calibrate.network.structure import PIPELINING, STRUCTURE_NOISE, Array, most_likely, soft
 from spec.calibration import Source
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveCurve, CollectivePoint, NvlsFit, SwitchStructure
 from spec.files import read_table
 from spec.row import Positive
 
-PUBLISHED = Path(__file__).parent / "published" / "nvls.csv"
+PUBLISHED = Path(__file__).parents[1] / "published" / "nvls.csv"
 # What NCCL 2.27 chose by default, by group on H200 and B200 and by size on H200; others as H200.
 LEAST_FROM = "github.com/stas00/ml-engineering@744d01e network/README.md"
 LEAST_RANKS = {"H200": 5, "B200": 6, "H100": 5}

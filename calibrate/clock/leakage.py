@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from calibrate.clock.heat import BIN_S, STEADY_CASE, case_spans, means
 from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, relative, rounded
-from calibrate.heat import BIN_S, STEADY_CASE, case_spans, means
 from calibrate.state import ClockState
 from calibrate.telemetry import read_columns
 from spec.load_records import HeatRow

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibrate.evidence import Evidence, Ledger, core_share, log_interval, rounded
-from calibrate.host_issue import fit_issue
+from calibrate.host.issue import fit_issue
 from spec.calibration import HostFit
 from spec.kernel_fit import KernelFit
 from spec.records import HostRow, InterferenceRow

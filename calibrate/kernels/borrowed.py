@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from calibrate.evidence import OF_GPU, TELEMETRY_FILE, Evidence, input_files
-from calibrate.shapes import by_model, kernel_keys
+from calibrate.kernels.shapes import by_model, kernel_keys
 from calibrate.state import Key
 from spec.calibration import InputFile
 from spec.errors import UserError

@@ -8,8 +8,8 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrate.clock.product_clock import ProductLaw, fit_bend, product_law
 from calibrate.evidence import Evidence, Ledger, robust_sd
-from calibrate.product_clock import ProductLaw, fit_bend, product_law
 from calibrate.state import LARGE_US, ClockState, is_compute, is_product
 from spec.bend import Bend
 from spec.interval import Z90

@@ -8,11 +8,10 @@ correction learned of length scales is kept.
 from collections.abc import Sequence
 from math import exp
 
-from calibrate.correction import Correction
 from calibrate.evidence import Evidence, Judged, Ledger
-from calibrate.kernel_errors import BASELINE, Roofline, family
-from calibrate.physics import System, fit_physics
-from calibrate.shapes import (
+from calibrate.kernels.correction import Correction
+from calibrate.kernels.errors import BASELINE, Roofline, family
+from calibrate.kernels.shapes import (
     Group,
     Shape,
     inputs,
@@ -21,6 +20,7 @@ from calibrate.shapes import (
     spreads,
     system_with,
 )
+from calibrate.physics import System, fit_physics
 from calibrate.state import ClockState
 from spec.calibration import KernelFit
 from spec.kernel import Kernel

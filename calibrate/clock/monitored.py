@@ -12,8 +12,8 @@ from math import log
 import numpy as np
 from scipy.stats import trim_mean
 
+from calibrate.clock.product_clock import WIDE, is_capped
 from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, robust_sd
-from calibrate.product_clock import WIDE, is_capped
 from calibrate.state import is_modelled_product
 from calibrate.telemetry import read_columns
 from spec.interval import Z90

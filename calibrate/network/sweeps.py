@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, PositiveInt
 
-from calibrate.collectives import LEAST_SD, Sweep, largest_from_smaller
 from calibrate.evidence import Ledger
+from calibrate.network.inside_node import LEAST_SD, Sweep, largest_from_smaller
 from spec.calibration import CollectiveCurve, CollectivePoint
 from spec.collective import COLLECTIVES
 from spec.errors import UserError

@@ -92,8 +92,8 @@ def fit_bend(
 ) -> Bend:
     """From products sustained twice, on two devices or visits: their exponent where the cap acts.
 
-    The one exponent of `calibrate.exponents` leads from there to bursts at the largest clock. Where
-    too few were sustained twice, products under the cap are taken to go as the clock.
+    The one exponent of `.exponents` leads from there to bursts at the largest clock. Where too few
+    were sustained twice, products under the cap are taken to go as the clock.
     """
     shapes: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
     for row in rows:

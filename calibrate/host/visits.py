@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import exp, log, sqrt
 
 from calibrate.evidence import Evidence, Ledger, rounded
-from calibrate.network_visits import Visited, offsets, pooled_sd
+from calibrate.network.visits import Visited, offsets, pooled_sd
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime, HostVisit
 from spec.records import KernelRow

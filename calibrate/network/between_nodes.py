@@ -23,7 +23,7 @@ from spec.hardware import GroupPath
 from spec.interval import Z90
 from spec.manifest import Manifest
 
-PUBLISHED = Path(__file__).parent / "published" / "network.csv"
+PUBLISHED = Path(__file__).parents[1] / "published" / "network.csv"
 
 # name: (median, sd of the logarithm) of the prior of every network
 PRIORS: dict[str, tuple[float, float]] = {

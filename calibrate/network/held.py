@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, rounded
-from calibrate.network import over_rdma
+from calibrate.network.between_nodes import over_rdma
 from spec.calibration import NetworkFit
 from spec.records import LateRow
 from spec.results import ResultSet

@@ -10,8 +10,15 @@ from statistics import median
 
 import numpy as np
 
-from calibrate.between_kernels import among_peers_w, fit_ready, idle_w
-from calibrate.devices import fit_devices
+from calibrate.clock.between_kernels import among_peers_w, fit_ready, idle_w
+from calibrate.clock.devices import fit_devices
+from calibrate.clock.exponents import LEAST_PAIRS, fit_exponents
+from calibrate.clock.heat_pulses import held_w, pulse_exponent, surge
+from calibrate.clock.kernel_visits import fit_shape_spread
+from calibrate.clock.own_exponents import fit_own_exponents
+from calibrate.clock.product_clock import fit_jitter
+from calibrate.clock.regulation import fit_regulation
+from calibrate.clock.turns import assumed, fit_turns, left_open, told_exponent, turned_share
 from calibrate.evidence import (
     Evidence,
     Judged,
@@ -20,12 +27,6 @@ from calibrate.evidence import (
     robust_sd,
     rounded,
 )
-from calibrate.exponents import LEAST_PAIRS, fit_exponents
-from calibrate.heat_pulses import held_w, pulse_exponent, surge
-from calibrate.kernel_visits import fit_shape_spread
-from calibrate.own_exponents import fit_own_exponents
-from calibrate.product_clock import fit_jitter
-from calibrate.regulation import fit_regulation
 from calibrate.state import (
     LARGE_US,
     MEMORY_WITH_CLOCK,
@@ -37,7 +38,6 @@ from calibrate.state import (
     is_product,
 )
 from calibrate.telemetry import Telemetry
-from calibrate.turns import assumed, fit_turns, left_open, told_exponent, turned_share
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
 from spec.calibration import ClockFit, KernelFit, Source
 from spec.interval import Z90

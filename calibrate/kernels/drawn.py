@@ -11,7 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from calibrate.evidence import robust_sd
-from calibrate.shapes import Group
+from calibrate.kernels.shapes import Group
 from calibrate.state import PRODUCTS, ClockState, Drawn, Key, is_compute
 from spec.calibration import Source
 from spec.kernel import ATTENTION

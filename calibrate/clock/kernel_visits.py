@@ -10,8 +10,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 from calibrate.evidence import Evidence, Ledger, median_sd, rounded
-from calibrate.host_visits import PYTHON_SD, VISIT_SD, VISITS, of_runs
-from calibrate.network_visits import pooled_sd
+from calibrate.host.visits import PYTHON_SD, VISIT_SD, VISITS, of_runs
+from calibrate.network.visits import pooled_sd
 from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread
 from calibrate.variability import spread_interval
 from spec.calibration import Source
@@ -92,7 +92,7 @@ def _deviations(
 
 
 def _preferred(rows: Timings, kernel: Kernel) -> list[KernelRow]:
-    """A shape's bursts where there are any, as `calibrate.shapes` takes them."""
+    """A shape's bursts where there are any, as `calibrate.kernels.shapes` takes them."""
     found = rows.get((kernel, "burst")) or rows[kernel, "sustained"]
     return [row for _, row in found]
 

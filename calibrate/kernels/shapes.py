@@ -8,8 +8,8 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.correction import LEARN_FROM
 from calibrate.evidence import Evidence, robust_sd
+from calibrate.kernels.correction import LEARN_FROM
 from calibrate.physics import System, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.kernel import Kernel
@@ -107,8 +107,8 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_
     """The median of a shape's rows and its sd: of the repeats, and of one visit to another.
 
     Bursts count where there are any, so that all shapes are known in the same state: a burst finds
-    its operands in memory (unless `calibrate.queued` has brought it to a queue, which leaves
-    `lag_sd_us` open), a sustained loop in the cache where they fit.
+    its operands in memory (unless `.queued` has brought it to a queue, which leaves `lag_sd_us`
+    open), a sustained loop in the cache where they fit.
     """
     rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]

@@ -1,0 +1,1 @@
+"""What the host takes to issue a step, and how hosts differ."""

@@ -1,0 +1,1 @@
+"""Collectives inside a node and between nodes: fitted, or published, or assumed."""
