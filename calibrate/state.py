@@ -32,8 +32,8 @@ SURGE = (1.03, 1.0, 1.1)
 CORE_IDLE_W, CORE_ACTIVE_W = 1.5, 3.0
 CORE_SOURCE = "280 W of a 64-core AMD EPYC 7763, data sheet, a third of it idle"
 # What the timing of a gradient norm holds of the host, us: issuing it, and reading back the norm
-# of each tensor that `measure.operations` cuts it into, one by one. Least squares on the rows of
-# the first three visits to four H200: 23.5 to 23.7, and 6.7 to 7.5.
+# of each tensor that `measure.timed.operations` cuts it into, one by one. Least squares on the rows
+# of the first three visits to four H200: 23.5 to 23.7, and 6.7 to 7.5.
 NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
 # Of a shape from visit to visit, all operations together, where no two visits tell: the first three
 # visits to four H200, see `calibrate.clock.kernel_visits`.

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from measure import nccl_choice
-from measure.plan import CollectiveCase, InterferenceCase, KernelCase
+from measure.plans.cases import CollectiveCase, InterferenceCase, KernelCase
+from measure.suites import nccl_choice
 
 BY_CASE = ("host", "training", "placement", "profile")  # suites that start processes for a case
 OWN_PROCESSES = (*BY_CASE, "behind")  # suites that start their own

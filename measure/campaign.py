@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure import checks, heat, host_time, nccl_choice, placement
 from measure.budget import OWN_PROCESSES, START_S, order, share_s
+from measure.checks import suite as checks
 from measure.devices import Device
-from measure.late_plan import LateCase
-from measure.one_device import OneDevice
-from measure.one_kernel import OneKernel
-from measure.other_hosts import OtherHost, Samplers
-from measure.plan import BehindCase, CollectiveCase, InterferenceCase, KernelCase
-from measure.store import Store, seconds_since, write_links
-from measure.window import Window
-from measure.workers import Pool
+from measure.hosts.others import OtherHost, Samplers
+from measure.hosts.window import Window
+from measure.hosts.workers import Pool
+from measure.plans.cases import BehindCase, CollectiveCase, InterferenceCase, KernelCase
+from measure.plans.late import LateCase
+from measure.store.write import Store, seconds_since, write_links
+from measure.suites import heat, host_time, nccl_choice, placement
+from measure.suites.one_device import OneDevice
+from measure.suites.one_kernel import OneKernel
 from spec.errors import UserError, WorkError
 from spec.records import TABLES
 from spec.row import Row
@@ -147,7 +148,7 @@ class Campaign:
 
     def collectives(self, pool: Pool, cases: Sequence[CollectiveCase], until: float | None) -> None:
         """One after the other, all devices at once."""
-        from measure.collectives import group_times_us, row
+        from measure.suites.collectives import group_times_us, row
 
         choices = self._choices(pool, cases, until)
         sent = [one.bytes for one in cases if one.collective == "send_recv" and one.groups > 1]
@@ -195,20 +196,20 @@ class Campaign:
         self, pool: Pool, cases: Sequence[InterferenceCase], until: float | None
     ) -> None:
         """One after the other, all devices at once."""
-        from measure.interference import row
+        from measure.suites.interference import row
 
         self._together("interference", pool, cases, until, row)
 
     def late(self, pool: Pool, cases: Sequence[LateCase], until: float | None) -> None:
         """One after the other, two devices each."""
-        from measure.late import row
+        from measure.suites.late import row
 
         self._together("late", pool, cases, until, row)
 
     def behind(self, cases: Sequence[BehindCase], until: float | None) -> None:
         """The same, by workers whose devices have one queue."""
-        from measure.behind import row
-        from measure.training_processes import ONE_QUEUE
+        from measure.suites.behind import row
+        from measure.training.processes import ONE_QUEUE
 
         world, devices = len(self.devices), self.devices
         with contextlib.closing(
@@ -239,8 +240,8 @@ class Campaign:
             self.show(case.case_id, 1)
 
     def training(self, cases: Sequence[Any], until: float | None) -> None:
-        """Each in fresh processes of its own, which measure.training starts."""
-        from measure.training import run_case
+        """Each in fresh processes of its own, which measure.training.steps starts."""
+        from measure.training.steps import run_case
 
         for case in cases:
             if self.lacks(case.case_id, case.gpus) or not self.admit(case.seconds, until):
@@ -267,7 +268,7 @@ class Campaign:
 
     def profile(self, cases: Sequence[Any], until: float | None) -> None:
         """Training cases again, in fresh processes under a profiler."""
-        from measure.training_profile import run_profile
+        from measure.training.profile import run_profile
 
         for case in cases:
             if self.lacks(case.case_id, case.gpus) or not self.admit(case.seconds, until):

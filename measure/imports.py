@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import host, megatron_log, nccl_tests
 from measure.devices import hashed
-from measure.store import Store
+from measure.hosts import about as host
+from measure.logs import megatron as megatron_log
+from measure.logs import nccl_tests
+from measure.store.write import Store
 from spec.collective import COLLECTIVES
 from spec.command import Parser, add_json, emit, result_name, run
 from spec.errors import UserError

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import compare
 from measure.campaign import Campaign
-from measure.checks import read_checks
-from measure.store import find_run, read_links
+from measure.checks.suite import read_checks
+from measure.store import compare
+from measure.store.write import find_run, read_links
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError
 from spec.records import KernelRow

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from measure import emulation, host
 from measure.devices import Device
-from measure.other_hosts import OtherHost
-from measure.store import PLAN, Store
-from measure.suites import Options
+from measure.hosts import about as host
+from measure.hosts import emulation
+from measure.hosts.others import OtherHost
+from measure.store.write import PLAN, Store
+from measure.wanted import Options
 from spec.errors import UserError
 from spec.files import first_problem, read_json
 from spec.manifest import OTHER_DEVICES

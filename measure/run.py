@@ -10,19 +10,25 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from measure import checks, cpu_memory, emulation, host, host_check, namespaces, other_hosts, wrap
+from measure import wrap
 from measure.campaign import Campaign, measure_all
+from measure.checks import suite as checks
 from measure.devices import Device, find_kind, open_devices
-from measure.namespaces import LEAST_SHARE, LINK_MBIT, SHARE, check_machine
-from measure.other_hosts import OtherHost, Samplers
-from measure.plan import ON_REQUEST, SUITES
-from measure.plan_file import PlanFile, read_plan
+from measure.hosts import about as host
+from measure.hosts import check as host_check
+from measure.hosts import emulation, namespaces
+from measure.hosts import others as other_hosts
+from measure.hosts.namespaces import LEAST_SHARE, LINK_MBIT, SHARE, check_machine
+from measure.hosts.others import OtherHost, Samplers
+from measure.plans.cases import ON_REQUEST, SUITES
+from measure.plans.file import PlanFile, read_plan
 from measure.report import report
 from measure.result_set import left_to_do, open_store, reopen_store
 from measure.serve import serve
-from measure.store import PLAN, Store, find_run
-from measure.suites import Options, list_cases, planned, write_plan
-from measure.telemetry import Sampler
+from measure.store.write import PLAN, Store, find_run
+from measure.telemetry.handle import Sampler
+from measure.timed import cpu_memory
+from measure.wanted import Options, list_cases, planned, write_plan
 from spec.command import Parser, add_json, add_progress, new_file, result_name, run, whole
 from spec.errors import UserError, WorkError
 

@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import host
-from measure.channels import Channel, Events, Message, Seat, end
 from measure.devices import Device, open_devices
-from measure.link import Link, follow
-from measure.telemetry import PART_S, PARTS, Sampler
-from measure.training_processes import Rank
-from measure.window import Window
-from measure.workers import Worker
+from measure.hosts import about as host
+from measure.hosts.channels import Channel, Events, Message, Seat, end
+from measure.hosts.link import Link, follow
+from measure.hosts.window import Window
+from measure.hosts.workers import Worker
+from measure.telemetry.handle import PART_S, PARTS, Sampler
+from measure.training.processes import Rank
 from spec.errors import WorkError
 
 

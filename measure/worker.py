@@ -1,6 +1,6 @@
 """A worker process: measures on one device what it is told through its standard input.
 
-A message is one line of JSON each way; `measure.workers` is the other end.
+A message is one line of JSON each way; `measure.hosts.workers` is the other end.
 """
 
 import argparse
@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from measure import cpu_memory, emulation, namespaces
-from measure.channels import Message
 from measure.devices import Device, open_devices
+from measure.hosts import emulation, namespaces
+from measure.hosts.channels import Message
+from measure.timed import cpu_memory
 
 
 def _messages() -> Iterator[Message]:
@@ -37,7 +38,8 @@ def _messages() -> Iterator[Message]:
 
 def _suites(timer: Any, group: Any, monitor: Device) -> dict[str, Callable[[Message], Message]]:
     """By suite: what measures a case of it and says what it found."""
-    from measure import (
+    from measure.checks.load import load
+    from measure.suites import (
         behind,
         clocks,
         collectives,
@@ -49,8 +51,7 @@ def _suites(timer: Any, group: Any, monitor: Device) -> dict[str, Callable[[Mess
         queued,
         turns,
     )
-    from measure.heat import burn
-    from measure.load import load
+    from measure.suites.heat import burn
 
     rank = group.rank
 
@@ -102,9 +103,9 @@ def main(arguments: Sequence[str]) -> int:
         cpu_memory.keep()
     import torch
 
-    from measure import collectives
-    from measure.products import Refused
-    from measure.timing import open_timer
+    from measure.suites import collectives
+    from measure.timed.products import Refused
+    from measure.timed.timing import open_timer
 
     if core is not None:
         torch.set_num_threads(1)

@@ -18,11 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from measure import host
 from measure.devices import Device
-from measure.store import Store
-from measure.telemetry import Sampler
-from measure.window import Window, WindowResult
+from measure.hosts import about as host
+from measure.hosts.window import Window, WindowResult
+from measure.store.write import Store
+from measure.telemetry.handle import Sampler
 from spec.command import Parser, emit
 from spec.errors import UserError
 from spec.files import write_json

@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies on several GPUs: `measure/megatron_context.py`'s kernels.
+"""Attention over a sequence that lies on several GPUs: `measure/megatron/context.py`'s kernels.
 
 Of the ring's `cp` pieces of attention each is half a square of this GPU's part of the sequence: its
 own keys under the causal mask, then blocks without one. The kernels are the last rank's, all of

@@ -4,7 +4,7 @@ Sources: Shoeybi et al. 2019 (arXiv 1909.08053); Megatron-Core 0.16's `tensor_pa
 where a frozen weight has no weight gradient and its backward pass waits for what it sends
 (`linear_with_frozen_weight`); Hu et al. 2021 (arXiv 2106.09685) for the adapter, y = W x + B (A x).
 The adapter's matrix on the split side of W is split, the other one whole, and ranks exchange what
-is between the two, `rank` wide (`measure/megatron_lora.py`).
+is between the two, `rank` wide (`measure/megatron/lora.py`).
 """
 
 from spec.collective import Collective

@@ -79,7 +79,7 @@ class TrainingConfig(Row):
     @classmethod
     def of(cls, case_id: str, model: ModelSpec, p: Parallelism, nodes: int = 1) -> Self:
         """The row of a configuration."""
-        # what no column tells, such as a what-if's schedule, measure.training_plan refuses
+        # what no column tells, such as a what-if's schedule, measure.training.plan refuses
         columns = set(cls.model_fields)
         own = model.model_dump(include=columns) | p.model_dump(include=columns)
         if p.layers_per_stage is not None:

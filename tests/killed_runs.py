@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import measure.campaign
-import measure.training
+import measure.training.steps
+from measure.hosts.workers import Pool
 from measure.run import main
-from measure.store import Store
-from measure.telemetry import Sampler
-from measure.workers import Pool
+from measure.store.write import Store
+from measure.telemetry.handle import Sampler
 from spec.command import run
 from spec.training_records import StepRow, TrainingRow
 
@@ -81,7 +81,7 @@ def once(words: list[str], log: Path, left: int | None) -> int:
     if child == 0:
         dying(log, left)
         measure.campaign.Pool = partial(Pool, program="tests.row_worker")  # type: ignore[assignment, misc]
-        measure.training.run_case = made_up_training
+        measure.training.steps.run_case = made_up_training
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os._exit(run(main, words))
     status = 0

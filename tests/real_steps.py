@@ -25,7 +25,7 @@ def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection, watch: 
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     log: list[Any] = []
-    from measure.training_rank import Ranks, build
+    from measure.training.rank import Ranks, build
 
     def meet(port: int) -> int:
         pipe.send(port)
@@ -50,7 +50,7 @@ def logged(model: ModelSpec, p: Parallelism, watch: Watch) -> tuple[list[Any], .
     `watch` is a function of a module: a context in which it appends to the list it is given.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["measure.training_rank"])
+    context.set_forkserver_preload(["measure.training.rank"])
     pairs = [context.Pipe() for _ in range(p.gpus)]
     processes = [
         context.Process(target=_rank, args=(model, p, rank, theirs, watch), daemon=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.kernels.behind import ASSUMED, LEAST, fit_behind
-from measure.grid import behind as grid
+from measure.plans.grid import behind as grid
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws
 from simulate.hardware.transfer import transfer

@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from calibrate.clock.regulation import LEAST, fit_regulation
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
-from measure.pulses import PULSES
+from measure.suites.pulses import PULSES
 from spec.bend import Bend
 from spec.calibration import read_calibration
 from spec.load_records import PulseRow, TurnRow

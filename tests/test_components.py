@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from reports.validation import render
-from simulate.validation.cases import Case, components, predict, validation
+from simulate.validation import components
+from simulate.validation.cases import Case, predict, validation
 from simulate.validation.text import table
 from spec.calibration import read_calibration
 from spec.files import write_table

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import (  # noqa: E402
     _disable_current_modes,
 )
 
-from measure import attention, megatron_context  # noqa: E402
+from measure.megatron import context as megatron_context  # noqa: E402
+from measure.timed import attention  # noqa: E402
 
 MODEL = load_model("tiny").resized(layers=2, seq_len=1024, head_dim=64)
 CHANGED = ("fill_", "zeros_like", "copy_.")  # the first argument is not read

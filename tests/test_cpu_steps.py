@@ -8,8 +8,9 @@ import pytest
 from calibrate.evidence import Evidence, Ledger
 from calibrate.host.overhead import MEASURED_SD, fit_host
 from calibrate.network.own import crossings
-from measure import cpu_memory, host_time
 from measure.devices.cpu import CACHE_BYTES, last_level_cache
+from measure.suites import host_time
+from measure.timed import cpu_memory
 from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.files import read_json, write_json, write_table
@@ -36,9 +37,9 @@ def test_the_largest_cache_is_read(tmp_path: Path) -> None:
 
 def test_operands_take_turns_so_that_no_cache_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from measure import timing
     from measure.devices.fake import FakeDevice
-    from measure.kernels import in_turn
+    from measure.suites.kernels import in_turn
+    from measure.timed import timing
 
     monkeypatch.setattr(timing, "last_level_cache", lambda: 2**20)
     timer = timing.CpuTimer(FakeDevice(0))
@@ -63,7 +64,7 @@ def test_the_users_own_tunables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_size_is_repeated_twenty_times(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from measure import collectives
+    from measure.suites import collectives
 
     for there in (False, True):
         monkeypatch.setattr(collectives, "on_host", lambda there=there: there)

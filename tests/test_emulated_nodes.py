@@ -12,8 +12,8 @@ import pytest
 from calibrate import fit as fitting
 from calibrate.network.between_nodes import path_of
 from calibrate.network.own import Crossing, concurrent, curves
-from measure.plan import CollectiveCase, collective_cases
-from measure.plan_file import PlanFile
+from measure.plans.cases import CollectiveCase, collective_cases
+from measure.plans.file import PlanFile
 from simulate import validate
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws, central

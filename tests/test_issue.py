@@ -16,9 +16,9 @@ from calibrate.host.issue import (
     host_sd,
     on_mean_host,
 )
-from measure import host_time
-from measure.training import step_times
-from measure.training_plan import TrainingCase
+from measure.suites import host_time
+from measure.training.plan import TrainingCase
+from measure.training.steps import step_times
 from simulate.cost.costs import Costs
 from simulate.cost.issue import bucket_waits, host_waits, late_us, repeated_us
 from simulate.cost.segment_cost import Cost
@@ -250,7 +250,7 @@ def test_an_exchange_of_tokens_counts_once_whatever_its_ranks(split: dict[str, i
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_ring_counts_its_pieces_and_none_of_its_messages_besides(cp: int) -> None:
-    """`measure.megatron_context`: backward, a piece has gradients of queries and of keys."""
+    """`measure.megatron.context`: backward, a piece has gradients of queries and of keys."""
     forward, backward = layer(load_model("llama3-8b"), Parallelism(cp=cp, global_batch=1))
     found = [one.issued for way in (forward, backward) for one in way if one.name == "attention"]
     assert [one["ring"] for one in found] == [cp, 2 * cp]

@@ -9,9 +9,9 @@ import pytest
 
 from calibrate.evidence import Evidence, Ledger
 from calibrate.network.held import LEAST, with_held
-from measure.late import row
-from measure.late_plan import late_cases
-from measure.workers import Pool
+from measure.hosts.workers import Pool
+from measure.plans.late import late_cases
+from measure.suites.late import row
 from spec.calibration import Calibration, NetworkFit
 from spec.files import read_table
 from spec.records import LateRow

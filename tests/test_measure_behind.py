@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from measure import behind, grid
-from measure.plan import behind_cases, interference_cases
+from measure.plans import grid
+from measure.plans.cases import behind_cases, interference_cases
+from measure.suites import behind
 from spec.errors import UserError
 from spec.model import load_model
 from spec.parallelism import Parallelism

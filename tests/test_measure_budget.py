@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from measure.budget import affordable, by_worth, estimate_s, share_s, teaches_like
-from measure.plan import collective_cases, kernel_cases
-from measure.plan_file import PlanFile
-from measure.suites import Options, planned
+from measure.plans.cases import collective_cases, kernel_cases
+from measure.plans.file import PlanFile
+from measure.wanted import Options, planned
 
 
 @functools.cache

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from measure import clocks
 from measure.devices import open_devices
 from measure.devices.fake import FakeDevice
-from measure.products import Refused
 from measure.run import main
-from measure.timing import CpuTimer
+from measure.suites import clocks
+from measure.timed.products import Refused
+from measure.timed.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
 from spec.kernel import OPS, PRODUCTS
@@ -31,7 +31,7 @@ def test_only_the_call_is_timed_and_it_runs_behind_the_other(
         now[0] += seconds
         ran.append(name)
 
-    monkeypatch.setattr("measure.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("measure.timed.timing.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(clocks.time, "monotonic", lambda: now[0])
     timer = CpuTimer(open_devices("fake:1")[0])
     found = clocks.repeat(lambda: spend("call", 0.002), lambda: spend("before", 0.009), timer, 0.5)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from measure import emulation, emulation_plan, namespaces
-from measure.plan import CollectiveCase, collective_cases
-from measure.plan_file import PlanFile
+from measure.hosts import emulation, namespaces
+from measure.hosts.workers import Pool
+from measure.plans import emulation as emulation_plan
+from measure.plans.cases import CollectiveCase, collective_cases
+from measure.plans.file import PlanFile
 from measure.run import main
-from measure.training_plan import case_of, case_of_config
-from measure.workers import Pool
+from measure.training.plan import case_of, case_of_config
 from spec.command import run
 from spec.errors import UserError
 from spec.files import read_table

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from measure import heat
 from measure.devices import open_devices
 from measure.run import main
-from measure.timing import CpuTimer
+from measure.suites import heat
+from measure.timed.timing import CpuTimer
 from spec.command import run
 from spec.load_records import HeatRow
 from spec.results import find_result_sets

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from measure import host
 from measure.devices.fake import FakeDevice
+from measure.hosts import about as host
 from spec.errors import UserError
 from spec.manifest import Host
 

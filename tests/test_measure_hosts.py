@@ -13,9 +13,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from measure import host_check, host_plan, namespaces
-from measure.emulation import rank_environment
-from measure.namespaces import Controller, hosts
+from measure.hosts import check as host_check
+from measure.hosts import namespaces
+from measure.hosts.emulation import rank_environment
+from measure.hosts.namespaces import Controller, hosts
+from measure.plans import hosts as host_plan
 from measure.run import main
 from spec.command import run
 from spec.errors import UserError, WorkError
@@ -58,7 +60,7 @@ def nothing_left() -> Iterator[None]:
 
 def inside(host: int, code: str) -> str:
     """What a process on a host prints."""
-    child = "from measure import namespaces as n\nn.enter_network()\nn.enter_share()\n" + code
+    child = "from measure.hosts import namespaces as n\nn.enter_network()\nn.enter_share()\n" + code
     done = subprocess.run(
         [sys.executable, "-c", child],
         env=os.environ | rank_environment(host, 2, 2),
@@ -109,7 +111,7 @@ def test_nothing_is_left_after_an_error_and_of_processes() -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def fail() -> None:
-        code = "from measure import namespaces as n\nn.enter_share()\nprint(1, flush=True)\n"
+        code = "from measure.hosts import namespaces as n\nn.enter_share()\nprint(1, flush=True)\n"
         child = subprocess.Popen(
             [sys.executable, "-c", code + "import time\ntime.sleep(60)"],
             env=os.environ | rank_environment(0, 1, 1),
@@ -134,7 +136,7 @@ def test_nothing_is_left_after_an_error_and_of_processes() -> None:
 def test_ctrl_c_and_kill_leave_nothing_for_long() -> None:
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from measure.namespaces import hosts\n"
+        "from measure.hosts.namespaces import hosts\n"
         "with hosts(1, 100, 0.2) as name:\n    print(name, flush=True)\n    signal.pause()\n"
     )
 

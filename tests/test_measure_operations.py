@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from measure.interference import overlapping  # noqa: E402
-from measure.operations import Maker, footprint  # noqa: E402
-from measure.products import Refused, tried  # noqa: E402
-from measure.timing import CpuTimer, quantiles  # noqa: E402
+from measure.suites.interference import overlapping  # noqa: E402
+from measure.timed.operations import Maker, footprint  # noqa: E402
+from measure.timed.products import Refused, tried  # noqa: E402
+from measure.timed.timing import CpuTimer, quantiles  # noqa: E402
 from spec.kernel import OPS, Kernel  # noqa: E402
 
 SMALL = {"groups": 2, "batch": 1, "experts": 4, "top_k": 2, "kv_heads": 2, "heads": 4}
@@ -47,7 +47,7 @@ def test_attention_is_causal_and_grouped() -> None:
 
 
 def test_a_block_of_the_ring_sees_every_key() -> None:
-    from measure.attention import plain_forward
+    from measure.timed.attention import plain_forward
 
     kernel = Kernel("attention_block", "forward", (2, 16, 8, 4, 2, 16))
     call, name = Maker(torch.device("cpu")).build(kernel)
@@ -64,7 +64,7 @@ def test_a_block_of_the_ring_sees_every_key() -> None:
 
 
 def test_what_is_around_a_rings_pieces_is_what_the_ring_does() -> None:
-    """Heads before tokens, in fp32, rows by their factors, added up; see `megatron_context`."""
+    """Heads before tokens, in fp32, rows by their factors, added up."""
 
     def run(op: str, *dims: int) -> torch.Tensor:
         out = Maker(torch.device("cpu")).build(Kernel(op, "forward", dims))[0]()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from measure.placement import PlacementCase, cases, measure
-from measure.store import Store
-from measure.training_plan import case_of
+from measure.store.write import Store
+from measure.suites.placement import PlacementCase, cases, measure
+from measure.training.plan import case_of
 from simulate.place import main
 from spec.manifest import Host
 from spec.model import load_model

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from measure import widths
-from measure.plan import (
+from measure.plans import widths
+from measure.plans.cases import (
     CollectiveCase,
     KernelCase,
     collective_cases,
@@ -15,8 +15,8 @@ from measure.plan import (
     role_of,
     spans,
 )
-from measure.plan_file import PlanFile, read_plan
-from measure.training_plan import cases as steps_of
+from measure.plans.file import PlanFile, read_plan
+from measure.training.plan import cases as steps_of
 from spec.errors import UserError
 from spec.files import write_table
 from spec.kernel import AROUND_BLOCKS, Kernel
@@ -53,7 +53,7 @@ def test_stages_of_several_pipelines_send_in_the_sizes_of_real_models() -> None:
 
 def test_every_median_stands_on_twenty_repeats() -> None:
     pytest.importorskip("torch")
-    from measure.collectives import repeats_of
+    from measure.suites.collectives import repeats_of
 
     assert min(repeats_of(2**e, gpu) for e in range(10, 31) for gpu in (False, True)) >= 20
 

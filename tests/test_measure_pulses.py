@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from measure import pulses
 from measure.devices.fake import FakeDevice
-from measure.products import Refused
-from measure.timing import CpuTimer
+from measure.suites import pulses
+from measure.timed.products import Refused
+from measure.timed.timing import CpuTimer
 from spec.errors import UserError
 from spec.load_records import PulseRow
 from spec.results import read_result_set

@@ -11,12 +11,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from measure import queued
 from measure.devices.fake import FakeDevice
-from measure.operations import Maker
-from measure.products import Refused
 from measure.run import main
-from measure.timing import CpuTimer
+from measure.suites import queued
+from measure.timed.operations import Maker
+from measure.timed.products import Refused
+from measure.timed.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
 from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
@@ -96,7 +96,7 @@ def test_look_ups_have_no_input_that_a_copy_could_feed() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("measure.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("measure.timed.timing.time.perf_counter", lambda: now[0])
     return now
 
 

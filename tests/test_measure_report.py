@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from measure.collectives import group_times_us
-from measure.collectives import row as row_of
-from measure.plan import CollectiveCase
+from measure.plans.cases import CollectiveCase
 from measure.report import main, named, slow_devices, slow_links, telemetry_checks
-from measure.store import Store, read_links, write_links
-from measure.training_plan import cases
+from measure.store.write import Store, read_links, write_links
+from measure.suites.collectives import group_times_us
+from measure.suites.collectives import row as row_of
+from measure.training.plan import cases
 from spec.command import run
 from spec.errors import UserError
 from spec.records import KernelRow

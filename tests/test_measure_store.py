@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from measure.budget import by_worth
-from measure.checks import LoadCase
+from measure.checks.suite import LoadCase
 from measure.devices import Device
 from measure.devices.fake import FakeDevice
-from measure.plan_file import PlanFile
+from measure.hosts.window import Window
+from measure.plans.file import PlanFile
 from measure.result_set import left_to_do, refuse_other_devices, reopen_store
-from measure.store import Store, find_run
-from measure.suites import Options
-from measure.window import Window
+from measure.store.write import Store, find_run
+from measure.wanted import Options
 from spec.errors import UserError
 from spec.files import write_json
 from spec.manifest import Device as Described

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from measure import timing  # noqa: E402
 from measure.devices.fake import FakeDevice  # noqa: E402
-from measure.interference import _two_streams  # noqa: E402
+from measure.suites.interference import _two_streams  # noqa: E402
+from measure.timed import timing  # noqa: E402
 
 CALL_S = 1e-3
 SM_HZ, LAUNCH_S = 1.5e9, 4e-6  # of the stand-in's spins

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from measure import turns
 from measure.devices import open_devices
 from measure.devices.fake import FakeDevice
-from measure.products import Refused
 from measure.run import main
-from measure.timing import CpuTimer
+from measure.suites import turns
+from measure.timed.products import Refused
+from measure.timed.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
 from spec.load_records import TurnRow
@@ -29,7 +29,7 @@ def test_each_call_runs_as_often_as_its_turn_says(monkeypatch: pytest.MonkeyPatc
         now[0] += seconds
         ran[name] += 1
 
-    monkeypatch.setattr("measure.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("measure.timed.timing.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
     calls = (lambda: spend("product", 0.002), 3), (lambda: spend("other", 0.005), 1)
     timer = CpuTimer(open_devices("fake:1")[0])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from measure import workers
-from measure.workers import Pool
+from measure.hosts import workers
+from measure.hosts.workers import Pool
 from tests.stub_case import Case
 
 

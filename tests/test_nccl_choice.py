@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from measure.nccl_choice import measure, parse, read_choices, wanted
-from measure.plan import CollectiveCase
+from measure.plans.cases import CollectiveCase
+from measure.suites.nccl_choice import measure, parse, read_choices, wanted
 
 PREFIX = "host:1201:1377 [0] NCCL INFO "
 
@@ -70,7 +70,7 @@ def test_workers_that_cannot_start_leave_it_unknown() -> None:
 
 
 def test_a_rank_reads_what_its_log_gained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    collectives = pytest.importorskip("measure.collectives")
+    collectives = pytest.importorskip("measure.suites.collectives")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "%p.log"))
     log = tmp_path / f"{os.getpid()}.log"
     said = iter(["TREE proto LL", "RING proto SIMPLE"])  # of the call that connects, and the next
@@ -90,7 +90,7 @@ def test_a_rank_reads_what_its_log_gained(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_transfer_is_told_from_skew_by_who_waited() -> None:
     pytest.importorskip("torch")
-    from measure.collectives import arrival
+    from measure.suites.collectives import arrival
 
     case = CollectiveCase("all_reduce", 2, 1024, 1, 2).message()
     # in each group the second rank comes late, by 30 us and by 10 us; transfers take 20 and 40 us

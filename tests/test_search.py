@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from simulate import search
 from simulate.inputs import Inputs
-from simulate.plans.find import ROUGH_ERROR, candidates, fitting, stages, sweep
+from simulate.plans import sweep
+from simulate.plans.find import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans.find import search as quick_search
 from simulate.plans.sweep import Point, Workers
 from simulate.plans.text import _parts

@@ -16,21 +16,23 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from measure import cluster_plan, other_hosts, workers
 from measure.campaign import Campaign
 from measure.devices import open_devices
-from measure.host import Launch, describe_host
-from measure.link import Link
-from measure.other_hosts import OtherHost, Samplers, differences
-from measure.plan import CollectiveCase, KernelCase, collective_cases
-from measure.plan_file import PlanFile, read_plan
+from measure.hosts import others as other_hosts
+from measure.hosts import workers
+from measure.hosts.about import Launch, describe_host
+from measure.hosts.link import Link
+from measure.hosts.others import OtherHost, Samplers, differences
+from measure.hosts.window import Window
+from measure.hosts.workers import Pool, free_port
+from measure.plans import cluster as cluster_plan
+from measure.plans.cases import CollectiveCase, KernelCase, collective_cases
+from measure.plans.file import PlanFile, read_plan
 from measure.run import main
 from measure.serve import serve
-from measure.store import Store
-from measure.suites import Options, planned
-from measure.telemetry import PARTS, Sampler
-from measure.window import Window
-from measure.workers import Pool, free_port
+from measure.store.write import Store
+from measure.telemetry.handle import PARTS, Sampler
+from measure.wanted import Options, planned
 from spec.command import run
 from spec.errors import UserError
 from spec.kernel import Kernel

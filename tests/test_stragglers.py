@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibrate.telemetry import read_columns
-from measure.turns import SETTLE_S
+from measure.suites.turns import SETTLE_S
 from simulate.cost.uncertainty import Draws
 from simulate.project import main
 from simulate.step.stragglers import (

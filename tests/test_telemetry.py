@@ -15,11 +15,13 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from measure import checks, sensors, training_overhead
+from measure.checks import overhead as training_overhead
+from measure.checks import sensors
+from measure.checks import suite as checks
 from measure.devices.fake import FakeDevice
 from measure.devices.ports import open_ports
-from measure.sampling import Recorder, listen, read_activity, read_fast, read_slow
-from measure.telemetry import PARTS, Sampler, arrow_schema, merge
+from measure.telemetry.handle import PARTS, Sampler, arrow_schema, merge
+from measure.telemetry.sampling import Recorder, listen, read_activity, read_fast, read_slow
 
 
 def test_parts_become_one_file_and_keep_their_tags(tmp_path: Path) -> None:

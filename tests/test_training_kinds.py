@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.extensions import transformer_engine
 
-from measure.megatron_layers import fits_transformer_engine
-from measure.training_plan import TrainingCase
+from measure.megatron.layers import fits_transformer_engine
+from measure.training.plan import TrainingCase
 from spec.parallelism import Parallelism
 from tests.test_training_steps import GPT, SMALL, WHOLE, case, losses, measured
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from measure.training_plan import case_of_config, cases
+from measure.training.plan import case_of_config, cases
 from spec.errors import UserError
 from spec.files import read_table
 from spec.measurable import refuse

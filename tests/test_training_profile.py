@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from measure.training_profile import rows, run_profile
-from measure.training_trace import MARK, OPTIMIZER, STEP, overlap, read_trace
+from measure.training.profile import rows, run_profile
+from measure.training.trace import MARK, OPTIMIZER, STEP, overlap, read_trace
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import optimizer

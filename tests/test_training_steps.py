@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from measure import training
-from measure.training_plan import TrainingCase, case_of
+from measure.training import steps as training
+from measure.training.plan import TrainingCase, case_of
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import stage_parameters

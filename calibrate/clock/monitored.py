@@ -19,7 +19,7 @@ from calibrate.telemetry import read_columns
 from spec.interval import Z90
 from spec.records import KernelRow
 
-# from the start of a sustained load to its timed part, as `measure.timing` waits
+# from the start of a sustained load to its timed part, as `measure.timed.timing` waits
 SETTLED_S = 0.8
 LOADED = 0.7  # of a row's largest power, from which its load has begun
 LEAST_SHOWN = 8  # samples of a sustained row, for their mean to stand for its clock

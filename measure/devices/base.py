@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from spec.manifest import Device as DeviceRecord
 
 if TYPE_CHECKING:
-    from measure.other_hosts import OtherHost
+    from measure.hosts.others import OtherHost
 
 T = TypeVar("T")
 Kind = Literal["nvidia", "amd", "cpu", "fake"]

@@ -1,6 +1,6 @@
 """Context parallelism of Transformer Engine, where a row's software runs it.
 
-The step that is simulated joins the ring's pieces as `measure/megatron_context.py` does, kernel by
+The step that is simulated joins the ring's pieces as `measure/megatron/context.py` does, kernel by
 kernel in fp32. Transformer Engine (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P)
 keeps them in 16 bits and joins them with one fused kernel for each later piece. Its other way
 (AttnFuncWithCPAndQKVOA2A) exchanges tokens for heads: a GPU has some heads of the whole sequence.

@@ -1,0 +1,1 @@
+"""Are sensors true, and what does reading them cost? The suite `telemetry`."""

@@ -1,0 +1,1 @@
+"""The hosts of a run: what they are, how they find each other, the processes led on them."""

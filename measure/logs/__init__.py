@@ -1,0 +1,1 @@
+"""Output of other tools, read into our tables."""

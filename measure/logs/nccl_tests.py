@@ -1,0 +1,236 @@
+"""Reads nccl-tests' (and rccl-tests') printed output into rows of collectives.csv.
+
+The format is that of versions 2.0 to 2.19: a line that begins `# nThread`, one line per rank, a
+line that names the columns, and a line per size. The out-of-place columns are read. A line is the
+mean of its iterations, so a row's quantiles are all that mean. Before lines may stand what mpirun,
+srun and Kubernetes put there. Tests of collectives that no step uses (broadcast, reduce, ...) are
+passed over.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measure.devices import hashed
+from measure.plans.cases import CollectiveCase, role_of
+from spec.collective import busbw_factor
+from spec.errors import UserError
+from spec.files import read_text
+from spec.manifest import Device, Host
+from spec.records import CollectiveRow
+
+PROGRAMS = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "sendrecv": "send_recv",
+}
+TYPES = {"float": "fp32", "bfloat16": "bf16", "half": "fp16", "double": "fp64"}
+SAME = 0.1  # printed and computed bus bandwidth agree better than this
+LEAST_BUSBW = 1.0  # 1e9 bytes/s; smaller ones are printed with too few digits to compare
+
+# of mpirun --tag-output, srun --label, and kubectl logs --timestamps
+_LABEL = re.compile(r"^\s*(\[[\d,]+\]<\w+>:|\d+:|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)\s)\s?")
+_UNUSED = ("broadcast", "reduce", "gather", "scatter", "hypercube", "alltoallv")
+_PROGRAM = re.compile(rf"\b({'|'.join((*PROGRAMS, *_UNUSED))})_perf(?:_mpi)?\b")
+_RANK = re.compile(
+    r"^#?\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+"
+    r"\[(\S+)\]\s*(.*)$"
+)
+_VERSION = re.compile(r"\b([nr]ccl)-tests version (\S+).*\b[nr]ccl-library=(\d+)")
+_OLD_RCCL = re.compile(r"\brccl-tests: Version (\S+)")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A line of the list of ranks."""
+
+    rank: int
+    group: int
+    host: str
+    device: int
+    bus: str
+    name: str
+
+
+@dataclass
+class Block:
+    """One run of one test."""
+
+    kind: str
+    iterations: int
+    ranks: list[Rank] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Imported:
+    """What some files hold."""
+
+    rows: list[CollectiveRow] = field(default_factory=list)
+    ranks: dict[tuple[str, int], Rank] = field(default_factory=dict)  # by host and device
+    software: dict[str, str] = field(default_factory=dict)
+    wrong: int = 0  # lines that failed nccl-tests' own check of the data
+    passed_over: set[str] = field(default_factory=set)  # tests of collectives that no step uses
+
+
+def read(paths: Sequence[Path], collective: str | None = None) -> Imported:
+    """The rows of some output files; raises UserError where one is not nccl-tests' output."""
+    found = Imported()
+    for path in paths:
+        before = len(found.rows)
+        _read_file(path, collective, found)
+        if len(found.rows) == before:
+            others = f" but {', '.join(sorted(found.passed_over))}'s" if found.passed_over else ""
+            raise UserError(
+                f"{path}: no line of results{others}; give the printed output of nccl-tests for "
+                f"{', '.join(PROGRAMS)}"
+            )
+    return found
+
+
+def _read_file(path: Path, collective: str | None, found: Imported) -> None:
+    text = read_text(path, "nccl-tests output")
+    amd = any(word in text for word in ("rccl-tests", "RCCL", "AMD Instinct"))
+    backend = "rccl" if amd else "nccl"
+    named = _PROGRAM.search(path.name)
+    kind = collective or PROGRAMS.get(named[1] if named else "", "")
+    used = True  # the test that is being read
+    block: Block | None = None
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = _LABEL.sub("", raw)
+        where = f"{path} line {number}"
+        program = _PROGRAM.search(line)
+        if program and not collective:
+            used = program[1] in PROGRAMS
+            kind = PROGRAMS.get(program[1], "")
+            if not used:
+                found.passed_over.add(f"{program[1]}_perf")
+        if version := _VERSION.search(line):
+            library = library_version(int(version[3]))
+            found.software |= {f"{version[1]}-tests": version[2], version[1]: library}
+        elif version := _OLD_RCCL.search(line):
+            found.software["rccl-tests"] = version[1]
+        if re.match(r"#?\s*nThread\b", line):
+            iterations = re.search(r"(?<!warmup )iters:\s*(\d+)", line)
+            block = Block(kind, int(iterations[1]) if iterations else 1)
+        rank = _RANK.match(line)
+        if rank and block is not None:
+            one = Rank(
+                int(rank[1]), int(rank[2] or 0), rank[3], int(rank[4]), rank[5], rank[6].strip()
+            )
+            block.ranks.append(one)
+            found.ranks[one.host, one.device] = one
+        words = line.lstrip("# ").split()
+        if line.startswith("#") and words[:2] == ["size", "count"]:
+            if block is None:
+                raise UserError(f"{where}: results without the line '# nThread' before them")
+            block.columns = words
+        elif used and block is not None and block.columns and words and words[0].isdigit():
+            row = _row(block, words, backend, where, found)
+            if row is not None:
+                found.rows.append(row)
+
+
+def library_version(code: int) -> str:
+    """NCCL's version code as text: 22807 is 2.28.7 (nccl.h, NCCL_VERSION)."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+def _row(
+    block: Block, words: list[str], backend: str, where: str, found: Imported
+) -> CollectiveRow | None:
+    """A line of results; None where it moves nothing or failed its check."""
+    kind = block.kind
+    if not kind:
+        raise UserError(
+            f"{where}: nothing says which collective this is; name it with --collective, one of "
+            f"{', '.join(PROGRAMS.values())}"
+        )
+    ranks, stride, groups, nodes = layout(block.ranks, where)
+    try:
+        first = block.columns.index("time")
+        nbytes, time = int(words[0]), float(words[first])
+        printed = float(words[block.columns.index("busbw")])
+        wrong = words[first + 3] if len(words) > first + 3 else "0"
+    except (ValueError, IndexError):
+        raise UserError(f"{where}: {' '.join(words)!r} is not a line of results") from None
+    if nbytes == 0 or time <= 0:
+        return None  # fewer elements than ranks
+    if wrong not in ("0", "N/A") and float(wrong) > 1e-3:  # old versions print the largest error
+        found.wrong += 1
+        return None
+    busbw = nbytes * busbw_factor(kind, ranks) / time / 1e3
+    if printed > LEAST_BUSBW and abs(busbw / printed - 1) > SAME:
+        raise UserError(
+            f"{where}: a bus bandwidth of {printed} GB/s is not that of {kind} over {ranks} ranks "
+            f"({busbw:.2f}); name the collective with --collective, and give one test's ranks"
+        )
+    case = CollectiveCase(kind, ranks, nbytes, stride, groups, nodes)
+    known = {row.case_id for row in found.rows}
+    name = next(
+        name
+        for name in (case.case_id, *(f"{case.case_id}-again{n}" for n in range(2, 1000)))
+        if name not in known
+    )
+    dtype = words[block.columns.index("type")] if "type" in block.columns else "unknown"
+    times = dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time)
+    return CollectiveRow(
+        case_id=name,
+        role=role_of(f"collective {case.case_id}"),
+        collective=kind,  # type: ignore[arg-type]
+        backend=backend,
+        ranks=ranks,
+        nodes=nodes,
+        stride=stride,
+        groups=groups,
+        bytes=nbytes,
+        dtype=TYPES.get(dtype, dtype),
+        busbw_gbytes_per_s=busbw,
+        repeats=block.iterations,
+        std_us=0.0,
+        **times,
+    )
+
+
+def layout(ranks: Sequence[Rank], where: str) -> tuple[int, int, int, int]:
+    """Ranks of a group, their distance, groups at once, and nodes that a group spans."""
+    numbers = [one.rank for one in ranks]
+    if len(set(numbers)) < len(numbers):
+        raise UserError(
+            f"{where}: rank {max(numbers, key=numbers.count)} is listed several times: each "
+            "process ran alone, as nccl-tests does when built without MPI"
+        )
+    groups: dict[int, list[Rank]] = {}
+    for one in sorted(ranks, key=lambda one: one.rank):
+        groups.setdefault(one.group, []).append(one)
+    first = min(groups.values(), key=lambda group: group[0].rank, default=[])
+    if len(first) < 2:
+        raise UserError(f"{where}: {len(first)} ranks are listed; a collective needs two or more")
+    nodes = len({one.host for one in first})
+    return len(first), first[1].rank - first[0].rank, len(groups), nodes
+
+
+def hosts(found: Imported) -> list[Host]:
+    """The hosts that the ranks ran on; what the output does not say stays unset."""
+    by_host: dict[str, list[Rank]] = {}
+    for one in found.ranks.values():
+        by_host.setdefault(one.host, []).append(one)
+    described, index = [], 0
+    for name, ranks in sorted(by_host.items()):
+        devices = []
+        for one in sorted(ranks, key=lambda one: one.device):
+            amd = "AMD" in one.name or "Instinct" in one.name
+            devices.append(
+                Device(
+                    index=index,
+                    kind="amd" if amd else "nvidia",
+                    name=one.name or "unknown",
+                    uuid_hash=hashed(f"{name} {one.bus}"),
+                )
+            )
+            index += 1
+        described.append(Host(name_hash=hashed(name), cpu="unknown", devices=devices))
+    return described

@@ -1,0 +1,178 @@
+"""A transformer layer of Megatron-Core, with the modules that replace its own and why.
+
+See `measure.megatron.build`.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.nn.attention import sdpa_kernel
+
+from measure.megatron.lora import adapt
+from measure.timed.attention import first_backend
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+
+Tensor = torch.Tensor
+WEIGHTS_SD = 0.02
+
+
+def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) -> tuple[Any, str]:
+    """The fastest backend of torch's attention that runs this shape both ways, and its name."""
+    heads, kv = model.heads // p.tp, model.kv_heads // p.tp
+    shape = (model.seq_len, p.microbatch)
+    sizes = ((*shape, n, model.head_dim) for n in (heads, kv, kv))
+    inputs = [torch.randn(s, dtype=torch.bfloat16, device=device).requires_grad_() for s in sizes]
+
+    def forward(backend: Any) -> Tensor:
+        with sdpa_kernel(backend):
+            return _attend(*inputs)
+
+    backend, name, _ = first_backend(device, f"heads of {model.head_dim}", forward)
+    return backend, name
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention over [seq, batch, heads, head_dim]; output [seq, batch, heads * dim]."""
+    q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=query.shape[2] != key.shape[2]
+    )
+    return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+class Attention(torch.nn.Module):
+    """Core attention of a layer, in place of Megatron-Core's unfused DotProductAttention."""
+
+    def __init__(self, backend: Any, **_: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any
+    ) -> Tensor:
+        """Attention of one layer; shapes as in `_attend`. The mask is always causal."""
+        del attention_mask
+        with sdpa_kernel(self._backend):
+            return _attend(query, key, value)
+
+
+def _norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """Torch's norm with every parameter marked, so that sequence parallelism sums its gradient."""
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = kind(hidden_size, eps=eps, device=torch.cuda.current_device())
+    for parameter in norm.parameters():
+        marked: Any = parameter
+        marked.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+class Norm:
+    """What Megatron-Core's spec builds a norm from: a class whose instances are torch's norms."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _norm(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What the layers of a model are built from."""
+
+    layer: Any
+    final_norm: Any
+    implementation: str  # TransformerConfig's transformer_impl
+    name: str  # as `framework` says it
+
+
+def fits_transformer_engine(model: ModelSpec, p: Parallelism, device: torch.device) -> bool:
+    """Whether Megatron-Core's own layers on Transformer Engine run this step here.
+
+    Adapters are ours and made for the local layers; the wrapper of PyTorch's FSDP runs with them.
+    """
+    importable = bool(transformer_engine.HAVE_TE)
+    return importable and device.type == "cuda" and not model.lora_rank and p.zero < 3
+
+
+def engine_modules(model: ModelSpec) -> Modules:
+    """Megatron-Core's layers on Transformer Engine, nothing replaced."""
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=model.experts or None, moe_grouped_gemm=False
+    )
+    version = transformer_engine.get_te_version()
+    name = f"Transformer Engine {version} layers"
+    return Modules(layer, transformer_engine.TENorm, "transformer_engine", name)
+
+
+def local_modules(model: ModelSpec, core_attention: Any, attention: str) -> Modules:
+    """Megatron-Core's local layers with our norm and attention (whose kernel is `attention`)."""
+    name = f"local spec with torch norms, torch attention ({attention})"
+    return Modules(_local_layer(model, core_attention), Norm, "local", name)
+
+
+def _local_layer(model: ModelSpec, core_attention: Any) -> Any:
+    if model.experts:
+        _mend_experts()
+    layer = get_gpt_layer_local_spec(
+        num_experts=model.experts or None,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+    )
+    layer.submodules.input_layernorm = Norm
+    layer.submodules.pre_mlp_layernorm = Norm
+    layer.submodules.self_attention.submodules.core_attention = core_attention
+    if model.lora_rank:
+        adapt(layer, model.lora_rank)
+    return layer
+
+
+def _mend_experts() -> None:
+    """Two gaps of Megatron-Core 0.16's mixture of experts, which Transformer Engine would fill.
+
+    The router asks for a name that only Transformer Engine's import defines, and the token
+    exchange hands arrays to a collective that, in newer torch, takes lists.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    original = token_dispatcher.all_to_all
+
+    def all_to_all(group: Any, tensor: Tensor, *splits: Any) -> Any:
+        lists = (None if one is None else [int(size) for size in one] for one in splits)
+        return original(group, tensor, *lists)
+
+    token_dispatcher.all_to_all = all_to_all
+
+
+def seed_weights(chunk: Any, rank: int, tp: int) -> None:
+    """Normal weights from a generator seeded by each parameter's global name, then sharded.
+
+    Norm weights and biases keep their initial ones and zeros.
+    """
+    first = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            words[2] = str(int(words[2]) + first)
+        if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            words = ["embedding", "word_embeddings", "weight"]
+        seed = int.from_bytes(hashlib.sha256(".".join(words).encode()).digest()[:6])
+        shape = list(parameter.shape)
+        split = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
+        axis = parameter.partition_dim if split else 0
+        shape[axis] *= tp if split else 1
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * WEIGHTS_SD
+        if split:  # a gated input layer holds its two halves side by side: stride 2
+            parts = whole.chunk(tp * parameter.partition_stride, dim=axis)
+            whole = torch.cat(parts[rank::tp], dim=axis)
+        with torch.no_grad():
+            parameter.copy_(whole)

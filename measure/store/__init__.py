@@ -1,0 +1,1 @@
+"""Result sets: written, continued, compared."""

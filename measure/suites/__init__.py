@@ -1,0 +1,1 @@
+"""The suites: what each measures, a case at a time."""

@@ -1,0 +1,1 @@
+"""What is timed on a device, and how."""

@@ -1,0 +1,151 @@
+"""Matrix products, as `measure.timed.operations` runs them: plain, per expert, grouped, and in FP8.
+
+What this machine or its torch lacks is refused with the reason, so that a run goes on without it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from spec.errors import WorkError
+from spec.kernel import Kernel
+
+Call = Callable[[], Any]
+Tensor = torch.Tensor
+
+
+class Refused(WorkError):
+    """This machine or its libraries do not have what a kernel needs; the reason is the message."""
+
+
+def tried(call: Call) -> Call:
+    """`call` after it ran once; where it is not implemented here it is refused, not failed."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:  # ways in which torch says so
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+            raise
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Refused(f"torch {torch.__version__} does not run it here: {words}") from None
+    return call
+
+
+class Products:
+    """Builds calls of matrix products on one device.
+
+    `fed` is what the operation before would have written of the operands of the call built last;
+    None where that is nothing, or nothing large.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.fed: Tensor | None = None
+        self.library = "rocm" if torch.version.hip else device.type
+        torch.manual_seed(1234)
+
+    def _normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        value = torch.randn(shape, dtype=dtype, device=self.device)
+        return value.mul_(scale) if scale != 1.0 else value
+
+    def _product_name(self) -> str:
+        names = {"cuda": "torch/cublas", "rocm": "torch/hipblas", "cpu": "torch/cpu"}
+        return names.get(self.library, f"torch/{self.library}")
+
+    def _gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        d = kernel.named
+        name = self._product_name()
+        w = self._normal(d["n"], d["k"], dtype=dtype, scale=0.02)
+        if kernel.direction == "dgrad":
+            self.fed = g = self._normal(d["m"], d["n"], dtype=dtype)
+            return lambda: g.matmul(w), name
+        self.fed = x = self._normal(d["m"], d["k"], dtype=dtype)
+        if kernel.direction == "wgrad":
+            del w
+            self.fed = g = self._normal(d["m"], d["n"], dtype=dtype)
+            return lambda: g.t().matmul(x), name
+        return lambda: torch.matmul(x, w.t()), name
+
+    _narrow_gemm = _gemm
+
+    def _grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """One product per expert, as Megatron-Core's SequentialMLP, on equal shares of the rows."""
+        d = kernel.named
+        groups = d["groups"]
+        shares = [d["m"] // groups + (i < d["m"] % groups) for i in range(groups)]
+        shares = [share for share in shares if share]
+        calls = []
+        for m in shares:
+            share = Kernel("gemm", kernel.direction, (m, d["n"], d["k"]), kernel.dtype)
+            calls.append(self._gemm(share, dtype)[0])
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run, f"{self._product_name()}/sequential"
+
+    def _fused_grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """All experts' products in one kernel: torch's grouped_mm, on equal shares of the rows."""
+        product = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+        if product is None:
+            raise Refused(f"torch {torch.__version__} has no grouped_mm; 2.8 and later have it")
+        d = kernel.named
+        groups, m = d["groups"], d["m"]
+        ends = [m * (index + 1) // groups for index in range(groups)]
+        offs = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        name = "torch/grouped_mm"
+        if kernel.direction != "forward":
+            self.fed = g = self._normal(m, d["n"], dtype=dtype)
+        if kernel.direction != "dgrad":
+            x = self._normal(m, d["k"], dtype=dtype)
+            if kernel.direction == "forward":
+                self.fed = x
+        if kernel.direction == "wgrad":
+            return tried(lambda: product(g.t(), x, offs=offs)), name
+        w = self._normal(groups, d["n"], d["k"], dtype=dtype, scale=0.02)
+        if kernel.direction == "dgrad":
+            return tried(lambda: product(g, w, offs=offs)), name
+        return tried(lambda: product(x, w.transpose(-2, -1), offs=offs)), name
+
+    def fp8(self, kernel: Kernel) -> tuple[Call, str]:
+        """A product of e4m3 operands with one scale each, bf16 out; the casts are not in it.
+
+        The forward product sums in the fast way and the backward ones in the exact one, as
+        Transformer Engine's recipes have it. Both operands lie along the summed dimension, as
+        cuBLAS wants it on Hopper: dgrad and wgrad take transposed copies, which Transformer Engine
+        keeps beside the others.
+        """
+        if kernel.op != "gemm":
+            raise Refused(f"fp8 is measured for gemm only, not for {kernel.op}")
+        if self.library == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise Refused("fp8 products need a GPU of compute capability 8.9 (Ada, Hopper) or more")
+        if not hasattr(torch, "_scaled_mm") or not hasattr(torch, "float8_e4m3fn"):
+            raise Refused(f"torch {torch.__version__} has no _scaled_mm; 2.5 and later have it")
+        m, n, k = kernel.dims
+        rows, columns, depth = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[
+            kernel.direction
+        ]
+        if columns % 16 or depth % 16:
+            raise Refused(f"fp8 products need sizes in multiples of 16; {kernel.shape} is not")
+        eight = torch.float8_e4m3fn
+        a = self._normal(rows, depth, dtype=torch.bfloat16).to(eight)
+        b = self._normal(columns, depth, dtype=torch.bfloat16).to(eight)
+        scale = torch.ones((), device=self.device)
+        fast = kernel.direction == "forward"
+
+        def product() -> Tensor:
+            out: Tensor = torch._scaled_mm(
+                a,
+                b.t(),
+                scale_a=scale,
+                scale_b=scale,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+            )
+            return out
+
+        return tried(
+            product
+        ), f"{self._product_name()}/scaled_mm-tensorwise{'-fast' if fast else ''}"

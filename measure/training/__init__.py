@@ -1,0 +1,1 @@
+"""Training steps, each case in processes of its own."""
