@@ -57,6 +57,7 @@ OF_GPU: tuple[type[Row], ...] = (
 )
 TELEMETRY_FILE = "telemetry.parquet"
 INDEPENDENT = 10
+JUDGED_TOO = (KernelRow, CollectiveRow)  # whose rows of role `judge` are looked up in the end
 _DURATIONS = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
 LEAST_ERROR = 1e-4
 # of an operation's issue times, the part that is no longer than what is taken for it
@@ -82,6 +83,12 @@ class Evidence:
     same_gpu: Sequence[ResultSet] = ()
     # other systems of this GPU, and the operations (name, direction, type) that only they timed
     lent: Sequence[tuple["Evidence", Sequence[tuple[str, str, str]]]] = ()
+    judged_too: bool = False  # rows of role `judge` are fitted on as well, once they have judged
+
+    @property
+    def with_judged(self) -> "Evidence":
+        """With the rows of role `judge` among those to fit on: for what is not judged by them."""
+        return replace(self, judged_too=True)
 
     @property
     def of_gpu(self) -> "Evidence":
@@ -90,11 +97,12 @@ class Evidence:
 
     def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
         """(run, row) of every row of a table; those of role `judge` only to be compared with."""
+        roles = ("fit", "judge") if self.judged_too else (role,)
         return [
             (one.manifest.run, self.as_shown(one.manifest.run, record))
             for one in self.runs
             for record in one.table(row)
-            if record.role == role
+            if record.role in roles
         ]
 
     def as_shown(self, run: str, record: R) -> R:
@@ -125,7 +133,9 @@ class Evidence:
     def inputs(self) -> Iterator[InputFile]:
         """Every file of the runs that is fitted on, with its digest."""
         for one in self.runs:
-            yield from input_files(one, {row: len(one.fit(row)) for row in FITTED})
+            counts = {row: len(one.fit(row)) for row in FITTED}
+            counts |= {row: len(one.table(row)) for row in JUDGED_TOO}
+            yield from input_files(one, counts)
         for one in self.same_gpu:
             yield from input_files(one, {row: len(one.fit(row)) for row in OF_GPU}, lent=True)
 

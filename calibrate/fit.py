@@ -94,9 +94,10 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
         ledger.held_out += notes.held_out
         taken.append((other, wanted))
     shown = progress(keys, len(keys), label, show_progress)
-    own = fit_kernels(evidence, state, ledger, shown, more)
-    kernels = own + kernels
-    collectives = fit_collectives(evidence, ledger)
+    fitted = fit_kernels(evidence, state, ledger, shown, more)
+    own = [one.to_judge for one in fitted]
+    kernels = (*(one.whole for one in fitted), *kernels)
+    collectives = fit_collectives(evidence.with_judged, ledger)
     networks = fit_networks(evidence, ledger, state.idle_w)
     gpus = evidence.devices()[0].kind != "cpu"
     nvls = fit_nvls(ledger) if gpus else ()
@@ -107,7 +108,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     composition = composition_sd(evidence, ledger)
     judge_kernels(evidence, state, own, ledger)
     judge_families(evidence, state, own, ledger)
-    judge_collectives(evidence, collectives, ledger)
+    judge_collectives(evidence, fit_collectives(evidence, Ledger()), ledger)
     judge_power(evidence, clock, own, ledger)
     thermal = fit_heat(evidence, ledger)
     leakage = fit_leakage(evidence, state, ledger)
@@ -156,7 +157,8 @@ def _lend(
     theirs = queued.applied(host_visits.alike(monitored(other, Ledger())))
     their_state = clock_state(theirs, read_telemetry(theirs), Ledger())
     groups, notes = kernel_groups(theirs, their_state), Ledger()
-    models = fit_kernels(theirs, their_state, notes, [key for key in wanted if key not in own])
+    lacking = [key for key in wanted if key not in own]
+    models = tuple(one.whole for one in fit_kernels(theirs, their_state, notes, lacking))
     return models, {k: at_clock(groups[k], their_state, state) for k in wanted if k in own}, notes
 
 

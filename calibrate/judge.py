@@ -61,7 +61,7 @@ def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str,
         queued.applied(monitored(one, unused)) for one in (early, Evidence(early.system, late))
     )
     state = clock_state(early, read_telemetry(early), unused)
-    fits = fit_kernels(early, state, unused, kernel_keys(early))
+    fits = [one.whole for one in fit_kernels(early, state, unused, kernel_keys(early))]
     rows = [later.as_shown(one.manifest.run, row) for one in late for row in one.table(KernelRow)]
     found = judged_rows(rows, state, fits)
     _score_kernels(found, ledger)

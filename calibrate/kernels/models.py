@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +32,20 @@ from spec.kernel_fit import KernelFit, KernelPoint, Physics
 from spec.records import KernelRow
 
 
+class Fitted(NamedTuple):
+    """A kernel model before and after the shapes that judge it are looked up, too."""
+
+    to_judge: KernelFit
+    whole: KernelFit
+
+
 def fit_kernels(
     evidence: Evidence,
     clock: ClockState,
     ledger: Ledger,
     keys: Iterable[Key],
     more: Mapping[Key, Group] = MappingProxyType({}),
-) -> tuple[KernelFit, ...]:
+) -> tuple[Fitted, ...]:
     """A model of every operation in `keys` (what a progress bar iterates over).
 
     more: what other systems of this GPU timed of operations that this one timed, too.
@@ -62,7 +70,7 @@ def _fit(
     clock: ClockState,
     evidence: Evidence,
     ledger: Ledger,
-) -> KernelFit:
+) -> Fitted:
     op, direction, dtype = group.key
     shapes = group.shapes
     correction = fit_correction(inputs(shapes), residuals(physics, shapes))
@@ -85,7 +93,7 @@ def _fit(
     _note(group, physics, sds, correction, ledger, detail)
     _note_power(group, power, ledger, detail)
     _note_host(group, host_us, ledger, detail)
-    return KernelFit(
+    fit = KernelFit(
         op=op,
         direction=direction,
         dtype=dtype,
@@ -103,6 +111,8 @@ def _fit(
         power_tflops=power.tflops and rounded(power.tflops),
         power_rate_exponent=by_rate(op),
     )
+    points = _points(group.looked_up, physics, correction) if group.judged else fit.points
+    return Fitted(fit, fit.model_copy(update={"points": points}))
 
 
 def _points(

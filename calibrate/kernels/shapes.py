@@ -40,6 +40,7 @@ class Group:
     shapes: tuple[Shape, ...]
     host_us: tuple[float, ...]
     drawn: tuple[Drawn, ...]  # by rows that show power
+    judged: tuple[Shape, ...] = ()  # only in rows of role `judge`: looked up once they have judged
 
     @property
     def timings(self) -> list[tuple[Kernel, float]]:
@@ -48,20 +49,33 @@ class Group:
 
     def joined(self, other: "Group") -> "Group":
         """With those of another one's shapes that it lacks; and its power, where it shows none."""
-        own = {one.kernel for one in self.shapes}
-        new = [one for one in other.shapes if one.kernel not in own]
-        shapes = sorted((*self.shapes, *new), key=lambda one: one.kernel.dims)
+        shapes = _joined(self.shapes, other.shapes)
+        fitted = {one.kernel for one in shapes}
+        judged = _joined(self.judged, other.judged)
         return replace(
             self,
-            shapes=tuple(shapes),
+            shapes=shapes,
             host_us=self.host_us or other.host_us,
             drawn=self.drawn or other.drawn,
+            judged=tuple(one for one in judged if one.kernel not in fitted),
         )
+
+    @property
+    def looked_up(self) -> tuple[Shape, ...]:
+        """All its shapes, those that judged the fit too."""
+        return _joined(self.shapes, self.judged)
 
     @property
     def name(self) -> str:
         """Prefix of its parameters' names."""
         return f"kernel.{self.key[0]}.{self.key[1]}.{self.key[2]}"
+
+
+def _joined(some: Sequence[Shape], others: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Shapes and those of others that are not among them, by their sizes."""
+    own = {one.kernel for one in some}
+    new = [one for one in others if one.kernel not in own]
+    return tuple(sorted((*some, *new), key=lambda one: one.kernel.dims))
 
 
 def kernel_keys(evidence: Evidence) -> list[Key]:
@@ -89,16 +103,22 @@ def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[KernelRow]]]:
 def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     """Every operation's shapes, at the reference clock."""
     groups = {}
+    every = by_model(evidence.with_judged)
     for key, shapes in by_model(evidence).items():
         rows = [row for timings in shapes.values() for row in timings]
+        lag_sd_us = evidence.lag_sd_us.get(key[:2], 0.0)
+        found = {
+            kernel: _shape(kernel, timings, clock, lag_sd_us)
+            for kernel, timings in sorted(
+                (every.get(key, {}) | shapes).items(), key=lambda item: item[0].dims
+            )
+        }
         groups[key] = Group(
             key,
-            tuple(
-                _shape(kernel, timings, clock, evidence.lag_sd_us.get(key[:2], 0.0))
-                for kernel, timings in sorted(shapes.items(), key=lambda item: item[0].dims)
-            ),
+            tuple(one for kernel, one in found.items() if kernel in shapes),
             tuple(row.host_us for row in rows if row.host_us is not None),
             clock.drawn(rows),
+            tuple(one for kernel, one in found.items() if kernel not in shapes),
         )
     return groups
 
@@ -129,12 +149,17 @@ def at_clock(group: Group, theirs: ClockState, own: ClockState) -> Group:
     watts = ratio**-own.power_exponent if is_compute(op) else 1.0
     return replace(
         group,
-        shapes=tuple(replace(one, time_us=one.time_us * slower, lent=True) for one in group.shapes),
+        shapes=_slower(group.shapes, slower),
+        judged=_slower(group.judged, slower),
         drawn=tuple(
             one._replace(watts=one.watts * watts, time_us=one.time_us * slower)
             for one in group.drawn
         ),
     )
+
+
+def _slower(shapes: Sequence[Shape], slower: float) -> tuple[Shape, ...]:
+    return tuple(replace(one, time_us=one.time_us * slower, lent=True) for one in shapes)
 
 
 def system_with(groups: Mapping[Key, Group]) -> System:

@@ -211,20 +211,13 @@ def fit_measured(
 ) -> NetworkFit:
     """Efficiency is relative to the node's rate: the fastest that any one group used its ports."""
 
-    def used(one: Sample) -> float:
-        twice = one.collective == "all_reduce" and one.path.nodes == 2
-        return one.busbw / (busbw_factor(one.collective, one.path.ranks) if twice else 1.0)
-
-    alone = [one.sample for one in rows if one.path.concurrent == 1]
-    rate = rounded(max(used(one) for one in alone or [one.sample for one in rows]))
-    judge_sizes(ledger, protocol, rows, rate)
-    detail = evidence.where(CollectiveRow, len(rows))
-    samples = [one.sample for one in rows]
-    fit, sds = fit_network(protocol, samples, "measured", detail, MEASURED, rate)
-    note_one(ledger, fit, "node_gbytes_per_s", rate, "GB/s", 0.05)
-    note_network(ledger, fit, sds, MEASURED)
-    fit = fit.model_copy(update={"curves": curves(fit, rows)})
+    judge_sizes(ledger, protocol, rows)
+    fit, _ = _with_curves(protocol, rows, "held-out fit")
     score(ledger, fit, "rows of role judge", judged, rows)
+    rows = [*rows, *judged]
+    fit, sds = _with_curves(protocol, rows, evidence.where(CollectiveRow, len(rows)))
+    note_one(ledger, fit, "node_gbytes_per_s", fit.node_gbytes_per_s or 0.0, "GB/s", 0.05)
+    note_network(ledger, fit, sds, MEASURED)
     fit = with_visits(fit, [one.visited for one in rows], assumed_of(protocol, rows), ledger)
     fit = with_held(fit, evidence, ledger)
     for name, several in (("active_w", False), ("active_inside_w", True)):
@@ -234,6 +227,22 @@ def fit_measured(
             note_one(ledger, fit, name, active, "W", 0.1)
             fit = fit.model_copy(update={name: active})
     return fit
+
+
+def _with_curves(
+    protocol: str, rows: Sequence[Crossing], detail: str
+) -> tuple[NetworkFit, dict[str, float]]:
+    """The formula on these rows, with their curves, and the sds of its parameters."""
+
+    def used(one: Sample) -> float:
+        twice = one.collective == "all_reduce" and one.path.nodes == 2
+        return one.busbw / (busbw_factor(one.collective, one.path.ranks) if twice else 1.0)
+
+    samples = [one.sample for one in rows]
+    alone = [one for one in samples if one.path.concurrent == 1]
+    rate = rounded(max(used(one) for one in alone or samples))
+    fit, sds = fit_network(protocol, samples, "measured", detail, MEASURED, rate)
+    return fit.model_copy(update={"curves": curves(fit, rows)}), sds
 
 
 def between_nodes_w(evidence: Evidence, several: bool) -> float | None:
@@ -327,16 +336,14 @@ def _with_spreads(
     )
 
 
-def judge_sizes(ledger: Ledger, protocol: str, rows: Sequence[Crossing], rate: float) -> None:
+def judge_sizes(ledger: Ledger, protocol: str, rows: Sequence[Crossing]) -> None:
     """Every other size left out, beside the largest message's bus bandwidth."""
     sizes = sorted({one.row.bytes for one in rows})
     left_out = set(sizes[1::2])
     kept = [one for one in rows if one.row.bytes not in left_out]
     if not kept or not left_out:
         return
-    samples = [one.sample for one in kept]
-    fit, _ = fit_network(protocol, samples, "measured", "held-out fit", MEASURED, rate)
-    fit = fit.model_copy(update={"curves": curves(fit, kept)})
+    fit, _ = _with_curves(protocol, kept, "held-out fit")
     out = [one for one in rows if one.row.bytes in left_out]
     score(ledger, fit, "every other size left out", out, kept)
 
