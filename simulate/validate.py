@@ -30,15 +30,30 @@ from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 from topologies import load_fabric, load_node
 
 
-def newest_profiles(sets: Sequence[ResultSet]) -> dict[tuple[Path, str], list[ProfileRow]]:
-    """By system's folder and case: its profile, of the newest run that has one."""
-    profiles: dict[tuple[Path, str], list[ProfileRow]] = {}
+def newest_profiles(
+    sets: Sequence[ResultSet], todo: Sequence[tuple[ResultSet, TrainingRow]]
+) -> dict[tuple[Path, str], list[ProfileRow]]:
+    """By a run and its case: the profile that stands beside it.
+
+    Of a system's case the newest profile counts. It names no configuration, so it stands beside the
+    last run of that case before it or its own; beside the first one after it where there is none.
+    """
+    profiles: dict[tuple[Path, str], tuple[ResultSet, list[ProfileRow]]] = {}
     for found in sets:
         rows_of: dict[str, list[ProfileRow]] = {}
         for one in found.table(ProfileRow):
             rows_of.setdefault(one.case_id, []).append(one)
-        profiles |= {(found.path.parent, case_id): mine for case_id, mine in rows_of.items()}
-    return profiles
+        for case_id, mine in rows_of.items():
+            profiles[found.path.parent, case_id] = found, mine
+    placed = {}
+    for (system, case_id), (profiled, mine) in profiles.items():
+        runs = [
+            one.path for one, row in todo if one.path.parent == system and row.case_id == case_id
+        ]
+        until = [one for one in runs if one.name <= profiled.path.name]
+        if runs:
+            placed[until[-1] if until else runs[0], case_id] = mine
+    return placed
 
 
 def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, str]]:
@@ -48,9 +63,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
     for found in sets:
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
-    profiles = newest_profiles(sets)
-    # a profile stands beside the newest run of its case, once
-    last = {(found.path.parent, row.case_id): found.path for found, row in todo}
+    profiles = newest_profiles(sets, todo)
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     settings = Settings(arguments.calibration, arguments.fabric)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
@@ -60,8 +73,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
             row, at.calibration, at.node, at.fabric, arguments.draws, 0, binary, at.devices
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-        key = (found.path.parent, row.case_id)
-        profile = profiles.get(key, []) if last[key] == found.path else []
+        profile = profiles.get((found.path, row.case_id), [])
         cases.append(Case(unique, predicted, *limits(found), profile, found.path.parent.name))
     return cases, used
 

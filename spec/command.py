@@ -30,6 +30,26 @@ class Parser(argparse.ArgumentParser):
         """Raise the complaint, for `run` to print."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; raises UserError where an output is another one, or an input."""
+        found = super().parse_args(args, namespace)
+        named: dict[Path, str] = {}
+        outputs = [one for one in self._actions if one.type is new_file]
+        for action in (*outputs, *(one for one in self._actions if one not in outputs)):
+            value = getattr(found, action.dest, None)
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if not isinstance(one, str | Path) or (action not in outputs and not _is_file(one)):
+                    continue
+                said = action.option_strings[-1] if action.option_strings else action.dest
+                path = Path(one).resolve()
+                if path in named:
+                    raise UserError(
+                        f"{one} is given as {named[path]} and as {said}; one of them would be lost"
+                    )
+                if action in outputs:
+                    named[path] = said
+        return found
+
     def refuse_given(self, arguments: argparse.Namespace, names: Sequence[str], where: str) -> None:
         """Raise UserError on the first of these arguments that is not as it is by default."""
         for name in names:
@@ -37,6 +57,13 @@ class Parser(argparse.ArgumentParser):
                 action = next(one for one in self._actions if one.dest == name)
                 said = action.option_strings[-1] if action.option_strings else name
                 raise UserError(f"{said} has no effect {where}; leave it out")
+
+
+def _is_file(text: str | Path) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long, or with a NUL: no path
+        return False
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

@@ -8,6 +8,10 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.row import NonNegative, Positive, Row
 
+# a number for every rank, such as 41.2,41.3: positive, as memory is
+_GIB = r"(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)"
+PerRank = Annotated[str, Field(pattern=rf"^{_GIB}(,{_GIB})*$")]
+
 
 class TrainingConfig(Row):
     """A configuration of training steps: the columns of a plan, and the first of training.csv."""
@@ -42,7 +46,9 @@ class TrainingConfig(Row):
     global_batch: PositiveInt
     recompute: Literal["none", "selective", "full"]
     overlap: bool
-    layers_per_stage: str | None = Field(default=None, description="uneven stages, as 19,21")
+    layers_per_stage: Annotated[str, Field(pattern=r"^[1-9]\d{0,5}(,[1-9]\d{0,5})*$")] | None = (
+        Field(default=None, description="uneven stages, as 19,21")
+    )
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
 
     def model_spec(self) -> ModelSpec:
@@ -104,13 +110,13 @@ class TrainingRow(TrainingConfig):
     clock_mean_mhz: Positive | None = Field(default=None, description="mean SM clock, all devices")
     temperature_max_c: FiniteFloat | None = None
     throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
-    peak_allocated_gib: str | None = Field(
+    peak_allocated_gib: PerRank | None = Field(
         default=None, description="torch's peak allocated memory per rank, comma-separated, GiB"
     )
-    peak_reserved_gib: str | None = Field(
+    peak_reserved_gib: PerRank | None = Field(
         default=None, description="torch's peak reserved memory per rank, comma-separated, GiB"
     )
-    peak_device_gib: str | None = Field(
+    peak_device_gib: PerRank | None = Field(
         default=None, description="peak device memory in use per rank, comma-separated, GiB"
     )
 

@@ -13,6 +13,7 @@ import yaml
 from simulate import project, search, study, validate
 from simulate.validation import options as validate_options
 from spec.command import run
+from spec.errors import UserError
 from spec.files import check_writable, write_json
 from tests.commands import called
 from tests.made_up import calibration_json
@@ -473,3 +474,20 @@ def test_commands_answer_as_processes(module: str) -> None:
     assert "example" in done.stdout
     for option in PROCESSES[module].split():
         assert option in done.stdout
+
+
+def test_an_output_is_never_an_input_or_another_output(
+    tmp_path: Path, calibration: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = calibration.read_bytes()
+    given = str(calibration)
+    for module, words in (
+        (project, ["--calibration", given, "--report", given]),
+        (project, ["--calibration", given, "--report", "a.html", "--json", "./a.html"]),
+        (validate, ["compare", given, "--json", given]),
+    ):
+        with pytest.raises(UserError, match="one of them would be lost"):
+            module.main(words)
+    assert calibration.read_bytes() == before
+    assert not (tmp_path / "a.html").exists()

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from reports.validation import render
+from simulate.validate import newest_profiles
 from simulate.validation import components
 from simulate.validation.cases import Case, predict, validation
 from simulate.validation.text import table
@@ -116,3 +118,17 @@ def test_baselines_of_components_come_from_other_profiles(tmp_path: Path) -> Non
     text = table(value)
     assert "as baselines, the nearest profile 10.0%, the mean share 10.0%" in text
     assert "nearest profile's" in render(value).replace("&#39;", "'")
+
+
+def test_a_profile_stands_beside_the_steps_before_it(tmp_path: Path) -> None:
+    """A later run may have the same case at another vocabulary, which no name says."""
+
+    def run(name: str, rows: list[Any]) -> Any:
+        return SimpleNamespace(path=tmp_path / "system" / name, table=lambda kind: rows)
+
+    profile = SimpleNamespace(case_id="case")
+    profiled = run("2", [profile])
+    todo = [(run(name, []), SimpleNamespace(case_id="case")) for name in ("1", "3")]
+    assert newest_profiles([profiled], todo) == {(todo[0][0].path, "case"): [profile]}
+    assert newest_profiles([profiled], todo[1:]) == {(todo[1][0].path, "case"): [profile]}
+    assert newest_profiles([profiled], []) == {}

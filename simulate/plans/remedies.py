@@ -13,8 +13,8 @@ from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 
-# What may change, in the order that it is named in; the number of replicas follows.
 MOST = 3  # plans
+# What may change, in the order that it is named in; the number of replicas follows.
 FIELDS = ("recompute", "microbatch", "zero", "tp", "pp", "cp", "vpp")
 
 
