@@ -146,8 +146,6 @@ def draw_plan(arguments: Any, calibration: Calibration, node: Node) -> Path:
     out = Path(arguments.plan_out)
     if out.exists():
         raise UserError(f"{out}: exists already; a plan is drawn once, give another name")
-    if out.resolve() == Path(arguments.out).resolve():
-        raise UserError(f"--plan-out and --out are both {out}; give another name to one of them")
     configs = draw(
         Path(arguments.plan),
         arguments.draw,

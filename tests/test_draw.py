@@ -43,7 +43,7 @@ def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
     for name, sealed, said in (
         ("a", "new.json", "a.csv: exists already; a plan is drawn once"),
         ("new", "a.json", "a.json: exists already; a forecast is written once"),
-        ("new", "new.csv", "--plan-out and --out are both new.csv"),
+        ("new", "new.csv", "new.csv is given as --plan-out and as --out"),
     ):
         code, _, err = predict_drawn(name, "1a2b3c", sealed)
         assert (code, said in err) == (2, True)
