@@ -177,7 +177,13 @@ def test_measured_layouts_are_looked_up(
     assert 0 < latency < 0.1
     assert 0 < bandwidth < 0.1
     # farther from the measured sizes an error is likelier
-    assert network.spreads(kind, path, 2**16)[0] > latency
+    curve = network.curve(kind, path)
+    assert curve is not None
+    points = [one.model_dump() for one in curve.points if one.bytes != 2**16]
+    bent = curve.model_dump() | {"latency_bend": 0.05, "points": points}
+    without = NetworkFit.model_validate(network.model_dump() | {"curves": [bent]})
+    at, between = (without.spreads(kind, path, nbytes)[0] for nbytes in (2**20, 2**16))
+    assert between > at
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
