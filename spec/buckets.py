@@ -40,21 +40,61 @@ def gradient_buckets(
     over GPUs have buckets of their own, and under the distributed optimizer so has, on either
     stage, a table that two stages share. Source: 0.16's `distributed/param_and_grad_buffer.py`.
     """
-    layers = p.stage_layers(model)[stage] // p.vpp
     full = (full or bucket_parameters(p)) if stage == 0 else None
+    dense, experts = _tensors(model, p, stage, stage == 0, stage == p.pp - 1 and p.vpp == 1)
+    found = [*_buckets(dense, full), *_buckets(experts, full, "edp")]
+    return tuple(sorted(found, key=lambda one: one.ready))
+
+
+@lru_cache(maxsize=LATEST)
+def largest_piece(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Parameters of the largest part of a tensor that one replica owns (distributed optimizer).
+
+    Replicas own equal parts of each bucket, one after another, whatever tensors lie there: of a
+    model chunk, all of which is one bucket unless the reduction is overlapped.
+    """
+    full = bucket_parameters(p) if p.overlap and p.vpp == 1 and stage == 0 else None
+    first, last = stage == 0, stage == p.pp - 1
+    largest = 0.0
+    for ends in {(first, last)} if p.vpp == 1 else {(first, False), (False, last)}:
+        owners = p.dp * p.cp, p.dp * p.cp // p.ep
+        for tensors, replicas in zip(_tensors(model, p, stage, *ends), owners, strict=True):
+            for bucket in _filled(tensors, full):
+                part, begin = sum(size for size, _, _ in bucket) / replicas, 0.0
+                for size, _, _ in bucket:
+                    largest = max(largest, _piece(begin, begin + size, part))
+                    begin += size
+    return largest
+
+
+def _piece(begin: float, end: float, part: float) -> float:
+    """The most of [begin, end] that lies between two multiples of `part`."""
+    cut = (begin // part + 1) * part
+    if cut >= end:
+        return end - begin
+    whole = part if end - cut >= part else 0.0
+    return max(cut - begin, whole, (end - cut) % part)
+
+
+def _tensors(
+    model: ModelSpec, p: Parallelism, stage: int, first: bool, last: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of a model chunk, from the model's end on: (dense, experts over GPUs).
+
+    first, last: whether it holds that end of the model.
+    """
+    layers = p.stage_layers(model)[stage] // p.vpp
     dense, experts = ([*_of_layers(sizes, layers)] for sizes in _layer(model, p))
-    before, after = list[Tensor](), list[Tensor]()
     if not model.lora_rank:
-        first, last = end_parameters(model, p)
+        begin, end = end_parameters(model, p)
         table = model.vocab * model.hidden // p.tp
         alone = model.tied_embeddings and p.pp > 1 and p.zero == 1
-        if stage == 0:
-            before = [(first - table, 1.0, False), (table, 1.0, alone)]
-        if stage == p.pp - 1 and p.vpp == 1:
-            own = table if last >= table else 0  # tied on one stage: the embedding's
-            after = [(own, 0.0, alone), (last - own, 0.0, False)]
-    found = [*_filled([*after, *dense, *before], full), *_filled(experts, full, "edp")]
-    return tuple(sorted(found, key=lambda one: one.ready))
+        if first:
+            dense = [*dense, (begin - table, 1.0, False), (table, 1.0, alone)]
+        if last:
+            own = table if end >= table else 0  # tied on one stage: the embedding's
+            dense = [(own, 0.0, alone), (end - own, 0.0, False), *dense]
+    return dense, experts
 
 
 def _of_layers(sizes: Sequence[int], layers: int) -> Iterator[Tensor]:
@@ -65,17 +105,23 @@ def _of_layers(sizes: Sequence[int], layers: int) -> Iterator[Tensor]:
         yield size, done / whole, False
 
 
-def _filled(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> Iterator[Bucket]:
-    """Tensors, some of no size, in buckets of at least `full`, or in one."""
-    held, ready, closed = 0, 0.0, False
-    for size, until, alone in (one for one in tensors if one[0]):
+def _buckets(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> Iterator[Bucket]:
+    for one in _filled(tensors, full):
+        yield Bucket(sum(size for size, _, _ in one), one[-1][1], axis)
+
+
+def _filled(tensors: Sequence[Tensor], full: int | None) -> Iterator[list[Tensor]]:
+    """Tensors, some of no size, by buckets of at least `full`, or in one."""
+    held, closed = list[Tensor](), False
+    for one in (one for one in tensors if one[0]):
+        alone = one[2]
         if held and (closed or alone):
-            yield Bucket(held, ready, axis)
-            held = 0
-        held, ready = held + size, until
-        closed = alone or bool(full and held >= full)
+            yield held
+            held = []
+        held = [*held, one]
+        closed = alone or bool(full and sum(size for size, _, _ in held) >= full)
     if held:
-        yield Bucket(held, ready, axis)
+        yield held
 
 
 def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[int], list[int]]:

@@ -63,12 +63,9 @@ def errors(cases: list[Case], kind: str) -> list[float]:
     return [abs(peaks[kind][1]["median"] / peaks[kind][0] - 1) for _, _, peaks, _ in cases]
 
 
-# Of the twenty-seventh visit; open. The first's clipping is counted as if one replica owned its
-# largest gradient whole, which the border between replicas cuts. Their steps' peaks are 0.2 % off.
-KNOWN_OFF = {
-    ("llama3-405b-L2-s2048-TP1-PP2-DP2-mb2-gb16-z1", 1): 0.026,
-    ("opt-66b-L4-s2048-TP1-PP2-DP2-VPP2-mb4-gb32-z1-full-overlap", 1): 0.018,
-}
+# Too low by four of the tensors that go between stages, as is the second half of another
+# interleaved pipeline whose peak is a layer's backward pass.
+TOO_LOW = ("opt-66b-L4-s2048-TP1-PP2-DP2-VPP2-mb4-gb32-z1-full-overlap", 1)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +86,15 @@ def test_allocated_peaks_of_every_measured_stage(system: str, least: int) -> Non
     cases = measured(system)
     assert len(cases) >= least
     for (row, stage, _, _), error in zip(cases, errors(cases, "allocated"), strict=True):
-        bound = KNOWN_OFF.get((row.case_id, stage), 0.015)
-        assert error < bound, f"{row.case_id} stage {stage}"
+        if (row.case_id, stage) != TOO_LOW:  # see below
+            assert error < 0.015, f"{row.case_id} stage {stage}"
     assert np.mean(errors(cases, "allocated")) < 0.003
+
+
+@pytest.mark.xfail(strict=True, reason="later interleaved stages hold more than is counted: open")
+def test_allocated_peak_of_a_later_interleaved_stage() -> None:
+    (case,) = (one for one in measured("4x-h200") if (one[0].case_id, one[1]) == TOO_LOW)
+    assert errors([case], "allocated")[0] < 0.015
 
 
 def test_reserved_and_device_peaks_of_visits_not_fitted_on() -> None:

@@ -15,7 +15,7 @@ from simulate.cost.uncertainty import Draws, central
 from simulate.plans.rough import Rough
 from simulate.step.overlap import Chunk, exposed_us, gathers_us
 from simulate.step.schedule import BACKWARD, FORWARD
-from spec.buckets import Bucket, bucket_parameters, gradient_buckets
+from spec.buckets import Bucket, bucket_parameters, gradient_buckets, largest_piece
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
@@ -397,3 +397,23 @@ def test_groups_inside_a_node_leave_its_ports_free() -> None:
         )
         segment = layer(MODEL, costs.parallelism)[0]
         assert (central(costs.ports_us(segment)) > 0) == busy
+
+
+def test_the_border_between_replicas_cuts_the_largest_gradient() -> None:
+    """Llama 3 405B's last stage of two: output layer, second and first product, QKV, projection.
+
+    Of 3,712 million parameters, from the model's end on, the first of two replicas owns the output
+    layer, the second product and 459 million of the first one; the other replica the rest of it.
+    """
+    model = load_model("llama3-405b").resized(layers=2, vocab=32000)
+    p = Parallelism(tp=1, pp=2, dp=1, microbatch=1, global_batch=4, zero=1)
+    first_product = 2 * 53248 * 16384
+    assert largest_piece(model, p, 1) == first_product
+    two = p.model_copy(update={"dp": 2})
+    before = 32000 * 16384 + 16384 + 53248 * 16384  # with the final norm
+    layer = 16384 * (16384 + 2 * 1024) + 16384 * 16384 + 2 * 16384 + 3 * 53248 * 16384
+    half = (32000 * 16384 + 16384 + layer) / 2
+    assert largest_piece(model, two, 1) == pytest.approx(first_product - (half - before))
+    for dp in (3, 8, 64):
+        split = p.model_copy(update={"dp": dp})
+        assert largest_piece(model, split, 1) <= 2 * half / dp + 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
 from simulate.memory.sharded import Passes, blocks_apart_bytes
+from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -210,22 +211,15 @@ def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) 
     """The scaled copy of the largest gradient, fp32, that clipping makes (optimizer/clip_grads.py:
     without Apex `gradient.copy_(gradient * scale)`); nothing is kept for a backward pass then.
 
-    The distributed optimizer's ranks own equal parts of each bucket of gradients, whatever lies
-    there: a model chunk, or, to overlap their reduction, little more than a large tensor, as a
-    table of two stages has at all times (distributed/param_and_grad_buffer.py).
+    Under the distributed optimizer of what a replica owns of it, see `spec.buckets.largest_piece`.
     """
     if model.lora_rank:
         wide = max(model.ffn_hidden * (2 if model.gated else 1) / p.tp, model.hidden)
         return 4.0 * min(model.lora_rank * wide, owned)
+    if p.zero in (1, 2):
+        return 4.0 * largest_piece(model, p, stage)
     matrix = float(model.hidden * model.ffn_hidden * (2 if model.gated else 1) / p.tp)
     table = model.vocab / p.tp * model.hidden if stage in (0, p.pp - 1) else 0.0
-    if p.zero in (1, 2):
-        replicas = p.dp * p.cp
-        if p.overlap and p.vpp == 1:
-            matrix /= replicas // p.ep
-            table /= replicas
-        elif model.tied_embeddings and p.pp > 1:
-            table /= replicas
     return 4.0 * min(max(matrix, table), owned)
 
 
