@@ -1,16 +1,30 @@
 """Tables of training steps: configurations, steps, placements and profiles."""
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.row import NonNegative, Positive, Row
 
-# a number for every rank, such as 41.2,41.3: positive, as memory is
-_GIB = r"(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)"
-PerRank = Annotated[str, Field(pattern=rf"^{_GIB}(,{_GIB})*$")]
+
+def _stages(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
+        raise ValueError(f"{text!r}; give the layers of each stage, such as 19,21")
+    return text
+
+
+def _of_ranks(text: str) -> str:
+    for one in text.split(","):
+        if not re.fullmatch(r"\d+(\.\d+)?", one) or float(one) <= 0:
+            raise ValueError(f"{text!r}; give a number above 0 for every rank, such as 41.2,41.3")
+    return text
+
+
+Stages = Annotated[str, AfterValidator(_stages)]
+PerRank = Annotated[str, AfterValidator(_of_ranks)]
 
 
 class TrainingConfig(Row):
@@ -46,9 +60,7 @@ class TrainingConfig(Row):
     global_batch: PositiveInt
     recompute: Literal["none", "selective", "full"]
     overlap: bool
-    layers_per_stage: Annotated[str, Field(pattern=r"^[1-9]\d{0,5}(,[1-9]\d{0,5})*$")] | None = (
-        Field(default=None, description="uneven stages, as 19,21")
-    )
+    layers_per_stage: Stages | None = Field(default=None, description="uneven stages, as 19,21")
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
 
     def model_spec(self) -> ModelSpec:
