@@ -24,6 +24,7 @@ from simulate.step.traffic import KINDS
 from simulate.twins.judge import main_judge
 from simulate.twins.shrink import ALIKE, evidence, twin, unlike
 from spec.command import Parser, add_json, aligned, emit, new_file, run
+from spec.errors import UserError
 from spec.files import write_table
 from spec.measurable import refuse
 from spec.model import ModelSpec
@@ -118,6 +119,10 @@ def main(words: Sequence[str]) -> int:
     arguments = parser().parse_args(words)
     check_gpus(arguments.gpus, "--gpus")
     check_gpus(arguments.on, "--on")
+    if arguments.on > arguments.gpus:
+        raise UserError(
+            f"--on is {arguments.on}, more than --gpus, {arguments.gpus}; a twin is shrunk"
+        )
     inputs = read_inputs(arguments)
     batch = read_batch(arguments, arguments.gpus)
     p, _ = choose(inputs, arguments.gpus, batch, fixed_parallelism(arguments))

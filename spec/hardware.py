@@ -59,8 +59,8 @@ class Node(BaseModel):
     fabric: str | None = Field(
         default=None, description="named fabric that its ports are for: the default between nodes"
     )
-    overhead_w: float = Field(
-        default=0, ge=0, description="power of the node outside its GPUs: CPUs, NICs, fans"
+    overhead_w: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = Field(
+        default=0, description="power of the node outside its GPUs: CPUs, NICs, fans"
     )
     calibration: str | None = Field(
         default=None, description="system in results/ whose calibration this node can use as it is"

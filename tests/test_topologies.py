@@ -1,9 +1,11 @@
 """Where groups lie: closed forms against flows routed over a graph, and what must never happen."""
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -187,3 +189,14 @@ def test_groups_that_cannot_be_placed() -> None:
         group_path(load_node("4x-h200"), fabric("fat-tree"), 32, 4, 8)
     with pytest.raises(UserError, match="one switch with 16 ports"):
         group_path(EIGHT, fabric("single-switch", radix=16), 32, 4, 8)
+
+
+@pytest.mark.parametrize("watts", [".inf", ".nan", "-1", "1.0e+9"])
+def test_a_node_draws_a_finite_power_beside_its_gpus(tmp_path: Path, watts: str) -> None:
+    own = load_node("hgx-h100").model_dump(mode="json", exclude_none=True)
+    path = tmp_path / "node.yaml"
+    path.write_text(
+        yaml.safe_dump(own | {"overhead_w": 0}).replace("overhead_w: 0", f"overhead_w: {watts}")
+    )
+    with pytest.raises(UserError, match="overhead_w is"):
+        load_node(str(path))

@@ -76,3 +76,5 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert [row.layers for row in plan] == [small["layers"]]
     assert run(command.main, ["--gpus", "512", "--tp", "8", "--pp", "4", "--on", "4"]) == 2
     assert "does not fit 4 GPUs" in capsys.readouterr().err
+    assert run(command.main, ["--gpus", "8", "--on", "16"]) == 2
+    assert "--on is 16, more than --gpus, 8" in capsys.readouterr().err
