@@ -1,7 +1,7 @@
 """Tables of training steps: configurations, steps, placements and profiles."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
@@ -68,6 +68,11 @@ class TrainingConfig(Row):
         own = self.model_dump(include=set(ModelSpec.model_fields))
         return ModelSpec(name=self.model, **own)
 
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What is run, whatever it is called: a name does not say all, such as the vocabulary."""
+        return tuple(getattr(self, name) for name in _CONFIGURATION)
+
     def parallelism(self) -> Parallelism:
         """How it is split over the GPUs."""
         fields = self.model_dump(include=set(Parallelism.model_fields) - {"layers_per_stage"})
@@ -103,6 +108,9 @@ class TrainingConfig(Row):
         if p.layers_per_stage is not None:
             own["layers_per_stage"] = ",".join(map(str, p.layers_per_stage))
         return cls.model_validate(own | {"case_id": case_id, "model": model.name, "nodes": nodes})
+
+
+_CONFIGURATION = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
 
 
 class TrainingRow(TrainingConfig):

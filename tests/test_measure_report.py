@@ -126,7 +126,8 @@ def test_what_telemetry_says_of_itself(tmp_path: Path) -> None:
 
 
 def steps_row(case_id: str, seconds: float, **state: Any) -> TrainingRow:
-    config = cases(2, "cpu", True)[0].config.model_dump() | {"case_id": case_id}
+    own = {"case_id": case_id, "layers": len(case_id)}  # each is a configuration of its own
+    config = cases(2, "cpu", True)[0].config.model_dump() | own
     return TrainingRow(
         **config, status="done", framework="x", steps=3, step_time_median_s=seconds, **state
     )

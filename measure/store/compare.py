@@ -19,11 +19,11 @@ STATES = (
 
 def compare(a: ResultSet, b: ResultSet) -> dict[str, Any]:
     """From `a` to `b`: training steps one by one, kernels and collectives by their median."""
-    before = {(row.case_id, row.vocab): row for row in a.table(TrainingRow) if row.status == "done"}
+    before = {row.configuration: row for row in a.table(TrainingRow) if row.status == "done"}
     steps = [
-        _step(before[row.case_id, row.vocab], row)
+        _step(before[row.configuration], row)
         for row in b.table(TrainingRow)
-        if row.status == "done" and (row.case_id, row.vocab) in before
+        if row.status == "done" and row.configuration in before
     ]
     steps.sort(key=lambda one: -abs(one["difference"]))
     return {

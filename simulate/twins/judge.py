@@ -135,11 +135,11 @@ def pairs(repeats: Sequence[Sequence[Step]]) -> Iterator[tuple[Step, Step]]:
 
 def finished(sets: Sequence[ResultSet], settings: Settings) -> list[list[Step]]:
     """Every finished configuration of every system, as often as it was measured."""
-    repeats: dict[tuple[str, str], list[Step]] = {}  # a name does not say the vocabulary
+    repeats: dict[tuple[Any, ...], list[Step]] = {}
     for found in sets:
         for row in found.table(TrainingRow):
             if row.status == "done":
-                key = found.manifest.system, f"{row.case_id} {row.vocab}"
+                key = found.manifest.system, *row.configuration
                 repeats.setdefault(key, []).append(Step(found, row, settings.of(found, row)))
     return list(repeats.values())
 

@@ -198,11 +198,7 @@ def match(
     system within `ONE_VISIT`.
     """
 
-    def key(row: TrainingConfig) -> tuple[Any, ...]:
-        names = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
-        return tuple(getattr(row, name) for name in names)
-
-    made = {key(one.config): one for one in forecast.cases}
+    made = {one.config.configuration: one for one in forecast.cases}
     asked = forecast.devices or ()
     links = {_links(one) for one in sets if one.path.parent.name == forecast.calibration["system"]}
     links.discard(None)
@@ -213,7 +209,7 @@ def match(
         if not same_device(gpu, node.gpu if node else found.manifest.device):
             continue
         for row in found.table(TrainingRow):
-            one = made.get(key(row))
+            one = made.get(row.configuration)
             if one is None or row.status != "done":
                 continue
             if found.manifest.started <= forecast.created:
@@ -222,7 +218,7 @@ def match(
             if row.nodes > 1 and links and _links(found) not in links:
                 elsewhere += 1
                 continue
-            mine = measured.setdefault(key(row), [])
+            mine = measured.setdefault(row.configuration, [])
             if mine and not _one_visit(mine[0][0], found):
                 again += 1
                 continue
