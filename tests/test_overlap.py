@@ -14,6 +14,7 @@ from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws, central
 from simulate.plans.rough import Rough
 from simulate.step.overlap import Chunk, exposed_us, gathers_us
+from simulate.step.queued import executed
 from simulate.step.schedule import BACKWARD, FORWARD
 from spec.buckets import Bucket, bucket_parameters, gradient_buckets, largest_piece
 from spec.collective import Collective
@@ -270,13 +271,15 @@ def test_buckets_are_as_many_as_megatron_sends() -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("fabric", ["ndr400-rail", "ethernet-100g"])
 @pytest.mark.parametrize("fields", [{}, {"vpp": 4}, {"pp": 4}, {"dp": 16}, {"tp": 2, "dp": 8}])
-def test_overlap_never_slows_interleaved_stages(
+def test_overlap_never_slows_interleaved_stages_unless_reductions_line_up(
     fields: dict[str, int], fabric: str, zero: int
 ) -> None:
+    """Where they do it can, as measured: see `tests.test_queued`."""
     p = P.model_copy(update={**fields, "zero": zero})
     alone = p.model_copy(update={"overlap": False})
     beside, without = (simulate(each, fabric=load_fabric(fabric)) for each in (p, alone))
-    assert beside.step_time_s[0] < without.step_time_s[0]
+    if executed(beside.priced)[2] is None:
+        assert beside.step_time_s[0] < without.step_time_s[0]
     for one in (beside, without):
         assert sum(one.breakdown_s.values()) == pytest.approx(float(one.step_time_s[0]))
 

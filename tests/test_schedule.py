@@ -108,6 +108,7 @@ def played(
     delay: Sequence[float],
     gather: float = 0.0,
     late: Sequence[float] = (0.0,),
+    sent: Sequence[Sequence[float]] = (),
 ) -> dict[tuple[int, int, int, int], float]:
     """Ends by (stage, way, microbatch, chunk): pass by pass from `order`, nothing clever.
 
@@ -116,11 +117,13 @@ def played(
     late: what a stage waits, once it is free, for an input that was sent long before, and for the
     output of the pass before where that was of the same way; interleaved for an exchange between
     two passes, unless forward and backward passes take turns. `delay` and `late` by boundary.
+    sent: by stage and chunk, a reduction after its last backward pass, which ends once that starts.
     """
     orders = [order(s, stages, microbatches, chunks, name) for s in range(stages)]  # type: ignore[arg-type]
     ends: dict[tuple[int, int, int, int], float] = {}
     at, free = [0] * stages, [0.0] * stages
     asked, gathered = [[0.0, 0.0] for _ in range(stages)], [0.0] * stages
+    reduced = [0.0] * stages
     while any(position < len(orders[0]) for position in at):
         for stage in range(stages):
             while at[stage] < len(orders[stage]):
@@ -160,6 +163,9 @@ def played(
                     asked[stage] += [start] if one.chunk else []
                 kind = (stage * chunks + one.chunk) * ways(name) + one.way  # type: ignore[arg-type]
                 free[stage] = start + took[kind]
+                if sent and one.way == BACKWARD and one.microbatch == microbatches - 1:
+                    free[stage] = max(free[stage], reduced[stage])
+                    reduced[stage] = free[stage] + sent[stage][one.chunk]
                 ends[(stage, one.way, one.microbatch, one.chunk)] = free[stage]
                 at[stage] += 1
     return ends

@@ -17,6 +17,7 @@ from simulate.step.overlap import gather_in_turn
 from simulate.step.passes import PassCost
 from simulate.step.pipeline import taking_turns
 from simulate.step.pricing import PricedStep
+from simulate.step.queued import Queued, executed
 from simulate.step.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.step.sharding import Waited
 from spec.collective import Collective
@@ -52,15 +53,19 @@ def program(priced: PricedStep, granularity: Granularity = "stage") -> Program:
         )
     sizes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "dp": p.dp // p.ep, "pp": p.pp}
     axes = {axis: size for axis, size in sizes.items() if size > 1}
-    builders = (_Stage(priced, stage, tuple(axes)) for stage in range(p.pp))
+    queued = executed(priced)[2]
+    builders = (_Stage(priced, stage, tuple(axes), queued) for stage in range(p.pp))
     return Program(axes, tuple(one.build(granularity) for one in builders))
 
 
 class _Stage:
     """Writes the tasks of one pipeline stage in issue order."""
 
-    def __init__(self, priced: PricedStep, stage: int, axes: tuple[str, ...]) -> None:
+    def __init__(
+        self, priced: PricedStep, stage: int, axes: tuple[str, ...], queued: Queued | None
+    ) -> None:
         self.priced, self.stage, self.axes = priced, stage, axes
+        self.queued = queued  # reductions for which passes wait
         self.passes = priced.passes_of(stage)
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()  # what the next task waits for
@@ -106,6 +111,10 @@ class _Stage:
         else:
             self._layers(name, cost, one.way)
         self._flush()
+        if self.queued and one.way == BACKWARD and one.microbatch == p.microbatches - 1:
+            waited = self.queued.waited[self.stage][one.chunk]
+            if central(waited) > 0:
+                self._reduce(waited)
         self.ended["ran", one] = self.last
         if crosses and self._inside(receiver):
             deps = self.last + self._turn("sent", one)
@@ -194,16 +203,21 @@ class _Stage:
 
     def _update(self) -> None:
         update = self.priced.updates[self.stage]
-        for one, time in update.reduction:
-            name = {"embd": "tied embedding", "tp": "shared gradients"}.get(one.axis)
-            name = name or "reduce gradients"
-            self._collective(name, self._exposed(one, time), time)
+        self._reduce(self.queued.left[self.stage] if self.queued else update.reduced_us)
+        for one, time in update.alone.shared.chunks[0]:
+            name = "tied embedding" if one.axis == "embd" else "shared gradients"
+            self._collective(name, one, time)
         for one in self.priced.norm:
             self._collective("gradient norm", one, self.priced.costs.collective_us(one))
         self._compute("update", central(self.priced.once_us + update.kernels_us))
         if not gather_in_turn(self.priced.parallelism):
             self._gather()
         self._flush()
+
+    def _reduce(self, exposed_us: Array) -> None:
+        """What is not hidden of gradients' reduction, or a part of it."""
+        for one, time in self.priced.updates[self.stage].alone.reduction.exposed(exposed_us):
+            self._collective("reduce gradients", self._exposed(one, time), time)
 
     def _gather(self) -> None:
         for one, time in self.priced.updates[self.stage].gather:

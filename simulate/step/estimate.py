@@ -16,12 +16,12 @@ from simulate.hardware.fp8 import with_fp8_products
 from simulate.step import stragglers
 from simulate.step.clocks import layer_us, load, mean_clock_mhz, stage_clocks
 from simulate.step.overlap import gather_in_turn
-from simulate.step.pipeline import pipeline
 from simulate.step.pricing import (
     PricedStep,
     price,
     products_us,
 )
+from simulate.step.queued import executed
 from simulate.step.scale import sd_per_doubling
 from simulate.step.stragglers import SlowGpus
 from simulate.step.timeline import Timeline
@@ -140,15 +140,16 @@ class StepSimulator:
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
         """The pipeline's timeline, its central end without transfers, and the step's end, us."""
         p = self.p
-        timeline, ideal_us = pipeline(priced)
+        timeline, ideal_us, queued = executed(priced)
         first = sorted(set(priced.alike))  # stages that cost the same do so after their passes too
         parts = [
-            (one.reduction_us, one.kernels_us, one.gather_us)
+            (one.reduced_us, one.shared_us, one.kernels_us, one.gather_us)
             for one in map(priced.updates.__getitem__, first)
         ]
-        after, kernels, gather = np.array(parts).reshape(len(first), 3, -1).swapaxes(0, 1)
+        after, shared, kernels, gather = np.array(parts).reshape(len(first), 4, -1).swapaxes(0, 1)
         stages = np.searchsorted(first, priced.alike)
-        reduced = (timeline.end + after[stages]).max(axis=0)
+        ends = timeline.end + after[stages] if queued is None else np.array(queued.reduced)
+        reduced = (ends + shared[stages]).max(axis=0)
         if gather_in_turn(p):  # all before the last stage's first pass; exact where that one is
             # the slowest, more than it takes where an earlier one is
             updated = kernels.max(axis=0) + gather[stages].sum(axis=0)

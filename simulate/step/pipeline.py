@@ -19,8 +19,8 @@ Array = NDArray[np.float64]
 Shape = tuple[int, int, int, Schedule, bool]  # what `graph` takes
 
 
-def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
-    """The timeline, and its central end without transfers, us."""
+def pipeline(priced: PricedStep, *, whole: bool = False) -> tuple[Timeline, float]:
+    """The timeline, and its central end without transfers, us; `whole` as `execute` takes it."""
     p = priced.parallelism
     first = sorted(set(priced.alike))
     passes = tuple(tuple(one.total for one in priced.passes_of(stage)) for stage in first)
@@ -29,8 +29,8 @@ def pipeline(priced: PricedStep) -> tuple[Timeline, float]:
     transfers_us, lates_us = priced.transfers_us, priced.lates_us
     if priced.costs.draws.central:
         sent = tuple(map(central, transfers_us)), tuple(map(central, lates_us))
-        return _central(shape, passes, kinds, *sent)
-    return _executed(shape, passes, kinds, transfers_us, lates_us)
+        return _central(shape, passes, kinds, *sent, whole)
+    return _executed(shape, passes, kinds, transfers_us, lates_us, whole)
 
 
 def taking_turns(priced: PricedStep) -> bool:
@@ -50,6 +50,7 @@ def _executed(
     kinds: tuple[int, ...],
     transfers_us: tuple[Array | float, ...],
     lates_us: tuple[Array | float, ...],
+    whole: bool,
 ) -> tuple[Timeline, float]:
     """`passes`: of each kind of stage; `kinds`: of each stage."""
     every = np.array(passes)[list(kinds)]
@@ -58,8 +59,10 @@ def _executed(
         graph(*shape),
         np.concatenate([duration, duration[:, :1]], axis=1),
         *(_and_none(times) for times in (transfers_us, lates_us)),
+        whole=whole,
     )
-    timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1])
+    chunks = None if executed.chunk_end is None else executed.chunk_end[..., :-1]
+    timeline = Timeline(executed.end[:, :-1], executed.busy[:, :-1], chunks)
     return timeline, float(executed.end[:, -1].max())
 
 

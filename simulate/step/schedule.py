@@ -151,6 +151,7 @@ class Arrays:
     rows: int
     crosses: NDArray[np.bool_]
     last_row: Rows  # of each stage
+    chunk_rows: Rows  # (stages, chunks): of each model chunk's last backward pass
     messages: Messages | None = None  # where they have rows
 
 
@@ -313,6 +314,7 @@ class Graph:
             rows=nothing + 1,
             crosses=crosses.ravel(),
             last_row=row[order_of[:, -1]],
+            chunk_rows=row[self._last_backward()],
         )
 
     def _with_messages(
@@ -333,7 +335,14 @@ class Graph:
             Level(slice(begin + 1, end + 1), rows[:, begin:end].copy(), kinds[:, begin:end].copy())
             for begin, end in itertools.pairwise(edges)
         )
-        return Arrays(levels, len(listed) + 1, crosses, row[order_of[:, -1]], found)
+        ends = row[order_of[:, -1]], row[self._last_backward()]
+        return Arrays(levels, len(listed) + 1, crosses, *ends, found)
+
+    def _last_backward(self) -> Rows:
+        """(stages, chunks): the number of each chunk's backward pass of the last microbatch."""
+        passes = self.microbatches * self.chunks
+        stage, chunk = np.arange(self.stages)[:, None], np.arange(self.chunks)
+        return (stage * ways(self.name) + 2) * passes - 1 - chunk * self.stages
 
     def _order(self, forward: Rows, backward: Rows) -> Rows:
         """(stages, passes of all ways): the passes of each stage as `order` lists them."""

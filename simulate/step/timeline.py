@@ -31,6 +31,8 @@ class Timeline:
 
     end: Array  # (stages, draws): when each stage's last pass ends
     busy: Array  # (stages, draws): time each stage spends in passes
+    # (stages, chunks, draws): when each chunk's last backward pass ends, if every pass was run
+    chunk_end: Array | None = None
 
 
 def execute(
@@ -56,17 +58,18 @@ def execute(
         more = (graph.microbatches - short.microbatches) // graph.period
         end = _ends(short, duration, delay, late, more)
         if end is not None:
-            return Timeline(end, busy)
+            return Timeline(end[short.arrays.last_row], busy)
         rounds = 4 * rounds + 2 * graph.stages
     end = _ends(graph, duration, delay, late, None if whole else 0)
     assert end is not None
-    return Timeline(end, busy)
+    a = graph.arrays
+    return Timeline(end[a.last_row], busy, end[a.chunk_rows] if whole else None)
 
 
 def _ends(
     graph: Graph, duration: Array, delay: Array, late: Array | float, more: int | None
 ) -> Array | None:
-    """(stages, draws): when the last pass of each stage ends.
+    """(rows, draws): when each pass ends; rows that are left out hold nothing.
 
     `more` periods than the graph has are continued, and None is returned where its passes do not
     move alike. Where `more` is None every pass is run.
@@ -90,7 +93,7 @@ def _ends(
     if more:
         return None
     _run(graph, at, len(a.levels), added, end)
-    return end[a.last_row]
+    return end
 
 
 def _times(graph: Graph, duration: Array, delay: Array, late: Array | float) -> Array:

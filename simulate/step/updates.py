@@ -34,6 +34,14 @@ class Sends(NamedTuple):
     chunks: tuple[Sent, ...]
     w_us: float  # energy of all
 
+    def exposed(self, exposed_us: Array) -> Sent:
+        """All of it, each with the same part of its time exposed, `exposed_us` together."""
+        every = sum(self.chunks, ())
+        if not every:
+            return ()
+        share = exposed_us / sum(time for _, time in every)
+        return tuple((one, time * share) for one, time in every)
+
 
 class Alone(NamedTuple):
     """What a stage does after its passes, each by itself; no clock of a stage changes it."""
@@ -66,9 +74,14 @@ class UpdateCost(NamedTuple):
         return self.alone.kernels_us
 
     @property
+    def shared_us(self) -> Array:
+        """Reductions that no pass hides."""
+        return sum((time for _, time in self.alone.shared.chunks[0]), 0.0 * self.reduced_us)
+
+    @property
     def reduction_us(self) -> Array:
         """All reductions of gradients."""
-        return sum((time for _, time in self.alone.shared.chunks[0]), self.reduced_us)
+        return self.reduced_us + self.shared_us
 
     @property
     def updated_us(self) -> Array:
@@ -83,12 +96,12 @@ class UpdateCost(NamedTuple):
     @property
     def reduction(self) -> Sent:
         """The exposed part of each reduction."""
-        return _exposed(self.alone.reduction, self.reduced_us) + self.alone.shared.chunks[0]
+        return self.alone.reduction.exposed(self.reduced_us) + self.alone.shared.chunks[0]
 
     @property
     def gather(self) -> Sent:
         """The exposed part of each gather."""
-        return _exposed(self.alone.gather, self.gather_us)
+        return self.alone.gather.exposed(self.gather_us)
 
 
 def alone(
@@ -134,15 +147,6 @@ def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateC
         reduced_us=waited(one.reduction, BACKWARD),
         gather_us=waited(one.gather, FORWARD),
     )
-
-
-def _exposed(sends: Sends, exposed_us: Array) -> Sent:
-    """What chunks send, each with the same part of its time exposed."""
-    every = sum(sends.chunks, ())
-    if not every:
-        return ()
-    share = exposed_us / sum(time for _, time in every)
-    return tuple((one, time * share) for one, time in every)
 
 
 def _sends(chunks: Sequence[tuple[Collective, ...]], costs: Costs) -> Sends:
