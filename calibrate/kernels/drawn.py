@@ -5,7 +5,7 @@ what it does between kernels (`ClockState.ready_w`).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log
 from statistics import median
 from typing import NamedTuple
@@ -42,13 +42,21 @@ def by_rate(op: str) -> float:
 
 
 def powers(
-    groups: Mapping[Key, Group], physics: Mapping[Key, Physics], clock: ClockState
+    groups: Mapping[Key, Group],
+    physics: Mapping[Key, Physics],
+    clock: ClockState,
+    *,
+    whole: bool = False,
 ) -> dict[Key, Power]:
-    """Of every operation; what no row shows draws as its like, else as the median of its kind."""
+    """Of every operation; what no row shows draws as its like, else as the median of its kind.
+
+    `whole`: by rows of role `judge`, too, which is for once they have judged.
+    """
+    rows = {key: group.all_drawn if whole else group.drawn for key, group in groups.items()}
     shown = {
-        key: _shown(group, physics[key].launch_us, clock.ready_w)
-        for key, group in groups.items()
-        if group.drawn
+        key: _shown(groups[key], mine, physics[key].launch_us, clock.ready_w)
+        for key, mine in rows.items()
+        if mine
     }
     found = {}
     for key in groups:
@@ -60,11 +68,11 @@ def powers(
     return found
 
 
-def _shown(group: Group, launch_us: float, ready_w: float) -> Power:
+def _shown(group: Group, drawn: Sequence[Drawn], launch_us: float, ready_w: float) -> Power:
     """Shapes count alike, however often they ran."""
-    own_us = {one.kernel.dims: one.time_us for one in group.shapes}
+    own_us = {one.kernel.dims: one.time_us for one in group.looked_up}
     shapes: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
-    for one in group.drawn:
+    for one in drawn:
         dims = one.kernel.dims
         shapes[dims].append(_launched(one, own_us[dims], launch_us, ready_w))
     exponent = by_rate(group.key[0])

@@ -54,9 +54,12 @@ def fit_kernels(
     groups |= {key: groups[key].joined(theirs) for key, theirs in more.items()}
     system = system_with(groups)
     ceilings = {key: fit_physics(group.timings, system) for key, group in groups.items()}
-    drawn = powers(groups, {key: physics for key, (physics, _) in ceilings.items()}, clock)
+    of_each = {key: physics for key, (physics, _) in ceilings.items()}
+    both = [powers(groups, of_each, clock, whole=whole) for whole in (False, True)]
     return tuple(
-        _fit(groups[key], *ceilings[key], drawn[key], system, clock, evidence, ledger)
+        _fit(
+            groups[key], *ceilings[key], [one[key] for one in both], system, clock, evidence, ledger
+        )
         for key in keys
     )
 
@@ -65,7 +68,7 @@ def _fit(
     group: Group,
     physics: Physics,
     sds: Mapping[str, float],
-    power: Power,
+    drawn: Sequence[Power],
     system: System,
     clock: ClockState,
     evidence: Evidence,
@@ -91,7 +94,8 @@ def _fit(
     )
     host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
     _note(group, physics, sds, correction, ledger, detail)
-    _note_power(group, power, ledger, detail)
+    power, power_in_all = drawn  # before and after rows of role `judge` count
+    _note_power(group, power_in_all, ledger, detail)
     _note_host(group, host_us, ledger, detail)
     fit = KernelFit(
         op=op,
@@ -112,7 +116,12 @@ def _fit(
         power_rate_exponent=by_rate(op),
     )
     points = _points(group.looked_up, physics, correction) if group.judged else fit.points
-    return Fitted(fit, fit.model_copy(update={"points": points}))
+    whole = {
+        "points": points,
+        "active_power_w": rounded(power_in_all.watts),
+        "power_tflops": power_in_all.tflops and rounded(power_in_all.tflops),
+    }
+    return Fitted(fit, fit.model_copy(update=whole))
 
 
 def _points(
