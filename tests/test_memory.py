@@ -63,11 +63,6 @@ def errors(cases: list[Case], kind: str) -> list[float]:
     return [abs(peaks[kind][1]["median"] / peaks[kind][0] - 1) for _, _, peaks, _ in cases]
 
 
-# Too low by four of the tensors that go between stages, as is the second half of another
-# interleaved pipeline whose peak is a layer's backward pass.
-TOO_LOW = ("opt-66b-L4-s2048-TP1-PP2-DP2-VPP2-mb4-gb32-z1-full-overlap", 1)
-
-
 @pytest.mark.parametrize(
     ("system", "least"),
     [
@@ -80,21 +75,27 @@ TOO_LOW = ("opt-66b-L4-s2048-TP1-PP2-DP2-VPP2-mb4-gb32-z1-full-overlap", 1)
         ("4x-h200-4x1", 28),
         ("2x-h200-2x1", 8),
         ("2x1x-h200", 4),
+        ("1x-h200-10000mbit", 117),
+        ("2x-h200-10000mbit", 61),
+        ("1x-h100-10000mbit", 56),
     ],
 )
 def test_allocated_peaks_of_every_measured_stage(system: str, least: int) -> None:
     cases = measured(system)
     assert len(cases) >= least
     for (row, stage, _, _), error in zip(cases, errors(cases, "allocated"), strict=True):
-        if (row.case_id, stage) != TOO_LOW:  # see below
-            assert error < 0.015, f"{row.case_id} stage {stage}"
+        assert error < 0.015, f"{row.case_id} stage {stage}"
     assert np.mean(errors(cases, "allocated")) < 0.003
 
 
-@pytest.mark.xfail(strict=True, reason="later interleaved stages hold more than is counted: open")
-def test_allocated_peak_of_a_later_interleaved_stage() -> None:
-    (case,) = (one for one in measured("4x-h200") if (one[0].case_id, one[1]) == TOO_LOW)
-    assert errors([case], "allocated")[0] < 0.015
+def test_allocated_peaks_of_interleaved_stages() -> None:
+    """Of wide models, whose tensors between stages are far larger than what is rounded up."""
+    systems = ("4x-h200", "8x-h200", "2x-h200", "1x-h200-10000mbit", "1x-h100-10000mbit")
+    every = [case for system in systems for case in measured(system)]
+    cases = [case for case in every if case[0].vpp > 1 and case[0].hidden >= 4096]
+    assert len(cases) >= 60
+    assert max(errors(cases, "allocated")) < 0.005
+    assert np.mean(errors(cases, "allocated")) < 0.001
 
 
 def test_reserved_and_device_peaks_of_visits_not_fitted_on() -> None:

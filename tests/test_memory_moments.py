@@ -5,6 +5,7 @@ Each was read off Megatron-Core 0.16.1 in miniature too, from its allocations on
 
 import pytest
 
+from simulate.memory.between_stages import held
 from simulate.memory.peak import WORKSPACES, layer_activation_bytes, stage_memory
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
@@ -117,3 +118,24 @@ def test_ring_attention_keeps_its_output_twice() -> None:
     split = Parallelism(cp=2, global_batch=1)
     doubled = layer_activation_bytes(WIDE.resized(seq_len=4096), split)
     assert doubled - layer_activation_bytes(WIDE, Parallelism(global_batch=1)) == OUTSIDE
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "most"),
+    [
+        (2, 8, [9, 11]),
+        (2, 2, [5, 8]),
+        (4, 16, [15, 15, 15, 13]),
+        (4, 4, [9, 9, 10]),
+    ],
+)
+def test_interleaved_stages_hold_as_many_tensors_as_were_counted(
+    stages: int, microbatches: int, most: list[int]
+) -> None:
+    """Tensors between stages when a backward pass begins, two chunks of recomputed layers, one
+    each: allocations of Megatron-Core's steps over gloo, with messages sent from copies."""
+    found = [
+        max(passes + beside for passes, beside in held(stage, stages, microbatches, 2))
+        for stage in range(len(most))
+    ]
+    assert [one + 1 for one in found] == most  # the pass's own gradient

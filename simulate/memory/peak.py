@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
+from simulate.memory.between_stages import held
 from simulate.memory.sharded import Passes, blocks_apart_bytes
 from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
@@ -161,31 +162,45 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     # the output layer's gradient of a table that is the embedding's too waits for that one's
     tied = table if model.tied_embeddings and p.pp == 1 else 0.0
     gathered = whole + local if p.sequence_parallel else 0.0  # a gradient, or what is scattered
-    before, sent = _left_behind(model, p, stage)
-    found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + sent * local]
+    chunk = p.stage_layers(model)[stage] / p.vpp * kept
+    at_loss, backward = _left_behind(model, p, stage, chunk, local)
+    found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + backward]
     if stage == p.pp - 1:  # beside what the final norm takes and gives
-        found.append(3 * logits + (2 + before) * local)
-        found.append(logits + table + whole + gathered + (2 + sent) * local)
+        found.append(3 * logits + 2 * local + at_loss)
+        left = at_loss - local if p.vpp > 1 else backward
+        found.append(logits + table + whole + gathered + 2 * local + left)
     if stage == 0:
-        chunk = p.stage_layers(model)[0] / p.vpp * kept
-        found.append(table + tied + gathered + (1 + sent) * local - _freed_chunks(p) * chunk)
+        left = 3 * local if p.vpp > 1 else backward
+        found.append(table + tied + gathered + local + left - _freed_chunks(p) * chunk)
     return max(found) + shared
 
 
-def _left_behind(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
-    """Tensors between stages, beside a microbatch's own, at its loss and in its backward pass
+def _left_behind(
+    model: ModelSpec, p: Parallelism, stage: int, chunk: float, local: float
+) -> tuple[float, float]:
+    """Bytes between stages, beside a microbatch's own, at its loss and in its backward pass
     (pipeline_parallel/schedules.py).
 
     Variables refer to the microbatch before: to its loss, thereby to the stage's input and its
-    gradient, until the next loss is there; to that gradient until there is another. Interleaved,
-    also an output that is being sent, and the next input, come early.
+    gradient, until the next loss is there; to that gradient until there is another. Interleaved see
+    `simulate.memory.between_stages`: where fewer passes are in flight than at most, what a `chunk`
+    of the stage's layers keeps for each is taken off.
     """
     if p.vpp > 1:
-        return 4, 3
+        most = _chunks_in_flight(p, stage)
+        both = (
+            held(stage, p.pp, p.microbatches, p.vpp, last_chunk=last_chunk)
+            for last_chunk in (True, False)
+        )
+        at_loss, backward = (
+            max((passes - most) * chunk + tensors * local for passes, tensors in one)
+            for one in both
+        )
+        return at_loss, backward
     if p.microbatches <= p.pp - stage:
-        return 0, 0
+        return 0.0, 0.0
     # a first stage's input, the embedding's output, is a leaf only where the table is frozen
-    return 2 * (stage > 0 or model.lora_rank > 0), int(stage > 0)
+    return 2 * (stage > 0 or model.lora_rank > 0) * local, (stage > 0) * local
 
 
 def _chunks_in_flight(p: Parallelism, stage: int) -> int:
