@@ -106,10 +106,9 @@ def step_of(
     devices: Sequence[str],
 ) -> StepEstimate:
     """The step of one configuration, as `predict` has it."""
-    model, p = config.model_spec(), config.parallelism()
-    p.check(model)
+    p = config.parallelism()
     return StepSimulator(
-        model,
+        config.model_spec(),
         p,
         node_of(config, node),
         fabric,
