@@ -83,6 +83,10 @@ def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
     code, _, err = call(capsys, "predict", "plan.csv", "--out", "sealed.json")
     assert code == 2
     assert "plan.csv: the column 'layers' is missing" in err
+    assert (
+        "results: is a folder; a table"
+        in call(capsys, "predict", "results", "--out", "sealed.json")[2]
+    )
     assert not (tmp_path / "sealed.json").exists()
 
 
