@@ -349,6 +349,23 @@ def test_astra_sim_that_fails_keeps_the_projection(command: Any, tmp_path: Path)
     assert (tmp_path / "projections" / "llama3-70b-64" / "report.html").exists()
 
 
+def test_astra_sim_that_must_run_and_fails_leaves_nothing(command: Any, tmp_path: Path) -> None:
+    words = ("--gpus", "64", "--tp", "8", "--pp", "2", "--engine", "astra-sim", "--emit", "whole")
+    no_program = tmp_path / "words"
+    no_program.write_text("words")
+    no_program.chmod(0o755)
+    for binary, said in (
+        ("/bin/true", "/bin/true did not simulate the step: 8 of 8 ranks never finished"),
+        ("/bin/true", "is it Astra-Sim's AstraSim_Analytical_Congestion_Unaware?"),
+        ("/bin/false", "/bin/false failed (exit status 1). It printed nothing; is it"),
+        (str(no_program), f"{no_program} cannot be run (Exec format error)"),
+    ):
+        code, out, err = command("project", *words, "--astra-sim", binary, "--out", "new/folder")
+        assert (code, out) == (1, "")
+        assert said in err
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["results", "words"]
+
+
 def test_nothing_calibrated(command: Any, calibration: Path) -> None:
     calibration.unlink()
     code, _, err = command("project")
