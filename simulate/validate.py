@@ -70,7 +70,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         at = settings.of(found, row)
         used[at.path.as_posix()] = at.calibration.system
         predicted = predict(
-            row, at.calibration, at.node, at.fabric, arguments.draws, 0, binary, at.devices
+            row, at.calibration, at.node, at.fabric, arguments.draws, binary, at.devices
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         profile = profiles.get((found.path, row.case_id), [])
