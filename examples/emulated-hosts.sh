@@ -12,11 +12,14 @@ SYSTEM=${3:-netns-${MBIT}mbit} CORES=${4:-0.2}
 FORECASTS=$RESULTS/$SYSTEM/forecasts
 PYTHON=${PYTHON:-python3}
 
-measure() { # HOSTS, options
+hosts() { # HOSTS, options
     HOSTS=$1
     shift
-    $PYTHON -m measure.run --emulate-nodes "$HOSTS" --link-mbit "$MBIT" --node-cores "$CORES" \
-        --out "$RESULTS" --system "$SYSTEM" --progress "$@"
+    $PYTHON -m measure.run --emulate-nodes "$HOSTS" --link-mbit "$MBIT" --node-cores "$CORES" "$@"
+}
+
+measure() { # HOSTS, options
+    hosts "$@" --out "$RESULTS" --system "$SYSTEM" --progress
 }
 
 mkdir -p "$FORECASTS"
@@ -29,7 +32,7 @@ for HOSTS in 4 8; do
     PLAN=$FORECASTS/hosts-$HOSTS.csv SEALED=$FORECASTS/hosts-$HOSTS.json
     if [ ! -e "$SEALED" ]; then
         $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM"
-        measure "$HOSTS" --write-plan "$PLAN"
+        hosts "$HOSTS" --write-plan "$PLAN"
         gzip -9nc "$RESULTS/$SYSTEM/calibration.json" >"${SEALED%.json}-calibration.json.gz"
         $PYTHON -m simulate.validate predict "$PLAN" --out "$SEALED" \
             --results "$RESULTS" --system "$SYSTEM"

@@ -19,6 +19,16 @@ from spec.files import first_problem, read_json
 from spec.manifest import OTHER_DEVICES
 from spec.results import read_result_set
 
+_OPTIONS = {  # of the command, and what they become
+    "suite": "suites",
+    "model": "models",
+    "plan": "plan",
+    "quick": "quick",
+    "emulate_nodes": "nodes",
+    "link_mbit": "link_mbit",
+    "node_cores": "share",
+}
+
 
 def refuse_other_devices(system: Path, devices: Sequence[Device]) -> None:
     """A system's runs are on devices of one kind; what cannot be read is left to who reads it."""
@@ -100,6 +110,28 @@ def left_to_do(folder: Path) -> Options:
         return TypeAdapter(Options).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{folder / PLAN}: {first_problem(error)}") from None
+
+
+def refuse_other_plan(
+    asked: argparse.Namespace, fresh: Options, before: Options, folder: Path
+) -> None:
+    """Raise UserError on an option that asks for something else than the run to continue does.
+
+    `fresh` is what the options would have a new run do.
+    """
+    wrong = [
+        name
+        for name, field in _OPTIONS.items()
+        if getattr(asked, name) not in (None, False, [])
+        and getattr(fresh, field) != getattr(before, field)
+    ]
+    if asked.system not in (None, folder.resolve().parent.name):
+        wrong.append("system")
+    if wrong:
+        raise UserError(
+            f"--{wrong[0].replace('_', '-')} is not what {folder} was begun with, and a run that "
+            "is continued keeps its plan; leave it out"
+        )
 
 
 def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:

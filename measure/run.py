@@ -23,7 +23,7 @@ from measure.hosts.others import OtherHost, Samplers
 from measure.plans.cases import ON_REQUEST, SUITES
 from measure.plans.file import PlanFile, read_plan
 from measure.report import report
-from measure.result_set import left_to_do, open_store, reopen_store
+from measure.result_set import left_to_do, open_store, refuse_other_plan, reopen_store
 from measure.serve import serve
 from measure.store.write import PLAN, Store, find_run
 from measure.telemetry.handle import Sampler
@@ -44,6 +44,14 @@ examples:
   python -m measure.run --emulate-nodes 4 --link-mbit 200  no GPU: four hosts on this one
   python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
+
+_OF_A_RUN = ("resume", "out", "system", "progress")
+# what each of these takes no notice of
+WITHOUT_EFFECT = {
+    "write_plan": ("list", "suite", "model", "budget", "json", *_OF_A_RUN),
+    "list": _OF_A_RUN,
+    "gpus": ("kind",),
+}
 
 
 class Progress:
@@ -201,7 +209,7 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int 
 
 def plan_elsewhere(asked: argparse.Namespace) -> int:
     """List or write the plan of a machine that is not this one."""
-    if not (asked.list or asked.write_plan) or asked.resume:
+    if not (asked.list or asked.write_plan):
         raise UserError("--gpus is for --list and --write-plan; a run takes the GPUs that are here")
     if asked.gpus < 1:
         raise UserError(f"--gpus is {asked.gpus}; it must be at least 1")
@@ -253,6 +261,9 @@ def main(words: Sequence[str]) -> int:
     options = arguments_parser()
     asked = options.parse_args(words)
     wrap.check(options, asked, command)
+    for name, unheeded in WITHOUT_EFFECT.items():
+        if getattr(asked, name):
+            options.refuse_given(asked, unheeded, f"with --{name.replace('_', '-')}")
     started = host.launch()
     if command and started.local_rank > 0:
         os.execvp(command[0], command)  # the first rank of this host records
@@ -305,7 +316,10 @@ def lead(
     if chosen == "cpu" and nodes > 1:
         chosen = f"cpu:{nodes}"
     devices: list[Device] = [*open_devices(chosen), *(d for one in others for d in one.devices)]
-    options = before or read_options(asked, kind, len(devices), hosts)
+    options = read_options(asked, kind, len(devices), hosts)
+    if folder and before:
+        refuse_other_plan(asked, options, before, folder)
+        options = before
     if options.nodes > 1 and options.share is None:
         # of the workers too, and of the manifest
         os.environ.update(emulation.SHAPED if options.link_mbit else emulation.ENVIRONMENT)

@@ -10,13 +10,13 @@
 
 - `page(title, sections, subtitle="", facts=())` returns the whole document as a string. `facts` are
   (label, value) pairs set large at the top: the two or three numbers that the page is about.
-- `Section(title, blocks, anchor="", group="")` is a heading with blocks under it; the page lists
+- `Section(title, blocks, group="")` is a heading with blocks under it; the page lists
   them, those of one group by its name alone.
 - Blocks: `Text(text, kind="plain" | "note" | "warning")`, `Table(columns, rows, caption="")`,
   `Figure(svg, caption, numbers=None)`. A figure's `numbers` fold out under it with one click.
 - A cell is a string, a number (set right, four significant digits), None (an empty cell), a
   `Badge` or a tuple of these. `Badge("measured" | "published" | "assumed" | "simulated")` labels
-  where a number comes from; `Badge(source, text)` shows `text` in that colour.
+  where a number comes from.
 - `svg(figure, name)` turns a matplotlib figure into inline SVG that follows the page's colours;
   draw on a figure from `new_figure()`, whose text and axes take the page's text colour.
   Bars come from `reports.bars`, which needs no matplotlib.
@@ -46,10 +46,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 @dataclass(frozen=True)
 class Badge:
-    """Where a number comes from; `text` replaces the word that is shown."""
+    """Where a number comes from."""
 
     source: Source
-    text: str = ""
 
 
 Cell = str | int | float | None | Badge | tuple[Any, ...]
@@ -87,13 +86,12 @@ class Section:
 
     title: str
     blocks: Sequence[Text | Table | Figure] = field(default_factory=tuple)
-    anchor: str = ""
     group: str = ""
 
     @property
     def id(self) -> str:
         """Target of links to the section."""
-        return self.anchor or re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
 def page(

@@ -1,6 +1,7 @@
 """The inputs of a simulation and their defaults: calibration, node, fabric, model, batch."""
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -117,15 +118,26 @@ def usual_fabric(node: Node) -> str:
     return node.fabric or DEFAULT_FABRIC
 
 
-def find_calibration(arguments: argparse.Namespace) -> Path:
+def find_calibration(arguments: argparse.Namespace, read: Collection[str] = ()) -> Path:
     """The calibration file that the options mean; by default that of the largest GPU system.
 
-    The largest is the one whose collectives were measured over the most GPUs.
+    The largest is the one whose collectives were measured over the most GPUs. `read`: of `system`
+    and `results` what the command reads for more than this, so that a file does not replace it.
     """
-    if arguments.calibration:
+    if arguments.calibration is not None:
+        for name, said, default in (
+            ("system", "--system", None),
+            ("results", "the results folder", RESULTS),
+        ):
+            given = getattr(arguments, name)
+            if name not in read and given != default:
+                raise UserError(
+                    f"{said} {given} has no effect beside --calibration {arguments.calibration}, "
+                    "which is read as it is; leave one of the two out"
+                )
         return Path(arguments.calibration)
     root = Path(arguments.results)
-    if arguments.system:
+    if arguments.system is not None:
         path = root / str(arguments.system) / "calibration.json"
         if not path.is_file():
             known = sorted(found.parent.name for found in root.glob("*/calibration.json"))

@@ -87,10 +87,11 @@ def read_probe(path: Path) -> PlacementProbe:
 
 def calibration_for_clocks(arguments: argparse.Namespace) -> Calibration | None:
     """The calibration asked for, or found; None where none is and none was asked for."""
+    read = ("system", "results") if arguments.judge else ()
     try:
-        return read_calibration(find_calibration(arguments))
+        return read_calibration(find_calibration(arguments, read))
     except UserError:
-        if arguments.system or arguments.calibration:
+        if (arguments.system, arguments.calibration) != (None, None):
             raise
         return None
 

@@ -70,7 +70,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         at = settings.of(found, row)
         used[at.path.as_posix()] = at.calibration.system
         predicted = predict(
-            row, at.calibration, at.node, at.fabric, arguments.draws, 0, binary, at.devices
+            row, at.calibration, at.node, at.fabric, arguments.draws, binary, at.devices
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         profile = profiles.get((found.path, row.case_id), [])
@@ -131,7 +131,7 @@ def main_spread(arguments: Any) -> int:
     """Published spreads of step times within runs; nothing is fitted on them."""
     from simulate.series.spread import spread_validation, text_of
 
-    path = find_calibration(arguments)
+    path = find_calibration(arguments, ("results",))
     calibration = read_calibration(path)
     sets = find_result_sets(Path(arguments.results), calibration.system)
     value = spread_validation(Path(arguments.spread), calibration, sets, arguments.draws)
@@ -200,7 +200,8 @@ def main_predict(words: Sequence[str]) -> int:
     """Write predictions down before measuring."""
     options = parser("predict")
     arguments = options.parse_args(words)
-    path = find_calibration(arguments)
+    runs_count = arguments.draw is not None or arguments.same_devices
+    path = find_calibration(arguments, ("results",) if runs_count else ())
     calibration = read_calibration(path)
     if arguments.node is not None and arguments.same_devices:
         raise UserError(

@@ -31,23 +31,28 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; raises UserError where an output is another one, or an input."""
+        """As argparse does; raises UserError where an output is another one, or an input.
+
+        Nor is a value empty, which commands would take for none: a shell's unset variable is that.
+        """
         found = super().parse_args(args, namespace)
         named: dict[Path, str] = {}
         outputs = [one for one in self._actions if one.type is new_file]
         for action in (*outputs, *(one for one in self._actions if one not in outputs)):
             value = getattr(found, action.dest, None)
             for one in value if isinstance(value, list | tuple) else [value]:
+                if one == "":
+                    raise UserError(f"{_said(action)} is empty; give a value, or leave it out")
                 if not isinstance(one, str | Path) or (action not in outputs and not _is_file(one)):
                     continue
-                said = action.option_strings[-1] if action.option_strings else action.dest
                 path = Path(one).resolve()
                 if path in named:
                     raise UserError(
-                        f"{one} is given as {named[path]} and as {said}; one of them would be lost"
+                        f"{one} is given as {named[path]} and as {_said(action)}; one of them "
+                        "would be lost"
                     )
                 if action in outputs:
-                    named[path] = said
+                    named[path] = _said(action)
         return found
 
     def refuse_given(self, arguments: argparse.Namespace, names: Sequence[str], where: str) -> None:
@@ -55,8 +60,11 @@ class Parser(argparse.ArgumentParser):
         for name in names:
             if getattr(arguments, name) != self.get_default(name):
                 action = next(one for one in self._actions if one.dest == name)
-                said = action.option_strings[-1] if action.option_strings else name
-                raise UserError(f"{said} has no effect {where}; leave it out")
+                raise UserError(f"{_said(action)} has no effect {where}; leave it out")
+
+
+def _said(action: argparse.Action) -> str:
+    return action.option_strings[-1] if action.option_strings else action.dest
 
 
 def _is_file(text: str | Path) -> bool:

@@ -88,7 +88,8 @@ def sha256(path: Path) -> str:
 def read_text(path: Path, what: str) -> str:
     """The text of `path`; `what` says in an error what the file should have been."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path}: is not a regular file; {what} was expected there")
+        found = "a folder" if path.is_dir() else "no regular file"
+        raise UserError(f"{path}: is {found}; {what} was expected there")
     try:
         return path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a mark
     except FileNotFoundError:

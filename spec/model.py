@@ -13,6 +13,7 @@ MODELS = Path(__file__).parent / "models"
 
 # beyond any model; a typing error is likelier
 Size = Annotated[int, Field(ge=1, le=100_000_000)]
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", max_length=80)]
 
 
 class ModelSpec(BaseModel):
@@ -20,7 +21,7 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", max_length=80)
+    name: ModelName
     layers: Size
     hidden: Size
     ffn_hidden: Size = Field(description="width of one MLP (of one expert, if there are)")

@@ -3,9 +3,19 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
-from spec.model import ModelSpec
+from spec.errors import UserError
+from spec.files import first_problem
+from spec.model import ModelName, ModelSpec
 from spec.parallelism import Parallelism
 from spec.row import NonNegative, Positive, Row
 
@@ -31,7 +41,7 @@ class TrainingConfig(Row):
     """A configuration of training steps: the columns of a plan, and the first of training.csv."""
 
     role: Literal["judge"] = "judge"
-    model: str = Field(description="name of the model, its shape in the columns that follow")
+    model: ModelName = Field(description="name of the model, its shape in the columns that follow")
     layers: PositiveInt
     hidden: PositiveInt
     ffn_hidden: PositiveInt
@@ -62,6 +72,20 @@ class TrainingConfig(Row):
     overlap: bool
     layers_per_stage: Stages | None = Field(default=None, description="uneven stages, as 19,21")
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        """The model can be, and be split so: here, as whoever reads a table knows file and line."""
+        try:
+            p = self.parallelism()
+            p.check(self.model_spec())
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        if p.gpus % self.nodes:
+            raise ValueError(f"nodes {self.nodes} does not divide the {p.gpus} GPUs of the step")
+        return self
 
     def model_spec(self) -> ModelSpec:
         """The model, as the simulator and Megatron-Core build it."""

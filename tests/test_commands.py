@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from simulate import project, search, study, validate
+from simulate import place, project, search, study, twin, validate
 from simulate.validation import options as validate_options
 from spec.command import run
 from spec.errors import UserError
@@ -259,7 +259,17 @@ def test_same_seed_same_numbers(command: Any) -> None:
             "not valid YAML for a model (line 3: the key 'layers' is given twice)",
         ),
         (("--emit", ""), "'' names no folder"),
-        (("--cooling", ""), "cooling '' is neither a file nor a named cooling"),
+        (("--cooling", ""), "--cooling is empty; give a value, or leave it out"),
+        (("--calibration", ""), "--calibration is empty"),
+        (("--fabric", ""), "--fabric is empty"),
+        (
+            ("--calibration", "c.json", "--system", "4x-h200"),
+            "--system 4x-h200 has no effect beside --calibration c.json",
+        ),
+        (
+            ("--calibration", "c.json", "--results", "other"),
+            "the results folder other has no effect beside --calibration c.json",
+        ),
         (("--gpus", "64", "--node", "dgx-a100", "--fp8"), "has no products in FP8"),
         (("--emit", "deep.yaml"), "deep.yaml: is not a folder"),
         (("--emit", "x", "--out", "x"), "--emit is x, but x/astra-sim gets"),
@@ -278,6 +288,33 @@ def test_wrong_requests_get_a_sentence(
     assert err.count("\n") == 1
     assert out == ""
     assert not (tmp_path / "projections").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "read"),
+    [
+        (search, "", ""),
+        (study, "scaling", ""),
+        (twin, "", ""),
+        (place, "--probe x.json", ""),
+        (place, "--judge", "system results"),
+        (validate, "predict plan.csv --out s.json", ""),
+        (validate, "predict plan.csv --out s.json --same-devices", "results"),
+        (validate, "--series x.csv", ""),
+        (validate, "--spread x.csv", "results"),
+    ],
+)
+def test_a_calibration_leaves_no_system_to_choose(
+    command: Any, calibration: Path, capsys: Any, module: Any, words: str, read: str
+) -> None:
+    """Except where runs are looked for there as well."""
+    positional = words in ("--series x.csv", "--spread x.csv")
+    folder = ["other"] if positional else ["--results", "other"]
+    for name, given in (("system", ["--system", "4x-h200"]), ("results", folder)):
+        more = ["--calibration", str(calibration), *given]
+        code, _, err = called(module.main, [*words.split(), *more], capsys)
+        assert code == 2
+        assert ("has no effect beside --calibration" in err) == (name not in read.split())
 
 
 def test_links_and_devices_are_written_through(command: Any, tmp_path: Path) -> None:
@@ -310,6 +347,23 @@ def test_astra_sim_that_fails_keeps_the_projection(command: Any, tmp_path: Path)
     assert not value["astra_sim"]["ran"]
     assert value["step_time_s"]["median"] > 0
     assert (tmp_path / "projections" / "llama3-70b-64" / "report.html").exists()
+
+
+def test_astra_sim_that_must_run_and_fails_leaves_nothing(command: Any, tmp_path: Path) -> None:
+    words = ("--gpus", "64", "--tp", "8", "--pp", "2", "--engine", "astra-sim", "--emit", "whole")
+    no_program = tmp_path / "words"
+    no_program.write_text("words")
+    no_program.chmod(0o755)
+    for binary, said in (
+        ("/bin/true", "/bin/true did not simulate the step: 8 of 8 ranks never finished"),
+        ("/bin/true", "is it Astra-Sim's AstraSim_Analytical_Congestion_Unaware?"),
+        ("/bin/false", "/bin/false failed (exit status 1). It printed nothing; is it"),
+        (str(no_program), f"{no_program} cannot be run (Exec format error)"),
+    ):
+        code, out, err = command("project", *words, "--astra-sim", binary, "--out", "new/folder")
+        assert (code, out) == (1, "")
+        assert said in err
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["results", "words"]
 
 
 def test_nothing_calibrated(command: Any, calibration: Path) -> None:

@@ -1,5 +1,6 @@
 """Forecasts: sealed once, from a plan, and judged by what was measured afterwards."""
 
+import csv
 import json
 import re
 import shutil
@@ -82,6 +83,43 @@ def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
     code, _, err = call(capsys, "predict", "plan.csv", "--out", "sealed.json")
     assert code == 2
     assert "plan.csv: the column 'layers' is missing" in err
+    assert (
+        "results: is a folder; a table"
+        in call(capsys, "predict", "results", "--out", "sealed.json")[2]
+    )
+    assert not (tmp_path / "sealed.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": "8", "top_k": "2", "dp": "3", "ep": "3", "global_batch": "3"}, "ep 3 does"),
+        ({"tp": "3"}, "tp 3 does not divide heads 32"),
+        ({"hidden": "1000000000"}, "hidden is 1000000000; input should be less"),
+        ({"layers": "-1"}, "layers is '-1'; input should be greater than 0"),
+        ({"global_batch": "3", "dp": "2"}, "global_batch 3 is not a multiple"),
+        ({"nodes": "7"}, "nodes 7 does not divide the 1 GPUs"),
+        ({"model": "../x"}, "model is '../x'"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named_by_file_and_line(
+    results: Path, tmp_path: Path, capsys: Any, changes: dict[str, str], words: str
+) -> None:
+    """In a plan, and in a run's table."""
+    plan, ran = tmp_path / "plan.csv", results / "4x-h200" / "run-1" / "training.csv"
+    write_table(plan, TrainingConfig, configs())
+    for path, command in (
+        (plan, ("predict", "plan.csv", "--out", "sealed.json")),
+        (ran, (str(results),)),
+    ):
+        header, first, *others = csv.reader(path.read_text().splitlines())
+        cells = dict(zip(header, first, strict=True)) | changes
+        with path.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([header, cells.values(), *others])
+        code, out, err = call(capsys, *command)
+        assert (code, out) == (2, "")
+        assert f"{path.name}: line 2: {words}" in err
+        assert err.count("\n") == 1
     assert not (tmp_path / "sealed.json").exists()
 
 
@@ -260,12 +298,13 @@ def test_steps_over_other_links_are_not_what_was_forecast(
     write_table(tmp_path / "plan.csv", TrainingConfig, configs())
     assert call(capsys, "predict", "plan.csv", "--out", "sealed.json", "--draws", "20")[0] == 0
     sealed = json.loads((tmp_path / "sealed.json").read_text())
+    sealed["cases"] = sealed["cases"][1:]  # the first is on one GPU, which is no two nodes
     for one in sealed["cases"]:
         one["config"]["nodes"] = 2
     write_json(tmp_path / "sealed.json", sealed)
     own = results / "4x-h200" / "run-1"
     rows = read_table(own / "training.csv", TrainingRow)
-    across = [row.model_copy(update={"nodes": 2}) for row in rows]
+    across = [row.model_copy(update={"nodes": 2}) for row in rows[1:]]
     write_table(own / "training.csv", TrainingRow, across)
     text = (own / "manifest.json").read_text().replace("Synthetic GPU", "NVIDIA H200")
     about = json.loads(text) | {"emulated_nodes": 2}
@@ -280,9 +319,9 @@ def test_steps_over_other_links_are_not_what_was_forecast(
     words = ("compare", "sealed.json", str(results), "--json")
     value = json.loads(call(capsys, *words)[1])
     assert {one["system"] for one in value["cases"]} == {"4x-h200"}
-    assert value["forecast"]["over_other_links"] == len(SPLITS)
+    assert value["forecast"]["over_other_links"] == len(across)
     assert value["forecast"]["measured_again"] == 0
-    assert f"{len(SPLITS)} repeats over other links" in value["forecast"]["repeats"]
+    assert f"{len(across)} repeats over other links" in value["forecast"]["repeats"]
     # a calibration of one node says nothing of links: then the first that ran counts
     write_json(own / "manifest.json", about | {"emulated_nodes": 1})
     value = json.loads(call(capsys, *words)[1])

@@ -173,5 +173,5 @@ def test_a_step_that_ignores_its_option_is_refused_by_file_and_line(tmp_path: Pa
     path = tmp_path / "plan.yaml"
     wrong = rows[0].model_dump(mode="json") | {"vpp": 2}
     path.write_text(json.dumps({"training": [wrong]}))
-    with pytest.raises(UserError, match=r"plan\.yaml: training\.0, fine: vpp 2 has no effect"):
+    with pytest.raises(UserError, match=r"plan\.yaml: training\.0: vpp 2 has no effect"):
         read_plan(path)

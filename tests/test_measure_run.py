@@ -60,7 +60,13 @@ def test_measures_fails_skips_and_resumes(
     table = found.path / "kernels.csv"
     lines = table.read_text().splitlines(keepends=True)
     table.write_text("".join(lines[:2]) + lines[2][:20])
-    assert run(main, [*words, "--resume", first["run"]]) == 0
+    again = [*words, "--resume", first["run"]]
+    other = tmp_path / "other.yaml"
+    other.write_text(PLAN.replace("4096", "8192"))
+    for more in (["--quick"], ["--plan", str(other)], ["--system", "x"], ["--suite", "host"]):
+        assert run(main, [*again, *more]) == 2
+        assert f"{more[0]} is not what {found.path} was begun with" in capsys.readouterr().err
+    assert run(main, [*again, "--plan", str(plan)]) == 0
     second = json.loads(capsys.readouterr().out)
     assert second["finished"] == 3
     (again,) = find_result_sets(out)
@@ -83,9 +89,11 @@ def test_options_stay(parser: Callable[[], Parser]) -> None:
     assert "examples:" in text
 
 
-def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "results"
-    words = ["--kind", "fake:2", "--list", "--quick", "--out", str(out), "--json"]
+def test_list_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--kind", "fake:2", "--list", "--quick", "--json"]
     assert run(main, [*words, "--suite", "kernels,collectives"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["suites"]["kernels"]["cases"]
@@ -94,7 +102,33 @@ def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     counts = [len(one["cases"]) for one in value["suites"].values()]
     assert [int(line.split()[3]) for line in lines] == [*counts, sum(counts)]
-    assert not out.exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--gpus 4 --list --kind cpu", "--kind has no effect with --gpus"),
+        ("--gpus 4 --list --resume RUN", "--resume has no effect with --list"),
+        ("--list --system mine", "--system has no effect with --list"),
+        ("--list --write-plan p.csv", "--list has no effect with --write-plan"),
+        ("--write-plan p.csv --suite kernels", "--suite has no effect with --write-plan"),
+        ("--write-plan p.csv --budget 3", "--budget has no effect with --write-plan"),
+        ("--write-plan p.csv --json", "--json has no effect with --write-plan"),
+        ("--write-plan p.csv --resume RUN", "--resume has no effect with --write-plan"),
+    ],
+)
+def test_what_measures_nothing_takes_no_option_of_a_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(main, words.split()) == 2
+    assert complaint in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

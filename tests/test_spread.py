@@ -45,7 +45,8 @@ def test_runs_without_any_spread_and_names_with_escapes(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (["a,512,12.0,11.0"], "line 2"),
+        (["a,512,12.0,11.0"], "line 2: p95 is 11 s; it must be at least the median"),
+        (["a,0,12.0,12.1"], "line 2: gpus is '0'"),
         (["a,512,12.0,12.1", "a,many,1,2"], "line 3"),
         (["a,512,nan,12.1"], "line 2"),
         (["a,512,12.0,12.1,9"], "line 2"),
@@ -56,3 +57,8 @@ def test_a_broken_file_is_a_sentence(tmp_path: Path, rows: list[str], words: str
     file = write(tmp_path / "runs.csv", rows)
     with pytest.raises(UserError, match=words):
         main_validate([RESULTS, "--spread", file, "--system", "4x-h200"])
+
+
+def test_a_folder_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder; a table"):
+        main_validate([RESULTS, "--spread", str(tmp_path), "--system", "4x-h200"])

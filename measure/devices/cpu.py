@@ -19,7 +19,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 MAX_DEVICES = 8  # more gloo ranks on one host teach nothing that eight don't
 
 
-def open_cpu(count: int = 0, powercap: Path = POWERCAP) -> "list[CpuDevice]":
+def open_cpu(count: int = 0) -> "list[CpuDevice]":
     """One device per core this process may use, at most `MAX_DEVICES` (at least two).
 
     With `count` so many, several to a core where cores are fewer.
@@ -28,7 +28,7 @@ def open_cpu(count: int = 0, powercap: Path = POWERCAP) -> "list[CpuDevice]":
     if len(cores) == 1:
         cores = cores * 2  # two ranks can share a core; without two there is no collective
     cores = [cores[n % len(cores)] for n in range(count)] if count else cores[:MAX_DEVICES]
-    rapl = Rapl(powercap)
+    rapl = Rapl()
     return [CpuDevice(index, core, len(cores), rapl) for index, core in enumerate(cores)]
 
 

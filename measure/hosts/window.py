@@ -3,7 +3,7 @@
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from spec.throttle import throttle_names
 
 if TYPE_CHECKING:
     from measure.hosts.others import OtherHost
+
+PERIOD_S = 0.05  # from one sample to the next
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,8 @@ class Window:
     of up to 0.1 s of power at each end. Devices of other hosts are read by a window of theirs.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        period_s: float = 0.05,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        self._period_s = period_s
-        self._clock = clock
         self._readings = Readings(devices)
         self._finish = threading.Event()
         self._thread: threading.Thread | None = None
@@ -129,14 +124,14 @@ class Window:
         }
         self._windows = {host: told for host, wait in asked.items() if (told := wait())}
         self._energy = [device.energy_j() for device in self._devices]
-        self._begin = self._clock()
+        self._begin = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self
 
     def _run(self) -> None:
         self._readings.take()
-        while not self._finish.wait(self._period_s):
+        while not self._finish.wait(PERIOD_S):
             self._readings.take()
 
     def __exit__(
@@ -145,7 +140,7 @@ class Window:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        end = self._clock()
+        end = time.monotonic()
         asked = {
             host: host.ask({"do": "read", "window": window["channel"]})
             for host, window in self._windows.items()

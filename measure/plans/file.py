@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from spec.errors import UserError
-from spec.files import first_problem, parse, read_table, read_yaml
+from spec.files import parse, read_table, read_yaml
 from spec.measurable import refuse
 from spec.training_records import TrainingConfig
 
@@ -81,7 +81,5 @@ def _check_steps(row: TrainingConfig, where: str) -> None:
     """Raise UserError where a row's steps cannot be measured, or would ignore a column."""
     try:
         refuse(row.model_spec(), row.parallelism())
-    except ValidationError as error:
-        raise UserError(f"{where}, {row.case_id}: {first_problem(error)}") from None
     except UserError as error:
         raise UserError(f"{where}, {row.case_id}: {error}") from None

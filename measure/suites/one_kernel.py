@@ -1,21 +1,21 @@
 """The cases of suites that time one kernel each, on any device: `clocks` and `queued`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from spec.kernel import Kernel
 
 
 @dataclass(frozen=True)
 class OneKernel:
-    """One kernel of a suite; on a given device where `device` is set, else on any."""
+    """One kernel of a suite, on any device."""
 
     suite: str
     kernel: Kernel
     seconds: float
     part: float = 1.0  # of the seconds that a suite settles and measures
-    device: int | None = None
-    prefer: int | None = None
+    device: ClassVar[int | None] = None
+    prefer: ClassVar[int | None] = None
 
     @property
     def case_id(self) -> str:

@@ -1,8 +1,6 @@
 """Writes a Program as the files that Astra-Sim runs: whole, or one replica of each kind."""
 
 import json
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from simulate.astra.configs import (
     write_configs,
 )
 from simulate.astra.expand import HELPER_AXIS, expand, take_turns, talks_inside, with_helpers
+from simulate.astra.folder import SCHEMA, replacing_folder
 from simulate.astra.linear import (
     LEAST_PER_RANK,
     Link,
@@ -50,7 +49,6 @@ from simulate.astra.traces import Trace, make_body
 from simulate.astra.write import write_traces
 from spec.errors import UserError
 
-SCHEMA = "astra-emission/1"
 ALGORITHMS = ("auto", "ring", "direct", "halvingDoubling")
 HELPER_GIBPS = 1e6  # a message to a helper takes its latency, 1 ns
 
@@ -249,11 +247,7 @@ def emit(
         helpers=helpers,
     )
     timing = check(work.trace())
-    directory = directory.absolute()
-    _replaceable(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
+    with replacing_folder(directory) as temporary:
         manifest = _manifest(program, work, whole, timing, manifest_extra or {})
         files = Files(temporary)
         files.prefix.parent.mkdir()
@@ -261,59 +255,7 @@ def emit(
         manifest["bytes"] = write_traces(work.nodes, work.replicas, files)
         text = json.dumps(manifest, indent=1, allow_nan=False)
         files.manifest.write_text(text + "\n", encoding="utf-8")
-        temporary.chmod(0o755)
-        _swap(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return manifest
-
-
-def _swap(new: Path, directory: Path) -> None:
-    """Put `new` in the place of `directory`, which stays if that fails."""
-    if not directory.exists():
-        new.rename(directory)
-        return
-    retired = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        directory.rename(retired / "old")
-        try:
-            new.rename(directory)
-        except BaseException:
-            (retired / "old").rename(directory)
-            raise
-    finally:
-        shutil.rmtree(retired)
-
-
-# what a directory of ours holds; Astra-Sim writes its log beside it
-_EMITTED = {
-    *("workload", "manifest.json", "network.yml", "system.json", "memory.json", "groups.json"),
-    "log",
-}
-
-
-def _replaceable(directory: Path) -> None:
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise UserError(f"{directory}: is a file; an emission needs a directory.")
-    if not any(directory.iterdir()):
-        return
-    try:
-        manifest = json.loads(Files(directory).manifest.read_text(encoding="utf-8"))
-        ours = isinstance(manifest, dict) and manifest.get("schema") == SCHEMA
-    except (OSError, ValueError, RecursionError):
-        ours = False
-    if not ours:
-        raise UserError(
-            f"{directory}: holds files that are no emission of ours; name a new directory."
-        )
-    others = sorted(path.name for path in directory.iterdir() if path.name not in _EMITTED)
-    if others:
-        raise UserError(
-            f"{directory}: holds {others[0]}, which is no part of an emission; move it."
-        )
 
 
 def _manifest(

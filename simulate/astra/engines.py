@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simulate.astra import emit, find_binary, run
+from simulate.astra.folder import replacing_folder
 from simulate.astra.run import AstraResult, Binary, absent
 from simulate.astra.workload import FOLDED, Granularity, program
 from simulate.projection.projected import Projection
@@ -53,7 +54,7 @@ def through_astra_sim(
     """Write the symmetric configs to `directory` (and all ranks to `whole`); run the former.
 
     Returns the projection's `astra_sim` object. Raises UserError where `engine` demands a binary
-    that is not there, WorkError where Astra-Sim does not end well.
+    that is not there, WorkError where Astra-Sim does not end well; then nothing is written.
     """
     found, why_not = wanted_binary(engine, binary)
     estimate = projection.estimate
@@ -70,25 +71,28 @@ def through_astra_sim(
         "left_out": FOLDED[granularity],
         "timeline_ns": estimate.ideal_step_time_s * 1e9,
     }
-    manifest = emit(graph, directory, whole=False, manifest_extra=extra)
-    if whole is not None:
-        emit(graph, whole, whole=True, manifest_extra=extra)
     value: dict[str, Any] = {
         "directory": directory.as_posix(),
         "granularity": granularity,
-        "command": manifest["command"],
         "folded": f"{SYMMETRIC} At `{granularity}` granularity {FOLDED[granularity]}.",
         "timeline_s": estimate.ideal_step_time_s,
+        "ran": False,
+        "note": why_not,
     }
-    if found is None:
-        return value | {"ran": False, "note": why_not}
-    try:
-        result = run(directory, found, progress=progress)
-    except WorkError as error:
-        if engine == "astra-sim":
-            raise
-        return value | {"ran": False, "note": str(error)}
-    return value | _result(projection, found, result, manifest)
+    with replacing_folder(directory) as symmetric:  # where it must run and does not, none is left
+        manifest = emit(graph, symmetric, whole=False, manifest_extra=extra)
+        value["command"] = manifest["command"]
+        try:
+            if found is not None:
+                result = run(symmetric, found, progress=progress)
+                value |= _result(projection, found, result, manifest)
+        except WorkError as error:
+            if engine == "astra-sim":
+                raise
+            value["note"] = str(error)
+        if whole is not None:
+            emit(graph, whole, whole=True, manifest_extra=extra)
+    return value
 
 
 def astra_sim_s(estimate: StepEstimate, binary: Binary) -> float:

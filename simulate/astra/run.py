@@ -25,6 +25,7 @@ KNOWN_COMMIT = "518bd51"
 _SPARE_FILES = 64  # beside one per rank
 _TAIL_LINES = 5
 _BUILT = "build/astra_analytical/build/bin"  # where astra-sim's own build script leaves it
+_DOUBT = f"is it Astra-Sim's {EXECUTABLE}?"
 _CLOSING_S = 60.0  # to free its memory after the last line
 
 
@@ -158,14 +159,17 @@ def run(
     log, tail = AstraLog(), [""]
     with tempfile.TemporaryDirectory(prefix="astra-sim-") as scratch:
         started = time.monotonic()
-        process = subprocess.Popen(
-            [str(binary.path), *files.arguments(), f"--logging-folder={scratch}"],
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [str(binary.path), *files.arguments(), f"--logging-folder={scratch}"],
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:  # no program, or one of another machine
+            raise WorkError(f"{binary.path} cannot be run ({error.strerror})") from None
         in_time = False
         try:
             in_time = _read(process, log, tail, started + timeout_s, npus, progress, keep_log)
@@ -179,10 +183,12 @@ def run(
         )
     problem = log.problem(npus)
     if process.returncode:
-        said = f" {log.troubles[0]}" if log.troubles else f" Its last words: {' '.join(tail)}"
-        raise WorkError(f"Astra-Sim failed ({_status(process.returncode)}).{said}"[:600])
+        words = log.troubles[0] if log.troubles else " ".join(tail).strip()
+        said = f" Its last words: {words}" if words else f" It printed nothing; {_DOUBT}"
+        raise WorkError(f"{binary.path} failed ({_status(process.returncode)}).{said}"[:600])
     if problem:
-        raise WorkError(f"Astra-Sim did not simulate {directory}: {problem}")
+        doubt = f" It printed nothing of any rank; {_DOUBT}" if not log.cycles else ""
+        raise WorkError(f"{binary.path} did not simulate the step: {problem}{doubt}")
     return AstraResult(tuple(log.cycles[rank] for rank in range(npus)), wall, peak, log)
 
 

@@ -4,57 +4,56 @@ A file has a row per run: `gpus`, `median` and `p95` (95th percentile) of its st
 columns are only repeated. Nothing is fitted on it.
 """
 
-import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import BaseModel, Field, model_validator
 
 from simulate.cost.uncertainty import Draws
+from simulate.inputs import LARGEST
 from simulate.step.stragglers import step_spread
 from simulate.validation.scores import coverage
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.files import read_table
 from spec.results import ResultSet
+from spec.row import Positive
 from spec.training_records import StepRow
 
-COLUMNS = ("gpus", "median", "p95")
 TP = 8  # a node; the files do not say
 LEAST_STEPS = 8  # of a configuration of ours, to say how far its steps spread
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
+class SpreadRow(BaseModel):
+    """A row: one published run."""
+
+    path: str | None = None
+    gpus: Annotated[int, Field(ge=1, le=LARGEST)]
+    median: Positive
+    p95: Positive
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.p95 < self.median:
+            raise ValueError(f"p95 is {self.p95:g} s; it must be at least the median")
+        return self
+
+    @property
+    def spread(self) -> float:
+        """Of its steps' times, a share of the median."""
+        return self.p95 / self.median - 1
+
+
+def read_runs(path: Path) -> list[SpreadRow]:
     """The rows, their numbers checked; raises UserError at what is none."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file, strict=True)
-            names, rows = table.fieldnames or [], list(table)
-    except (OSError, UnicodeDecodeError, csv.Error):
-        raise UserError(f"{path}: not a readable CSV file") from None
-    missing = [name for name in COLUMNS if not rows or names.count(name) != 1]
-    if missing:
-        raise UserError(
-            f"{path}: no column {missing[0]}, two of them, or no rows; needed are "
-            f"{', '.join(COLUMNS)}"
-        )
-    found = []
-    for number, row in enumerate(rows, start=2):
-        try:
-            if None in row:
-                raise ValueError("more cells than columns")
-            gpus, middle, high = (float(row[name]) for name in COLUMNS)
-        except (TypeError, ValueError):
-            gpus = middle = high = 0.0
-        if not (1 <= gpus <= 2**20 and gpus % 1 == 0 and 0 < middle <= high < math.inf):
-            raise UserError(
-                f"{path}: line {number}: gpus {row['gpus']!r}, median {row['median']!r}, p95 "
-                f"{row['p95']!r}; give a whole number of GPUs, and seconds with p95 at least median"
-            )
-        found.append(row | {"gpus": int(gpus), "median_s": middle, "spread": high / middle - 1})
-    return found
+    runs = read_table(path, SpreadRow, others_ignored=True)
+    if not runs:
+        raise UserError(f"{path}: has a header and no rows")
+    return runs
 
 
 def own_spread(sets: Sequence[ResultSet]) -> float | None:
@@ -79,23 +78,23 @@ def spread_validation(
     runs, draws = read_runs(path), Draws(count)
     cases: list[dict[str, Any]] = []
     for run in runs:
-        step_s = np.full(draws.count, run["median_s"])
-        tp = math.gcd(TP, run["gpus"])
-        values = step_spread(run["gpus"], tp, calibration.clock.jitter_sd, step_s, draws)
+        step_s = np.full(draws.count, run.median)
+        tp = math.gcd(TP, run.gpus)
+        values = step_spread(run.gpus, tp, calibration.clock.jitter_sd, step_s, draws)
         low, high = np.quantile(values[1:], [0.05, 0.95])
         cases.append(
             {
-                "id": run.get("path") or str(len(cases)),
-                "gpus": run["gpus"],
-                "step_time_s": run["median_s"],
-                "real": run["spread"],
+                "id": run.path or str(len(cases)),
+                "gpus": run.gpus,
+                "step_time_s": run.median,
+                "real": run.spread,
                 "predicted": {
                     "median": float(values[0]),
                     "low": float(low),
                     "high": float(high),
                     "level": 0.9,
                 },
-                "inside_interval": bool(low <= run["spread"] <= high),
+                "inside_interval": bool(low <= run.spread <= high),
             }
         )
     real = median(case["real"] for case in cases)

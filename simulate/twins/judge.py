@@ -147,7 +147,7 @@ def finished(sets: Sequence[ResultSet], settings: Settings) -> list[list[Step]]:
 def simulated(step: Step, draws: int) -> Simulated:
     """One step as `simulate.validate` has it, with its shares."""
     row, at = step.row, step.at
-    estimate = step_of(row, at.calibration, at.node, at.fabric, draws, 0, at.devices)
+    estimate = step_of(row, at.calibration, at.node, at.fabric, draws, at.devices)
     return Simulated(estimate, evidence(row.model_spec(), row.parallelism(), estimate))
 
 

@@ -64,7 +64,6 @@ def predict(
     node: Node,
     fabric: Fabric,
     draws: int = 200,
-    seed: int = 0,
     binary: Binary | None = None,
     devices: Sequence[str] = (),
 ) -> Prediction:
@@ -74,7 +73,7 @@ def predict(
     kernels have power of their own. With `binary`, Astra-Sim runs the same step too.
     """
     p, node = config.parallelism(), node_of(config, node)
-    estimate = step_of(config, calibration, node, fabric, draws, seed, devices)
+    estimate = step_of(config, calibration, node, fabric, draws, devices)
     held = memory(config.model_spec(), p, node, fabric)
     return Prediction(
         step_time_s=interval(estimate.step_time_s),
@@ -102,20 +101,17 @@ def step_of(
     node: Node,
     fabric: Fabric,
     draws: int,
-    seed: int,
     devices: Sequence[str],
 ) -> StepEstimate:
     """The step of one configuration, as `predict` has it."""
-    model, p = config.model_spec(), config.parallelism()
-    p.check(model)
+    p = config.parallelism()
     return StepSimulator(
-        model,
+        config.model_spec(),
         p,
         node_of(config, node),
         fabric,
         on_devices(calibration, devices[: p.gpus]),
         draws=draws,
-        seed=seed,
         measured_gpus=p.gpus,
     ).run()
 

@@ -119,7 +119,7 @@ class Forecast(BaseModel):
 
 def read_plan(path: Path) -> list[TrainingConfig]:
     """A plan: a CSV with the configuration columns of training.csv; others are ignored."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path}: no such plan; give a CSV with training.csv's columns")
     rows = read_table(path, TrainingConfig, others_ignored=True)
     if not rows:
