@@ -545,3 +545,9 @@ def test_an_output_is_never_an_input_or_another_output(
             module.main(words)
     assert calibration.read_bytes() == before
     assert not (tmp_path / "a.html").exists()
+    measured = [tmp_path / "run" / name for name in ("manifest.json", "kernels.csv")]
+    for path in measured:
+        write_json(path, {})
+    for path in measured:
+        with pytest.raises(UserError, match="is part of a result set, which it would replace"):
+            project.main(["--report", str(path)])
