@@ -129,6 +129,10 @@ def new_folder(text: str) -> str:
         raise argparse.ArgumentTypeError("'' names no folder")
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: is not a folder; name one, new or there")
+    try:
+        check_writable(Path(text) / "file")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from None
     return text
 
 

@@ -272,6 +272,7 @@ def test_same_seed_same_numbers(command: Any) -> None:
         ),
         (("--gpus", "64", "--node", "dgx-a100", "--fp8"), "has no products in FP8"),
         (("--emit", "deep.yaml"), "deep.yaml: is not a folder"),
+        (("--out", "deep.yaml/x"), "--out: deep.yaml/x: cannot be written (Not a directory)"),
         (("--emit", "x", "--out", "x"), "--emit is x, but x/astra-sim gets"),
         (("--emit", "x/astra-sim/whole", "--out", "x"), "name a folder apart from it"),
     ],
@@ -325,6 +326,8 @@ def test_links_and_devices_are_written_through(command: Any, tmp_path: Path) -> 
     assert json.loads((tmp_path / "target.json").read_text())["schema"] == "projection/1"
     assert command("project", *words, "/dev/null")[0] == 0
     assert Path("/dev/null").is_char_device()
+    code, _, err = command("project", *words, "/dev/full")
+    assert (code, err.count("/dev/full: cannot be written (No space left on device)")) == (2, 1)
 
 
 def test_what_cannot_be_written_is_named_itself(tmp_path: Path, capsys: Any) -> None:
