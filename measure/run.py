@@ -45,6 +45,7 @@ examples:
   python -m measure.run --wrap -- python train.py          telemetry beside a job of yours
 """
 
+MOST_PER_HOST = 1024  # GPUs: beyond any, and a typing error is likelier
 _OF_A_RUN = ("resume", "out", "system", "progress")
 # what each of these takes no notice of
 WITHOUT_EFFECT = {
@@ -211,9 +212,11 @@ def plan_elsewhere(asked: argparse.Namespace) -> int:
     """List or write the plan of a machine that is not this one."""
     if not (asked.list or asked.write_plan):
         raise UserError("--gpus is for --list and --write-plan; a run takes the GPUs that are here")
-    if asked.gpus < 1:
-        raise UserError(f"--gpus is {asked.gpus}; it must be at least 1")
     hosts = asked.hosts or 1
+    if not 1 <= asked.gpus <= hosts * MOST_PER_HOST:
+        raise UserError(
+            f"--gpus is {asked.gpus} of {hosts} hosts together; each has 1 to {MOST_PER_HOST}"
+        )
     if asked.gpus % hosts:
         raise UserError(f"--hosts is {hosts}; it must divide --gpus, which is {asked.gpus}")
     if hosts > 1 and asked.emulate_nodes is not None:

@@ -1,5 +1,6 @@
 """What a run is to do: the cases of the suites asked for, listed, or written down as a plan."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +98,11 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             cases[suite] = queued.cases(kind, options.quick)
         elif suite == "placement":
             cases[suite] = placement.cases(kind, devices, options.quick)
+        counts = Counter(one.case_id for one in cases[suite])
+        if counts and max(counts.values()) > 1:  # no table of a run may have two such rows
+            raise UserError(
+                f"suite {suite}: the plan has {max(counts, key=counts.__getitem__)} twice; keep one"
+            )
     return cases
 
 

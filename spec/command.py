@@ -106,11 +106,21 @@ def new_file(text: str) -> str:
     """An argparse type: a file to write, checked before any work is done."""
     if Path(text).is_dir() or text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
+    if _is_measured(Path(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text}: is part of a result set, which it would replace; give another path"
+        )
     try:
         check_writable(Path(text))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from None
     return text
+
+
+def _is_measured(path: Path) -> bool:
+    """Whether a file that is there is a run's manifest, or one of its tables or its telemetry."""
+    ours = path.name == "manifest.json" or path.suffix in (".csv", ".parquet")
+    return ours and _is_file(path) and _is_file(path.with_name("manifest.json"))
 
 
 def new_folder(text: str) -> str:
@@ -119,6 +129,10 @@ def new_folder(text: str) -> str:
         raise argparse.ArgumentTypeError("'' names no folder")
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: is not a folder; name one, new or there")
+    try:
+        check_writable(Path(text) / "file")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from None
     return text
 
 

@@ -29,7 +29,8 @@ def replacing(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
     if path.exists() and not path.is_file():
-        yield path
+        with _naming(path):
+            yield path
         return
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ class ResultSet:
         if name not in self._tables:
             path = self.path / f"{name}.csv"
             rows = read_table(path, row) if path.exists() or path.is_symlink() else []
-            _refuse_duplicates(path, rows)
+            refuse_duplicates(path, rows)
             _refuse_unknown_devices(path, rows, self.manifest)
             self._tables[name] = list(rows)
         return self._tables[name]  # type: ignore[return-value]
@@ -40,7 +40,8 @@ class ResultSet:
         return [record for record in self.table(row) if record.role == "fit"]
 
 
-def _refuse_duplicates(path: Path, rows: list[R]) -> None:
+def refuse_duplicates(path: Path, rows: Sequence[Row]) -> None:
+    """Raise UserError where two rows of a table or plan are of one case."""
     keys = Counter(_key(row) for row in rows)
     if keys:
         key, count = keys.most_common(1)[0]
@@ -75,7 +76,8 @@ def read_result_set(path: Path) -> ResultSet:
 def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
     """All runs under `root` (a results folder, a system's folder, or one run), oldest first."""
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder; give one that measure.run has written")
+        found = "is no folder" if root.exists() else "no such folder"
+        raise UserError(f"{root}: {found}; give one that measure.run has written")
     manifests = sorted(
         path
         for pattern in ("manifest.json", "*/manifest.json", "*/*/manifest.json")

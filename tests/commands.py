@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from simulate import validate
+from simulate import project, search, study, validate
 from spec.command import run
+
+MODULES = {"project": project, "search": search, "validate": validate, "study": study}
 
 
 def called(

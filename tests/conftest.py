@@ -1,9 +1,13 @@
 """Fixtures that several test files share."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spec.files import write_json
+from tests.commands import MODULES, called
+from tests.made_up import calibration_json
 from tests.made_up_steps import write_slower_steps
 
 
@@ -13,3 +17,22 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_slower_steps(tmp_path / "results" / "4x-h200")
     return tmp_path / "results"
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    path = tmp_path / "results" / "4x-h200" / "calibration.json"
+    write_json(path, calibration_json())
+    return path
+
+
+@pytest.fixture
+def command(tmp_path: Path, calibration: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Run a command in a folder of its own; returns (exit code, standard output, error)."""
+    monkeypatch.chdir(tmp_path)
+    assert calibration.exists()
+
+    def call(name: str, *words: str) -> tuple[int, str, str]:
+        return called(MODULES[name].main, words, capsys)
+
+    return call

@@ -27,7 +27,7 @@ def group(key: Key, rows: list[tuple[Kernel, float, float, float]]) -> Group:
     """Of kernels, their power and time while they run, and how late a loop of them is."""
     shapes = {kernel: Shape(kernel, LAUNCH_US + busy, 0.01, 1) for kernel, _, busy, _ in rows}
     drawn = tuple(drawing(*row) for row in rows if row[1])
-    return Group(key, tuple(shapes.values()), (), drawn, all_drawn=drawn)
+    return Group(key, tuple(shapes.values()), (), drawn)
 
 
 def found(*groups: Group) -> dict[str, tuple[float, float | None, float, str]]:
@@ -92,19 +92,3 @@ def test_what_no_row_shows_draws_as_its_like_or_its_kind() -> None:
     assert told["gelu/forward"][0] == pytest.approx(540.0)
     alone = found(groups[-1])["gelu/forward"]
     assert alone[0] == pytest.approx(0.6 * (700 - 80))
-
-
-def test_rows_that_judged_tell_power_afterwards() -> None:
-    """Adam's one sustained shape judges: until then it draws as the median of its kind."""
-    copies = [Kernel("copy", "forward", (2**n,)) for n in (20, 22, 24)]
-    known = group(("copy", "forward", "bf16"), [(one, 500.0, 300.0, 0.0) for one in copies])
-    adam = Kernel("adam", "forward", (2**28,))
-    mine = drawing(adam, 430.0, 2500.0)
-    shape = Shape(adam, LAUNCH_US + 2500.0, 0.01, 1)
-    judged = Group(("adam", "forward", "bf16"), (shape,), (), (), all_drawn=(mine,))
-    groups = {one.key: one for one in (known, judged)}
-    physics = dict.fromkeys(groups, Physics(LAUNCH_US, 800.0, 4000.0, 132))
-    before, after = (powers(groups, physics, clock(), whole=whole) for whole in (False, True))
-    assert (before[judged.key].watts, before[judged.key].source) == (500.0, "assumed")
-    assert after[judged.key].watts == pytest.approx(430.0)
-    assert after[judged.key].source == "measured"

@@ -90,6 +90,23 @@ def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "sealed.json").exists()
 
 
+def test_a_sealed_forecast_that_was_edited(results: Path, tmp_path: Path, capsys: Any) -> None:
+    write_table(tmp_path / "plan.csv", TrainingConfig, configs())
+    assert call(capsys, "predict", "plan.csv", "--out", "sealed.json", "--draws", "20")[0] == 0
+    text = (tmp_path / "sealed.json").read_text()
+    for change, words in (
+        ({"calibration": {}}, "calibration: the key 'path' is missing"),
+        ({"breakdown_s": {}}, "cases.0.breakdown_s: the parts of a step must be there"),
+        ({"allocated_gib": -5}, "cases.0.allocated_gib is -5"),
+        ({"modelled_share": 99}, "cases.0.modelled_share is 99"),
+    ):
+        sealed = json.loads(text)
+        (sealed if "calibration" in change else sealed["cases"][0]).update(change)
+        write_json(tmp_path / "edited.json", sealed)
+        code, _, err = call(capsys, "compare", "edited.json", str(results))
+        assert (code, err[: err.index(words)]) == (2, "error: edited.json: ")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

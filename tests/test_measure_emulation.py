@@ -222,6 +222,7 @@ def test_a_run_with_emulated_nodes(
         (["--kind", "fake:4", "--emulate-nodes", "1"], "cannot be 1 emulated nodes"),
         (["--gpus", "4"], "--gpus is for --list and --write-plan"),
         (["--gpus", "0", "--list"], "--gpus is 0"),
+        (["--gpus", "9999999999", "--list"], "--gpus is 9999999999 of 1 hosts together; each has"),
         (["--gpus", "4", "--emulate-nodes", "3", "--list"], "4 devices cannot be 3"),
     ],
 )

@@ -276,7 +276,7 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
         ("megatron-log", log(swiglu="yes"), [], "swiglu is 'yes'; it must be True or False"),
         ("megatron-log", log(normalization="BatchNorm"), [], "norm is 'batchnorm'"),
         ("megatron-log", log(position_embedding_type="yarn"), [], "'yarn' is not simulated"),
-        ("megatron-log", log(num_layers="33"), ["--nodes", "2"], "does not divide"),
+        ("megatron-log", log(num_layers="33"), ["--nodes", "2"], "out.txt: pp 2"),
         ("megatron-log", log(), ["--nodes", "2", "--run", "a b"], "'a b' is not a name"),
     ],
 )

@@ -17,6 +17,7 @@ from measure.plans.cases import (
 )
 from measure.plans.file import PlanFile, read_plan
 from measure.training.plan import cases as steps_of
+from measure.wanted import Options, planned
 from spec.errors import UserError
 from spec.files import write_table
 from spec.kernel import AROUND_BLOCKS, Kernel
@@ -149,6 +150,17 @@ def test_a_plan_of_ones_own(tmp_path: Path) -> None:
             "tp: [2]\nkernels:\n- {op: gemm, shape: m=8 n=8 k=8}\n",
             "tp has no effect beside kernels",
         ),
+        ("kernels:\n- {op: gem, shape: m=8}\n", r"plan\.yaml: kernels\.0: op 'gem' is unknown"),
+        (
+            "kernels:\n- {op: gemm, shape: m=8 n=-8 k=8}\n",
+            r"kernels\.0: shape of gemm is 'm=8 n=-8",
+        ),
+        ("models: [tiny, nope]\n", r"plan\.yaml: models\.1: model 'nope' is neither"),
+        ("seq_len: [999999999999]\n", r"plan\.yaml: seq_len\.0 is 999999999999"),
+        (
+            f"collectives:\n- {{collective: all_reduce, ranks: 2, bytes: {10**22}}}\n",
+            "0.bytes is 1",
+        ),
     ],
 )
 def test_a_wrong_plan_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
@@ -156,6 +168,20 @@ def test_a_wrong_plan_is_one_sentence(tmp_path: Path, text: str, words: str) -> 
     path.write_text(text)
     with pytest.raises(UserError, match=words):
         read_plan(path)
+
+
+def test_what_a_plan_has_twice_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    """No table of a run may have two rows of one case: nobody could read it afterwards."""
+    wish = {"kernels": {"op": "gemm", "shape": "m=8 n=8 k=8"}}
+    wish["collectives"] = {"collective": "all_reduce", "ranks": 2, "bytes": 4096}
+    for suite, one in wish.items():
+        plan = PlanFile.model_validate({suite: [one, one]})
+        with pytest.raises(UserError, match=rf"suite {suite}: the plan has .* twice"):
+            planned(Options((suite,), (), False, plan), "cpu", 2)
+    row = TrainingConfig.of("mine", load_model("tiny"), Parallelism(global_batch=2))
+    write_table(tmp_path / "plan.csv", TrainingConfig, [row, row])
+    with pytest.raises(UserError, match=r"plan\.csv: case_id mine stands there 2 times"):
+        read_plan(tmp_path / "plan.csv")
 
 
 def test_a_step_that_ignores_its_option_is_refused_by_file_and_line(tmp_path: Path) -> None:

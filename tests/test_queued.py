@@ -72,7 +72,7 @@ def traced() -> tuple[TrainingRow, StepEstimate]:
             if row.case_id == TRACED:
                 at = rules.of(found, row)
                 where = at.calibration, at.node, at.fabric
-                return row, step_of(row, *where, 0, 0, at.devices)
+                return row, step_of(row, *where, 0, at.devices)
     raise AssertionError(f"no row {TRACED}")
 
 

@@ -289,6 +289,11 @@ def test_the_plan_of_64_gpus() -> None:
     assert planned(options, "nvidia", 64)["training"][: len(steps)] == steps
 
 
+def test_steps_that_so_many_hosts_cannot_run_are_left_out() -> None:
+    """Those through a stage for each GPU of a row of hosts are too many to simulate."""
+    assert cluster_plan.cases(2048, 8, "nvidia", quick=False)
+
+
 def test_a_plans_nodes_must_be_the_hosts() -> None:
     split = Parallelism(dp=16, global_batch=16)
     config = TrainingConfig.of("case", load_model("llama3-8b"), split, nodes=1)

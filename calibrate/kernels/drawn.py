@@ -5,7 +5,7 @@ what it does between kernels (`ClockState.ready_w`).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import log
 from statistics import median
 from typing import NamedTuple
@@ -42,21 +42,13 @@ def by_rate(op: str) -> float:
 
 
 def powers(
-    groups: Mapping[Key, Group],
-    physics: Mapping[Key, Physics],
-    clock: ClockState,
-    *,
-    whole: bool = False,
+    groups: Mapping[Key, Group], physics: Mapping[Key, Physics], clock: ClockState
 ) -> dict[Key, Power]:
-    """Of every operation; what no row shows draws as its like, else as the median of its kind.
-
-    `whole`: by rows of role `judge`, too, which is for once they have judged.
-    """
-    rows = {key: group.all_drawn if whole else group.drawn for key, group in groups.items()}
+    """Of every operation; what no row shows draws as its like, else as the median of its kind."""
     shown = {
-        key: _shown(groups[key], mine, physics[key].launch_us, clock.ready_w)
-        for key, mine in rows.items()
-        if mine
+        key: _shown(group, physics[key].launch_us, clock.ready_w)
+        for key, group in groups.items()
+        if group.drawn
     }
     found = {}
     for key in groups:
@@ -68,11 +60,11 @@ def powers(
     return found
 
 
-def _shown(group: Group, drawn: Sequence[Drawn], launch_us: float, ready_w: float) -> Power:
+def _shown(group: Group, launch_us: float, ready_w: float) -> Power:
     """Shapes count alike, however often they ran."""
-    own_us = {one.kernel.dims: one.time_us for one in group.looked_up}
+    own_us = {one.kernel.dims: one.time_us for one in group.shapes}
     shapes: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
-    for one in drawn:
+    for one in group.drawn:
         dims = one.kernel.dims
         shapes[dims].append(_launched(one, own_us[dims], launch_us, ready_w))
     exponent = by_rate(group.key[0])

@@ -54,12 +54,9 @@ def fit_kernels(
     groups |= {key: groups[key].joined(theirs) for key, theirs in more.items()}
     system = system_with(groups)
     ceilings = {key: fit_physics(group.timings, system) for key, group in groups.items()}
-    of_each = {key: physics for key, (physics, _) in ceilings.items()}
-    both = [powers(groups, of_each, clock, whole=whole) for whole in (False, True)]
+    drawn = powers(groups, {key: physics for key, (physics, _) in ceilings.items()}, clock)
     return tuple(
-        _fit(
-            groups[key], *ceilings[key], [one[key] for one in both], system, clock, evidence, ledger
-        )
+        _fit(groups[key], *ceilings[key], drawn[key], system, clock, evidence, ledger)
         for key in keys
     )
 
@@ -68,7 +65,7 @@ def _fit(
     group: Group,
     physics: Physics,
     sds: Mapping[str, float],
-    drawn: Sequence[Power],
+    power: Power,
     system: System,
     clock: ClockState,
     evidence: Evidence,
@@ -94,8 +91,7 @@ def _fit(
     )
     host_us = issue_us(group.host_us) if group.host_us else clock.default_host_us
     _note(group, physics, sds, correction, ledger, detail)
-    power, power_in_all = drawn  # before and after rows of role `judge` count
-    _note_power(group, power_in_all, ledger, detail)
+    _note_power(group, power, ledger, detail)
     _note_host(group, host_us, ledger, detail)
     fit = KernelFit(
         op=op,
@@ -116,12 +112,7 @@ def _fit(
         power_rate_exponent=by_rate(op),
     )
     points = _points(group.looked_up, physics, correction) if group.judged else fit.points
-    whole = {
-        "points": points,
-        "active_power_w": rounded(power_in_all.watts),
-        "power_tflops": power_in_all.tflops and rounded(power_in_all.tflops),
-    }
-    return Fitted(fit, fit.model_copy(update=whole))
+    return Fitted(fit, fit.model_copy(update={"points": points}))
 
 
 def _points(

@@ -41,7 +41,6 @@ class Group:
     host_us: tuple[float, ...]
     drawn: tuple[Drawn, ...]  # by rows that show power
     judged: tuple[Shape, ...] = ()  # only in rows of role `judge`: looked up once they have judged
-    all_drawn: tuple[Drawn, ...] = ()  # by rows that show power, those of role `judge` too
 
     @property
     def timings(self) -> list[tuple[Kernel, float]]:
@@ -58,7 +57,6 @@ class Group:
             shapes=shapes,
             host_us=self.host_us or other.host_us,
             drawn=self.drawn or other.drawn,
-            all_drawn=self.all_drawn or other.all_drawn,
             judged=tuple(one for one in judged if one.kernel not in fitted),
         )
 
@@ -121,7 +119,6 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
             tuple(row.host_us for row in rows if row.host_us is not None),
             clock.drawn(rows),
             tuple(one for kernel, one in found.items() if kernel not in shapes),
-            clock.drawn(row for timings in every.get(key, {}).values() for row in timings),
         )
     return groups
 
@@ -154,14 +151,10 @@ def at_clock(group: Group, theirs: ClockState, own: ClockState) -> Group:
         group,
         shapes=_slower(group.shapes, slower),
         judged=_slower(group.judged, slower),
-        drawn=_drawn(group.drawn, watts, slower),
-        all_drawn=_drawn(group.all_drawn, watts, slower),
-    )
-
-
-def _drawn(rows: Sequence[Drawn], watts: float, slower: float) -> tuple[Drawn, ...]:
-    return tuple(
-        one._replace(watts=one.watts * watts, time_us=one.time_us * slower) for one in rows
+        drawn=tuple(
+            one._replace(watts=one.watts * watts, time_us=one.time_us * slower)
+            for one in group.drawn
+        ),
     )
 
 

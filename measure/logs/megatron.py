@@ -198,7 +198,10 @@ def parallelism_of(log: Log) -> Parallelism:
 def rows(log: Log, name: str, nodes: int | None, skip: int) -> tuple[TrainingRow, list[StepRow]]:
     """The configuration's row and its steps, the first `skip` logged lines left out."""
     model, p = model_of(log, name), parallelism_of(log)
-    p.check(model)
+    try:
+        p.check(model)
+    except UserError as error:
+        raise UserError(f"{log.path}: {error}") from None
     if nodes is None and p.gpus > MOST_PER_NODE:
         raise UserError(f"{log.path}: {p.gpus} GPUs; say on how many nodes they were with --nodes")
     if p.gpus % (nodes or 1):

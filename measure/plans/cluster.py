@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pydantic import ValidationError
+
 from measure.plans.emulation import communication_s
 from measure.training.plan import WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
@@ -62,7 +64,7 @@ def cases(hosts: int, per_host: int, device_kind: str, quick: bool) -> list[Trai
             )
             split.check(model)
             case = on_hosts(case_of(model, split, device_kind, quick), hosts, device_kind)
-        except UserError:
+        except (UserError, ValidationError):
             continue
         found.setdefault(case.case_id, case)
     return list(found.values())[: QUICK_CASES if quick else None]

@@ -1,13 +1,17 @@
 """A user's own plan of measurements: YAML, or a CSV of training steps."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from spec.errors import UserError
 from spec.files import parse, read_table, read_yaml
+from spec.kernel import parse_kernel
 from spec.measurable import refuse
+from spec.model import Size, load_model
+from spec.results import refuse_duplicates
 from spec.training_records import TrainingConfig
 
 State = Literal["burst", "sustained"]
@@ -22,15 +26,33 @@ class _KernelWish(BaseModel):
     dtype: str = "bf16"
     state: State = "burst"
 
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _checked(lambda: parse_kernel(self.op, self.direction, self.shape, self.dtype))
+        return self
+
 
 class _CollectiveWish(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
     ranks: int = Field(ge=2)
-    bytes: PositiveInt
+    bytes: int = Field(ge=1, le=2**50)  # a pebibyte: beyond any device
     stride: PositiveInt = 1
     groups: PositiveInt = 1
+
+
+def _checked(read: Callable[[], object]) -> None:
+    """Have what is wrong with a value of a plan name the plan's file and key."""
+    try:
+        read()
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def _model(name: str) -> str:
+    _checked(lambda: load_model(name))
+    return name
 
 
 class PlanFile(BaseModel):
@@ -38,10 +60,12 @@ class PlanFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    models: list[str] = Field(default_factory=list, description="names or files")
-    tp: list[PositiveInt] = Field(default_factory=list)
-    seq_len: list[PositiveInt] = Field(default_factory=list)
-    microbatch: list[PositiveInt] = Field(default_factory=list)
+    models: list[Annotated[str, AfterValidator(_model)]] = Field(
+        default_factory=list, description="names or files"
+    )
+    tp: list[Size] = Field(default_factory=list)
+    seq_len: list[Size] = Field(default_factory=list)
+    microbatch: list[Size] = Field(default_factory=list)
     training: list[TrainingConfig] = Field(
         default_factory=list, description="training steps, as rows of a plan"
     )
@@ -68,10 +92,12 @@ def read_plan(path: Path) -> PlanFile:
         rows = read_table(path, TrainingConfig, others_ignored=True)
         if not rows:
             raise UserError(f"{path}: the plan has no rows")
+        refuse_duplicates(path, rows)
         for number, row in enumerate(rows, start=2):
             _check_steps(row, f"{path}: line {number}")
         return PlanFile(training=rows)
     plan = parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
+    refuse_duplicates(path, plan.training)
     for number, row in enumerate(plan.training):
         _check_steps(row, f"{path}: training.{number}")
     return plan

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt
 
 from simulate.inputs import measured_node
 from simulate.validation.cases import Case, Prediction, predict
@@ -21,7 +21,7 @@ from spec.errors import UserError
 from spec.files import parse, read_record, read_table, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
 from spec.manifest import DeviceHash
-from spec.results import ResultSet
+from spec.results import ResultSet, refuse_duplicates
 from spec.row import NonNegative
 from spec.training_records import TrainingConfig, TrainingRow
 from topologies import load_node, node_names
@@ -48,6 +48,19 @@ def _interval(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
+def _parts(value: dict[str, float]) -> dict[str, float]:
+    if not sum(value.values()) > 0:
+        raise ValueError("the parts of a step must be there, and add up to more than 0 s")
+    return value
+
+
+def _source(value: dict[str, str]) -> dict[str, str]:
+    missing = {"path", "sha256", "system"} - set(value)
+    if missing:
+        raise ValueError(f"the key {min(missing)!r} is missing")
+    return value
+
+
 Time = Annotated[str, AfterValidator(_utc)]
 Interval = Annotated[dict[str, NonNegative], AfterValidator(_interval)]
 ONE_VISIT = timedelta(hours=1)  # from the first run of a configuration to those that repeat it
@@ -63,9 +76,9 @@ class Forecasted(BaseModel):
     config: TrainingConfig
     step_time_s: Interval
     energy_j: Interval
-    allocated_gib: float
-    breakdown_s: dict[str, float]
-    modelled_share: float
+    allocated_gib: NonNegative
+    breakdown_s: Annotated[dict[str, FiniteFloat], AfterValidator(_parts)]
+    modelled_share: Annotated[float, Field(ge=0, le=1)]
     power_w: Interval | None = None
     clock_mhz: Interval | None = None
     memory_gib: dict[str, Interval] | None = None
@@ -90,7 +103,7 @@ class Forecast(BaseModel):
     schema_version: Literal["forecast/1"] = Field(alias="schema")
     created: Time = Field(description="ISO 8601, UTC")
     plan: dict[str, str] = Field(description="path and sha256")
-    calibration: dict[str, str] = Field(description="path, sha256, system")
+    calibration: Annotated[dict[str, str], AfterValidator(_source)]
     node: str
     gpu: str | None = Field(
         default=None,
@@ -124,6 +137,7 @@ def read_plan(path: Path) -> list[TrainingConfig]:
     rows = read_table(path, TrainingConfig, others_ignored=True)
     if not rows:
         raise UserError(f"{path}: the plan has no rows")
+    refuse_duplicates(path, rows)
     return rows
 
 
