@@ -267,8 +267,11 @@ def table(value: dict[str, Any]) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run the command."""
-    arguments = parser().parse_args(words)
+    options = parser()
+    arguments = options.parse_args(words)
     if arguments.list or arguments.study is None:
+        others = [name for name in vars(arguments) if name not in ("list", "json")]
+        options.refuse_given(arguments, others, "where studies are listed")
         listed = {name: _question(work) for name, (_, work) in STUDIES.items()}
         text = "\n".join(f"{name:12} {question}" for name, question in listed.items())
         emit(arguments.json, {"schema": "studies/1", "studies": listed}, text)

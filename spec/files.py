@@ -177,7 +177,7 @@ def first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"the key {field!r} is missing"
     if field == "the whole" and problem["type"].startswith(("model_type", "model_attributes_type")):
-        return "is no mapping of keys to values; give one, as `key: value` lines or a JSON object"
+        return "holds no mapping of keys to values; give one, as `key: value` lines or a JSON object"
     message = problem["msg"].removeprefix("Value error, ")
     given = repr(problem.get("input"))
     if problem["type"] == "value_error":
@@ -190,7 +190,8 @@ def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> lis
 
     A column that `row` does not have is an error unless `others_ignored`.
     """
-    text = read_text(path, f"a table of {row.__name__}")
+    columns = [name for name, field in row.model_fields.items() if field.is_required()]
+    text = read_text(path, f"a CSV table with the columns {', '.join(columns[:3])}, ...")
     if text and not text.endswith("\n") and not others_ignored:
         raise UserError(f"{path}: its last line does not end; the file may be half-written")
     lines = csv.DictReader(text.splitlines(keepends=True), strict=True)
@@ -198,11 +199,7 @@ def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> lis
         names = lines.fieldnames or ()
     except csv.Error as error:
         raise UserError(f"{path}: line 1 is not a CSV header ({error})") from None
-    missing = [
-        name
-        for name, field in row.model_fields.items()
-        if field.is_required() and name not in names
-    ]
+    missing = [name for name in columns if name not in names]
     if missing:
         raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
     if len(set(names)) < len(names):

@@ -127,6 +127,11 @@ class NetworkFit(Record):
         default=0.0, description="the same of another run on the devices that were measured"
     )
     devices: tuple[str, ...] = Field(default=(), description="hashes of those")
+    one_device: bool = Field(
+        default=False,
+        description="all nodes are one host's and share its loopback device: what a group that "
+        "waits leaves of it, others get",
+    )
 
     def on_devices(self, hashes: Sequence[str]) -> "NetworkFit":
         """The network as those devices know it: that of their own visit if it was measured."""

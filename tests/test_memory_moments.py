@@ -5,7 +5,7 @@ Each was read off Megatron-Core 0.16.1 in miniature too, from its allocations on
 
 import pytest
 
-from simulate.memory.between_stages import held
+from simulate.memory.between_stages import tensors_held
 from simulate.memory.peak import WORKSPACES, layer_activation_bytes, stage_memory
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
@@ -135,7 +135,7 @@ def test_interleaved_stages_hold_as_many_tensors_as_were_counted(
     """Tensors between stages when a backward pass begins, two chunks of recomputed layers, one
     each: allocations of Megatron-Core's steps over gloo, with messages sent from copies."""
     found = [
-        max(passes + beside for passes, beside in held(stage, stages, microbatches, 2))
+        max(passes + beside for passes, beside in tensors_held(stage, stages, microbatches, 2))
         for stage in range(len(most))
     ]
     assert [one + 1 for one in found] == most  # the pass's own gradient

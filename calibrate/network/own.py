@@ -218,7 +218,10 @@ def fit_measured(
     fit, sds = _with_curves(protocol, rows, evidence.where(CollectiveRow, len(rows)))
     note_one(ledger, fit, "node_gbytes_per_s", fit.node_gbytes_per_s or 0.0, "GB/s", 0.05)
     note_network(ledger, fit, sds, MEASURED)
-    fit = with_visits(fit, [one.visited for one in rows], assumed_of(protocol, rows), ledger)
+    assumed = assumed_of(protocol, rows)
+    one_host = all(len(one.manifest.hosts) == 1 for one in evidence.runs)
+    fit = fit.model_copy(update={"one_device": assumed is SOCKETS and one_host})
+    fit = with_visits(fit, [one.visited for one in rows], assumed, ledger)
     fit = with_held(fit, evidence, ledger)
     for name, several in (("active_w", False), ("active_inside_w", True)):
         power = None if idle_w is None else between_nodes_w(evidence, several)

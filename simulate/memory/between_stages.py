@@ -25,7 +25,7 @@ Held = tuple[int, int]  # passes in flight, tensors beside them
 
 
 @lru_cache(maxsize=1024)
-def held(
+def tensors_held(
     stage: int, stages: int, microbatches: int, chunks: int, *, last_chunk: bool = False
 ) -> tuple[Held, ...]:
     """What there is at backward passes, of all chunks or of the last one.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
-from simulate.memory.between_stages import held
+from simulate.memory.between_stages import tensors_held
 from simulate.memory.sharded import Passes, blocks_apart_bytes
 from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
@@ -189,7 +189,7 @@ def _left_behind(
     if p.vpp > 1:
         most = _chunks_in_flight(p, stage)
         both = (
-            held(stage, p.pp, p.microbatches, p.vpp, last_chunk=last_chunk)
+            tensors_held(stage, p.pp, p.microbatches, p.vpp, last_chunk=last_chunk)
             for last_chunk in (True, False)
         )
         at_loss, backward = (

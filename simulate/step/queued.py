@@ -10,6 +10,9 @@ Seen in traces of Qwen2.5 7B over two stages of two chunks and two replicas, on 
 10 Gbit/s: the last stage's last message left 1.1 s after its pass, as the reduction before, of
 1.2 s, ended; then came the first stage's last pass and 1.2 s of its reductions.
 
+Not over one device that all groups share (`NetworkFit.one_device`): they were timed all at once,
+and what one of them leaves while it waits the others get, so that waiting takes no longer.
+
 So where a reduction lasts longer than the passes beside it, stages wait for one another, from the
 last chunk to the first and in it from the last stage to the first. Elsewhere
 `simulate.step.overlap` holds as it is.
@@ -57,9 +60,14 @@ def executed(priced: PricedStep) -> tuple[Timeline, float, Queued | None]:
 
 
 def _lines_up(priced: PricedStep) -> bool:
-    """Whether a chunk's reduction lasts longer than the next chunk's last passes, on any stage."""
-    p = priced.parallelism
+    """Whether a chunk's reduction lasts longer than the next chunk's last passes, on any stage.
+
+    Told by central times for all draws: at the border both answers give the same step.
+    """
+    p, network = priced.parallelism, priced.costs.network
     if not p.overlap or p.vpp == 1 or p.zero > 1 or priced.costs.calibration.host.serial:
+        return False
+    if network is not None and network.one_device:
         return False
     for stage in set(priced.alike):
         sent = [central(_whole(one)) for one in priced.updates[stage].alone.reduction.chunks]
