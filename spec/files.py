@@ -177,7 +177,9 @@ def first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"the key {field!r} is missing"
     if field == "the whole" and problem["type"].startswith(("model_type", "model_attributes_type")):
-        return "holds no mapping of keys to values; give one, as `key: value` lines or a JSON object"
+        return (
+            "holds no mapping of keys to values; give one, as `key: value` lines or a JSON object"
+        )
     message = problem["msg"].removeprefix("Value error, ")
     given = repr(problem.get("input"))
     if problem["type"] == "value_error":

@@ -84,7 +84,7 @@ def test_plan_that_is_none(results: Path, tmp_path: Path, capsys: Any) -> None:
     assert code == 2
     assert "plan.csv: the column 'layers' is missing" in err
     assert (
-        "results: is a folder; a table"
+        "results: is a folder; a CSV table"
         in call(capsys, "predict", "results", "--out", "sealed.json")[2]
     )
     assert not (tmp_path / "sealed.json").exists()

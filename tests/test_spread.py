@@ -60,5 +60,5 @@ def test_a_broken_file_is_a_sentence(tmp_path: Path, rows: list[str], words: str
 
 
 def test_a_folder_is_called_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a folder; a table"):
+    with pytest.raises(UserError, match="is a folder; a CSV table"):
         main_validate([RESULTS, "--spread", str(tmp_path), "--system", "4x-h200"])
