@@ -13,7 +13,7 @@ from simulate.astra import simulate as cycles
 from simulate.astra.workload import Granularity, program
 from simulate.cost.uncertainty import central
 from simulate.step.estimate import StepEstimate
-from simulate.step.queued import executed, in_line
+from simulate.step.queued import in_line, queued
 from simulate.step.schedule import BACKWARD, graph
 from simulate.step.timeline import execute
 from simulate.validation.cases import step_of
@@ -78,10 +78,10 @@ def traced() -> tuple[TrainingRow, StepEstimate]:
 
 def test_the_last_message_waits_as_long_as_in_the_trace() -> None:
     """The last stage's pass ended 439.6 ms into the step, its message left at 1,537.5."""
-    queued = executed(traced()[1].priced)[2]
-    assert queued is not None
-    assert central(queued.waited[1][0]) / 1e3 == pytest.approx(1537.5 - 439.6, rel=0.05)
-    assert central(queued.waited[0][0]) == 0.0
+    line = queued(traced()[1].priced)
+    assert line is not None
+    assert central(line.waited[1][0]) / 1e3 == pytest.approx(1537.5 - 439.6, rel=0.05)
+    assert central(line.waited[0][0]) == 0.0
 
 
 def test_the_traced_step_lasts_as_long_as_it_did() -> None:
@@ -93,19 +93,19 @@ def test_the_traced_step_lasts_as_long_as_it_did() -> None:
 
 
 def test_nothing_waits_where_passes_outlast_reductions() -> None:
-    assert executed(simulate(P).priced)[2] is None
+    assert queued(simulate(P).priced) is None
     for other in ({"overlap": False}, {"vpp": 1}):
         p = P.model_copy(update=other)
-        assert executed(simulate(p, fabric=ETHERNET).priced)[2] is None
+        assert queued(simulate(p, fabric=ETHERNET).priced) is None
 
 
 @pytest.mark.parametrize("granularity", ["stage", "layer"])
 @pytest.mark.parametrize("vpp", [2, 4])
 def test_astra_sim_waits_too(granularity: Granularity, vpp: int, tmp_path: Path) -> None:
     estimate = simulate(P.model_copy(update={"vpp": vpp}), fabric=ETHERNET)
-    queued = executed(estimate.priced)[2]
-    assert queued is not None
-    assert max(central(one) for mine in queued.waited for one in mine) > 0
+    line = queued(estimate.priced)
+    assert line is not None
+    assert max(central(one) for mine in line.waited for one in mine) > 0
     emit(program(estimate.priced, granularity), tmp_path / "o", whole=True)
     timing = cycles(read_trace(tmp_path / "o"))
     assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=1e-3)

@@ -17,7 +17,7 @@ from simulate.step.overlap import gather_in_turn
 from simulate.step.passes import PassCost
 from simulate.step.pipeline import taking_turns
 from simulate.step.pricing import PricedStep
-from simulate.step.queued import Queued, executed
+from simulate.step.queued import Queued, queued
 from simulate.step.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.step.sharding import Waited
 from spec.collective import Collective
@@ -53,8 +53,8 @@ def program(priced: PricedStep, granularity: Granularity = "stage") -> Program:
         )
     sizes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "dp": p.dp // p.ep, "pp": p.pp}
     axes = {axis: size for axis, size in sizes.items() if size > 1}
-    queued = executed(priced)[2]
-    builders = (_Stage(priced, stage, tuple(axes), queued) for stage in range(p.pp))
+    line = queued(priced)
+    builders = (_Stage(priced, stage, tuple(axes), line) for stage in range(p.pp))
     return Program(axes, tuple(one.build(granularity) for one in builders))
 
 
@@ -62,10 +62,10 @@ class _Stage:
     """Writes the tasks of one pipeline stage in issue order."""
 
     def __init__(
-        self, priced: PricedStep, stage: int, axes: tuple[str, ...], queued: Queued | None
+        self, priced: PricedStep, stage: int, axes: tuple[str, ...], line: Queued | None
     ) -> None:
         self.priced, self.stage, self.axes = priced, stage, axes
-        self.queued = queued  # reductions for which passes wait
+        self.line = line  # reductions for which passes wait
         self.passes = priced.passes_of(stage)
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()  # what the next task waits for
@@ -111,8 +111,8 @@ class _Stage:
         else:
             self._layers(name, cost, one.way)
         self._flush()
-        if self.queued and one.way == BACKWARD and one.microbatch == p.microbatches - 1:
-            waited = self.queued.waited[self.stage][one.chunk]
+        if self.line and one.way == BACKWARD and one.microbatch == p.microbatches - 1:
+            waited = self.line.waited[self.stage][one.chunk]
             if central(waited) > 0:
                 self._reduce(waited)
         self.ended["ran", one] = self.last
@@ -203,7 +203,7 @@ class _Stage:
 
     def _update(self) -> None:
         update = self.priced.updates[self.stage]
-        self._reduce(self.queued.left[self.stage] if self.queued else update.reduced_us)
+        self._reduce(self.line.left[self.stage] if self.line else update.reduced_us)
         for one, time in update.alone.shared.chunks[0]:
             name = "tied embedding" if one.axis == "embd" else "shared gradients"
             self._collective(name, one, time)

@@ -8,6 +8,7 @@ looks into, so values that are a view of the QKV product keep all of that.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
@@ -163,25 +164,29 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     tied = table if model.tied_embeddings and p.pp == 1 else 0.0
     gathered = whole + local if p.sequence_parallel else 0.0  # a gradient, or what is scattered
     chunk = p.stage_layers(model)[stage] / p.vpp * kept
-    at_loss, backward = _left_behind(model, p, stage, chunk, local)
-    found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + backward]
+    left = _left_behind(model, p, stage, chunk, local)
+    found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
     if stage == p.pp - 1:  # beside what the final norm takes and gives
-        found.append(3 * logits + 2 * local + at_loss)
-        left = at_loss - local if p.vpp > 1 else backward
-        found.append(logits + table + whole + gathered + 2 * local + left)
+        found.append(3 * logits + 2 * local + left.loss)
+        found.append(logits + table + whole + gathered + 2 * local + left.output_layer)
     if stage == 0:
-        left = 3 * local if p.vpp > 1 else backward
-        found.append(table + tied + gathered + local + left - _freed_chunks(p) * chunk)
+        found.append(table + tied + gathered + local + left.table - _freed_chunks(p) * chunk)
     return max(found) + shared
 
 
-def _left_behind(
-    model: ModelSpec, p: Parallelism, stage: int, chunk: float, local: float
-) -> tuple[float, float]:
-    """Bytes between stages, beside a microbatch's own, at its loss and in its backward pass
-    (pipeline_parallel/schedules.py).
+class _Left(NamedTuple):
+    """Bytes between stages, beside a microbatch's own, at the moments that can be the peak."""
 
-    Variables refer to the microbatch before: to its loss, thereby to the stage's input and its
+    loss: float
+    output_layer: float  # its backward pass, as the next two
+    layer: float
+    table: float
+
+
+def _left_behind(model: ModelSpec, p: Parallelism, stage: int, chunk: float, local: float) -> _Left:
+    """What variables refer to of passes before (pipeline_parallel/schedules.py).
+
+    To the microbatch before: to its loss, thereby to the stage's input and its
     gradient, until the next loss is there; to that gradient until there is another. Interleaved see
     `simulate.memory.between_stages`: where fewer passes are in flight than at most, what a `chunk`
     of the stage's layers keeps for each is taken off.
@@ -192,15 +197,16 @@ def _left_behind(
             tensors_held(stage, p.pp, p.microbatches, p.vpp, last_chunk=last_chunk)
             for last_chunk in (True, False)
         )
-        at_loss, backward = (
+        loss, layer = (
             max((passes - most) * chunk + tensors * local for passes, tensors in one)
             for one in both
         )
-        return at_loss, backward
+        return _Left(loss, loss - local, layer, 3 * local)
     if p.microbatches <= p.pp - stage:
-        return 0.0, 0.0
+        return _Left(0.0, 0.0, 0.0, 0.0)
     # a first stage's input, the embedding's output, is a leaf only where the table is frozen
-    return 2 * (stage > 0 or model.lora_rank > 0) * local, (stage > 0) * local
+    loss, gradient = 2 * (stage > 0 or model.lora_rank > 0) * local, (stage > 0) * local
+    return _Left(loss, gradient, gradient, gradient)
 
 
 def _chunks_in_flight(p: Parallelism, stage: int) -> int:

@@ -51,6 +51,11 @@ class Queued(NamedTuple):
     reduced: list[Array]  # when what passes can hide is reduced
 
 
+def queued(priced: PricedStep) -> Queued | None:
+    """What lines up in a step, if anything does."""
+    return executed(priced)[2] if _lines_up(priced) else None
+
+
 def executed(priced: PricedStep) -> tuple[Timeline, float, Queued | None]:
     """The pipeline's timeline, its central end without transfers, us, and what lines up in it."""
     if not _lines_up(priced):
