@@ -191,6 +191,7 @@ class _Stage:
                         self._collective(label, one, time)
                 self._shards(name, [each for each in waited if each.one.kind != "all_gather"])
         self._compute(f"{name} host", central(cost.host))
+        self._compute(f"{name} beside messages", central(cost.exposed.get("pp", 0.0)))
         inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
         self._compute(f"{name} slowed", central(cost.compute - inside))
 

@@ -187,7 +187,7 @@ class StepSimulator:
         updates = [priced.updates[stage] for stage in set(priced.alike)]
         slowest_update = max(updates, key=lambda one: central(one.updated_us))
         optimizer_us = central(slowest_update.kernels_us + priced.norm_us)
-        breakdown["pp_exposed"] = pipeline_us - ideal_us
+        breakdown["pp_exposed"] += pipeline_us - ideal_us
         breakdown["bubble"] = ideal_us - float(timeline.busy[busiest, 0])
         breakdown["optimizer"] = optimizer_us
         reduced_us = float(finish[0]) - pipeline_us - optimizer_us - once_us

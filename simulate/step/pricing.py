@@ -17,6 +17,7 @@ from simulate.cost.issue import bucket_waits
 from simulate.cost.works import Same
 from simulate.step.passes import PassCost, PricedSegment, Shared, StagePrices, StageWork, work
 from simulate.step.schedule import ways
+from simulate.step.shared_ports import beside_messages, share_beside
 from simulate.step.updates import Alone, UpdateCost, alone, update
 from spec.collective import Collective
 from spec.model import ModelSpec
@@ -141,8 +142,10 @@ def price(
                 )
     stages = tuple(priced[clock] for clock in of_stage)
     layers = p.stage_layers(model)
+    beside = [share_beside(stage, p, costs) if p.pp > 1 else 0.0 for stage in range(p.pp)]
     kinds = [
-        (stage == 0, stage == p.pp - 1, layers[stage], of_stage[stage]) for stage in range(p.pp)
+        (stage == 0, stage == p.pp - 1, layers[stage], of_stage[stage], beside[stage])
+        for stage in range(p.pp)
     ]
     first_of: dict[tuple[object, ...], int] = {}
     alike = tuple(first_of.setdefault(kind, stage) for stage, kind in enumerate(kinds))
@@ -157,6 +160,12 @@ def price(
     if p.pp > 1:
         rows = shapes(model, p).local_tokens
         transfer = Collective("send_recv", "pp", 2.0 * rows * model.hidden)
+    if transfer and any(beside):
+        times = costs.transfers_us(transfer)
+        works = {
+            stage: beside_messages(one, stage, beside[stage], times, costs)
+            for stage, one in works.items()
+        }
     # the update only moves memory, which leaves the clock at its largest
     fastest = costs.with_(clock_ratio=reference / max(costs.calibration.clock.max_mhz, *of_stage))
     apart = known.updates.setdefault(fastest.clock_ratio, {})
