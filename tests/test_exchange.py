@@ -15,7 +15,8 @@ from simulate.cost.costs import Costs
 from simulate.cost.exchange import COPIED_OUT, MIB, crossing, neighbours, share_not_held
 from simulate.cost.groups import layout
 from simulate.cost.uncertainty import Draws, central
-from simulate.step.schedule import BACKWARD, exchanging, graph, order, sending
+from simulate.step.pipeline_order import BACKWARD, exchanging, order, sending
+from simulate.step.schedule import graph
 from simulate.step.timeline import execute
 from spec.calibration import Calibration
 from spec.collective import Collective

@@ -15,7 +15,8 @@ from simulate.astra.workload import program
 from simulate.cost.uncertainty import central
 from simulate.step.estimate import StepEstimate
 from simulate.step.pipeline import taking_turns
-from simulate.step.schedule import BACKWARD, FORWARD, Pass, graph, order, warmup
+from simulate.step.pipeline_order import BACKWARD, FORWARD, Pass, order, warmup
+from simulate.step.schedule import graph
 from simulate.step.timeline import execute
 from spec.parallelism import Parallelism
 from tests.test_exchange import CALIBRATION, LOOPBACK

@@ -14,8 +14,8 @@ from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws, central
 from simulate.plans.rough import Rough
 from simulate.step.overlap import Chunk, exposed_us, gathers_us
+from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.queued import queued
-from simulate.step.schedule import BACKWARD, FORWARD
 from spec.buckets import Bucket, bucket_parameters, gradient_buckets, largest_piece
 from spec.collective import Collective
 from spec.model import ModelSpec, load_model

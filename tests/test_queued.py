@@ -13,8 +13,9 @@ from simulate.astra import simulate as cycles
 from simulate.astra.workload import Granularity, program
 from simulate.cost.uncertainty import central
 from simulate.step.estimate import StepEstimate
+from simulate.step.pipeline_order import BACKWARD
 from simulate.step.queued import in_line, queued
-from simulate.step.schedule import BACKWARD, graph
+from simulate.step.schedule import graph
 from simulate.step.timeline import execute
 from simulate.validation.cases import step_of
 from simulate.validation.measured import Settings
