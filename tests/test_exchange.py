@@ -22,7 +22,7 @@ from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.parallelism import Parallelism
 from tests.made_up import calibration_json
-from tests.test_step import MODEL, simulate
+from tests.simulated_steps import MODEL, simulate
 from topologies import load_fabric, load_node
 from topologies.placement import group_path
 

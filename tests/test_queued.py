@@ -22,8 +22,8 @@ from simulate.validation.measured import Settings
 from spec.parallelism import Parallelism
 from spec.results import find_result_sets
 from spec.training_records import TrainingRow
+from tests.simulated_steps import simulate
 from tests.test_schedule import played
-from tests.test_step import simulate
 from topologies import load_fabric
 
 TRACED = "qwen2.5-7b-L4-s4096-TP1-PP2-DP2-VPP2-mb1-gb8-z0-full-overlap-4nodes"

@@ -27,7 +27,7 @@ from spec.step import (
     sharded,
     trained_parameters,
 )
-from tests.test_step import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
+from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
 
 P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)
 
