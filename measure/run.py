@@ -22,6 +22,8 @@ from measure.hosts.namespaces import LEAST_SHARE, LINK_MBIT, SHARE, check_machin
 from measure.hosts.others import OtherHost, Samplers
 from measure.plans.cases import ON_REQUEST, SUITES
 from measure.plans.file import PlanFile, read_plan
+from measure.plans.grid import defaults
+from measure.plans.shapes import refuse_without_kernels
 from measure.report import report
 from measure.result_set import (
     left_of,
@@ -213,6 +215,8 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int 
             + ("which the plan's kernels replace" if plan.kernels else "which is not asked for")
             + "; leave it out"
         )
+    if asked.plan and "kernels" in suites and not plan.kernels:
+        refuse_without_kernels(asked.plan, plan, asked.model, defaults(kind))
     link = asked.link_mbit or (LINK_MBIT if on_cpu else None)
     share = (asked.node_cores or SHARE) if on_cpu else None
     return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link, share, hosts)
