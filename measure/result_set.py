@@ -2,21 +2,23 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from measure.checks import suite as checks
 from measure.devices import Device
 from measure.hosts import about as host
 from measure.hosts import emulation
 from measure.hosts.others import OtherHost
-from measure.store.write import PLAN, Store
+from measure.store.write import PLAN, Store, done_so_far
 from measure.wanted import Options
 from spec.errors import UserError
 from spec.files import first_problem, read_json
-from spec.manifest import OTHER_DEVICES
+from spec.manifest import OTHER_DEVICES, Manifest
 from spec.results import read_result_set
 
 _OPTIONS = {  # of the command, and what they become
@@ -138,19 +140,52 @@ def reopen_store(folder: Path, devices: Sequence[Device]) -> Store:
     """The result set of an unfinished run."""
     refuse_other_devices(folder.parent, devices)
     store = Store.reopen(folder)
+    if not _same_devices(folder, store.manifest, devices):
+        store.note(OTHER_DEVICES)
+    store.retry_failed_training()
+    store.manifest.skipped = _skipped_for_good(store.manifest)
+    store.note(f"resumed {datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
+    return store
+
+
+def _same_devices(folder: Path, manifest: Manifest, devices: Sequence[Device]) -> bool:
+    """Whether a run's devices are those here; raises UserError where they are more or fewer."""
     here = [device.describe(0).uuid_hash for device in devices]
-    before = [one.uuid_hash for some in store.manifest.hosts for one in some.devices]
+    before = [one.uuid_hash for some in manifest.hosts for one in some.devices]
     if len(here) != len(before):
         raise UserError(
             f"{folder}: measured {len(before)} devices; {len(here)} are here, so it cannot continue"
         )
-    if here != before:
-        store.note(OTHER_DEVICES)
-    store.retry_failed_training()
-    store.manifest.skipped = {
+    return here == before
+
+
+def _skipped_for_good(manifest: Manifest) -> dict[str, str]:
+    """What a run skipped, and why, without the cases that failed: those it tries again."""
+    return {
         case: reason
-        for case, reason in store.manifest.skipped.items()
+        for case, reason in manifest.skipped.items()
         if not reason.startswith("failed: ")
     }
-    store.note(f"resumed {datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')}")
-    return store
+
+
+def left_of(
+    cases: Mapping[str, Sequence[Any]], done: Mapping[str, set[str]], skipped: Mapping[str, str]
+) -> dict[str, list[Any]]:
+    """The cases that are neither done nor skipped."""
+    return {
+        suite: [
+            case for case in some if case.case_id not in done[suite] and case.case_id not in skipped
+        ]
+        for suite, some in cases.items()
+    }
+
+
+def left_of_run(
+    folder: Path, cases: Mapping[str, Sequence[Any]], devices: Sequence[Device]
+) -> dict[str, list[Any]]:
+    """The cases that a run would do if it were resumed; the run stays as it is."""
+    refuse_other_devices(folder.parent, devices)
+    manifest = read_result_set(folder).manifest
+    _same_devices(folder, manifest, devices)
+    done = done_so_far(folder) | {"telemetry": checks.done(folder)}
+    return left_of(cases, done, _skipped_for_good(manifest))

@@ -22,8 +22,17 @@ from measure.hosts.namespaces import LEAST_SHARE, LINK_MBIT, SHARE, check_machin
 from measure.hosts.others import OtherHost, Samplers
 from measure.plans.cases import ON_REQUEST, SUITES
 from measure.plans.file import PlanFile, read_plan
+from measure.plans.grid import defaults
+from measure.plans.shapes import refuse_without_kernels
 from measure.report import report
-from measure.result_set import left_to_do, open_store, refuse_other_plan, reopen_store
+from measure.result_set import (
+    left_of,
+    left_of_run,
+    left_to_do,
+    open_store,
+    refuse_other_plan,
+    reopen_store,
+)
 from measure.serve import serve
 from measure.store.write import PLAN, Store, find_run
 from measure.telemetry.handle import Sampler
@@ -53,6 +62,7 @@ WITHOUT_EFFECT = {
     "list": _OF_A_RUN,
     "gpus": ("kind",),
 }
+OF_A_RESUMED = ("progress",)  # where `list` is of what is left of a run
 
 
 class Progress:
@@ -109,7 +119,9 @@ def arguments_parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="a short look at everything")
     parser.add_argument("--resume", metavar="RUN", help="continue a run; its own plan counts")
     parser.add_argument(
-        "--list", action="store_true", help="say what would run, and stop; --json names the cases"
+        "--list",
+        action="store_true",
+        help="say what would run, with --resume what is left to, and stop; --json names the cases",
     )
     parser.add_argument(
         "--budget", type=float, metavar="MINUTES", help="stop in time; each suite gets a share"
@@ -203,6 +215,8 @@ def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int 
             + ("which the plan's kernels replace" if plan.kernels else "which is not asked for")
             + "; leave it out"
         )
+    if asked.plan and "kernels" in suites and not plan.kernels:
+        refuse_without_kernels(asked.plan, plan, asked.model, defaults(kind))
     link = asked.link_mbit or (LINK_MBIT if on_cpu else None)
     share = (asked.node_cores or SHARE) if on_cpu else None
     return Options(suites, tuple(asked.model), asked.quick, plan, nodes, link, share, hosts)
@@ -266,6 +280,8 @@ def main(words: Sequence[str]) -> int:
     wrap.check(options, asked, command)
     for name, unheeded in WITHOUT_EFFECT.items():
         if getattr(asked, name):
+            if name == "list" and asked.resume and asked.gpus is None:
+                unheeded = OF_A_RESUMED
             options.refuse_given(asked, unheeded, f"with --{name.replace('_', '-')}")
     started = host.launch()
     if command and started.local_rank > 0:
@@ -336,6 +352,8 @@ def lead(
     if asked.write_plan:
         return write_plan(Path(asked.write_plan), options, kind, len(devices))
     if asked.list:
+        if folder:
+            cases = left_of_run(folder, cases, devices)
         twice = 0.0 if options.share is None else 2 * host_check.SECONDS
         return list_cases(asked.json, cases, kind, len(devices), asked.budget, twice)
     if options.link_mbit is not None:
@@ -352,14 +370,7 @@ def lead(
     manifest = store.manifest
     manifest.planned = sum(len(some) for some in cases.values())
     store.save()
-    left = {
-        suite: [
-            case
-            for case in some
-            if case.case_id not in store.done(suite) and case.case_id not in manifest.skipped
-        ]
-        for suite, some in cases.items()
-    }
+    left = left_of(cases, {suite: store.done(suite) for suite in cases}, manifest.skipped)
     epoch = datetime.fromisoformat(manifest.started).timestamp()
     sampler = Samplers(Sampler(store.folder, chosen, epoch=epoch), others, store.folder, epoch)
     bar = Progress(sum(len(some) for some in left.values()), asked.progress)

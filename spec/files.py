@@ -187,13 +187,20 @@ def first_problem(error: ValidationError) -> str:
     return f"{field} is {given[:80]}; {message[0].lower()}{message[1:]}"
 
 
-def read_table(path: Path, row: type[M], *, others_ignored: bool = False) -> list[M]:
+def read_table(
+    path: Path, row: type[M], *, others_ignored: bool = False, half_ignored: bool = False
+) -> list[M]:
     """Read a CSV of `row` records; empty cells are None. Errors name file, line and column.
 
-    A column that `row` does not have is an error unless `others_ignored`.
+    A column that `row` does not have is an error unless `others_ignored`, and a last line that does
+    not end unless `half_ignored`.
     """
     columns = [name for name, field in row.model_fields.items() if field.is_required()]
     text = read_text(path, f"a CSV table with the columns {', '.join(columns[:3])}, ...")
+    if half_ignored:
+        text = text[: text.rfind("\n") + 1]
+        if not text:
+            return []
     if text and not text.endswith("\n") and not others_ignored:
         raise UserError(f"{path}: its last line does not end; the file may be half-written")
     lines = csv.DictReader(text.splitlines(keepends=True), strict=True)

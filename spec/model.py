@@ -156,7 +156,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     if "/" not in name_or_path and named.exists():
         return parse(ModelSpec, read_yaml(named, "a model"), str(named))
     path = Path(name_or_path)
-    if len(name_or_path) > 1000 or not path.is_file():
+    if len(name_or_path) > 1000 or not (path.is_file() or path.is_dir()):
         raise UserError(
             f"model {name_or_path[:80]!r} is neither a file nor a named model; "
             f"the named ones are {', '.join(model_names())}"

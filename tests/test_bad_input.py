@@ -9,8 +9,10 @@ import pytest
 from simulate import place, project, search, study, twin, validate
 from spec.command import run
 from spec.errors import UserError
-from spec.files import check_writable, write_json
-from tests.commands import called
+from spec.files import check_writable, write_json, write_table
+from spec.training_records import TrainingConfig
+from tests.commands import call, called
+from tests.made_up_steps import configs
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,10 @@ from tests.commands import called
         (("--gpus", "64", "--ep", "2"), "which has no experts"),
         (("--gpus", "64", "--pp", "2", "--layers-per-stage", "40,41"), "adds up to 81"),
         (("--model", "../" * 2000), "is neither a file nor a named model"),
+        (("--model", "results"), "error: results: is a folder; a model was expected there"),
+        (("--fabric", "/etc"), "error: /etc: is a folder; a fabric was expected there"),
+        (("--node", "/tmp"), "error: /tmp: is a folder; a node was expected there"),
+        (("--cooling", "."), "error: .: is a folder; a cooling was expected there"),
         (("--model", "evil.yaml"), "name is '../../evil'"),
         (("--model", "deep.yaml"), "deep.yaml: not valid YAML"),
         (
@@ -183,6 +189,25 @@ def test_a_number_of_a_calibration_that_cannot_be(
     code, _, err = command("project")
     assert code == 2
     assert f"calibration.json: {name} is {value}; input should be" in err
+
+
+def test_an_unknown_key_of_a_forecasts_memory(results: Path, tmp_path: Path, capsys: Any) -> None:
+    write_table(tmp_path / "plan.csv", TrainingConfig, configs())
+    words = ("predict", "plan.csv", "--out", "sealed.json", "--draws", "20")
+    assert call(capsys, *words)[0] == 0
+    sealed = json.loads((tmp_path / "sealed.json").read_text())
+    memory = sealed["cases"][1]["memory_gib"]
+    device = memory["device"]
+    odd = {"alocated": {"alocated": device}, "device.x": {"device": device | {"x": 1.0}}}
+    for name, more in odd.items():
+        sealed["cases"][1]["memory_gib"] = memory | more
+        write_json(tmp_path / "odd.json", sealed)
+        code, out, err = call(capsys, "compare", "odd.json", str(results))
+        assert (code, out) == (2, "")
+        assert err == (
+            f"error: odd.json: cases.1.memory_gib: unknown key {name!r}; "
+            "remove it or correct its spelling\n"
+        )
 
 
 def test_points_of_a_curve_ascend(command: Any, calibration: Path) -> None:

@@ -23,7 +23,7 @@ from spec.parallelism import Parallelism
 from spec.records import BehindRow
 from spec.step import layer
 from tests.made_up import calibration_json
-from tests.test_step import FABRIC, MODEL, NODE, simulate
+from tests.simulated_steps import FABRIC, MODEL, NODE, simulate
 from topologies import load_node
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from calibrate.evidence import Judged, Ledger
+from calibrate.evidence import Evidence, Judged, Ledger
+from calibrate.host.overhead import fit_interference
 from calibrate.kernels.correction import conformal_scale, fit_correction, folds
 from calibrate.network.between_nodes import (
     PUBLISHED,
@@ -35,6 +36,8 @@ from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, Ke
 from spec.files import read_table
 from spec.kernel import Kernel
 from spec.kernel_fit import features
+from spec.records import InterferenceRow
+from tests.clock_rows import product, row
 
 # All-reduce time in us on 2, 3, 4 and 8 A100s of one node by bytes: VIA-Research/vTrain
 # (f8dda84), trace/a100/AR_GPU*_1M_1024M_LUT, every seventh size.
@@ -305,3 +308,28 @@ def test_families_stay_together_in_folds() -> None:
     assert sorted(index for part in split for index in part) == list(range(50))
     for family in set(families):
         assert sum(any(families[index] == family for index in part) for part in split) == 1
+
+
+def test_interference_is_read_where_a_collective_covers_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def beside(collective_us: float, kernel_us: float, with_us: float) -> InterferenceRow:
+        kernel = product(8192)
+        known = row(kernel, kernel_us, 1980.0).model_dump()
+        fields = {"op", "direction", "dtype", "shape", *InterferenceRow.model_fields} & set(known)
+        more = {
+            "collective": "all_gather",
+            "ranks": 4,
+            "bytes": 2**28,
+            "kernel_alone_us": 200.0,
+            "collective_alone_us": collective_us,
+            "collective_with_us": with_us,
+        }
+        return InterferenceRow.model_validate({key: known[key] for key in fields} | more)
+
+    rows = [beside(700.0, 280.0, 910.0), beside(60.0, 210.0, 200.0)]
+    evidence = Evidence("made-up", [])
+    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", one) for one in rows])
+    found = fit_interference(evidence, Ledger())
+    assert found.kernel == pytest.approx(0.4)
+    assert found.collective == pytest.approx(0.3)

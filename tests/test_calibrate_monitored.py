@@ -13,8 +13,8 @@ from spec.files import write_table
 from spec.kernel import Kernel
 from spec.records import KernelRow
 from spec.results import ResultSet
+from tests.clock_rows import capped, product, row
 from tests.synthetic import Truth, manifest
-from tests.test_calibrate_clocks import capped, product, row
 
 TOP = 1980.0
 START = "2030-01-01T00:00:00Z"

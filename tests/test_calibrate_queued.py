@@ -16,7 +16,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.kernel import PASSES, Kernel
 from spec.records import KernelRow, QueuedRow
 from spec.step_parts import reordered
-from tests.test_calibrate_clocks import row
+from tests.clock_rows import row
 
 ROOT = Path(__file__).parent.parent
 SIZES = tuple(2**exponent for exponent in range(18, 27))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from simulate.validation.draw import Grid, _random
+from simulate.validation.draw import _random
+from simulate.validation.grid import Grid, read_grid
 from spec.files import parse, read_table, read_yaml
 from spec.measurable import refuse
 from spec.training_records import TrainingConfig
@@ -90,3 +91,57 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
         (tmp_path / "grid.yaml").write_text(f"{GRID}\n{name}: []\n")
         code, _, err = call(capsys, "predict", "grid.yaml", *words)
         assert (code, f"grid.yaml: {name} is []" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("tp: [1, 3]", "tp.1 is 3, which no step of it can have: tp 3 does not divide heads 32 of"),
+        ("tp: [1, 16]", "tp.1 is 16, which no step of it can have: tp 16 does not divide gpus 6"),
+        ("cp: [1, 4]", "cp.1 is 4, which no step of it can have: cp 4 does not divide gpus 6"),
+        ("tp: [2]\nnodes: 4", "gpus.0 is 6; it must be a multiple of nodes, 4"),
+        ("tp: [6, 2]", "tp.0 is 6, which no step of it can have: tp 6 does not divide heads 32"),
+        ("vpp: [5]\nmicrobatches: [6]", "vpp.0 is 5, which no step of it can have: pp 6 * vpp 5"),
+        (
+            "vpp: [2]\nmicrobatches: [1]",
+            "vpp.0 is 2, which no step of it can have: the interleaved schedule needs",
+        ),
+        ("microbatches: [1, 3000000]", "microbatches.1 is 3000000, which no step of it can have"),
+        ("zero: [0, 2]", "zero.1 is 2; input should be 0, 1 or 3"),
+    ],
+)
+def test_a_degree_that_no_model_can_have_is_refused(
+    results: Path, tmp_path: Path, capsys: Any, values: str, words: str
+) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(
+        f"gpus: [6]\nfamilies: [{{model: llama3-8b, layers: [4, 6], seq_len: [2048]}}]\n{values}\n"
+    )
+    draw = ("--draw", "2", "--seed", "1", "--plan-out", "p.csv", "--out", "s.json")
+    code, out, err = call(capsys, "predict", "grid.yaml", *draw)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"grid.yaml: {words}" in err
+    assert not list(tmp_path.glob("[ps].*"))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/forecasts/grid*.yaml")), ids=str)
+def test_committed_grids_can_be_drawn_from_again(path: Path) -> None:
+    assert read_grid(path).families
+
+
+@pytest.mark.parametrize(
+    "values",
+    ["tp: [4]", "vpp: [2]\nmicrobatches: [1, 4]", "cp: [2]", "switches: [true]\nzero: [3]"],
+)
+def test_what_any_model_can_have_is_not(tmp_path: Path, values: str) -> None:
+    """One of two models, say, or one microbatch where a step has no pipeline."""
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "gpus: [8]\nfamilies:\n- {model: llama3-8b, layers: [4], seq_len: [2048]}\n"
+        f"- {{model: smollm2-135m, layers: [6], seq_len: [2048]}}\n{values}\n"
+    )
+    rng, grid = random.Random("1"), read_grid(path)
+    drawn = [one for one in (_random(grid, rng) for _ in range(2000)) if one is not None]
+    for name in ("tp", "cp", "vpp", "zero"):
+        assert {getattr(p, name) for _, p in drawn} >= set(getattr(grid, name) or ())
+    assert {p.microbatches for _, p in drawn} == set(grid.microbatches)

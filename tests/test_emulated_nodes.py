@@ -1,88 +1,32 @@
 """A made-up system of emulated nodes, from its collective rows to a validated training step."""
 
-import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from calibrate import fit as fitting
 from calibrate.network.between_nodes import path_of
 from calibrate.network.own import Crossing, concurrent, curves
-from measure.plans.cases import CollectiveCase, collective_cases
-from measure.plans.file import PlanFile
 from simulate import validate
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws, central
 from simulate.validation.cases import predict
 from simulate.validation.measured import fabric_of
 from spec.calibration import Calibration, NetworkFit, read_calibration
-from spec.collective import COLLECTIVES, Collective, busbw_factor
+from spec.collective import COLLECTIVES, Collective
 from spec.command import run
 from spec.files import read_table, write_json, write_table
-from spec.manifest import Manifest
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import CollectiveRow, KernelRow
 from spec.training_records import StepRow, TrainingConfig, TrainingRow
+from tests.emulated import BASE, SPANS, SYSTEM, about, across_us, rows, rows_of, with_network
 from tests.made_up import write_calibration
-from tests.synthetic import Truth, manifest, write_result_set
+from tests.synthetic import write_result_set
 from topologies import load_fabric, load_node
 from topologies.placement import group_path
-
-BASE, SYSTEM = "4x-h200", "4x-h200-2x2"
-# (ranks, stride, groups): of a node's two devices each belongs to a group of its own, or all to one
-SPANS = ((4, 1, 1), (2, 2, 1), (2, 2, 2))
-
-
-def across_us(kind: str, ranks: int, groups: int, nbytes: int) -> float:
-    """The made-up network: 150 us, 8 GB/s; two groups at once get 6 GB/s each."""
-    rate = 8e3 if groups == 1 else 6e3
-    return 150.0 + nbytes * busbw_factor(kind, ranks) / rate
-
-
-def rows() -> Iterator[CollectiveRow]:
-    for kind in COLLECTIVES:
-        yield from rows_of(kind)
-
-
-def rows_of(kind: str) -> Iterator[CollectiveRow]:
-    for ranks, stride, groups in SPANS:
-        for power in range(10, 29, 2):
-            time = across_us(kind, ranks, groups, 2**power)
-            yield CollectiveRow(
-                case_id=f"{kind}-{ranks}-{stride}-{groups}-{power}",
-                role="judge" if power == 16 else "fit",
-                collective=kind,
-                backend="nccl",
-                ranks=ranks,
-                nodes=2,
-                stride=stride,
-                groups=groups,
-                bytes=2**power,
-                dtype="bf16",
-                busbw_gbytes_per_s=2**power * busbw_factor(kind, ranks) / time / 1e3,
-                repeats=20,
-                std_us=0.0,
-                **dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time),
-            )
-
-
-def with_network(folder: Path, network: NetworkFit) -> Calibration:
-    """The made-up calibration with this network, also as `calibration.json` in the folder."""
-    whole = write_calibration(folder / "made-up.json", system=SYSTEM)
-    value = whole.model_dump(mode="json", by_alias=True)
-    write_json(folder / "calibration.json", value | {"networks": [network.model_dump(mode="json")]})
-    return read_calibration(folder / "calibration.json")
-
-
-def about(system: str) -> Manifest:
-    plain = manifest(system, "run-1", 4, Truth(), "2030-01-01T00:00:00Z")
-    changes: dict[str, Any] = {"environment": {"NCCL_IB_DISABLE": "1"}}
-    return plain.model_copy(update=changes | {"emulated_nodes": 2, "base_system": BASE})
 
 
 @pytest.fixture(scope="module")
@@ -123,43 +67,6 @@ def test_kernels_come_from_the_host_and_the_network_from_its_own_rows(
     assert judged["rows of role judge"].rows == len(COLLECTIVES) * len(SPANS)
     assert judged["rows of role judge"].median_error < 0.03
     assert judged["every other size left out"].median_error < 0.1
-
-
-@pytest.mark.parametrize(("world", "nodes"), [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
-def test_every_group_of_a_plan_on_emulated_nodes_is_laid_out_as_one_that_is_measured(
-    world: int, nodes: int
-) -> None:
-    node = load_node("4x-h200").model_copy(update={"gpus": world // nodes})
-    measured = {
-        (case.collective, case.ranks, case.nodes, concurrent(as_row(case), node.gpus))
-        for case in collective_cases("nvidia", world, False, PlanFile(), nodes)
-    }
-    powers = [2**k for k in range(world.bit_length())]
-    for ranks, stride in itertools.product(powers[1:], powers):
-        if ranks * stride > world:
-            continue
-        path = group_path(node, load_fabric("loopback"), world, ranks, stride)
-        if path.nodes > 1:
-            for kind in COLLECTIVES:
-                assert (kind, path.ranks, path.nodes, path.concurrent) in measured
-
-
-def as_row(case: CollectiveCase) -> CollectiveRow:
-    known = {"ranks": case.ranks, "stride": case.stride, "groups": case.groups}
-    return next(rows_of(case.collective)).model_copy(update=known)
-
-
-def test_a_step_waits_for_all_of_several_groups() -> None:
-    one = next(rows_of("all_gather"))
-    several = one.model_copy(update={"groups": 2, "slowest_us": 1.2 * one.median_us})
-    path = path_of(4, 2, 1.0, 1)
-    assert Crossing(one, path).time_us == one.median_us
-    assert Crossing(several, path).time_us == pytest.approx(1.2 * one.median_us)
-    # the other is through at 0.8 of the mean, and a third of this one's is left, twice as fast
-    shared = Crossing(several, path, alone_us=0.6 * one.median_us)
-    assert shared.time_us == pytest.approx(one.median_us)
-    # a host that waits for its turn: what many repeats add up to
-    assert Crossing(several, path, in_turns=True).time_us == one.mean_us
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -366,31 +273,6 @@ def write_alone(root: Path, digit: str) -> None:
     for device in value["hosts"][0]["devices"]:
         device["uuid_hash"] = digit + device["uuid_hash"][1:]
     write_json(root / "alone" / "run-1" / "manifest.json", value)
-
-
-def test_an_imported_log_is_simulated_with_the_calibration_it_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "results"
-    write_calibration(root / BASE / "calibration.json")
-    model = load_model("llama3-8b").resized(layers=2, seq_len=2048)
-    config = TrainingConfig.of("case", model, Parallelism(dp=16, global_batch=16), nodes=2)
-    fields = {"status": "done", "framework": "made up", "steps": 1, "step_time_median_s": 1.0}
-    folder = root / "cluster" / "run-1"
-    rows = [TrainingRow.model_validate(config.model_dump() | fields)]
-    write_table(folder / "training.csv", TrainingRow, rows)
-    plain = manifest("cluster", "run-1", 8, Truth(), "2030-01-01T00:00:00Z")
-    two = {"hosts": [plain.hosts[0]] * 2, "base_system": BASE}
-    written = plain.model_copy(update=two).model_dump(mode="json", by_alias=True)
-    write_json(folder / "manifest.json", written)
-    times = []
-    for fabric in ("ndr400-rail", "ethernet-100g"):
-        words = [str(root), "--fabric", fabric, "--json", "--draws", "20"]
-        assert run(validate.main, words) == 0, capsys.readouterr().err
-        value = json.loads(capsys.readouterr().out)
-        assert list(value["calibrations"].values()) == [BASE]
-        times.append(value["cases"][0]["predicted_s"]["median"])
-    assert times[1] > times[0]
 
 
 def test_a_host_that_is_not_there_is_one_sentence(

@@ -15,13 +15,14 @@ from simulate.cost.costs import Costs
 from simulate.cost.exchange import COPIED_OUT, MIB, crossing, neighbours, share_not_held
 from simulate.cost.groups import layout
 from simulate.cost.uncertainty import Draws, central
-from simulate.step.schedule import BACKWARD, exchanging, graph, order, sending
+from simulate.step.pipeline_order import BACKWARD, exchanging, order, sending
+from simulate.step.schedule import graph
 from simulate.step.timeline import execute
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.parallelism import Parallelism
 from tests.made_up import calibration_json
-from tests.test_step import MODEL, simulate
+from tests.simulated_steps import MODEL, simulate
 from topologies import load_fabric, load_node
 from topologies.placement import group_path
 

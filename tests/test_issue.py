@@ -1,4 +1,4 @@
-"""The host of GPUs: what it takes to issue a step, from nil steps, and who waits for whom."""
+"""What GPUs wait for the hosts that issue their work, and stages for each other's."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.evidence import Ledger
-from calibrate.host.issue import (
-    HOST_SD,
-    Equation,
-    beside_issue,
-    beside_kernels,
-    equations,
-    host_sd,
-    on_mean_host,
-)
-from measure.suites import host_time
-from measure.training.plan import TrainingCase
-from measure.training.steps import step_times
 from simulate.cost.costs import Costs
 from simulate.cost.issue import bucket_waits, host_waits, late_us, repeated_us
 from simulate.cost.segment_cost import Cost
@@ -28,144 +15,16 @@ from simulate.series.step import FACTORS, Shifts
 from simulate.step.estimate import POWER_SD, StepEstimate, StepSimulator
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
-from spec.nil import LAYERS, ON_CPU, nil_model
 from spec.parallelism import Parallelism, Recompute
-from spec.records import HostRow
 from spec.step import layer
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node
-
-TAKES = {
-    "part": 100.0,
-    "backward_part": 40.0,
-    "collective": 150.0,
-    "uneven": 170.0,
-    "expert": 300.0,
-    "ring": 250.0,
-    "checkpoint": 500.0,
-    "bucket": 130.0,
-    "pass": 2000.0,
-    "step": 1500.0,
-    "tensor": 50.0,
-}
-MICROBATCHES = 5
 
 
 @pytest.fixture
 def calibration(tmp_path: Path) -> Calibration:
     """A made-up system of one GPU kind."""
     return write_calibration(tmp_path / "calibration.json")
-
-
-def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
-    """Steps that take what `TAKES` says on a host so many times slower."""
-    names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
-    sizes = {"gpus": case.gpus, "tp": case.tp, "cp": case.cp, "ep": case.ep}
-    sizes |= {"experts": case.experts, "overlap": case.overlap, "recompute": case.recompute}
-    once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
-    row = HostRow(
-        case_id=case.case_id,
-        role="fit",
-        repeats=40,
-        std_us=0.0,
-        layers=case.layers,
-        microbatches=MICROBATCHES,
-        parts=1,
-        **sizes,
-        **once,
-    )
-    *layers, step_us = (
-        slower * sum(TAKES[name] * count for name, count in one.counts.items())
-        for one in equations(row, (), slower)
-    )
-    forward_us, backward_us, ends_us = layers or (1.0, 1.0, 1.0)  # those with buckets are not read
-    microbatch_us = case.layers * (forward_us + backward_us) + ends_us
-    several_us = step_us + MICROBATCHES * microbatch_us
-    found = {
-        "forward_us": forward_us,
-        "backward_us": backward_us,
-        "single_us": step_us + microbatch_us,
-    }
-    return row.model_copy(update=found | dict.fromkeys(names, several_us))
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
-    rows = [nil_row(case, slower=2.0) for case in host_time.cases("nvidia", gpus)]
-    found = beside_kernels([one for row in rows for one in equations(row, (), 2.0)])
-    expected = TAKES if gpus > 1 else {k: v for k, v in TAKES.items() if k in found}
-    assert found == pytest.approx(expected)
-    assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
-    alone = beside_kernels(list(equations(rows[0], (), 2.0)))
-    assert alone == {}  # a step and its tensors cannot be told apart
-
-
-def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
-    own = {("a",): {"pass": 100.0}, ("b",): {"pass": 80.0}, ("c",): {"pass": 120.0}}
-    seen = {host: [Equation(takes["pass"], 0.0, {"pass": 1.0}, 1.0)] for host, takes in own.items()}
-    slower = {("a",): 1.0, ("b",): 1.2}
-    # the third's speed is unknown: no part of the others' mean, and not judged
-    assert beside_issue(seen, own, slower) == pytest.approx([np.log(80 / 100), np.log(100 / 80)])
-    # a visit to one of a host's devices is of that host
-    same = {("a", "d") if host == ("b",) else host: takes for host, takes in own.items()}
-    seen[("a", "d")] = seen.pop(("b",))
-    assert beside_issue(seen, same, {("a",): 1.0, ("a", "d"): 1.2}) == []
-
-
-def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
-    own = {("a",): {"ring": 2.0, "pass": 9.0}, ("b",): {"ring": 4.0}, ("c",): {"ring": 90.0}}
-    known = {("a",): 1.0, ("b",): 1.2}
-    assert on_mean_host(own, known) == {"ring": 3.0, "pass": 9.0}
-    assert on_mean_host({("c",): {"ring": 90.0}}, known) == {"ring": 90.0}
-
-
-def test_steps_are_off_by_what_nil_steps_leave() -> None:
-    """Times that scatter by a third, most of them fitted: a new one is off by about that."""
-    cases = host_time.cases("nvidia", 4)
-    rng = np.random.default_rng(0)
-
-    def found(sd: float, hosts: int) -> float:
-        seen, ledger = {}, Ledger()
-        for host in range(hosts):
-            rows = [nil_row(case, slower=1.0) for case in cases]
-            exact = [one for row in rows for one in equations(row, (), 1.0)]
-            seen[(str(host),)] = [
-                one._replace(time_us=one.time_us + one.of_us * rng.normal(0, sd)) for one in exact
-            ]
-        own = {host: beside_kernels(some) for host, some in seen.items()}
-        value = host_sd(seen, own, ledger)
-        source = "measured" if value > HOST_SD else "assumed"
-        (noted,) = ledger.parameters
-        assert (noted.name, noted.source) == ("host.sd", source)
-        assert noted.value == pytest.approx(value, rel=1e-4)
-        return value
-
-    # what is left understates the scatter by what the fit took up; a new step has both
-    assert found(0.4, hosts=30) == pytest.approx(0.4 * (1 + 10 / 29) ** 0.5, rel=0.1)
-    assert found(0.01, hosts=3) == HOST_SD
-    assert host_sd({}, {}, Ledger()) == HOST_SD
-    few = {("a",): list(equations(nil_row(cases[0], 1.0), (), 1.0))}
-    assert host_sd(few, {("a",): {}}, Ledger()) == HOST_SD  # told nothing apart
-
-
-def test_cases_take_all_gpus_of_a_host() -> None:
-    found = host_time.cases("nvidia", 4)
-    assert {case.gpus for case in found} == {4}
-    again = "none", "selective"
-    dense = [(1, 1, ("none", "selective", "full")), (4, 1, again), (1, 4, again)]
-    assert [(c.tp, c.cp, c.recompute) for c in found if not c.experts and c.layers == LAYERS] == [
-        (tp, cp, one) for tp, cp, some in dense for one in some
-    ]
-    assert [(c.tp, c.ep) for c in found if c.experts] == [(1, 1), (4, 1), (1, 4)]
-    assert [(c.tp, c.cp, c.overlap) for c in found if c.layers > LAYERS] == [
-        (1, 1, False),
-        (1, 1, True),
-    ]
-    assert max(case.tp for case in host_time.cases("amd", 16)) == 8
-    assert host_time.cases("nvidia", 4, quick=True) == []
-    assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
-    assert not any(case.overlap for case in host_time.cases("nvidia", 1))
-    assert len({case.case_id for case in found}) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -424,40 +283,3 @@ def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> 
     costs = _costs(calibration, _host(bucket_us=1.0), p)
     first, last = np.array([2.0]), np.array([-1.0])
     assert bucket_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
-
-
-def test_steps_of_two_batches_take_turns() -> None:
-    """Over gloo, where a GPU's case runs over NCCL."""
-    pytest.importorskip("megatron.core")
-    case = TrainingCase(
-        nil_model(ON_CPU), Parallelism(global_batch=3), 2, 1, 10.0, "nil of three microbatches"
-    )
-    single, several = step_times(case, (1, 3), 2, device_kind="cpu")
-    for times, passes in (single, several):
-        assert len(times) == len(passes) == 4
-        for step, one in zip(times, passes, strict=True):
-            assert 0 < one["layers_forward_s"] < step
-            assert 0 < one["layers_backward_s"] < step
-    assert sum(several[0]) > sum(single[0])
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"tp": 3}, "tp is 3; it must divide gpus, 4"),
-        ({"cp": 3}, "cp is 3; it must divide gpus / tp, 4, and 8"),
-        ({"ep": 3}, "ep is 3; it must divide gpus / tp / cp, 4, and experts, 8"),
-        ({"experts": 0, "ep": 2}, "ep is 2"),
-        ({"experts": 1}, "experts is 1"),
-        ({"experts": 10**30}, "experts"),
-        ({"layers": 10**6}, "layers"),
-        ({"microbatches": 1}, "microbatches"),
-        ({"single_us": 1e9}, "single_us is 1e+09"),
-        ({"forward_us": None}, "forward_us and backward_us must be given"),
-        ({"kernels_us": 1.0}, "or kernels_us and single_kernels_us"),
-    ],
-)
-def test_an_impossible_host_row_is_refused(changed: dict[str, float], words: str) -> None:
-    row = nil_row(host_time.HostCase(1.0, 4, experts=8), slower=1.0)
-    with pytest.raises(ValueError, match=words.replace("+", "[+]")):
-        HostRow.model_validate(row.model_dump() | changed)

@@ -16,8 +16,10 @@ from measure.plans.cases import (
     spans,
 )
 from measure.plans.file import PlanFile, read_plan
+from measure.run import main
 from measure.training.plan import cases as steps_of
 from measure.wanted import Options, planned
+from spec.command import run
 from spec.errors import UserError
 from spec.files import write_table
 from spec.kernel import AROUND_BLOCKS, Kernel
@@ -201,3 +203,30 @@ def test_a_step_that_ignores_its_option_is_refused_by_file_and_line(tmp_path: Pa
     path.write_text(json.dumps({"training": [wrong]}))
     with pytest.raises(UserError, match=r"plan\.yaml: training\.0: vpp 2 has no effect"):
         read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        ("models: [llama3-8b]\ntp: [1, 3]\n", (), "tp.1 is 3, which no step of it can have: tp 3 "),
+        ("tp: [1, 3]\n", ("--model", "tiny"), "tp.1 is 3, which no step of it can have: tp 3 "),
+        ("tp: [2]\nseq_len: [64, 65]\n", (), "seq_len.1 is 65, which no step of it can have"),
+        ("models: [tiny, smollm2-135m]\ntp: [2]\n", (), "models.1 is smollm2-135m, which no step"),
+    ],
+)
+def test_what_no_kernel_is_measured_of_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    more: tuple[str, ...],
+    words: str,
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    listed = ["--kind", "fake:2", "--list", "--suite", "kernels", "--plan", str(path)]
+    assert run(main, [*listed, *more]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert f"plan.yaml: {words}" in printed.err
+    path.write_text("tp: [1, 8]\nmodels: [tiny, llama3-8b]\n")  # 8 of one of them
+    assert run(main, [*listed, *more]) == (2 if more else 0)

@@ -74,6 +74,42 @@ def test_measures_fails_skips_and_resumes(
     assert {row.case_id for row in again.table(KernelRow)} == {row.case_id for row in kernels}
 
 
+def test_what_is_left_of_a_run_is_listed_and_the_run_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What failed is tried again, what was skipped is not; a row that is cut is none."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    words = ["--kind", "fake:2", "--out", str(tmp_path / "results"), "--json"]
+    suites = ["--suite", "kernels,collectives"]
+    assert run(main, [*words, *suites, "--plan", str(plan)]) == 0
+    words += ["--resume", json.loads(capsys.readouterr().out)["run"]]
+    (found,) = find_result_sets(tmp_path / "results")
+
+    def listed(*more: str) -> dict[str, list[str]]:
+        before = {one.name: one.read_bytes() for one in found.path.iterdir()}
+        assert run(main, [*words, "--list", *more]) == 0
+        assert {one.name: one.read_bytes() for one in found.path.iterdir()} == before
+        suites = json.loads(capsys.readouterr().out)["suites"]
+        return {name: [case["case_id"] for case in one["cases"]] for name, one in suites.items()}
+
+    failed = "router-forward-8x2x4-bf16-burst"
+    assert listed() == listed(*suites) == {"kernels": [failed], "collectives": []}
+    table = found.path / "kernels.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    cut = found.table(KernelRow)[-1].case_id
+    table.write_text("".join(lines[:-1]) + lines[-1][:20])
+    assert set(listed()["kernels"]) == {failed, cut}
+    (found.path / "collectives.csv").write_text("case_id,ro")
+    assert len(listed()["collectives"]) == 1
+    assert run(main, [*words, "--list", "--progress"]) == 2
+    assert "--progress has no effect with --list" in capsys.readouterr().err
+    assert run(main, [*words, "--list", "--quick"]) == 2
+    assert f"--quick is not what {found.path} was begun with" in capsys.readouterr().err
+    assert run(main, [*words, "--list", "--kind", "fake:3"]) == 2
+    assert "measured 2 devices; 3 are here" in capsys.readouterr().err
+
+
 FROZEN = {
     run_options: "--suite --model --plan --write-plan --out --system --quick --resume --list "
     "--budget --emulate-nodes --gpus --wrap --json --progress",

@@ -13,14 +13,17 @@ from measure.devices.fake import FakeDevice
 from measure.hosts.window import Window
 from measure.plans.file import PlanFile
 from measure.result_set import left_to_do, refuse_other_devices, reopen_store
-from measure.store.write import Store, find_run
+from measure.store.write import Store, done_so_far, find_run
 from measure.wanted import Options
 from spec.errors import UserError
 from spec.files import write_json
 from spec.manifest import Device as Described
 from spec.manifest import Host, Manifest
+from spec.model import load_model
+from spec.parallelism import Parallelism
 from spec.records import CollectiveRow
 from spec.results import find_result_sets, read_result_set
+from spec.training_records import TrainingConfig, TrainingRow
 
 ROW = CollectiveRow(
     case_id="a",
@@ -77,6 +80,19 @@ def test_a_half_written_header_is_dropped(tmp_path: Path) -> None:
     again = Store.reopen(store.folder)
     again.append("collectives", [ROW])
     assert [row.case_id for row in read_result_set(again.folder).table(CollectiveRow)] == ["a"]
+
+
+def test_a_step_that_failed_is_not_done(tmp_path: Path) -> None:
+    """To who asks what a resumed run would do, as to the run itself."""
+    store = new_store(tmp_path)
+    for case, status in (("a", "done"), ("b", "failed")):
+        config = TrainingConfig.of(case, load_model("tiny"), Parallelism())
+        fields = {"status": status, "framework": "made up", "steps": 1, "step_time_median_s": 1.0}
+        store.append("training", [TrainingRow.model_validate(config.model_dump() | fields)])
+    asked = done_so_far(store.folder)
+    again = Store.reopen(store.folder)
+    again.retry_failed_training()
+    assert asked["training"] == again.done("training") == {"a"}
 
 
 def test_the_manifest_is_whole_at_any_time(tmp_path: Path) -> None:

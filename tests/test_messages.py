@@ -15,11 +15,12 @@ from simulate.astra.workload import program
 from simulate.cost.uncertainty import central
 from simulate.step.estimate import StepEstimate
 from simulate.step.pipeline import taking_turns
-from simulate.step.schedule import BACKWARD, FORWARD, Pass, graph, order, warmup
+from simulate.step.pipeline_order import BACKWARD, FORWARD, Pass, order, warmup
+from simulate.step.schedule import graph
 from simulate.step.timeline import execute
 from spec.parallelism import Parallelism
+from tests.simulated_steps import MODEL, simulate
 from tests.test_exchange import CALIBRATION, LOOPBACK
-from tests.test_step import MODEL, simulate
 from topologies import load_node
 
 Key = tuple[int, int, int]  # way, microbatch, position of the chunk that computes it

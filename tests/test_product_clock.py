@@ -12,7 +12,7 @@ from spec.bend import Bend
 from spec.calibration import ClockFit
 from spec.load_records import TurnRow
 from spec.records import KernelRow
-from tests.test_calibrate_clocks import capped, fitted
+from tests.clock_rows import capped, fitted
 
 
 def test_products_follow_the_clock_more_closely_where_the_cap_acts() -> None:

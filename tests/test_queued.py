@@ -13,16 +13,17 @@ from simulate.astra import simulate as cycles
 from simulate.astra.workload import Granularity, program
 from simulate.cost.uncertainty import central
 from simulate.step.estimate import StepEstimate
+from simulate.step.pipeline_order import BACKWARD
 from simulate.step.queued import in_line, queued
-from simulate.step.schedule import BACKWARD, graph
+from simulate.step.schedule import graph
 from simulate.step.timeline import execute
 from simulate.validation.cases import step_of
 from simulate.validation.measured import Settings
 from spec.parallelism import Parallelism
 from spec.results import find_result_sets
 from spec.training_records import TrainingRow
+from tests.simulated_steps import simulate
 from tests.test_schedule import played
-from tests.test_step import simulate
 from topologies import load_fabric
 
 TRACED = "qwen2.5-7b-L4-s4096-TP1-PP2-DP2-VPP2-mb1-gb8-z0-full-overlap-4nodes"

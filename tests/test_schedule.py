@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulate.step.schedule import BACKWARD, FORWARD, WEIGHTS, graph, order, warmup, ways
+from simulate.step.pipeline_order import BACKWARD, FORWARD, WEIGHTS, order, warmup, ways
+from simulate.step.schedule import graph
 from simulate.step.timeline import NARROW, execute
 
 

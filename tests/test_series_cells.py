@@ -7,7 +7,7 @@ from simulate.series.hardware import node_of
 from simulate.series.models import is_mixture, named_shape
 from simulate.series.plan import plan
 from simulate.series.rows import TooLittle, metric_kind, metric_of, number, whole
-from tests.test_series import WHOLE, row
+from tests.made_up_series import WHOLE, row
 from topologies import load_node
 
 

@@ -12,8 +12,8 @@ from simulate.series.plan import plan
 from simulate.series.step import Calibrations, Shifts, simulate
 from spec.kernel import AROUND_BLOCKS, OPS, Kernel
 from tests.made_up import write_calibration
-from tests.test_series import row
-from tests.test_step import CALIBRATION
+from tests.made_up_series import row
+from tests.simulated_steps import CALIBRATION
 
 LONG = {"seq_len": "16384", "tp": "1", "pp": "1", "cp": "4", "global_batch": "4"}
 

@@ -13,7 +13,7 @@ from simulate.series.rows import SeriesRow
 from simulate.series.step import Calibrations, simulate
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
-from tests.test_series import row
+from tests.made_up_series import row
 
 
 @pytest.fixture

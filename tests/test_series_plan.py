@@ -8,7 +8,7 @@ from simulate.series.hardware import fabric_of, node_of
 from simulate.series.models import named_shape
 from simulate.series.plan import plan
 from simulate.series.rows import TooLittle, metric_kind, number
-from tests.test_series import row
+from tests.made_up_series import row
 from topologies import load_node
 
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from simulate.series.context import exchanges
-from simulate.series.fit import OWN_WIDTH, Fitted, fit, project
+from simulate.series.fit import OWN_WIDTH, Fitted, around, fit, project
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import SeriesRow
-from simulate.series.software import sent_widths, tensor_exposure
+from simulate.series.software import fused_gradients, sent_widths, tensor_exposure
 from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.scale import sd_per_doubling
+from spec.calibration import Calibration
 from tests.made_up import write_calibration
-from tests.test_series import row
+from tests.made_up_series import row
 
 MLPERF = "mlcommons/training_results_v5.1 NVIDIA/results/x/llama31_8b/result_*.txt"
 DGXC = {"source": "NVIDIA/dgxc-benchmarking llama3.1/README.md", "pair_id": "dgxc:v25.04:llama3.1"}
@@ -22,8 +23,13 @@ HERE = np.zeros((1, len(FACTORS)))
 
 
 @pytest.fixture
-def calibrations(tmp_path: Path) -> Calibrations:
-    return Calibrations(write_calibration(tmp_path / "calibration.json"))
+def calibration(tmp_path: Path) -> Calibration:
+    return write_calibration(tmp_path / "calibration.json")
+
+
+@pytest.fixture
+def calibrations(calibration: Calibration) -> Calibrations:
+    return Calibrations(calibration)
 
 
 def widths(fp8: bool = True, **changes: str) -> tuple[float, float]:
@@ -162,3 +168,64 @@ def test_recipes_overlap_tensor_parallel_communication() -> None:
     assert tensor_exposure(one, p, (10.0, 5.0), 5.0) == pytest.approx(1 / p.tp)
     adapters = row(**DGXC | {"source": "NVIDIA/dgxc-benchmarking lora/README.md"})
     assert tensor_exposure(adapters, p, (10.0, 5.0), 5.0) == 1.0
+
+
+def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
+    by = Calibrations(calibration)
+    graphs = {"source": "mlcommons/training_results_v5.0", "flags": "LAYER_CUDA_GRAPH"}
+    usual = by.of(plan(row())).kernel_fits["gemm", "forward", "bf16"]
+    replayed = by.of(plan(row(**graphs))).kernel_fits["gemm", "forward", "bf16"]
+    assert replayed.launch_us < usual.launch_us
+    small, large = (128, 128, 128), (16384, 8192, 8192)
+    assert replayed.time_us(small)[0] < 0.9 * usual.time_us(small)[0]
+    assert replayed.time_us(large)[0] == pytest.approx(usual.time_us(large)[0], rel=0.02)
+
+
+def test_tensor_parallel_communication_is_exposed_as_the_software_does() -> None:
+    """Sums over a layer: 4 us exposed forward, 2 backward, 4 hidden."""
+
+    def of(**changes: str) -> float:
+        one = row(**changes)
+        return tensor_exposure(one, plan(one).parallelism, (4.0, 2.0), 4.0)
+
+    assert of() == 1.0
+    assert of(flags="--tp-comm-overlap") == 0.5
+    assert of(source="pytorch/torchtitan README", flags="async TP compile") == 0.5
+    assert of(source="pytorch/torchtitan README") == pytest.approx(8 / 6)
+    assert of(notes="measured, Megatron-DeepSpeed") == pytest.approx(10 / 6)
+    assert of(source="KempnerInstitute/KempnerForge x") == pytest.approx((7 + 7) / 6)
+    assert of(source="KempnerInstitute/KempnerForge x", tp="1") == 1.0
+
+
+def test_recomputation_of_vtrains_rows_is_that_of_its_configurations() -> None:
+    names = ("VIA-Research/vTrain data/ground_truth_single.csv", "some/where README.md")
+    vtrain, other = (plan(row(source=name, recompute="")) for name in names)
+    assert vtrain.parallelism.recompute == "full"
+    assert "recompute" not in vtrain.open
+    assert "recompute" in other.open
+
+
+def test_what_software_fuses(calibration: Calibration) -> None:
+    """Megatron-LM's products add gradients up; the rest has a kernel for it."""
+    assert fused_gradients(row(source="NVIDIA/Megatron-LM README.md"))
+    assert not fused_gradients(row(source="microsoft/Megatron-DeepSpeed README.md"))
+    assert not fused_gradients(row())
+    by = Calibrations(calibration)
+    times = [
+        around(plan(row(source=source)), by, np.zeros(5))[0]
+        for source in ("NVIDIA/Megatron-LM README.md", "some/where README.md")
+    ]
+    assert times[0] < times[1]
+
+
+def test_the_fused_softmax_takes_multiples_of_four_heads(calibration: Calibration) -> None:
+    early = {"notes": "measured, Megatron-DeepSpeed", "tp": "8", "pp": "1", "heads": "16"}
+    early |= {"kv_heads": "16", "global_batch": "4"}
+    by = Calibrations(calibration)
+    attention = by.of(plan(row(**early))).kernel_fits["attention", "forward", "bf16"]
+    refused, taken = (
+        attention.time_us((1, 2048, 2, 2, 128)),
+        attention.time_us((2, 2048, 2, 2, 128)),
+    )
+    assert refused[0] > taken[0]
+    assert attention.issue_us((1, 2048, 2, 2, 128)) > attention.issue_us((2, 2048, 2, 2, 128))

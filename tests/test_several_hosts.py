@@ -1,10 +1,6 @@
-"""Runs over several hosts: as processes of this machine, and as threads that serve stub workers."""
+"""Several hosts as threads that serve stub workers: one is lost, unlike the others or unknown."""
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -14,7 +10,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from measure.campaign import Campaign
 from measure.devices import open_devices
@@ -24,26 +19,16 @@ from measure.hosts.about import Launch, describe_host
 from measure.hosts.link import Link
 from measure.hosts.others import OtherHost, Samplers, differences
 from measure.hosts.window import Window
-from measure.hosts.workers import Pool, free_port
-from measure.plans import cluster as cluster_plan
-from measure.plans.cases import CollectiveCase, KernelCase, collective_cases
-from measure.plans.file import PlanFile, read_plan
-from measure.run import main
+from measure.hosts.workers import Pool
+from measure.plans.cases import CollectiveCase, KernelCase
 from measure.serve import serve
 from measure.store.write import Store
 from measure.telemetry.handle import PARTS, Sampler
-from measure.wanted import Options, planned
-from spec.command import run
 from spec.errors import UserError
 from spec.kernel import Kernel
-from spec.model import load_model
-from spec.parallelism import Parallelism
 from spec.records import CollectiveRow, KernelRow
-from spec.results import find_result_sets, read_result_set
-from spec.training_records import StepRow, TrainingConfig, TrainingRow
+from spec.results import read_result_set
 from tests.stub_case import Case
-
-ROOT = Path(__file__).parent.parent
 
 
 def pair() -> tuple[Link, Link]:
@@ -271,143 +256,3 @@ def test_unlike_hosts_are_refused(monkeypatch: pytest.MonkeyPatch, others: Make)
         other_hosts.joined(Launch("torchrun", 0, 2, 0, 2), "fake:2"),
     ):
         pass
-
-
-def test_the_plan_of_64_gpus() -> None:
-    cases = collective_cases("nvidia", 64, False, PlanFile(), hosts=8)
-    spans = {(case.ranks, case.stride, case.groups): case.nodes for case in cases}
-    assert spans[8, 1, 1] == spans[8, 1, 8] == 1  # one host
-    assert spans[8, 8, 8] == 8  # one of each host
-    assert spans[16, 1, 4] == 2
-    assert spans[64, 1, 1] == 8
-    assert max(case.bytes for case in cases) == 2**30
-    steps = cluster_plan.cases(8, 8, "nvidia", quick=False)
-    assert len(steps) >= 8
-    assert {case.gpus for case in steps} == {64}
-    assert {case.config.nodes for case in steps} == {8}
-    options = Options(("training",), (), False, PlanFile(), hosts=8)
-    assert planned(options, "nvidia", 64)["training"][: len(steps)] == steps
-
-
-def test_steps_that_so_many_hosts_cannot_run_are_left_out() -> None:
-    """Those through a stage for each GPU of a row of hosts are too many to simulate."""
-    assert cluster_plan.cases(2048, 8, "nvidia", quick=False)
-
-
-def test_a_plans_nodes_must_be_the_hosts() -> None:
-    split = Parallelism(dp=16, global_batch=16)
-    config = TrainingConfig.of("case", load_model("llama3-8b"), split, nodes=1)
-    options = Options(("training",), (), False, PlanFile(training=[config]), hosts=8)
-    with pytest.raises(UserError, match="16 devices in nodes of 8 are 2 nodes"):
-        planned(options, "nvidia", 64)
-
-
-def test_the_plan_of_hosts_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.csv"
-    words = ["--gpus", "64", "--hosts", "8", "--quick", "--write-plan", str(path)]
-    assert run(main, words) == 0
-    plan = read_plan(path)
-    assert {config.nodes for config in plan.training} == {8}
-    options = Options(("training",), (), True, plan, hosts=8)
-    assert len(planned(options, "nvidia", 64)["training"]) == len(plan.training)
-    assert run(main, [*words[:3], "7", *words[4:]]) == 2
-    assert "--hosts is 7; it must divide --gpus, which is 64" in capsys.readouterr().err
-    assert run(main, [*words, "--emulate-nodes", "2"]) == 2
-    assert "leave out --hosts or --emulate-nodes" in capsys.readouterr().err
-    assert run(main, ["--hosts", "8", "--list"]) == 2
-    assert "--hosts is for --gpus" in capsys.readouterr().err
-
-
-def launch(tmp_path: Path, words: list[str]) -> list["subprocess.Popen[str]"]:
-    """Two hosts, as torchrun with one process on each starts them, a device more than needed."""
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "measure.run",
-                "--kind",
-                "cpu:2",
-                "--out",
-                str(tmp_path),
-                *words,
-            ],
-            cwd=ROOT,
-            env=os.environ
-            | {"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
-
-
-def test_two_hosts_measure_collectives_and_steps_over_gloo(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    split = Parallelism(tp=2, dp=2, sequence_parallel=True, global_batch=2)
-    model = load_model("tiny").resized(layers=2, seq_len=64)
-    step = TrainingConfig.of("step", model, split, nodes=2)
-    plan = {
-        "kernels": [{"op": "gemm", "shape": "m=64 n=64 k=64"}],
-        "collectives": [
-            {"collective": "all_reduce", "ranks": 4, "bytes": 4096},
-            {"collective": "send_recv", "ranks": 2, "bytes": 4096, "groups": 2},
-        ],
-        "training": [step.model_dump(mode="json")],
-    }
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    suites = "kernels,collectives,training"
-    first, second = launch(
-        tmp_path / "out", ["--suite", suites, "--quick", "--plan", str(tmp_path / "plan.yaml")]
-    )
-    for process in (first, second):
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
-    (result,) = find_result_sets(tmp_path / "out")
-    assert result.manifest.system == "2x-cpu-2-core"
-    assert [len(host.devices) for host in result.manifest.hosts] == [2, 2]
-    assert (result.manifest.status, result.manifest.finished) == ("complete", 4)
-    assert [(row.ranks, row.nodes) for row in result.table(CollectiveRow)] == [(4, 2), (2, 1)]
-    (row,) = result.table(TrainingRow)
-    assert (row.status, row.nodes, row.tp, row.dp) == ("done", 2, 2, 2)
-    assert len(result.table(StepRow)) == row.steps
-    sampled = pq.read_table(result.path / "telemetry.parquet", columns=["device"]).to_pydict()
-    assert set(sampled["device"]) >= {0, 1, 2, 3}
-    assert sorted(path.name for path in result.path.iterdir()) == [
-        "collectives.csv",
-        "kernels.csv",
-        "links.json",
-        "manifest.json",
-        "steps.csv",
-        "telemetry.parquet",
-        "training.csv",
-    ]
-
-
-def test_the_first_host_goes_on_when_the_other_is_killed(tmp_path: Path) -> None:
-    plan = {
-        "collectives": [
-            {"collective": "all_reduce", "ranks": ranks, "bytes": 2**size}
-            for size in (26, 25, 24, 23)
-            for ranks in (4,)
-        ]
-        + [{"collective": "all_reduce", "ranks": 2, "bytes": 4096}]
-    }
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    words = ["--suite", "collectives", "--plan", str(tmp_path / "plan.yaml"), "--progress"]
-    first, second = launch(tmp_path / "out", words)
-    assert first.stderr is not None
-    for line in iter(lambda: first.stderr.read(1), ""):  # type: ignore[union-attr]
-        if line == "%":  # the bar: cases begin
-            break
-    second.send_signal(signal.SIGKILL)
-    second.communicate()
-    _, said = first.communicate(timeout=300)
-    assert first.returncode == 0, said
-    (result,) = find_result_sets(tmp_path / "out")
-    assert [row.ranks for row in result.table(CollectiveRow)][-1] == 2
-    assert any("host 1 was lost" in note for note in result.manifest.notes)
-    reasons = set(result.manifest.skipped.values())
-    assert "needs 4 devices; 2 are left after a host was lost" in reasons

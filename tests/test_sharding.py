@@ -12,8 +12,8 @@ from simulate.hardware.transfer import changed
 from simulate.plans.find import ROUGH_ERROR
 from simulate.plans.rough import Rough
 from simulate.step.clocks import load
+from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.pricing import PassCost, parts_of
-from simulate.step.schedule import BACKWARD, FORWARD
 from simulate.validation import components
 from spec.collective import Collective
 from spec.kernel import AROUND_BLOCKS
@@ -27,7 +27,7 @@ from spec.step import (
     sharded,
     trained_parameters,
 )
-from tests.test_step import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
+from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
 
 P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)
 

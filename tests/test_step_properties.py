@@ -17,7 +17,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import embedding, head, layer, optimizer
 from tests.made_up import calibration_json
-from tests.test_step import FABRIC, LORA, MODEL, MOE, NODE, simulate
+from tests.simulated_steps import FABRIC, LORA, MODEL, MOE, NODE, simulate
 
 UNEVEN = MOE.resized(expert_imbalance=0.3, capacity_factor=1.5)
 Plan = tuple[ModelSpec, Parallelism]

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
+from simulate import validate
 from simulate.memory.peak import memory
+from spec.command import run
 from spec.files import read_table, write_json, write_table
+from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.training_records import TrainingConfig, TrainingRow
 from tests.commands import call
+from tests.emulated import BASE
+from tests.made_up import write_calibration
 from tests.made_up_steps import DEVICES, ERROR, MODEL, SPLITS
+from tests.synthetic import Truth, manifest
 from topologies import load_fabric, load_node
 
 
@@ -223,3 +229,28 @@ def test_a_row_of_shards_is_simulated_with_its_own_queues(results: Path, capsys:
         assert code == 0, err
         found.append(json.loads(out)["cases"][0]["predicted_s"]["median"])
     assert found[0] > 1.01 * found[1]
+
+
+def test_an_imported_log_is_simulated_with_the_calibration_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "results"
+    write_calibration(root / BASE / "calibration.json")
+    model = load_model("llama3-8b").resized(layers=2, seq_len=2048)
+    config = TrainingConfig.of("case", model, Parallelism(dp=16, global_batch=16), nodes=2)
+    fields = {"status": "done", "framework": "made up", "steps": 1, "step_time_median_s": 1.0}
+    folder = root / "cluster" / "run-1"
+    rows = [TrainingRow.model_validate(config.model_dump() | fields)]
+    write_table(folder / "training.csv", TrainingRow, rows)
+    plain = manifest("cluster", "run-1", 8, Truth(), "2030-01-01T00:00:00Z")
+    two = {"hosts": [plain.hosts[0]] * 2, "base_system": BASE}
+    written = plain.model_copy(update=two).model_dump(mode="json", by_alias=True)
+    write_json(folder / "manifest.json", written)
+    times = []
+    for fabric in ("ndr400-rail", "ethernet-100g"):
+        words = [str(root), "--fabric", fabric, "--json", "--draws", "20"]
+        assert run(validate.main, words) == 0, capsys.readouterr().err
+        value = json.loads(capsys.readouterr().out)
+        assert list(value["calibrations"].values()) == [BASE]
+        times.append(value["cases"][0]["predicted_s"]["median"])
+    assert times[1] > times[0]

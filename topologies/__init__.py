@@ -54,7 +54,7 @@ def _load(record: type[Record], folder: Path, name_or_path: str | Path, noun: st
     if "/" not in str(name_or_path) and named.is_file():
         return parse(record, read_yaml(named, f"a {noun}"), f"{noun} {name_or_path}")
     path = Path(name_or_path)
-    if not path.is_file():
+    if not (path.is_file() or path.is_dir()):  # what is wrong with a folder reading it says
         names = ", ".join(sorted(known.stem for known in folder.glob("*.yaml")))
         raise UserError(
             f"{noun} {str(name_or_path)!r} is neither a file nor a named {noun}; "

@@ -14,12 +14,11 @@ from measure.hosts import emulation
 from measure.plans import cluster as cluster_plan
 from measure.plans import grid
 from measure.plans.file import PlanFile, State
+from measure.plans.shapes import model_kernels, ordered
 from spec.collective import COLLECTIVES
-from spec.errors import UserError
 from spec.kernel import Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.step import kernels_of
 
 SUITES = (
     "kernels",
@@ -178,37 +177,6 @@ class BehindCase(InterferenceCase):
     word: ClassVar[str] = "behind"
 
 
-def model_kernels(
-    models: Iterable[ModelSpec],
-    tp: Sequence[int],
-    seq_len: Sequence[int],
-    microbatch: Sequence[int],
-) -> list[Kernel]:
-    """Kernels of every step over these degrees; combinations that a model refuses are left out."""
-    found: dict[Kernel, None] = {}
-    for model in models:
-        for seq in seq_len or [model.seq_len]:
-            for degree in tp:
-                for size in microbatch:
-                    split = Parallelism(
-                        tp=degree,
-                        sequence_parallel=degree > 1,
-                        microbatch=size,
-                        global_batch=size,
-                    )
-                    resized = model.resized(seq_len=seq)
-                    try:
-                        split.check(resized)
-                    except UserError:
-                        continue
-                    found.update(dict.fromkeys(sorted(kernels_of(resized, split), key=_order)))
-    return list(found)
-
-
-def _order(kernel: Kernel) -> tuple[str, str, tuple[int, ...]]:
-    return kernel.op, kernel.direction, kernel.dims
-
-
 def kernel_cases(
     device_kind: str,
     devices: int,
@@ -226,8 +194,7 @@ def kernel_cases(
             KernelCase(parse_kernel(k.op, k.direction, k.shape, k.dtype), k.state, seconds=1.0)
             for k in plan.kernels
         ]
-    gpu = device_kind in ("nvidia", "amd")
-    defaults = grid.GPU if gpu else grid.CPU
+    gpu, defaults = device_kind in ("nvidia", "amd"), grid.defaults(device_kind)
     asked = models or plan.models
     named = [load_model(one) for one in asked or defaults.models]
     degrees, sizes = plan.tp or defaults.tp, plan.microbatch or (1,)
@@ -239,7 +206,7 @@ def kernel_cases(
         more = model_kernels(named, degrees, lengths, defaults.more_microbatches)
         wanted.update(dict.fromkeys(more))
     for model, split in () if asked else steps:
-        wanted.update(dict.fromkeys(sorted(kernels_of(model, split), key=_order)))
+        wanted.update(dict.fromkeys(ordered(model, split)))
     wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
     if gpu and not quick and not asked:
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))

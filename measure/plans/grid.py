@@ -20,6 +20,12 @@ class Defaults:
 GPU = Defaults(("llama3-8b", "llama3-70b"), (1, 2, 4, 8), (4096, 8192), (2, 4))
 CPU = Defaults(("tiny",), (1, 2), (), (2, 4))
 
+
+def defaults(kind: str) -> Defaults:
+    """Those of a kind of device."""
+    return GPU if kind in ("nvidia", "amd") else CPU
+
+
 # models whose stages' messages are timed through several pipelines at once
 PIPELINED = ("llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x22b")
 

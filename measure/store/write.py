@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.errors import UserError
-from spec.files import format_row, parse, read_json, write_json
+from spec.files import format_row, parse, read_json, read_table, write_json
 from spec.manifest import Host, Manifest
 from spec.records import SCHEMA, TABLES
 from spec.results import read_result_set
@@ -177,6 +177,18 @@ class Store:
         self.manifest.finished = self.finished()
         value = self.manifest.model_dump(mode="json", by_alias=True)
         write_json(self.folder / "manifest.json", value)
+
+
+def done_so_far(folder: Path) -> dict[str, set[str]]:
+    """By table, the cases that a resumed run would not do again; the folder stays as it is."""
+    found = {}
+    for name, row in TABLES.items():
+        path = folder / f"{name}.csv"
+        rows = read_table(path, row, half_ignored=True) if path.exists() else []
+        found[name] = {one.case_id for one in rows if getattr(one, "status", "done") == "done"}
+    if not (folder / COMPARED).exists():
+        found["placement"] = set()
+    return found
 
 
 def write_links(folder: Path, case_id: str, times_us: dict[tuple[int, ...], float]) -> None:

@@ -16,9 +16,9 @@ from simulate.step.message_turns import Event, turns
 from simulate.step.overlap import gather_in_turn
 from simulate.step.passes import PassCost
 from simulate.step.pipeline import taking_turns
+from simulate.step.pipeline_order import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.step.pricing import PricedStep
 from simulate.step.queued import Queued, queued
-from simulate.step.schedule import BACKWARD, WEIGHTS, Pass, exchanging, order, sending, ways
 from simulate.step.sharding import Waited
 from spec.collective import Collective
 from spec.errors import UserError

@@ -18,7 +18,7 @@ Counted in a step over gloo, allocation by allocation, where it is the same for 
 from collections.abc import Callable
 from functools import lru_cache
 
-from simulate.step.schedule import BACKWARD, FORWARD, order, warmup
+from simulate.step.pipeline_order import BACKWARD, FORWARD, order, warmup
 
 PERIODS = 4  # rounds of microbatches after which nothing new comes
 Held = tuple[int, int]  # passes in flight, tensors beside them

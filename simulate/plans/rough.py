@@ -18,7 +18,7 @@ from simulate.hardware.fp8 import with_fp8_products
 from simulate.step.clocks import layer_us
 from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.step.passes import Pieces, chunks
-from simulate.step.schedule import BACKWARD, FORWARD
+from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.sharding import waits
 from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration

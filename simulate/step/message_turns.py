@@ -2,7 +2,8 @@
 
 import itertools
 
-from simulate.step.schedule import BACKWARD, FORWARD, Pass, graph, order
+from simulate.step.pipeline_order import BACKWARD, FORWARD, Pass, order
+from simulate.step.schedule import graph
 from spec.parallelism import Parallelism
 
 Event = tuple[str, Pass]  # "ran" a pass, "sent" its output, "received" its input

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Array, larger
-from simulate.step.schedule import FORWARD
+from simulate.step.pipeline_order import FORWARD
 from spec.buckets import Bucket
 from spec.collective import Collective
 from spec.parallelism import Parallelism

@@ -17,7 +17,7 @@ from simulate.cost.issue import host_waits
 from simulate.cost.segment_cost import Cost
 from simulate.cost.uncertainty import central, larger
 from simulate.cost.works import Energy, total
-from simulate.step.schedule import WEIGHTS, ways
+from simulate.step.pipeline_order import WEIGHTS, ways
 from simulate.step.sharding import Waited, waits
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -45,7 +45,7 @@ class StagePrices(NamedTuple):
 
     clock_mhz: float
     costs: Costs
-    # of each way, see `simulate.step.schedule`; embedding and head only at their stages' clocks
+    # of each way, see `.pipeline_order`; embedding and head only at their stages' clocks
     segments: dict[str, tuple[PricedSegment, ...]]
 
 

@@ -16,7 +16,7 @@ from simulate.cost.costs import Costs
 from simulate.cost.issue import bucket_waits
 from simulate.cost.works import Same
 from simulate.step.passes import PassCost, PricedSegment, Shared, StagePrices, StageWork, work
-from simulate.step.schedule import ways
+from simulate.step.pipeline_order import ways
 from simulate.step.shared_ports import beside_messages, share_beside
 from simulate.step.updates import Alone, UpdateCost, alone, update
 from spec.collective import Collective

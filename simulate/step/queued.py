@@ -30,8 +30,8 @@ from simulate.cost.uncertainty import Array, central, larger
 from simulate.step.overlap import Chunk, by_axis, exposed_us
 from simulate.step.passes import Sent
 from simulate.step.pipeline import pipeline
+from simulate.step.pipeline_order import BACKWARD
 from simulate.step.pricing import PricedStep
-from simulate.step.schedule import BACKWARD
 from simulate.step.timeline import Timeline
 
 

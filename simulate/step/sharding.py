@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from simulate.cost.costs import Array, Costs
 from simulate.cost.uncertainty import smaller
-from simulate.step.schedule import BACKWARD
+from simulate.step.pipeline_order import BACKWARD
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism

@@ -21,7 +21,7 @@ from simulate.cost.costs import Costs
 from simulate.cost.exchange import crossing, of_boundary
 from simulate.cost.uncertainty import Array, larger, smaller
 from simulate.step.passes import PassCost, StageWork
-from simulate.step.schedule import exchanging
+from simulate.step.pipeline_order import exchanging
 from spec.parallelism import Parallelism
 
 INSIDE_PASSES = ("tp", "cp", "ep")

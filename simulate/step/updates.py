@@ -11,7 +11,7 @@ from simulate.cost.uncertainty import central, larger
 from simulate.cost.works import Energy
 from simulate.step.overlap import Chunk, by_axis, waited_us
 from simulate.step.passes import Sent, StageWork
-from simulate.step.schedule import BACKWARD, FORWARD
+from simulate.step.pipeline_order import BACKWARD, FORWARD
 from spec.buckets import Bucket, gradient_buckets
 from spec.collective import Collective
 from spec.kernel import Kernel

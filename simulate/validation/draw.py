@@ -5,68 +5,23 @@ least half of a draw has a (hidden size, TP, PP) that no training step of its sy
 with.
 """
 
-import itertools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import ValidationError
 
 from simulate.memory.peak import memory
 from simulate.step.estimate import StepSimulator
+from simulate.validation.grid import Grid, read_grid, splits
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.files import parse, read_yaml
 from spec.hardware import Fabric, Node
 from spec.measurable import refuse
-from spec.model import ModelSpec, load_model
-from spec.parallelism import Parallelism, Recompute
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
 from spec.results import ResultSet
 from spec.training_records import TrainingConfig, TrainingRow
-
-
-class Family(BaseModel):
-    """A model and the depths and lengths it is cut to."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str
-    layers: tuple[PositiveInt, ...] = Field(min_length=1)
-    seq_len: tuple[PositiveInt, ...] = Field(min_length=1)
-    vocab: PositiveInt | None = Field(default=None, description="padded as Megatron-Core pads it")
-    lora_rank: tuple[NonNegativeInt, ...] = Field(
-        default=(0,), min_length=1, description="0: all weights train"
-    )
-
-
-class Grid(BaseModel):
-    """The values that a draw combines; combinations that make no sense are left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    gpus: tuple[PositiveInt, ...] = Field(min_length=1)
-    nodes: PositiveInt = Field(default=1, description="nodes that every configuration fills")
-    families: tuple[Family, ...] = Field(min_length=1)
-    microbatch: tuple[PositiveInt, ...] = Field(default=(1, 2, 4), min_length=1)
-    microbatches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8), min_length=1)
-    tp: tuple[PositiveInt, ...] | None = Field(
-        default=None,
-        min_length=1,
-        description="all that split the GPUs; fewer where it is to stay inside a node",
-    )
-    vpp: tuple[PositiveInt, ...] = Field(default=(1, 2), min_length=1)
-    cp: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
-    uneven: tuple[bool, ...] = Field(
-        default=(False,),
-        min_length=1,
-        description="move a layer from one pipeline stage to another",
-    )
-    recompute: tuple[Recompute, ...] = Field(default=("none", "selective", "full"), min_length=1)
-    zero: tuple[int, ...] = Field(default=(0, 1), min_length=1)
-    switches: tuple[bool, ...] = Field(default=(False, True), min_length=1)
-    memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
-    step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")
 
 
 def draw(
@@ -79,7 +34,7 @@ def draw(
     measured: list[ResultSet],
 ) -> list[TrainingConfig]:
     """`count` configurations of the grid, at least half never measured in their main dimensions."""
-    grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
+    grid = read_grid(path)
     if count < 1:
         raise UserError(f"--draw is {count}; it must be at least 1")
     rng = random.Random(seed)
@@ -124,20 +79,15 @@ def draw(
 def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | None:
     """A random combination, or None where it makes no sense."""
     family = rng.choice(grid.families)
-    changes: dict[str, Any] = {
-        "layers": rng.choice(family.layers),
-        "seq_len": rng.choice(family.seq_len),
-        "lora_rank": rng.choice(family.lora_rank),
-    }
-    changes |= {"vocab": family.vocab} if family.vocab else {}
-    model = load_model(family.model).resized(**changes)
+    values = [rng.choice(some) for some in (family.layers, family.seq_len, family.lora_rank)]
+    model = family.cut(*values)
     gpus, cp = rng.choice(grid.gpus), rng.choice(grid.cp)
     if gpus % grid.nodes or gpus % cp:
         return None
-    splits = [one for one in _splits(gpus // cp) if grid.tp is None or one[0] in grid.tp]
-    if not splits:
+    found = [one for one in splits(gpus // cp) if grid.tp is None or one[0] in grid.tp]
+    if not found:
         return None
-    tp, pp, dp = rng.choice(splits)
+    tp, pp, dp = rng.choice(found)
     replicas = dp * cp
     microbatch = rng.choice(grid.microbatch)
     fields: dict[str, Any] = {
@@ -171,13 +121,6 @@ def _uneven(layers: int, stages: int, rng: random.Random) -> tuple[int, ...]:
     each[fewer] -= 1
     each[more] += 1
     return tuple(each)
-
-
-def _splits(gpus: int) -> Iterator[tuple[int, int, int]]:
-    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
-    for tp, pp in itertools.product(sizes, sizes):
-        if gpus % (tp * pp) == 0:
-            yield tp, pp, gpus // (tp * pp)
 
 
 def _worthwhile(

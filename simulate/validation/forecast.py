@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt
 
 from simulate.inputs import measured_node
-from simulate.validation.cases import Case, Prediction, predict
+from simulate.validation.cases import PEAKS, Case, Prediction, predict
 from simulate.validation.measured import hashes_of
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -45,6 +45,19 @@ def _interval(value: dict[str, float]) -> dict[str, float]:
     missing = {"median", "low", "high"} - set(value)
     if missing or not value["low"] <= value["median"] <= value["high"]:
         raise ValueError("low, median and high must be there, and in this order")
+    return value
+
+
+def _peaks(value: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    unknown = [name for name in value if name not in PEAKS]
+    unknown += [
+        f"{name}.{key}"
+        for name, interval in value.items()
+        for key in interval
+        if key not in ("median", "low", "high", "level")
+    ]
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; remove it or correct its spelling")
     return value
 
 
@@ -81,7 +94,7 @@ class Forecasted(BaseModel):
     modelled_share: Annotated[float, Field(ge=0, le=1)]
     power_w: Interval | None = None
     clock_mhz: Interval | None = None
-    memory_gib: dict[str, Interval] | None = None
+    memory_gib: Annotated[dict[str, Interval], AfterValidator(_peaks)] | None = None
 
 
 class Drawn(BaseModel):

@@ -1,0 +1,139 @@
+"""Grids that configurations are drawn from; what nothing drawn from one can have is refused."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from spec.errors import UserError
+from spec.files import parse, read_yaml
+from spec.idle import Combined, listed, refuse_idle
+from spec.measurable import refuse
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism, Recompute
+
+
+class Family(BaseModel):
+    """A model and the depths and lengths it is cut to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    layers: tuple[PositiveInt, ...] = Field(min_length=1)
+    seq_len: tuple[PositiveInt, ...] = Field(min_length=1)
+    vocab: PositiveInt | None = Field(default=None, description="padded as Megatron-Core pads it")
+    lora_rank: tuple[NonNegativeInt, ...] = Field(
+        default=(0,), min_length=1, description="0: all weights train"
+    )
+
+    def cut(self, layers: int, seq_len: int, lora_rank: int) -> ModelSpec:
+        """The model with these."""
+        changes = {"layers": layers, "seq_len": seq_len, "lora_rank": lora_rank}
+        changes |= {"vocab": self.vocab} if self.vocab else {}
+        return load_model(self.model).resized(**changes)
+
+
+class Grid(BaseModel):
+    """The values that a draw combines; combinations that make no sense are left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: tuple[PositiveInt, ...] = Field(min_length=1)
+    nodes: PositiveInt = Field(default=1, description="nodes that every configuration fills")
+    families: tuple[Family, ...] = Field(min_length=1)
+    microbatch: tuple[PositiveInt, ...] = Field(default=(1, 2, 4), min_length=1)
+    microbatches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    tp: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="all that split the GPUs; fewer where it is to stay inside a node",
+    )
+    vpp: tuple[PositiveInt, ...] = Field(default=(1, 2), min_length=1)
+    cp: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
+    uneven: tuple[bool, ...] = Field(
+        default=(False,),
+        min_length=1,
+        description="move a layer from one pipeline stage to another",
+    )
+    recompute: tuple[Recompute, ...] = Field(default=("none", "selective", "full"), min_length=1)
+    zero: tuple[Literal[0, 1, 3], ...] = Field(default=(0, 1), min_length=1)
+    switches: tuple[bool, ...] = Field(default=(False, True), min_length=1)
+    memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
+    step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")
+
+    @model_validator(mode="after")
+    def _fill_nodes(self) -> Self:
+        for place, gpus in enumerate(self.gpus):
+            if gpus % self.nodes:
+                raise ValueError(
+                    f"gpus.{place} is {gpus}; it must be a multiple of nodes, {self.nodes}"
+                )
+        return self
+
+
+def read_grid(path: Path) -> Grid:
+    """Read a grid; raises UserError where a key is wrong, or a degree is one that no step can have.
+
+    A family that no step can be of is passed over, and so is `zero` without replicas: grids have
+    been committed and drawn from that have such.
+    """
+    grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
+    values: dict[str, object] = {}
+    for name in ("tp", "cp", "vpp", "microbatches", "gpus"):
+        if name in grid.model_fields_set:
+            values |= listed(name, getattr(grid, name) or ())
+    refuse_idle(str(path), values, _combined(grid))
+    return grid
+
+
+def _combined(grid: Grid) -> Iterator[Combined]:
+    """What a grid combines, as far as it asks least of a model.
+
+    Degrees without a pipeline, as they are drawn with one and without; chunks by themselves.
+    """
+    degrees = grid.tp or sorted({tp for gpus in grid.gpus for tp, _, _ in splits(gpus)})
+    models = [
+        family.cut(*values)
+        for family in grid.families
+        for values in product(family.layers, family.seq_len, family.lora_rank)
+    ]
+    for (g, gpus), (c, cp), (t, tp), model in product(
+        enumerate(grid.gpus), enumerate(grid.cp), enumerate(degrees), models
+    ):
+        yield {f"gpus.{g}", f"cp.{c}", f"tp.{t}"}, partial(_check, grid, model, gpus, cp, tp)
+    stages = sorted({pp for gpus in grid.gpus for tp, pp, _ in splits(gpus) if tp in degrees})
+    for (v, vpp), (m, count), pp, model in product(
+        enumerate(grid.vpp), enumerate(grid.microbatches), stages, models
+    ):
+        chunks = vpp if pp > 1 else 1
+        names = {f"microbatches.{m}", f"vpp.{v}"} if chunks == vpp else {f"microbatches.{m}"}
+        yield names, partial(_check_chunks, model, pp, chunks, count)
+
+
+def _check(grid: Grid, model: ModelSpec, gpus: int, cp: int, tp: int) -> None:
+    """Raise UserError where a model cannot be split so over the GPUs, or is not measured so."""
+    for noun, size in (("cp", cp), ("tp" if cp == 1 else "cp * tp", cp * tp)):
+        if gpus % size:
+            raise UserError(f"{noun} {size} does not divide gpus {gpus}; use a divisor")
+    dp = gpus // (cp * tp)
+    sequence_parallel = tp > 1 and (bool(model.experts) or False not in grid.switches)
+    refuse(
+        model,
+        Parallelism(tp=tp, cp=cp, dp=dp, global_batch=dp, sequence_parallel=sequence_parallel),
+    )
+
+
+def _check_chunks(model: ModelSpec, pp: int, vpp: int, microbatches: int) -> None:
+    """Raise UserError or ValidationError where stages of a model have no such chunks."""
+    Parallelism(pp=pp, vpp=vpp, global_batch=microbatches).check(model)
+
+
+def splits(gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Over so many GPUs: tensor-parallel, pipeline-parallel and data-parallel size."""
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for tp, pp in product(sizes, sizes):
+        if gpus % (tp * pp) == 0:
+            yield tp, pp, gpus // (tp * pp)

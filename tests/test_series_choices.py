@@ -1,0 +1,56 @@
+"""What published rows leave open: chosen by memory and by time, for a series as for its rows."""
+
+from pathlib import Path
+
+import pytest
+
+from simulate.series.plan import plan
+from simulate.series.search import fastest, own_choices, replanned, shared_choices
+from simulate.series.step import Calibrations
+from spec.calibration import Calibration
+from tests.made_up import write_calibration
+from tests.made_up_series import row, simulated
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Calibration:
+    return write_calibration(tmp_path / "calibration.json")
+
+
+def test_a_series_recomputes_where_memory_asks_for_it_however_slow_its_anchor(
+    calibration: Calibration,
+) -> None:
+    by = Calibrations(calibration)
+
+    def recompute(**changes: str) -> str:
+        one = plan(row(recompute="", **changes))
+        return str(shared_choices([one], [], by)["recompute"])
+
+    time = float(simulated(calibration, row()))
+    assert {recompute(value=repr(time * slow)) for slow in (0.9, 1.1, 1.3, 1.5)} == {"none"}
+    assert recompute(gpu_type="H100", layers="64", micro_batch="8", value="9") == "full"
+
+
+def test_a_searched_split_wastes_no_replicas(calibration: Calibration) -> None:
+    """More GPUs than sequences: one is split over some, no replica is left without."""
+    free = {"tp": "", "pp": "", "cp": "", "sharding": "", "micro_batch": "", "vpp": ""}
+    by = Calibrations(calibration)
+    fewer, more = (plan(row(**free, gpus=gpus, global_batch="8")) for gpus in ("64", "256"))
+    for one in (fewer, more):
+        assert replanned(one, fastest(one, {}, by)).batch.simulated == 8
+
+
+def test_rows_without_room_for_it_leave_the_others_their_microbatch(
+    calibration: Calibration,
+) -> None:
+    by = Calibrations(calibration)
+    free = {"micro_batch": "", "sharding": "ddp", "pp": "1", "vpp": ""}
+    some = [
+        plan(row(row_id=gpus, **free, gpus=gpus, global_batch="256")) for gpus in ("8", "16", "32")
+    ]
+    alone = own_choices(some, {}, by)
+    crowded = plan(row(row_id="512", **free, gpus="512", global_batch="256"))
+    assert (crowded.batch.dp, crowded.batch.simulated) == (256, 256)
+    beside = own_choices([*some, crowded], {}, by)
+    assert alone["8"]["microbatch"] > 1
+    assert {name: beside[name] for name in alone} == alone

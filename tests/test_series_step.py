@@ -1,0 +1,38 @@
+"""Steps of published rows whose batch is between those of a schedule."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulate.series.plan import plan
+from simulate.series.step import Calibrations, simulate
+from spec.calibration import Calibration
+from tests.made_up import write_calibration
+from tests.made_up_series import row, simulated
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Calibration:
+    return write_calibration(tmp_path / "calibration.json")
+
+
+def test_microbatches_between_those_of_a_schedule(calibration: Calibration) -> None:
+    """One more costs as much as any other, and no fewer sequences take longer."""
+    words = {"tp": "1", "pp": "4", "vpp": "2", "gpus": "4"}
+    times = [
+        float(simulated(calibration, row(**words, global_batch=str(batch))))
+        for batch in range(1, 13)
+    ]
+    steps = np.diff(times)
+    assert (steps > 0).all()
+    inside = [*steps[3:7], *steps[7:]]  # from 4 to 8 and on to 12
+    assert inside == pytest.approx([steps[3]] * len(inside), rel=0.02)
+    # below as many as stages one less shortens the step by one of its two chunks' passes alone
+    assert steps[:3] == pytest.approx([steps[3] / 2] * 3, rel=0.02)
+
+
+def test_a_breakdown_between_two_schedules_sums_to_its_step(calibration: Calibration) -> None:
+    one = plan(row(tp="1", pp="4", vpp="2", gpus="4", global_batch="6"))
+    times, estimate = simulate(one, Calibrations(calibration), np.zeros((1, 5)))
+    assert sum(estimate.breakdown_s.values()) == pytest.approx(float(times[0]))
