@@ -23,6 +23,8 @@ def refuse_idle(where: str, values: Mapping[str, object], combined: Iterable[Com
     """
     idle = dict.fromkeys(values, "")
     for names, check in combined:
+        if not idle:
+            return
         left = [name for name in names if name in idle]
         if not left:
             continue
@@ -33,8 +35,6 @@ def refuse_idle(where: str, values: Mapping[str, object], combined: Iterable[Com
             idle |= dict.fromkeys(left, why)
         else:
             idle = {name: why for name, why in idle.items() if name not in left}
-        if not idle:
-            return
-    name, why = next(iter(idle.items()))
-    why = f": {why}" if why else "; leave it out"
-    raise UserError(f"{where}: {name} is {values[name]}, which no step of it can have{why}")
+    for name, why in idle.items():
+        why = f": {why}" if why else "; leave it out"
+        raise UserError(f"{where}: {name} is {values[name]}, which no step of it can have{why}")

@@ -230,3 +230,5 @@ def test_what_no_kernel_is_measured_of_is_refused(
     assert f"plan.yaml: {words}" in printed.err
     path.write_text("tp: [1, 8]\nmodels: [tiny, llama3-8b]\n")  # 8 of one of them
     assert run(main, [*listed, *more]) == (2 if more else 0)
+    path.write_text("microbatch: [3]\n")
+    assert run(main, [*listed, *more]) == 0
