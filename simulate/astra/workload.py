@@ -152,11 +152,14 @@ class _Stage:
         return (self.stage - ((one.way == BACKWARD) is behind)) % self.priced.parallelism.pp
 
     def _exchange(self, one: Pass, boundary: int) -> None:
+        self._wait(one.name, central(of_boundary(self.priced.lates_us, boundary)))
+
+    def _wait(self, name: str, time_us: float) -> None:
         """In the slot of compute, which stands still, and not in that of messages."""
-        late_ns = central(of_boundary(self.priced.lates_us, boundary)) * 1e3
-        if late_ns > 0:
-            wait = self._add(f"{EXCHANGE} {one.name}", "compute", self.last, duration_ns=late_ns)
-            self.last = (wait,)
+        self._flush()
+        if time_us > 0:
+            of = f"{EXCHANGE} {name}"
+            self.last = (self._add(of, "compute", self.last, duration_ns=time_us * 1e3),)
 
     def _message(self, kind: Kind, one: Pass, peer: int, to: int, deps: tuple[int, ...]) -> int:
         """A send or recv of the pass; `to` is the position of the chunk that receives it."""
@@ -191,9 +194,9 @@ class _Stage:
                         self._collective(label, one, time)
                 self._shards(name, [each for each in waited if each.one.kind != "all_gather"])
         self._compute(f"{name} host", central(cost.host))
-        self._compute(f"{name} beside messages", central(cost.exposed.get("pp", 0.0)))
         inside = sum(n * prices.segments[key][way].cost.compute for n, key in cost.segments)
         self._compute(f"{name} slowed", central(cost.compute - inside))
+        self._wait(f"{name} ports", central(cost.exposed.get("pp", 0.0)))
 
     def _shards(self, name: str, waited: Sequence[Waited]) -> None:
         """What a pass waits for of a unit's weights or gradients, one of those alike."""
