@@ -280,9 +280,11 @@ def main(words: Sequence[str]) -> int:
     wrap.check(options, asked, command)
     for name, unheeded in WITHOUT_EFFECT.items():
         if getattr(asked, name):
-            if name == "list" and asked.resume and asked.gpus is None:
+            if name == "list" and asked.resume:
                 unheeded = OF_A_RESUMED
             options.refuse_given(asked, unheeded, f"with --{name.replace('_', '-')}")
+    if asked.list and asked.resume and asked.gpus is not None:
+        raise UserError("--gpus has no effect with --resume: a run has the devices it began on")
     started = host.launch()
     if command and started.local_rank > 0:
         os.execvp(command[0], command)  # the first rank of this host records

@@ -19,7 +19,7 @@ def listed(name: str, values: Sequence[object]) -> dict[str, object]:
 def refuse_idle(where: str, values: Mapping[str, object], combined: Iterable[Combined]) -> None:
     """Raise UserError on the first of these values that is in no combination that can be.
 
-    With the reason against the last combination that has it.
+    With the reason against the first combination that has it.
     """
     idle = dict.fromkeys(values, "")
     for names, check in combined:
@@ -32,7 +32,7 @@ def refuse_idle(where: str, values: Mapping[str, object], combined: Iterable[Com
             check()
         except (UserError, ValidationError) as error:
             why = str(error) if isinstance(error, UserError) else first_problem(error)
-            idle |= dict.fromkeys(left, why)
+            idle |= {name: idle[name] or why for name in left}
         else:
             idle = {name: why for name, why in idle.items() if name not in left}
     for name, why in idle.items():

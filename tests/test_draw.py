@@ -101,7 +101,7 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
         ("cp: [1, 4]", "cp.1 is 4, which no step of it can have: cp 4 does not divide gpus 6"),
         ("tp: [2]\nnodes: 4", "gpus.0 is 6; it must be a multiple of nodes, 4"),
         ("tp: [6, 2]", "tp.0 is 6, which no step of it can have: tp 6 does not divide heads 32"),
-        ("vpp: [5]\nmicrobatches: [6]", "vpp.0 is 5, which no step of it can have: pp 6 * vpp 5"),
+        ("vpp: [5]\nmicrobatches: [6]", "vpp.0 is 5, which no step of it can have: pp 2 * vpp 5"),
         (
             "vpp: [2]\nmicrobatches: [1]",
             "vpp.0 is 2, which no step of it can have: the interleaved schedule needs",

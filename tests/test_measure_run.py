@@ -145,7 +145,7 @@ def test_list_measures_nothing(
     ("words", "complaint"),
     [
         ("--gpus 4 --list --kind cpu", "--kind has no effect with --gpus"),
-        ("--gpus 4 --list --resume RUN", "--resume has no effect with --list"),
+        ("--gpus 4 --list --resume RUN", "--gpus has no effect with --resume"),
         ("--list --system mine", "--system has no effect with --list"),
         ("--list --write-plan p.csv", "--list has no effect with --write-plan"),
         ("--write-plan p.csv --suite kernels", "--suite has no effect with --write-plan"),

@@ -4,10 +4,24 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from simulate.astra.workload import program
 from simulate.cost.imbalance import shares
 from simulate.memory.peak import stage_memory
 from spec.parallelism import Parallelism
 from tests.simulated_steps import MOE, simulate
+
+
+@pytest.mark.parametrize(
+    ("ep", "dp", "spanned"), [(1, 1, ("cp",)), (1, 2, ("cp", "dp")), (2, 4, ("dp",))]
+)
+def test_replicas_of_experts_in_an_emitted_step(ep: int, dp: int, spanned: tuple[str, ...]) -> None:
+    """All that hold the same ones: over ring attention's ranks, too, where they are not split."""
+    p = Parallelism(tp=2, cp=1 if ep > 1 else 2, dp=dp, ep=ep, global_batch=8, zero=0)
+    p = p.model_copy(update={"sequence_parallel": True})
+    step = program(simulate(p, model=MOE).priced)
+    step.check()
+    reductions = [one.axes for one in step.stages[0].tasks if one.name.startswith("reduce")]
+    assert spanned in reductions
 
 
 @pytest.mark.parametrize("ep", [1, 2, 8])

@@ -27,15 +27,15 @@ Granularity = Literal["stage", "layer"]
 
 FOLDED = {
     "stage": "tensor-, context- and expert-parallel communication, what passes wait for of sharded "
-    "weights and gradients, and host time are part of each pass's compute time; of gradient "
-    "reduction only what is not hidden behind compute is emitted",
+    "weights and gradients and as messages share their ports, and host time are part of each "
+    "pass's compute time; of gradient reduction only what is not hidden behind compute is emitted",
     "layer": "neighbouring kernels are one compute task; of gradient reduction and of sharded "
     "weights only what is not hidden behind compute is emitted",
 }
 
 
 # axes of the program that a group spans, where it is not the axis of the same name
-_SPANNED = {"dp": ("cp", "ep", "dp"), "edp": ("dp",), "embd": ("pp",)}
+_SPANNED = {"dp": ("cp", "ep", "dp"), "edp": ("cp", "dp"), "embd": ("pp",)}
 
 
 def program(priced: PricedStep, granularity: Granularity = "stage") -> Program:

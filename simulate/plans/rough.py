@@ -1,8 +1,9 @@
 """A step's time in closed form, from a few priced parts: to rank parallelisms, not to report them.
 
-It knows what the simulation knows but for three things: the pipeline is a formula instead of a
-timeline, the clock is that of the layers alone, and nobody waits for stragglers. A plan takes some
-microseconds, so all of thousands are ranked before the promising ones are simulated.
+It knows what the simulation knows but for four things: the pipeline is a formula instead of a
+timeline, the clock is that of the layers alone, nobody waits for stragglers, and messages between
+stages leave passes their ports. A plan takes some microseconds, so all of thousands are ranked
+before the promising ones are simulated.
 """
 
 from dataclasses import dataclass

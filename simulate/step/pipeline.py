@@ -36,12 +36,16 @@ def pipeline(priced: PricedStep, *, whole: bool = False) -> tuple[Timeline, floa
 def taking_turns(priced: PricedStep) -> bool:
     """Whether interleaved stages have messages longer than a pass, see `simulate.step.messages`.
 
-    Others do not hold up one another, nor their senders where stages are alike but for an end.
+    Others do not hold up one another, nor their senders where stages are alike but for an end. A
+    message that shares its ports (`simulate.step.shared_ports`) may last twice as long; passes
+    count without what they wait for it.
     """
     if priced.parallelism.vpp == 1:
         return False
-    passes = (one for stage in set(priced.alike) for one in priced.passes_of(stage))
-    return max(map(central, priced.transfers_us)) > min(central(one.total) for one in passes)
+    passes = [one for stage in set(priced.alike) for one in priced.passes_of(stage)]
+    shared = [central(one.exposed.get("pp", 0.0)) for one in passes]
+    alone = min(central(one.total) - wait for one, wait in zip(passes, shared, strict=True))
+    return max(map(central, priced.transfers_us)) * (2 if any(shared) else 1) > alone
 
 
 def _executed(

@@ -163,7 +163,7 @@ def price(
     if transfer and any(beside):
         times = costs.transfers_us(transfer)
         works = {
-            stage: beside_messages(one, stage, beside[stage], times, costs)
+            stage: beside_messages(one, stage, beside[stage], times, stages[stage])
             for stage, one in works.items()
         }
     # the update only moves memory, which leaves the clock at its largest
