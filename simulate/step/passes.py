@@ -54,7 +54,8 @@ class PassCost(NamedTuple):
 
     total: Array
     compute: Array
-    exposed: dict[str, Array]  # communication with nothing beside it, by axis
+    # communication with nothing beside it, by axis; over pp what messages on its ports delay
+    exposed: dict[str, Array]
     host: Array
     ahead: Array  # how far the host gets in it before the device
     spare: Array  # and in its layers, where it waits for the device in each

@@ -142,7 +142,7 @@ def price(
                 )
     stages = tuple(priced[clock] for clock in of_stage)
     layers = p.stage_layers(model)
-    beside = [share_beside(stage, p, costs) if p.pp > 1 else 0.0 for stage in range(p.pp)]
+    beside = [share_beside(stage, p, costs) for stage in range(p.pp)]
     kinds = [
         (stage == 0, stage == p.pp - 1, layers[stage], of_stage[stage], beside[stage])
         for stage in range(p.pp)

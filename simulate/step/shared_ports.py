@@ -29,7 +29,10 @@ INSIDE_PASSES = ("tp", "cp", "ep")
 
 
 def share_beside(stage: int, p: Parallelism, costs: Costs) -> float:
-    """The share of a stage's passes that have a message beside them on ports which they use."""
+    """The share of a stage's passes that have a message beside them on ports which they use.
+
+    None where stages are not interleaved, which also says that there are several.
+    """
     paths, network = costs.layout.paths, costs.network
     if p.vpp == 1 or network is None or network.one_device or paths["pp"].nodes == 1:
         return 0.0
@@ -69,11 +72,14 @@ def _sent_and_apart(one: PassCost, way: int, prices: StagePrices) -> tuple[Array
     sent, apart = costs.draws.zero, one.host
     for count, name in one.segments:
         for part in prices.segments[name][way].parts:
-            for each in (*part.exposed, *part.hidden):
-                if paths[each.axis].nodes > 1:
-                    sent = sent + count * costs.collective_us(each)
-                elif each in part.exposed:
-                    apart = apart + count * costs.collective_us(each)
-            if all(paths[each.axis].nodes == 1 for each in part.hidden):
+            across = [each for each in part.hidden if paths[each.axis].nodes > 1]
+            if not across:
                 apart = apart + count * costs.part(part).kernels
+            for each in part.exposed:
+                if paths[each.axis].nodes > 1:
+                    across.append(each)
+                else:
+                    apart = apart + count * costs.collective_us(each)
+            for each in across:
+                sent = sent + count * costs.collective_us(each)
     return sent, apart
