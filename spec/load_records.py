@@ -24,18 +24,19 @@ class HeatRow(Row):
 
 
 class TurnRow(OfDevice):
-    """turns.csv: products and memory-bound kernels in turns on one device, its clock settled."""
+    """turns.csv: products in turns with other kernels or pauses on a device, its clock settled."""
 
-    op: Literal["grad_accumulate", "add"] = Field(
-        description="memory-bound: a bf16 gradient added to an fp32 one; the sum of bf16 tensors"
+    op: Literal["grad_accumulate", "add", "pause"] = Field(
+        description="memory-bound: a bf16 gradient added to an fp32 one, the sum of bf16 tensors; "
+        "or the device spins"
     )
-    elements: PositiveInt = Field(description="of each tensor of the memory-bound kernel")
+    elements: Count = Field(description="of each tensor of the memory-bound kernel; 0: a pause")
     product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
     products: Count = Field(description="products of a turn")
-    others: Count = Field(description="memory-bound kernels of a turn")
+    others: Count = Field(description="memory-bound kernels or pauses of a turn")
     product_us: Positive | None = Field(default=None, description="median time of one product")
     other_us: Positive | None = Field(
-        default=None, description="median time of one memory-bound kernel"
+        default=None, description="median time of one memory-bound kernel or pause"
     )
     clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
     power_w: Positive | None = Field(

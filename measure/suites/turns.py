@@ -1,8 +1,10 @@
-"""The turns suite: products and memory-bound kernels in turns, each device by itself.
+"""The turns suite: products in turns with memory-bound kernels or pauses, each device by itself.
 
 What it is for: the less of the time products have, the more clock the power cap leaves, and the
 kernels beside them run at that clock, too. So the rows tell how the power of both goes with the
-clock. Nothing is set on a device; each turn lasts six seconds, of which the last three are kept.
+clock. Pauses of a millisecond, as a step has them while it communicates, draw next to nothing:
+what is left is the products'. Nothing is set on a device; each turn lasts six seconds, of which the
+last three are kept.
 """
 
 import time
@@ -20,9 +22,9 @@ if TYPE_CHECKING:  # the parent, which plans, does without torch
 
     from measure.timed.timing import Timer
 
-Op = Literal["grad_accumulate", "add"]
+Op = Literal["grad_accumulate", "add", "pause"]
 
-# memory-bound kernel, products of a turn, memory-bound kernels of a turn
+# what products take turns with, products of a turn, of the others
 TURNS: tuple[tuple[Op, int, int], ...] = (
     ("grad_accumulate", 4, 0),
     ("grad_accumulate", 3, 1),
@@ -34,7 +36,13 @@ TURNS: tuple[tuple[Op, int, int], ...] = (
     ("add", 2, 4),
     ("add", 4, 2),
     ("add", 4, 0),
+    ("pause", 8, 1),
+    ("pause", 4, 1),
+    ("pause", 4, 2),
+    ("pause", 2, 1),
+    ("pause", 1, 1),
 )
+PAUSE_US = 1000.0
 SIZES = {"cuda": (8192, 2**29), "cpu": (256, 2**16)}  # side of a product, elements of a tensor
 SETTLE_S, MEASURED_S = 3.0, 3.0
 TURNS_A_BATCH = 8  # queued before the host waits: some tens of milliseconds
@@ -49,19 +57,24 @@ def cases(devices: int, quick: bool) -> list[OneDevice]:
     return on_each("turns", loads, SETTLE_S + MEASURED_S, devices, quick)
 
 
-def operations(op: Op, size: int, elements: int, device: "torch.device") -> tuple[Any, Any]:
-    """A product of square bf16 matrices, and the memory-bound kernel."""
+def operations(op: Op, size: int, elements: int, timer: "Timer") -> tuple[Any, Any]:
+    """A product of square bf16 matrices, and the memory-bound kernel or pause."""
     import torch
+
+    device = timer.device
 
     def random(*shape: int) -> "torch.Tensor":
         return torch.randn(*shape, device=device).to(torch.bfloat16)
 
-    left, right, gradient = random(size, size), random(size, size), random(elements)
+    left, right = random(size, size), random(size, size)
     product = torch.empty_like(left)
 
     def multiply() -> None:
         torch.mm(left, right, out=product)
 
+    if op == "pause":
+        return multiply, lambda: timer.pause(PAUSE_US)
+    gradient = random(elements)
     if op == "grad_accumulate":
         main = torch.zeros(elements, device=device)
         return multiply, lambda: main.add_(gradient)
@@ -79,7 +92,8 @@ def measure(message: Mapping[str, Any], timer: "Timer", monitor: Device, device:
     if monitor.power_w() is None and monitor.energy_j() is None:
         raise Refused("no power can be read here, which is what turns are measured for")
     size, elements = SIZES[timer.device.type]
-    multiply, other = operations(message["op"], size, elements, timer.device)
+    elements = 0 if message["op"] == "pause" else elements
+    multiply, other = operations(message["op"], size, elements, timer)
     turn = ((multiply, message["products"]), (other, message["others"]))
     repeat(turn, timer, message["part"] * SETTLE_S)
     with Window([monitor]) as window:
