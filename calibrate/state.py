@@ -22,9 +22,8 @@ COMPUTE = (*PRODUCTS, *ATTENTION)
 POWER_EXPONENT = (1.42, 1.0, 2.4)
 PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 # Of memory-bound kernels' power above idle, what goes with the clock as products' does, where no
-# turns of both tell: those of three H200 alone have 0.31 (`results/2x-h200`), of three H100 0.04,
-# give or take 0.15.
-MEMORY_WITH_CLOCK = (0.31, 0.0, 0.62)
+# turns of both tell: those of eight H200 alone have 0.51, of nine H100 0.53. Chosen wide.
+MEMORY_WITH_CLOCK = (0.52, 0.1, 0.94)
 # The same of what a cap lets through for a while, see `calibrate.clock.heat_pulses.surge`.
 # Bursts of products draw 1.02 times the cap on H100 and 1.03 to 1.05 on H200.
 SURGE = (1.03, 1.0, 1.1)
@@ -136,8 +135,7 @@ class ClockState:
     ready_shared_w: float | None = None  # the same where devices share layers
     turned: Turned | None = None
     devices: tuple[DeviceFit, ...] = ()
-    # the mean device's beside all rows', by is_compute
-    device_power: Mapping[bool, float] = field(default_factory=dict)
+    placed: Mapping[tuple[str, int], str] = field(default_factory=dict)  # hash by run and index
     default_host_us: float = 10.0
     shape_spread: ShapeSpread = field(default_factory=ShapeSpread)
 
@@ -183,17 +181,31 @@ class ClockState:
         assert row.power_w is not None
         if not is_compute(row.op):
             return row.power_w - self.idle_w
-        clock = row.clock_mhz or self.reference_mhz
-        scale = float((self.reference_mhz / clock) ** self.power_exponent)
-        return (row.power_w - self.idle_w) * scale
+        return (row.power_w - self.idle_w) / self.power_scale(row.clock_mhz or self.reference_mhz)
 
-    def drawn(self, rows: Iterable[KernelRow]) -> tuple[Drawn, ...]:
-        """What those of the rows that show power say of it."""
+    def power_scale(self, clock_mhz: float) -> float:
+        """What products draw above idle at a clock, beside the reference clock."""
+        return self.bend.power_scale(self.power_exponent, self.reference_mhz, clock_mhz)
+
+    def power_slope(self, clock_mhz: float) -> float:
+        """The exponent of that at a clock."""
+        return self.bend.power_slope(self.power_exponent, self.reference_mhz, clock_mhz)
+
+    def drawn(self, rows: Iterable[tuple[str, KernelRow]]) -> tuple[Drawn, ...]:
+        """What those of the rows, with their runs, that show power say of the mean device."""
         return tuple(
-            Drawn(row.kernel, self.active_w(row), self.at_reference(row))
-            for row in rows
+            Drawn(row.kernel, self.active_w(row) / self._own(run, row), self.at_reference(row))
+            for run, row in rows
             if self.shows_power(row)
         )
+
+    def _own(self, run: str, row: KernelRow) -> float:
+        """What a row's device draws beside the mean device, which a strange one is taken for."""
+        name = self.placed.get((run, row.device))
+        known = next((one for one in self.devices if one.uuid_hash == name), None)
+        if known is None:
+            return 1.0
+        return known.power if is_compute(row.op) else known.memory
 
     @property
     def room_w(self) -> float:

@@ -33,8 +33,9 @@ class ClockFit(Record):
     Kernels bound by arithmetic draw power that goes with the clock, and so does `memory_with_clock`
     of what those bound by memory draw; the rest of that stays as it was measured:
 
-        power(f) = idle_w + memory_w + compute_w * (f / reference_mhz) ** power_exponent
+        power(f) = idle_w + memory_w + compute_w * scale(f)
 
+    scale being (f / reference_mhz) ** power_exponent, bent as products' duration is (`spec.bend`),
     with both sums weighted by the kernels' shares of time. The regulator holds the mean over many
     kernels at `regulated_w`, so memory-bound kernels between products leave these some room: the
     clock is the highest f up to max_mhz with power(f) <= regulated_w. Over `memory_us` it lets them
@@ -58,7 +59,10 @@ class ClockFit(Record):
     long_memory_us: PositiveMicros = Field(
         default=ASSUMED.long_memory_us, description="time constant of the mean that may not"
     )
-    power_exponent: Annotated[float, Field(ge=0.1, le=10)]
+    power_exponent: Annotated[
+        float,
+        Field(ge=0.1, le=10, description="of power, from the sustained to the reference clock"),
+    ]
     memory_with_clock: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="of a memory-bound kernel's power above idle, the share that does"
     )
@@ -76,7 +80,7 @@ class ClockFit(Record):
     )
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
-        default=0.0, description="see `product_factor`; how far the exponent changes with the clock"
+        default=0.0, description="how far products' exponents change with the clock, see `spec.bend`"
     )
     sustained_mhz: Mhz | None = Field(
         default=None, description="clock of products that ran sustained under the cap"
@@ -126,7 +130,7 @@ class ClockFit(Record):
         if self.cap_w is None or compute_w <= 0:
             return self.max_mhz
         room = max(surge * self.cap_w - self.idle_w - memory_w, 1.0)
-        allowed = self.reference_mhz * float((room / compute_w) ** (1 / self.power_exponent))
+        allowed = self._bend.clock_mhz(self.power_exponent, self.reference_mhz, room / compute_w)
         return min(self.max_mhz, allowed)
 
     def product_factor(self, clock_mhz: float) -> float:
@@ -137,8 +141,11 @@ class ClockFit(Record):
         exp(-product_bend * x * (X - x)), x and X logarithms of largest over this and sustained.
         Below the sustained clock the exponent stays what it is there: nothing was measured.
         """
-        bend = Bend(self.product_bend, self.sustained_mhz)
-        return bend.factor(self.reference_mhz, clock_mhz)
+        return self._bend.factor(self.reference_mhz, clock_mhz)
+
+    @property
+    def _bend(self) -> Bend:
+        return Bend(self.product_bend, self.sustained_mhz)
 
     def on_own_devices(self) -> "ClockFit":
         """As for devices that are all among those measured."""
@@ -146,7 +153,11 @@ class ClockFit(Record):
             return self
         return self.model_copy(update={"visit_sd": self.own_visit_sd})
 
+    def power_slope(self, clock_mhz: float) -> float:
+        """The exponent of power at a clock."""
+        return self._bend.power_slope(self.power_exponent, self.reference_mhz, clock_mhz)
+
     def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:
         """Board power of those kernels at a clock."""
-        scale = float((clock_mhz / self.reference_mhz) ** self.power_exponent)
+        scale = self._bend.power_scale(self.power_exponent, self.reference_mhz, clock_mhz)
         return self.idle_w + memory_w + compute_w * scale

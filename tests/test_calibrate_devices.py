@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.clock.devices import fit_devices
+from calibrate.clock.devices import fit_devices, placed_devices
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
 from calibrate.variability import spread_interval
@@ -35,24 +35,23 @@ def test_a_device_that_the_cap_leaves_a_lower_clock_draws_more(
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     state = ClockState(1980.0, 700.0, 80.0, power_exponent=2.0)
     ledger = Ledger()
-    found, of_rows = fit_devices(evidence, state, ledger)
+    found = fit_devices(evidence, state, ledger)
     beside_rows = [(1500 / clock) ** 2 for clock in clocks]
     mean = sum(beside_rows) / 3
-    assert of_rows == pytest.approx({True: mean, False: 1.0})
     assert [one.power for one in found] == pytest.approx([p / mean for p in beside_rows], rel=1e-5)
     assert ledger.parameters[0].low == found[2].power
     assert [one.name for one in ledger.parameters] == ["clock.device_power"]  # no memory was read
     monkeypatch.setattr(Evidence, "rows", lambda *_: [*rows[1:3], *rows[-1:]])
-    assert [one.uuid_hash for one in fit_devices(evidence, state, Ledger())[0]] == [
+    assert [one.uuid_hash for one in fit_devices(evidence, state, Ledger())] == [
         one.uuid_hash for one in about.hosts[0].devices[1:]
     ]
     apart = [("run", capped(size, 1000.0, 1500.0, i)) for i, size in enumerate((4096, 8192))]
     monkeypatch.setattr(Evidence, "rows", lambda *_: apart)
-    assert fit_devices(evidence, state, Ledger()) == ((), {})  # nothing sets one beside another
+    assert fit_devices(evidence, state, Ledger()) == ()  # nothing sets one beside another
 
 
 def test_a_device_of_several_visits_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median row is of the one that was visited twice; the central power is both devices'."""
+    """The mean is of both devices, not of the rows."""
     runs = ("first", "second", "third")
     abouts = [manifest("made-up", name, 1, Truth(), "2030-01-01T00:00:00Z") for name in runs]
     abouts[2].hosts[0].devices[0].uuid_hash = "f" * 16
@@ -62,8 +61,7 @@ def test_a_device_of_several_visits_counts_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.0)
-    found, of_rows = fit_devices(Evidence("made-up", sets), state, Ledger())
-    assert of_rows[True] == pytest.approx(1.1)
+    found = fit_devices(Evidence("made-up", sets), state, Ledger())
     assert [one.power for one in found] == pytest.approx([1 / 1.1, 1.2 / 1.1], rel=1e-5)
 
 
@@ -82,10 +80,9 @@ def test_memory_bound_kernels_draw_what_each_device_was_read_to_draw(
     monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.1})
-    found, of_rows = fit_devices(evidence, state, Ledger())
+    found = fit_devices(evidence, state, Ledger())
     assert [one.power for one in found] == [1.0, 1.0]
     assert [one.memory for one in found] == pytest.approx([0.9, 1.1], rel=1e-5)  # 450 and 550 W
-    assert of_rows[False] == pytest.approx(1.0)
 
 
 def test_steps_on_measured_devices_draw_what_these_do(tmp_path: Path) -> None:
@@ -117,8 +114,32 @@ def test_a_lone_device_is_set_beside_those_of_other_visits(
     ):
         sets = [ResultSet(Path("results/made-up") / one.run, one) for one in abouts]
         monkeypatch.setattr(Evidence, "rows", lambda *_, kept=kept: kept)
-        found, of_rows = fit_devices(Evidence("made-up", sets), state, Ledger())
+        found = fit_devices(Evidence("made-up", sets), state, Ledger())
         assert len(found) == sum(len(one.device_hashes) for one in abouts)
         assert found[-1].uuid_hash == "f" * 16
-        assert found[-1].power * of_rows[True] == pytest.approx(power, rel=1e-5)
+        assert found[-1].power / found[0].power == pytest.approx(power, rel=1e-5)
         assert sum(one.power for one in found) / len(found) == pytest.approx(1, rel=1e-5)
+
+
+def test_shapes_that_few_devices_ran_hide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices that draw a tenth more, seen in one shape of all and in five of their own."""
+    about = manifest("made-up", "run", 6, Truth(), "2030-01-01T00:00:00Z")
+    evidence = Evidence("made-up", [ResultSet(Path("results/made-up/run"), about)])
+    rows = [("run", capped(8192, 1000.0, 1500.0, i)) for i in range(6)]
+    shapes = [(2**28, range(6)), *((2**28 + n * 2**20, (4, 5)) for n in range(1, 6))]
+    for size, devices in shapes:
+        for i in devices:
+            one = row(Kernel("copy", "forward", (size,)), 500.0, 1980.0, device=i)
+            drawn = 500.0 * (1.1 if i > 3 else 1.0)
+            rows.append(("run", one.model_copy(update={"power_w": 80 + drawn, "throttle": ""})))
+    monkeypatch.setattr(Evidence, "rows", lambda *_: rows)
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.1})
+    state.placed = placed_devices(evidence)
+    state.devices = fit_devices(evidence, state, Ledger())
+    mean = (4 * 1.0 + 2 * 1.1) / 6
+    told = [one.memory * mean for one in state.devices]
+    assert told == pytest.approx([1.0] * 4 + [1.1] * 2, rel=1e-3)
+    # and what every row says of the mean device is one figure
+    watts = [one.watts for one in state.drawn(rows) if one.kernel.op == "copy"]
+    assert watts == pytest.approx([500.0 * mean] * len(watts), rel=1e-3)

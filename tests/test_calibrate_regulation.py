@@ -66,7 +66,7 @@ def product_us(busy_us: float, pause_us: float, by: Regulation, top_us: float) -
 
         if over(own_w) > 0:
             own_w = float(brentq(over, 1.0, own_w, xtol=0.01))
-    share = (own_w / COMPUTE_W) ** (1 / known.power_exponent)
+    share = known.bend.clock_mhz(known.power_exponent, 1980.0, own_w / COMPUTE_W) / 1980.0
     return float(top_us * share**-0.6 * known.bend.factor(1980.0, share * 1980.0))
 
 

@@ -10,12 +10,13 @@ from calibrate.clock.turns import assumed, fit_turns
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import MEMORY_WITH_CLOCK, POWER_EXPONENT, ClockState, Estimate
 from calibrate.telemetry import Telemetry
+from spec.bend import Bend
 from spec.load_records import HeatRow, TurnRow
 from spec.row import Row
 from tests.test_calibrate_heat import heat_row
 
 IDLE, LIMIT, LARGEST = 70.0, 700.0, 1980.0
-OTHERS = {"grad_accumulate": 530.0, "add": 460.0}
+OTHERS = {"grad_accumulate": 530.0, "add": 460.0, "pause": 20.0}
 TURNS = (
     ("grad_accumulate", 4, 0), ("grad_accumulate", 3, 1), ("grad_accumulate", 2, 2),
     ("grad_accumulate", 1, 3), ("grad_accumulate", 0, 4), ("add", 1, 4), ("add", 2, 4),
@@ -25,14 +26,15 @@ TURNS = (
 
 def turn(
     op: str, products: int, others: int, exponent: float, share: float, device: int = 0,
-    product_w: float = 950.0, held: bool = True,
+    product_w: float = 950.0, held: bool = True, bend: Bend = Bend(),
 ) -> TurnRow:  # fmt: skip
     """A turn of a device without noise: the largest clock that the cap allows, or the largest."""
     part = products / (products + others)  # all kernels last as long
+    with_clock = 0.0 if op == "pause" else share
 
     def drawn(clock: float) -> float:
-        x = (clock / LARGEST) ** exponent
-        kernel = OTHERS[op] * (1 - share + share * x)
+        x = bend.power_scale(exponent, LARGEST, clock)
+        kernel = OTHERS[op] * (1 - with_clock + with_clock * x)
         return IDLE + part * product_w * x + (1 - part) * kernel
 
     clock = LARGEST
@@ -44,7 +46,7 @@ def turn(
             "role": "fit",
             "device": device,
             "op": op,
-            "elements": 2**29,
+            "elements": 0 if op == "pause" else 2**29,
             "product": 8192,
             "products": products,
             "others": others,
@@ -86,6 +88,25 @@ def test_what_a_device_was_made_of_comes_back(
     assert found.rows == len(TURNS)
     assert found.exponent.value == pytest.approx(exponent, abs=0.01)
     assert found.share.value == pytest.approx(share, abs=0.01)
+
+
+def test_pauses_tell_the_exponent_alone_and_power_bends_as_duration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the bend that durations show; without it clocks say another exponent."""
+    monkeypatch.setattr("calibrate.clock.turns.ROW_SD", 1e-3)
+    bend = Bend(1.67, 1474.0)
+    mixed = (("pause", 8, 1), ("pause", 4, 1), ("pause", 2, 1), ("pause", 4, 0), ("pause", 2, 2))
+    evidence, state = stated(monkeypatch, [turn(*one, 1.2, 0.5, bend=bend) for one in mixed])
+    state.bend = bend
+    found = fit_turns(evidence, state, OPEN)
+    assert found is not None
+    assert found.exponent.value == pytest.approx(1.2, abs=0.02)
+    assert found.share.value == pytest.approx(LOOSE.value, abs=1e-3)  # as assumed before
+    state.bend = Bend()
+    straight = fit_turns(evidence, state, OPEN)
+    assert straight is not None
+    assert abs(straight.exponent.value - 1.2) > 0.05
 
 
 def test_several_devices_tell_together(monkeypatch: pytest.MonkeyPatch) -> None:

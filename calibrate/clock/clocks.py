@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from calibrate.clock.between_kernels import among_peers_w, fit_ready, idle_w
-from calibrate.clock.devices import fit_devices
+from calibrate.clock.devices import fit_devices, placed_devices
 from calibrate.clock.exponents import LEAST_PAIRS, fit_exponents
 from calibrate.clock.heat_pulses import held_w, pulse_exponent, surge
 from calibrate.clock.kernel_visits import fit_shape_spread
@@ -70,7 +70,8 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     fit_exponents(evidence, state, placed, ledger)
     fit_own_exponents(evidence, state, rows, ledger)
     _fit_power_exponent(evidence, state, telemetry, rows, ledger)
-    state.devices, state.device_power = fit_devices(evidence, state, ledger)
+    state.placed = placed_devices(evidence)
+    state.devices = fit_devices(evidence, state, ledger)
     hosts = [row.host_us for row in rows if row.host_us is not None]
     if hosts:
         state.default_host_us = float(median(hosts))
@@ -224,7 +225,7 @@ def _memory_with_clock(evidence: Evidence, state: ClockState, ledger: Ledger) ->
     if told is not None:
         return told
     value, low, high = MEMORY_WITH_CLOCK
-    detail = "products and memory-bound kernels in turns on three H200; no such turns here"
+    detail = "products and memory-bound kernels in turns on H200 and H100; no such turns here"
     return ledger.note("clock.memory_with_clock", value, "share", (low, high), "assumed", detail)
 
 

@@ -2,7 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import exp, log
 from statistics import fmean, median
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from calibrate.evidence import Evidence, Ledger, rounded
 from calibrate.state import ClockState, is_compute, is_product
@@ -11,24 +16,34 @@ from spec.records import KernelRow
 
 Shape = tuple[str, str, str, str]
 Factors = dict[str, float]  # by hash of a device
+READ_SD = 0.02  # of a row's power: where the loss turns linear
+HELD = 1e-3  # weight that holds devices near the usual one, where no shape sets them beside others
 
 
-def fit_devices(
-    evidence: Evidence, state: ClockState, ledger: Ledger
-) -> tuple[tuple[DeviceFit, ...], dict[bool, float]]:
-    """Devices beside their mean, and that beside all rows, by whether arithmetic is the bound.
+def placed_devices(evidence: Evidence) -> dict[tuple[str, int], str]:
+    """The hash of every device, by run and index."""
+    return {
+        (one.manifest.run, device.index): device.uuid_hash
+        for one in evidence.runs
+        for host in one.manifest.hosts
+        for device in host.devices
+    }
+
+
+def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[DeviceFit, ...]:
+    """Devices beside their mean.
 
     Devices count alike, however many rows they have: whose steps are forecast is not known.
     From sustained shapes: products under the power cap, memory-bound kernels below it.
 
     All products are held at the same power (the readings of a second or two scatter around it by
-    2 %), so what differs is the clock that it leaves them: power goes as its inverse to
-    `power_exponent`. Memory-bound kernels run at the largest clock, and their power is read.
+    2 %), so what differs is the clock that it leaves them: power goes as its inverse to the slope
+    of power. Memory-bound kernels run at the largest clock, and their power is read.
     """
     rows = [(run, row) for run, row in evidence.rows(KernelRow) if state.shows_power(row)]
     capped = [(run, row) for run, row in rows if "power_cap" in (row.throttle or "")]
     by_clock = [
-        (run, row, row.clock_mhz**-state.power_exponent)
+        (run, row, 1 / state.power_scale(row.clock_mhz))
         for run, row in capped
         if is_product(row) and row.clock_mhz
     ]
@@ -40,13 +55,13 @@ def fit_devices(
     products, memory = _beside_rows(evidence, by_clock), _beside_rows(evidence, read)
     memory = {name: factor for name, factor in memory.items() if name in products}
     if not products:
-        return (), {}
-    of_rows = {True: fmean(products.values()), False: fmean(memory.values() or [1.0])}
+        return ()
+    of_products, of_memory = fmean(products.values()), fmean(memory.values() or [1.0])
     fits = tuple(
         DeviceFit(
             uuid_hash=name,
-            power=rounded(power / of_rows[True]),
-            memory=rounded(memory.get(name, of_rows[False]) / of_rows[False]),
+            power=rounded(power / of_products),
+            memory=rounded(memory.get(name, of_memory) / of_memory),
         )
         for name, power in products.items()
     )
@@ -66,33 +81,43 @@ def fit_devices(
             f"{evidence.where(KernelRow, len(used))}: what {what} draw at a clock, least and most "
             f"of {len(factors)} devices beside their mean; used for steps on those devices",
         )
-    return fits, of_rows
+    return fits
 
 
 def _beside_rows(evidence: Evidence, drawn: Sequence[tuple[str, KernelRow, float]]) -> Factors:
-    """What each device draws beside the median row of a shape, median over its shapes.
+    """What each device draws beside the usual one.
 
-    Of shapes that several devices ran, in whichever runs; a device that no other one stands beside
-    is the usual one.
+    Of shapes that several devices ran, in whichever runs: a row's power is its shape's times its
+    device's, by least squares of logarithms (soft_l1), as not all devices ran the same shapes. A
+    device that no other one stands beside is the usual one.
     """
-    hashes = {
-        (one.manifest.run, device.index): device.uuid_hash
-        for one in evidence.runs
-        for host in one.manifest.hosts
-        for device in host.devices
-    }
+    names = placed_devices(evidence)
     own: dict[Shape, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, row, power in drawn:
         shape = row.op, row.direction, row.dtype, row.shape
-        own[shape][hashes[run, row.device]].append(power)
-    compared = [by_device for by_device in own.values() if len(by_device) > 1]
-    if len({name for by_device in own.values() for name in by_device}) == 1:
-        compared = list(own.values())
-    found: dict[str, list[float]] = defaultdict(list)
-    for by_device in compared:
-        usual = median(power for powers in by_device.values() for power in powers)
-        for name, powers in by_device.items():
-            found[name].append(median(powers) / usual)
-    return {
-        name: float(median(found[name])) for name in dict.fromkeys(hashes.values()) if name in found
+        own[shape][names[run, row.device]].append(power)
+    several = len({name for devices in own.values() for name in devices}) > 1
+    compared = [devices for devices in own.values() if len(devices) > several]
+    known = {name for devices in compared for name in devices}
+    places = {
+        name: at
+        for at, name in enumerate(filter(known.__contains__, dict.fromkeys(names.values())))
     }
+    read = [
+        (number, places[name], log(median(powers)))
+        for number, devices in enumerate(compared)
+        for name, powers in devices.items()
+    ]
+    if not read:
+        return {}
+    shape, device, level = (np.array(column) for column in zip(*read, strict=True))
+
+    def off(at: NDArray[np.float64]) -> NDArray[np.float64]:
+        of_devices, of_shapes = np.split(at, [len(places)])
+        return np.append(of_devices[device] + of_shapes[shape] - level, HELD * of_devices)
+
+    start = np.append(
+        np.zeros(len(places)), [level[shape == one].mean() for one in range(len(compared))]
+    )
+    found = least_squares(off, start, loss="soft_l1", f_scale=READ_SD).x
+    return {name: exp(found[place]) for name, place in places.items()}

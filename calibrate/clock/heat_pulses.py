@@ -59,7 +59,8 @@ def surge(evidence: Evidence, state: ClockState, ledger: Ledger) -> float | None
     ratios = _bursts(evidence)
     if state.limit_w is not None and len(ratios) >= LEAST_BURSTS:
         above_idle = 1 - state.idle_w / state.limit_w
-        drawn = [1 + above_idle * (one**state.power_exponent - 1) for one in ratios]
+        slope = state.power_slope(state.bend.sustained_mhz or state.reference_mhz)
+        drawn = [1 + above_idle * (one**slope - 1) for one in ratios]
         low, value, high = (max(float(one), 1.0) for one in np.quantile(drawn, (0.05, 0.5, 0.95)))
         detail = (
             f"{evidence.where(KernelRow, len(ratios))}: slowest tenth of bursts of products beside "

@@ -48,9 +48,10 @@ def fit_leakage(
             core = means(time, warmth, edges)
             if np.ptp(core) < LEAST_RISE_C:
                 continue
-            slope = float(np.polyfit(core, np.log(means(time, clock, edges)), 1)[0])
+            clocks = means(time, clock, edges)
+            slope = float(np.polyfit(core, np.log(clocks), 1)[0])
             active = 1 - state.idle_w / float(np.mean(means(time, power, edges)))
-            found.append(-slope * state.power_exponent * active)
+            found.append(-slope * state.power_slope(float(np.mean(clocks))) * active)
             weights.append(float(np.var(core)))
     if not found:
         return None

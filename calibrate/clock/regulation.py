@@ -51,7 +51,7 @@ class Pulsed:
     filled_w: float = 0.0
 
     def product_us(
-        self, row: PulseRow, by: Regulation, factor: Callable[[float], float], exponent: float
+        self, row: PulseRow, by: Regulation, factor: Callable[[float], float], state: ClockState
     ) -> float:
         """Mean time of a product in a pulse; `factor` of a clock as a share of the largest one."""
         pause_w = self.pause_w if row.pause_op == "none" else self.filled_w
@@ -62,7 +62,7 @@ class Pulsed:
             allowed = surge * (self.room_w + self.idle_w) - self.idle_w
             own_w = allowed - (1 - kept) * (1 - busy) * pause_w
             own_w /= kept + (1 - kept) * busy
-            share = min(share, (max(own_w, 1.0) / self.compute_w) ** (1 / exponent))
+            share = min(share, _share(state, max(own_w, 1.0) / self.compute_w))
         return self.top_us * factor(share)
 
 
@@ -123,7 +123,7 @@ def _pulsed(
         return None
     share = float(brentq(lambda at: factor(at) - slower, LOWEST, 1.0))
     room_w = cap_w - state.idle_w
-    compute_w = room_w / share**state.power_exponent
+    compute_w = room_w / state.power_scale(share * state.reference_mhz)
     pulses = [row for row in rows if row.pause_us and row.pause_op == "none"]
     pause_w = [
         (row.power_w * (row.busy_us + row.pause_us) - row.busy_us * (state.idle_w + compute_w))
@@ -138,6 +138,12 @@ def _pulsed(
     return Pulsed(
         pulses, top_us, room_w, compute_w, held_w, state.idle_w, level_sd, filled, filled_w
     )
+
+
+def _share(state: ClockState, scale: float) -> float:
+    """The share of the largest clock at which products draw so much beside what they do there."""
+    found = state.bend.clock_mhz(state.power_exponent, state.reference_mhz, scale)
+    return found / state.reference_mhz
 
 
 def _factor(state: ClockState) -> Callable[[float], float]:
@@ -164,7 +170,7 @@ def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, A
         return np.array(
             [
                 log(
-                    one.product_us(row, by, factor, state.power_exponent)
+                    one.product_us(row, by, factor, state)
                     * row.products
                     / row.busy_us
                 )
@@ -200,9 +206,9 @@ def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledg
     factor = _factor(state)
     for number, one in enumerate(devices):
         by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state)
-        share = (one.room_w / one.compute_w) ** (1 / state.power_exponent)
+        share = _share(state, one.room_w / one.compute_w)
         for row in [*one.rows, *one.filled]:
-            predicted = one.product_us(row, by, factor, state.power_exponent)
+            predicted = one.product_us(row, by, factor, state)
             dumb = one.top_us * factor(share)
             off = hypot(sd, one.level_sd)
             found = judged if row.pause_op == "none" else filled

@@ -1,12 +1,13 @@
-"""How power goes with the clock, from products and memory-bound kernels in turns (`turns.csv`).
+"""How power goes with the clock, from products in turns with other kernels (`turns.csv`).
 
 The less of the time products have, the more clock a cap leaves: their rows lie at several clocks. A
 device draws, on the mean over a turn,
 
-    idle + f * P * x ** a + (1 - f) * M * (1 - s + s * x ** a)
+    idle + f * P * X + (1 - f) * M * (1 - s + s * X)
 
-with f the products' part of the time, x = clock / reference clock, a the exponent of power, s the
-share of a memory-bound kernel's power that goes with the clock, P and M what products and that
+with f the products' part of the time, X what they draw at the clock over what they do at the
+reference clock (`spec.bend`: an exponent a, bent as their duration is), s the share of a
+memory-bound kernel's power that goes with the clock (0 in a pause), P and M what products and that
 kernel draw at the reference clock. P and M are each device's own, a and s the system's.
 """
 
@@ -60,17 +61,20 @@ def fit_turns(evidence: Evidence, state: ClockState, exponent: Estimate) -> Turn
         ):
             if count:
                 places[number] = powers.setdefault((run, row.device, name), len(powers))
-    clock = np.array([row.clock_mhz for _, row in rows]) / state.reference_mhz
+    clocks = [row.clock_mhz or state.reference_mhz for _, row in rows]
+    clock = np.array(clocks) / state.reference_mhz
+    bent = np.array([state.bend.factor(state.reference_mhz, one) for one in clocks])
     part = np.array([row.product_share for _, row in rows])
+    bound = np.array([row.op != "pause" for _, row in rows])
     power = np.array([row.power_w or 0.0 for _, row in rows])
     drawn, sd = power - state.idle_w, ROW_SD * power
     share = assumed(*MEMORY_WITH_CLOCK)
 
     def residuals(p: NDArray[np.float64]) -> NDArray[np.float64]:
         a, s, each = p[0], p[1], p[2:]
-        going = clock**a
+        going = clock**a / bent
         model = part * each[of_products] * going
-        model = model + (1 - part) * each[of_others] * (1 - s + s * going)
+        model = model + (1 - part) * each[of_others] * (1 - bound * s * (1 - going))
         known = (a - exponent.value) / exponent.sd, (s - share.value) / share.sd
         loose = each / drawn.max() - 1  # or a lone mixed turn would not part P from M
         return np.concatenate([(model - drawn) / sd, known, loose])
@@ -126,7 +130,7 @@ def turned_share(evidence: Evidence, state: ClockState, ledger: Ledger) -> float
         "share",
         (max(low, 0.0), min(high, 1.0)),
         "measured" if weighs else "assumed",
-        _detail(evidence, state.turned, before, "of three H200's turns")
+        _detail(evidence, state.turned, before, "of H200's and H100's turns")
         + ("" if weighs else ", which weighs more"),
     )
 

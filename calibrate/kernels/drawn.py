@@ -53,10 +53,7 @@ def powers(
     found = {}
     for key in groups:
         one = shown.get(key) or _assumed(key, shown, clock)
-        found[key] = one._replace(
-            watts=one.watts * clock.device_power.get(is_compute(key[0]), 1.0),
-            tflops=one.tflops if by_rate(key[0]) else None,
-        )
+        found[key] = one._replace(tflops=one.tflops if by_rate(key[0]) else None)
     return found
 
 

@@ -83,16 +83,17 @@ def kernel_keys(evidence: Evidence) -> list[Key]:
     return sorted(by_model(evidence))
 
 
-def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[KernelRow]]]:
-    """Rows by the model that they are fitted by, and by shape.
+def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, KernelRow]]]]:
+    """Rows with their runs, by the model that they are fitted by and by shape.
 
     Products narrower than a tile have a model of their own where there are enough of them.
     """
-    found: dict[Key, dict[Kernel, list[KernelRow]]] = defaultdict(lambda: defaultdict(list))
-    for _, row in evidence.rows(KernelRow):
+    found: dict[Key, dict[Kernel, list[tuple[str, KernelRow]]]]
+    found = defaultdict(lambda: defaultdict(list))
+    for run, row in evidence.rows(KernelRow):
         kernel = row.kernel
         kernel = replace(kernel, op=kernel.modelled)
-        found[kernel.op, row.direction, row.dtype][kernel].append(row)
+        found[kernel.op, row.direction, row.dtype][kernel].append((run, row))
     for key in [key for key, shapes in found.items() if key[0] == "narrow_gemm"]:
         if len(found[key]) < LEARN_FROM:
             plain = found["gemm", key[1], key[2]]
@@ -105,10 +106,10 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     groups = {}
     every = by_model(evidence.with_judged)
     for key, shapes in by_model(evidence).items():
-        rows = [row for timings in shapes.values() for row in timings]
+        placed = [one for timings in shapes.values() for one in timings]
         lag_sd_us = evidence.lag_sd_us.get(key[:2], 0.0)
         found = {
-            kernel: _shape(kernel, timings, clock, lag_sd_us)
+            kernel: _shape(kernel, [row for _, row in timings], clock, lag_sd_us)
             for kernel, timings in sorted(
                 (every.get(key, {}) | shapes).items(), key=lambda item: item[0].dims
             )
@@ -116,8 +117,8 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
         groups[key] = Group(
             key,
             tuple(one for kernel, one in found.items() if kernel in shapes),
-            tuple(row.host_us for row in rows if row.host_us is not None),
-            clock.drawn(rows),
+            tuple(row.host_us for _, row in placed if row.host_us is not None),
+            clock.drawn(placed),
             tuple(one for kernel, one in found.items() if kernel not in shapes),
         )
     return groups

@@ -1,0 +1,68 @@
+"""Products' duration and power between the sustained and the largest clock: one law, both ways."""
+
+from math import exp, log
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec.bend import Bend
+from spec.calibration import ClockFit
+from tests.made_up import calibration_json
+
+LARGEST, SUSTAINED = 1980.0, 1474.0
+clocks = st.floats(600.0, LARGEST)
+bends = st.floats(0.0, 3.0).map(lambda per_log: Bend(per_log, SUSTAINED))
+exponents = st.floats(1.0, 3.0)
+
+
+@settings(derandomize=True)
+@given(bends, exponents, clocks)
+def test_the_clock_of_a_power_is_the_one_that_draws_it(
+    bend: Bend, exponent: float, clock: float
+) -> None:
+    scale = bend.power_scale(exponent, LARGEST, clock)
+    assert 0 < scale <= 1
+    assert bend.clock_mhz(exponent, LARGEST, scale) == pytest.approx(clock, rel=1e-6)
+
+
+@settings(derandomize=True)
+@given(bends, exponents, st.floats(0.1, 0.9), clocks)
+def test_what_a_product_takes_goes_as_a_power_of_the_clock(
+    bend: Bend, exponent: float, slower: float, clock: float
+) -> None:
+    """Power times duration, each with its own exponent; bends cancel."""
+    lasts = (LARGEST / clock) ** slower * bend.factor(LARGEST, clock)
+    taken = bend.power_scale(exponent, LARGEST, clock) * lasts
+    assert taken == pytest.approx((clock / LARGEST) ** (exponent - slower))
+
+
+@settings(derandomize=True)
+@given(bends, exponents, st.floats(605.0, 1975.0))
+def test_the_slope_is_that_of_the_power(bend: Bend, exponent: float, clock: float) -> None:
+    ends = (clock * exp(-1e-4), clock * exp(1e-4))
+    low, high = (log(bend.power_scale(exponent, LARGEST, one)) for one in ends)
+    slope = bend.power_slope(exponent, LARGEST, clock)
+    assert (high - low) / 2e-4 == pytest.approx(slope, abs=2e-3)
+
+
+def test_between_both_clocks_products_draw_more_than_the_exponent_says() -> None:
+    """And as much at either end."""
+    bend = Bend(1.67, SUSTAINED)
+    for clock in (SUSTAINED, LARGEST):
+        straight = (clock / LARGEST) ** 1.23
+        assert bend.power_scale(1.23, LARGEST, clock) == pytest.approx(straight)
+    assert bend.power_scale(1.23, LARGEST, 1700.0) > 1.02 * (1700.0 / LARGEST) ** 1.23
+
+
+def test_a_cap_leaves_the_clock_at_which_its_power_is_drawn() -> None:
+    changes = {"power_exponent": 1.23, "product_bend": 1.67, "sustained_mhz": SUSTAINED}
+    largest = {"reference_mhz": LARGEST, "max_mhz": LARGEST}
+    fit = ClockFit.model_validate(calibration_json()["clock"] | largest | changes)
+    assert fit.cap_w is not None
+    found = []
+    for share in (1.0, 0.9, 0.8, 0.7):  # of the time that products have
+        clock = fit.clock_mhz(share * 1.5 * fit.cap_w)
+        assert fit.power_w(share * 1.5 * fit.cap_w, clock) == pytest.approx(fit.cap_w)
+        found.append(clock)
+    assert found == sorted(found)
