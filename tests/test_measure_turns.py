@@ -43,7 +43,7 @@ def test_each_call_runs_as_often_as_its_turn_says(monkeypatch: pytest.MonkeyPatc
 def test_a_run_writes_a_row_for_each_turn_of_each_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURNS", (("grad_accumulate", 3, 1), ("add", 0, 4)))
+    monkeypatch.setattr(turns, "TURNS", (("grad_accumulate", 3, 1), ("add", 0, 4), ("pause", 2, 1)))
     words = ["--kind", "fake:2", "--suite", "turns", "--quick", "--out", str(tmp_path), "--json"]
     assert run(main, words) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "complete"
@@ -51,12 +51,13 @@ def test_a_run_writes_a_row_for_each_turn_of_each_device(
     rows = {row.case_id: row for row in found.table(TurnRow)}
     assert sorted(rows) == [
         f"turns-{what}-device{device}"
-        for what in ("add-0-4", "grad_accumulate-3-1")
+        for what in ("add-0-4", "grad_accumulate-3-1", "pause-2-1")
         for device in (0, 1)
     ]
     mixed, alone = rows["turns-grad_accumulate-3-1-device1"], rows["turns-add-0-4-device1"]
     assert (mixed.device, mixed.products, mixed.others) == (1, 3, 1)
     assert 0 < mixed.product_share < 1
+    assert rows["turns-pause-2-1-device0"].elements == 0
     assert alone.product_us is None
     assert alone.product_share == 0
     assert 1810 <= (mixed.clock_mhz or 0) <= 1900  # the fake device's
