@@ -80,7 +80,8 @@ class ClockFit(Record):
     )
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
-        default=0.0, description="how far products' exponents change with the clock, see `spec.bend`"
+        default=0.0,
+        description="how far products' exponents change with the clock, see `spec.bend`",
     )
     sustained_mhz: Mhz | None = Field(
         default=None, description="clock of products that ran sustained under the cap"

@@ -16,6 +16,7 @@ from spec.row import Row
 from tests.test_calibrate_heat import heat_row
 
 IDLE, LIMIT, LARGEST = 70.0, 700.0, 1980.0
+STRAIGHT = Bend()
 OTHERS = {"grad_accumulate": 530.0, "add": 460.0, "pause": 20.0}
 TURNS = (
     ("grad_accumulate", 4, 0), ("grad_accumulate", 3, 1), ("grad_accumulate", 2, 2),
@@ -26,7 +27,7 @@ TURNS = (
 
 def turn(
     op: str, products: int, others: int, exponent: float, share: float, device: int = 0,
-    product_w: float = 950.0, held: bool = True, bend: Bend = Bend(),
+    product_w: float = 950.0, held: bool = True, bend: Bend = STRAIGHT,
 ) -> TurnRow:  # fmt: skip
     """A turn of a device without noise: the largest clock that the cap allows, or the largest."""
     part = products / (products + others)  # all kernels last as long
@@ -59,13 +60,17 @@ def turn(
 
 
 def stated(
-    monkeypatch: pytest.MonkeyPatch, turns: Sequence[TurnRow], heat: Sequence[HeatRow] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    turns: Sequence[TurnRow],
+    heat: Sequence[HeatRow] = (),
+    runs: Sequence[str] = (),
 ) -> tuple[Evidence, ClockState]:
-    """Evidence of these rows alone, and the state that a fit begins from."""
+    """Evidence of these rows alone, of one run or a run each, and the state a fit begins from."""
     tables: dict[type[Row], Sequence[Row]] = {TurnRow: turns, HeatRow: heat}
 
     def rows(_: Evidence, kind: type[Row], *more: str) -> list[tuple[str, Row]]:
-        return [("run", one) for one in tables.get(kind, ())]
+        found = tables.get(kind, ())
+        return list(zip(runs or ["run"] * len(found), found, strict=True))
 
     monkeypatch.setattr(Evidence, "rows", rows)
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
@@ -110,13 +115,17 @@ def test_pauses_tell_the_exponent_alone_and_power_bends_as_duration(
 
 
 def test_several_devices_tell_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with products of its own power; and they leave less open than one."""
+    """Each with its own power; hosts leave less open than one, devices of one host do not."""
     devices = enumerate((900.0, 950.0, 1000.0, 925.0))
     rows = [turn(*one, 1.2, 0.7, device, watts) for device, watts in devices for one in TURNS]
     alone = fit_turns(*stated(monkeypatch, rows[: len(TURNS)]), OPEN)
-    found = fit_turns(*stated(monkeypatch, rows), OPEN)
+    together = fit_turns(*stated(monkeypatch, rows), OPEN)
+    hosts = [f"run {row.device}" for row in rows]
+    found = fit_turns(*stated(monkeypatch, rows, runs=hosts), OPEN)
     assert alone is not None
     assert found is not None
+    assert together is not None
+    assert together.exponent.sd == pytest.approx(alone.exponent.sd, rel=0.1)
     assert found.exponent.value == pytest.approx(1.2, abs=0.05)
     assert found.exponent.sd < 0.6 * alone.exponent.sd
     assert abs(found.share.value - 0.7) < abs(alone.share.value - 0.7)

@@ -99,25 +99,22 @@ def _beside_rows(evidence: Evidence, drawn: Sequence[tuple[str, KernelRow, float
     several = len({name for devices in own.values() for name in devices}) > 1
     compared = [devices for devices in own.values() if len(devices) > several]
     known = {name for devices in compared for name in devices}
-    places = {
-        name: at
-        for at, name in enumerate(filter(known.__contains__, dict.fromkeys(names.values())))
-    }
+    if not known:
+        return {}
+    ordered = [name for name in dict.fromkeys(names.values()) if name in known]
+    places = {name: at for at, name in enumerate(ordered)}
     read = [
-        (number, places[name], log(median(powers)))
-        for number, devices in enumerate(compared)
+        (at_shape, places[name], log(median(powers)))
+        for at_shape, devices in enumerate(compared)
         for name, powers in devices.items()
     ]
-    if not read:
-        return {}
-    shape, device, level = (np.array(column) for column in zip(*read, strict=True))
+    of_shape, of_device, level = (np.array(column) for column in zip(*read, strict=True))
 
     def off(at: NDArray[np.float64]) -> NDArray[np.float64]:
-        of_devices, of_shapes = np.split(at, [len(places)])
-        return np.append(of_devices[device] + of_shapes[shape] - level, HELD * of_devices)
+        devices, shapes = np.split(at, [len(places)])
+        return np.append(devices[of_device] + shapes[of_shape] - level, HELD * devices)
 
-    start = np.append(
-        np.zeros(len(places)), [level[shape == one].mean() for one in range(len(compared))]
-    )
+    usual = [level[of_shape == at].mean() for at in range(len(compared))]
+    start = np.append(np.zeros(len(places)), usual)
     found = least_squares(off, start, loss="soft_l1", f_scale=READ_SD).x
-    return {name: exp(found[place]) for name, place in places.items()}
+    return {name: exp(found[at]) for name, at in places.items()}

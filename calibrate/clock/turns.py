@@ -29,7 +29,8 @@ from calibrate.state import (
 from spec.interval import Z90
 from spec.load_records import TurnRow
 
-# of a row's power: an energy counter moves ten times a second, which over three is 1.4 %
+# of a row's power: an energy counter moves ten times a second, which over three is 1.4 %. Hosts
+# differ by more than devices of one do: those of a run together count as one device.
 ROW_SD = 0.015
 # Turns tell the exponent where they leave no more than this part of what was assumed of it open.
 # Assumed: one H200, whose products stay below the largest clock in nearly every turn, leaves 0.6,
@@ -67,7 +68,9 @@ def fit_turns(evidence: Evidence, state: ClockState, exponent: Estimate) -> Turn
     part = np.array([row.product_share for _, row in rows])
     bound = np.array([row.op != "pause" for _, row in rows])
     power = np.array([row.power_w or 0.0 for _, row in rows])
-    drawn, sd = power - state.idle_w, ROW_SD * power
+    devices = {run: len({row.device for at, row in rows if at == run}) for run, _ in rows}
+    alike = np.sqrt([devices[run] for run, _ in rows])
+    drawn, sd = power - state.idle_w, ROW_SD * power * alike
     share = assumed(*MEMORY_WITH_CLOCK)
 
     def residuals(p: NDArray[np.float64]) -> NDArray[np.float64]:
