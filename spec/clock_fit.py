@@ -80,7 +80,8 @@ class ClockFit(Record):
     )
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
-        default=0.0, description="how far products' exponents change with the clock, see `spec.bend`"
+        default=0.0,
+        description="how far products' exponents change with the clock, see `spec.bend`",
     )
     sustained_mhz: Mhz | None = Field(
         default=None, description="clock of products that ran sustained under the cap"
@@ -117,6 +118,11 @@ class ClockFit(Record):
             raise ValueError(
                 f"memory_us is {self.memory_us:g}; it must be at most long_memory_us, "
                 f"{self.long_memory_us:g}"
+            )
+        if self.sustained_mhz is not None and self.sustained_mhz > self.reference_mhz:
+            raise ValueError(
+                f"sustained_mhz is {self.sustained_mhz:g}; it must be at most reference_mhz, "
+                f"{self.reference_mhz:g}"
             )
         return self
 
