@@ -16,6 +16,7 @@ from spec.row import Row
 from tests.test_calibrate_heat import heat_row
 
 IDLE, LIMIT, LARGEST = 70.0, 700.0, 1980.0
+STRAIGHT = Bend()
 OTHERS = {"grad_accumulate": 530.0, "add": 460.0, "pause": 20.0}
 TURNS = (
     ("grad_accumulate", 4, 0), ("grad_accumulate", 3, 1), ("grad_accumulate", 2, 2),
@@ -26,7 +27,7 @@ TURNS = (
 
 def turn(
     op: str, products: int, others: int, exponent: float, share: float, device: int = 0,
-    product_w: float = 950.0, held: bool = True, bend: Bend = Bend(),
+    product_w: float = 950.0, held: bool = True, bend: Bend = STRAIGHT,
 ) -> TurnRow:  # fmt: skip
     """A turn of a device without noise: the largest clock that the cap allows, or the largest."""
     part = products / (products + others)  # all kernels last as long

@@ -110,14 +110,14 @@ def _beside_rows(evidence: Evidence, drawn: Sequence[tuple[str, KernelRow, float
     ]
     if not read:
         return {}
-    shape, device, level = (np.array(column) for column in zip(*read, strict=True))
+    on_shape, on_device, level = (np.array(column) for column in zip(*read, strict=True))
 
     def off(at: NDArray[np.float64]) -> NDArray[np.float64]:
         of_devices, of_shapes = np.split(at, [len(places)])
-        return np.append(of_devices[device] + of_shapes[shape] - level, HELD * of_devices)
+        return np.append(of_devices[on_device] + of_shapes[on_shape] - level, HELD * of_devices)
 
     start = np.append(
-        np.zeros(len(places)), [level[shape == one].mean() for one in range(len(compared))]
+        np.zeros(len(places)), [level[on_shape == one].mean() for one in range(len(compared))]
     )
     found = least_squares(off, start, loss="soft_l1", f_scale=READ_SD).x
     return {name: exp(found[place]) for name, place in places.items()}

@@ -169,11 +169,7 @@ def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, A
         by = regulation(at)
         return np.array(
             [
-                log(
-                    one.product_us(row, by, factor, state)
-                    * row.products
-                    / row.busy_us
-                )
+                log(one.product_us(row, by, factor, state) * row.products / row.busy_us)
                 for one in devices
                 for row in one.rows
             ]
