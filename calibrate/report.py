@@ -278,10 +278,11 @@ def _clock(c: Calibration) -> list[Text | Table | Figure]:
     clock = c.clock
     if clock.power_limit_w is None:
         return [Text("No power limit could be read: the clock is taken as constant.", "note")]
+    bent = ", bent as their duration is between both clocks" if clock.product_bend else ""
     text = Text(
         f"Power at the clock f is {clock.idle_w:.0f} W + active power, which for kernels bound by "
-        f"arithmetic goes as (f / {clock.reference_mhz:.0f} MHz) ^ {clock.power_exponent:.2f}; "
-        f"the clock is the highest whose mean power stays under {clock.cap_w:.0f} W."
+        f"arithmetic goes as (f / {clock.reference_mhz:.0f} MHz) ^ {clock.power_exponent:.2f}"
+        f"{bent}; the clock is the highest whose mean power stays under {clock.cap_w:.0f} W."
     )
     drawing = sorted(c.kernels, key=lambda fit: -fit.active_power_w)
     rows = [

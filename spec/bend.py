@@ -56,4 +56,7 @@ class Bend:
             steepest = exponent + self.per_log * whole
             return reference_mhz * exp(-(less + self.per_log * whole**2) / steepest)
         top = exponent - self.per_log * whole  # the slope at the reference clock
-        return reference_mhz * exp(-2 * less / (top + sqrt(top**2 + 4 * self.per_log * less)))
+        root = sqrt(top**2 + 4 * self.per_log * less)
+        # two forms of one number: neither takes two that are nearly alike from each other
+        x = 2 * less / (top + root) if top > 0 else (root - top) / (2 * self.per_log)
+        return reference_mhz * exp(-x)

@@ -119,6 +119,11 @@ class ClockFit(Record):
                 f"memory_us is {self.memory_us:g}; it must be at most long_memory_us, "
                 f"{self.long_memory_us:g}"
             )
+        if self.sustained_mhz is not None and self.sustained_mhz > self.reference_mhz:
+            raise ValueError(
+                f"sustained_mhz is {self.sustained_mhz:g}; it must be at most reference_mhz, "
+                f"{self.reference_mhz:g}"
+            )
         return self
 
     @property

@@ -56,6 +56,14 @@ class TurnRow(OfDevice):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sized(self) -> Self:
+        if (self.elements == 0) != (self.op == "pause"):
+            raise ValueError(
+                f"elements is {self.elements}, op {self.op}; it must be 0 in a pause and else above"
+            )
+        return self
+
     @property
     def product_share(self) -> float:
         """Part of the time that products run."""

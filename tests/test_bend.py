@@ -37,6 +37,18 @@ def test_what_a_product_takes_goes_as_a_power_of_the_clock(
     assert taken == pytest.approx((clock / LARGEST) ** (exponent - slower))
 
 
+@pytest.mark.parametrize("scale", [1 - 2**-53, 1 - 1e-12, 0.99, 0.5, 1e-6])
+@pytest.mark.parametrize("per_log", [10.0, 100.0])
+def test_where_power_peaks_below_the_largest_clock_a_cap_leaves_one_beyond_the_peak(
+    per_log: float, scale: float
+) -> None:
+    """No fit has such a bend, a file by hand may: it ends in a number."""
+    bend = Bend(per_log, SUSTAINED)
+    clock = bend.clock_mhz(1.23, LARGEST, scale)
+    assert 0 < clock < LARGEST
+    assert bend.power_scale(1.23, LARGEST, clock) == pytest.approx(scale, rel=1e-6)
+
+
 @settings(derandomize=True)
 @given(bends, exponents, st.floats(605.0, 1975.0))
 def test_the_slope_is_that_of_the_power(bend: Bend, exponent: float, clock: float) -> None:
@@ -66,3 +78,10 @@ def test_a_cap_leaves_the_clock_at_which_its_power_is_drawn() -> None:
         assert fit.power_w(share * 1.5 * fit.cap_w, clock) == pytest.approx(fit.cap_w)
         found.append(clock)
     assert found == sorted(found)
+
+
+def test_products_are_sustained_at_no_clock_above_the_reference() -> None:
+    """Beyond it the law would run backwards."""
+    value = calibration_json()["clock"] | {"product_bend": 1.67, "sustained_mhz": 2500.0}
+    with pytest.raises(ValueError, match="sustained_mhz is 2500; it must be at most reference_mhz"):
+        ClockFit.model_validate(value)

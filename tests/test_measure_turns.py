@@ -94,6 +94,8 @@ def row(**changed: object) -> TurnRow:
     [
         ("op", "copy", "op"),
         ("others", "-1", "others"),
+        ("elements", "0", "elements is 0, op add"),
+        ("op", "pause", f"elements is {2**29}, op pause"),
         ("products", "9" * 307, "products"),
         ("product_us", "", "product_us and other_us are to be there"),
         ("power_w", "nan", "power_w"),
