@@ -34,6 +34,12 @@ class Bend:
             return 1.0
         return exp(self.per_log * bending(self.sustained_mhz, reference_mhz, clock_mhz))
 
+    def steepest(self, reference_mhz: float) -> float:
+        """By how much the bend takes the exponent of power below its own at the reference clock."""
+        if not self.per_log or self.sustained_mhz is None:
+            return 0.0
+        return self.per_log * log(reference_mhz / self.sustained_mhz)
+
     def power_scale(self, exponent: float, reference_mhz: float, clock_mhz: float) -> float:
         """What products draw above idle at a clock, over what they do at the reference clock."""
         straight = float((clock_mhz / reference_mhz) ** exponent)

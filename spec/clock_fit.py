@@ -124,6 +124,14 @@ class ClockFit(Record):
                 f"sustained_mhz is {self.sustained_mhz:g}; it must be at most reference_mhz, "
                 f"{self.reference_mhz:g}"
             )
+        steepest = self._bend.steepest(self.reference_mhz)
+        if steepest > self.power_exponent:
+            raise ValueError(
+                f"product_bend is {self.product_bend:g}; it must be at most "
+                f"{self.product_bend * self.power_exponent / steepest:.4g}, or power_exponent, "
+                f"{self.power_exponent:g}, at least {steepest:.4g}: power would fall where the "
+                "clock rises"
+            )
         return self
 
     @property
@@ -158,10 +166,6 @@ class ClockFit(Record):
         if self.own_visit_sd is None or self.own_visit_sd >= self.visit_sd:
             return self
         return self.model_copy(update={"visit_sd": self.own_visit_sd})
-
-    def power_slope(self, clock_mhz: float) -> float:
-        """The exponent of power at a clock."""
-        return self._bend.power_slope(self.power_exponent, self.reference_mhz, clock_mhz)
 
     def power_w(self, compute_w: float, clock_mhz: float, memory_w: float = 0.0) -> float:
         """Board power of those kernels at a clock."""

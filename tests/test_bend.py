@@ -85,3 +85,10 @@ def test_products_are_sustained_at_no_clock_above_the_reference() -> None:
     value = calibration_json()["clock"] | {"product_bend": 1.67, "sustained_mhz": 2500.0}
     with pytest.raises(ValueError, match="sustained_mhz is 2500; it must be at most reference_mhz"):
         ClockFit.model_validate(value)
+
+
+def test_power_that_falls_with_the_clock_is_refused() -> None:
+    changes = {"power_exponent": 1.0, "product_bend": 5.0, "sustained_mhz": SUSTAINED}
+    largest = {"reference_mhz": LARGEST, "max_mhz": LARGEST}
+    with pytest.raises(ValueError, match=r"product_bend is 5; it must be at most 3\.38"):
+        ClockFit.model_validate(calibration_json()["clock"] | largest | changes)

@@ -87,6 +87,7 @@ def test_what_a_device_was_made_of_comes_back(
 ) -> None:
     """Of readings without an error, whatever was assumed before."""
     monkeypatch.setattr("calibrate.clock.turns.ROW_SD", 1e-4)
+    monkeypatch.setattr("calibrate.clock.turns.RUN_SD", 1e-3)
     rows = [turn(*one, exponent, share) for one in TURNS]
     found = fit_turns(*stated(monkeypatch, rows), OPEN)
     assert found is not None
@@ -100,6 +101,7 @@ def test_pauses_tell_the_exponent_alone_and_power_bends_as_duration(
 ) -> None:
     """With the bend that durations show; without it clocks say another exponent."""
     monkeypatch.setattr("calibrate.clock.turns.ROW_SD", 1e-3)
+    monkeypatch.setattr("calibrate.clock.turns.RUN_SD", 1e-3)
     bend = Bend(1.67, 1474.0)
     mixed = (("pause", 8, 1), ("pause", 4, 1), ("pause", 2, 1), ("pause", 4, 0), ("pause", 2, 2))
     evidence, state = stated(monkeypatch, [turn(*one, 1.2, 0.5, bend=bend) for one in mixed])
@@ -115,7 +117,7 @@ def test_pauses_tell_the_exponent_alone_and_power_bends_as_duration(
 
 
 def test_several_devices_tell_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own power; hosts leave less open than one, devices of one host do not."""
+    """Each with its own power; hosts leave less open than one, devices of one host hardly do."""
     devices = enumerate((900.0, 950.0, 1000.0, 925.0))
     rows = [turn(*one, 1.2, 0.7, device, watts) for device, watts in devices for one in TURNS]
     alone = fit_turns(*stated(monkeypatch, rows[: len(TURNS)]), OPEN)
@@ -125,7 +127,7 @@ def test_several_devices_tell_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone is not None
     assert found is not None
     assert together is not None
-    assert together.exponent.sd == pytest.approx(alone.exponent.sd, rel=0.1)
+    assert found.exponent.sd < 0.8 * together.exponent.sd
     assert found.exponent.value == pytest.approx(1.2, abs=0.05)
     assert found.exponent.sd < 0.6 * alone.exponent.sd
     assert abs(found.share.value - 0.7) < abs(alone.share.value - 0.7)
@@ -162,6 +164,8 @@ def test_no_turns_no_cap_or_no_readings_tell_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_turns_tell_the_exponent_where_there_are_no_pulses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts that are alike; else a single one leaves it nearly as open as it was."""
+    monkeypatch.setattr("calibrate.clock.turns.RUN_SD", 1e-3)
     rows = [turn(*one, 1.05, 0.5) for one in TURNS]
     evidence, state = stated(monkeypatch, rows)
     ledger = Ledger()

@@ -73,7 +73,7 @@ def _note_turned(
 ) -> float:
     """Enter what turns tell of products, the bend into `state`; the exponent."""
     where = evidence.of_gpu.where(TurnRow, turned.rows)
-    where += ": products in turns with memory-bound kernels"
+    where += ": products in turns with other kernels"
     for name, one, unit in (
         ("clock.compute_exponent", turned.exponent, "1"),
         ("clock.product_bend", turned.per_log, "1/log"),

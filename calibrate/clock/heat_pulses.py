@@ -134,6 +134,8 @@ def _told(row: HeatRow) -> bool:
 def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str] | None:
     """The slope of log(power of products above idle) over log(clock), median over devices.
 
+    Without its bend (`spec.bend`), so that it leads from the sustained to the reference clock.
+
     Pulses leave the regulator room, so that products run at higher clocks than without pauses. What
     a device draws in between is read from the load with nothing in it. Its standard deviation is a
     device's, by how far its loads lie from one slope: they do so alike on all devices, as the clock
@@ -151,6 +153,12 @@ def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str
         clocks = [log(row.clock_median_mhz or 1.0) for row in loads]
         if len(loads) < 2 or max(clocks) - min(clocks) < LEAST_STEP:
             continue
+        unbent = np.log(
+            [
+                state.bend.factor(state.reference_mhz, row.clock_median_mhz or state.reference_mhz)
+                for row in loads
+            ]
+        )
         quiet = next((drawn_w(row) for row in rows if row.duty == 0), [])
         used += len(loads)
         for device in range(min(len(drawn_w(row)) for row in loads)):
@@ -159,7 +167,7 @@ def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str
                 (drawn_w(row)[device] - idle) / by_device(row.busy_share)[device] for row in loads
             ]
             if min(active) > 0:
-                line = linregress(clocks, np.log(active))
+                line = linregress(clocks, np.log(active) + unbent)
                 slopes.append(float(line.slope))
                 sds.append(float(line.stderr))
     if not slopes:

@@ -8,7 +8,8 @@ device draws, on the mean over a turn,
 with f the products' part of the time, X what they draw at the clock over what they do at the
 reference clock (`spec.bend`: an exponent a, bent as their duration is), s the share of a
 memory-bound kernel's power that goes with the clock (0 in a pause), P and M what products and that
-kernel draw at the reference clock. P and M are each device's own, a and s the system's.
+kernel draw at the reference clock. P and M are each device's own, s is the system's, and so is a
+but for what each run, on a host of its own, is off (`RUN_SD`).
 """
 
 from math import sqrt
@@ -29,9 +30,11 @@ from calibrate.state import (
 from spec.interval import Z90
 from spec.load_records import TurnRow
 
-# of a row's power: an energy counter moves ten times a second, which over three is 1.4 %. Hosts
-# differ by more than devices of one do: those of a run together count as one device.
+# of a row's power: an energy counter moves ten times a second, which over three is 1.4 %
 ROW_SD = 0.015
+# sd of a run's exponent from the system's, chosen between what seven runs on H200 differ by beyond
+# their rows' scatter, 0.34 (DerSimonian and Laird, 1986), and six on H100, less than 0.1
+RUN_SD = 0.2
 # Turns tell the exponent where they leave no more than this part of what was assumed of it open.
 # Assumed: one H200, whose products stay below the largest clock in nearly every turn, leaves 0.6,
 # three leave 0.26.
@@ -68,24 +71,28 @@ def fit_turns(evidence: Evidence, state: ClockState, exponent: Estimate) -> Turn
     part = np.array([row.product_share for _, row in rows])
     bound = np.array([row.op != "pause" for _, row in rows])
     power = np.array([row.power_w or 0.0 for _, row in rows])
-    devices = {run: len({row.device for at, row in rows if at == run}) for run, _ in rows}
-    alike = np.sqrt([devices[run] for run, _ in rows])
-    drawn, sd = power - state.idle_w, ROW_SD * power * alike
+    runs = list(dict.fromkeys(run for run, _ in rows))
+    of_run = np.array([runs.index(run) for run, _ in rows])
+    drawn, sd = power - state.idle_w, ROW_SD * power
     share = assumed(*MEMORY_WITH_CLOCK)
 
     def residuals(p: NDArray[np.float64]) -> NDArray[np.float64]:
-        a, s, each = p[0], p[1], p[2:]
-        going = clock**a / bent
+        a, s, (off, each) = p[0], p[1], np.split(p[2:], [len(runs)])
+        going = clock ** (a + off[of_run]) / bent
         model = part * each[of_products] * going
         model = model + (1 - part) * each[of_others] * (1 - bound * s * (1 - going))
         known = (a - exponent.value) / exponent.sd, (s - share.value) / share.sd
         loose = each / drawn.max() - 1  # or a lone mixed turn would not part P from M
-        return np.concatenate([(model - drawn) / sd, known, loose])
+        return np.concatenate([(model - drawn) / sd, known, off / RUN_SD, loose])
 
-    start = np.array([exponent.value, share.value, *[drawn.max()] * len(powers)])
-    low = [0.1, 0.0, *[1e-6] * len(powers)]
-    high = [10.0, 1.0, *[np.inf] * len(powers)]
-    best = least_squares(residuals, start, bounds=(low, high), x_scale=np.abs(start))
+    # power is not to fall with the clock, see `spec.bend`
+    least = max(0.1, state.bend.steepest(state.reference_mhz))
+    first = max(exponent.value, 1.01 * least)
+    start = np.array([first, share.value, *[0.0] * len(runs), *[drawn.max()] * len(powers)])
+    low = [least, 0.0, *[-5.0] * len(runs), *[1e-6] * len(powers)]
+    high = [10.0, 1.0, *[5.0] * len(runs), *[np.inf] * len(powers)]
+    scale = np.array([first, 0.1, *[RUN_SD] * len(runs), *[drawn.max()] * len(powers)])
+    best = least_squares(residuals, start, bounds=(low, high), x_scale=scale)
     sds = np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
     return Turned(
         exponent=Estimate(float(best.x[0]), float(sds[0])),
@@ -140,6 +147,6 @@ def turned_share(evidence: Evidence, state: ClockState, ledger: Ledger) -> float
 
 def _detail(evidence: Evidence, turned: Turned, before: Estimate, source: str) -> str:
     return (
-        f"{evidence.where(TurnRow, turned.rows)}: products and memory-bound kernels in turns; "
+        f"{evidence.where(TurnRow, turned.rows)}: products in turns with other kernels; "
         f"beside them {before.value:g} with an sd of {before.sd:.2f}, {source}"
     )

@@ -147,7 +147,7 @@ def at_clock(group: Group, theirs: ClockState, own: ClockState) -> Group:
     op, way, _ = group.key
     ratio = theirs.reference_mhz / own.reference_mhz
     slower = ratio ** own.exponent(op, way)
-    watts = ratio**-own.power_exponent if is_compute(op) else 1.0
+    watts = 1 / own.power_scale(theirs.reference_mhz) if is_compute(op) else 1.0
     return replace(
         group,
         shapes=_slower(group.shapes, slower),

@@ -10,8 +10,9 @@ give for each GPU, the clock that a regulator leaves under its cap is
     f(e) = f_max * ((cap - idle - (1 - e) * waiting) / (e * X)) ** (1 / a),   at most f_max;
 
 the lowest of them counts, relative to the same formula at the probe's own duty, so that the probe
-is reproduced exactly. Durations go with the clock as calibrated. Without clocks, power or a
-calibration, speeds stay.
+is reproduced exactly. Durations go with the clock as calibrated. Both by one exponent, without the
+bend of products (`spec.bend`): passes hold other kernels, too, and with it optimised placements of
+simulated stages are further off. Without clocks, power or a calibration, speeds stay.
 """
 
 from collections.abc import Sequence
@@ -171,13 +172,13 @@ class _Clocks:
         draws = duties[0].shape[1]
         self.fit = fit
         self._cap_w = max(fit.cap_w or 0.0, float(powers.max()))
-        of_power = _drawn(calibration, POWER_EXPONENT, fit.power_exponent, draws, random)
-        bent = [fit.power_slope(clock) - fit.power_exponent for clock in clocks]
-        self._power_slope = of_power + np.array(bent)[:, None]  # at each GPU's clock
+        self._power_exponent = _drawn(
+            calibration, POWER_EXPONENT, fit.power_exponent, draws, random
+        )
         self._exponent = _drawn(calibration, COMPUTE_EXPONENT, 1.0, draws, random)
         self._clocks = clocks[:, None]
         beside = fit.idle_w + (1 - share) * fit.waiting_w
-        scale = (clocks[:, None] / fit.reference_mhz) ** self._power_slope
+        scale = (clocks[:, None] / fit.reference_mhz) ** self._power_exponent
         self._busy_w = np.maximum(powers[:, None] - beside, 1.0) / (share * scale)
         self._probe_mhz = self._mhz(duties)
 
@@ -186,7 +187,7 @@ class _Clocks:
         for duty, (_, surge) in zip(duties, fit.regulation.means, strict=True):
             room = surge * self._cap_w - fit.idle_w - (1 - duty) * fit.waiting_w
             share = np.maximum(room, 1.0) / (duty * self._busy_w)
-            allowed = fit.reference_mhz * share ** (1 / self._power_slope)
+            allowed = fit.reference_mhz * share ** (1 / self._power_exponent)
             lowest = np.minimum(lowest, allowed)
         return lowest
 
