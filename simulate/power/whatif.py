@@ -33,8 +33,8 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
 INLET_C = (-10.0, 60.0)  # beyond that a typing error is likelier than a hall
-# Below the sustained clock, where nothing was measured: from clock alone, the voltage at its least,
-# to clock times voltage squared (AccelWattch, MICRO 2021).
+# The exponent of power below the sustained clock, where nothing was measured: from clock alone, the
+# voltage at its least, to clock times voltage squared (AccelWattch, MICRO 2021).
 EXPONENT = (1.0, 2.4)
 
 
@@ -268,17 +268,20 @@ def _uncertain(
         low, high = (replace(usual, cooling_inlet_c=end) for end in ends[1:])
         listed.append((parameter, (Given(low), Given(high))))
     if what.power_cap_w is not None or what.no_throttling or what.cooling is not None:
-        least = min(EXPONENT[0], 0.9 * clock.power_exponent)
-        most = max(EXPONENT[1], 1.1 * clock.power_exponent)
+        whole = log(clock.reference_mhz / clock.sustained_mhz) if clock.sustained_mhz else 0.0
+        bent = clock.product_bend * whole  # by how much it is more there, see `spec.bend`
+        slope = clock.power_exponent + bent
+        least, most = min(EXPONENT[0], 0.9 * slope), max(EXPONENT[1], 1.1 * slope)
         parameter = assumed(
-            "power_exponent", "1", (clock.power_exponent, least, most),
-            "how power goes with the clock away from where the cap held it when it was measured: "
+            "power_exponent", "1", (slope, least, most),
+            "how power goes with the clock where the cap held it when it was measured, and below: "
             "clock alone, to clock times voltage squared (AccelWattch, MICRO 2021)",
         )  # fmt: skip
-        both = Given(power_exponent=least), Given(power_exponent=most)
-        listed.append((parameter, both))
+        # less than the bend takes away at the largest clock, and power would fall there
+        ends = (max(one - bent, bent, 0.1) for one in (least, most))
+        gentle, steep = (Given(power_exponent=one) for one in ends)
+        listed.append((parameter, (gentle, steep)))
         if clock.product_bend and clock.sustained_mhz:
-            whole = log(clock.reference_mhz / clock.sustained_mhz)
             wide = (clock.product_bend, 0.3 * clock.product_bend, 1.6 * clock.product_bend)
             parameter = assumed(
                 "product_bend", "1", wide,
