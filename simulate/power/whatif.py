@@ -278,8 +278,8 @@ def _uncertain(
             "clock alone, to clock times voltage squared (AccelWattch, MICRO 2021)",
         )  # fmt: skip
         # less than the bend takes away at the largest clock, and power would fall there
-        ends = (max(one - bent, bent, 0.1) for one in (least, most))
-        gentle, steep = (Given(power_exponent=one) for one in ends)
+        chords = (max(one - bent, bent, 0.1) for one in (least, most))
+        gentle, steep = (Given(power_exponent=one) for one in chords)
         listed.append((parameter, (gentle, steep)))
         if clock.product_bend and clock.sustained_mhz:
             wide = (clock.product_bend, 0.3 * clock.product_bend, 1.6 * clock.product_bend)
