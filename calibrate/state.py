@@ -20,6 +20,9 @@ COMPUTE = (*PRODUCTS, *ATTENTION)
 # Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).
 # Power goes as clock times voltage squared: up to 3 (Kandiah et al., "AccelWattch", MICRO 2021).
 POWER_EXPONENT = (1.42, 1.0, 2.4)
+# sd of a run's exponent from the system's, chosen between what seven runs on H200 differ by beyond
+# their rows' scatter, 0.34 (DerSimonian and Laird, 1986), and six on H100, less than 0.1
+RUN_SD = 0.2
 PULSES_ELSEWHERE = "products in pulses on four H200 (heat suite)"
 # Of memory-bound kernels' power above idle, what goes with the clock as products' does, where no
 # turns of both tell: those of eight H200 alone have 0.51, of nine H100 0.53. Chosen wide.

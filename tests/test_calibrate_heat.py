@@ -24,9 +24,10 @@ from calibrate.clock.throttle import note_throttling
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
 from spec.files import write_table
-from spec.load_records import HeatRow
+from spec.load_records import HeatRow, PulseRow
 from spec.records import KernelRow
 from spec.results import ResultSet
+from spec.row import Row
 from spec.thermal import exponential_mean
 from tests.synthetic import Truth, manifest
 
@@ -126,7 +127,11 @@ def test_pulses_tell_how_power_goes_with_the_clock(monkeypatch: pytest.MonkeyPat
 
     rows = [at(1.0, 1480), heat_row(0.0, 1980, idle), at(0.7, 1900), at(0.4, 1980)]
     evidence = Evidence("made-up", [])
-    monkeypatch.setattr(Evidence, "rows", lambda *_: [("run", row) for row in rows])
+    monkeypatch.setattr(
+        Evidence,
+        "rows",
+        lambda _, kind: [("run", row) for row in rows if isinstance(row, kind)],
+    )
     monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
     state = ClockState(1980.0, 700.0, 76.0)
     told = pulse_exponent(evidence, state)
@@ -141,6 +146,55 @@ def test_pulses_tell_how_power_goes_with_the_clock(monkeypatch: pytest.MonkeyPat
     assert bent is not None
     assert bent[0].sd > 1.5 * found.sd
     rows[2:] = []
+    assert pulse_exponent(evidence, state) is None
+
+
+def pulsed(busy_us: float, pause_us: float, each_us: float, watts: float) -> PulseRow:
+    """Products draw so much above an idle of 80 W, in pauses 50 W; the fastest take 1400 us."""
+    count = round(busy_us / each_us)
+    busy = count * each_us / (count * each_us + pause_us)
+    return PulseRow.model_validate(
+        {
+            "case_id": f"pulses-{busy_us}-{pause_us}",
+            "role": "fit",
+            "device": 0,
+            "product": 8192,
+            "pulses": 10,
+            "products": count,
+            "busy_us": count * each_us,
+            "pause_us": pause_us,
+            "since_us": "1000",
+            "product_us": "1400" if pause_us else str(each_us),
+            "clock_mhz": 1900.0 if pause_us else 1480.0,
+            "power_w": 80 + busy * watts + (1 - busy) * 50,
+        }
+    )
+
+
+def test_short_pulses_tell_what_products_draw_at_the_largest_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not those that are slower, nor those that are mostly pauses; beside the heat suite's loads."""
+    top_w = 610 * (1980 / 1480) ** 1.3
+    held, short = pulsed(4e6, 0.0, 1650.0, 610.0), pulsed(20e3, 20e3, 1410.0, top_w)
+    others = [pulsed(200e3, 50e3, 1540.0, 700.0), pulsed(20e3, 100e3, 1400.0, 2 * top_w)]
+    rows: list[Row] = [held, short, *others]
+    monkeypatch.setattr(
+        Evidence, "rows", lambda _, kind: [("run", row) for row in rows if isinstance(row, kind)]
+    )
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    evidence, state = Evidence("made-up", []), ClockState(1980.0, 700.0, 80.0, ready_w=50.0)
+    told = pulse_exponent(evidence, state)
+    assert told is not None
+    assert told[0].value == pytest.approx(1.3, abs=0.02)
+    loads = [heat_row(1.0, 1480, 690.0), heat_row(0.0, 1980, 80.0)]
+    loads.append(heat_row(0.4, 1980, 80 + 0.4 * 610 * (1980 / 1480) ** 1.8))
+    rows += loads
+    both = pulse_exponent(evidence, state)
+    assert both is not None
+    assert 1.32 < both[0].value < 1.78  # between the two
+    assert both[0].sd < told[0].sd
+    rows[:] = [held, *others]
     assert pulse_exponent(evidence, state) is None
 
 

@@ -165,10 +165,9 @@ def test_two_h200_and_two_h100_forget_within_a_tenth_of_a_second() -> None:
     """The committed calibrations, each device by the others within 1 % at the median."""
     for system in ("2x-h200", "4x-h200", "2x-h100"):
         found = read_calibration(ROOT / "results" / system / "calibration.json")
-        assert 10e3 < found.clock.memory_us < 30e3 < found.clock.long_memory_us < 100e3
+        assert 10e3 < found.clock.memory_us < 30e3 < found.clock.long_memory_us < 120e3
         told = {one.name: one for one in found.parameters}
-        # since power bends as duration does, the longer one's end on H200 is 135 ms (107 before)
-        for name, most_us in (("clock.memory_us", 40e3), ("clock.long_memory_us", 140e3)):
-            assert 10e3 < told[name].low < told[name].high < most_us
+        for name in ("clock.memory_us", "clock.long_memory_us"):
+            assert 10e3 < told[name].low < told[name].high < 120e3
         judged = next(one for one in found.held_out if one.model == "regulation")
         assert judged.median_error < 0.01 < 0.03 < judged.baseline_median_error

@@ -1,9 +1,11 @@
 """What a power cap leaves: how products' power goes with the clock, and what it holds how long.
 
-From the heat suite, `heat.csv` and telemetry of how its constant load begins, and from bursts of
-products beside the same ones sustained (`kernels.csv`).
+From the heat suite, `heat.csv` and telemetry of how its constant load begins, from pulses so short
+that products stay at the largest clock (`pulses.csv`), and from bursts of products beside the same
+ones sustained (`kernels.csv`).
 """
 
+from collections import defaultdict
 from math import log
 from statistics import median
 
@@ -11,15 +13,17 @@ import numpy as np
 from scipy.stats import linregress
 
 from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, rounded
-from calibrate.state import ClockState, Estimate
+from calibrate.state import RUN_SD, ClockState, Estimate
 from calibrate.telemetry import read_columns
 from spec.interval import Z90
-from spec.load_records import HeatRow
+from spec.load_records import HeatRow, PulseRow
 from spec.records import KernelRow
 
 LEAST_STEP = 0.03  # between the lowest and the highest clock, of its logarithm
 # of the interval, a share: how far loads lie from one line, where three or more tell (0.3 and 0.5)
 LEAST_SPREAD = 0.2
+# a pulse's products beside the fastest, which ran at the largest clock; and their part of the time
+AT_THE_TOP, LEAST_BUSY = 1.02, 0.4
 # Bursts of products are this long at least, and so many of them tell: twice the time constant of
 # the cap's fast regulator before their last tenth.
 BURST_US, LEAST_BURSTS = 50_000.0, 8
@@ -132,6 +136,61 @@ def _told(row: HeatRow) -> bool:
 
 
 def pulse_exponent(evidence: Evidence, state: ClockState) -> tuple[Estimate, str] | None:
+    """The exponent of products' power by the heat suite's loads and by short pulses together.
+
+    Each counts as its variance says. With it where it comes from; None where neither tells.
+    """
+    told = [one for one in (_of_loads(evidence, state), _of_short(evidence, state)) if one]
+    if not told:
+        return None
+    weights = [one.sd**-2 for one, _ in told]
+    mean = sum(w * one.value for w, (one, _) in zip(weights, told, strict=True)) / sum(weights)
+    where = " and ".join(where for _, where in told)
+    return Estimate(mean, sum(weights) ** -0.5), where
+
+
+def _of_short(evidence: Evidence, state: ClockState) -> tuple[Estimate, str] | None:
+    """By what products draw in pulses that stay at the largest clock, beside those without pauses.
+
+    In pauses a device draws what it does between kernels; pulses that are mostly pauses are left
+    out. Runs differ as they do in turns (`RUN_SD`).
+    """
+    by_device: dict[tuple[str, int], list[PulseRow]] = defaultdict(list)
+    for run, row in evidence.rows(PulseRow):
+        if row.pause_op == "none" and row.power_w:
+            by_device[run, row.device].append(row)
+    found: dict[str, list[float]] = defaultdict(list)
+    used = 0
+    for (run, _), rows in by_device.items():
+        held = [row for row in rows if not row.pause_us and row.clock_mhz]
+        top_us = min(time_us for row in rows for _, time_us in row.parts)
+        short = [
+            row
+            for row in rows
+            if row.pause_us and row.busy_us / row.products < AT_THE_TOP * top_us
+            if row.busy_us > LEAST_BUSY * (row.busy_us + row.pause_us)
+        ]
+        if not held or not short:
+            continue
+        step = log(state.reference_mhz / median(row.clock_mhz or 1.0 for row in held))
+        active = median(row.power_w or 0.0 for row in held) - state.idle_w
+        drawn = median(_in_pulses_w(row, state) for row in short)
+        if step > LEAST_STEP and min(active, drawn) > 0:
+            found[run].append(log(drawn / active) / step)
+            used += len(held) + len(short)
+    if not found:
+        return None
+    value = float(np.mean([np.mean(slopes) for slopes in found.values()]))
+    where = f"{evidence.where(PulseRow, used)}: products in pulses at the largest clock"
+    return Estimate(value, RUN_SD / len(found) ** 0.5), where
+
+
+def _in_pulses_w(row: PulseRow, state: ClockState) -> float:
+    busy = row.busy_us / (row.busy_us + row.pause_us)
+    return ((row.power_w or 0.0) - state.idle_w - (1 - busy) * state.ready_w) / busy
+
+
+def _of_loads(evidence: Evidence, state: ClockState) -> tuple[Estimate, str] | None:
     """The slope of log(power of products above idle) over log(clock), median over devices.
 
     Without its bend (`spec.bend`), so that it leads from the sustained to the reference clock.

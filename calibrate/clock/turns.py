@@ -23,6 +23,7 @@ from calibrate.state import (
     MEMORY_WITH_CLOCK,
     POWER_EXPONENT,
     PULSES_ELSEWHERE,
+    RUN_SD,
     ClockState,
     Estimate,
     Turned,
@@ -32,9 +33,6 @@ from spec.load_records import TurnRow
 
 # of a row's power: an energy counter moves ten times a second, which over three is 1.4 %
 ROW_SD = 0.015
-# sd of a run's exponent from the system's, chosen between what seven runs on H200 differ by beyond
-# their rows' scatter, 0.34 (DerSimonian and Laird, 1986), and six on H100, less than 0.1
-RUN_SD = 0.2
 # Turns tell the exponent where they leave no more than this part of what was assumed of it open.
 # Assumed: one H200, whose products stay below the largest clock in nearly every turn, leaves 0.6,
 # three leave 0.26.
