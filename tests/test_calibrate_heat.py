@@ -174,7 +174,7 @@ def pulsed(busy_us: float, pause_us: float, each_us: float, watts: float) -> Pul
 def test_short_pulses_tell_what_products_draw_at_the_largest_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not those that are slower, nor those that are mostly pauses; beside the heat suite's loads."""
+    """Not those that are slower, or mostly pauses; beside the heat suite's loads."""
     top_w = 610 * (1980 / 1480) ** 1.3
     held, short = pulsed(4e6, 0.0, 1650.0, 610.0), pulsed(20e3, 20e3, 1410.0, top_w)
     others = [pulsed(200e3, 50e3, 1540.0, 700.0), pulsed(20e3, 100e3, 1400.0, 2 * top_w)]
