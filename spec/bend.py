@@ -34,8 +34,8 @@ class Bend:
             return 1.0
         return exp(self.per_log * bending(self.sustained_mhz, reference_mhz, clock_mhz))
 
-    def steepest(self, reference_mhz: float) -> float:
-        """By how much the bend takes the exponent of power below its own at the reference clock."""
+    def change(self, reference_mhz: float) -> float:
+        """By how much the exponent of power is less at the largest clock, more where sustained."""
         if not self.per_log or self.sustained_mhz is None:
             return 0.0
         return self.per_log * log(reference_mhz / self.sustained_mhz)
@@ -59,8 +59,8 @@ class Bend:
             return reference_mhz * float(scale ** (1 / exponent))
         whole, less = log(reference_mhz / self.sustained_mhz), -log(scale)
         if less > exponent * whole:  # below the sustained clock it goes on straight
-            steepest = exponent + self.per_log * whole
-            return reference_mhz * exp(-(less + self.per_log * whole**2) / steepest)
+            slope = exponent + self.per_log * whole
+            return reference_mhz * exp(-(less + self.per_log * whole**2) / slope)
         top = exponent - self.per_log * whole  # the slope at the reference clock
         root = sqrt(top**2 + 4 * self.per_log * less)
         # two forms of one number: neither takes two that are nearly alike from each other

@@ -124,12 +124,12 @@ class ClockFit(Record):
                 f"sustained_mhz is {self.sustained_mhz:g}; it must be at most reference_mhz, "
                 f"{self.reference_mhz:g}"
             )
-        steepest = self._bend.steepest(self.reference_mhz)
-        if steepest > self.power_exponent:
+        change = self._bend.change(self.reference_mhz)
+        if change > self.power_exponent:
             raise ValueError(
                 f"product_bend is {self.product_bend:g}; it must be at most "
-                f"{self.product_bend * self.power_exponent / steepest:.4g}, or power_exponent, "
-                f"{self.power_exponent:g}, at least {steepest:.4g}: power would fall where the "
+                f"{self.product_bend * self.power_exponent / change:.4g}, or power_exponent, "
+                f"{self.power_exponent:g}, at least {change:.4g}: power would fall where the "
                 "clock rises"
             )
         return self

@@ -125,7 +125,8 @@ def test_shapes_that_few_devices_ran_hide_nothing(monkeypatch: pytest.MonkeyPatc
     """Two devices that draw a tenth more, seen in one shape of all and in five of their own."""
     about = manifest("made-up", "run", 6, Truth(), "2030-01-01T00:00:00Z")
     evidence = Evidence("made-up", [ResultSet(Path("results/made-up/run"), about)])
-    rows = [("run", capped(8192, 1000.0, 1500.0, i)) for i in range(6)]
+    clocks = [1500.0] * 4 + [1450.0] * 2
+    rows = [("run", capped(8192, 1000.0, clock, i)) for i, clock in enumerate(clocks)]
     shapes = [(2**28, range(6)), *((2**28 + n * 2**20, (4, 5)) for n in range(1, 6))]
     for size, devices in shapes:
         for i in devices:
@@ -143,3 +144,5 @@ def test_shapes_that_few_devices_ran_hide_nothing(monkeypatch: pytest.MonkeyPatc
     # and what every row says of the mean device is one figure
     watts = [one.watts for one in state.drawn(rows) if one.kernel.op == "copy"]
     assert watts == pytest.approx([500.0 * mean] * len(watts), rel=1e-3)
+    watts = [one.watts for one in state.drawn(rows) if one.kernel.op == "gemm"]
+    assert watts == pytest.approx([watts[0]] * 6, rel=1e-3)

@@ -52,7 +52,8 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
         for run, row in rows
         if not is_compute(row.op) and "power_cap" not in (row.throttle or "")
     ]
-    products, memory = _beside_rows(evidence, by_clock), _beside_rows(evidence, read)
+    names = placed_devices(evidence)
+    products, memory = _beside_rows(names, by_clock), _beside_rows(names, read)
     memory = {name: factor for name, factor in memory.items() if name in products}
     if not products:
         return ()
@@ -84,14 +85,15 @@ def fit_devices(evidence: Evidence, state: ClockState, ledger: Ledger) -> tuple[
     return fits
 
 
-def _beside_rows(evidence: Evidence, drawn: Sequence[tuple[str, KernelRow, float]]) -> Factors:
-    """What each device draws beside the usual one.
+def _beside_rows(
+    names: dict[tuple[str, int], str], drawn: Sequence[tuple[str, KernelRow, float]]
+) -> Factors:
+    """What each device draws beside the usual one; `names` are their hashes, by run and index.
 
     Of shapes that several devices ran, in whichever runs: a row's power is its shape's times its
     device's, by least squares of logarithms (soft_l1), as not all devices ran the same shapes. A
     device that no other one stands beside is the usual one.
     """
-    names = placed_devices(evidence)
     own: dict[Shape, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run, row, power in drawn:
         shape = row.op, row.direction, row.dtype, row.shape

@@ -84,7 +84,7 @@ def fit_turns(evidence: Evidence, state: ClockState, exponent: Estimate) -> Turn
         return np.concatenate([(model - drawn) / sd, known, off / RUN_SD, loose])
 
     # power is not to fall with the clock, see `spec.bend`
-    least = max(0.1, state.bend.steepest(state.reference_mhz))
+    least = max(0.1, state.bend.change(state.reference_mhz))
     first = max(exponent.value, 1.01 * least)
     start = np.array([first, share.value, *[0.0] * len(runs), *[drawn.max()] * len(powers)])
     low = [least, 0.0, *[-5.0] * len(runs), *[1e-6] * len(powers)]
