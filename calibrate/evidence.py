@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spec.calibration import HeldOut, InputFile, Parameter, Source
 from spec.files import sha256
 from spec.interval import Z90
-from spec.load_records import HeatRow, PulseRow, TurnRow
+from spec.load_records import AwakeRow, HeatRow, PulseRow, TurnRow
 from spec.manifest import Device, Manifest
 from spec.records import (
     BehindRow,
@@ -42,6 +42,7 @@ FITTED: dict[type[Row], str] = {
     LateRow: "late.csv",
     HeatRow: "heat.csv",
     TurnRow: "turns.csv",
+    AwakeRow: "awake.csv",
     PulseRow: "pulses.csv",
     ClockRow: "clocks.csv",
     QueuedRow: "queued.csv",
@@ -51,6 +52,7 @@ OF_GPU: tuple[type[Row], ...] = (
     BehindRow,
     HeatRow,
     TurnRow,
+    AwakeRow,
     PulseRow,
     ClockRow,
     QueuedRow,

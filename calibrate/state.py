@@ -190,6 +190,15 @@ class ClockState:
         """What products draw above idle at a clock, beside the reference clock."""
         return self.bend.power_scale(self.power_exponent, self.reference_mhz, clock_mhz)
 
+    def product_slower(self, clock_mhz: float) -> float:
+        """By how much products last longer at a clock than at the reference clock."""
+        straight = float((self.reference_mhz / clock_mhz) ** self.exponents[True])
+        return straight * self.bend.factor(self.reference_mhz, clock_mhz)
+
+    def clock_of_power(self, scale: float) -> float:
+        """The clock whose `power_scale` that is, MHz."""
+        return self.bend.clock_mhz(self.power_exponent, self.reference_mhz, scale)
+
     def power_slope(self, clock_mhz: float) -> float:
         """The exponent of that at a clock."""
         return self.bend.power_slope(self.power_exponent, self.reference_mhz, clock_mhz)

@@ -17,6 +17,7 @@ from measure.plans.cases import BehindCase, CollectiveCase, InterferenceCase, Ke
 from measure.plans.late import LateCase
 from measure.store.write import Store, seconds_since, write_links
 from measure.suites import heat, host_time, nccl_choice, placement
+from measure.suites.awake import AwakeCase
 from measure.suites.one_device import OneDevice
 from measure.suites.one_kernel import OneKernel
 from spec.errors import UserError, WorkError
@@ -206,6 +207,12 @@ class Campaign:
 
         self._together("late", pool, cases, until, row)
 
+    def awake(self, pool: Pool, cases: Sequence[AwakeCase], until: float | None) -> None:
+        """One after the other, all devices at once."""
+        from measure.suites.awake import row
+
+        self._together("awake", pool, cases, until, row)
+
     def behind(self, cases: Sequence[BehindCase], until: float | None) -> None:
         """The same, by workers whose devices have one queue."""
         from measure.suites.behind import row
@@ -221,7 +228,7 @@ class Campaign:
         self,
         table: str,
         pool: Pool,
-        cases: Sequence[InterferenceCase | LateCase],
+        cases: Sequence[InterferenceCase | LateCase | AwakeCase],
         until: float | None,
         row: Callable[[dict[str, Any], list[dict[str, Any]]], Row],
     ) -> None:

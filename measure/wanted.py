@@ -16,7 +16,7 @@ from measure.plans import hosts as host_plan
 from measure.plans.cases import behind_cases, collective_cases, interference_cases, kernel_cases
 from measure.plans.file import PlanFile
 from measure.plans.late import late_cases
-from measure.suites import clocks, heat, host_time, placement, pulses, queued, turns
+from measure.suites import awake, clocks, heat, host_time, placement, pulses, queued, turns
 from measure.training.plan import TrainingCase, case_of_config
 from measure.training.plan import cases as training_cases
 from spec.command import emit
@@ -82,6 +82,8 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
                     kind, devices, options.nodes, options.link_mbit, options.hosts, options.quick
                 )
             )
+        elif suite == "awake":
+            cases[suite] = awake.cases(kind, devices, options.quick) if options.hosts == 1 else []
         elif suite in ("training", "profile"):
             cases[suite] = planned_steps(options, kind, devices)
         elif suite == "telemetry":

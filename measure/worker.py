@@ -40,6 +40,7 @@ def _suites(timer: Any, group: Any, monitor: Device) -> dict[str, Callable[[Mess
     """By suite: what measures a case of it and says what it found."""
     from measure.checks.load import load
     from measure.suites import (
+        awake,
         behind,
         clocks,
         collectives,
@@ -69,6 +70,7 @@ def _suites(timer: Any, group: Any, monitor: Device) -> dict[str, Callable[[Mess
         "interference": lambda case: interference.measure(case, timer, group),
         "behind": lambda case: behind.measure(case, timer, group),
         "late": lambda case: late.measure(case, timer, group),
+        "awake": lambda case: awake.measure(case, timer, group, monitor),
         "load": lambda case: load(case, timer),
         "heat": lambda case: burn(case, timer),
     }

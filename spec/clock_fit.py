@@ -78,6 +78,14 @@ class ClockFit(Record):
         description="the same of GPUs that share layers, while they wait for their hosts: the "
         "first to reach a collective waits in it for its peers; None: as ready_w",
     )
+    links_w: Watts = Field(
+        default=0.0,
+        description="of scale-up links that messages keep awake, beside links that sleep as they "
+        "do on a device by itself",
+    )
+    links_awake_us: PositiveMicros = Field(
+        default=50e3, description="how long links stay awake behind a message"
+    )
     device_spread_sd: Spread = Field(description="sustained clock, one device to another")
     product_bend: Annotated[float, Field(ge=0, le=100)] = Field(
         default=0.0,

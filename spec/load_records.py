@@ -1,4 +1,4 @@
-"""Tables of loads that a power cap or heat slows down: heat, turns and pulses."""
+"""Tables of loads that a power cap or heat slows down: heat, turns, pulses, and links awake."""
 
 import itertools
 from typing import Annotated, Literal, Self
@@ -72,6 +72,26 @@ class TurnRow(OfDevice):
             for count, time_us in ((self.products, self.product_us), (self.others, self.other_us))
         )
         return products / (products + others)
+
+
+class AwakeRow(Row):
+    """awake.csv: all devices under a load, their scale-up links asleep or awake; means of them."""
+
+    load: Literal["nothing", "products"] = Field(
+        description="spinning at the largest clock, or products of 8192 cubed"
+    )
+    every_us: NonNegative = Field(
+        description="time between the messages that keep links awake; 0: none are sent"
+    )
+    ranks: Annotated[int, Field(ge=2)] = Field(description="devices, each a rank")
+    power_w: Annotated[Positive, Field(le=1e5)] | None = Field(
+        default=None, description="mean, by the energy counter where there is one"
+    )
+    clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
+    product_us: Positive | None = Field(default=None, description="mean time of one product")
+    sleep_after_us: Positive | None = Field(
+        default=None, description="without a message, by the driver, until links sleep"
+    )
 
 
 class PulseRow(OfDevice):

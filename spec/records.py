@@ -18,7 +18,7 @@ from pydantic import (
 
 from spec.errors import UserError
 from spec.kernel import Kernel, parse_kernel
-from spec.load_records import HeatRow, PulseRow, TurnRow
+from spec.load_records import AwakeRow, HeatRow, PulseRow, TurnRow
 from spec.parallelism import Recompute
 from spec.row import ClockMhz, CollectiveName, NonNegative, OfDevice, Positive, Repeated, Row
 from spec.training_records import PlacementRow, ProfileRow, StepRow, TrainingRow
@@ -246,6 +246,7 @@ TABLES: dict[str, type[Row]] = {
     "late": LateRow,
     "heat": HeatRow,
     "turns": TurnRow,
+    "awake": AwakeRow,
     "clocks": ClockRow,
     "queued": QueuedRow,
     "pulses": PulseRow,

@@ -1,6 +1,14 @@
-"""What a power cap remembers: means of the power that it holds, and what runs see of them."""
+"""What a power cap remembers: means of the power that it holds, and what loads make of them.
 
-from math import exp
+A device draws what its work wants until one of the means has come to what it may be, and from then
+on what that one leaves. So what a pause does not draw is drawn later: after a pause much shorter
+than the memory all of it, after a longer one what the memory still holds. Read off pulses of
+products, which run at the largest clock behind a pause and are cut back some tens of milliseconds
+later (`calibrate.clock.regulation`).
+"""
+
+from collections.abc import Callable, Sequence
+from math import exp, log
 from typing import NamedTuple
 
 
@@ -20,6 +28,85 @@ class Regulation(NamedTuple):
 # where no pulses were timed: between two H200 and two H100 in pulses, with the ends of intervals
 ASSUMED = Regulation(25e3, 1.03, 75e3)
 ASSUMED_ENDS = {"memory_us": (15e3, 45e3), "long_memory_us": (40e3, 260e3)}
+
+
+AT = 1e-9  # of a mean below what it may be, to count as there
+SETTLED = 1e-5  # of what a mean may be: runs that move it by less are all alike
+CYCLES = 3  # until a load repeats itself: the first one begins under the cap
+
+
+class Pause(NamedTuple):
+    """Time without the work that the cap slows, and what is drawn in it, W above idle."""
+
+    us: float
+    watts: float = 0.0
+
+
+class Regulator:
+    """A device under a cap whose work wants `wanted_w` at the largest clock; powers above idle.
+
+    `speed` says how fast that work is at a power, beside the largest clock.
+    """
+
+    def __init__(
+        self,
+        regulation: Regulation,
+        cap_w: float,
+        idle_w: float,
+        wanted_w: float,
+        speed: Callable[[float], float],
+    ) -> None:
+        """Both means begin at what they may be: `cap_w` and its surge, less `idle_w`."""
+        self._memories_us = [memory_us for memory_us, _ in regulation.means]
+        self._allowed_w = [max(surge * cap_w - idle_w, 1.0) for _, surge in regulation.means]
+        self._wanted_w, self._means_w = wanted_w, list(self._allowed_w)
+        powers = {min(wanted_w, allowed) for allowed in (wanted_w, *self._allowed_w)}
+        self._speeds = {watts: speed(watts) for watts in powers}
+
+    def busy_us(self, runs: int, run_us: float, wait: Pause, pauses: Sequence[Pause]) -> float:
+        """Time of the work of a load that repeats: `runs`, a wait after each, then the pauses.
+
+        `run_us` is that of a run at the largest clock.
+        """
+        busy_us = 0.0
+        for _ in range(CYCLES):
+            busy_us = 0.0
+            for left in range(runs, 0, -1):
+                before = self._means_w
+                spent_us = self._work_us(run_us)
+                self._draw(*wait)
+                moved = zip(self._means_w, before, self._allowed_w, strict=True)
+                if all(abs(after - mean) < SETTLED * allowed for after, mean, allowed in moved):
+                    busy_us += left * spent_us
+                    break
+                busy_us += spent_us
+            for pause in pauses:
+                self._draw(*pause)
+        return busy_us
+
+    def _work_us(self, left_us: float) -> float:
+        """How long work takes that would be done in `left_us` at the largest clock."""
+        spent_us = 0.0
+        while True:
+            means = list(zip(self._memories_us, self._means_w, self._allowed_w, strict=True))
+            full = (allowed for _, mean, allowed in means if mean >= (1 - AT) * allowed)
+            watts = min(self._wanted_w, *full, self._wanted_w)
+            speed = self._speeds[watts]
+            until_us = [  # a mean is where it may be
+                memory_us * log((watts - mean) / (watts - allowed))
+                for memory_us, mean, allowed in means
+                if mean < (1 - AT) * allowed < allowed < watts
+            ]
+            step_us = min(left_us / speed, *until_us, left_us / speed)
+            self._draw(step_us, watts)
+            spent_us += step_us
+            left_us -= step_us * speed
+            if step_us not in until_us:
+                return spent_us
+
+    def _draw(self, us: float, watts: float) -> None:
+        means = zip(self._memories_us, self._means_w, strict=True)
+        self._means_w = [watts + (mean - watts) * exp(-us / memory_us) for memory_us, mean in means]
 
 
 def kept_share(run_us: float, memory_us: float) -> float:

@@ -15,6 +15,7 @@ from calibrate.clock.devices import fit_devices, placed_devices
 from calibrate.clock.exponents import LEAST_PAIRS, fit_exponents
 from calibrate.clock.heat_pulses import held_w, pulse_exponent, surge
 from calibrate.clock.kernel_visits import fit_shape_spread
+from calibrate.clock.links import fit_links
 from calibrate.clock.own_exponents import fit_own_exponents
 from calibrate.clock.product_clock import fit_jitter
 from calibrate.clock.regulation import fit_regulation
@@ -214,6 +215,7 @@ def fit_clock(
         visit_sd=rounded(visit_sd(evidence, state, ledger)),
         own_visit_sd=own_visit_sd(ledger) if state.devices else None,
         devices=state.devices,
+        **fit_links(evidence, state, ledger),
     )
 
 

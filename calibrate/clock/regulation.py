@@ -7,7 +7,7 @@ own level without pauses. Pulses with memory-bound kernels in their pauses judge
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import exp, hypot, log
@@ -20,7 +20,7 @@ from scipy.optimize import brentq, least_squares
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, rounded
 from calibrate.state import ClockState
 from spec.load_records import PulseRow, TurnRow
-from spec.regulation import ASSUMED, Regulation, kept_share
+from spec.regulation import ASSUMED, Pause, Regulation, Regulator
 
 Array = NDArray[np.float64]
 LEAST = 6  # pulses with pauses
@@ -50,20 +50,18 @@ class Pulsed:
     filled: Sequence[PulseRow] = ()  # sums in their pauses, which draw so much above idle
     filled_w: float = 0.0
 
-    def product_us(
-        self, row: PulseRow, by: Regulation, factor: Callable[[float], float], state: ClockState
-    ) -> float:
-        """Mean time of a product in a pulse; `factor` of a clock as a share of the largest one."""
+    def product_us(self, row: PulseRow, by: Regulation, state: ClockState) -> float:
+        """Mean time of a product in a pulse."""
         pause_w = self.pause_w if row.pause_op == "none" else self.filled_w
-        busy = row.busy_us / (row.busy_us + row.pause_us)
-        share = 1.0
-        for memory_us, surge in by.means:
-            kept = kept_share(row.busy_us, memory_us)
-            allowed = surge * (self.room_w + self.idle_w) - self.idle_w
-            own_w = allowed - (1 - kept) * (1 - busy) * pause_w
-            own_w /= kept + (1 - kept) * busy
-            share = min(share, _share(state, max(own_w, 1.0) / self.compute_w))
-        return self.top_us * factor(share)
+        regulator = Regulator(
+            by,
+            self.room_w + self.idle_w,
+            self.idle_w,
+            self.compute_w,
+            lambda watts: 1 / state.product_slower(state.clock_of_power(watts / self.compute_w)),
+        )
+        pauses = [Pause(row.pause_us, pause_w)]
+        return regulator.busy_us(1, row.products * self.top_us, Pause(0.0), pauses) / row.products
 
 
 def fit_regulation(
@@ -109,7 +107,6 @@ def _pulsed(
     rows: Sequence[PulseRow], state: ClockState, cap_w: float, filled_w: float
 ) -> Pulsed | None:
     """Pulses of one device; None without a load that never pauses or that the cap slows down."""
-    factor = _factor(state)
     settled = [
         time_us
         for row in rows
@@ -119,11 +116,12 @@ def _pulsed(
     ]
     top_us = min(time_us for row in rows for _, time_us in row.parts)
     slower = fmean(settled) / top_us if settled else 1.0
-    if not LEAST_SLOWER < slower < factor(LOWEST):
+    lowest, reference = LOWEST * state.reference_mhz, state.reference_mhz
+    if not LEAST_SLOWER < slower < state.product_slower(lowest):
         return None
-    share = float(brentq(lambda at: factor(at) - slower, LOWEST, 1.0))
+    clock = float(brentq(lambda at: state.product_slower(at) - slower, lowest, reference))
     room_w = cap_w - state.idle_w
-    compute_w = room_w / state.power_scale(share * state.reference_mhz)
+    compute_w = room_w / state.power_scale(clock)
     pulses = [row for row in rows if row.pause_us and row.pause_op == "none"]
     pause_w = [
         (row.power_w * (row.busy_us + row.pause_us) - row.busy_us * (state.idle_w + compute_w))
@@ -140,26 +138,8 @@ def _pulsed(
     )
 
 
-def _share(state: ClockState, scale: float) -> float:
-    """The share of the largest clock at which products draw so much beside what they do there."""
-    found = state.bend.clock_mhz(state.power_exponent, state.reference_mhz, scale)
-    return found / state.reference_mhz
-
-
-def _factor(state: ClockState) -> Callable[[float], float]:
-    """By how much products last longer at a share of the largest clock."""
-
-    def factor(share: float) -> float:
-        clock_mhz = share * state.reference_mhz
-        bent = state.bend.factor(state.reference_mhz, clock_mhz)
-        return float(share ** -state.exponents[True]) * bent
-
-    return factor
-
-
 def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, Array, float]:
     """The regulation, the sd of the logarithms of its three numbers, and that of pulses."""
-    factor = _factor(state)
 
     def regulation(at: Array) -> Regulation:
         short, long = sorted((exp(at[0]), exp(at[2])))
@@ -169,7 +149,7 @@ def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, A
         by = regulation(at)
         return np.array(
             [
-                log(one.product_us(row, by, factor, state) * row.products / row.busy_us)
+                log(one.product_us(row, by, state) * row.products / row.busy_us)
                 for one in devices
                 for row in one.rows
             ]
@@ -199,16 +179,16 @@ def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledg
         return
     judged: list[Judged] = []
     filled: list[Judged] = []
-    factor = _factor(state)
     for number, one in enumerate(devices):
         by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state)
-        share = _share(state, one.room_w / one.compute_w)
+        level_us = one.top_us * state.product_slower(
+            state.clock_of_power(one.room_w / one.compute_w)
+        )
         for row in [*one.rows, *one.filled]:
-            predicted = one.product_us(row, by, factor, state)
-            dumb = one.top_us * factor(share)
+            predicted = one.product_us(row, by, state)
             off = hypot(sd, one.level_sd)
             found = judged if row.pause_op == "none" else filled
-            found.append(Judged(predicted, off, row.busy_us / row.products, dumb))
+            found.append(Judged(predicted, off, row.busy_us / row.products, level_us))
     ledger.score("regulation", "each device by the others", judged, "time without pauses")
     if filled:
         ledger.score("regulation", "sums in pauses, by empty ones", filled, "time without pauses")

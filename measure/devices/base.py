@@ -123,6 +123,10 @@ class Device(ABC):
         """Data sent and received over all scale-up links, byte counters (64 bit)."""
         return None
 
+    def links_sleep_after_us(self) -> float | None:
+        """How long nothing must be sent over the scale-up links until they sleep, us."""
+        return None
+
     def pcie_kb_per_s(self) -> tuple[float, float] | None:
         """PCIe throughput sent and received, kB/s over a 20 ms window. Blocks for the windows."""
         return None

@@ -10,6 +10,7 @@ from spec.errors import UserError
 
 # errors that will not go away; others may be a moment's
 PERMANENT = ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument")
+THRESHOLD_US = {0: 100.0, 1: 50.0}  # NVML_NVLINK_LOW_POWER_THRESHOLD_UNIT_100US, _50US
 UINT_MAX = 0xFFFFFFFF  # scope of NVLink fields that means all links together
 
 
@@ -158,6 +159,11 @@ class NvidiaDevice(Device):
         sent = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", UINT_MAX)  # KiB
         received = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", UINT_MAX)
         return None if sent is None or received is None else (sent * 1024, received * 1024)
+
+    def links_sleep_after_us(self) -> float | None:
+        after = self._field("NVML_FI_DEV_NVLINK_GET_POWER_THRESHOLD")
+        unit = self._field("NVML_FI_DEV_NVLINK_GET_POWER_THRESHOLD_UNITS")
+        return None if not after or unit not in THRESHOLD_US else after * THRESHOLD_US[unit]
 
     def pcie_kb_per_s(self) -> tuple[float, float] | None:
         sent = self._call("nvmlDeviceGetPcieThroughput", self._nvml.NVML_PCIE_UTIL_TX_BYTES)  # KB/s

@@ -27,6 +27,7 @@ SUITES = (
     "interference",
     "behind",
     "late",
+    "awake",
     "training",
     "telemetry",
 )

@@ -15,6 +15,11 @@ class Layout:
 
     paths: dict[str, GroupPath]
 
+    def inside(self, *axes: str) -> bool:
+        """Whether a group of one of the axes has several ranks in a node."""
+        found = (self.paths.get(axis) for axis in axes)
+        return any(path is not None and path.local_ranks > 1 for path in found)
+
 
 def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
     """Group paths of every axis in Megatron's rank order: tp, cp, dp (ep within), pp."""

@@ -167,6 +167,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             regulated_w=regulated,
             communication_w=clock.communication_w * by.power,
             waiting_w=clock.waiting_w * by.power,
+            links_w=clock.links_w * by.power,
             ready_w=clock.ready_w * by.power,
             ready_shared_w=clock.ready_shared_w and clock.ready_shared_w * by.power,
             devices=(),  # of another GPU

@@ -6,6 +6,7 @@ the pipeline, reduction, update) counts likewise against its whole. Clocks and t
 other: passes are priced at one clock, and scaled with the clocks until those settle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
@@ -21,9 +22,10 @@ from simulate.step.pricing import Known, PricedStep, parts_of, price
 from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.regulation import kept_share
-from spec.step import Segment, layer_parameters, trained_parameters
+from spec.regulation import Pause, Regulator, kept_share
+from spec.step import Segment
 
+LEAST_SLOPE = 1e-3  # of a layer's time with the clock, for clocks to be told by times
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 
 
@@ -65,21 +67,23 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
 def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
     fit = point.calibration.clock
     clock, compute_w, beside_w = fit.reference_mhz, 0.0, 0.0
+    links_w = fit.links_w if point.layout.inside("tp", "cp", "ep") else 0.0
     for _ in range(3):  # the slower the clock, the larger the kernels' share of time
         point = point.with_(clock_ratio=fit.reference_mhz / clock)
         runs: list[tuple[float, Energy]] = []
-        whole, sent, energy = sum(repeated_us(segments, point)), 0.0, Energy()
+        whole, sent, sent_us, energy = sum(repeated_us(segments, point)), 0.0, 0.0, Energy()
         for segment in segments:
             cost = point.segment(segment)
             for axis, time in cost.exposed.items():
                 sent += central(time) * point.communication_w(axis)
+                sent_us += central(time)
             energy += cost.energy
             for part in segment:
                 if any(work.energy.compute for work in point.works.of_part(part).values()):
                     alone = point.part(part)
                     runs.append((central(alone.kernels), alone.energy))
         compute_w = energy.compute / whole
-        beside_w = (energy.memory + sent) / whole
+        beside_w = (energy.memory + sent + links_w * (whole - sent_us)) / whole
         logs = 0.0
         for run_us, own in runs:
             seen = []
@@ -123,24 +127,21 @@ class Load(NamedTuple):
 
     busy_us: float  # in passes
     after_us: float  # update, communication beside no pass, and its host once a step
-    shards: float  # share of passes in which it waits for layers' sharded weights and gradients
-    shards_w: float  # mean power of those sent beside layers' passes
     products: float  # energy of the passes that goes with the clock
     compute: float  # the same of the update
     beside: float  # all other energy
     waiting_w: float  # while it waits for other stages
     hosts: float  # of the other energy, what it draws while it waits for its host
+    passes_beside: float  # of the other energy, that of the passes
+    after_w: float  # mean power after the passes
 
-    def drawn_w(
-        self, step_us: float, longer: float = 1.0, more: float = 1.0
-    ) -> tuple[float, float]:
+    def drawn_w(self, step_us: float) -> tuple[float, float]:
         """Mean power above idle over the step, as `ClockFit` takes it.
 
         What is not the stage's own passes, update or communication is waiting for other stages.
-        `longer` and `more` scale the passes' time and `products` to another clock.
         """
-        waiting_us = max(step_us - self.busy_us * longer - self.after_us, 0.0)
-        compute = self.products * more + self.compute
+        waiting_us = max(step_us - self.busy_us - self.after_us, 0.0)
+        compute = self.products + self.compute
         return compute / step_us, (self.beside + waiting_us * self.waiting_w) / step_us
 
 
@@ -150,41 +151,63 @@ def load(priced: PricedStep, stage: int) -> Load:
     costs, mine, update = priced.costs, priced.work[stage], priced.updates[stage].alone
     times = priced.parallelism.microbatches
     sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
-    host_us = times * mine.host_us + central(priced.once_us + priced.updates[stage].alone.host_us)
-    hosts = host_us * costs.calibration.clock.late_w(priced.parallelism)
-    of_layers = 1.0
-    if mine.sharded_us:
-        p, model = priced.parallelism, priced.model
-        layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
-        of_layers = layers / sum(trained_parameters(model, p, stage))
+    late_w = costs.calibration.clock.late_w(priced.parallelism)
+    hosts_after = central(priced.once_us + update.host_us) * late_w
+    after_us = central(priced.updates[stage].after_us + priced.once_us)
+    after = update.energy.memory + update.sent_w_us + hosts_after
+    kernels_us = mine.total_us - sum(mine.exposed_us.values()) - mine.host_us
+    links_w = costs.calibration.clock.links_w * _awake(priced, stage)
+    passes = mine.energy.memory + sent + mine.hidden_w_us + mine.host_us * late_w
+    passes_beside = times * (passes + links_w * kernels_us)
+    hosts = times * mine.host_us * late_w + hosts_after
     return Load(
         busy_us=times * mine.total_us,
-        after_us=central(priced.updates[stage].after_us + priced.once_us),
-        shards=mine.sharded_us * of_layers / mine.total_us,
-        shards_w=mine.hidden_w_us * of_layers / mine.total_us,
+        after_us=after_us,
         products=times * mine.energy.compute,
         compute=update.energy.compute,
-        beside=times * (mine.energy.memory + sent + mine.hidden_w_us)
-        + update.energy.memory
-        + update.sent_w_us
-        + hosts,
+        beside=passes_beside + after,
         waiting_w=costs.waiting_w,
         hosts=hosts,
+        passes_beside=passes_beside,
+        after_w=(update.energy.compute + after) / after_us if after_us else 0.0,
     )
+
+
+def _awake(priced: PricedStep, stage: int) -> float:
+    """Share of a stage's passes in which its scale-up links are awake, see `calibrate.clock.links`.
+
+    All of them where GPUs of a node exchange something in every layer; else links stay awake for a
+    while behind what a pass sends to another stage, or what replicas exchange once a step.
+    """
+    p, inside = priced.parallelism, priced.costs.layout.inside
+    if inside("tp", "cp", "ep") or (p.zero == 3 and inside("dp")):
+        return 1.0
+    busy_us = p.microbatches * priced.work[stage].total_us
+    if inside("pp"):
+        busy_us /= 2 * p.microbatches * p.vpp
+    elif not inside("dp"):
+        return 0.0
+    return min(float(priced.costs.calibration.clock.links_awake_us / busy_us), 1.0)
 
 
 def mean_clock_mhz(priced: PricedStep, busy_us: Array, step_us: float) -> float:
     """Mean clock over a step and all GPUs, which a monitor shows; `busy_us` in stages' passes.
 
     Passes run at their stage's clock, update and reduction at the largest. A stage that waits for
-    others comes to that as the regulator forgets its passes; its waits are taken as one.
+    others comes to that as the regulator forgets its passes, behind each of them as far as another
+    stage is slower, and where the pipeline fills and drains at once.
     """
     fit, found = priced.costs.calibration.clock, []
+    runs = 2 * priced.parallelism.microbatches * priced.parallelism.vpp
     fastest = max(fit.max_mhz, *(stage.clock_mhz for stage in priced.stages))
     for number, stage in enumerate(priced.stages):
         own_us = min(float(busy_us[number]), step_us)
         waiting_us = max(step_us - own_us - load(priced, number).after_us, 0.0)
-        slow_us = own_us + waiting_us * (1 - kept_share(waiting_us, fit.long_memory_us))
+        among_us = min(max(float(busy_us.max()) - own_us, 0.0), waiting_us)  # behind every pass
+        slow_us = own_us + sum(
+            us * (1 - kept_share(us / times, fit.long_memory_us))
+            for us, times in ((among_us, runs), (waiting_us - among_us, 1))
+        )
         found.append(fastest - slow_us / step_us * (fastest - stage.clock_mhz))
     return sum(found) / len(found)
 
@@ -208,21 +231,29 @@ def stage_clocks(
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
     clocks = dict.fromkeys(loads, alone.clock_mhz)
-    of_dp_w, besides = point.communication_w("dp"), _besides(priced)
+    besides, runs, waiting_w = _besides(priced), 2 * p.microbatches * p.vpp, point.waiting_w
     for _ in range(ROUNDS):
-        ratios = {stage: alone.clock_mhz / clock for stage, clock in clocks.items()}
-        busy = {stage: one.busy_us * ratios[stage] ** alone.slope for stage, one in loads.items()}
+        busy = {
+            stage: one.busy_us * (alone.clock_mhz / clocks[stage]) ** alone.slope
+            for stage, one in loads.items()
+        }
         step_us = _step_us(p, [busy[stage] for stage in priced.alike], besides)
         slowest = max(busy.values())
         for stage, one in loads.items():
-            over_step = one.drawn_w(
-                step_us, ratios[stage] ** alone.slope, ratios[stage] ** alone.energy_slope
+            drawn = one.products / one.busy_us, one.passes_beside / one.busy_us
+            clocks[stage] = _clock_mhz(
+                alone,
+                fit,
+                fit.cap_w,
+                drawn,
+                one.busy_us * (alone.clock_mhz / fit.max_mhz) ** alone.slope,
+                runs,
+                Pause((slowest - busy[stage]) / runs, waiting_w),
+                (
+                    Pause(max(step_us - slowest - one.after_us, 0.0), waiting_w),
+                    Pause(one.after_us, one.after_w),
+                ),
             )
-            of_layer = (  # its waits recur in every layer
-                (1 - one.shards) * alone.compute_w,
-                (1 - one.shards) * alone.beside_w + one.shards * of_dp_w + one.shards_w,
-            )
-            clocks[stage] = _clock_mhz(alone, p, fit, of_layer, over_step, busy[stage], slowest)
     return [clocks[stage] for stage in priced.alike], known
 
 
@@ -259,25 +290,26 @@ def _step_us(p: Parallelism, busy: list[float], besides: list[float]) -> float:
 
 def _clock_mhz(
     alone: LayerClock,
-    p: Parallelism,
     fit: ClockFit,
-    of_layer: tuple[float, float],
-    over_step: tuple[float, float],
+    cap_w: float,
+    drawn_w: tuple[float, float],
     busy_us: float,
-    slowest_us: float,
+    runs: int,
+    wait: Pause,
+    pauses: Sequence[Pause],
 ) -> float:
-    seen = []
-    for memory_us, surge in fit.regulation.means:
-        kept = kept_share(busy_us / (2 * p.microbatches * p.vpp), memory_us)
-        share = kept + (1 - kept) * busy_us / slowest_us  # of the time between waits that it works
-        waits = (1 - share) * fit.waiting_w
-        kept = kept_share(slowest_us, memory_us)
-        seen.append(
-            fit.clock_mhz(
-                kept * share * of_layer[0] + (1 - kept) * over_step[0],
-                kept * (share * of_layer[1] + waits) + (1 - kept) * over_step[1],
-                surge,
-            )
-        )
+    """One clock at which passes last as long as at those that the cap leaves them in turn.
+
+    `drawn_w` is what they draw above idle, as `ClockFit` takes it, `busy_us` their time at the
+    largest clock, in so many `runs`, each with a wait behind it.
+    """
     unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-    return round(min(alone.clock_mhz * max(min(seen) / unpaused, 1.0), fit.max_mhz), 1)
+    slope = max(alone.slope, LEAST_SLOPE)
+
+    def speed(watts: float) -> float:
+        allowed = fit.clock_mhz(*drawn_w, (watts + fit.idle_w) / cap_w)
+        return float(min(alone.clock_mhz * allowed / unpaused / fit.max_mhz, 1.0) ** slope)
+
+    regulator = Regulator(fit.regulation, cap_w, fit.idle_w, sum(drawn_w), speed)
+    slower = regulator.busy_us(runs, busy_us / runs, wait, pauses) / busy_us
+    return round(float(fit.max_mhz / slower ** (1 / slope)), 1)

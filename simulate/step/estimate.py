@@ -209,7 +209,7 @@ class StepSimulator:
                 for name, value in breakdown.items()
             },
             jitter_s=float(jitter[0]) / 1e6,
-            power_w=np.atleast_1d(self._power_w(step_us - jitter, finish, busiest, breakdown)),
+            power_w=np.atleast_1d(self._power_w(float(late[0]), finish, busiest, breakdown)),
             clock_mhz=np.atleast_1d(
                 np.minimum(
                     priced.stages[busiest].clock_mhz
@@ -225,19 +225,21 @@ class StepSimulator:
         )
 
     def _power_w(
-        self, step_us: Array, finish: Array, busiest: int, breakdown: dict[str, float]
+        self, late_us: float, finish: Array, busiest: int, breakdown: dict[str, float]
     ) -> Array:
         """Mean board power over the step and all GPUs, none above what the cap allows.
 
-        `step_us` without what the cap's ups and downs add: it gives back later what it holds now.
-        A GPU draws little that waits for its host, for communication or for another stage: a draw
-        with more of it has a longer step at less. What lengthens the whole step alike
-        (`_common_factor`) leaves its shares as they are.
+        Where the cap acts it gives back later what it holds now: neither its ups and downs nor
+        waiting `late_us` for the slowest GPU make a step draw less. A GPU draws little that waits
+        for its host, for communication or for another stage: a draw with more of it has a longer
+        step at less. What lengthens the whole step alike (`_common_factor`) leaves its shares as
+        they are.
         """
         fit, priced = self.calibration.clock, self.priced
         found = {}
         for stage in set(priced.alike):
-            compute_w, beside_w = load(priced, stage).drawn_w(float(step_us[0]))
+            step_us = float(finish[0]) + (0.0 if self._capped(stage) else late_us)
+            compute_w, beside_w = load(priced, stage).drawn_w(step_us)
             watts = fit.power_w(compute_w, priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
