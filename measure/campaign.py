@@ -241,7 +241,11 @@ class Campaign:
                 try:
                     if isinstance(replies, str):
                         raise WorkError(replies)
-                    self.store.append(table, [row(case.message(), replies)])
+                    skipped = [one["skip"] for one in replies if "skip" in one]
+                    if skipped:
+                        self.store.skip(case.case_id, skipped[0])
+                    else:
+                        self.store.append(table, [row(case.message(), replies)])
                 except WorkError as error:
                     self.fail(case.case_id, str(error))
             self.show(case.case_id, 1)

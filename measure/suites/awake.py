@@ -1,10 +1,11 @@
 """The awake suite: what devices draw whose scale-up links sleep, and whose links messages wake.
 
-What it is for: a GPU puts links to sleep over which nothing was sent for a while (50 ms on H100 and
-H200), and wakes them for the next message. All that is measured on one device by itself is measured
-with its links asleep; a step whose GPUs share layers or pass activations on keeps them awake, and
-under a power cap its products get less. All devices at once: they spin at their largest clock, or
-multiply matrices, with a small all-reduce now and then, or without. On GPUs only; nothing is set.
+What it is for: a GPU puts links to sleep over which nothing was sent for a while (50 ms on H200),
+and wakes them for the next message. All that is measured on one device by itself is measured with
+its links asleep; a step whose GPUs share layers or pass activations on keeps them awake, and under
+a power cap its products get less. All devices at once spin at their largest clock, or multiply
+matrices, and copy a little to the next device now and then, or nothing. No device waits for another
+meanwhile: a pause would be a product's gain. On GPUs only; nothing is set.
 """
 
 import statistics
@@ -28,7 +29,7 @@ CASES: tuple[tuple[Load, float], ...] = (  # and how long from one message to th
     ("products", 0.0),
     ("products", 10e3),
 )
-BYTES = 2**16  # of a message
+ELEMENTS = 2**21  # of a message, bf16: long enough for all links, short beside what is between
 PART_US = 10e3  # of a load, between which messages are sent or not
 AHEAD = 4  # parts that the host queues before it waits
 PRODUCT = 8192  # side
@@ -72,11 +73,15 @@ def measure(
     """This rank's power, clock and time of a product, and when its links sleep."""
     import torch
 
-    from measure.suites.collectives import prepare
+    from measure.timed.products import Refused
 
-    everyone = list(range(ranks.world))
-    group, _ = ranks.group([everyone])
-    send, _ = prepare("all_reduce", BYTES, group, everyone, ranks.rank, timer)
+    ranks.join()
+    here = timer.device.index
+    there = (here + 1) % case["ranks"]
+    if not torch.cuda.can_device_access_peer(here, there):
+        raise Refused(f"device {here} does not reach device {there} over a link")
+    one = torch.zeros(ELEMENTS, dtype=torch.bfloat16, device=timer.device)
+    other = torch.zeros_like(one, device=torch.device("cuda", there))
     left = torch.randn(PRODUCT, PRODUCT, dtype=torch.bfloat16, device=timer.device)
     out = torch.empty_like(left)
     count = max(round(PART_US / (1e6 * timer.once_s(lambda: torch.mm(left, left, out=out)))), 1)
@@ -89,7 +94,7 @@ def measure(
             torch.mm(left, left, out=out)
 
     def several(seconds: float) -> list[float]:
-        """Times of a load's parts, us: as many on every rank, or they would wait for each other."""
+        """Times of a load's parts, us."""
         marks: list[tuple[Any, Any]] = []
         for _ in range(max(round(seconds * 1e6 / PART_US), AHEAD)):
             marks.append((timer.event(), timer.event()))
@@ -97,7 +102,7 @@ def measure(
             load()
             marks[-1][1].record()
             if case["every_us"]:
-                send()
+                other.copy_(one, non_blocking=True)
             if len(marks) > AHEAD:
                 marks[-AHEAD][1].synchronize()
         timer.synchronize()
