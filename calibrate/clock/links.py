@@ -2,10 +2,13 @@
 
 A GPU puts links to sleep over which nothing was sent for some tens of milliseconds. What is
 measured on one device by itself has them asleep; a step whose GPUs exchange something in every
-layer or pass has them awake, and the cap leaves its products so much less.
+layer or pass has them awake, and the cap leaves its products so much less. Measured at the largest
+clock; at lower ones it is taken to fall as products' power does: under the cap products slow down
+by about half of what as many watts at every clock would take (a look at two H200, by hand).
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
@@ -15,69 +18,53 @@ from calibrate.state import ClockState
 from spec.interval import Z90
 from spec.load_records import AwakeRow
 
-# above asleep, W, where it was not measured: a first look at two H200 of one host (15 to 29)
-LINKS_W = (20.0, 0.0, 35.0)
-# how long links stay awake behind a message, us: the driver's threshold on H200, where none is told
-AWAKE_US = 50e3
-RUN_SD_W = 4.0  # of a run's difference: energy counters of both windows, devices; assumed
-PRODUCT_SD = 0.005  # of a product's mean time, logarithm; likewise
+# where it was not measured: what links of two pairs of H200 drew awake beside asleep, W
+LINKS_W = (32.0, 10.0, 45.0)
+# and how long they stay awake, us: the driver's threshold on H200
+AWAKE_US = (50e3, 10e3, 200e3)
+RUN_SD_W = 4.0  # of a run's difference, for what few runs do not show; assumed
 
 
 def fit_links(evidence: Evidence, state: ClockState, ledger: Ledger) -> dict[str, float]:
     """`links_w` and `links_awake_us` of the clock model; nothing without a power cap."""
     if state.limit_w is None:
         return {}
-    by_run: dict[str, dict[tuple[str, bool], AwakeRow]] = defaultdict(dict)
-    for run, row in evidence.of_gpu.rows(AwakeRow):
-        by_run[run][row.load, row.every_us > 0] = row
-    drawn = []
-    for rows in by_run.values():
-        asleep, awake = (rows.get(("nothing", messages)) for messages in (False, True))
-        if asleep and awake and asleep.power_w and awake.power_w:
-            drawn.append(awake.power_w - asleep.power_w)
-    every = [row for rows in by_run.values() for row in rows.values()]
-    slept = [row.sleep_after_us for row in every if row.sleep_after_us]
-    where = evidence.of_gpu.where(AwakeRow, len(every))
+    placed = evidence.of_gpu.rows(AwakeRow)
+    where = evidence.of_gpu.where(AwakeRow, len(placed))
+    drawn = _drawn_w(placed)
     if drawn:
         value = max(fmean(drawn), 0.0)
         sd = float(np.hypot(RUN_SD_W, np.std(drawn))) / len(drawn) ** 0.5
         interval = max(value - Z90 * sd, 0.0), value + Z90 * sd
-        detail = f"{where}: {len(drawn)} runs, devices that spin, links awake beside asleep"
+        detail = f"{where}: devices that spin, links awake beside asleep, {len(drawn)} runs"
         ledger.note("clock.links_w", value, "W", interval, "measured", detail)
     else:
-        value, low, high = LINKS_W
-        detail = "no suite `awake`: between what two H200 of one host drew in a first look"
-        ledger.note("clock.links_w", value, "W", (low, high), "assumed", detail)
-    awake_us = max(slept) if slept else AWAKE_US
+        value, *ends = LINKS_W
+        detail = "no suite `awake`: about what two pairs of H200 drew in it"
+        ledger.note("clock.links_w", value, "W", (ends[0], ends[1]), "assumed", detail)
+    slept = [row.sleep_after_us for _, row in placed if row.sleep_after_us]
     if slept:
+        awake_us, detail = max(slept), f"{where}: the driver's threshold"
         ledger.note(
-            "clock.links_awake_us",
-            awake_us,
-            "us",
-            (min(slept), awake_us),
-            "measured",
-            f"{where}: the driver's threshold",
+            "clock.links_awake_us", awake_us, "us", (min(slept), awake_us), "measured", detail
         )
     else:
+        awake_us, *ends = AWAKE_US
         detail = "the driver's threshold on H200"
-        ledger.note("clock.links_awake_us", awake_us, "us", (10e3, 200e3), "assumed", detail)
-    _judge(list(by_run.values()), value, state, ledger)
+        ledger.note("clock.links_awake_us", awake_us, "us", (ends[0], ends[1]), "assumed", detail)
+    if len(drawn) > 1 and min(drawn) > 0:
+        others = [(sum(drawn) - one) / (len(drawn) - 1) for one in drawn]
+        off = RUN_SD_W / LINKS_W[0]
+        pairs = zip(others, drawn, strict=True)
+        judged = [Judged(guess, off, one, LINKS_W[0]) for guess, one in pairs]
+        ledger.score("links", "each run by the others", judged, "as assumed")
     return {"links_w": rounded(value), "links_awake_us": awake_us}
 
 
-def _judge(
-    runs: list[dict[tuple[str, bool], AwakeRow]], links_w: float, state: ClockState, ledger: Ledger
-) -> None:
-    """Products with links awake from those asleep, by what links draw while nothing runs."""
-    judged = []
-    assert state.limit_w is not None
-    for rows in runs:
-        asleep, awake = (rows.get(("products", messages)) for messages in (False, True))
-        if not (asleep and awake and asleep.product_us and awake.product_us and asleep.clock_mhz):
-            continue
-        left = state.power_scale(asleep.clock_mhz) * (1 - links_w / state.room_w)
-        slower = state.product_slower(state.clock_of_power(left))
-        predicted = asleep.product_us * slower / state.product_slower(asleep.clock_mhz)
-        judged.append(Judged(predicted, PRODUCT_SD, awake.product_us, asleep.product_us))
-    if judged:
-        ledger.score("links", "products, by what links draw alone", judged, "links asleep")
+def _drawn_w(placed: Sequence[tuple[str, AwakeRow]]) -> list[float]:
+    """Power with links awake beside asleep of each run that has both, W."""
+    powers: dict[str, dict[bool, float]] = defaultdict(dict)
+    for run, row in placed:
+        if row.power_w:
+            powers[run][row.every_us > 0] = row.power_w
+    return [one[True] - one[False] for one in powers.values() if len(one) == 2]

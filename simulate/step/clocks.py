@@ -82,8 +82,8 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
                 if any(work.energy.compute for work in point.works.of_part(part).values()):
                     alone = point.part(part)
                     runs.append((central(alone.kernels), alone.energy))
-        compute_w = energy.compute / whole
-        beside_w = (energy.memory + sent + links_w * (whole - sent_us)) / whole
+        compute_w = (energy.compute + links_w * (whole - sent_us)) / whole
+        beside_w = (energy.memory + sent) / whole
         logs = 0.0
         for run_us, own in runs:
             seen = []
@@ -127,7 +127,7 @@ class Load(NamedTuple):
 
     busy_us: float  # in passes
     after_us: float  # update, communication beside no pass, and its host once a step
-    products: float  # energy of the passes that goes with the clock
+    products: float  # energy of the passes that goes with the clock, awake links' too
     compute: float  # the same of the update
     beside: float  # all other energy
     waiting_w: float  # while it waits for other stages
@@ -158,12 +158,12 @@ def load(priced: PricedStep, stage: int) -> Load:
     kernels_us = mine.total_us - sum(mine.exposed_us.values()) - mine.host_us
     links_w = costs.calibration.clock.links_w * _awake(priced, stage)
     passes = mine.energy.memory + sent + mine.hidden_w_us + mine.host_us * late_w
-    passes_beside = times * (passes + links_w * kernels_us)
+    passes_beside = times * passes
     hosts = times * mine.host_us * late_w + hosts_after
     return Load(
         busy_us=times * mine.total_us,
         after_us=after_us,
-        products=times * mine.energy.compute,
+        products=times * (mine.energy.compute + links_w * kernels_us),
         compute=update.energy.compute,
         beside=passes_beside + after,
         waiting_w=costs.waiting_w,
