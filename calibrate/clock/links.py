@@ -18,8 +18,8 @@ from calibrate.state import ClockState
 from spec.interval import Z90
 from spec.load_records import AwakeRow
 
-# where it was not measured: what links of two pairs of H200 drew awake beside asleep, W
-LINKS_W = (32.0, 10.0, 45.0)
+# where it was not measured: what links of three pairs of H200 drew awake beside asleep, W
+LINKS_W = (31.0, 10.0, 45.0)
 # and how long they stay awake, us: the driver's threshold on H200
 AWAKE_US = (50e3, 10e3, 200e3)
 RUN_SD_W = 4.0  # of a run's difference, for what few runs do not show; assumed
@@ -40,7 +40,7 @@ def fit_links(evidence: Evidence, state: ClockState, ledger: Ledger) -> dict[str
         ledger.note("clock.links_w", value, "W", interval, "measured", detail)
     else:
         value, *ends = LINKS_W
-        detail = "no suite `awake`: about what two pairs of H200 drew in it"
+        detail = "no suite `awake`: about what three pairs of H200 drew in it"
         ledger.note("clock.links_w", value, "W", (ends[0], ends[1]), "assumed", detail)
     slept = [row.sleep_after_us for _, row in placed if row.sleep_after_us]
     if slept:
