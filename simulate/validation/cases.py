@@ -275,7 +275,7 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
             },
         }
     for name, real_one, guess, limit in (
-        ("power_w", row.power_mean_w, predicted.power_w, case.power_limit_w),
+        ("power_w", _measured_w(row), predicted.power_w, case.power_limit_w),
         ("clock_mhz", row.clock_mean_mhz, predicted.clock_mhz, case.max_clock_mhz),
     ):
         if real_one is not None and guess is not None:
@@ -285,6 +285,17 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
             }
             entry |= {} if limit is None else {f"limit_{name}": limit}
     return entry | _memory(case, nearest(row, others))
+
+
+def _measured_w(row: TrainingRow) -> float | None:
+    """Mean power of one device, W: by the energy counter where there is one.
+
+    Readings are late by up to 0.1 s (docs/telemetry.md), so of a run of seconds they hold some of
+    what was before it.
+    """
+    if row.energy_per_step_j is None:
+        return row.power_mean_w
+    return row.energy_per_step_j / measured_s(row) / row.parallelism().gpus
 
 
 def _memory(case: Case, other: TrainingRow | None) -> dict[str, Any]:
