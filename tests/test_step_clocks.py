@@ -113,11 +113,10 @@ def test_clocks_settle_where_full_timelines_would() -> None:
     busy = [float(one) * 1e6 for one in estimate.stage_busy_s]
     for stage in range(4):
         one, clock = load(estimate.priced, stage), estimate.priced.stages[stage].clock_mhz
+        faster = clock / alone.clock_mhz  # clocks are settled from loads at the layer's clock
         drawn = (
-            one.products
-            / one.busy_us
-            * (fit.max_mhz / clock) ** (alone.slope - alone.energy_slope),
-            one.passes_beside / one.busy_us,
+            one.products / one.busy_us * faster ** (alone.energy_slope - alone.slope),
+            one.passes_beside / one.busy_us / faster**alone.slope,
         )
         quick_us = busy[stage] * (clock / fit.max_mhz) ** alone.slope
         pauses = (
