@@ -13,7 +13,7 @@ from spec.parallelism import Parallelism
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
 # the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
 # NeMo), 2403.04652, 2401.02954 and the model cards (Yi, DeepSeek; llama-160m, SmolLM2, StarCoder2,
-# Phi-3, DBRX, Granite 3.0, OPT, Mistral Large)
+# Phi-3, DBRX, Granite 3.0, OPT, Mistral Large), and by AI21 (Jurassic-1), Microsoft (Turing-NLG)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
@@ -46,6 +46,9 @@ PUBLISHED = {
     "mistral-large-123b": 122.6e9,
     "bloom-176b": 176.25e9,
     "qwen2.5-1.5b": 1.544e9,
+    "gpt-1t": 1008.0e9,
+    "j1-jumbo": 178e9,
+    "t-nlg": 17.2e9,
 }
 
 
