@@ -15,7 +15,7 @@ from simulate.validation import record
 from simulate.validation.cases import Case, predict, validation
 from simulate.validation.draw import draw
 from simulate.validation.forecast import Drawn, limits, match, read_forecast, refuse_sealed, seal
-from simulate.validation.measured import Settings, fabric_of, hashes_of
+from simulate.validation.measured import Settings, fabric_of, hashes_of, mean_steps_s
 from simulate.validation.options import parser, refuse_unheeded
 from simulate.validation.text import table
 from spec.calibration import Calibration, read_calibration
@@ -64,6 +64,7 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         rows = [row for row in found.table(TrainingRow) if row.status == "done"]
         todo += [(found, row) for row in rows]
     profiles = newest_profiles(sets, todo)
+    means = {found.path: mean_steps_s(found) for found in sets}
     binary, _ = wanted_binary(arguments.engine, arguments.astra_sim)
     settings = Settings(arguments.calibration, arguments.fabric)
     for found, row in progress(todo, len(todo), "simulating", arguments.progress):
@@ -74,7 +75,9 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
         )
         unique = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
         profile = profiles.get((found.path, row.case_id), [])
-        cases.append(Case(unique, predicted, *limits(found), profile, found.path.parent.name))
+        mean_s = means[found.path].get(row.case_id)
+        system = found.path.parent.name
+        cases.append(Case(unique, predicted, *limits(found), profile, system, mean_s))
     return cases, used
 
 

@@ -85,7 +85,7 @@ class AwakeRow(Row):
         default=None, description="mean, by the energy counter where there is one"
     )
     clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
-    sleep_after_us: Positive | None = Field(
+    sleep_after_us: Annotated[float, Field(ge=1, le=1e8)] | None = Field(
         default=None, description="without a message, by the driver, until links sleep"
     )
 

@@ -26,8 +26,8 @@ class Regulation(NamedTuple):
 
 
 # where no pulses were timed: between two H200 and two H100 in pulses, with the ends of intervals
-ASSUMED = Regulation(25e3, 1.03, 75e3)
-ASSUMED_ENDS = {"memory_us": (15e3, 45e3), "long_memory_us": (40e3, 260e3)}
+ASSUMED = Regulation(33e3, 1.05, 50e3)
+ASSUMED_ENDS = {"memory_us": (20e3, 50e3), "long_memory_us": (30e3, 120e3)}
 
 
 AT = 1e-9  # of a mean below what it may be, to count as there
@@ -90,14 +90,14 @@ class Regulator:
         while True:
             means = list(zip(self._memories_us, self._means_w, self._allowed_w, strict=True))
             full = (allowed for _, mean, allowed in means if mean >= (1 - AT) * allowed)
-            watts = min(self._wanted_w, *full, self._wanted_w)
+            watts = min([self._wanted_w, *full])
             speed = self._speeds[watts]
             until_us = [  # a mean is where it may be
                 memory_us * log((watts - mean) / (watts - allowed))
                 for memory_us, mean, allowed in means
                 if mean < (1 - AT) * allowed < allowed < watts
             ]
-            step_us = min(left_us / speed, *until_us, left_us / speed)
+            step_us = min([left_us / speed, *until_us])
             self._draw(step_us, watts)
             spent_us += step_us
             left_us -= step_us * speed

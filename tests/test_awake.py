@@ -101,7 +101,7 @@ def test_awake_links_take_power_from_products(p: Parallelism, awake: bool) -> No
         assert drawing.clock_mhz[0] < asleep.clock_mhz[0]
     else:
         assert slower == 1
-    assert drawing.power_w[0] == pytest.approx(asleep.power_w[0], rel=0.02)  # the cap's
+    assert drawing.power_w[0] > 0.99 * asleep.power_w[0]
 
 
 def test_links_sleep_between_passes_that_last_longer_than_they_stay_awake() -> None:

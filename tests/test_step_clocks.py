@@ -8,6 +8,7 @@ import pytest
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws
 from simulate.step.clocks import _clock_mhz, layer_clock, load, mean_clock_mhz
+from simulate.step.pricing import price
 from spec.parallelism import Parallelism
 from spec.regulation import Pause, kept_share
 from tests.simulated_steps import FABRIC, MODEL, NODE, capped, simulate
@@ -109,20 +110,18 @@ def test_clocks_settle_where_full_timelines_would() -> None:
     p = Parallelism(pp=4, global_batch=16, layers_per_stage=(1, 1, 1, 5))
     estimate = simulate(p, capped())
     fit, step_us = estimate.priced.costs.calibration.clock, estimate.ideal_step_time_s * 1e6
-    alone, runs = layer_clock(MODEL, p, estimate.priced.costs), 2 * p.microbatches
+    costs, runs = estimate.priced.costs, 2 * p.microbatches
+    alone = layer_clock(MODEL, p, costs)
+    at_layers = price(MODEL, p, costs, alone.clock_mhz)  # from where clocks are settled
     busy = [float(one) * 1e6 for one in estimate.stage_busy_s]
     for stage in range(4):
         one, clock = load(estimate.priced, stage), estimate.priced.stages[stage].clock_mhz
-        faster = clock / alone.clock_mhz  # clocks are settled from loads at the layer's clock
-        drawn = (
-            one.products / one.busy_us * faster ** (alone.energy_slope - alone.slope),
-            one.passes_beside / one.busy_us / faster**alone.slope,
-        )
         quick_us = busy[stage] * (clock / fit.max_mhz) ** alone.slope
         pauses = (
             Pause(step_us - max(busy) - one.after_us, one.waiting_w),
             Pause(one.after_us, one.after_w),
         )
         wait = Pause((max(busy) - busy[stage]) / runs, one.waiting_w)
-        again = _clock_mhz(alone, fit, fit.cap_w or 0.0, drawn, quick_us, runs, wait, pauses)
+        drawn_w = load(at_layers, stage).passes_w
+        again = _clock_mhz(alone, fit, fit.cap_w or 0.0, drawn_w, quick_us, runs, wait, pauses)
         assert again == pytest.approx(clock, rel=3e-3)

@@ -33,7 +33,7 @@ def fit_links(evidence: Evidence, state: ClockState, ledger: Ledger) -> dict[str
     where = evidence.of_gpu.where(AwakeRow, len(placed))
     drawn = _drawn_w(placed)
     if drawn:
-        value = max(fmean(drawn), 0.0)
+        value = min(max(fmean(drawn), 0.0), state.room_w)
         sd = float(np.hypot(RUN_SD_W, np.std(drawn))) / len(drawn) ** 0.5
         interval = max(value - Z90 * sd, 0.0), value + Z90 * sd
         detail = f"{where}: devices that spin, links awake beside asleep, {len(drawn)} runs"
@@ -58,7 +58,7 @@ def fit_links(evidence: Evidence, state: ClockState, ledger: Ledger) -> dict[str
         pairs = zip(others, drawn, strict=True)
         judged = [Judged(guess, off, one, LINKS_W[0]) for guess, one in pairs]
         ledger.score("links", "each run by the others", judged, "as assumed")
-    return {"links_w": rounded(value), "links_awake_us": awake_us}
+    return {"links_w": rounded(value), "links_awake_us": rounded(awake_us)}
 
 
 def _drawn_w(placed: Sequence[tuple[str, AwakeRow]]) -> list[float]:

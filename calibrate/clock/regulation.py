@@ -1,6 +1,6 @@
 """What the power cap remembers, from products in pulses (`pulses.csv`).
 
-Two means are held, see `simulate.step.clocks`: one over some tens of milliseconds may exceed the
+Two means are held, see `spec.regulation`: one over some tens of milliseconds may exceed the
 cap by `surge`, a longer one may not. All three numbers come from how long products take on average
 in pulses of 20 to 800 ms with pauses of 20 to 400, each device beside its own largest clock and its
 own level without pauses. Pulses with memory-bound kernels in their pauses judge what comes out.

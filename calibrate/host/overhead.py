@@ -26,7 +26,7 @@ SLOWED = (0.2, 0.0, 0.6)  # the collective, likewise
 COVERS = 0.8  # of a kernel's time, that a collective must last to show what it costs
 # What adding up kernels leaves out of a step (gaps, allocator, caches). Chosen, not fitted: with it
 # 93 % of 542 steps that do not wait for their host, in 49 sealed forecasts of the fourteenth to the
-# twenty-sixth visit, would have lain inside, 94 % of 222 in the 18 since; with 0.013, 91 and 93 %,
+# twenty-sixth visit, would have lain inside, and 94 % of 192 in 15 since; with 0.013, 92 and 93 %,
 # but steps of one model or host err together (docs/calibration.md).
 COMPOSITION_SD, CPU_COMPOSITION_SD = 0.015, 0.3
 # Likewise on a CPU whose devices each have a share of a core to themselves, kernels timed with cold

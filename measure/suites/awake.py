@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # the parent, which plans, does without torch
     from measure.suites.collectives import Ranks
     from measure.timed.timing import Timer
 
-EVERY_US = (0.0, 10e3)  # from one message to the next; 0: none
+PART_US = 10e3  # of spinning, after which a device may send
+EVERY_US = (0.0, PART_US)  # from one message to the next; 0: none
 ELEMENTS = 2**21  # of a message, bf16: long enough for all links, short beside what is between
-PART_US = 10e3  # of spinning, after which the host may send
 AHEAD = 4  # parts that the host queues before it waits
 SETTLE_S, MEASURED_S = 1.0, 5.0  # the energy counter moves ten times a second
 
@@ -63,16 +63,17 @@ def measure(
 ) -> dict[str, Any]:
     """This rank's state, and when its links sleep.
 
-    Raises Refused where this device does not reach the next one over a link.
+    Raises Refused, on every rank, where a device cannot copy to the next one.
     """
     import torch
 
     from measure.timed.products import Refused
 
-    here = timer.device.index
-    there = (here + 1) % case["ranks"]
-    if not torch.cuda.can_device_access_peer(here, there):
-        raise Refused(f"device {here} does not reach device {there} over a link")
+    for here in range(case["ranks"]):
+        there = (here + 1) % case["ranks"]
+        if not torch.cuda.can_device_access_peer(here, there):
+            raise Refused(f"device {here} cannot copy to device {there}")
+    there = (timer.device.index + 1) % case["ranks"]
     one = torch.zeros(ELEMENTS, dtype=torch.bfloat16, device=timer.device)
     other = torch.zeros_like(one, device=torch.device("cuda", there))
 

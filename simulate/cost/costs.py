@@ -202,6 +202,11 @@ class Costs:
         share = min(path.gbytes_per_s / self.node.scale_up_gbytes_per_s, 1.0)
         return clock.waiting_w + share * (clock.communication_w - clock.waiting_w)
 
+    def hidden_w(self, axis: str) -> float:
+        """What communication beside kernels adds to those, whose links are awake for it, W."""
+        links_w = self.calibration.clock.links_w if self.layout.inside(axis) else 0.0
+        return max(self.communication_w(axis) - links_w, 0.0)
+
     @property
     def waiting_w(self) -> float:
         """Board power above idle of a pipeline stage that waits for another one's message.
@@ -285,7 +290,7 @@ class Costs:
             own, left = self._together(part, own, hidden)
             # it occupies multiprocessors as long as it runs; what is left is drawn as exposed
             sent_us = central(alone - left) * self.slowed(axis)
-            energy += Energy(0.0, sent_us * self.communication_w(axis))
+            energy += Energy(0.0, sent_us * self.hidden_w(axis))
             longer = where(left > 0, (own + left) / alone, self.slowed(axis))
             hidden = [time * longer for time in hidden]
         exposed = [self.collective_us(one) for one in part.exposed]

@@ -1,8 +1,8 @@
 """The clock of each pipeline stage's products under the power cap.
 
-A stage that waits for a slower one after each of its passes draws less on average, as far as passes
-are short beside the regulator's memory; what is idle at the ends of the step (filling and draining
-the pipeline, reduction, update) counts likewise against its whole. Clocks and times depend on each
+A regulator gives a stage's passes what the cap leaves them (`spec.regulation`): what the stage does
+not draw behind each of them, where it waits for a slower one, nor at the ends of the step (filling
+and draining the pipeline, reduction, update), it may draw later. Clocks and times depend on each
 other: passes are priced at one clock, and scaled with the clocks until those settle.
 """
 
@@ -25,6 +25,7 @@ from spec.parallelism import Parallelism
 from spec.regulation import Pause, Regulator, kept_share
 from spec.step import Segment
 
+SLOWER = 0.85  # of the largest clock: over which a layer that no cap slows tells its slope
 LEAST_SLOPE = 1e-3  # of a layer's time with the clock, for clocks to be told by times
 ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 
@@ -33,15 +34,13 @@ ROUNDS = 4  # until clocks move by less than a tenth of a per cent
 class LayerClock:
     """Clock of a layer's products when nothing pauses, and its mean power above idle, W.
 
-    The layer's time goes as (this clock / another) ** slope, and by energy_slope what of its energy
-    goes with the clock.
+    The layer's time goes as (this clock / another) ** slope.
     """
 
     clock_mhz: float
     compute_w: float  # at the reference clock
     beside_w: float
     slope: float = 1.0
-    energy_slope: float = 1.0
 
 
 def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
@@ -91,28 +90,21 @@ def _layer_clock(segments: tuple[Segment, ...], point: Costs) -> LayerClock:
                 kept = kept_share(run_us, memory_us)
                 seen.append(
                     fit.clock_mhz(
-                        kept * own.compute / run_us + (1 - kept) * compute_w,
+                        kept * (own.compute / run_us + links_w) + (1 - kept) * compute_w,
                         kept * own.memory / run_us + (1 - kept) * beside_w,
                         surge,
                     )
                 )
             logs += log(min(seen)) * own.compute
         clock = exp(logs / energy.compute) if energy.compute > 0 else fit.max_mhz
-    if energy.compute == 0 or fit.max_mhz < 1.001 * clock:
+    if energy.compute == 0:
         return LayerClock(clock, compute_w, beside_w)
-    span = log(fit.max_mhz / clock)
-    here, fast = (_of_layer(segments, point, fit.reference_mhz / at) for at in (clock, fit.max_mhz))
-    slope, energy_slope = (log(slow / quick) / span for slow, quick in zip(here, fast, strict=True))
-    return LayerClock(clock, compute_w, beside_w, slope, energy_slope)
-
-
-def _of_layer(
-    segments: tuple[Segment, ...], point: Costs, clock_ratio: float
-) -> tuple[float, float]:
-    """Time of a layer at a clock, and what of its energy goes with the clock."""
-    at = point.with_(clock_ratio=clock_ratio)
-    energy = sum(at.segment(segment).energy.compute for segment in segments)
-    return sum(repeated_us(segments, at)), energy
+    low = min(clock, SLOWER * fit.max_mhz)
+    slow_us, quick_us = (
+        sum(repeated_us(segments, point.with_(clock_ratio=fit.reference_mhz / at)))
+        for at in (low, fit.max_mhz)
+    )
+    return LayerClock(clock, compute_w, beside_w, log(slow_us / quick_us) / log(fit.max_mhz / low))
 
 
 def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
@@ -134,6 +126,11 @@ class Load(NamedTuple):
     hosts: float  # of the other energy, what it draws while it waits for its host
     passes_beside: float  # of the other energy, that of the passes
     after_w: float  # mean power after the passes
+
+    @property
+    def passes_w(self) -> tuple[float, float]:
+        """Mean power above idle over the passes, as `ClockFit` takes it."""
+        return self.products / self.busy_us, self.passes_beside / self.busy_us
 
     def drawn_w(self, step_us: float) -> tuple[float, float]:
         """Mean power above idle over the step, as `ClockFit` takes it.
@@ -180,7 +177,7 @@ def _awake(priced: PricedStep, stage: int) -> float:
     while behind what a pass sends to another stage, or what replicas exchange once a step.
     """
     p, inside = priced.parallelism, priced.costs.layout.inside
-    if inside("tp", "cp", "ep") or (p.zero == 3 and inside("dp")):
+    if inside("tp", "cp", "ep") or (p.zero > 1 and inside("dp")):
         return 1.0
     busy_us = p.microbatches * priced.work[stage].total_us
     if inside("pp"):
@@ -226,10 +223,14 @@ def stage_clocks(
     fit = point.calibration.clock
     alone = layer_clock(model, p, point)
     known = Known(_shared(Same(alone), point.between_replicas))
-    if fit.cap_w is None or fit.clock_mhz(alone.compute_w, alone.beside_w) >= fit.max_mhz:
+    if fit.cap_w is None:
         return alone.clock_mhz, known
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
+    room_w = fit.cap_w - fit.idle_w
+    free = alone.clock_mhz > 0.9999 * fit.max_mhz
+    if free and all(sum(one.passes_w) <= room_w for one in loads.values()):
+        return alone.clock_mhz, known
     clocks = dict.fromkeys(loads, alone.clock_mhz)
     besides, runs, waiting_w = _besides(priced), 2 * p.microbatches * p.vpp, point.waiting_w
     for _ in range(ROUNDS):
@@ -240,12 +241,11 @@ def stage_clocks(
         step_us = _step_us(p, [busy[stage] for stage in priced.alike], besides)
         slowest = max(busy.values())
         for stage, one in loads.items():
-            drawn = one.products / one.busy_us, one.passes_beside / one.busy_us
             clocks[stage] = _clock_mhz(
                 alone,
                 fit,
                 fit.cap_w,
-                drawn,
+                one.passes_w,
                 one.busy_us * (alone.clock_mhz / fit.max_mhz) ** alone.slope,
                 runs,
                 Pause((slowest - busy[stage]) / runs, waiting_w),
@@ -301,15 +301,19 @@ def _clock_mhz(
     """One clock at which passes last as long as at those that the cap leaves them in turn.
 
     `drawn_w` is what they draw above idle, as `ClockFit` takes it, `busy_us` their time at the
-    largest clock, in so many `runs`, each with a wait behind it.
+    largest clock, in so many `runs`, each with a wait behind it. Kernels so long that they meet the
+    cap alone slow a layer down more than its mean power does, where the cap acts.
     """
-    unpaused = fit.clock_mhz(alone.compute_w, alone.beside_w)
-    slope = max(alone.slope, LEAST_SLOPE)
+    by_kernels = alone.clock_mhz / fit.clock_mhz(alone.compute_w, alone.beside_w)
+    slope, wanted_w, room_w = max(alone.slope, LEAST_SLOPE), sum(drawn_w), cap_w - fit.idle_w
 
     def speed(watts: float) -> float:
-        allowed = fit.clock_mhz(*drawn_w, (watts + fit.idle_w) / cap_w)
-        return float(min(alone.clock_mhz * allowed / unpaused / fit.max_mhz, 1.0) ** slope)
+        if watts >= wanted_w:
+            return 1.0
+        below = min((wanted_w - watts) / (wanted_w - room_w), 1.0) if wanted_w > room_w else 1.0
+        clock = fit.clock_mhz(*drawn_w, (watts + fit.idle_w) / cap_w) * by_kernels**below
+        return float(min(clock / fit.max_mhz, 1.0) ** slope)
 
-    regulator = Regulator(fit.regulation, cap_w, fit.idle_w, sum(drawn_w), speed)
+    regulator = Regulator(fit.regulation, cap_w, fit.idle_w, wanted_w, speed)
     slower = regulator.busy_us(runs, busy_us / runs, wait, pauses) / busy_us
     return round(float(fit.max_mhz / slower ** (1 / slope)), 1)

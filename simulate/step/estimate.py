@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import hypot, log2
+from math import exp, hypot, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,17 +229,19 @@ class StepSimulator:
     ) -> Array:
         """Mean board power over the step and all GPUs, none above what the cap allows.
 
-        Where the cap acts it gives back later what it holds now: neither its ups and downs nor
-        waiting `late_us` for the slowest GPU make a step draw less. A GPU draws little that waits
-        for its host, for communication or for another stage: a draw with more of it has a longer
-        step at less. What lengthens the whole step alike (`_common_factor`) leaves its shares as
-        they are.
+        Where the cap acts it gives back later what it holds now: its own ups and downs, waits for
+        the slowest GPU within layers and passes, and of what replicas wait for it once a step
+        (`late_us`) what the cap's memory still holds. A GPU draws little that waits for its host,
+        for communication or for another stage: a draw with more of it has a longer step at less.
+        What lengthens the whole step alike (`_common_factor`) leaves its shares as they are.
         """
         fit, priced = self.calibration.clock, self.priced
         found = {}
         for stage in set(priced.alike):
-            step_us = float(finish[0]) + (0.0 if self._capped(stage) else late_us)
-            compute_w, beside_w = load(priced, stage).drawn_w(step_us)
+            drawn, lost_us = load(priced, stage), late_us
+            if self._capped(stage):
+                lost_us = self._not_given_back_us(drawn.after_us, late_us)
+            compute_w, beside_w = drawn.drawn_w(float(finish[0]) + lost_us)
             watts = fit.power_w(compute_w, priced.stages[stage].clock_mhz, beside_w)
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
@@ -256,6 +258,14 @@ class StepSimulator:
         working_w = max((mean - waiting_w[0]) / working[0], ready_w, sending_w)
         drawn = np.minimum(working_w * working + waiting_w, max(fit.cap_w or np.inf, mean))
         return np.asarray(drawn * (mean / drawn[0]) * priced.costs.draws.factor("power", POWER_SD))
+
+    def _not_given_back_us(self, after_us: float, late_us: float) -> float:
+        """Of a wait for the slowest replica behind a pause, what the cap has forgotten after it."""
+        if self.p.gpus == self.p.tp * self.p.cp * self.p.pp:
+            return 0.0
+        memory_us = self.calibration.clock.long_memory_us
+        held = exp(-after_us / memory_us) - exp(-(after_us + late_us) / memory_us)
+        return late_us - memory_us * held
 
     def _sending_w(self, breakdown: dict[str, float]) -> float:
         """Mean board power above idle of what a step waits for of communication and stages."""

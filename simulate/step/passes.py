@@ -125,15 +125,6 @@ class StageWork:
         return found
 
     @cached_property
-    def sharded_us(self) -> float:
-        """Of that, waiting for sharded weights and gradients."""
-        return sum(
-            count * central(each.exposed)
-            for one, _, count in self.different
-            for each in one.sharded
-        )
-
-    @cached_property
     def hidden_w_us(self) -> float:
         """Energy of what passes hide of those."""
         return sum(count * one.hidden_w_us for one, _, count in self.different)
@@ -233,7 +224,7 @@ def _passes(
             axis = each.one.axis
             slowed = costs.slowed(axis)
             compute = compute + costs.slowing(each.hidden, slowed)
-            hidden_w_us += central(each.hidden) * slowed * costs.communication_w(axis)
+            hidden_w_us += central(each.hidden) * slowed * costs.hidden_w(axis)
             exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
         busy = {name: count * free[name] for count, name in pieces}

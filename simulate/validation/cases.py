@@ -56,6 +56,7 @@ class Case:
     max_clock_mhz: float | None = None
     profile: Sequence[ProfileRow] = ()
     system: str = ""  # that it was measured on
+    mean_step_s: float | None = None  # of its timed steps, whose mean energy the row has
 
 
 def predict(
@@ -275,7 +276,7 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
             },
         }
     for name, real_one, guess, limit in (
-        ("power_w", _measured_w(row), predicted.power_w, case.power_limit_w),
+        ("power_w", _measured_w(case), predicted.power_w, case.power_limit_w),
         ("clock_mhz", row.clock_mean_mhz, predicted.clock_mhz, case.max_clock_mhz),
     ):
         if real_one is not None and guess is not None:
@@ -287,15 +288,16 @@ def _entry(case: Case, others: Sequence[TrainingRow]) -> dict[str, Any]:
     return entry | _memory(case, nearest(row, others))
 
 
-def _measured_w(row: TrainingRow) -> float | None:
+def _measured_w(case: Case) -> float | None:
     """Mean power of one device, W: by the energy counter where there is one.
 
     Readings are late by up to 0.1 s (docs/telemetry.md), so of a run of seconds they hold some of
     what was before it.
     """
+    row = case.row
     if row.energy_per_step_j is None:
         return row.power_mean_w
-    return row.energy_per_step_j / measured_s(row) / row.parallelism().gpus
+    return row.energy_per_step_j / (case.mean_step_s or measured_s(row)) / row.parallelism().gpus
 
 
 def _memory(case: Case, other: TrainingRow | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 
 from simulate.inputs import measured_node
 from simulate.validation.cases import PEAKS, Case, Prediction, predict
-from simulate.validation.measured import hashes_of
+from simulate.validation.measured import hashes_of, mean_steps_s
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.files import parse, read_record, read_table, sha256, write_json
@@ -267,7 +267,10 @@ def match(
         )
         row = mean_of([row for _, row in mine])
         row = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-        cases.append(Case(row, predicted, *limits(found), system=found.path.parent.name))
+        told = [mean_steps_s(run).get(each.case_id) for run, each in mine]
+        means = [mean_s for mean_s in told if mean_s is not None]
+        system, mean_s = found.path.parent.name, fmean(means) if len(means) == len(mine) else None
+        cases.append(Case(row, predicted, *limits(found), system=system, mean_step_s=mean_s))
         meant, ran = (set(of[: row.parallelism().gpus]) for of in (asked, hashes_of(found)))
         if meant and meant != ran:
             (other if ran else unknown).append(row.case_id)

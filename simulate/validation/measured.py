@@ -1,9 +1,11 @@
 """What a measured training step is simulated with: its system's calibration, node and fabric."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 from simulate.hardware.transfer import changed
 from simulate.inputs import (
@@ -17,7 +19,7 @@ from simulate.inputs import (
 from spec.calibration import Calibration, read_calibration
 from spec.hardware import Fabric, Node
 from spec.results import ResultSet
-from spec.training_records import TrainingRow
+from spec.training_records import StepRow, TrainingRow
 from topologies import load_fabric
 
 
@@ -86,3 +88,11 @@ def hashes_of(found: ResultSet) -> list[str]:
     if not found.manifest.on_known_devices:
         return []
     return [one.uuid_hash for one in found.manifest.hosts[0].devices]
+
+
+def mean_steps_s(found: ResultSet) -> dict[str, float]:
+    """Mean of the timed steps of each configuration of a run, s, by its case."""
+    steps: dict[str, list[float]] = defaultdict(list)
+    for one in found.table(StepRow):
+        steps[one.case_id].append(one.step_time_s)
+    return {case_id: fmean(times) for case_id, times in steps.items()}
