@@ -70,19 +70,25 @@ class Regulator:
         """
         busy_us = 0.0
         for _ in range(CYCLES):
-            busy_us = 0.0
+            busy_us, begun = 0.0, self._means_w
             for left in range(runs, 0, -1):
                 before = self._means_w
                 spent_us = self._work_us(run_us)
                 self._draw(*wait)
-                moved = zip(self._means_w, before, self._allowed_w, strict=True)
-                if all(abs(after - mean) < SETTLED * allowed for after, mean, allowed in moved):
+                if self._alike(before):
                     busy_us += left * spent_us
                     break
                 busy_us += spent_us
             for pause in pauses:
                 self._draw(*pause)
+            if self._alike(begun):
+                break
         return busy_us
+
+    def _alike(self, before: list[float]) -> bool:
+        """Whether the means are where they were."""
+        moved = zip(self._means_w, before, self._allowed_w, strict=True)
+        return all(abs(after - mean) < SETTLED * allowed for after, mean, allowed in moved)
 
     def _work_us(self, left_us: float) -> float:
         """How long work takes that would be done in `left_us` at the largest clock."""

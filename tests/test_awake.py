@@ -1,5 +1,6 @@
 """Links that messages keep awake: what is measured, what it comes to, and what it costs a step."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,9 +9,13 @@ from calibrate.clock.links import AWAKE_US, LINKS_W, fit_links
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
 from measure.suites.awake import EVERY_US, cases, row
+from simulate.step.clocks import load
+from simulate.step.estimate import StepEstimate
+from spec.calibration import Calibration
 from spec.load_records import AwakeRow
 from spec.parallelism import Parallelism
-from tests.simulated_steps import NODE, capped, simulate
+from tests.made_up import calibration_json
+from tests.simulated_steps import MODEL, NODE, capped, simulate
 
 
 def told(power_w: float | None, every_us: float, sleep_after_us: float | None = 5e4) -> AwakeRow:
@@ -130,3 +135,54 @@ def test_nodes_of_one_gpu_have_no_links_to_wake() -> None:
     p, node = Parallelism(tp=2, global_batch=8), NODE.model_copy(update={"gpus": 1})
     asleep, drawing = (simulate(p, capped(links_w=w), node=node) for w in (0.0, 40.0))
     assert drawing.step_time_s[0] == asleep.step_time_s[0]
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Parallelism(dp=2, zero=1, global_batch=16),
+        Parallelism(dp=2, zero=2, global_batch=16),
+        Parallelism(dp=2, zero=3, global_batch=16, overlap=True),
+        Parallelism(tp=2, sequence_parallel=True, global_batch=8),
+        Parallelism(pp=2, vpp=2, global_batch=8),
+        Parallelism(pp=4, global_batch=8, layers_per_stage=(1, 1, 1, 5)),
+        Parallelism(cp=2, global_batch=8),
+    ],
+    ids=lambda p: f"tp{p.tp}pp{p.pp}cp{p.cp}zero{p.zero}",
+)
+def test_more_power_to_links_or_under_the_cap_never_speeds_or_slows(p: Parallelism) -> None:
+    times = [float(simulate(p, capped(links_w=w)).step_time_s[0]) for w in (0, 10, 31, 100, 300)]
+    assert all(late >= (1 - 1e-5) * early for early, late in pairwise(times))
+    assert times[-1] > times[0]
+    caps = (300.0, 500.0, 650.0, 700.0, 750.0, 800.0, 850.0, 900.0, 1000.0, 1300.0)
+    steps = [simulate(p, capped(regulated_w=watts, links_w=31.0)) for watts in caps]
+    held = [float(one.step_time_s[0]) for one in steps]
+    assert all(late <= (1 + 1e-5) * early for early, late in pairwise(held))
+    for watts, one in zip(caps, steps, strict=True):
+        assert one.power_w[0] <= watts * (1 + 1e-9)
+
+
+def test_a_stage_that_alone_wants_more_than_the_cap_is_slowed() -> None:
+    """Its layers stay under it, the model's end does not; no cliff between."""
+    p, model = Parallelism(pp=2, global_batch=8), MODEL.resized(layers=2, vocab=512000)
+
+    def step(watts: float) -> StepEstimate:
+        value = calibration_json()
+        for one in value["kernels"]:
+            if one["tflops"]:
+                one["active_power_w"] = 1000.0
+            else:
+                one["active_power_w"] = 100.0
+        value["clock"] |= {"power_exponent": 1.2, "regulated_w": watts}
+        return simulate(p, Calibration.model_validate(value), model=model)
+
+    loads = [step(2000.0).priced]
+    wants = [sum(load(loads[0], stage).passes_w) for stage in (0, 1)]
+    idle = loads[0].costs.calibration.clock.idle_w
+    assert wants[1] > wants[0]
+    between = step(idle + (wants[0] + wants[1]) / 2)
+    first, last = (stage.clock_mhz for stage in between.priced.stages)
+    assert first == pytest.approx(between.priced.costs.calibration.clock.max_mhz)
+    assert last < 0.99 * first
+    near = [float(step(idle + wants[1] + off).step_time_s[0]) for off in (-1.0, 1.0)]
+    assert near[0] == pytest.approx(near[1], rel=2e-3)

@@ -234,6 +234,7 @@ def stage_clocks(
     clocks = dict.fromkeys(loads, alone.clock_mhz)
     besides, runs, waiting_w = _besides(priced), 2 * p.microbatches * p.vpp, point.waiting_w
     for _ in range(ROUNDS):
+        before = dict(clocks)
         busy = {
             stage: one.busy_us * (alone.clock_mhz / clocks[stage]) ** alone.slope
             for stage, one in loads.items()
@@ -254,6 +255,8 @@ def stage_clocks(
                     Pause(one.after_us, one.after_w),
                 ),
             )
+        if clocks == before:
+            break
     return [clocks[stage] for stage in priced.alike], known
 
 
