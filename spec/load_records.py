@@ -75,11 +75,8 @@ class TurnRow(OfDevice):
 
 
 class AwakeRow(Row):
-    """awake.csv: all devices under a load, their scale-up links asleep or awake; means of them."""
+    """awake.csv: all devices spinning, their scale-up links asleep or awake; means of them."""
 
-    load: Literal["nothing", "products"] = Field(
-        default="nothing", description="spinning at the largest clock, or products of 8192 cubed"
-    )
     every_us: NonNegative = Field(
         description="time between the messages that keep links awake; 0: none are sent"
     )
@@ -88,7 +85,6 @@ class AwakeRow(Row):
         default=None, description="mean, by the energy counter where there is one"
     )
     clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
-    product_us: Positive | None = Field(default=None, description="mean time of one product")
     sleep_after_us: Annotated[float, Field(ge=1, le=1e8)] | None = Field(
         default=None, description="without a message, by the driver, until links sleep"
     )
