@@ -23,7 +23,7 @@ from spec.calibration import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.regulation import Pause, Regulator, kept_share
-from spec.step import Segment
+from spec.step import Segment, layer_parameters, trained_parameters
 
 SLOWER = 0.85  # of the largest clock: over which a layer that no cap slows tells its slope
 LEAST_SLOPE = 1e-3  # of a layer's time with the clock, for clocks to be told by times
@@ -124,6 +124,7 @@ class Load(NamedTuple):
     beside: float  # all other energy
     waiting_w: float  # while it waits for other stages
     hosts: float  # of the other energy, what it draws while it waits for its host
+    shards: float  # share of passes in which it waits for layers' sharded weights and gradients
     passes_beside: float  # of the other energy, that of the passes
     after_w: float  # mean power after the passes
 
@@ -154,9 +155,13 @@ def load(priced: PricedStep, stage: int) -> Load:
     after = update.energy.memory + update.sent_w_us + hosts_after
     kernels_us = mine.total_us - sum(mine.exposed_us.values()) - mine.host_us
     links_w = costs.calibration.clock.links_w * _awake(priced, stage)
-    passes = mine.energy.memory + sent + mine.hidden_w_us + mine.host_us * late_w
-    passes_beside = times * passes
+    passes_beside = times * (mine.energy.memory + sent + mine.hidden_w_us + mine.host_us * late_w)
     hosts = times * mine.host_us * late_w + hosts_after
+    of_layers = 1.0
+    if mine.sharded_us:
+        p, model = priced.parallelism, priced.model
+        layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
+        of_layers = layers / sum(trained_parameters(model, p, stage))
     return Load(
         busy_us=times * mine.total_us,
         after_us=after_us,
@@ -165,6 +170,7 @@ def load(priced: PricedStep, stage: int) -> Load:
         beside=passes_beside + after,
         waiting_w=costs.waiting_w,
         hosts=hosts,
+        shards=mine.sharded_us * of_layers / mine.total_us,
         passes_beside=passes_beside,
         after_w=(update.energy.compute + after) / after_us if after_us else 0.0,
     )
@@ -227,9 +233,9 @@ def stage_clocks(
         return alone.clock_mhz, known
     priced = price(model, p, point, alone.clock_mhz, known)
     loads = {stage: load(priced, stage) for stage in set(priced.alike)}
-    room_w = fit.cap_w - fit.idle_w
-    free = alone.clock_mhz > 0.9999 * fit.max_mhz
-    if free and all(sum(one.passes_w) <= room_w for one in loads.values()):
+    wanted_w = {stage: _wanted_w(one, alone, p, point) for stage, one in loads.items()}
+    free, room_w = alone.clock_mhz > 0.9999 * fit.max_mhz, fit.cap_w - fit.idle_w
+    if free and all(sum(watts) <= room_w for watts in wanted_w.values()):
         return alone.clock_mhz, known
     clocks = dict.fromkeys(loads, alone.clock_mhz)
     besides, runs, waiting_w = _besides(priced), 2 * p.microbatches * p.vpp, point.waiting_w
@@ -246,7 +252,7 @@ def stage_clocks(
                 alone,
                 fit,
                 fit.cap_w,
-                one.passes_w,
+                wanted_w[stage],
                 one.busy_us * (alone.clock_mhz / fit.max_mhz) ** alone.slope,
                 runs,
                 Pause((slowest - busy[stage]) / runs, waiting_w),
@@ -258,6 +264,22 @@ def stage_clocks(
         if clocks == before:
             break
     return [clocks[stage] for stage in priced.alike], known
+
+
+def _wanted_w(one: Load, alone: LayerClock, p: Parallelism, point: Costs) -> tuple[float, float]:
+    """What a stage's passes would draw above idle without a cap, as `ClockFit` takes it.
+
+    Where layers send sharded weights and gradients it is what a layer draws and what those leave it
+    while it waits: that they slow kernels takes about as much as they draw beside them. With the
+    mean of passes instead, steps of FSDP are further off (measured ones, and published series).
+    """
+    if p.zero <= 1:
+        return one.passes_w
+    inside, works = point.layout.inside, 1 - one.shards
+    links_w = point.calibration.clock.links_w  # that the layer's do not hold yet
+    links_w = links_w if inside("dp") and not inside("tp", "cp", "ep") else 0.0
+    waits_w = one.shards * point.communication_w("dp")
+    return works * (alone.compute_w + links_w), works * alone.beside_w + waits_w
 
 
 def _besides(priced: PricedStep) -> list[float]:

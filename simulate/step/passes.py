@@ -125,6 +125,15 @@ class StageWork:
         return found
 
     @cached_property
+    def sharded_us(self) -> float:
+        """Of that, waiting for sharded weights and gradients."""
+        return sum(
+            count * central(each.exposed)
+            for one, _, count in self.different
+            for each in one.sharded
+        )
+
+    @cached_property
     def hidden_w_us(self) -> float:
         """Energy of what passes hide of those."""
         return sum(count * one.hidden_w_us for one, _, count in self.different)
