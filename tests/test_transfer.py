@@ -79,6 +79,19 @@ def test_ceilings_scale_with_the_datasheet(calibration: Calibration) -> None:
     assert a100.composition_sd > calibration.composition_sd
 
 
+def test_links_wake_for_power_where_they_sleep(calibration: Calibration) -> None:
+    """The same chip draws the same, another as its room goes, one of before Hopper nothing."""
+    known = changed(calibration, clock=changed(calibration.clock, links_w=31.0))
+    h200 = load_node("hgx-h200")
+    drawn = {
+        name: transfer(known, h200, load_node(name)).clock.links_w
+        for name in ("hgx-h100", "hgx-b200", "dgx-a100")
+    }
+    assert drawn["hgx-h100"] == 31.0
+    assert drawn["hgx-b200"] > 31.0
+    assert drawn["dgx-a100"] == 0
+
+
 def test_devices_stay_with_their_gpu(calibration: Calibration) -> None:
     own = DeviceFit(uuid_hash="a" * 16, power=1.02)
     known = changed(calibration, clock=changed(calibration.clock, devices=(own,)))

@@ -97,6 +97,7 @@ class Ratios:
     memory: float  # of the datasheets' bandwidths
     scale_up: float
     power: float  # of the room between idle power and cap
+    links: float  # of what links draw awake beside asleep
     sd: float  # of the matrix and memory ratios
     same_chip: bool
     limit: float  # of the power limits
@@ -124,14 +125,19 @@ def ratios(source: Node, target: Node) -> Ratios:
     same_chip = _alike(source, target, *CHIP)
     efficiency = other / mine if mine and other else 1.0
     scale_up = target.scale_up_gbytes_per_s / source.scale_up_gbytes_per_s
+    power = (
+        1.0
+        if same_chip
+        else (target.power_limit_w - target.idle_power_w)
+        / (source.power_limit_w - source.idle_power_w)
+    )
     return Ratios(
         matrix=target.peak_bf16_tflops / source.peak_bf16_tflops * efficiency,
         memory=target.memory_gbytes_per_s / source.memory_gbytes_per_s,
         scale_up=scale_up,
-        power=1.0
-        if same_chip
-        else (target.power_limit_w - target.idle_power_w)
-        / (source.power_limit_w - source.idle_power_w),
+        power=power,
+        # assumed: links sleep on GPUs from Hopper on, which are those with products in FP8
+        links=power if target.fp8 else 0.0,
         limit=target.power_limit_w / source.power_limit_w,
         cooling=1.0 if same_chip else source.power_limit_w / target.power_limit_w,
         sd=TRANSFER_SD if mine and other else UNPUBLISHED_SD,
@@ -167,7 +173,7 @@ def transfer(calibration: Calibration, source: Node, target: Node) -> Calibratio
             regulated_w=regulated,
             communication_w=clock.communication_w * by.power,
             waiting_w=clock.waiting_w * by.power,
-            links_w=clock.links_w * by.power,
+            links_w=clock.links_w * by.links,
             ready_w=clock.ready_w * by.power,
             ready_shared_w=clock.ready_shared_w and clock.ready_shared_w * by.power,
             devices=(),  # of another GPU
@@ -376,6 +382,8 @@ def _moved(one: Parameter, by: Ratios) -> tuple[float, float]:
         return by.gbytes_per_s(one.value) / one.value, by.sd
     if last == "resistance_c_per_w":
         return by.cooling, COOLING_SD
+    if last == "links_w":
+        return by.links, TRANSFER_SD
     if last == "regulated_w":
         return by.limit, TRANSFER_SD
     if last.endswith("_w"):
