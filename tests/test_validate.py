@@ -34,7 +34,8 @@ def test_errors_and_baselines(results: Path, capsys: Any) -> None:
     # power and time enter energy together
     assert every["energy_mape"] == pytest.approx(1 - 1 / 1.1, rel=1e-3)
     assert every["memory_mape"] == pytest.approx(0, abs=1e-3)
-    assert every["power_mape"] == pytest.approx(1 - 1 / 1.05, rel=1e-3)
+    # by the energy counter, not by the readings, which are 5 % above
+    assert every["power_mape"] == pytest.approx(1 - (1 + ERROR) / 1.1, rel=1e-3)
     assert every["clock_mape"] == pytest.approx(0.02, rel=1e-3)
     assert every["clock_inside_90"] == 1
     assert every["limit_power_mape"] > every["power_mape"]
@@ -61,14 +62,15 @@ def test_devices_that_were_measured_have_power_of_their_own(results: Path, capsy
         one["predicted_clock_mhz"]["median"] / other["predicted_clock_mhz"]["median"]
         for one, other in zip(after, before, strict=True)
     ]
-    assert slower[0] < slower[1] < slower[2] < 1  # one, two and four devices, the first one hot
+    assert slower[0] < slower[1] < slower[2]  # one, two and four devices, the first one hot
+    assert slower[5] < 1  # four under the cap, which the third step does not meet
 
 
 def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:
     code, out, _ = call(capsys, str(results))
     assert code == 0
     for words in ("MAPE", "constant rate", "neighbour", "inside 90 %", "worst cases", "case-",
-                  "power: MAPE 4.8%", "clock: MAPE 2.0%", "the largest clock"):  # fmt: skip
+                  "power: MAPE 5.5%", "clock: MAPE 2.0%", "the largest clock"):  # fmt: skip
         assert words in out
 
 

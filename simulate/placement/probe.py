@@ -116,11 +116,15 @@ class Probed(Speeds):
         return busy
 
     def _effective_duties(self, busy_s: Array, fit: ClockFit) -> list[Array]:
-        """(GPUs, draws) for each regulator: share of the time that it sees a GPU work."""
-        run_us, found = busy_s * 1e6 / (2 * self.probe.microbatches), []
+        """(GPUs, draws) for each regulator: share of the time that it sees a GPU work.
+
+        Of a wait for a slower one as much counts as the mean still holds behind it.
+        """
+        waits_s, found = busy_s.max(axis=0) - busy_s, []
+        wait_us = waits_s * 1e6 / (2 * self.probe.microbatches)
         for memory_us, _ in fit.regulation.means:
-            kept = np.vectorize(kept_share)(run_us, memory_us)
-            found.append(np.asarray(kept + (1 - kept) * busy_s / busy_s.max(axis=0)))
+            held = 1 - np.vectorize(kept_share)(wait_us, memory_us)
+            found.append(np.asarray(busy_s / (busy_s + held * waits_s)))
         return found
 
     def _read_clocks(self, calibration: Calibration | None, share: Array) -> "_Clocks | None":
