@@ -25,7 +25,7 @@ class Regulation(NamedTuple):
         return (self.memory_us, self.surge), (self.long_memory_us, 1.0)
 
 
-# where no pulses were timed: between two H200 and two H100 in pulses, with the ends of intervals
+# where no pulses were timed: between five H200 and three H100 in pulses, with ends of intervals
 ASSUMED = Regulation(33e3, 1.05, 50e3)
 ASSUMED_ENDS = {"memory_us": (20e3, 50e3), "long_memory_us": (30e3, 120e3)}
 

@@ -172,7 +172,8 @@ def test_two_h200_and_two_h100_forget_within_a_tenth_of_a_second() -> None:
     """The committed calibrations, each device by the others within 0.8 % at the median."""
     for system in ("2x-h200", "4x-h200", "2x-h100"):
         found = read_calibration(ROOT / "results" / system / "calibration.json")
-        assert 10e3 < found.clock.memory_us < 40e3 < found.clock.long_memory_us < 120e3
+        assert 25e3 < found.clock.memory_us < 35e3
+        assert 40e3 < found.clock.long_memory_us < 65e3
         told = {one.name: one for one in found.parameters}
         for name in ("clock.memory_us", "clock.long_memory_us"):
             assert 10e3 < told[name].low < told[name].high < 120e3

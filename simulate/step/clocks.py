@@ -125,6 +125,7 @@ class Load(NamedTuple):
     waiting_w: float  # while it waits for other stages
     hosts: float  # of the other energy, what it draws while it waits for its host
     shards: float  # share of passes in which it waits for layers' sharded weights and gradients
+    links_w: float  # of its links, as far as they are awake in passes, at the reference clock
     passes_beside: float  # of the other energy, that of the passes
     after_w: float  # mean power after the passes
 
@@ -171,6 +172,7 @@ def load(priced: PricedStep, stage: int) -> Load:
         waiting_w=costs.waiting_w,
         hosts=hosts,
         shards=mine.sharded_us * of_layers / mine.total_us,
+        links_w=links_w,
         passes_beside=passes_beside,
         after_w=(update.energy.compute + after) / after_us if after_us else 0.0,
     )
@@ -275,10 +277,8 @@ def _wanted_w(one: Load, alone: LayerClock, p: Parallelism, point: Costs) -> tup
     """
     if p.zero <= 1:
         return one.passes_w
-    inside, works = point.layout.inside, 1 - one.shards
-    links_w = point.calibration.clock.links_w  # that the layer's do not hold yet
-    links_w = links_w if inside("dp") and not inside("tp", "cp", "ep") else 0.0
-    waits_w = one.shards * point.communication_w("dp")
+    works, waits_w = 1 - one.shards, one.shards * point.communication_w("dp")
+    links_w = 0.0 if point.layout.inside("tp", "cp", "ep") else one.links_w  # the layer has them
     return works * (alone.compute_w + links_w), works * alone.beside_w + waits_w
 
 

@@ -261,7 +261,7 @@ class StepSimulator:
 
     def _not_given_back_us(self, after_us: float, late_us: float) -> float:
         """Of a wait for the slowest replica behind a pause, what the cap has forgotten after it."""
-        if self.p.gpus == self.p.tp * self.p.cp * self.p.pp:
+        if self.p.dp == 1:
             return 0.0
         memory_us = self.calibration.clock.long_memory_us
         held = exp(-after_us / memory_us) - exp(-(after_us + late_us) / memory_us)
