@@ -49,6 +49,9 @@ PUBLISHED = {
     "gpt-1t": 1008.0e9,
     "j1-jumbo": 178e9,
     "t-nlg": 17.2e9,
+    "olmoe-1b-7b": 6.92e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "phi-3.5-moe": 41.9e9,
 }
 
 
