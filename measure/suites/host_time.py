@@ -8,7 +8,8 @@ never faster than that. All GPUs of the host take part, as all of its processors
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
 share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
 activations computed again (what a checkpoint takes), with every tensor sent beside the passes by
-itself (what a bucket takes), and with a mixture of experts.
+itself (what a bucket takes), and with a mixture of experts (of few and of more: what an expert
+takes).
 What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
@@ -38,7 +39,7 @@ from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
 from spec.parallelism import Parallelism, Recompute
 from spec.records import MOST_TP, HostRow
 
-MICROBATCHES, EXPERTS, MORE_LAYERS = 5, 8, 4 * LAYERS
+MICROBATCHES, EXPERTS, MORE_EXPERTS, MORE_LAYERS = 5, 8, 32, 4 * LAYERS
 WARM_UP_CPU, REPEATS, LIMIT_S = 5, 40, 300.0
 ROUNDS = 4  # in which steps of one microbatch and of several take turns on GPUs
 GPU_S = 14.0
@@ -110,6 +111,7 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
         *(HostCase(GPU_S, devices, **one) for one in dense),
         *(HostCase(2 * GPU_S, devices, layers=MORE_LAYERS, **one) for one in deep),
         *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in mixed),
+        HostCase(2 * GPU_S, devices, experts=MORE_EXPERTS),
     ]
 
 
