@@ -128,7 +128,6 @@ HostTime = Literal[
     "collective_us",
     "uneven_us",
     "expert_us",
-    "mixture_us",
     "ring_us",
     "checkpoint_us",
     "bucket_us",
@@ -161,10 +160,6 @@ class HostFit(Record):
     )
     collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
     expert_us: Micros = Field(default=0.0, description="around one expert, in either pass")
-    mixture_us: Micros = Field(
-        default=0.0,
-        description="around a layer's experts together, in either pass: routing, counting, sorting",
-    )
     ring_us: Micros = Field(
         default=0.0,
         description="around one piece of ring attention and its messages; backward has two of each",

@@ -31,17 +31,15 @@ class Part:
     def issued(self) -> dict[str, int]:
         """How often it has what takes its host time beside its kernels, as `HostFit` names it.
 
-        Experts count where they run one after another, and all of a layer's together once more
-        (`mixture`); a ring's messages count with its pieces.
+        Experts count where they run one after another; a ring's messages count with its pieces.
         """
         apart = self.uneven or self.ring
-        experts = max((one.dims[0] for one in self.kernels if one.op == "grouped_gemm"), default=0)
+        grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
         return {
             "backward_part" if self.backward else "part": 1,
             "collective": 0 if apart else len(self.exposed) + len(self.hidden),
             "uneven": int(self.uneven),
-            "expert": experts,
-            "mixture": int(experts > 0),
+            "expert": max(grouped, default=0),
             "ring": self.ring,
             "checkpoint": int(self.checkpoint),
         }

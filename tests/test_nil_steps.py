@@ -6,7 +6,6 @@ import pytest
 from calibrate.evidence import Ledger
 from calibrate.host.issue import (
     HOST_SD,
-    MIXTURE,
     Equation,
     beside_issue,
     beside_kernels,
@@ -27,7 +26,6 @@ TAKES = {
     "collective": 150.0,
     "uneven": 170.0,
     "expert": 300.0,
-    "mixture": 1400.0,
     "ring": 250.0,
     "checkpoint": 500.0,
     "bucket": 130.0,
@@ -76,17 +74,9 @@ def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
     found = beside_kernels([one for row in rows for one in equations(row, (), 2.0)])
     expected = TAKES if gpus > 1 else {k: v for k, v in TAKES.items() if k in found}
     assert found == pytest.approx(expected)
-    assert {"part", "expert", "mixture", "pass", "step", "tensor"} <= found.keys()
+    assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))
     assert alone == {}  # a step and its tensors cannot be told apart
-
-
-def test_one_number_of_experts_tells_what_they_take_all_in_all() -> None:
-    cases = [case for case in host_time.cases("nvidia", 2) if case.experts <= host_time.EXPERTS]
-    found = beside_kernels([e for case in cases for e in equations(nil_row(case, 1.0), (), 1.0)])
-    assert found["mixture"] == pytest.approx(MIXTURE * found["expert"], rel=1e-3)
-    whole = TAKES["mixture"] + host_time.EXPERTS * TAKES["expert"]
-    assert found["mixture"] + host_time.EXPERTS * found["expert"] == pytest.approx(whole, rel=0.02)
 
 
 def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:

@@ -35,8 +35,7 @@ CALLS = {
     "backward_part": 1.6,
     "collective": 15.0,
     "uneven": 63.0,
-    "expert": 16.0,
-    "mixture": 80.0,
+    "expert": 26.0,
     "ring": 20.0,
     "checkpoint": 15.0,
     "bucket": 10.0,
@@ -50,7 +49,6 @@ WHAT = {
     "collective": "issuing a collective of a layer",
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
     "expert": "Python and autograd around an expert, in either pass",
-    "mixture": "routing, counting and sorting around a layer's experts, in either pass",
     "ring": "Python around a piece of ring attention and its messages; backward has two of each",
     "checkpoint": "setting out to compute activations again, in a layer's backward pass",
     "bucket": "sending a bucket of gradients or parameters beside a pass",
@@ -58,9 +56,6 @@ WHAT = {
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
 }
-# What a layer's experts together take beside one of them, where all nil steps of a host have as
-# many experts in a layer, which cannot tell the two apart; and what that counts beside a row.
-MIXTURE, MIXTURE_WEIGHS = 5.0, 1e-3
 # Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
 HOST_SD = 0.2
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
@@ -186,9 +181,6 @@ def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:
 
     Non-negative least squares of the errors relative to the times that they were seen in.
     """
-    if any("mixture" in one.counts for one in seen):
-        of_us = fmean(one.of_us for one in seen) / MIXTURE_WEIGHS
-        seen = [*seen, Equation(0.0, 0.0, {"mixture": 1.0, "expert": -MIXTURE}, of_us)]
     names = list(dict.fromkeys(name for one in seen for name in one.counts))
     counts = np.array([[one.counts.get(name, 0.0) for name in names] for one in seen])
     if not names or np.linalg.matrix_rank(counts) < len(names):

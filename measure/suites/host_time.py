@@ -8,8 +8,7 @@ never faster than that. All GPUs of the host take part, as all of its processors
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
 share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
 activations computed again (what a checkpoint takes), with every tensor sent beside the passes by
-itself (what a bucket takes), and with a mixture of experts (of few and of more: what an expert
-takes).
+itself (what a bucket takes), and with a mixture of experts, of few and of more.
 What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
