@@ -113,7 +113,7 @@ def _quantities(value: Json) -> Table:
         ("power_w_per_gpu", "mean power per GPU", "W", 1.0),
         ("energy_j_per_step", "energy per step, GPUs", "kJ", 1e-3),
         ("tokens_per_j", "tokens per joule, GPUs", "tokens/J", 1.0),
-        ("clock_mhz", "clock of the products", "MHz", 1.0),
+        ("clock_mhz", "clock that a monitor shows while products run", "MHz", 1.0),
         ("step_spread", "a run's 95th percentile step over its median, less 1", "%", 100.0),
         ("goodput", "time that trains, failures and checkpoints taken off", "%", 100.0),
     ):

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from benchmarks.reference import WORKLOADS, compared, reference
 from benchmarks.simulate import last_of, replaced, table
+from benchmarks.true_clock import mean_mhz
 
 NOW = {"python_ms": 60.0, "numpy_ms": 50.0}
 
@@ -47,3 +50,11 @@ def test_each_processor_keeps_its_figures() -> None:
         second,
         {"machine": {"cpu": "A"}, "figures": {"point_ms": 2.0, "cold_s": 1.0}},
     ]
+
+
+def test_a_mean_clock_is_cycles_over_time_on_one_multiprocessor() -> None:
+    stamps = [(7, 1_000, 500), (7, 3_000, 3_500), (7, 4_000, 5_500), (9, 9_000, 1), (9, 9_500, 801)]
+    assert mean_mhz(stamps, [(0, 1)]) == 1500.0  # 3,000 cycles in 2 us
+    assert mean_mhz(stamps, [(0, 1), (1, 2)]) == pytest.approx(1e3 * 5_000 / 3_000)
+    assert mean_mhz(stamps, [(2, 3), (3, 4)]) == 1600.0  # counters of two do not compare
+    assert mean_mhz(stamps, [(2, 3)]) is None
