@@ -71,7 +71,9 @@ def power_blocks(value: Json) -> list[Block]:
     clocks = value["clock_by_stage_mhz"]
     caption = "Mean power of a GPU by what it does (simulated, central)"
     if min(clocks) < max(clocks):
-        caption += f"; products run at {min(clocks):.0f} to {max(clocks):.0f} MHz, by stage"
+        caption += (
+            f"; while products run a monitor shows {min(clocks):.0f} to {max(clocks):.0f} MHz"
+        )
     return [
         *blocks,
         Text(words),
