@@ -4,11 +4,10 @@
 
 Products, sums and spins take turns under the power cap. Between them a kernel of one thread reads a
 multiprocessor's cycle counter and its nanosecond counter; cycles over nanoseconds between two such
-readings are the mean clock of what ran there. Needs an NVIDIA GPU, `pip install -e
-'.[measure,nvidia]'` and `cupy`, which compiles that kernel. docs/power.md has what came out.
+readings are the mean clock of what ran there. Needs an NVIDIA GPU and `cupy`, which compiles that
+kernel. docs/power.md has what came out.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from measure.devices import open_devices
 from spec import command
 from spec.errors import UserError
 
@@ -29,6 +29,7 @@ extern "C" __global__ void stamp(unsigned long long* out, int place) {
     out[3 * place] = multiprocessor; out[3 * place + 1] = ns; out[3 * place + 2] = cycles;
 }
 """
+INSTALL = "pip install -e '.[measure,nvidia]' cupy-cuda13x, or the cupy of your CUDA"
 MOST, SETTLING_S, AHEAD = 200_000, 1.5, 3  # stamps; not counted; turns issued before one has ended
 CYCLES_PER_US = 1800  # of a spin, about
 
@@ -60,7 +61,7 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Found:
-    """MHz shown and counted, over whole turns and by what ran; None for what a load has not."""
+    """MHz shown and counted, over whole turns and by what ran, and how long a product lasts."""
 
     load: str
     shown_mhz: float
@@ -68,6 +69,7 @@ class Found:
     products_mhz: float | None
     sums_mhz: float | None
     spin_mhz: float | None
+    product_us: float | None
 
 
 def mean_mhz(stamps: Any, pairs: Iterable[tuple[int, int]]) -> float | None:
@@ -81,26 +83,25 @@ class Gpu:
     """One device, its operands and its stamps."""
 
     def __init__(self, device: int) -> None:
+        monitors = open_devices("nvidia")
+        if device >= len(monitors):
+            raise UserError(
+                f"--device is {device}; of this host's GPUs the last is {len(monitors) - 1}"
+            )
         try:
             import cupy
-            import pynvml
             import torch
         except ImportError as error:
-            words = f"{error.name} is missing; pip install -e '.[measure,nvidia]' and cupy"
-            raise UserError(words) from None
-        if not torch.cuda.is_available() or device >= torch.cuda.device_count():
-            raise UserError(f"there is no CUDA device {device}")
+            raise UserError(f"{error.name} is missing; {INSTALL}") from None
         torch.cuda.set_device(device)
         cupy.cuda.Device(device).use()
-        pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self.nvml, self.torch = pynvml, torch
-        self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self.monitor = monitors[device]
+        self.torch: Any = torch
         self.kernel = cupy.RawKernel(STAMP, "stamp")
         self.out, self.count = cupy.zeros(3 * MOST, dtype="uint64"), 0
         self.stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         of = {"device": "cuda", "dtype": torch.bfloat16}
-        self.operands = {size: torch.randn(size, size, **of) for size in (2048, 8192)}
+        self.operands = {size: self.torch.randn(size, size, **of) for size in (2048, 8192)}
         self.results = {size: torch.empty_like(one) for size, one in self.operands.items()}
 
     def stamp(self) -> int:
@@ -136,17 +137,15 @@ class Gpu:
                 ends[-1 - AHEAD].synchronize()
             if at > SETTLING_S:
                 turns.append(places)
-                clock = self.nvml.NVML_CLOCK_SM
-                shown.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, clock))
+                shown.append(self.monitor.sm_clock_mhz() or 0.0)
         self.torch.cuda.synchronize()
-        if not shown:
-            raise UserError(f"--seconds is {seconds:g}; give more than {SETTLING_S:g}")
         stamps = self.out.get().reshape(-1, 3)
 
         def between(first: int, asked: int) -> float | None:
             pairs = ((one[first], one[first + 1]) for one in turns)
             return mean_mhz(stamps, pairs) if asked else None
 
+        ns = statistics.fmean(float(stamps[b][1]) - float(stamps[a][1]) for a, b, *_ in turns)
         return Found(
             load=str(load),
             shown_mhz=statistics.fmean(shown),
@@ -154,22 +153,29 @@ class Gpu:
             products_mhz=between(0, load.products),
             sums_mhz=between(1, load.sums),
             spin_mhz=between(2, load.spin_us),
+            product_us=ns / 1e3 / load.products if load.products else None,
         )
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run all loads and print a line for each."""
     parser = command.Parser(prog="python -m benchmarks.true_clock", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--device", type=command.whole(0, 1023), default=0, metavar="N", help="default: 0"
+        "--device",
+        type=command.whole(0, 1023),
+        default=0,
+        metavar="N",
+        help="which GPU (default: 0)",
     )
-    parser.add_argument("--seconds", type=float, default=4.5, metavar="S", help="a load: 4.5")
+    seconds = command.whole(int(SETTLING_S) + 1, 600)
+    parser.add_argument(
+        "--seconds", type=seconds, default=5, metavar="S", help="of each load (default: 5)"
+    )
     command.add_json(parser)
     options = parser.parse_args(arguments)
     gpu = Gpu(options.device)
     found = [asdict(gpu.run(load, options.seconds)) for load in LOADS]
-    header = tuple(name.removesuffix("_mhz") for name in found[0])
+    header = tuple(found[0])
     lines = [
         tuple(f"{v:.0f}" if isinstance(v, float) else v or "-" for v in one.values())
         for one in found
@@ -179,4 +185,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(lambda words: main(words)))
+    sys.exit(command.run(main))
