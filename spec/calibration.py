@@ -210,16 +210,24 @@ class HostFit(Record):
     def on_devices(self, hashes: Sequence[str]) -> "HostFit":
         """The host as those devices know it: that of their own visit if it was measured.
 
-        One whose nil steps were not keeps `python_sd`: how slow it is in issuing single operations
-        leaves open what Python takes.
+        A host is another at another moment, so its nil steps count beside the mean host: by how far
+        hosts differ, against how far a step is off on one whose nil steps were timed. One whose nil
+        steps were not keeps `python_sd`: how slow it is in issuing single operations leaves open
+        what Python takes.
         """
         for visit in self.visits:
             if hashes and set(hashes) <= set(visit.devices):
-                own = {"python_sd": 0.0} if visit.times_us else {}
-                for name in ("ring", "bucket"):
-                    own |= {f"{name}_sd": 0.0} if f"{name}_us" in visit.times_us else {}
-                known = {"slower": visit.slower, "visit_sd": 0.0}
-                return self.model_copy(update=known | own | visit.times_us)
+                if not visit.times_us:
+                    return self.model_copy(update={"slower": visit.slower, "visit_sd": 0.0})
+                apart = self.python_sd**2 + self.visit_sd**2
+                weight = apart / (apart + self.sd**2) if apart else 1.0
+                known = {
+                    name: weight * own + (1 - weight) * float(getattr(self, name))
+                    for name, own in (visit.times_us | {"slower": visit.slower}).items()
+                }
+                spreads = ["python", "visit"]
+                spreads += [one for one in ("ring", "bucket") if f"{one}_us" in visit.times_us]
+                return self.model_copy(update=known | {f"{one}_sd": 0.0 for one in spreads})
         return self
 
 

@@ -166,6 +166,18 @@ def test_devices_whose_own_nil_steps_showed_it_know_it(name: str) -> None:
     assert {key: other[key] for key in takes} == takes
 
 
+def test_nil_steps_count_beside_the_mean_host() -> None:
+    """As much as hosts differ (0.3 and 0.4 together: 0.5) against what such a step is off by."""
+    visits = [{"devices": ["a" * 16], "slower": 2.0, "times_us": {"part_us": 90.0}}]
+    fit = HostFit.model_validate(
+        {"part_us": 250.0, "step_us": 7.0, "sd": 0.5, "python_sd": 0.3, "visit_sd": 0.4}
+        | {"visits": visits}
+    )
+    own = fit.on_devices(["a" * 16])
+    assert (own.part_us, own.slower, own.step_us) == pytest.approx((170.0, 1.5, 7.0))
+    assert (own.sd, own.python_sd, own.visit_sd) == (0.5, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("ahead", "each", "more"),
     [((-5.0, 7.0), 0.0, 5.0), ((-5.0, 3.0), 2.0, 3.0), ((5.0, -3.0), 0.0, 0.0)],
