@@ -3,9 +3,9 @@
 A twin of a measured step is another measured step that the rule of `.shrink` leads to: exactly, or
 with other sizes of what the rule shrinks (layers, vocabulary, stages, replicas, groups of experts,
 microbatches). How unlike it is: the part of the step that it spends on something else, of compute,
-communication, bubble, optimizer and the rest, both as simulated. Every step that has a twin is
-predicted once, by the one that the rule leads to, else by the least unlike; no measured time has a
-say in that.
+communication, bubble, optimizer and the rest, both as simulated; what both wait for their host is
+something else where these are two hosts. Every step that has a twin is predicted once, by the one
+that the rule leads to, else by the least unlike; no measured time has a say in that.
 
 The prediction is the twin's measured time, multiplied by how many times longer the larger step is
 simulated to take. Beside it, on the same rows: the twin's time with the model FLOPs per GPU, with
@@ -178,6 +178,22 @@ def layer_passes(row: TrainingConfig) -> float:
     return row.layers * row.global_batch / row.parallelism().gpus
 
 
+def hosts_apart(step: Step, other: Step, full: Simulated, small: Simulated) -> float:
+    """Part of the step that both spend waiting for a host, where these are two: hosts differ.
+
+    Nothing on a CPU, whose host is the device that computes.
+    """
+    hosts = [set(one.found.manifest.device_hashes) for one in (step, other)]
+    if (
+        step.found.path == other.found.path
+        or hosts[0] & hosts[1]
+        or step.at.calibration.host.serial
+    ):
+        return 0.0
+    estimates = full.estimate, small.estimate
+    return min(one.breakdown_s["other"] / float(one.step_time_s[0]) for one in estimates)
+
+
 def judged(step: Step, other: Step, full: Simulated, small: Simulated) -> dict[str, Any]:
     """One larger step beside what its twin, and the simulation alone, say of it."""
     row, theirs = step.row, other.row
@@ -187,7 +203,7 @@ def judged(step: Step, other: Step, full: Simulated, small: Simulated) -> dict[s
         "id": step.name,
         "twin": other.name,
         "by_the_rule": by_the_rule(row, theirs),
-        "unlike": unlike(full.evidence, small.evidence),
+        "unlike": unlike(full.evidence, small.evidence) + hosts_apart(step, other, full, small),
         "gpus": row.parallelism().gpus,
         "twin_gpus": theirs.parallelism().gpus,
         "nodes": row.nodes,
