@@ -18,7 +18,7 @@ from typing import Any
 
 from measure.devices import open_devices
 from spec import command
-from spec.errors import UserError
+from spec.errors import UserError, WorkError
 
 STAMP = r"""
 extern "C" __global__ void stamp(unsigned long long* out, int place) {
@@ -137,8 +137,11 @@ class Gpu:
                 ends[-1 - AHEAD].synchronize()
             if at > SETTLING_S:
                 turns.append(places)
-                shown.append(self.monitor.sm_clock_mhz() or 0.0)
+                shown.append(self.monitor.sm_clock_mhz())
         self.torch.cuda.synchronize()
+        told = [clock for clock in shown if clock is not None]
+        if not told:
+            raise WorkError("NVML shows no clock of this GPU")
         stamps = self.out.get().reshape(-1, 3)
 
         def between(first: int, asked: int) -> float | None:
@@ -148,7 +151,7 @@ class Gpu:
         ns = statistics.fmean(float(stamps[b][1]) - float(stamps[a][1]) for a, b, *_ in turns)
         return Found(
             load=str(load),
-            shown_mhz=statistics.fmean(shown),
+            shown_mhz=statistics.fmean(told),
             true_mhz=mean_mhz(stamps, ((a[0], b[0]) for a, b in pairwise(turns))),
             products_mhz=between(0, load.products),
             sums_mhz=between(1, load.sums),
