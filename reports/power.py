@@ -72,7 +72,8 @@ def power_blocks(value: Json) -> list[Block]:
     caption = "Mean power of a GPU by what it does (simulated, central)"
     if min(clocks) < max(clocks):
         caption += (
-            f"; while products run a monitor shows {min(clocks):.0f} to {max(clocks):.0f} MHz"
+            f"; while products run a monitor shows {min(clocks):.0f} to {max(clocks):.0f} MHz, "
+            "by stage"
         )
     return [
         *blocks,
