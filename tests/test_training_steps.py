@@ -19,6 +19,9 @@ from spec.step import stage_parameters
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from measure.megatron.build import LEARNING_RATE
+from measure.training.rank import warmed_up
+
 SMALL = load_model("tiny").resized(layers=2, seq_len=32, hidden=64, head_dim=16, ffn_hidden=96)
 GPT = SMALL.resized(
     name="small-gpt", gated=False, norm="layernorm", position="learned",
@@ -124,6 +127,31 @@ def test_a_case_makes_a_row_and_its_steps() -> None:
     assert [step.step for step in steps] == [0, 1, 2, 3, 4]
     assert all(step.grad_norm > 0 for step in steps)
     assert row.parallelism() == WHOLE.parallelism
+
+
+def test_a_row_says_how_fast_its_model_learns() -> None:
+    # random tokens make activations alike as they are learnt, and such products draw less power
+    assert LEARNING_RATE["cuda"] < 1e-3 * LEARNING_RATE["cpu"] * 1.01
+    assert "learning rate 0.0001;" in row_of(WHOLE)[0].framework
+
+
+@pytest.mark.parametrize(
+    ("times_s", "settling_s", "enough"),
+    [
+        ([2.0], 0.0, False),
+        ([2.0, 1.0], 0.0, False),
+        ([2.0, 1.0, 1.02], 0.0, True),
+        ([2.0, 1.0, 2.0, 1.0, 2.0], 0.0, True),  # never alike: three more than two at most
+        ([9.0, 1.0, 1.02], 3.0, False),  # the first step counts for nothing: it builds
+        ([9.0, 1.0, 1.02, 1.0], 3.0, True),
+        ([9.0, *[0.3] * 9], 3.0, False),
+        ([9.0, *[0.3] * 11], 3.0, True),
+    ],
+)
+def test_warm_up_ends_when_steps_are_alike_and_clocks_have_settled(
+    times_s: list[float], settling_s: float, enough: bool
+) -> None:
+    assert warmed_up(times_s, 2, settling_s) is enough
 
 
 def test_an_error_in_a_rank_becomes_the_rows() -> None:

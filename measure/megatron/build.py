@@ -294,7 +294,7 @@ def build(
     config.grad_scale_func = optimizer.scale_loss
     framework = (
         f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, {DTYPE}; "
-        f"{modules.name}, {adam}"
+        f"{modules.name}, {adam}, learning rate {LEARNING_RATE[device.type]:g}"
     )
     if p.cp > 1 and modules.implementation == "local":
         framework += ", ring attention over context-parallel ranks"
