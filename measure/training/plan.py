@@ -53,8 +53,7 @@ def case_of(
     bubble = 1 + (p.pp - 1) / (p.vpp * p.microbatches)
     step = flops / (rate * p.gpus) * bubble
     step += model.parameters() / (p.tp * p.pp) * touched / moved
-    seconds = start + max(step * (WARM_UP + 2), 4.0 if gpu else 0.0)
-    seconds += max(step * steps, 4.0 if gpu else 0.0)
+    seconds = start + step * (WARM_UP + 2) + max(step * steps, 4.0 if gpu else 0.0)
     name = TrainingConfig.name_of(model, p)
     return TrainingCase(model, p, steps, WARM_UP, round(seconds, 1), name)
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,8 +36,6 @@ with warnings.catch_warnings():  # about Transformer Engine and Apex, once per i
 
 STABLE = 0.05  # warm-up ends when two steps in a row differ by less
 MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
-# and under a power cap it lasts so long, beside the first step: clocks swing by 3 % before
-SETTLING_S = 3.0
 COLLECTIVE_TIMEOUT_S = 120
 
 _cuda: Any = torch.cuda  # only partly annotated
@@ -158,17 +156,6 @@ class Ranks:
         }
 
 
-def warmed_up(times_s: Sequence[float], asked: int, settling_s: float) -> bool:
-    """Whether steps that took so long warm up enough: as many as asked for, the last two alike.
-
-    Where they do not come to be alike, MORE_WARM_UP more. All but the first last `settling_s`.
-    """
-    if len(times_s) < max(asked, 2) or sum(times_s[1:]) < settling_s:
-        return False
-    alike = abs(times_s[-1] / times_s[-2] - 1) < STABLE
-    return alike or len(times_s) >= asked + MORE_WARM_UP
-
-
 def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queue[Any]") -> None:
     """Build, warm up, wait for the parent, time the steps and report."""
     model = ModelSpec.model_validate(case["model"])
@@ -184,19 +171,19 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
     )
     if ranks.gpu:
         _cuda.reset_peak_memory_stats()
-    # passes are timed of nil steps, which no cap slows, and of placements in turns
-    settling_s = SETTLING_S if ranks.gpu and not case["passes"] else 0.0
-    number, warm_s = 0, list[float]()
+    before, number = 0.0, 0
     warm_losses, warm_norms = [], []
     weights = trainer.sample()
     while True:
         seconds, losses, norm = ranks.timed(trainer, number)
         warm_losses.append(_mean(losses))
         warm_norms.append(norm)
-        warm_s.append(ranks.slowest(seconds))
+        seconds = ranks.slowest(seconds)
         number += 1
-        if warmed_up(warm_s, case["warmup"], settling_s):
+        stable = abs(seconds / before - 1) < STABLE if before else False
+        if number >= case["warmup"] and (stable or number >= case["warmup"] + MORE_WARM_UP):
             break
+        before = seconds
     if weights and all(map(torch.equal, weights, trainer.sample())):
         raise WorkError(f"no weight changed in {number} steps, so these are not training steps")
     gc.collect()
@@ -208,7 +195,7 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
 
         passes = PassTimes(trainer, ranks.gpu)
         ranks.lend_memory()
-    pipe.send({"ready": warm_s[-1]})
+    pipe.send({"ready": seconds})
     while (message := messages.get()).keys() & {"go", "profile"}:  # else no more is needed
         if "profile" in message:
             pipe.send(ranks.profiled(trainer, number, message["profile"]))
