@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.alike import mean_cosine
 from benchmarks.reference import WORKLOADS, compared, reference
 from benchmarks.simulate import last_of, replaced, table
 from benchmarks.true_clock import mean_mhz
@@ -58,3 +59,12 @@ def test_a_mean_clock_is_cycles_over_time_on_one_multiprocessor() -> None:
     assert mean_mhz(stamps, [(0, 1), (1, 2)]) == pytest.approx(1e3 * 5_000 / 3_000)
     assert mean_mhz(stamps, [(2, 3), (3, 4)]) == 1600.0  # counters of two do not compare
     assert mean_mhz(stamps, [(2, 3)]) is None
+
+
+def test_a_mean_cosine_is_of_different_tokens() -> None:
+    torch = pytest.importorskip("torch")
+    alike = torch.tensor([[1.0, 2.0], [2.0, 4.0], [0.5, 1.0]])
+    apart = torch.tensor([[[1.0, 0.0], [0.0, 3.0]]])
+    assert mean_cosine(alike) == pytest.approx(1)
+    assert mean_cosine(apart) == pytest.approx(0)
+    assert mean_cosine(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])) == pytest.approx(-1)

@@ -13,7 +13,8 @@ from spec.parallelism import Parallelism
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
 # the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
 # NeMo), 2403.04652, 2401.02954 and the model cards (Yi, DeepSeek; llama-160m, SmolLM2, StarCoder2,
-# Phi-3, DBRX, Granite 3.0, OPT, Mistral Large), and by AI21 (Jurassic-1), Microsoft (Turing-NLG)
+# Phi-3, DBRX, Granite 3.0, OPT, Mistral Large, Falcon), and by AI21 (Jurassic-1), Microsoft
+# (Turing-NLG), Google (arXiv 2503.19786, table 1: Gemma 3's text model)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,
@@ -52,6 +53,8 @@ PUBLISHED = {
     "olmoe-1b-7b": 6.92e9,
     "qwen3-30b-a3b": 30.5e9,
     "phi-3.5-moe": 41.9e9,
+    "falcon-180b": 179.5e9,
+    "gemma3-27b": 27.0e9,
 }
 
 

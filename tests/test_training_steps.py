@@ -134,11 +134,13 @@ def test_a_row_says_how_fast_its_model_learns() -> None:
 
 
 def test_a_sample_is_of_what_the_optimizer_steps() -> None:
+    import torch
+
     # at a GPU's learning rate hardly a bf16 weight changes, and every fp32 one does
-    torch = pytest.importorskip("torch")
     exact = torch.nn.Parameter(torch.full((300,), 0.02))
     stepped = torch.optim.Adam([exact], lr=LEARNING_RATE["cuda"])
-    both = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=stepped)])
+    parts = [SimpleNamespace(optimizer=stepped), SimpleNamespace(optimizer=None)]
+    both = SimpleNamespace(chained_optimizers=parts)
     chunk = torch.nn.Linear(16, 16).to(torch.bfloat16)
     trainer = Trainer(SMALL, WHOLE.parallelism, torch.device("cpu"), [chunk], both, None, "", 0)
     before = trainer.sample()

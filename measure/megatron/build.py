@@ -218,8 +218,7 @@ class Trainer:
 
     def sample(self) -> list[Tensor]:
         """The first values of every tensor that this rank's optimizer steps: they change."""
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        groups = [group for part in parts for group in part.optimizer.param_groups]
+        groups = [group for one in _of_torch(self.optimizer) for group in one.param_groups]
         stepped = [one for group in groups for one in group["params"]]
         local = (getattr(one, "_local_tensor", one) for one in stepped)  # of FSDP's shards
         return [one.detach().flatten()[:256].clone() for one in local]
@@ -329,6 +328,12 @@ def _core_attention(model: ModelSpec, p: Parallelism, device: torch.device) -> t
     return partial(ContextAttention, kernels), kernels.name
 
 
+def _of_torch(optimizer: Any) -> list[Any]:
+    """The optimizers of torch in one of Megatron-Core's; a part without parameters has none."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
 def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple[Any, str]:
     """Megatron-Core's optimizer around torch's AdamW, fused on GPUs; and the latter's name."""
     config = OptimizerConfig(
@@ -341,8 +346,8 @@ def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple
         clip_grad=CLIP_GRADIENT,
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
+    kind = "nothing to update"
+    for inner in _of_torch(optimizer):
         kind = f"{type(inner).__module__.partition('.')[0]} {type(inner).__name__}"
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and device.type == "cuda":
             kind = "torch fused AdamW"

@@ -233,9 +233,15 @@ def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
 def warnings(e: StepEstimate, r: Any) -> list[str]:
     """What a reader must know of power and heat."""
     changed: Changed | None = r.changed
+    said = []
+    if e.throttled_share > 0:
+        said.append(
+            "A power cap holds the clock, and power is that of random data: a model that has "
+            "learnt may draw less, and a step of it take a few per cent less time."
+        )
     if changed is None or not changed.what.asked:
-        return []
-    what, clock, said = changed.what, changed.before.clock, []
+        return said
+    what, clock = changed.what, changed.before.clock
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
     if lowest is not None and mhz < 0.99 * lowest:
         under = (

@@ -364,11 +364,6 @@ def warnings(projection: Projection) -> list[str]:
     said += unmeasured(r.calibration, r.node)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
-    if e.throttled_share > 0:
-        said.append(
-            "A power cap holds the clock, and power is that of random data: a model that has "
-            "learnt may draw less, and a step of it take a few per cent less time."
-        )
     said.append(
         "The tail of GPU-to-GPU speed at this scale is assumed, not measured: see "
         "step.worst_gpu_deviation."
