@@ -173,13 +173,18 @@ class Trainer:
     replica: int  # this rank's data-parallel rank
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """This replica's microbatches of one step: random tokens, the same however it is split.
+        """This replica's microbatches of one step: random tokens, the same however it is split."""
+        m, p = self.model, self.parallelism
+        generator = torch.Generator().manual_seed(1000 + step)
+        text = torch.randint(m.vocab, (p.global_batch, m.seq_len + 1), generator=generator)
+        return self.cut(text)
+
+    def cut(self, text: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """This replica's microbatches of tokens (global_batch, seq_len + 1).
 
         Microbatch i of replica r holds the sequences from (i * dp + r) * microbatch on.
         """
         m, p = self.model, self.parallelism
-        generator = torch.Generator().manual_seed(1000 + step)
-        text = torch.randint(m.vocab, (p.global_batch, m.seq_len + 1), generator=generator)
         positions = own_part(torch.arange(m.seq_len).expand(p.microbatch, -1)).contiguous()
         positions = positions.to(self.device)
         found = []
@@ -218,7 +223,7 @@ class Trainer:
 
     def sample(self) -> list[Tensor]:
         """The first values of every tensor that this rank's optimizer steps: they change."""
-        groups = [group for one in _of_torch(self.optimizer) for group in one.param_groups]
+        groups = [group for one in of_torch(self.optimizer) for group in one.param_groups]
         stepped = [one for group in groups for one in group["params"]]
         local = (getattr(one, "_local_tensor", one) for one in stepped)  # of FSDP's shards
         return [one.detach().flatten()[:256].clone() for one in local]
@@ -328,7 +333,7 @@ def _core_attention(model: ModelSpec, p: Parallelism, device: torch.device) -> t
     return partial(ContextAttention, kernels), kernels.name
 
 
-def _of_torch(optimizer: Any) -> list[Any]:
+def of_torch(optimizer: Any) -> list[Any]:
     """The optimizers of torch in one of Megatron-Core's; a part without parameters has none."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part.optimizer is not None]
@@ -347,7 +352,7 @@ def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     kind = "nothing to update"
-    for inner in _of_torch(optimizer):
+    for inner in of_torch(optimizer):
         kind = f"{type(inner).__module__.partition('.')[0]} {type(inner).__name__}"
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and device.type == "cuda":
             kind = "torch fused AdamW"
