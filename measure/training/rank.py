@@ -5,6 +5,7 @@ its times, losses and memory, and does so again until told anything else. When t
 the parent is gone, and the rank ends itself, even from the middle of a collective that never ends.
 """
 
+import contextlib
 import gc
 import os
 import queue
@@ -36,6 +37,7 @@ with warnings.catch_warnings():  # about Transformer Engine and Apex, once per i
 
 STABLE = 0.05  # warm-up ends when two steps in a row differ by less
 MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
+SETTLING = 3  # steps before profiled ones: behind a pause a power cap lets the first run faster
 COLLECTIVE_TIMEOUT_S = 120
 
 _cuda: Any = torch.cuda  # only partly annotated
@@ -131,10 +133,11 @@ class Ranks:
         """What `steps` steps from `number` on were made of, see `measure.training.trace`."""
 
         def run() -> None:
-            for index in range(steps):
+            for index in range(SETTLING + steps):
                 batches = trainer.batches(number + index)
                 self.barrier()
-                with record_function(STEP):
+                settled = index >= SETTLING
+                with record_function(STEP) if settled else contextlib.nullcontext():
                     trainer.step(batches)
                     if self.gpu:
                         _cuda.synchronize()
