@@ -14,6 +14,7 @@ training steps. The same input gives the same numbers, but for a sixth digit now
 import argparse
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -322,6 +323,8 @@ def fit_all(found: Sequence[Evidence], show_progress: bool) -> list[Calibration]
     """The calibrations of several systems, on all cores; of one with its own progress."""
     if len(found) == 1:
         return [fit(found[0], show_progress)]
+    # a worker that holds a large system's rows is replaced before the next, which is no problem
+    warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
     fitted = Parallel(n_jobs=-1, return_as="generator")(delayed(fit)(one) for one in found)
     return list(progress(fitted, len(found), "systems", show_progress))
 

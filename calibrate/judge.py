@@ -33,6 +33,7 @@ from calibrate.network.sweeps import judge_sweep
 from calibrate.telemetry import read_telemetry
 from spec.command import Parser, add_json, emit, run
 from spec.errors import UserError
+from spec.kernel import PLAIN
 from spec.records import CollectiveRow, KernelRow
 from spec.results import ResultSet
 
@@ -66,10 +67,7 @@ def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str,
     found = judged_rows(rows, state, fits)
     _score_kernels(found, ledger)
     missing = _count(rows)
-    missing.subtract(
-        f"{'gemm' if kernel.op == 'narrow_gemm' else kernel.op} {kernel.dtype}"
-        for kernel, _, _ in found
-    )
+    missing.subtract(f"{PLAIN.get(kernel.op, kernel.op)} {kernel.dtype}" for kernel, _, _ in found)
     if late_rows := [row for one in late for row in one.table(CollectiveRow)]:
         _score_collectives(early, [row for row in late_rows if row.nodes == 1], ledger)
     return ledger, {name: count for name, count in missing.items() if count}

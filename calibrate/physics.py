@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from spec.kernel import Kernel
-from spec.kernel_fit import Physics, launches, wave_quantisation
+from spec.kernel_fit import Physics, launches, quantisation
 
 Array = NDArray[np.float64]
 Timings = Sequence[tuple[Kernel, float]]
@@ -61,7 +61,7 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
     moved = np.array([kernel.bytes for kernel, _ in timings])
     serial = np.array([launches(kernel) for kernel, _ in timings])
     quantised = np.array(
-        [kernel.flops * wave_quantisation(kernel, system.multiprocessors) for kernel, _ in timings]
+        [kernel.flops * quantisation(kernel, system.multiprocessors) for kernel, _ in timings]
     )
     compute = bool(quantised.max() > 0)
     launch = min(system.launch_us, 0.9 * float((times / serial).min()))

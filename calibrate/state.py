@@ -8,13 +8,13 @@ from typing import NamedTuple
 from spec.bend import Bend
 from spec.calibration import DeviceFit
 from spec.interval import Z90
-from spec.kernel import ATTENTION, Kernel
+from spec.kernel import ATTENTION, PLAIN, Kernel
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
 # latter are also too long for a cache to matter. Assumed.
 SHORT_US, LARGE_US = 30.0, 100.0
-PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")
+PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
 COMPUTE = (*PRODUCTS, *ATTENTION)
 
 # Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).
@@ -144,7 +144,8 @@ class ClockState:
 
     def exponent(self, op: str, direction: str) -> float:
         """Duration goes as (reference clock / clock) to this power."""
-        return self.own_exponents.get((op, direction), self.exponents[is_compute(op)])
+        plain = PLAIN.get(op, op)
+        return self.own_exponents.get((plain, direction), self.exponents[is_compute(op)])
 
     def factor(self, row: KernelRow) -> float:
         """How much longer a row took than it would at the reference clock.

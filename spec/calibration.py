@@ -40,7 +40,7 @@ from spec.fitted import (
     Spread,
 )
 from spec.kernel import OPS, Kernel
-from spec.kernel_fit import KernelFit, KernelPoint, wave_quantisation
+from spec.kernel_fit import KernelFit, KernelPoint, features
 from spec.network_fit import NetworkFit
 from spec.thermal import ThermalFit
 
@@ -67,7 +67,6 @@ __all__ = [
     "ThermalFit",
     "read_calibration",
     "ring_steps",
-    "wave_quantisation",
 ]
 
 SCHEMA = "calibration/1"
@@ -309,6 +308,7 @@ def read_calibration(path: Path) -> Calibration:
             raise UserError(f"{where}: no such operation; known are {', '.join(OPS)}")
         if any(len(point.dims) != len(names) for point in fit.points):
             raise UserError(f"{where}: a point's dims are not {len(names)} numbers")
-        if len(fit.length_scales) != len(names):
-            raise UserError(f"{where}: length_scales are not {len(names)} numbers")
+        count = features(fit.op, [point.dims for point in fit.points]).shape[1]
+        if len(fit.length_scales) != count:
+            raise UserError(f"{where}: length_scales are not {count} numbers")
     return calibration

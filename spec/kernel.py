@@ -24,9 +24,12 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
     # the same in one device kernel
     "fused_grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
-    # a gemm with an n or k below a tile's: what a model of kernel time is asked for, see `modelled`
+    # a gemm with an n or k below a tile's, or that tiles do not divide: what a model of kernel time
+    # is asked for, see `modelled`
     "narrow_gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
+    "ragged_gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
     "attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),
+    "ragged_attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),  # likewise
     # a piece of ring attention to other GPUs' keys: no mask, see `spec.step_context`
     "attention_block": (
         ("batch", "queries", "keys", "heads", "kv_heads", "head_dim"),
@@ -74,8 +77,10 @@ _TOUCHED = {
 }
 
 
-PRODUCTS = ("gemm", "narrow_gemm", "grouped_gemm", "fused_grouped_gemm")
-ATTENTION = ("attention", "attention_block")
+# operations that only models of kernel time know, and what they are
+PLAIN = {"narrow_gemm": "gemm", "ragged_gemm": "gemm", "ragged_attention": "attention"}
+PRODUCTS = ("gemm", "narrow_gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
+ATTENTION = ("attention", "ragged_attention", "attention_block")
 AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 
@@ -86,6 +91,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 LARGE_TILE = 128, 256  # cuBLAS's on Hopper, bf16
+HEAD_TILE = 64  # values of a head that cuDNN's and FlashAttention's kernels go by, on Hopper
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,15 @@ class Kernel:
         """The operation whose model of time this kernel goes by.
 
         Products with an n or k below a tile's waste most of each tile: their times lie far from
-        other products' in a way of their own.
+        other products' in a way of their own. Where tiles do not divide n and k, or the values of a
+        head, times scatter more from shape to shape.
         """
         if self.op == "gemm" and min(self.dims[1:]) < TILE:
             return "narrow_gemm"
+        if self.op == "gemm" and any(size % LARGE_TILE[1] for size in self.dims[1:]):
+            return "ragged_gemm"
+        if self.op == "attention" and self.dims[-1] % HEAD_TILE:
+            return "ragged_attention"
         return self.op
 
     @property
@@ -147,7 +158,7 @@ class Kernel:
         d = self.named
         if self.op in PRODUCTS:
             return 2.0 * d["m"] * d["n"] * d["k"]
-        if self.op == "attention":
+        if self.op in ("attention", "ragged_attention"):
             forward = 2.0 * d["batch"] * d["heads"] * d["seq"] ** 2 * d["head_dim"]
             # backward recomputes the scores: five matrix products where the forward has two
             return forward if self.direction == "forward" else 2.5 * forward
@@ -162,13 +173,13 @@ class Kernel:
         d = self.named
         size = DTYPE_BYTES[self.dtype]
         match self.op:
-            case "gemm" | "narrow_gemm" | "grouped_gemm" | "fused_grouped_gemm":
+            case "gemm" | "narrow_gemm" | "ragged_gemm" | "grouped_gemm" | "fused_grouped_gemm":
                 weights = d.get("groups", 1) * d["n"] * d["k"]
                 x, y = d["m"] * d["k"], d["m"] * d["n"]
                 out = {"forward": y, "dgrad": x, "wgrad": weights}[self.direction]
                 # a product of 8-bit operands is written in bf16
                 return float(size * (x + weights + y) + out * (max(size, 2) - size))
-            case "attention":
+            case "attention" | "ragged_attention":
                 rows = d["batch"] * d["seq"] * d["head_dim"] * size
                 forward = rows * (2 * d["heads"] + 2 * d["kv_heads"])
                 return float(forward if self.direction == "forward" else 2.5 * forward)

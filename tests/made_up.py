@@ -7,6 +7,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.collective import COLLECTIVES, busbw_factor
 from spec.files import write_json
 from spec.kernel import OPS
+from spec.kernel_fit import features
 
 COMPUTE_BOUND = ("gemm", "grouped_gemm", "attention")
 
@@ -22,10 +23,13 @@ def calibration_json(**changes: Any) -> dict[str, Any]:
             "tflops": 650.0 if op in COMPUTE_BOUND else None,
             "gbytes_per_s": 3000.0,
             "clock_exponent": 1.0 if op in COMPUTE_BOUND else 0.0,
-            "length_scales": [1.0] * len(names),
+            "length_scales": [1.0] * features(op, [(7,) * len(names)]).shape[1],
             "amplitude": 0.05,
             "noise": 0.02,
-            "points": [{"dims": [7] * len(names), "time_us": 3.0, "sd": 0.01}],
+            # far from every shape that is asked for, on either side of it
+            "points": [
+                {"dims": [size] * len(names), "time_us": 3.0, "sd": 0.01} for size in (7, 7 << 30)
+            ],
             "host_us": 0.5,
             "active_power_w": 800.0 if op in COMPUTE_BOUND else 350.0,
         }

@@ -54,6 +54,9 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5e9,
     "phi-3.5-moe": 41.9e9,
     "falcon-180b": 179.5e9,
+    "falcon-7b": 6.92e9,
+    "gemma-7b": 8.54e9,
+    "nemotron4-340b": 341e9,
     "gemma3-27b": 27.0e9,
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.interval import Z90
+from spec.kernel_fit import beyond_variance, feature_range
 
 Array = NDArray[np.float64]
 
@@ -23,7 +24,8 @@ DEFAULT_NOISE = 0.05
 FREE_LENGTH = 10.0  # of a dimension that does not vary in the data
 AMPLITUDES = (0.05, 1.0)
 NOISES = (0.003, 0.3)
-LENGTHS = (0.3, 20.0)
+# a factor of twelve in a size, at most: shapes of models lie along lines and say little beside them
+LENGTHS = (0.3, 2.5)
 LEAST_STRUCTURE = 0.01  # sd that a shape has of its own, however smooth its neighbours
 STARTS = (0.05, 0.01)  # noise to start the search from: the likelihood has several maxima
 MOST_POINTS = 300  # to learn from: the cost grows with the cube
@@ -50,6 +52,7 @@ class Correction:
         solved = np.linalg.solve(covariance, cross.T)
         mean = solved.T @ y
         variance = self.amplitude**2 - (cross * solved.T).sum(axis=1) + self.noise**2
+        variance += beyond_variance(at, *feature_range(x))
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
     def lean(self, x: Array, y: Array, sd: Array) -> tuple[Array, Array]:

@@ -132,6 +132,8 @@ def judged_rows(
     found = []
     for row in rows:
         kernel = row.kernel
+        if row.disturbed:
+            continue
         if (kernel.modelled, row.direction, row.dtype) in by_key:
             kernel = replace(kernel, op=kernel.modelled)
         fit = by_key.get((kernel.op, row.direction, row.dtype))

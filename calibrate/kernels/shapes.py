@@ -12,7 +12,7 @@ from calibrate.evidence import Evidence, robust_sd
 from calibrate.kernels.correction import LEARN_FROM
 from calibrate.physics import System, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
-from spec.kernel import Kernel
+from spec.kernel import PLAIN, Kernel
 from spec.kernel_fit import Physics, features
 from spec.records import KernelRow
 
@@ -86,18 +86,21 @@ def kernel_keys(evidence: Evidence) -> list[Key]:
 def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, KernelRow]]]]:
     """Rows with their runs, by the model that they are fitted by and by shape.
 
-    Products narrower than a tile have a model of their own where there are enough of them.
+    Products narrower than a tile, and shapes that tiles do not divide, have models of their own
+    where there are enough of them.
     """
     found: dict[Key, dict[Kernel, list[tuple[str, KernelRow]]]]
     found = defaultdict(lambda: defaultdict(list))
     for run, row in evidence.rows(KernelRow):
+        if row.disturbed:
+            continue
         kernel = row.kernel
         kernel = replace(kernel, op=kernel.modelled)
         found[kernel.op, row.direction, row.dtype][kernel].append((run, row))
-    for key in [key for key, shapes in found.items() if key[0] == "narrow_gemm"]:
-        if len(found[key]) < LEARN_FROM:
-            plain = found["gemm", key[1], key[2]]
-            plain.update({replace(one, op="gemm"): rows for one, rows in found.pop(key).items()})
+    for key in [key for key in found if key[0] in PLAIN and len(found[key]) < LEARN_FROM]:
+        op = PLAIN[key[0]]
+        plain = found[op, key[1], key[2]]
+        plain.update({replace(one, op=op): rows for one, rows in found.pop(key).items()})
     return found
 
 

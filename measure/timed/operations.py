@@ -115,6 +115,8 @@ class Maker(Products):
         self.fed = gradient = torch.randn_like(out)
         return (lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)), name
 
+    _ragged_attention = _attention
+
     def _attention_block(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         """All queries to all keys, laid out [batch, heads, seq, head_dim] as the ring has them."""
         batch, queries, keys, heads, kv_heads, dim = kernel.dims

@@ -67,7 +67,7 @@ class Products:
             return lambda: g.t().matmul(x), name
         return lambda: torch.matmul(x, w.t()), name
 
-    _narrow_gemm = _gemm
+    _narrow_gemm = _ragged_gemm = _gemm
 
     def _grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         """One product per expert, as Megatron-Core's SequentialMLP, on equal shares of the rows."""

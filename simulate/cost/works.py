@@ -64,7 +64,7 @@ class Work(NamedTuple):
 Slowed = tuple[bool, float]
 ByClock = dict[Slowed, Work]
 Held = TypeVar("Held")
-PRODUCTS = ("gemm", "grouped_gemm", "fused_grouped_gemm")
+PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
 LIMIT = 50_000  # parts and segments kept; plans that have gone leave theirs behind
 
 

@@ -75,7 +75,7 @@ def with_unfused_attention(calibration: Calibration) -> Calibration:
     copy = calibration.kernel_fits["copy", "forward", "bf16"]
     kernels = []
     for fit in calibration.kernels:
-        if fit.op == "attention_block":
+        if fit.op in ("attention_block", "ragged_attention"):
             continue  # `attention` stands for it
         if fit.op == "attention":
             fields = {name: getattr(fit, name) for name in type(fit).model_fields}

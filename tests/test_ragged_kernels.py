@@ -1,0 +1,110 @@
+"""Shapes that tiles do not divide, and shapes beyond all measured ones."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibrate.fit import systems
+from calibrate.kernels.correction import LEARN_FROM
+from calibrate.kernels.shapes import by_model
+from spec.calibration import read_calibration
+from spec.errors import UserError
+from spec.files import read_table, write_json, write_table
+from spec.kernel import PLAIN, Kernel
+from spec.kernel_fit import BEYOND_SD, KernelFit, Physics, features, quantisation
+from spec.records import KernelRow
+from tests.made_up import calibration_json
+from tests.test_calibrate_fit import run_folder, write_small
+from tests.test_calibrate_products import TRUTH, row
+
+
+def attention(head_dim: int, heads: int = 32, direction: str = "forward") -> Kernel:
+    return Kernel("attention", direction, (1, 4096, heads, heads, head_dim))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "model"),
+    [
+        (Kernel("gemm", "forward", (2048, 6144, 4096)), "gemm"),
+        (Kernel("gemm", "wgrad", (2000, 6144, 4096)), "gemm"),  # tokens may be any number
+        (Kernel("gemm", "forward", (2048, 6144, 4256)), "ragged_gemm"),
+        (Kernel("gemm", "dgrad", (2048, 1600, 4096)), "ragged_gemm"),
+        (Kernel("gemm", "forward", (2048, 32, 4256)), "narrow_gemm"),
+        (attention(128), "attention"),
+        (attention(192), "attention"),
+        (attention(152), "ragged_attention"),
+        (Kernel("attention_block", "forward", (1, 4096, 4096, 8, 8, 80)), "attention_block"),
+    ],
+)
+def test_shapes_that_tiles_do_not_divide_have_models_of_their_own(
+    kernel: Kernel, model: str
+) -> None:
+    assert kernel.modelled == model
+    same = Kernel(model, kernel.direction, kernel.dims)
+    assert (same.flops, same.bytes) == (kernel.flops, kernel.bytes)
+
+
+def test_heads_last_as_long_as_padded_ones() -> None:
+    """On an H200: 457 us of 72 values, 459 of 96, 470 of 112 and 128; 652 of 144, 662 of 192."""
+    physics = Physics(3.0, 4000.0, 600.0)
+    times = {size: physics.time_us(attention(size)) for size in (64, 65, 72, 96, 128, 144, 192)}
+    assert times[65] == times[72] == times[96] == times[128]
+    assert times[144] == times[192]
+    assert times[64] < times[128] < times[192]
+    assert quantisation(attention(32), 132) == 1.0  # a CPU's heads are as they are
+    assert features("attention", [attention(96).dims])[0, -1] == np.log(128)
+
+
+def test_what_divides_a_ragged_shape_is_a_feature() -> None:
+    even, odd = features("ragged_gemm", [(2048, 6400, 4256), (2048, 6392, 4255)])
+    assert even[-2:] == pytest.approx(np.log([256, 32]))
+    assert odd[-2:] == pytest.approx(np.log([8, 1]))
+
+
+def test_a_spread_grows_beyond_what_was_measured_and_not_within(tmp_path: Path) -> None:
+    value = calibration_json()
+    kernels = {(one["op"], one["direction"]): one for one in value["kernels"]}
+    fields = kernels["gemm", "forward"] | {
+        "points": [
+            {"dims": [size] * 3, "time_us": 100.0, "sd": 0.01} for size in (1024, 2048, 4096)
+        ]
+    }
+    fit = KernelFit.model_validate(fields)
+    spreads = [fit.model_us((size, 2048, 2048))[1] for size in (1536, 4096, 8192, 65536, 1048576)]
+    assert spreads == sorted(spreads)
+    farthest, far = (np.log(size / 4096) for size in (1048576, 65536))
+    grown = BEYOND_SD**2 * (farthest**2 - far**2)  # both are far from all points
+    assert spreads[-1] ** 2 - spreads[-2] ** 2 == pytest.approx(grown, rel=1e-3)
+    inside = KernelFit.model_validate(fields | {"points": kernels["gemm", "forward"]["points"]})
+    assert inside.model_us((2048, 2048, 2048))[1] == pytest.approx(np.hypot(0.05, 0.02))
+
+
+def test_ragged_ones_need_enough_shapes_and_disturbed_rows_do_not_count(tmp_path: Path) -> None:
+    write_small(tmp_path / "results", ("gemm", "attention", "copy", "adam"))
+    path = run_folder(tmp_path / "results") / "kernels.csv"
+    rows = [one for one in read_table(path, KernelRow) if one.kernel.modelled not in PLAIN]
+    plain = next(one for one in rows if one.op == "gemm" and one.state == "burst")
+    kernels = [Kernel("gemm", "forward", (2048, 1600 + 64 * n, 4256)) for n in range(LEARN_FROM)]
+    more = [row(one, TRUTH.kernel_us(one), plain) for one in kernels]
+
+    def models(extra: list[KernelRow]) -> set[str]:
+        write_table(path, KernelRow, [*rows, *extra])
+        return {op for op, _, _ in by_model(systems(tmp_path / "results")[0])}
+
+    assert "ragged_gemm" in models(more)
+    assert not models(more[:-1]) & PLAIN.keys()
+    slow = 2 * more[-1].p90_us
+    late = more[-1].model_copy(update={"median_us": slow, "p90_us": slow})
+    assert (late.disturbed, more[-1].disturbed) == (True, False)
+    assert not models([*more[:-1], late]) & PLAIN.keys()
+
+
+def test_a_calibration_with_too_few_length_scales_is_refused(tmp_path: Path) -> None:
+    value = calibration_json()
+    ragged = next(one for one in value["kernels"] if one["op"] == "ragged_gemm")
+    assert len(ragged["length_scales"]) == 5
+    ragged["length_scales"].pop()
+    write_json(tmp_path / "calibration.json", value)
+    with pytest.raises(UserError, match="ragged_gemm forward: length_scales are not 5 numbers"):
+        read_calibration(tmp_path / "calibration.json")
