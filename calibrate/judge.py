@@ -63,7 +63,12 @@ def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str,
     )
     state = clock_state(early, read_telemetry(early), unused)
     fits = [one.whole for one in fit_kernels(early, state, unused, kernel_keys(early))]
-    rows = [later.as_shown(one.manifest.run, row) for one in late for row in one.table(KernelRow)]
+    rows = [
+        later.as_shown(one.manifest.run, row)
+        for one in late
+        for row in one.table(KernelRow)
+        if not row.disturbed
+    ]
     found = judged_rows(rows, state, fits)
     _score_kernels(found, ledger)
     missing = _count(rows)

@@ -1,13 +1,20 @@
 """What the benchmark prints of machines and missed figures."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.alike import mean_cosine
+from benchmarks.beyond import Outside, ends, inside
+from benchmarks.learning import numbered, phases
 from benchmarks.reference import WORKLOADS, compared, reference
 from benchmarks.simulate import last_of, replaced, table
 from benchmarks.true_clock import mean_mhz
+from calibrate.kernels.shapes import Group, Shape
+from calibrate.physics import system_of
+from spec.errors import UserError
+from spec.kernel import Kernel
 
 NOW = {"python_ms": 60.0, "numpy_ms": 50.0}
 
@@ -68,3 +75,36 @@ def test_a_mean_cosine_is_of_different_tokens() -> None:
     assert mean_cosine(alike) == pytest.approx(1)
     assert mean_cosine(apart) == pytest.approx(0)
     assert mean_cosine(torch.tensor([[1.0, 0.0], [-1.0, 0.0]])) == pytest.approx(-1)
+
+
+def test_text_is_numbered_by_how_common_its_tokens_are(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.py").write_text("x = x + x\n")
+    (tmp_path / "deep" / "b.py").write_text("y")
+    # tokens: x, a blank, =, +, a line's end, y; the two most common have numbers of their own
+    assert numbered(tmp_path, 3, 100) == [1, 0, 2, 0, 1, 0, 2, 0, 1, 2, 2]
+    assert numbered(tmp_path, 3, 4) == [1, 0, 2, 0]
+    with pytest.raises(UserError, match="holds no Python files"):
+        numbered(tmp_path / "none", 3, 100)
+
+
+def test_a_model_begins_anew_before_it_learns_from_text() -> None:
+    learning = [one.learning for one in phases(4)]
+    first, second = (n for n, one in enumerate(learning) if one)
+    assert [one.tokens for one in phases(4) if one.learning] == ["random", "text"]
+    assert any(one.restored for one in phases(4)[first:second])
+    assert any(one.restored for one in phases(4)[second:])
+
+
+def test_shapes_beyond_the_others_are_judged_with_and_without_growth() -> None:
+    found = [Outside(2.0, error, 0.1, 0.05) for error in (0.0, 0.1, -0.15, 0.3)]
+    assert inside(found) == (0.75, 0.25)  # 1.645 sds: 0.16 and 0.08
+    shapes = tuple(
+        Shape(Kernel("copy", "forward", (2**n,)), 3.0 + 2**n * 4 / 3e6, 0.01, 1)
+        for n in range(10, 30)
+    )
+    group = Group(("copy", "forward", "bf16"), shapes, (), ())
+    out = list(ends(group, system_of([group.timings])))
+    assert {round(one.factor) for one in out} == {2**n for n in range(1, 6)}
+    assert all(one.sd > one.sd_without for one in out)
+    assert max(abs(one.error) for one in out) < 0.1
