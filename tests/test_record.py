@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simulate import validate
-from simulate.validation.record import by_forecasts, made_from, record, table
+from simulate.validation.record import by_forecasts, counts, made_from, record, table
 from spec.command import run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -58,6 +58,19 @@ def test_forecasts_made_alike_stand_together(judged: Path) -> None:
     shares = [one["energy_inside_90"] for one in each]
     assert held[0] == f"one host, {together['made_from']}"
     assert next(cell for cell in held[1:] if cell).strip() == f"{sum(shares) / 2:.0%}"
+
+
+def test_what_reaches_its_aim_is_said_and_counted(judged: Path) -> None:
+    value = record(judged)
+    four, eight = value["forecasts"]
+    assert four["missed"] == []
+    assert eight["missed"] == ["mean error 3.2%, wanted 3%", "worst 9.5%, wanted 8%"]
+    ends = [line.split()[-1] for line in table(value).splitlines()[1:3]]
+    assert ends == ["reached", "missed"]
+    assert counts(value["forecasts"]) == [
+        "mean error at most 5%: 2; 10% and more: 0",
+        "reach what is wanted, one host: 1 of 2",
+    ]
 
 
 def test_every_judged_forecast_of_this_repository_is_in_the_record() -> None:

@@ -8,6 +8,7 @@ says (`plan-8-conditional`; `not said` where nothing stands behind the number).
 inside 90 %: share of intervals that held, with a 95 % interval that takes each step for itself.
 by forecasts: the same share with whole forecasts drawn anew, as the steps of one err alike.
 half-width / error: of the medians; 2.44 where intervals are exactly right and many.
+aim: whether the errors of step time are what is wanted of such steps (`.aims`).
 """
 
 import re
@@ -20,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from simulate.inputs import CPU_NODE, RESULTS
 from simulate.validation import text as validation_text
+from simulate.validation.aims import ONE_HOST, SEVERAL_HOSTS, missed
 from simulate.validation.forecast import Forecast, Interval, Time, read_forecast
 from simulate.validation.scores import summarise
 from spec.command import Parser, add_json, aligned, emit, result_name
@@ -36,8 +38,9 @@ JUDGED = "-judged.json"
 WIDTH = validation_text.COLUMNS.index("half-width")
 COLUMNS = (
     *("forecast", *validation_text.COLUMNS[1 : WIDTH + 1]),
-    *("half-width / error", "by forecasts", *validation_text.COLUMNS[WIDTH + 1 :]),
+    *("half-width / error", "by forecasts", *validation_text.COLUMNS[WIDTH + 1 :], "aim"),
 )
+NEAR, FAR = 0.05, 0.1  # mean errors that are counted
 OTHERS = ("energy", "power", "clock")
 DRAWS = 2000  # of forecasts
 
@@ -146,6 +149,8 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
         name = path.name.removesuffix(JUDGED)
         cases = [one.model_dump(exclude_none=True) for one in judged.cases]
         like = where(forecast), made_from(name)
+        summary = summarise(cases)
+        aim = ONE_HOST if like[0] == "one host" else SEVERAL_HOSTS
         cases_of.setdefault(like, []).append(cases)
         forecasts.append(
             {
@@ -156,7 +161,8 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
                 "where": like[0],
                 "made_from": like[1],
                 "warning": judged.forecast.warning,
-                "summary": summarise(cases),
+                "missed": missed(summary, aim),
+                "summary": summary,
             }
         )
     together = [
@@ -170,6 +176,17 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
         for like, each in sorted(cases_of.items())
     ]
     return {"schema": SCHEMA, "forecasts": forecasts, "together": together}
+
+
+def counts(forecasts: Sequence[dict[str, Any]]) -> list[str]:
+    """How many are near and far, and how many reach what is wanted of such steps."""
+    errors = [one["summary"]["mape"] for one in forecasts]
+    near, far = sum(one <= NEAR for one in errors), sum(one >= FAR for one in errors)
+    text = [f"mean error at most {NEAR:.0%}: {near}; {FAR:.0%} and more: {far}"]
+    for name in sorted({one["where"] for one in forecasts}):
+        mine = [not one["missed"] for one in forecasts if one["where"] == name]
+        text.append(f"reach what is wanted, {name}: {sum(mine)} of {len(mine)}")
+    return text
 
 
 def by_forecasts(summaries: Sequence[dict[str, Any]]) -> dict[str, float] | None:
@@ -199,11 +216,14 @@ def by_forecasts(summaries: Sequence[dict[str, Any]]) -> dict[str, float] | None
 def table(value: dict[str, Any]) -> str:
     """One line for each forecast, and one for each kind of them together; then the warnings."""
     lines: list[tuple[str, ...]] = [COLUMNS]
-    lines += [_line(f"{one['system']} {one['name']}", one) for one in value["forecasts"]]
+    lines += [
+        (*_line(f"{one['system']} {one['name']}", one), "missed" if one["missed"] else "reached")
+        for one in value["forecasts"]
+    ]
     count = len(lines)
     for one in value["together"]:
         label = f"{one['where']}, {one['made_from']} ({one['forecasts']})"
-        lines.append(_line(label, one))
+        lines.append((*_line(label, one), ""))
     text = aligned(lines)
     text[count:count] = ["", "together, by machine and by what they were made from:"]
     text += ["", *_held_besides(value["together"])]
@@ -251,5 +271,5 @@ def main(words: Sequence[str]) -> int:
     arguments = options.parse_args(words)
     value = record(Path(arguments.results), arguments.system)
     title = f"judged forecasts, as judged at the time: {len(value['forecasts'])}"
-    emit(arguments.json, value, f"{title}\n{table(value)}")
+    emit(arguments.json, value, "\n".join([title, *counts(value["forecasts"]), table(value)]))
     return 0
