@@ -244,14 +244,14 @@ def main(arguments: Sequence[str]) -> None:
         {"microbatch": options.microbatch, "global_batch": options.global_batch},
         "the command line",
     )
+    built = Model(model, split, options.device, options.text)
     blocks: list[Block] = []
-    for block in Model(model, split, options.device, options.text).run(
-        options.blocks, options.steps
-    ):
+    for block in built.run(options.blocks, options.steps):
         blocks.append(block)
         if options.csv:
             write_table(Path(options.csv), Block, blocks)
         print(" ".join(format_row(block).values()), flush=True)
+    built.torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

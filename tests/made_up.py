@@ -9,7 +9,7 @@ from spec.files import write_json
 from spec.kernel import OPS
 from spec.kernel_fit import features
 
-COMPUTE_BOUND = ("gemm", "grouped_gemm", "attention")
+COMPUTE_BOUND = ("gemm", "ragged_gemm", "grouped_gemm", "attention", "ragged_attention")
 
 
 def calibration_json(**changes: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def calibration_json(**changes: Any) -> dict[str, Any]:
             "noise": 0.02,
             # far from every shape that is asked for, on either side of it
             "points": [
-                {"dims": [size] * len(names), "time_us": 3.0, "sd": 0.01} for size in (7, 7 << 30)
+                {"dims": [size] * len(names), "time_us": 3.0, "sd": 0.01} for size in (7, 7 << 60)
             ],
             "host_us": 0.5,
             "active_power_w": 800.0 if op in COMPUTE_BOUND else 350.0,
