@@ -3,9 +3,9 @@
     python -m benchmarks.beyond [RESULTS] --system NAME [--json [FILE]]
 
 Of every operation of a system and every feature of its model: the shapes at one end, some tenth or
-quarter of them, are predicted from the others, as far outside as they are. How many lie inside
-their 90 % interval, with the spread that grows there (`spec.kernel_fit.BEYOND_SD`) and without. A
-minute a system; docs/calibration.md has what came out.
+quarter of them, are predicted from the others, so that a shape may count several times. How many
+predictions lie inside their 90 % interval, with the spread that grows there
+(`spec.kernel_fit.BEYOND_SD`) and without. A minute a system; docs/calibration.md has what came out.
 """
 
 import sys
@@ -24,6 +24,7 @@ from calibrate.clock.monitored import monitored
 from calibrate.evidence import Evidence, Ledger
 from calibrate.fit import systems
 from calibrate.kernels.correction import fit_correction
+from calibrate.kernels.errors import leave_out
 from calibrate.kernels.queued import fit_queued
 from calibrate.kernels.shapes import (
     Group,
@@ -58,6 +59,9 @@ class Outside:
 def ends(group: Group, system: System) -> Iterator[Outside]:
     """The shapes of an operation at each end of each feature, predicted from the others."""
     shapes, x = group.shapes, inputs(group.shapes)
+    physics, _ = fit_physics(group.timings, system)
+    whole = fit_correction(x, residuals(physics, shapes))
+    _, scale = leave_out(group, system, whole)  # of spreads, as calibrations have it
     for feature in range(x.shape[1]):
         for side in (1, -1):
             along = side * x[:, feature]
@@ -72,12 +76,12 @@ def ends(group: Group, system: System) -> Iterator[Outside]:
                 correction = fit_correction(x[kept], left)
                 mean, sd = correction.predict(x[kept], left, x[out], spreads(known))
                 grown = beyond_variance(x[out], *feature_range(x[kept]))
-                for n, add, spread, more in zip(out, mean, sd, grown, strict=True):
+                for n, add, spread, more in zip(out, mean, scale * sd, grown, strict=True):
                     one = shapes[n]
                     error = log(physics.time_us(one.kernel) * exp(add) / one.time_us)
                     factor = exp(along[n] - along[kept].max())
-                    without = float(max(spread**2 - more, 0.0)) ** 0.5
-                    yield Outside(factor, error, hypot(spread, one.sd), hypot(without, one.sd))
+                    without = hypot(spread, one.sd)
+                    yield Outside(factor, error, hypot(without, more**0.5), without)
 
 
 def judged(evidence: Evidence) -> list[Outside]:
@@ -86,8 +90,10 @@ def judged(evidence: Evidence) -> list[Outside]:
     evidence = fit_queued(evidence, unused).applied(monitored(evidence, unused))
     clock = clock_state(evidence, read_telemetry(evidence), unused)
     groups = kernel_groups(evidence, clock)
+    large = [one for one in groups.values() if len(one.shapes) >= LEAST_SHAPES]
+    if not large:
+        return []
     system = system_with(groups)
-    large = (one for one in groups.values() if len(one.shapes) >= LEAST_SHAPES)
     return [one for group in large for one in ends(group, system)]
 
 
@@ -120,16 +126,16 @@ def main(arguments: Sequence[str]) -> None:
         held, without = inside(part)
         typical = median(abs(one.error) for one in part)
         rows.append(
-            {"from": low, "to": high, "shapes": len(part), "median_error": typical}
+            {"from": low, "to": high, "predictions": len(part), "median_error": typical}
             | {"inside": held, "inside_without": without}
         )
-    header = ("times beyond", "shapes", "median error", "inside 90 %", "without growth")
+    header = ("times beyond", "predictions", "median error", "inside 90 %", "without growth")
     lines = [
         (
             f"{row['from']:g} and more"
             if row["to"] == FACTORS[-1]
             else f"{row['from']:g} to {row['to']:g}",
-            f"{row['shapes']:.0f}",
+            f"{row['predictions']:.0f}",
             *(f"{row[name]:.1%}" for name in ("median_error", "inside", "inside_without")),
         )
         for row in rows

@@ -74,7 +74,7 @@ class Block(BaseModel):
     layers: int
     phase: str
     tokens: str
-    steps_learnt: int  # from these tokens, before the block
+    steps_learnt: int  # since it began, or was restored, before the block
     step_time_s: float
     power_w: float | None
     clock_mhz: float | None
@@ -114,7 +114,7 @@ class Model:
         self.monitor = monitors[device]
         folder = text or Path(torch.__file__).parent
         self.text = torch.tensor(numbered(folder, model.vocab, MOST_TOKENS))
-        if len(self.text) < 2 * model.seq_len:
+        if len(self.text) <= 2 * model.seq_len:
             raise UserError(
                 f"{folder} holds {len(self.text)} tokens; more than two sequences' are needed"
             )
@@ -179,7 +179,7 @@ class Model:
         return "+".join(f"{one:.3f}" for one in found[: len(hooks)])
 
     def block(self, phase: Phase, steps: int, learnt: int, rate: float) -> Block:
-        """One block of so many steps, of a model that has learnt from so many."""
+        """One block of so many steps, of a model that has learnt for `learnt`."""
         times, losses = [], []
         with Window([self.monitor]) as window:
             for step in range(steps):
@@ -208,11 +208,14 @@ class Model:
     def run(self, blocks: int, steps: int) -> Iterator[Block]:
         """All phases, block by block."""
         rate = LEARNING_RATE * LIKE / self.trainer.model.hidden
+        learnt = 0
         for phase in phases(blocks):
             if phase.restored:
                 self.restore()
-            for number in range(phase.blocks):
-                yield self.block(phase, steps, number * steps, rate)
+                learnt = 0
+            for _ in range(phase.blocks):
+                yield self.block(phase, steps, learnt, rate)
+                learnt += steps if phase.learning else 0
 
 
 def main(arguments: Sequence[str]) -> None:

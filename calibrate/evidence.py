@@ -145,6 +145,11 @@ class Evidence:
         """The devices of the newest run."""
         return [device for host in self.runs[-1].manifest.hosts for device in host.devices]
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are a CPU's."""
+        return self.devices()[0].kind == "cpu"
+
 
 def issue_us(times_us: Sequence[float]) -> float:
     """What issuing an operation takes while many are issued, of times alone on an idle device.

@@ -100,7 +100,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     kernels = (*(one.whole for one in fitted), *kernels)
     collectives = fit_collectives(evidence.with_judged, ledger)
     networks = fit_networks(evidence, ledger, state.idle_w)
-    gpus = evidence.devices()[0].kind != "cpu"
+    gpus = not evidence.on_cpu
     nvls = fit_nvls(ledger) if gpus else ()
     host = fit_host(evidence, kernels, ledger)
     clock = fit_clock(evidence, state, telemetry, ledger)
@@ -323,10 +323,11 @@ def fit_all(found: Sequence[Evidence], show_progress: bool) -> list[Calibration]
     """The calibrations of several systems, on all cores; of one with its own progress."""
     if len(found) == 1:
         return [fit(found[0], show_progress)]
-    # a worker that holds a large system's rows is replaced before the next, which is no problem
-    warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
-    fitted = Parallel(n_jobs=-1, return_as="generator")(delayed(fit)(one) for one in found)
-    return list(progress(fitted, len(found), "systems", show_progress))
+    with warnings.catch_warnings():
+        # a worker that holds a large system's rows is replaced before the next, which is no problem
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
+        fitted = Parallel(n_jobs=-1, return_as="generator")(delayed(fit)(one) for one in found)
+        return list(progress(fitted, len(found), "systems", show_progress))
 
 
 def result(calibration: Calibration, out: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def judge(early: Evidence, late: Sequence[ResultSet]) -> tuple[Ledger, dict[str,
         later.as_shown(one.manifest.run, row)
         for one in late
         for row in one.table(KernelRow)
-        if not row.disturbed
+        if early.on_cpu or not row.disturbed
     ]
     found = judged_rows(rows, state, fits)
     _score_kernels(found, ledger)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from spec.bend import Bend
 from spec.calibration import DeviceFit
 from spec.interval import Z90
-from spec.kernel import ATTENTION, PLAIN, Kernel
+from spec.kernel import ATTENTION, PLAIN, TILED_PRODUCTS, Kernel
 from spec.records import KernelRow
 
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
 # latter are also too long for a cache to matter. Assumed.
 SHORT_US, LARGE_US = 30.0, 100.0
-PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
+PRODUCTS = TILED_PRODUCTS
 COMPUTE = (*PRODUCTS, *ATTENTION)
 
 # Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).

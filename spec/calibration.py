@@ -39,7 +39,7 @@ from spec.fitted import (
     Source,
     Spread,
 )
-from spec.kernel import OPS, Kernel
+from spec.kernel import OPS, PLAIN, Kernel
 from spec.kernel_fit import KernelFit, KernelPoint, features
 from spec.network_fit import NetworkFit
 from spec.thermal import ThermalFit
@@ -284,8 +284,13 @@ class Calibration(BaseModel):
         return kernel if self._fit(kernel) else kernel.stand_in or kernel
 
     def _fit(self, kernel: Kernel) -> KernelFit | None:
-        fits, rest = self.kernel_fits, (kernel.direction, kernel.dtype)
-        return fits.get((kernel.modelled, *rest)) or fits.get((kernel.op, *rest))
+        """As it is modelled or else plain, whichever measured the shape; or any of its kind."""
+        rest = kernel.direction, kernel.dtype
+        alike = (name for name, plain in PLAIN.items() if plain == kernel.op)
+        names = dict.fromkeys((kernel.modelled, kernel.op, *alike))
+        found = [fit for name in names if (fit := self.kernel_fits.get((name, *rest)))]
+        measured = (fit for fit in found if kernel.dims in fit.measured)
+        return next(measured, found[0] if found else None)
 
     def kernel(self, kernel: Kernel) -> KernelFit:
         """The model of one kernel, see `known`; raises UserError where the system has none."""

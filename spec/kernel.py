@@ -78,8 +78,10 @@ _TOUCHED = {
 
 
 # operations that only models of kernel time know, and what they are
-PLAIN = {"narrow_gemm": "gemm", "ragged_gemm": "gemm", "ragged_attention": "attention"}
-PRODUCTS = ("gemm", "narrow_gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
+PLAIN = {"ragged_gemm": "gemm", "ragged_attention": "attention", "narrow_gemm": "gemm"}
+# bound by arithmetic where they are large
+TILED_PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
+PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)
 ATTENTION = ("attention", "ragged_attention", "attention_block")
 AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it

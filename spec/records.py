@@ -73,7 +73,7 @@ class KernelRow(OfKernel, Repeated):
 
     @property
     def disturbed(self) -> bool:
-        """Whether most repeats took much longer than the shortest: the device waited for its host.
+        """Whether most repeats took much longer than the shortest: a GPU waited for its host.
 
         Of 83,000 bursts on H200 and H100 29 are so; they last up to nine times as long as others.
         """

@@ -35,7 +35,7 @@ from calibrate.physics import (
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
 from spec.files import read_table
 from spec.kernel import Kernel
-from spec.kernel_fit import BEYOND_SD, features
+from spec.kernel_fit import features
 from spec.records import InterferenceRow
 from tests.clock_rows import product, row
 
@@ -252,9 +252,7 @@ def test_correction_helps_near_the_data_and_fades_away() -> None:
     assert mean[0] == pytest.approx(0.1 * sin(15), abs=0.03)
     assert mean[1] == pytest.approx(0, abs=1e-6)
     assert sd[1] > 3 * sd[0]
-    beyond = BEYOND_SD * np.linalg.norm(40 - x.max(axis=0))
-    far = np.linalg.norm([correction.amplitude, correction.noise, beyond])
-    assert sd[1] == pytest.approx(far, rel=1e-3)
+    assert sd[1] == pytest.approx(np.hypot(correction.amplitude, correction.noise), rel=1e-3)
 
 
 def test_correction_and_calibration_evaluate_the_same_formula() -> None:

@@ -152,6 +152,10 @@ def test_a_plan_of_ones_own(tmp_path: Path) -> None:
             "tp: [2]\nkernels:\n- {op: gemm, shape: m=8 n=8 k=8}\n",
             "tp has no effect beside kernels",
         ),
+        (
+            "kernels:\n- {op: ragged_gemm, shape: m=8 n=8 k=8}\n",
+            r"op 'ragged_gemm' is a model's; write 'gemm'",
+        ),
         ("kernels:\n- {op: gem, shape: m=8}\n", r"plan\.yaml: kernels\.0: op 'gem' is unknown"),
         (
             "kernels:\n- {op: gemm, shape: m=8 n=-8 k=8}\n",

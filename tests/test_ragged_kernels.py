@@ -7,8 +7,9 @@ import pytest
 
 from calibrate.fit import systems
 from calibrate.kernels.correction import LEARN_FROM
+from calibrate.kernels.queued import Lag, of_like
 from calibrate.kernels.shapes import by_model
-from spec.calibration import read_calibration
+from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import read_table, write_json, write_table
 from spec.kernel import PLAIN, Kernel
@@ -98,6 +99,65 @@ def test_ragged_ones_need_enough_shapes_and_disturbed_rows_do_not_count(tmp_path
     late = more[-1].model_copy(update={"median_us": slow, "p90_us": slow})
     assert (late.disturbed, more[-1].disturbed) == (True, False)
     assert not models([*more[:-1], late]) & PLAIN.keys()
+
+
+def test_where_an_operation_has_no_other_rows_disturbed_ones_count(tmp_path: Path) -> None:
+    write_small(tmp_path / "results", ("gemm", "attention", "copy", "adam"))
+    path = run_folder(tmp_path / "results") / "kernels.csv"
+
+    def late(one: KernelRow) -> KernelRow:
+        slow = 2 * one.p90_us
+        change = {"median_us": slow, "p90_us": slow, "state": "burst"}
+        return one.model_copy(update=change) if one.op == "adam" else one
+
+    write_table(path, KernelRow, [late(one) for one in read_table(path, KernelRow)])
+    assert ("adam", "forward", "bf16") in by_model(systems(tmp_path / "results")[0])
+
+
+def test_a_cpu_has_other_tiles(tmp_path: Path) -> None:
+    write_small(tmp_path / "results", ("gemm", "attention", "copy", "adam"))
+    path = run_folder(tmp_path / "results") / "kernels.csv"
+    rows = read_table(path, KernelRow)
+    plain = next(one for one in rows if one.op == "gemm" and one.state == "burst")
+    kernels = [Kernel("gemm", "forward", (2048, 1600 + 64 * n, 4256)) for n in range(LEARN_FROM)]
+    write_table(path, KernelRow, [*rows, *(row(one, 50.0, plain) for one in kernels)])
+    (evidence,) = systems(tmp_path / "results")
+    assert "ragged_gemm" in {op for op, _, _ in by_model(evidence)}
+    for run in evidence.runs:
+        for host in run.manifest.hosts:
+            for device in host.devices:
+                object.__setattr__(device, "kind", "cpu")
+    found = by_model(evidence)
+    assert "ragged_gemm" not in {op for op, _, _ in found}
+    assert {one.dims for one in found["gemm", "forward", "bf16"]} >= {one.dims for one in kernels}
+
+
+def test_a_measured_shape_is_looked_up_whichever_model_has_it() -> None:
+    value = calibration_json()
+    odd, even = (
+        Kernel("gemm", "forward", (2048, 9728, 896)),
+        Kernel("gemm", "forward", (8, 512, 512)),
+    )
+    for one in value["kernels"]:
+        if (one["op"], one["direction"]) == ("gemm", "forward"):
+            one["points"].append({"dims": odd.dims, "time_us": 60.2, "sd": 0.01})
+    both = Calibration.model_validate(value)
+    assert both.kernel(odd).time_us(odd.dims)[0] == 60.2  # too few of its own kind to be fitted
+    other = Kernel("gemm", "forward", (2048, 9728, 1000))
+    assert both.kernel(other).op == "ragged_gemm"
+    # a system that has but ragged ones has a model for all
+    kernels = [one for one in value["kernels"] if one["op"] != "gemm"]
+    alone = Calibration.model_validate(value | {"kernels": kernels})
+    assert alone.kernel(even).op == "ragged_gemm"
+
+
+def test_ragged_bursts_lose_what_plain_ones_do_in_a_queue() -> None:
+    lag = Lag(np.array([1e6, 1e7]), np.array([3.0, 3.0]))
+    found = {("gemm", "forward"): lag}
+    assert of_like(found, "ragged_gemm", "forward") is lag
+    assert of_like(found, "ragged_attention", "forward") is None
+    own = Lag(np.array([1e6, 1e7]), np.array([1.0, 1.0]))
+    assert of_like(found | {("ragged_gemm", "forward"): own}, "ragged_gemm", "forward") is own
 
 
 def test_a_calibration_with_too_few_length_scales_is_refused(tmp_path: Path) -> None:

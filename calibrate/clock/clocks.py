@@ -295,7 +295,9 @@ def judge_power(
         """Rows with the power and clock that the model gives them."""
         found = []
         for _, row in evidence.rows(KernelRow, role):
-            fit = by_key.get((row.op, row.direction, row.dtype))
+            names = (row.kernel.modelled, row.op)
+            keys = ((name, row.direction, row.dtype) for name in names)
+            fit = next((by_key[key] for key in keys if key in by_key), None)
             if fit is not None and row.state == "sustained":
                 dims = row.kernel.dims
                 compute_w, memory_w = draw(

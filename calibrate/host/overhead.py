@@ -37,7 +37,7 @@ SHARE_COMPOSITION_SD = 0.1
 
 def fit_host(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) -> HostFit:
     """What a host adds to the kernels of a step, which were fitted before."""
-    if evidence.devices()[0].kind == "cpu":
+    if evidence.on_cpu:
         return _on_cpu(evidence, ledger)
     return fit_issue(evidence, kernels, ledger)
 
@@ -131,7 +131,7 @@ def fit_interference(evidence: Evidence, ledger: Ledger) -> Interference:
 
 def composition_sd(evidence: Evidence, ledger: Ledger) -> float:
     """What adding up kernels leaves out of a whole step."""
-    if evidence.devices()[0].kind == "cpu":
+    if evidence.on_cpu:
         value, interval = CPU_COMPOSITION_SD, (0.15, 0.6)
         detail = "processes share cores, caches and gloo's threads, which no kernel alone shows"
         if core_share(evidence.runs[-1].manifest) < 1 and evidence.rows(HostRow):

@@ -27,7 +27,7 @@ LEAST_WAIT = 0.01  # of a product: shorter waits count as this long in their spr
 
 def fit_behind(evidence: Evidence, ledger: Ledger) -> BehindFit | None:
     """From the runs on this GPU, other systems' too; None on a CPU, which has nothing to hold."""
-    if evidence.devices()[0].kind == "cpu":
+    if evidence.on_cpu:
         return None
     rows = [row for _, row in evidence.of_gpu.rows(BehindRow)]
     name, unit = "behind.held", "multiprocessors"

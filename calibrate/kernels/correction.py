@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.interval import Z90
-from spec.kernel_fit import beyond_variance, feature_range
 
 Array = NDArray[np.float64]
 
@@ -45,14 +44,16 @@ class Correction:
     def predict(
         self, x: Array, y: Array, at: Array, sd: Array | float = 0.0
     ) -> tuple[Array, Array]:
-        """Mean and sd at `at`, (points, n), given residuals `y`, of `sd` each, at features `x`."""
+        """Mean and sd at `at`, (points, n), given residuals `y`, of `sd` each, at features `x`.
+
+        Without what `spec.kernel_fit.beyond_variance` adds outside the range of `x`.
+        """
         own = np.maximum(self.noise, np.broadcast_to(sd, len(x))) ** 2
         covariance = self._covariance(x, x) + np.diag(own)
         cross = self._covariance(at, x)
         solved = np.linalg.solve(covariance, cross.T)
         mean = solved.T @ y
         variance = self.amplitude**2 - (cross * solved.T).sum(axis=1) + self.noise**2
-        variance += beyond_variance(at, *feature_range(x))
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
     def lean(self, x: Array, y: Array, sd: Array) -> tuple[Array, Array]:

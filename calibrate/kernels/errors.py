@@ -12,7 +12,7 @@ import numpy as np
 
 from calibrate.evidence import Evidence, Judged, Ledger
 from calibrate.kernels.correction import Correction, conformal_scale, folds
-from calibrate.kernels.shapes import Group, Shape, inputs, residuals, spreads
+from calibrate.kernels.shapes import Group, Shape, beyond, inputs, residuals, spreads
 from calibrate.physics import System, fit_physics
 from calibrate.state import ClockState, Key
 from spec.calibration import KernelFit
@@ -55,7 +55,7 @@ def leave_out(group: Group, system: System, correction: Correction) -> tuple[lis
     split = folds(families, FOLDS)
     if len(split) < 2:
         return [], conformal_scale([])
-    outcomes: list[list[tuple[Shape, float, float, float]]] = []
+    outcomes: list[list[tuple[Shape, float, float, float, float]]] = []
     for left_out in split:
         kept = [one for index, one in enumerate(shapes) if index not in left_out]
         judged = [shapes[index] for index in sorted(left_out)]
@@ -63,19 +63,26 @@ def leave_out(group: Group, system: System, correction: Correction) -> tuple[lis
         mean, sd = correction.predict(
             inputs(kept), residuals(physics, kept), inputs(judged), spreads(kept)
         )
+        grown = beyond(judged, kept)
         dumb = Roofline(kept)
         outcomes.append(
             [
-                (one, physics.time_us(one.kernel) * exp(add), spread, dumb(one.kernel))
-                for one, add, spread in zip(judged, mean, sd, strict=True)
+                (one, physics.time_us(one.kernel) * exp(add), spread, more, dumb(one.kernel))
+                for one, add, spread, more in zip(judged, mean, sd, grown, strict=True)
             ]
         )
-    scores = [[abs(log(time / one.time_us)) / sd for one, time, sd, _ in fold] for fold in outcomes]
+    scores = [
+        [abs(log(time / one.time_us)) / (sd**2 + more) ** 0.5 for one, time, sd, more, _ in fold]
+        for fold in outcomes
+    ]
     result = []
     for index, fold in enumerate(outcomes):
         others = [z for other, part in enumerate(scores) if other != index for z in part]
         scale = conformal_scale(others)
-        result += [Judged(time, sd * scale, one.time_us, dumb) for one, time, sd, dumb in fold]
+        result += [
+            Judged(time, ((sd * scale) ** 2 + more) ** 0.5, one.time_us, dumb)
+            for one, time, sd, more, dumb in fold
+        ]
     return result, conformal_scale([z for part in scores for z in part])
 
 
@@ -132,8 +139,6 @@ def judged_rows(
     found = []
     for row in rows:
         kernel = row.kernel
-        if row.disturbed:
-            continue
         if (kernel.modelled, row.direction, row.dtype) in by_key:
             kernel = replace(kernel, op=kernel.modelled)
         fit = by_key.get((kernel.op, row.direction, row.dtype))

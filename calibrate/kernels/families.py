@@ -14,6 +14,7 @@ from calibrate.kernels.errors import BASELINE, Roofline, family
 from calibrate.kernels.shapes import (
     Group,
     Shape,
+    beyond,
     inputs,
     kernel_groups,
     residuals,
@@ -83,6 +84,7 @@ def _judged(group: Group, fit: KernelFit, system: System, out: set[Family]) -> l
     mean, sd = correction.predict(
         inputs(kept), residuals(physics, kept), inputs(judged), spreads(kept)
     )
+    sd = (sd**2 + beyond(judged, kept)) ** 0.5
     dumb = Roofline(kept)
     return [
         Judged(physics.time_us(one.kernel) * exp(add), spread, one.time_us, dumb(one.kernel))

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrate.evidence import Evidence, Ledger, robust_sd
-from spec.kernel import Kernel
+from spec.kernel import PLAIN, Kernel
 from spec.records import KernelRow, QueuedRow
 
 Array = NDArray[np.float64]
@@ -51,6 +52,15 @@ class Lag:
         return float(np.average(lag_us, weights=weights))
 
 
+T = TypeVar("T")
+
+
+def of_like(found: Mapping[Key, T], op: str, direction: str) -> T | None:
+    """What was found of an operation as it is modelled, or of the plain one that it is."""
+    own = found.get((op, direction))
+    return found.get((PLAIN.get(op, op), direction)) if own is None else own
+
+
 @dataclass(frozen=True)
 class Queued:
     """How much shorter kernels are in a queue than in bursts; not at all where none was timed."""
@@ -70,7 +80,7 @@ class Queued:
         return replace(evidence, lag_us=lag_us, lag_sd_us=sds)
 
     def _lag_us(self, kernel: Kernel) -> float:
-        lag = self.lags.get((kernel.modelled, kernel.direction))
+        lag = of_like(self.lags, kernel.modelled, kernel.direction)
         return 0.0 if lag is None else lag.at(kernel.bytes)
 
 

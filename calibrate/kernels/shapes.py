@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from calibrate.evidence import Evidence, robust_sd
 from calibrate.kernels.correction import LEARN_FROM
+from calibrate.kernels.queued import of_like
 from calibrate.physics import System, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.kernel import PLAIN, Kernel
-from spec.kernel_fit import Physics, features
+from spec.kernel_fit import Physics, beyond_variance, feature_range, features
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]
@@ -87,17 +88,28 @@ def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, Kerne
     """Rows with their runs, by the model that they are fitted by and by shape.
 
     Products narrower than a tile, and shapes that tiles do not divide, have models of their own
-    where there are enough of them.
+    where there are enough of them; the latter not on a CPU, whose tiles are others. A GPU's rows
+    that waited for their host count only where an operation has no other.
     """
+    gpu = not evidence.on_cpu
     found: dict[Key, dict[Kernel, list[tuple[str, KernelRow]]]]
     found = defaultdict(lambda: defaultdict(list))
+    disturbed = []
     for run, row in evidence.rows(KernelRow):
-        if row.disturbed:
-            continue
         kernel = row.kernel
         kernel = replace(kernel, op=kernel.modelled)
-        found[kernel.op, row.direction, row.dtype][kernel].append((run, row))
-    for key in [key for key in found if key[0] in PLAIN and len(found[key]) < LEARN_FROM]:
+        key = kernel.op, row.direction, row.dtype
+        if gpu and row.disturbed:
+            disturbed.append((key, kernel, run, row))
+        else:
+            found[key][kernel].append((run, row))
+    known = {(PLAIN.get(key[0], key[0]), *key[1:]) for key in found}
+    for key, kernel, run, row in disturbed:
+        if (PLAIN.get(key[0], key[0]), *key[1:]) not in known:
+            found[key][kernel].append((run, row))
+    few = [key for key in found if key[0] in PLAIN and len(found[key]) < LEARN_FROM]
+    few += [] if gpu else [key for key in found if key[0].startswith("ragged") and key not in few]
+    for key in few:
         op = PLAIN[key[0]]
         plain = found[op, key[1], key[2]]
         plain.update({replace(one, op=op): rows for one, rows in found.pop(key).items()})
@@ -110,7 +122,7 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     every = by_model(evidence.with_judged)
     for key, shapes in by_model(evidence).items():
         placed = [one for timings in shapes.values() for one in timings]
-        lag_sd_us = evidence.lag_sd_us.get(key[:2], 0.0)
+        lag_sd_us = of_like(evidence.lag_sd_us, *key[:2]) or 0.0
         found = {
             kernel: _shape(kernel, [row for _, row in timings], clock, lag_sd_us)
             for kernel, timings in sorted(
@@ -182,6 +194,11 @@ def residuals(physics: Physics, shapes: Sequence[Shape]) -> Array:
 def inputs(shapes: Sequence[Shape]) -> Array:
     """What the correction depends on, (shapes, features)."""
     return features(shapes[0].kernel.op, [one.kernel.dims for one in shapes])
+
+
+def beyond(judged: Sequence[Shape], kept: Sequence[Shape]) -> Array:
+    """What lies outside the sizes of `kept` is less sure by, variances, (judged,)."""
+    return beyond_variance(inputs(judged), *feature_range(inputs(kept)))
 
 
 def spreads(shapes: Sequence[Shape]) -> Array:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, 
 
 from spec.errors import UserError
 from spec.files import parse, read_table, read_yaml
-from spec.kernel import parse_kernel
+from spec.kernel import PLAIN, parse_kernel
 from spec.measurable import refuse
 from spec.model import Size, load_model
 from spec.results import refuse_duplicates
@@ -29,6 +29,8 @@ class _KernelWish(BaseModel):
     @model_validator(mode="after")
     def _known(self) -> Self:
         _checked(lambda: parse_kernel(self.op, self.direction, self.shape, self.dtype))
+        if self.op in PLAIN:
+            raise ValueError(f"op {self.op!r} is a model's; write {PLAIN[self.op]!r}")
         return self
 
 

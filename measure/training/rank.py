@@ -37,7 +37,7 @@ with warnings.catch_warnings():  # about Transformer Engine and Apex, once per i
 
 STABLE = 0.05  # warm-up ends when two steps in a row differ by less
 MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
-SETTLING = 3  # steps before profiled ones: behind a pause a power cap lets the first run faster
+SETTLING = 3  # recorded steps that do not count: behind a pause a power cap lets them run faster
 COLLECTIVE_TIMEOUT_S = 120
 
 _cuda: Any = torch.cuda  # only partly annotated
@@ -130,7 +130,7 @@ class Ranks:
             _cuda.empty_cache()
 
     def profiled(self, trainer: Any, number: int, steps: int) -> dict[str, Any]:
-        """What `steps` steps from `number` on were made of, see `measure.training.trace`."""
+        """What steps behind `SETTLING` others were made of, see `measure.training.trace`."""
 
         def run() -> None:
             for index in range(SETTLING + steps):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from simulate.cost.uncertainty import Draws
 from spec.calibration import Calibration
-from spec.kernel import Kernel
+from spec.kernel import TILED_PRODUCTS, Kernel
 from spec.kernel_fit import KernelFit
 from spec.step import EXPERTS, Part, Segment
 
@@ -64,7 +64,6 @@ class Work(NamedTuple):
 Slowed = tuple[bool, float]
 ByClock = dict[Slowed, Work]
 Held = TypeVar("Held")
-PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
 LIMIT = 50_000  # parts and segments kept; plans that have gone leave theirs behind
 
 
@@ -149,7 +148,7 @@ class Works:
             share = clock.memory_with_clock
             energy = Energy(drawn * share, drawn * (1 - share), drawn)
         modelled_us = 0.0 if kernel.dims in fit.measured else central_us
-        slowed = fit.op in PRODUCTS, fit.clock_exponent
+        slowed = fit.op in TILED_PRODUCTS, fit.clock_exponent
         return slowed, Work(time, energy, fit.issue_us(kernel.dims), modelled_us)
 
     def of_part(self, part: Part) -> ByClock:

@@ -40,7 +40,12 @@ def _with(same: Same[Calibration]) -> Calibration:
     fits = calibration.kernel_fits
     for fit in calibration.kernels:
         missing = (fit.op, fit.direction, "fp8") not in fits
-        if fit.op in FP8_PRODUCTS and fit.dtype == "bf16" and fit.tflops and missing:
+        if (
+            fit.op in (*FP8_PRODUCTS, "ragged_gemm")
+            and fit.dtype == "bf16"
+            and fit.tflops
+            and missing
+        ):
             found.append(_in_fp8(calibration, fit, dtype="fp8"))
     if not found:
         return calibration

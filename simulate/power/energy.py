@@ -237,7 +237,7 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     if e.throttled_share > 0:
         said.append(
             "A power cap holds the clock, and power is that of random tokens: on text four models' "
-            "steps took 0.8 to 1.8 % less time (H200, docs/power.md)."
+            "steps took 0.8 to 1.9 % less time (H200, docs/power.md)."
         )
     if changed is None or not changed.what.asked:
         return said
