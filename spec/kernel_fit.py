@@ -34,8 +34,8 @@ from spec.kernel import (
 
 LEAST_BUSY = 0.1  # of a kernel's time
 Sizes = TypeVar("Sizes", int, NDArray[np.int64])
-# sd of a shape beyond all measured ones, for each factor of e in a feature. Of 7,300 shapes of H200
-# left out at one end of a feature 93 % lie inside so, 83 without, of 7,700 of H100 92 and 87
+# sd of a shape beyond all measured ones, for each factor of e in a feature. Of shapes left out at
+# one end of a feature 93 % lie inside so on H200, 83 without (7,300 predictions), on H100 93 and 87
 # (`benchmarks/beyond.py`)
 BEYOND_SD = 0.08
 HEAD_ALIGNED = 16  # values of a head: what more of them a power of two divides changes nothing
