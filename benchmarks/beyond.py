@@ -28,6 +28,7 @@ from calibrate.kernels.errors import leave_out
 from calibrate.kernels.queued import fit_queued
 from calibrate.kernels.shapes import (
     Group,
+    beyond,
     inputs,
     kernel_groups,
     residuals,
@@ -39,7 +40,6 @@ from calibrate.telemetry import read_telemetry
 from spec import command
 from spec.errors import UserError
 from spec.interval import Z90
-from spec.kernel_fit import beyond_variance, feature_range
 
 LEAST_SHAPES, LEAST_OUT, MOST_OUT = 24, 3, 0.4  # of an operation; left out; share of them
 KEPT = (0.9, 0.75)  # of the shapes, up to which a feature is kept
@@ -75,7 +75,7 @@ def ends(group: Group, system: System) -> Iterator[Outside]:
                 left = residuals(physics, known)
                 correction = fit_correction(x[kept], left)
                 mean, sd = correction.predict(x[kept], left, x[out], spreads(known))
-                grown = beyond_variance(x[out], *feature_range(x[kept]))
+                grown = beyond([shapes[n] for n in out], known)
                 for n, add, spread, more in zip(out, mean, scale * sd, grown, strict=True):
                     one = shapes[n]
                     error = log(physics.time_us(one.kernel) * exp(add) / one.time_us)

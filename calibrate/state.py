@@ -14,8 +14,7 @@ from spec.records import KernelRow
 # Kernels so short that a burst of them does not reach the power cap, and so long that it does; the
 # latter are also too long for a cache to matter. Assumed.
 SHORT_US, LARGE_US = 30.0, 100.0
-PRODUCTS = TILED_PRODUCTS
-COMPUTE = (*PRODUCTS, *ATTENTION)
+COMPUTE = (*TILED_PRODUCTS, *ATTENTION)
 
 # Where no pulses of products tell: what they told on four H200 (`results/4x-h200`, heat suite).
 # Power goes as clock times voltage squared: up to 3 (Kandiah et al., "AccelWattch", MICRO 2021).
@@ -51,7 +50,7 @@ def is_compute(op: str) -> bool:
 
 def is_modelled_product(row: KernelRow) -> bool:
     """Whether a row is modelled as a matrix product: not where it is too narrow for its tiles."""
-    return row.op in PRODUCTS and row.kernel.modelled in PRODUCTS
+    return row.op in TILED_PRODUCTS and row.kernel.modelled in TILED_PRODUCTS
 
 
 def is_product(row: KernelRow) -> bool:

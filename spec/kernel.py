@@ -78,7 +78,8 @@ _TOUCHED = {
 
 
 # operations that only models of kernel time know, and what they are
-PLAIN = {"ragged_gemm": "gemm", "ragged_attention": "attention", "narrow_gemm": "gemm"}
+RAGGED = {"ragged_gemm": "gemm", "ragged_attention": "attention"}
+PLAIN = RAGGED | {"narrow_gemm": "gemm"}
 # bound by arithmetic where they are large
 TILED_PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
 PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)

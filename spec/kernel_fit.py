@@ -130,14 +130,19 @@ class KernelFit(Record):
         return np.array(self.length_scales)
 
     @cached_property
+    def _known(self) -> NDArray[np.float64]:
+        """Features of the points, (points, n)."""
+        return features(self.op, [point.dims for point in self.points])
+
+    @cached_property
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Least and largest features of the points."""
-        return feature_range(features(self.op, [point.dims for point in self.points]))
+        """Least and largest of them."""
+        return feature_range(self._known)
 
     @cached_property
     def _process(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Points, weights and inverse covariance of the correction."""
-        x = features(self.op, [point.dims for point in self.points]) / self._scales
+        x = self._known / self._scales
         y = np.array([log(point.raw_us / self.physics_us(point.dims)) for point in self.points])
         own = np.array([max(self.noise, point.raw_sd) ** 2 for point in self.points])
         covariance = self._covariance(x, x) + np.diag(own)
@@ -185,19 +190,22 @@ class KernelFit(Record):
         """The durations of `time_us` alone, of several shapes at once: one takes nearly as long."""
         found = {dims: self.measured[dims].time_us for dims in shapes if dims in self.measured}
         if rest := [dims for dims in shapes if dims not in found]:
-            found |= zip(rest, self._model_us(rest, self._with_points(rest)), strict=True)
+            found |= zip(
+                rest, self._model_us(rest, self._with_points(features(self.op, rest))), strict=True
+            )
         return [found[dims] for dims in shapes]
 
     def model_us(self, dims: tuple[int, ...]) -> tuple[float, float]:
         """Duration by physics and correction, as if the shape were not measured, and its sd."""
-        k = self._with_points([dims])
+        at = features(self.op, [dims])
+        k = self._with_points(at)
         variance = self.amplitude**2 - float(k[0] @ self._process[2] @ k[0]) + self.noise**2
-        variance += float(beyond_variance(features(self.op, [dims]), *self._range)[0])
+        variance += float(beyond_variance(at, *self._range)[0])
         return self._model_us([dims], k)[0], max(variance, 0.0) ** 0.5
 
-    def _with_points(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
-        """(shapes, points): covariance of the correction at shapes with that at the points."""
-        return self._covariance(features(self.op, shapes) / self._scales, self._process[0])
+    def _with_points(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(shapes, points): covariance of the correction at features with that at the points."""
+        return self._covariance(at / self._scales, self._process[0])
 
     def _model_us(self, shapes: Sequence[tuple[int, ...]], k: NDArray[np.float64]) -> list[float]:
         corrections = (k @ self._process[1]).tolist()

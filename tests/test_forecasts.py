@@ -278,6 +278,12 @@ def test_a_forecast_for_gpus_never_measured(results: Path, tmp_path: Path, capsy
         return dict(json.loads((tmp_path / name).read_text()))
 
     own, other = sealed("own.json"), sealed("h100.json", "--node", "hgx-h100")
+    code, _, err = call(
+        capsys, "predict", str(tmp_path / "plan.csv"), "--out", "far.json", "--draws", "20"
+    )
+    far = json.loads((tmp_path / "far.json").read_text())
+    assert own["plan"]["path"] == "plan.csv"
+    assert far["plan"] == own["plan"] | {"path": "/".join((tmp_path / "plan.csv").parts[-3:])}
     assert (own["gpu"], other["gpu"]) == ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
     for one, two in zip(own["cases"], other["cases"], strict=True):
         assert two["step_time_s"]["median"] > one["step_time_s"]["median"]  # 3.35 of 4.8 TB/s

@@ -17,9 +17,9 @@ from math import log
 import numpy as np
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.state import PRODUCTS, SHORT_US, ClockState
+from calibrate.state import SHORT_US, ClockState
 from spec.interval import Z90
-from spec.kernel import ATTENTION
+from spec.kernel import ATTENTION, TILED_PRODUCTS
 from spec.records import ClockRow, KernelRow
 
 APART = 0.01  # least distance of a pair's clocks (logarithm)
@@ -48,7 +48,7 @@ def fit_own_exponents(
     if not pairs:
         return
     streams = _streaming(rows)
-    keys = {(row.op, row.direction) for row in rows if row.op not in PRODUCTS}
+    keys = {(row.op, row.direction) for row in rows if row.op not in TILED_PRODUCTS}
     for alike in (True, False):
         group = [key for key in keys if (key in streams) == alike and key[0] not in ATTENTION]
         shared = _slope([one for key in group for one in pairs.get(key, [])], USUAL[alike], OWN_SD)[
@@ -102,7 +102,7 @@ def _slope(
 def _pairs(rows: Sequence[KernelRow], reference_mhz: float) -> dict[Key, list[tuple[float, float]]]:
     shapes: dict[tuple[str, str, str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        if row.op not in PRODUCTS and row.clock_mhz and row.median_us >= SHORT_US:
+        if row.op not in TILED_PRODUCTS and row.clock_mhz and row.median_us >= SHORT_US:
             clock = min(row.clock_mhz, reference_mhz)
             shapes[row.op, row.direction, row.dtype, row.shape].append(
                 (log(clock), log(row.median_us))
@@ -131,7 +131,7 @@ def _streaming(rows: Sequence[KernelRow]) -> set[Key]:
     for row in rows:
         kernel = row.kernel
         # beyond caches, which bursts find empty and loops do not
-        if row.op not in (*PRODUCTS, *ATTENTION) and kernel.bytes >= 2**26:
+        if row.op not in (*TILED_PRODUCTS, *ATTENTION) and kernel.bytes >= 2**26:
             key = (row.op, row.direction)
             reached[key] = max(reached[key], kernel.bytes / row.median_us)
     best = max(reached.values(), default=0.0)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from calibrate.evidence import robust_sd
 from calibrate.kernels.shapes import Group
-from calibrate.state import PRODUCTS, ClockState, Drawn, Key, is_compute
+from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.calibration import Source
-from spec.kernel import ATTENTION
+from spec.kernel import ATTENTION, TILED_PRODUCTS
 from spec.kernel_fit import Physics, busy_share, launches
 
 # What products draw goes with their rate to this power, from shape to shape. Told from others, a
@@ -38,7 +38,7 @@ class Power(NamedTuple):
 
 def by_rate(op: str) -> float:
     """To which power of its rate an operation's power goes."""
-    return PRODUCTS_BY_RATE if op in PRODUCTS else 0.0
+    return PRODUCTS_BY_RATE if op in TILED_PRODUCTS else 0.0
 
 
 def powers(
@@ -92,7 +92,7 @@ def _launched(drawn: Drawn, own_us: float, launch_us: float, ready_w: float) -> 
 def _assumed(key: Key, shown: Mapping[Key, Power], clock: ClockState) -> Power:
     op, way, dtype = key
     none = "no sustained row shows its power"
-    for name, ops in (("gemm", PRODUCTS), ("attention", ATTENTION)):
+    for name, ops in (("gemm", TILED_PRODUCTS), ("attention", ATTENTION)):
         alike = shown.get((name, way, dtype))
         if op in ops and alike is not None:
             detail = f"{none}: as {name} in the same direction"

@@ -13,7 +13,7 @@ from calibrate.kernels.correction import LEARN_FROM
 from calibrate.kernels.queued import of_like
 from calibrate.physics import System, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
-from spec.kernel import PLAIN, Kernel
+from spec.kernel import PLAIN, RAGGED, Kernel
 from spec.kernel_fit import Physics, beyond_variance, feature_range, features
 from spec.records import KernelRow
 
@@ -97,7 +97,8 @@ def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, Kerne
     disturbed = []
     for run, row in evidence.rows(KernelRow):
         kernel = row.kernel
-        kernel = replace(kernel, op=kernel.modelled)
+        if gpu or kernel.modelled not in RAGGED:
+            kernel = replace(kernel, op=kernel.modelled)
         key = kernel.op, row.direction, row.dtype
         if gpu and row.disturbed:
             disturbed.append((key, kernel, run, row))
@@ -107,9 +108,7 @@ def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, Kerne
     for key, kernel, run, row in disturbed:
         if (PLAIN.get(key[0], key[0]), *key[1:]) not in known:
             found[key][kernel].append((run, row))
-    few = [key for key in found if key[0] in PLAIN and len(found[key]) < LEARN_FROM]
-    few += [] if gpu else [key for key in found if key[0].startswith("ragged") and key not in few]
-    for key in few:
+    for key in [key for key in found if key[0] in PLAIN and len(found[key]) < LEARN_FROM]:
         op = PLAIN[key[0]]
         plain = found[op, key[1], key[2]]
         plain.update({replace(one, op=op): rows for one, rows in found.pop(key).items()})

@@ -130,7 +130,7 @@ class Ranks:
             _cuda.empty_cache()
 
     def profiled(self, trainer: Any, number: int, steps: int) -> dict[str, Any]:
-        """What steps behind `SETTLING` others were made of, see `measure.training.trace`."""
+        """What `steps` steps were made of, behind `SETTLING` others (`measure.training.trace`)."""
 
         def run() -> None:
             for index in range(SETTLING + steps):

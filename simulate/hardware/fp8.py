@@ -12,6 +12,7 @@ from simulate.hardware.transfer import changed, with_points
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.hardware import Node
+from spec.kernel import RAGGED
 from spec.kernel_fit import KernelFit
 from spec.step import FP8_PRODUCTS
 
@@ -40,12 +41,8 @@ def _with(same: Same[Calibration]) -> Calibration:
     fits = calibration.kernel_fits
     for fit in calibration.kernels:
         missing = (fit.op, fit.direction, "fp8") not in fits
-        if (
-            fit.op in (*FP8_PRODUCTS, "ragged_gemm")
-            and fit.dtype == "bf16"
-            and fit.tflops
-            and missing
-        ):
+        eligible = RAGGED.get(fit.op, fit.op) in FP8_PRODUCTS
+        if eligible and fit.dtype == "bf16" and fit.tflops and missing:
             found.append(_in_fp8(calibration, fit, dtype="fp8"))
     if not found:
         return calibration

@@ -160,6 +160,11 @@ def refuse_sealed(out: Path) -> None:
         raise UserError(f"{out}: exists already; a forecast is written once, give another name")
 
 
+def _told(path: Path) -> str:
+    """A path as a sealed file tells it: of an absolute one nothing of the machine it lies on."""
+    return "/".join(path.parts[-3:]) if path.is_absolute() else path.as_posix()
+
+
 def seal(
     plan_path: Path,
     out: Path,
@@ -185,9 +190,9 @@ def seal(
     forecast = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "plan": {"path": plan_path.as_posix(), "sha256": sha256(plan_path)},
+        "plan": {"path": _told(plan_path), "sha256": sha256(plan_path)},
         "calibration": {
-            "path": calibration_path.as_posix(),
+            "path": _told(calibration_path),
             "sha256": sha256(calibration_path),
             "system": calibration.system,
         },
