@@ -54,10 +54,10 @@ from spec.parallelism import Parallelism
 # The kernels of `spec.step` are bf16 on all devices, so that a CPU's steps are made of them too.
 DTYPE = "bf16"
 ROTARY_BASE = 500_000  # Llama 3's; it changes values, not work
-# On random tokens a model learns to say the same of all of them, one without gates within ten steps,
-# others within forty. Its steps were up to 3.8 % faster under a power cap then, presumably as
-# products of like rows draw less. So on GPUs a step changes the optimizer's fp32 weights, and hardly a bf16 one; on a CPU
-# models learn, which tests of their splits look at.
+# On random tokens a model learns to say the same of all of them, within ten steps without gates and
+# within forty with. Its steps were up to 3.8 % faster under a power cap then, presumably because
+# products of like rows draw less. So on GPUs steps change the optimizer's fp32 weights, and hardly
+# a bf16 one; on a CPU models learn, which tests of their splits look at.
 LEARNING_RATE = {"cuda": 1e-7, "cpu": 1e-4}
 CLIP_GRADIENT = 1.0
 
