@@ -7,7 +7,7 @@ may run as several device kernels, and it is timed as the whole.
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import isqrt, prod
+from math import expm1, isqrt, prod
 
 from spec.errors import UserError
 
@@ -84,6 +84,9 @@ PLAIN = RAGGED | {"narrow_gemm": "gemm"}
 TILED_PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
 PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)
 ATTENTION = ("attention", "ragged_attention", "attention_block")
+# A table's gradient, ATen/native/cuda/Embedding.cu: from so many tokens on they are sorted, and the
+# sum of each word's is written in fp32 and read back, bytes for each column.
+SORTED_FROM, SUM_BYTES = 3073, 8.0
 AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 
@@ -190,10 +193,9 @@ class Kernel:
                 rows = d["heads"] * d["queries"] + d["kv_heads"] * d["keys"]
                 forward = 2 * d["batch"] * d["head_dim"] * size * rows
                 return float(forward if self.direction == "forward" else 2.5 * forward)
-            case "embedding":
-                return float(d["rows"] * d["width"] * size * 2)
-            case "vocab_parallel_embedding":  # looked up or summed, and masked
-                return float(d["rows"] * d["width"] * size * 4)
+            case "embedding" | "vocab_parallel_embedding":
+                masked = d["rows"] * size * 2 * (self.op != "embedding")
+                return float(d["width"] * (self._looked_up_bytes + masked))
             case "cross_entropy":  # bf16 logits in, fp32 softmax kept, bf16 gradient out
                 return float(d["rows"] * d["vocab"] * (size + 4))
             case "router":
@@ -214,6 +216,20 @@ class Kernel:
                 return float(2 * prod(self.dims) * size)
         touched = _TOUCHED[self.op][self.direction == "backward"]
         return float(prod(self.dims) * size * touched)
+
+    @cached_property
+    def _looked_up_bytes(self) -> float:
+        """Of a look-up or its gradient, for each column of the table.
+
+        A gradient is as large as the table, and zero but for words that occur; of random tokens
+        `words`.
+        """
+        d, size = self.named, DTYPE_BYTES[self.dtype]
+        if self.direction == "forward":
+            return 2.0 * d["rows"] * size
+        words = d["vocab"] * -expm1(-d["rows"] / d.get("ranks", 1) / d["vocab"])
+        sums = SUM_BYTES * words if d["rows"] >= SORTED_FROM else 0.0
+        return (d["rows"] + d["vocab"]) * size + sums
 
 
 def parse_kernel(op: str, direction: str, shape: str, dtype: str) -> Kernel:

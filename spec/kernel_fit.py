@@ -38,6 +38,12 @@ Sizes = TypeVar("Sizes", int, NDArray[np.int64])
 # one end of a feature 93 % lie inside so on H200, 83 without (7,300 predictions), on H100 93 and 87
 # (`benchmarks/beyond.py`)
 BEYOND_SD = 0.08
+# sd of attention with heads of a kind that a model has not seen: of other tiles, going back, and of
+# values that do not fill theirs. Chosen on H100, where 20 and 49 % of the latter lay inside 90 %
+UNLIKE_SD = 0.1
+# how much longer attention's backward pass is for heads of more values, beside what it computes: it
+# keeps more of a head on the chip than the forward one. By H100's kernels (docs/calibration.md)
+WIDE_BACKWARD = {192: 1.45, 256: 1.32}
 HEAD_ALIGNED = 16  # values of a head: what more of them a power of two divides changes nothing
 
 
@@ -135,9 +141,9 @@ class KernelFit(Record):
         return features(self.op, [point.dims for point in self.points])
 
     @cached_property
-    def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Least and largest of them."""
-        return feature_range(self._known)
+    def _reach(self) -> "Reach":
+        """What the points tell of others."""
+        return Reach(self.op, self.direction, [point.dims for point in self.points])
 
     @cached_property
     def _process(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
@@ -200,7 +206,7 @@ class KernelFit(Record):
         at = features(self.op, [dims])
         k = self._with_points(at)
         variance = self.amplitude**2 - float(k[0] @ self._process[2] @ k[0]) + self.noise**2
-        variance += float(beyond_variance(at, *self._range)[0])
+        variance += float(self._reach.variance([dims])[0])
         return self._model_us([dims], k)[0], max(variance, 0.0) ** 0.5
 
     def _with_points(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -260,20 +266,34 @@ def _divisors(sizes: NDArray[np.int64], most: int) -> NDArray[np.float64]:
     return np.asarray(np.log(np.minimum(sizes & -sizes, most)), dtype=np.float64)
 
 
-def feature_range(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Least and largest of each feature, (points, features)."""
-    return x.min(axis=0), x.max(axis=0)
+class Reach:
+    """The shapes that a model was fitted to, and how much less sure it is of others."""
 
+    def __init__(self, op: str, direction: str, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Least and largest of each feature, and kinds of heads."""
+        self._op, self._direction = op, direction
+        known = features(op, shapes)
+        self._low, self._high = known.min(axis=0), known.max(axis=0)
+        heads = np.array(shapes)[:, -1]
+        self._tiles = np.unique(padded(heads))
+        self._fills = op == "attention" and not (heads % HEAD_TILE).any()
 
-def beyond_variance(
-    at: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """(points,): what features `at`, (points, features), add outside their measured range.
+    def variance(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
+        """(shapes,): of the logarithm of time, beside the correction's own.
 
-    A length scale is learned inside that range, and says nothing of other kernels beyond it.
-    """
-    outside = np.maximum(at - high, 0) + np.maximum(low - at, 0)
-    return np.asarray(BEYOND_SD**2 * (outside**2).sum(axis=1))
+        A length scale is learned inside the measured range, and says nothing of other kernels
+        beyond it. Where heads take other tiles a backward pass is another kernel.
+        """
+        at = features(self._op, shapes)
+        outside = np.maximum(at - self._high, 0) + np.maximum(self._low - at, 0)
+        found: NDArray[np.float64] = BEYOND_SD**2 * (outside**2).sum(axis=1)
+        if self._op in ATTENTION:
+            heads = np.array(shapes)[:, -1]
+            if self._direction == "backward":
+                found += UNLIKE_SD**2 * ~np.isin(padded(heads), self._tiles)
+            if self._fills:
+                found += UNLIKE_SD**2 * (heads % HEAD_TILE > 0)
+        return found
 
 
 def quantisation(kernel: Kernel, multiprocessors: int) -> float:
@@ -284,7 +304,9 @@ def quantisation(kernel: Kernel, multiprocessors: int) -> float:
     last as long as of 128, of 144 to 176 as of 192, within 9 % (docs/calibration.md).
     """
     if kernel.op in ATTENTION:
-        return padded(kernel.dims[-1]) / kernel.dims[-1]
+        whole = padded(kernel.dims[-1])
+        longer = WIDE_BACKWARD.get(whole, 1.0) if kernel.direction == "backward" else 1.0
+        return longer * whole / kernel.dims[-1]
     if kernel.op not in ("gemm", "ragged_gemm") or multiprocessors == 1:
         return 1.0
     useful: float = prod(output(kernel)) / prod(LARGE_TILE)

@@ -12,8 +12,17 @@ from calibrate.kernels.shapes import by_model
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import read_table, write_json, write_table
-from spec.kernel import PLAIN, Kernel
-from spec.kernel_fit import BEYOND_SD, KernelFit, Physics, features, quantisation
+from spec.kernel import PLAIN, SUM_BYTES, Kernel
+from spec.kernel_fit import (
+    BEYOND_SD,
+    UNLIKE_SD,
+    WIDE_BACKWARD,
+    KernelFit,
+    Physics,
+    Reach,
+    features,
+    quantisation,
+)
 from spec.records import KernelRow
 from tests.made_up import calibration_json
 from tests.test_calibrate_fit import run_folder, write_small
@@ -168,3 +177,38 @@ def test_a_calibration_with_too_few_length_scales_is_refused(tmp_path: Path) -> 
     write_json(tmp_path / "calibration.json", value)
     with pytest.raises(UserError, match="ragged_gemm forward: length_scales are not 5 numbers"):
         read_calibration(tmp_path / "calibration.json")
+
+
+def test_heads_of_other_tiles_are_another_kernel_going_back() -> None:
+    """By tiles that none of a model's points has; a ragged head where all of them fill theirs."""
+    seen = [attention(size).dims for size in (64, 128)]
+    for direction, least in (("forward", 0.0), ("backward", UNLIKE_SD**2)):
+        reach = Reach("attention", direction, seen)
+        more = reach.variance([attention(192).dims]) - reach.variance([attention(128).dims])
+        assert more[0] == pytest.approx(least + (BEYOND_SD * np.log(1.5)) ** 2)
+        assert reach.variance([attention(96).dims])[0] == pytest.approx(UNLIKE_SD**2)
+        known = Reach("attention", direction, [*seen, attention(80).dims])
+        assert known.variance([attention(96).dims])[0] == 0
+    physics = Physics(0.0, 4000.0, 600.0)
+    ways = [
+        attention(size, direction=way) for size in (128, 256) for way in ("forward", "backward")
+    ]
+    short, back, wide, wide_back = (
+        physics.time_us(attention(size, direction=way)) for way, size in ways
+    )
+    assert wide / short == pytest.approx(2)
+    assert wide_back / back == pytest.approx(2 * WIDE_BACKWARD[256])
+
+
+def test_a_tables_gradient_is_as_large_as_the_table() -> None:
+    """Each word's rows are summed in fp32 where there are many tokens (Embedding.cu)."""
+
+    def columns(rows: int, vocab: int, direction: str = "backward") -> float:
+        return Kernel("embedding", direction, (rows, 1, vocab)).bytes
+
+    assert columns(1024, 32000) == 2 * (1024 + 32000)
+    assert columns(1024, 32000, "forward") == 4 * 1024
+    assert columns(8192, 64) == pytest.approx(2 * (8192 + 64) + SUM_BYTES * 64)  # all words occur
+    assert columns(8192, 10**9) == pytest.approx(2 * (8192 + 10**9) + SUM_BYTES * 8192)  # each once
+    split = Kernel("vocab_parallel_embedding", "backward", (8192, 1, 64, 2)).bytes
+    assert split == pytest.approx(columns(8192, 64) + 4 * 8192)

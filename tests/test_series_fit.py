@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulate.series import validation as series
+from simulate.series import judging as series
 from simulate.series.fit import around, fit, project
+from simulate.series.judging import Series, anchored, judged
 from simulate.series.plan import plan
 from simulate.series.rows import SeriesRow
 from simulate.series.step import Calibrations, Shifts
-from simulate.series.validation import Series, judged
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
@@ -32,7 +32,8 @@ def test_a_precision_that_is_not_printed_turns_no_projection_over(calibration: C
     def ratio(times: float) -> tuple[float, str]:
         value = repr(float(simulated(calibration, row(precision="bf16"))) * times)
         anchor = plan(row(**slow | {"value": value}))
-        entries, _ = judged(Series("p", [anchor], [test]), Calibrations(calibration), [])
+        by = Calibrations(calibration)
+        entries = judged(anchored(Series("p", [anchor], [test]), by, []), by, None)
         return entries[0]["predicted_s"]["median"] / float(value), entries[0]["assumed"][-1]
 
     found = [ratio(times) for times in np.linspace(0.6, 1.1, 21).tolist()]
@@ -108,5 +109,5 @@ def test_a_second_anchor_with_more_network_fits_the_network(
 
     monkeypatch.setattr(series, "fit", counted)
     larger = plan(row(row_id="c", **far | {"gpus": "128", "global_batch": "128"}))
-    judged(Series("p", [plan(one) for one in timed], [larger]), by, [])
+    judged(anchored(Series("p", [plan(one) for one in timed], [larger]), by, []), by, None)
     assert [(list(unmoved), network) for unmoved, network in tried if unmoved] == [(["host"], True)]

@@ -46,7 +46,7 @@ class Correction:
     ) -> tuple[Array, Array]:
         """Mean and sd at `at`, (points, n), given residuals `y`, of `sd` each, at features `x`.
 
-        Without what `spec.kernel_fit.beyond_variance` adds outside the range of `x`.
+        Without what `spec.kernel_fit.Reach` adds for what is unlike `x`.
         """
         own = np.maximum(self.noise, np.broadcast_to(sd, len(x))) ** 2
         covariance = self._covariance(x, x) + np.diag(own)

@@ -14,7 +14,7 @@ from calibrate.kernels.queued import of_like
 from calibrate.physics import System, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.kernel import PLAIN, RAGGED, Kernel
-from spec.kernel_fit import Physics, beyond_variance, feature_range, features
+from spec.kernel_fit import Physics, Reach, features
 from spec.records import KernelRow
 
 Array = NDArray[np.float64]
@@ -196,8 +196,10 @@ def inputs(shapes: Sequence[Shape]) -> Array:
 
 
 def beyond(judged: Sequence[Shape], kept: Sequence[Shape]) -> Array:
-    """What lies outside the sizes of `kept` is less sure by, variances, (judged,)."""
-    return beyond_variance(inputs(judged), *feature_range(inputs(kept)))
+    """What is unlike `kept` is less sure by, variances, (judged,)."""
+    kernel = kept[0].kernel
+    reach = Reach(kernel.op, kernel.direction, [one.kernel.dims for one in kept])
+    return reach.variance([one.kernel.dims for one in judged])
 
 
 def spreads(shapes: Sequence[Shape]) -> Array:

@@ -15,6 +15,7 @@ of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, log2, sqrt
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ Array = NDArray[np.float64]
 # issuing a collective as `calibrate.host.issue.UNSEEN_SD`.
 PRIOR_SD = (0.4, 0.2, 0.15, 0.5, 0.5)
 UNPRINTED_NETWORK_SD = 0.4
+NO_PRIOR_SD = 2.5  # of a network that takes all that is left
 TIED_SD = 1e-6  # of issuing where it goes with the host
 # Without an anchor there is only the transferred calibration: frameworks lie this far from it.
 UNANCHORED_SD = 0.25
@@ -91,6 +93,20 @@ class Fitted:
         """
         return "network" in self.moved and abs(self.factors[1]) > 2 * UNPRINTED_NETWORK_SD
 
+    def left(self, one: Plan) -> float:
+        """What the fit leaves of the anchors nearest to a row, as far as it goes with that.
+
+        Of those alike, of these the nearest in scale. It is as much as one run beside another
+        differs by, or the row's as well: the larger what is left of all, the likelier that.
+        """
+        near = [(changes(one, other), round(doublings(one, (other,)), 3)) for other in self.anchors]
+        pairs = zip(near, self.residuals, strict=True)
+        nearest = fmean(residual for how, residual in pairs if how == min(near))
+        share = 1.0
+        if len(self.anchors) > len(self.moved):
+            share -= (ROW_SD / self.noise) ** 2
+        return share * nearest / (1 + min(near)[0])
+
     def as_json(self) -> dict[str, object]:
         """The factors with their spreads, and the anchors with what is left of them."""
         sds = np.sqrt(np.diag(self.covariance))
@@ -129,12 +145,14 @@ def fit(
     """Fit a system's factors to its anchors; without anchors, the priors alone.
 
     `unmoved` has logarithms of factors that the anchors do not move; with `network` they may move
-    the one between nodes.
+    the one between nodes. Where kernels are among `unmoved`, the network takes all the rest.
     """
     prior = prior_sd(anchors)
     family = len(anchors) >= FAMILY
     at = np.array([(unmoved or {}).get(name, 0.0) for name in FACTORS])
-    free = np.array([bool(anchors), False, False, False, False])
+    held = FACTORS[0] in (unmoved or {})
+    free = np.array([bool(anchors) and not held, held, False, False, False])
+    prior[1] = NO_PRIOR_SD if held else prior[1]
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.real_s for one in anchors])
     best: tuple[float, Array, Array, Array] | None = None
@@ -142,7 +160,7 @@ def fit(
         found = [around(one, calibrations, at, family) for one in anchors]
         jacobian = np.array([slopes for _, slopes, _ in found])
         left = np.array([value for value, _, _ in found]) - target
-        if turn == 0:
+        if turn == 0 and not held:
             free[1] = network and np.ptp(jacobian[:, 1]) > NETWORK_SHARE
             free[2:] = family
         weights = _weights(left, noise, len(anchors))
@@ -250,13 +268,12 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
             more, unexplained = system.correction.of(one)
             value += more
             variance += unexplained**2
-        elif len(system.anchors) > len(system.moved):
-            variance += system.noise**2 - ROW_SD**2
-        else:  # what no factor in reach explains of the anchors; that of one alike goes with it
-            variance += max(system.residuals, key=abs) ** 2
-            pairs = zip(system.anchors, system.residuals, strict=True)
-            near, unexplained = min(pairs, key=lambda pair: changes(one, pair[0]))
-            value -= unexplained / (1 + changes(one, near))
+        else:
+            value -= system.left(one)
+            if len(system.anchors) > len(system.moved):
+                variance += system.noise**2 - ROW_SD**2
+            else:  # what no factor in reach explains of the anchors
+                variance += max(system.residuals, key=abs) ** 2
     if one.searched:
         variance += SEARCHED_SD**2
     value = max(value, log(_least_s(one)))

@@ -232,6 +232,9 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
     per_replica = re.search(r"batch per dp (\d+)", row.words)
     if batch is None and per_replica:
         batch = int(per_replica.group(1)) * dp
+    if batch is None and row.whole("grad_accum") is None and row.whole("series_batch"):
+        batch = row.whole("series_batch")
+        fill.assumed.append(f"global batch {batch} as in another row of its series")
     if batch is None and pp > 1 and row.whole("grad_accum") is None:
         raise TooLittle("neither global batch nor accumulation is printed: no pipeline's bubble")
     if batch is None and microbatch is None and row.whole("grad_accum") is None:

@@ -6,8 +6,8 @@ memory otherwise. A precision that is not printed is read off the anchors: what 
 surprising efficiency.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -56,18 +56,16 @@ def fastest(one: Plan, choices: Choices, calibrations: Calibrations) -> dict[str
 def _fastest(
     one: Plan, choices: dict[str, Any], candidates: Iterator[dict[str, Any]], by: Calibrations
 ) -> dict[str, Any]:
-    best, best_time = choices, inf
-    for candidate in (choices, *candidates):
+    best, best_time = choices, inf  # as they are where nothing else fits
+    for candidate in candidates:
         try:
             tried = plan(one.row, candidate)
-            if candidate is not choices and not fits(tried, MEMORY_SLACK):
+            if not fits(tried, MEMORY_SLACK):
                 continue
             times, _ = simulate(tried, by, np.zeros((1, len(FACTORS))), at_reference=True)
         except (TooLittle, UserError):
             continue
         seconds = float(times[0]) / tried.batch.printed
-        if candidate is choices and not fits(tried, MEMORY_SLACK):
-            continue  # taken where nothing else fits either
         if seconds < best_time * 0.999:
             best, best_time = candidate, seconds
     return best
@@ -184,7 +182,26 @@ def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> d
         if chosen[one.row.row_id].get("microbatch", size) != size:
             same = dict(shared) | {"microbatch": size}
             chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
-    return chosen
+    return _alike_chunks(members, chosen)
+
+
+def _alike_chunks(members: Sequence[Plan], chosen: Mapping[str, Choices]) -> dict[str, Choices]:
+    """The choices with one number of chunks for all rows of a model and of stages: most rows' own.
+
+    Memory is not asked again: it is the same setting, and what frameworks free is not printed.
+    """
+    plans = {one.row.row_id: replanned(one, chosen[one.row.row_id]) for one in members}
+    found: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for one in plans.values():
+        if "vpp" in one.open:
+            found[*_model(one), one.parallelism.pp][one.parallelism.vpp] += 1
+    alike = dict(chosen)
+    for name, one in plans.items():
+        if "vpp" in one.open:
+            (vpp, _), *_ = found[*_model(one), one.parallelism.pp].most_common()
+            if vpp != one.parallelism.vpp:
+                alike[name] = dict(chosen[name]) | {"vpp": vpp}
+    return alike
 
 
 def _model(one: Plan) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from spec.model import ModelSpec
 
 SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
 TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
+HEADS = (128, 96, 64)  # values of a head, where none are known
 LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 
 
@@ -32,7 +33,10 @@ def model_of(fill: Filling) -> ModelSpec:
     gated = shape.gated if shape else _gated(row, hidden)
     heads = row.whole("heads") or (shape.heads if shape else None)
     if heads is None or hidden % heads:
-        heads = next((hidden // size for size in (128, 96, 64) if hidden % size == 0), 1)
+        tp = row.whole("tp") or 1
+        sizes = [size for size in HEADS if hidden % size == 0]
+        split = (size for size in sizes if hidden // size % tp == 0)
+        heads = hidden // next(split, sizes[0] if sizes else hidden)
         fill.assumed.append(f"{heads} heads assumed")
     kv_heads = row.whole("kv_heads") or (shape.kv_heads if shape else heads)
     if heads % kv_heads:

@@ -117,11 +117,8 @@ class Frozen(StepSimulator):
         timeline, ideal_us, _ = super()._timeline(priced)
         tensors = 4 * max(self.p.stage_layers(self.model))
         issued_us = self.calibration.host.tensor_us * tensors * self._costs.host_spread()
-        return (
-            timeline,
-            ideal_us,
-            timeline.end.max(axis=0) + priced.norm_us + priced.once_us + issued_us,
-        )
+        once_us = priced.once_us - priced.buckets_us + issued_us
+        return timeline, ideal_us, timeline.end.max(axis=0) + priced.norm_us + once_us
 
 
 def simulate(
@@ -202,6 +199,7 @@ def _simulated(
 def _without_updates(estimate: StepEstimate) -> dict[str, float]:
     """The breakdown of a step of `Frozen`: what is left of the update is the host's."""
     parts = estimate.breakdown_s | {"dp_exposed": 0.0, "optimizer": 0.0}
+    parts["other"] -= central(estimate.priced.buckets_us) / 1e6
     parts["tp_exposed"] = _tensor_waits_s(estimate)
     return parts | {"optimizer": float(estimate.step_time_s[0]) - sum(parts.values())}
 

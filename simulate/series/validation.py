@@ -4,58 +4,38 @@ See docs/series.md. The result is a `validation/1` object whose kinds are the so
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import exp, log
+from collections.abc import Callable, Iterable, Sequence
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from simulate.cost.uncertainty import LEVEL
-from simulate.series.choices import DEFAULTS, OTHERS, Choices
-from simulate.series.fit import (
-    FAMILY,
-    UNANCHORED_SD,
-    Fitted,
-    Projected,
-    changes,
-    doublings,
-    fit,
-    prior_sd,
-    project,
+from simulate.series.fit import FAMILY
+from simulate.series.judging import (
+    EIGHT_BITS,
+    Series,
+    anchored,
+    judged,
+    others_kernels,
 )
 from simulate.series.plan import Plan, plan
-from simulate.series.rows import TooLittle, metric_of, read_rows
-from simulate.series.search import own_choices, replanned, shared_choices
-from simulate.series.step import FACTORS, Calibrations
+from simulate.series.rows import SeriesRow, TooLittle, read_rows
+from simulate.series.step import Calibrations
 from simulate.step.scale import increments
 from simulate.validation import misses
 from simulate.validation.cases import SCHEMA
 from simulate.validation.scores import grouped, in_median_errors, summarise
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.interval import Z90
 
 Anchor = Literal["smallest", "none"]
 VENDOR = "vendor-expected tables"
-EIGHT_BITS = "FP8"
 UNANCHORED = "without anchor"
 MEAN = "mean over sources"
 UNLIKE = f"{MEAN}, rows unlike their anchors"  # in split, micro-batch or shape
-ALONE = "no factor in reach explains its time: the batch, the shape or the time is another run's"
-UNEXPLAINED = log(2.0)  # of a log step time
 LONELY = "an anchor whose series has no row to project"
-
-
-@dataclass
-class Series:
-    """The rows of one pair_id that are simulated together."""
-
-    name: str
-    anchors: list[Plan]
-    tests: list[Plan]
-    borrowed: bool = False  # the anchors are of other shapes
 
 
 def series_validation(
@@ -65,7 +45,7 @@ def series_validation(
     bar: Callable[[Sequence[Series]], Iterable[Series]] = lambda every: every,
 ) -> dict[str, Any]:
     """Read a CSV, fit and project; UserError where nothing in it can be projected."""
-    rows = read_rows(path)
+    rows = _with_series_batch(read_rows(path))
     plans: dict[str, Plan] = {}
     skipped: list[dict[str, str]] = []
     for row in rows:
@@ -77,10 +57,10 @@ def series_validation(
     calibrations = Calibrations(calibration)
     entries: list[dict[str, Any]] = []
     fitted: dict[str, Any] = {}
-    for one in bar(groups):
-        found, system = judged(one, calibrations, skipped)
-        entries += found
-        fitted[one.name] = system.as_json() | {"borrowed": one.borrowed}
+    every = [anchored(one, calibrations, skipped) for one in bar(groups)]
+    for one in every:
+        entries += judged(one, calibrations, others_kernels(one, every))
+        fitted[one.series.name] = one.system.as_json() | {"borrowed": one.series.borrowed}
     order = {row.row_id: place for place, row in enumerate(rows)}
     entries.sort(key=lambda entry: order[entry["id"]])
     skipped.sort(key=lambda entry: order[entry["id"]])
@@ -103,6 +83,25 @@ def series_validation(
             [e for e in entries if e["anchored"] and not e["vendor_expected"]]
         ),
     }
+
+
+def _with_series_batch(rows: Sequence[SeriesRow]) -> list[SeriesRow]:
+    """The rows, each with the batch of the row of its series nearest in GPUs as `series_batch`.
+
+    Of rows as long, and in sequences; without one where there is none, whatever the file has.
+    """
+    known: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for row in rows:
+        batch, gpus = row.whole("global_batch"), row.whole("gpus")
+        if row.pair_id and batch and gpus and "tok" not in row.text("global_batch").lower():
+            known[row.pair_id, row.text("seq_len")].setdefault(gpus, str(batch))
+    found = []
+    for row in rows:
+        mine = known.get((row.pair_id, row.text("seq_len")), {})
+        gpus = row.whole("gpus") or 1
+        nearest = min(mine, key=lambda one: abs(log(one / gpus)), default=0)
+        found.append(SeriesRow({**row.cells, "series_batch": mine.get(nearest, "")}))
+    return found
 
 
 def arrange(plans: list[Plan], anchor: Anchor, skipped: list[dict[str, str]]) -> list[Series]:
@@ -159,144 +158,6 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
 def _shape(one: Plan) -> tuple[int, ...]:
     m = one.model
     return m.layers, m.hidden, m.heads, m.seq_len
-
-
-def judged(
-    series: Series, calibrations: Calibrations, skipped: list[dict[str, str]]
-) -> tuple[list[dict[str, Any]], Fitted]:
-    """Every test row of a series with its projection and baselines; and the fitted system.
-
-    Anchors that no such system explains are noted in `skipped`.
-    """
-    shared = shared_choices(series.anchors, series.tests, calibrations)
-    chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
-    anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
-    tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
-    system = _without_odd(anchors, calibrations, skipped)
-    effects: list[list[float]] = [[] for _ in tests]
-    shifts, said = [0.0 for _ in tests], [list(one.assumed) for one in tests]
-    middle = [project(one, system, calibrations) for one in tests]
-    open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
-    for name in sorted(open_names):
-        moved_anchors = [_other_way(one, name, chosen) for one in anchors]
-        moved = [_other_way(one, name, chosen) for one in tests]
-        still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
-        again = system if still else fit(moved_anchors, calibrations, rounds=2)
-        share = _share(again, system) if anchors and name == "precision" else None
-        for index, (one, other) in enumerate(zip(tests, moved, strict=True)):
-            if still and _same(one, other):
-                continue
-            value = project(other, again, calibrations).value
-            # a rate means other seconds where a batch or a length is taken otherwise
-            effect = value - middle[index].value - log(other.real_s / one.real_s)
-            if share is not None:  # the mean of two points of these weights, and their spread
-                shifts[index] += share * effect
-                effect *= 2 * (share * (1 - share)) ** 0.5
-                said[index].append(f"the other precision counts {share:.0%}")
-            effects[index].append(effect)
-    if system.surprising:
-        plain = fit(anchors, calibrations, rounds=2, network=False)
-        for index, one in enumerate(tests):
-            effects[index].append(project(one, plain, calibrations).value - middle[index].value)
-    for name in ("host", "network"):
-        if not anchors or name in system.moved:
-            continue
-        # the kernels that an anchor asks for hide a host or a network that may be what is slow: the
-        # prior's third of three Gauss-Hermite points, of weight 1 / 6
-        slow_at = 3**0.5 * float(prior_sd(anchors)[FACTORS.index(name)])
-        moves = name != "network"  # what is held anew
-        slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=moves)
-        for index, one in enumerate(tests):
-            if min(changes(one, other) for other in anchors) or name == "network":
-                value = project(one, slow, calibrations).value
-                effects[index].append(2 / 6**0.5 * (value - middle[index].value))
-    entries = []
-    for index, (one, projected) in enumerate(zip(tests, middle, strict=True)):
-        # either way is as likely: half the difference is the spread of two equal points
-        extra = float(np.sqrt(sum((value / 2) ** 2 for value in effects[index])))
-        sd = projected.spread(extra)
-        mean = replace(projected, value=projected.value + shifts[index])
-        entries.append(_entry(one, mean, sd, anchors, series) | {"assumed": said[index]})
-    return entries, system
-
-
-def _without_odd(
-    anchors: list[Plan], calibrations: Calibrations, skipped: list[dict[str, str]]
-) -> Fitted:
-    """Fit a system, and take away anchors that belong to none: the most surprising one first."""
-    system = fit(anchors, calibrations)
-    while max(map(abs, system.residuals), default=0.0) > UNEXPLAINED:
-        alone = [fit([one], calibrations, rounds=2) for one in anchors]
-        surprise = [abs(one.factors[0]) + abs(one.residuals[0]) for one in alone]
-        odd = anchors.pop(int(np.argmax(surprise)))
-        reason = "no system explains its time beside that of its series' other anchors"
-        skipped.append({"id": odd.row.row_id, "reason": reason if anchors else ALONE})
-        system = fit(anchors, calibrations)
-    return system
-
-
-def _same(one: Plan, other: Plan) -> bool:
-    """Whether two fillings of a row are one and the same step."""
-    return all(getattr(one, n) == getattr(other, n) for n in ("parallelism", "model", "fp8"))
-
-
-def _share(other: Fitted, system: Fitted) -> float:
-    """Probability of another filling: by how far its fitted kernels lie from the calibration's.
-
-    Both are as likely before; frameworks lie `UNANCHORED_SD` from the calibration.
-    """
-    near, far = (float(one.factors[0] / UNANCHORED_SD) for one in (system, other))
-    return 1 / (1 + exp((far**2 - near**2) / 2))
-
-
-def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:
-    """A row with one of the things that it leaves open taken the other way."""
-    own = chosen[one.row.row_id]
-    default, other = DEFAULTS[name], OTHERS[name]
-    return replanned(
-        one, dict(own) | {name: default if own.get(name, default) != default else other}
-    )
-
-
-def _entry(
-    one: Plan, projected: Projected, sd: float, anchors: Sequence[Plan], series: Series
-) -> dict[str, Any]:
-    row, median, metric = one.row, exp(projected.value), metric_of(one.row)
-    assert metric is not None  # a row without one has no plan
-    low, high = median * exp(-Z90 * sd), median * exp(Z90 * sd)
-    entry: dict[str, Any] = {
-        "id": row.row_id,
-        "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),
-        "model": row.text("model") or "unnamed",
-        "gpus": one.parallelism.gpus,
-        "gpu": one.node.gpu,
-        "series": series.name,
-        "real_s": one.real_s,
-        "predicted_s": {"median": median, "low": low, "high": high},
-        "error": median / one.real_s - 1,
-        "printed": {
-            "metric": metric.name,
-            "value": metric.value,
-            "predicted": metric.at(median / one.real_s),
-        },
-        "inside_interval": low <= one.real_s <= high,
-        "breakdown_s": projected.estimate.breakdown_s,
-        "modelled_share": min(projected.estimate.modelled_share, 1.0),
-        "parallelism": one.parallelism.model_dump(),
-        "precision": "fp8" if row.fp8 else "bf16",
-        "vendor_expected": row.vendor_expected,
-        "anchored": bool(anchors),
-        "doublings": projected.doublings,
-        "changes": min((changes(one, other) for other in anchors), default=0),
-    }
-    if anchors:
-        rates = [log(other.real_s / other.flops) for other in anchors]
-        entry["baseline_s"] = one.flops * exp(float(np.mean(rates)))
-        entry["baseline_from"] = ", ".join(other.row.row_id for other in anchors[:3])
-        near = min(anchors, key=lambda other: (changes(one, other), doublings(one, [other])))
-        entry["neighbour_s"] = near.real_s * one.flops / near.flops
-        entry["neighbour_from"] = near.row.row_id
-    return entry
 
 
 def summaries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

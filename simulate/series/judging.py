@@ -1,0 +1,236 @@
+"""A series judged: its system fitted on the anchors, its other rows projected, what is open tried.
+
+What kernels are taken to be slow for may be the network: where other series of the same source on
+the same GPU ask for other kernels, that is tried, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from simulate.series.choices import DEFAULTS, OTHERS, Choices
+from simulate.series.fit import (
+    SEARCHED_SD,
+    UNANCHORED_SD,
+    Fitted,
+    Projected,
+    changes,
+    doublings,
+    fit,
+    prior_sd,
+    project,
+)
+from simulate.series.plan import Plan
+from simulate.series.rows import metric_of
+from simulate.series.search import own_choices, replanned, shared_choices
+from simulate.series.step import FACTORS, Calibrations
+from simulate.step.scale import ROW_SD
+from spec.interval import Z90
+
+EIGHT_BITS = "FP8"
+ALONE = "no factor in reach explains its time: the batch, the shape or the time is another run's"
+UNEXPLAINED = log(2.0)  # of a log step time
+SIBLINGS = 2  # other series of a source that say what its kernels take
+HIDDEN_ROUNDS = 12
+
+
+@dataclass
+class Series:
+    """The rows of one pair_id that are simulated together."""
+
+    name: str
+    anchors: list[Plan]
+    tests: list[Plan]
+    borrowed: bool = False  # the anchors are of other shapes
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """A series with what is taken for its open choices, and the system of its anchors."""
+
+    series: Series
+    chosen: Mapping[str, Choices]
+    anchors: list[Plan]
+    tests: list[Plan]
+    system: Fitted
+
+    @property
+    def like(self) -> tuple[str, str]:
+        """Series of what should have kernels as fast: source and GPU of the first test row."""
+        return self.tests[0].row.source, self.tests[0].node.gpu
+
+
+def anchored(series: Series, calibrations: Calibrations, skipped: list[dict[str, str]]) -> Anchored:
+    """Fit a series. Anchors that no such system explains are noted in `skipped`."""
+    shared = shared_choices(series.anchors, series.tests, calibrations)
+    chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
+    anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
+    tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
+    return Anchored(series, chosen, anchors, tests, _without_odd(anchors, calibrations, skipped))
+
+
+def others_kernels(one: Anchored, every: Sequence[Anchored]) -> float | None:
+    """Logarithm of the kernels' factor of other series like this one; None where these are few."""
+    others = [
+        float(other.system.factors[0])
+        for other in every
+        if other is not one and other.anchors and other.like == one.like
+    ]
+    return median(others) if len(others) >= SIBLINGS else None
+
+
+def judged(
+    one_series: Anchored, calibrations: Calibrations, kernels: float | None
+) -> list[dict[str, Any]]:
+    """Every test row of a series with its projection and baselines.
+
+    `kernels` is of `others_kernels`.
+    """
+    series, chosen, system = one_series.series, one_series.chosen, one_series.system
+    anchors, tests = one_series.anchors, one_series.tests
+    effects: list[list[float]] = [[] for _ in tests]
+    shifts, said = [0.0 for _ in tests], [list(one.assumed) for one in tests]
+    middle = [project(one, system, calibrations) for one in tests]
+    open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
+    for name in sorted(open_names):
+        moved_anchors = [_other_way(one, name, chosen) for one in anchors]
+        moved = [_other_way(one, name, chosen) for one in tests]
+        still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
+        again = system if still else fit(moved_anchors, calibrations, rounds=2)
+        share = _share(again, system) if anchors and name == "precision" else None
+        for index, (one, other) in enumerate(zip(tests, moved, strict=True)):
+            if still and _same(one, other):
+                continue
+            value = project(other, again, calibrations).value
+            # a rate means other seconds where a batch or a length is taken otherwise
+            effect = value - middle[index].value - log(other.real_s / one.real_s)
+            if share is not None:  # the mean of two points of these weights, and their spread
+                shifts[index] += share * effect
+                effect *= 2 * (share * (1 - share)) ** 0.5
+                said[index].append(f"the other precision counts {share:.0%}")
+            if name in ("microbatch", "vpp"):  # searched: a tuned table holds nothing much slower
+                effect = float(np.clip(effect, -2 * SEARCHED_SD, 2 * SEARCHED_SD))
+            effects[index].append(effect)
+    if system.surprising:
+        plain = fit(anchors, calibrations, rounds=2, network=False)
+        for index, one in enumerate(tests):
+            effects[index].append(project(one, plain, calibrations).value - middle[index].value)
+    slow = _of_network(one_series, calibrations, kernels)
+    if slow is not None:
+        for index, one in enumerate(tests):
+            effects[index].append(project(one, slow, calibrations).value - middle[index].value)
+    for name in ("host", "network"):
+        if not anchors or name in system.moved:
+            continue
+        # the kernels that an anchor asks for hide a host or a network that may be what is slow: the
+        # prior's third of three Gauss-Hermite points, of weight 1 / 6
+        slow_at = 3**0.5 * float(prior_sd(anchors)[FACTORS.index(name)])
+        moves = name != "network"  # what is held anew
+        slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=moves)
+        for index, one in enumerate(tests):
+            if min(changes(one, other) for other in anchors) or name == "network":
+                value = project(one, slow, calibrations).value
+                effects[index].append(2 / 6**0.5 * (value - middle[index].value))
+    entries = []
+    for index, (one, projected) in enumerate(zip(tests, middle, strict=True)):
+        # either way is as likely: half the difference is the spread of two equal points
+        extra = float(np.sqrt(sum((value / 2) ** 2 for value in effects[index])))
+        sd = projected.spread(extra)
+        mean = replace(projected, value=projected.value + shifts[index])
+        entries.append(_entry(one, mean, sd, anchors, series) | {"assumed": said[index]})
+    return entries
+
+
+def _of_network(one: Anchored, calibrations: Calibrations, kernels: float | None) -> Fitted | None:
+    """The system with others' kernels and a network that takes the rest, if it is slow and can.
+
+    None where the network has been told, or no network explains the anchors.
+    """
+    if kernels is None or one.system.moved != FACTORS[:1] or one.system.factors[0] <= kernels:
+        return None
+    # hidden until it is slow enough: no slope shows the way
+    found = fit(one.anchors, calibrations, rounds=HIDDEN_ROUNDS, unmoved={FACTORS[0]: kernels})
+    return found if max(map(abs, found.residuals)) <= 2 * ROW_SD else None
+
+
+def _without_odd(
+    anchors: list[Plan], calibrations: Calibrations, skipped: list[dict[str, str]]
+) -> Fitted:
+    """Fit a system, and take away anchors that belong to none: the most surprising one first."""
+    system = fit(anchors, calibrations)
+    while max(map(abs, system.residuals), default=0.0) > UNEXPLAINED:
+        alone = [fit([one], calibrations, rounds=2) for one in anchors]
+        surprise = [abs(one.factors[0]) + abs(one.residuals[0]) for one in alone]
+        odd = anchors.pop(int(np.argmax(surprise)))
+        reason = "no system explains its time beside that of its series' other anchors"
+        skipped.append({"id": odd.row.row_id, "reason": reason if anchors else ALONE})
+        system = fit(anchors, calibrations)
+    return system
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two fillings of a row are one and the same step."""
+    return all(getattr(one, n) == getattr(other, n) for n in ("parallelism", "model", "fp8"))
+
+
+def _share(other: Fitted, system: Fitted) -> float:
+    """Probability of another filling: by how far its fitted kernels lie from the calibration's.
+
+    Both are as likely before; frameworks lie `UNANCHORED_SD` from the calibration.
+    """
+    near, far = (float(one.factors[0] / UNANCHORED_SD) for one in (system, other))
+    return 1 / (1 + exp((far**2 - near**2) / 2))
+
+
+def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:
+    """A row with one of the things that it leaves open taken the other way."""
+    own = chosen[one.row.row_id]
+    default, other = DEFAULTS[name], OTHERS[name]
+    return replanned(
+        one, dict(own) | {name: default if own.get(name, default) != default else other}
+    )
+
+
+def _entry(
+    one: Plan, projected: Projected, sd: float, anchors: Sequence[Plan], series: Series
+) -> dict[str, Any]:
+    row, median, metric = one.row, exp(projected.value), metric_of(one.row)
+    assert metric is not None  # a row without one has no plan
+    low, high = median * exp(-Z90 * sd), median * exp(Z90 * sd)
+    entry: dict[str, Any] = {
+        "id": row.row_id,
+        "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),
+        "model": row.text("model") or "unnamed",
+        "gpus": one.parallelism.gpus,
+        "gpu": one.node.gpu,
+        "series": series.name,
+        "real_s": one.real_s,
+        "predicted_s": {"median": median, "low": low, "high": high},
+        "error": median / one.real_s - 1,
+        "printed": {
+            "metric": metric.name,
+            "value": metric.value,
+            "predicted": metric.at(median / one.real_s),
+        },
+        "inside_interval": low <= one.real_s <= high,
+        "breakdown_s": projected.estimate.breakdown_s,
+        "modelled_share": min(projected.estimate.modelled_share, 1.0),
+        "parallelism": one.parallelism.model_dump(),
+        "precision": "fp8" if row.fp8 else "bf16",
+        "vendor_expected": row.vendor_expected,
+        "anchored": bool(anchors),
+        "doublings": projected.doublings,
+        "changes": min((changes(one, other) for other in anchors), default=0),
+    }
+    if anchors:
+        rates = [log(other.real_s / other.flops) for other in anchors]
+        entry["baseline_s"] = one.flops * exp(float(np.mean(rates)))
+        entry["baseline_from"] = ", ".join(other.row.row_id for other in anchors[:3])
+        near = min(anchors, key=lambda other: (changes(one, other), doublings(one, [other])))
+        entry["neighbour_s"] = near.real_s * one.flops / near.flops
+        entry["neighbour_from"] = near.row.row_id
+    return entry
