@@ -289,10 +289,8 @@ class Reach:
         found: NDArray[np.float64] = BEYOND_SD**2 * (outside**2).sum(axis=1)
         if self._op in ATTENTION:
             heads = np.array(shapes)[:, -1]
-            if self._direction == "backward":
-                found += UNLIKE_SD**2 * ~np.isin(padded(heads), self._tiles)
-            if self._fills:
-                found += UNLIKE_SD**2 * (heads % HEAD_TILE > 0)
+            other = ~np.isin(padded(heads), self._tiles) & (self._direction == "backward")
+            found += UNLIKE_SD**2 * (other | (self._fills & (heads % HEAD_TILE > 0)))
         return found
 
 

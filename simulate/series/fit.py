@@ -15,7 +15,6 @@ of log step times by log factors, covariance (diag(1 / prior^2) + J'J / noise^2)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, log2, sqrt
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,18 +93,21 @@ class Fitted:
         return "network" in self.moved and abs(self.factors[1]) > 2 * UNPRINTED_NETWORK_SD
 
     def left(self, one: Plan) -> float:
-        """What the fit leaves of the anchors nearest to a row, as far as it goes with that.
+        """What the fit leaves of the anchors most like a row, as far as it goes with that.
 
-        Of those alike, of these the nearest in scale. It is as much as one run beside another
-        differs by, or the row's as well: the larger what is left of all, the likelier that.
+        Of those alike, the nearer in scale the more; an odd one counts as it does in the fit. It is
+        as much as one run beside another differs by, or the row's as well: the larger what is left
+        of all, the likelier that.
         """
-        near = [(changes(one, other), round(doublings(one, (other,)), 3)) for other in self.anchors]
-        pairs = zip(near, self.residuals, strict=True)
-        nearest = fmean(residual for how, residual in pairs if how == min(near))
+        ways = [changes(one, other) for other in self.anchors]
+        alike = np.array([how == min(ways) for how in ways])
+        near = np.array([0.25 ** doublings(one, (other,)) for other in self.anchors]) * alike
+        left = np.array(self.residuals)
+        mean = float((near * _weights(left, ROW_SD, len(left)) * left).sum() / near.sum())
         share = 1.0
         if len(self.anchors) > len(self.moved):
             share -= (ROW_SD / self.noise) ** 2
-        return share * nearest / (1 + min(near)[0])
+        return share * mean / (1 + min(ways))
 
     def as_json(self) -> dict[str, object]:
         """The factors with their spreads, and the anchors with what is left of them."""
@@ -274,7 +276,7 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
                 variance += system.noise**2 - ROW_SD**2
             else:  # what no factor in reach explains of the anchors
                 variance += max(system.residuals, key=abs) ** 2
-    if one.searched:
+    if one.searched or "series_batch" in one.open:
         variance += SEARCHED_SD**2
     value = max(value, log(_least_s(one)))
     alone = not system.anchors or system.correction is not None

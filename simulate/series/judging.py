@@ -59,9 +59,10 @@ class Anchored:
     system: Fitted
 
     @property
-    def like(self) -> tuple[str, str]:
-        """Series of what should have kernels as fast: source and GPU of the first test row."""
-        return self.tests[0].row.source, self.tests[0].node.gpu
+    def like(self) -> tuple[str, str, bool]:
+        """What should have kernels as fast: source, GPU and precision of the anchors' first."""
+        first = self.anchors[0]
+        return first.row.text("source"), first.node.gpu, first.fp8
 
 
 def anchored(series: Series, calibrations: Calibrations, skipped: list[dict[str, str]]) -> Anchored:
@@ -75,10 +76,13 @@ def anchored(series: Series, calibrations: Calibrations, skipped: list[dict[str,
 
 def others_kernels(one: Anchored, every: Sequence[Anchored]) -> float | None:
     """Logarithm of the kernels' factor of other series like this one; None where these are few."""
+    if not one.anchors or not one.like[0]:
+        return None
     others = [
         float(other.system.factors[0])
         for other in every
-        if other is not one and other.anchors and other.like == one.like
+        if other is not one and other.anchors and not other.series.borrowed
+        if other.like == one.like
     ]
     return median(others) if len(others) >= SIBLINGS else None
 
@@ -112,19 +116,19 @@ def judged(
                 shifts[index] += share * effect
                 effect *= 2 * (share * (1 - share)) ** 0.5
                 said[index].append(f"the other precision counts {share:.0%}")
-            if name in ("microbatch", "vpp"):  # searched: a tuned table holds nothing much slower
+            if name == "microbatch" or (name == "vpp" and not one.row.early):  # searched
                 effect = float(np.clip(effect, -2 * SEARCHED_SD, 2 * SEARCHED_SD))
             effects[index].append(effect)
     if system.surprising:
         plain = fit(anchors, calibrations, rounds=2, network=False)
         for index, one in enumerate(tests):
             effects[index].append(project(one, plain, calibrations).value - middle[index].value)
-    slow = _of_network(one_series, calibrations, kernels)
-    if slow is not None:
+    hidden = _of_network(one_series, calibrations, kernels)
+    if hidden is not None:
         for index, one in enumerate(tests):
-            effects[index].append(project(one, slow, calibrations).value - middle[index].value)
+            effects[index].append(project(one, hidden, calibrations).value - middle[index].value)
     for name in ("host", "network"):
-        if not anchors or name in system.moved:
+        if not anchors or name in system.moved or (name == "network" and hidden is not None):
             continue
         # the kernels that an anchor asks for hide a host or a network that may be what is slow: the
         # prior's third of three Gauss-Hermite points, of weight 1 / 6

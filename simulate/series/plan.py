@@ -234,7 +234,8 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
         batch = int(per_replica.group(1)) * dp
     if batch is None and row.whole("grad_accum") is None and row.whole("series_batch"):
         batch = row.whole("series_batch")
-        fill.assumed.append(f"global batch {batch} as in another row of its series")
+        fill.open.add("series_batch")
+        fill.assumed.append(f"global batch {batch} as in other rows of its series")
     if batch is None and pp > 1 and row.whole("grad_accum") is None:
         raise TooLittle("neither global batch nor accumulation is printed: no pipeline's bubble")
     if batch is None and microbatch is None and row.whole("grad_accum") is None:

@@ -182,23 +182,27 @@ def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> d
         if chosen[one.row.row_id].get("microbatch", size) != size:
             same = dict(shared) | {"microbatch": size}
             chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
-    return _alike_chunks(members, chosen)
+    return alike_chunks(members, chosen)
 
 
-def _alike_chunks(members: Sequence[Plan], chosen: Mapping[str, Choices]) -> dict[str, Choices]:
-    """The choices with one number of chunks for all rows of a model and of stages: most rows' own.
+def alike_chunks(members: Sequence[Plan], chosen: Mapping[str, Choices]) -> dict[str, Choices]:
+    """The choices with one number of chunks for all rows of a model and of stages: a printed one,
+    else most rows' own.
 
     Memory is not asked again: it is the same setting, and what frameworks free is not printed.
     """
     plans = {one.row.row_id: replanned(one, chosen[one.row.row_id]) for one in members}
-    found: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    of: dict[tuple[int, ...], dict[bool, Counter[int]]]
+    of = defaultdict(lambda: {True: Counter(), False: Counter()})
     for one in plans.values():
-        if "vpp" in one.open:
-            found[*_model(one), one.parallelism.pp][one.parallelism.vpp] += 1
+        p = one.parallelism
+        if p.microbatches >= p.pp > 1:  # else there is no choice
+            of[*_model(one), p.pp]["vpp" not in one.open][p.vpp] += 1
     alike = dict(chosen)
     for name, one in plans.items():
-        if "vpp" in one.open:
-            (vpp, _), *_ = found[*_model(one), one.parallelism.pp].most_common()
+        printed, found = (of[*_model(one), one.parallelism.pp][way] for way in (True, False))
+        if "vpp" in one.open and (printed or found):
+            ((vpp, _),) = (printed or found).most_common(1)
             if vpp != one.parallelism.vpp:
                 alike[name] = dict(chosen[name]) | {"vpp": vpp}
     return alike

@@ -42,23 +42,23 @@ def series_validation(
     path: Path,
     calibration: Calibration,
     anchor: Anchor = "smallest",
-    bar: Callable[[Sequence[Series]], Iterable[Series]] = lambda every: every,
+    bar: Callable[[Sequence[Any]], Iterable[Any]] = lambda every: every,
 ) -> dict[str, Any]:
     """Read a CSV, fit and project; UserError where nothing in it can be projected."""
-    rows = _with_series_batch(read_rows(path))
-    plans: dict[str, Plan] = {}
-    skipped: list[dict[str, str]] = []
-    for row in rows:
-        try:
-            plans[row.row_id] = plan(row)
-        except TooLittle as problem:
-            skipped.append({"id": row.row_id, "reason": str(problem)})
-    groups = arrange(list(plans.values()), anchor, skipped)
+    rows = [SeriesRow({**row.cells, "series_batch": ""}) for row in read_rows(path)]
+    found: dict[str, Plan | str] = {row.row_id: _planned(row) for row in rows}
+    known = [one for one in found.values() if isinstance(one, Plan)]
+    found |= {row.row_id: _planned(row) for row in _with_series_batch(known, rows)}
+    plans = [one for one in found.values() if isinstance(one, Plan)]
+    skipped = [
+        {"id": name, "reason": reason} for name, reason in found.items() if isinstance(reason, str)
+    ]
+    groups = arrange(plans, anchor, skipped)
     calibrations = Calibrations(calibration)
     entries: list[dict[str, Any]] = []
     fitted: dict[str, Any] = {}
     every = [anchored(one, calibrations, skipped) for one in bar(groups)]
-    for one in every:
+    for one in bar(every):
         entries += judged(one, calibrations, others_kernels(one, every))
         fitted[one.series.name] = one.system.as_json() | {"borrowed": one.series.borrowed}
     order = {row.row_id: place for place, row in enumerate(rows)}
@@ -85,22 +85,34 @@ def series_validation(
     }
 
 
-def _with_series_batch(rows: Sequence[SeriesRow]) -> list[SeriesRow]:
-    """The rows, each with the batch of the row of its series nearest in GPUs as `series_batch`.
+def _planned(row: SeriesRow) -> Plan | str:
+    """A row's plan, or the reason why it has none."""
+    try:
+        return plan(row)
+    except TooLittle as problem:
+        return str(problem)
 
-    Of rows as long, and in sequences; without one where there is none, whatever the file has.
+
+def _with_series_batch(plans: Sequence[Plan], rows: Sequence[SeriesRow]) -> list[SeriesRow]:
+    """The rows that print no batch, each with one of its series' as `series_batch`.
+
+    Of rows that print one, of as long sequences: as many for each GPU where all of them have as
+    many, else those of the row nearest in GPUs, of two as near the smaller.
     """
-    known: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    for row in rows:
-        batch, gpus = row.whole("global_batch"), row.whole("gpus")
-        if row.pair_id and batch and gpus and "tok" not in row.text("global_batch").lower():
-            known[row.pair_id, row.text("seq_len")].setdefault(gpus, str(batch))
+    known: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for one in sorted(plans, key=lambda one: -one.batch.printed):
+        row = one.row
+        if row.pair_id and row.text("global_batch"):
+            known[row.pair_id, row.text("seq_len")][one.parallelism.gpus] = one.batch.printed
     found = []
     for row in rows:
-        mine = known.get((row.pair_id, row.text("seq_len")), {})
-        gpus = row.whole("gpus") or 1
-        nearest = min(mine, key=lambda one: abs(log(one / gpus)), default=0)
-        found.append(SeriesRow({**row.cells, "series_batch": mine.get(nearest, "")}))
+        mine, gpus = known.get((row.pair_id, row.text("seq_len"))), row.whole("gpus")
+        if row.text("global_batch") or not mine or not gpus:
+            continue
+        nearest = min(sorted(mine), key=lambda one: abs(log(one / gpus)))
+        each = {batch / of for of, batch in mine.items()}
+        batch = round(each.pop() * gpus) if len(mine) > 1 == len(each) else mine[nearest]
+        found.append(SeriesRow({**row.cells, "series_batch": str(batch)}))
     return found
 
 
