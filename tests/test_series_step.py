@@ -7,6 +7,7 @@ import pytest
 
 from simulate.series.plan import plan
 from simulate.series.step import Calibrations, simulate
+from simulate.step import pricing
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
@@ -36,3 +37,22 @@ def test_a_breakdown_between_two_schedules_sums_to_its_step(calibration: Calibra
     one = plan(row(tp="1", pp="4", vpp="2", gpus="4", global_batch="6"))
     times, estimate = simulate(one, Calibrations(calibration), np.zeros((1, 5)))
     assert sum(estimate.breakdown_s.values()) == pytest.approx(float(times[0]))
+
+
+def test_adapters_send_no_buckets(
+    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a host takes to send gradients is no part of a step whose weights are frozen."""
+    cells = {"tp": "1", "pp": "1", "gpus": "8"}
+
+    def taken(each_us: float, **more: str) -> float:
+        monkeypatch.setattr(pricing, "_bucket_waits", lambda *_: np.array([each_us]))
+        one = plan(row(**cells, **more))
+        times, estimate = simulate(one, Calibrations(calibration), np.zeros((1, 5)))
+        assert sum(estimate.breakdown_s.values()) == pytest.approx(float(times[0]))
+        assert min(estimate.breakdown_s.values()) > -1e-9
+        return float(times[0])
+
+    assert taken(1e6) == pytest.approx(taken(0.0) + 1, rel=0.05)  # stragglers, too
+    lora = {"pair_id": "some lora"}
+    assert taken(1e6, **lora) == pytest.approx(taken(0.0, **lora))
