@@ -53,6 +53,6 @@ def test_adapters_send_no_buckets(
         assert min(estimate.breakdown_s.values()) > -1e-9
         return float(times[0])
 
-    assert taken(1e6) == pytest.approx(taken(0.0) + 1, rel=0.05)  # stragglers, too
+    assert taken(2000.0) == pytest.approx(taken(0.0) + 2e-3, abs=3e-4)  # stragglers, too
     lora = {"pair_id": "some lora"}
-    assert taken(1e6, **lora) == pytest.approx(taken(0.0, **lora))
+    assert taken(2000.0, **lora) == pytest.approx(taken(0.0, **lora), abs=3e-4)
