@@ -70,6 +70,12 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(number, f"cannot be written ({why})", str(path)) from None
 
 
+def last_parts(path: str | Path) -> str:
+    """A path as records tell it: of an absolute one nothing of the machine it lies on."""
+    path = Path(path)
+    return "/".join(path.parts[-3:]) if path.is_absolute() else path.as_posix()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
     with replacing(path) as temporary:

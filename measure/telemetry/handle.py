@@ -8,6 +8,7 @@ file for "finish". A killed parent closes the pipe, so the sampler also ends the
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from spec.files import replacing
+from spec.files import last_parts, replacing, write_text
 from spec.records import TELEMETRY
 
 COLUMNS = tuple(name for name, _, _ in TELEMETRY)
@@ -28,6 +29,17 @@ ROW_GROUP = 65536  # rows; many small groups would compress worse
 TICK_S = 2.0**-20  # what sample times are kept to
 MOST_NOTES = 50
 MERGED = "merged_parts"  # key of the file's metadata
+
+
+def keep_crash(crash: Path) -> None:
+    """What the sampler died of, files told by their last three parts; nothing if it did not."""
+    if not crash.exists():
+        return
+    text = crash.read_text(errors="replace")
+    if text:
+        write_text(crash, re.sub(r'"(/[^"]*)"', lambda file: f'"{last_parts(file[1])}"', text))
+    else:
+        crash.unlink()
 
 
 def arrow_schema() -> Any:
@@ -229,8 +241,6 @@ class Sampler:
             process.kill()
             self.notes.append("the telemetry process did not end when told to; it was killed")
         self._ear.join(timeout=5)
-        crash = self._folder / CRASH
-        if crash.exists() and not crash.stat().st_size:
-            crash.unlink()
+        keep_crash(self._folder / CRASH)
         if merge_parts:
             merge(self._folder)

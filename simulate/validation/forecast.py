@@ -18,7 +18,7 @@ from simulate.validation.cases import PEAKS, Case, Prediction, predict
 from simulate.validation.measured import hashes_of, mean_steps_s
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.files import parse, read_record, read_table, sha256, write_json
+from spec.files import last_parts, parse, read_record, read_table, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
 from spec.manifest import DeviceHash
 from spec.results import ResultSet, refuse_duplicates
@@ -160,11 +160,6 @@ def refuse_sealed(out: Path) -> None:
         raise UserError(f"{out}: exists already; a forecast is written once, give another name")
 
 
-def _told(path: Path) -> str:
-    """A path as a sealed file tells it: of an absolute one nothing of the machine it lies on."""
-    return "/".join(path.parts[-3:]) if path.is_absolute() else path.as_posix()
-
-
 def seal(
     plan_path: Path,
     out: Path,
@@ -190,9 +185,9 @@ def seal(
     forecast = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "plan": {"path": _told(plan_path), "sha256": sha256(plan_path)},
+        "plan": {"path": last_parts(plan_path), "sha256": sha256(plan_path)},
         "calibration": {
-            "path": _told(calibration_path),
+            "path": last_parts(calibration_path),
             "sha256": sha256(calibration_path),
             "system": calibration.system,
         },
