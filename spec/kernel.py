@@ -85,8 +85,8 @@ TILED_PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
 PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)
 ATTENTION = ("attention", "ragged_attention", "attention_block")
 # A table's gradient, ATen/native/cuda/Embedding.cu: from so many tokens on they are sorted, and the
-# sum of each word's (of each ten's, where it occurs oftener) is written in fp32 and read back, so
-# many bytes for each column at least.
+# sum of each word's rows is written in fp32 and read back, so many bytes for each column. (PyTorch
+# sums ten rows at a time: a word that occurs oftener has more such sums, which are not counted.)
 SORTED_FROM, SUM_BYTES = 3073, 8.0
 AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it

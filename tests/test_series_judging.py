@@ -149,7 +149,8 @@ def test_a_slow_network_may_be_what_makes_kernels_slow(calibration: Calibration)
     assert others_kernels(every[0], every[:2]) is None  # one other says little
     borrowed = replace(every[2], series=replace(every[2].series, borrowed=True))
     assert others_kernels(every[0], [*every[:2], borrowed]) is None  # the same anchor again
-    elsewhere = replace(every[2], anchors=[plan(row(row_id="x", source="another"))])
+    anchors = (plan(row(row_id="x", source="another")),)
+    elsewhere = replace(every[2], system=replace(every[2].system, anchors=anchors))
     assert others_kernels(every[0], [*every[:2], elsewhere]) is None
 
     def width(known: float | None) -> float:

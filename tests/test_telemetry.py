@@ -20,7 +20,7 @@ from measure.checks import sensors
 from measure.checks import suite as checks
 from measure.devices.fake import FakeDevice
 from measure.devices.ports import open_ports
-from measure.telemetry.handle import CRASH, PARTS, Sampler, arrow_schema, keep_crash, merge
+from measure.telemetry.handle import CRASH, PARTS, Sampler, arrow_schema, merge, tidy_crash
 from measure.telemetry.sampling import Recorder, listen, read_activity, read_fast, read_slow
 
 
@@ -348,13 +348,13 @@ def test_zeus_windows_stand_beside_the_counter(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_a_sampler_died_of_tells_nothing_of_the_machine(tmp_path: Path) -> None:
     crash = tmp_path / CRASH
-    keep_crash(crash)  # it did not run
+    tidy_crash(crash)  # it did not run
     crash.touch()
-    keep_crash(crash)
+    tidy_crash(crash)
     assert not crash.exists()
     told = 'Fatal Python error: Segmentation fault\n  File "{}", line 2 in listen\n  File "x.py"\n'
     crash.write_text(told.format("/home/someone/a b/measure/telemetry/sampling.py"))
-    keep_crash(crash)
+    tidy_crash(crash)
     assert crash.read_text() == told.format("measure/telemetry/sampling.py")
-    keep_crash(crash)
+    tidy_crash(crash)
     assert crash.read_text() == told.format("measure/telemetry/sampling.py")

@@ -31,7 +31,7 @@ MOST_NOTES = 50
 MERGED = "merged_parts"  # key of the file's metadata
 
 
-def keep_crash(crash: Path) -> None:
+def tidy_crash(crash: Path) -> None:
     """What the sampler died of, files told by their last three parts; nothing if it did not."""
     if not crash.exists():
         return
@@ -241,6 +241,6 @@ class Sampler:
             process.kill()
             self.notes.append("the telemetry process did not end when told to; it was killed")
         self._ear.join(timeout=5)
-        keep_crash(self._folder / CRASH)
+        tidy_crash(self._folder / CRASH)
         if merge_parts:
             merge(self._folder)

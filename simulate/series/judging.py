@@ -35,7 +35,7 @@ EIGHT_BITS = "FP8"
 ALONE = "no factor in reach explains its time: the batch, the shape or the time is another run's"
 UNEXPLAINED = log(2.0)  # of a log step time
 SIBLINGS = 2  # other series of a source that say what its kernels take
-HIDDEN_ROUNDS = 12
+HIDDEN_ROUNDS = 12  # of a fit that halves its steps until a network is no longer hidden
 
 
 @dataclass
@@ -53,10 +53,14 @@ class Anchored:
     """A series with what is taken for its open choices, and the system of its anchors."""
 
     series: Series
-    chosen: Mapping[str, Choices]
-    anchors: list[Plan]
+    chosen: Mapping[str, Choices]  # by row
     tests: list[Plan]
     system: Fitted
+
+    @property
+    def anchors(self) -> tuple[Plan, ...]:
+        """Those that it is fitted on."""
+        return self.system.anchors
 
     @property
     def like(self) -> tuple[str, str, bool]:
@@ -71,11 +75,11 @@ def anchored(series: Series, calibrations: Calibrations, skipped: list[dict[str,
     chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
     anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
     tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
-    return Anchored(series, chosen, anchors, tests, _without_odd(anchors, calibrations, skipped))
+    return Anchored(series, chosen, tests, _without_odd(anchors, calibrations, skipped))
 
 
 def others_kernels(one: Anchored, every: Sequence[Anchored]) -> float | None:
-    """Logarithm of the kernels' factor of other series like this one; None where these are few."""
+    """Logarithm of the kernels' factor of series like this one; None where these are few."""
     if not one.anchors or not one.like[0]:
         return None
     others = [
@@ -88,14 +92,14 @@ def others_kernels(one: Anchored, every: Sequence[Anchored]) -> float | None:
 
 
 def judged(
-    one_series: Anchored, calibrations: Calibrations, kernels: float | None
+    fitted: Anchored, calibrations: Calibrations, kernels: float | None
 ) -> list[dict[str, Any]]:
     """Every test row of a series with its projection and baselines.
 
     `kernels` is of `others_kernels`.
     """
-    series, chosen, system = one_series.series, one_series.chosen, one_series.system
-    anchors, tests = one_series.anchors, one_series.tests
+    chosen, system = fitted.chosen, fitted.system
+    anchors, tests = fitted.anchors, fitted.tests
     effects: list[list[float]] = [[] for _ in tests]
     shifts, said = [0.0 for _ in tests], [list(one.assumed) for one in tests]
     middle = [project(one, system, calibrations) for one in tests]
@@ -123,7 +127,7 @@ def judged(
         plain = fit(anchors, calibrations, rounds=2, network=False)
         for index, one in enumerate(tests):
             effects[index].append(project(one, plain, calibrations).value - middle[index].value)
-    hidden = _of_network(one_series, calibrations, kernels)
+    hidden = _of_network(fitted, calibrations, kernels)
     if hidden is not None:
         for index, one in enumerate(tests):
             effects[index].append(project(one, hidden, calibrations).value - middle[index].value)
@@ -145,7 +149,7 @@ def judged(
         extra = float(np.sqrt(sum((value / 2) ** 2 for value in effects[index])))
         sd = projected.spread(extra)
         mean = replace(projected, value=projected.value + shifts[index])
-        entries.append(_entry(one, mean, sd, anchors, series) | {"assumed": said[index]})
+        entries.append(_entry(one, mean, sd, anchors, fitted.series) | {"assumed": said[index]})
     return entries
 
 
