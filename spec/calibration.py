@@ -129,6 +129,7 @@ HostTime = Literal[
     "expert_us",
     "ring_us",
     "checkpoint_us",
+    "adapter_us",
     "bucket_us",
     "pass_us",
     "tensor_us",
@@ -167,6 +168,9 @@ class HostFit(Record):
         default=0.0,
         description="in the backward pass, before a layer's activations are computed again",
     )
+    adapter_us: Micros = Field(
+        default=0.0, description="around an adapter of a frozen layer, in either pass"
+    )
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"
     )
@@ -197,6 +201,9 @@ class HostFit(Record):
         default=0.0,
         description="of checkpoint_us beside that, on any host: nil steps hardly tell it",
     )
+    adapter_sd: Spread = Field(
+        default=0.0, description="of adapter_us likewise, where none of them had adapters"
+    )
     bucket_sd: Spread = Field(
         default=0.0, description="of bucket_us likewise, where none of them sent beside its passes"
     )
@@ -225,7 +232,9 @@ class HostFit(Record):
                     for name, own in (visit.times_us | {"slower": visit.slower}).items()
                 }
                 spreads = ["python", "visit"]
-                spreads += [one for one in ("ring", "bucket") if f"{one}_us" in visit.times_us]
+                spreads += [
+                    one for one in ("ring", "adapter", "bucket") if f"{one}_us" in visit.times_us
+                ]
                 return self.model_copy(update=known | {f"{one}_sd": 0.0 for one in spreads})
         return self
 

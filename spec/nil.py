@@ -27,10 +27,11 @@ MORE = {"name": "nil", "layers": LAYERS, "head_dim": 16}
 TOP_K = 2
 
 
-def nil_model(sizes: dict[str, int], experts: int = 0) -> ModelSpec:
-    """The model, with so many experts in a layer."""
+def nil_model(sizes: dict[str, int], experts: int = 0, lora_rank: int = 0) -> ModelSpec:
+    """The model, with so many experts in a layer, or frozen with adapters of that rank."""
     mixture = {"experts": experts, "top_k": TOP_K} if experts else {}
-    return ModelSpec(**load_model("small").model_dump() | sizes | MORE | mixture)
+    lora = {"lora_rank": lora_rank}
+    return ModelSpec(**load_model("small").model_dump() | sizes | MORE | mixture | lora)
 
 
 def one_pass(model: ModelSpec, p: Parallelism) -> tuple[Part, ...]:

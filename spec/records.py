@@ -129,6 +129,9 @@ class HostRow(Repeated):
     experts: Annotated[int, Field(ge=0, le=4096)] = Field(
         default=0, description="in a layer; 0: dense"
     )
+    lora_rank: Annotated[int, Field(ge=0, le=4096)] = Field(
+        default=0, description="of adapters on frozen layers; 0: all weights are trained"
+    )
     overlap: bool = Field(
         default=False,
         description="every tensor is a bucket, gathered and reduced beside passes",

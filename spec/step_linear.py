@@ -113,7 +113,8 @@ def _narrow(p: Parallelism, elements: int) -> tuple[tuple[Collective, ...], tupl
 
 def _joined(base: Part, kernels: tuple[Kernel, ...], sent: tuple[Collective, ...]) -> Part:
     """The part with the adapter's kernels and messages behind its own."""
-    return Part(base.name, base.kernels + kernels, base.exposed + sent, base.hidden)
+    together = base.kernels + kernels, base.exposed + sent, base.hidden
+    return Part(base.name, *together, adapter=True)
 
 
 def adapter_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:

@@ -25,6 +25,7 @@ class Part:
     uneven: bool = False  # its ranks exchange tokens, and no two of them as many
     ring: int = 0  # pieces of ring attention, put together and sent by Python in either pass
     checkpoint: bool = False  # here activations begin to be computed again
+    adapter: bool = False  # low-rank products of LoRA are in it beside its own
     backward: bool = False  # autograd issues it
 
     @property
@@ -42,6 +43,7 @@ class Part:
             "expert": max(grouped, default=0),
             "ring": self.ring,
             "checkpoint": int(self.checkpoint),
+            "adapter": int(self.adapter),
         }
 
 

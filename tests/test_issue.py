@@ -135,25 +135,41 @@ def test_activations_are_computed_again_in_the_backward_pass(
     assert found == counts
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_linear_layer_has_an_adapter_in_either_pass(tp: int) -> None:
+    """`measure.megatron.lora`: queries' and their likes', their output's, and the MLP's two."""
+    p = Parallelism(tp=tp, sequence_parallel=tp > 1)
+    for rank, expected in ((0, 0), (16, 4)):
+        model = load_model("llama3-8b").model_copy(update={"lora_rank": rank})
+        found = [sum(one.issued["adapter"] for one in way) for way in layer(model, p)]
+        assert found == [expected, expected]
+
+
 @pytest.mark.parametrize(
-    ("name", "with_it"), [("ring", {"cp": 2}), ("checkpoint", {"recompute": "selective"})]
+    ("name", "with_it", "rank"),
+    [
+        ("ring", {"cp": 2}, 0),
+        ("checkpoint", {"recompute": "selective"}, 0),
+        ("adapter", {}, 16),
+    ],
 )
 def test_what_nil_steps_hardly_tell_widens_what_waits_for_it(
-    calibration: Calibration, name: str, with_it: dict[str, Any]
+    calibration: Calibration, name: str, with_it: dict[str, Any], rank: int
 ) -> None:
     takes = {"part_us": 50.0, f"{name}_us": 9e3}
     widths = []
-    for split, sd in ((with_it, 0.0), (with_it, 0.5), ({}, 0.5)):
+    for split, sd, of in ((with_it, 0.0, rank), (with_it, 0.5, rank), ({}, 0.5, 0)):
+        model = load_model("llama3.2-1b").model_copy(update={"lora_rank": of})
         used = calibration.model_copy(update={"host": _host(**takes, **{f"{name}_sd": sd})})
         nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
         p = Parallelism(**split, global_batch=2)
-        times = StepSimulator(load_model("llama3.2-1b"), p, *nodes, used).run().step_time_s
+        times = StepSimulator(model, p, *nodes, used).run().step_time_s
         widths.append(float(np.quantile(times, 0.95) / np.quantile(times, 0.05)))
     assert widths[1] > 1.3 * widths[0]
     assert widths[2] < widths[1]
 
 
-@pytest.mark.parametrize("name", ["ring", "bucket"])
+@pytest.mark.parametrize("name", ["ring", "adapter", "bucket"])
 def test_devices_whose_own_nil_steps_showed_it_know_it(name: str) -> None:
     visits = [
         {"devices": [device], "slower": 1.0, "times_us": times}

@@ -38,6 +38,7 @@ CALLS = {
     "expert": 26.0,
     "ring": 20.0,
     "checkpoint": 15.0,
+    "adapter": 4.0,
     "bucket": 10.0,
     "pass": 210.0,
     "tensor": 1.7,
@@ -51,6 +52,7 @@ WHAT = {
     "expert": "Python and autograd around an expert, in either pass",
     "ring": "Python around a piece of ring attention and its messages; backward has two of each",
     "checkpoint": "setting out to compute activations again, in a layer's backward pass",
+    "adapter": "Python and autograd around an adapter of a frozen layer, in either pass",
     "bucket": "sending a bucket of gradients or parameters beside a pass",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
@@ -111,6 +113,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for name, lacked in (
         ("ring", "on a host whose nil steps had no ring"),
         ("checkpoint", "on any host: nil steps hardly tell it"),
+        ("adapter", "on a host whose nil steps had none"),
         ("bucket", "on a host whose nil steps sent nothing beside their passes"),
     ):
         found[f"{name}_sd"] = ledger.note(
@@ -244,7 +247,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
         recompute=row.recompute,
         global_batch=dp,
     )
-    model = nil_model(ON_GPU, row.experts).resized(layers=row.layers)
+    model = nil_model(ON_GPU, row.experts, row.lora_rank).resized(layers=row.layers)
     by_name = {(fit.op, fit.direction, fit.dtype): fit.host_us for fit in kernels}
 
     def equation(time_us: float, of_us: float, *segments: Segment, **more: float) -> Equation:

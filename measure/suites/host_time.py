@@ -7,8 +7,9 @@ On GPUs such a step lasts as long as its host needs to issue it, and the steps o
 never faster than that. All GPUs of the host take part, as all of its processors do in a real step:
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
 share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
-activations computed again (what a checkpoint takes), with every tensor sent beside the passes by
-itself (what a bucket takes), and with a mixture of experts, of few and of more.
+activations computed again (what a checkpoint takes), with adapters on frozen layers, with every
+tensor sent beside the passes by itself (what a bucket takes), and with a mixture of experts, of few
+and of more.
 What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
@@ -39,6 +40,7 @@ from spec.parallelism import Parallelism, Recompute
 from spec.records import MOST_TP, HostRow
 
 MICROBATCHES, EXPERTS, MORE_EXPERTS, MORE_LAYERS = 5, 8, 32, 4 * LAYERS
+LORA_RANK = 16
 WARM_UP_CPU, REPEATS, LIMIT_S = 5, 40, 300.0
 ROUNDS = 4  # in which steps of one microbatch and of several take turns on GPUs
 GPU_S = 14.0
@@ -57,6 +59,7 @@ class HostCase:
     layers: int = LAYERS
     overlap: bool = False
     recompute: Recompute = "none"
+    lora_rank: int = 0
 
     @property
     def case_id(self) -> str:
@@ -66,6 +69,7 @@ class HostCase:
         mixture = f"-{self.experts}experts" if self.experts else ""
         mixture += f"-EP{self.ep}" if self.ep > 1 else ""
         split += mixture + "-overlap" * self.overlap
+        split += f"-lora{self.lora_rank}" if self.lora_rank else ""
         split += f"-{self.recompute}" if self.recompute != "none" else ""
         return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}"
 
@@ -99,11 +103,14 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
         return []
     several = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
     dense: list[dict[str, Any]] = [{}, {"recompute": "selective"}, {"recompute": "full"}]
+    adapted: dict[str, Any] = {"lora_rank": LORA_RANK}
+    dense += [adapted]
     deep: list[dict[str, Any]] = [{}]
     mixed: list[dict[str, Any]] = [{}]
     if several > 1:
         for split in ("tp", "cp"):
             dense += [{split: several}, {split: several, "recompute": "selective"}]
+        dense += [{"tp": several} | adapted]
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
     return [
@@ -129,6 +136,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         experts=case.experts,
         overlap=case.overlap,
         recompute=case.recompute,
+        lora_rank=case.lora_rank,
         layers=case.layers,
         microbatches=MICROBATCHES,
         single_us=statistics.median(found.pop("single_us")),
@@ -140,7 +148,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
 def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, Any]:
     from measure.training.steps import step_times
 
-    model = nil_model(ON_GPU, case.experts).resized(layers=case.layers)
+    model = nil_model(ON_GPU, case.experts, case.lora_rank).resized(layers=case.layers)
     several = case.split(MICROBATCHES)
     steps = TrainingCase(
         model,

@@ -22,7 +22,7 @@ from spec.step import EXPERTS, Part, Segment
 
 Array = NDArray[np.float64]
 # of what `Part.issued` counts, that whose time has a spread of its own
-APART = ("ring", "checkpoint")
+APART = ("ring", "checkpoint", "adapter")
 
 
 class Energy(NamedTuple):
