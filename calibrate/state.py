@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, exp, hypot, log
+from math import exp, hypot, log
 from typing import NamedTuple
 
 from spec.bend import Bend
@@ -32,10 +32,6 @@ SURGE = (1.03, 1.0, 1.1)
 # Power of one core, idle and more while busy, where none can be read.
 CORE_IDLE_W, CORE_ACTIVE_W = 1.5, 3.0
 CORE_SOURCE = "280 W of a 64-core AMD EPYC 7763, data sheet, a third of it idle"
-# What the timing of a gradient norm holds of the host, us: issuing it, and reading back the norm
-# of each tensor that `measure.timed.operations` cuts it into, one by one. Least squares on the rows
-# of the first three visits to four H200: 23.5 to 23.7, and 6.7 to 7.5.
-NORM_ISSUE_US, NORM_READ_US, NORM_TENSOR = 23.6, 7.0, 2**26
 # Of a shape from visit to visit, all operations together, where no two visits tell: the first three
 # visits to four H200, see `calibrate.clock.kernel_visits`.
 SHAPE_VISIT_SD = 0.0085
@@ -81,22 +77,12 @@ class ShapeSpread:
     repeats: Mapping[Key, float] = field(default_factory=dict)
     shapes: Mapping[Kernel, float] = field(default_factory=dict)
     other: float = SHAPE_VISIT_SD  # between, of any other operation
-    host_sd: float = 0.0  # of what a host takes, from visit to visit
 
-    def sd(self, kernel: Kernel, time_us: float) -> float:
-        """Of one visit's timing of a kernel that takes `time_us`."""
+    def sd(self, kernel: Kernel) -> float:
+        """Of one visit's timing of a kernel."""
         key = kernel.modelled, kernel.direction, kernel.dtype
         repeats = self.shapes.get(replace(kernel, op=kernel.modelled), self.repeats.get(key, 0.0))
-        host = host_share(kernel, time_us) * self.host_sd
-        return hypot(self.between.get(key, self.other), repeats, host)
-
-
-def host_share(kernel: Kernel, time_us: float) -> float:
-    """Part of a timing that the device waits for its host: only a gradient norm reads back."""
-    if kernel.op != "grad_norm":
-        return 0.0
-    tensors = ceil(kernel.named["elements"] / NORM_TENSOR)
-    return min((NORM_ISSUE_US + NORM_READ_US * (tensors - 1)) / time_us, 1.0)
+        return hypot(self.between.get(key, self.other), repeats)
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class HostFit(Record):
         description="in the backward pass, before a layer's activations are computed again",
     )
     adapter_us: Micros = Field(
-        default=0.0, description="around an adapter of a frozen layer, in either pass"
+        default=0.0, description="around an adapter of a frozen layer, in the backward pass"
     )
     pass_us: Micros = Field(
         default=0.0, description="once a microbatch, both passes: schedule and loss"

@@ -140,10 +140,10 @@ class Kernel:
     def stand_in(self) -> "Kernel | None":
         """What a system that never measured this operation takes its time from, if anything.
 
-        A block without mask: causal attention of as many products. FSDP's copies: a plain copy of
-        as many bytes; a bias's gradient, too. What is around a ring's pieces, and a bias: the one
-        kernel of a step's others that torch does not vectorise either, of as many bytes. A rank's
-        part of a table: a table without masks.
+        A block without mask: causal attention of as many products. FSDP's copies, a bias's gradient
+        and the gradients' norm: a plain copy of as many bytes. What is around a ring's pieces, and
+        a bias: the one kernel of a step's others that torch does not vectorise either, of as many
+        bytes. A rank's part of a table: a table without masks.
         """
         d = self.named
         if self.op == "attention_block":
@@ -151,7 +151,7 @@ class Kernel:
             dims = (d["batch"], seq, d["heads"], d["kv_heads"], d["head_dim"])
             return Kernel("attention", self.direction, dims, self.dtype)
         summed = (self.op, self.direction) == ("bias", "backward")
-        if summed or self.op in ("gather_copy_out", "scatter_copy_in"):
+        if summed or self.op in ("gather_copy_out", "scatter_copy_in", "grad_norm"):
             return Kernel("copy", "forward", (max(int(self.bytes) // 4, 1),))
         if self.op in (*AROUND_BLOCKS, "bias"):
             return Kernel("grad_accumulate", "forward", (max(int(self.bytes) // 10, 1),))

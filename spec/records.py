@@ -79,6 +79,11 @@ class KernelRow(OfKernel, Repeated):
         """
         return self.state == "burst" and self.median_us > DISTURBED * self.p10_us
 
+    @property
+    def read_back(self) -> bool:
+        """Whether its host waited for every call, as for gradient norms until the 36th visit."""
+        return self.op == "grad_norm" and self.implementation == "torch/eager"
+
 
 class OneKernelRow(OfKernel, OfDevice):
     """A table's row of one kernel on one device."""

@@ -25,14 +25,18 @@ class ResultSet:
     _tables: dict[str, list[Row]] = field(default_factory=dict, repr=False)
 
     def table(self, row: type[R]) -> list[R]:
-        """All rows of one table (empty where the run has none), with no duplicate case."""
+        """All rows of one table (empty where the run has none), with no duplicate case.
+
+        A GPU's kernels without those that its host waited for (`KernelRow.read_back`).
+        """
         name = next(key for key, value in TABLES.items() if value is row)
         if name not in self._tables:
             path = self.path / f"{name}.csv"
             rows = read_table(path, row) if path.exists() or path.is_symlink() else []
             refuse_duplicates(path, rows)
             _refuse_unknown_devices(path, rows, self.manifest)
-            self._tables[name] = list(rows)
+            gpu = self.manifest.hosts[0].devices[0].kind != "cpu"
+            self._tables[name] = [one for one in rows if not (gpu and _waited_for(one))]
         return self._tables[name]  # type: ignore[return-value]
 
     def fit(self, row: type[R]) -> list[R]:
@@ -47,6 +51,10 @@ def refuse_duplicates(path: Path, rows: Sequence[Row]) -> None:
         key, count = keys.most_common(1)[0]
         if count > 1:
             raise UserError(f"{path}: case_id {key} stands there {count} times; keep one")
+
+
+def _waited_for(row: Row) -> bool:
+    return isinstance(row, KernelRow) and row.read_back
 
 
 def _refuse_unknown_devices(path: Path, rows: list[R], manifest: Manifest) -> None:

