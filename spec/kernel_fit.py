@@ -44,6 +44,10 @@ UNLIKE_SD = 0.1
 # how much longer attention's backward pass is for heads of more values, beside what it computes: it
 # keeps more of a head on the chip than the forward one. By H100's kernels (docs/calibration.md)
 WIDE_BACKWARD = {192: 1.45, 256: 1.32}
+# operations whose threads take one row each, and the width, in values, from which on rows begin as
+# loads want them: of 256 B
+BY_ROW = ("layernorm", "rmsnorm", "bias")
+ROW_ALIGNED = 128
 HEAD_ALIGNED = 16  # values of a head: what more of them a power of two divides changes nothing
 
 
@@ -233,7 +237,8 @@ def launches(kernel: Kernel) -> int:
 def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
     """What the correction depends on: logarithms of some numbers of a shape, (shapes, n).
 
-    Elementwise operations: the number of elements and every dimension but the first. Attention:
+    Elementwise operations: the number of elements and every dimension but the first; those that
+    work row by row also the power of two that divides the width. Attention:
     batch * heads, which it treats alike, sequence, queries per key head, head size as it is padded.
     Others: their dimensions. Ragged ones: also the powers of two that divide n and k, or a head's
     values.
@@ -253,6 +258,8 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
         return np.column_stack([groups, m - groups, n, k])
     if op not in PRODUCTS and logs.shape[1] > 1:
         logs[:, 0] = logs.sum(axis=1)
+    if op in BY_ROW:
+        return np.column_stack([logs, _divisors(sizes[:, 1], ROW_ALIGNED)])
     return logs
 
 

@@ -11,10 +11,11 @@ from calibrate.kernels.queued import Lag, of_like
 from calibrate.kernels.shapes import by_model
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
-from spec.files import read_table, write_json, write_table
+from spec.files import read_json, read_table, write_json, write_table
 from spec.kernel import PLAIN, SUM_BYTES, Kernel
 from spec.kernel_fit import (
     BEYOND_SD,
+    BY_ROW,
     UNLIKE_SD,
     WIDE_BACKWARD,
     KernelFit,
@@ -24,6 +25,7 @@ from spec.kernel_fit import (
     quantisation,
 )
 from spec.records import KernelRow
+from spec.results import read_result_set
 from tests.made_up import calibration_json
 from tests.test_calibrate_fit import run_folder, write_small
 from tests.test_calibrate_products import TRUTH, row
@@ -70,6 +72,33 @@ def test_what_divides_a_ragged_shape_is_a_feature() -> None:
     even, odd = features("ragged_gemm", [(2048, 6400, 4256), (2048, 6392, 4255)])
     assert even[-2:] == pytest.approx(np.log([256, 32]))
     assert odd[-2:] == pytest.approx(np.log([8, 1]))
+
+
+def test_rows_that_begin_between_lines_of_a_cache_are_told_apart() -> None:
+    """On H200 and H100 norms and biases' gradients of such widths last 5 to 8 % longer."""
+    shapes = [(8192, 1600), (8192, 1664), (8192, 6400)]
+    for op in BY_ROW:
+        assert features(op, shapes)[:, -1] == pytest.approx(np.log([64, 128, 128]))
+    assert features("residual", shapes).shape == (3, 2)
+
+
+def test_a_norm_that_was_read_back_counts_on_a_cpu_alone(tmp_path: Path) -> None:
+    write_small(tmp_path / "results", ("gemm", "copy"))
+    run = run_folder(tmp_path / "results")
+    rows = read_table(run / "kernels.csv", KernelRow)
+    norms = {"op": "grad_norm", "implementation": "torch/eager"}
+    held = [one.model_copy(update=norms) if one.op == "copy" else one for one in rows]
+    write_table(run / "kernels.csv", KernelRow, held)
+    assert read_result_set(run).table(KernelRow) == [one for one in rows if one.op == "gemm"]
+    read = [one.model_copy(update={"implementation": "torch/norm"}) for one in held]
+    write_table(run / "kernels.csv", KernelRow, read)
+    assert read_result_set(run).table(KernelRow) == read
+    write_table(run / "kernels.csv", KernelRow, held)
+    manifest = read_json(run / "manifest.json", "a manifest")
+    for device in manifest["hosts"][0]["devices"]:
+        device |= {"kind": "cpu", "max_clock_mhz": None, "power_limit_w": None}
+    write_json(run / "manifest.json", manifest)
+    assert read_result_set(run).table(KernelRow) == held
 
 
 def test_a_spread_grows_beyond_what_was_measured_and_not_within(tmp_path: Path) -> None:
