@@ -23,6 +23,7 @@ class ResultSet:
     path: Path
     manifest: Manifest
     _tables: dict[str, list[Row]] = field(default_factory=dict, repr=False)
+    _cases: dict[str, set[str]] = field(default_factory=dict, repr=False)
 
     def table(self, row: type[R]) -> list[R]:
         """All rows of one table (empty where the run has none), with no duplicate case.
@@ -37,7 +38,13 @@ class ResultSet:
             _refuse_unknown_devices(path, rows, self.manifest)
             gpu = self.manifest.hosts[0].devices[0].kind != "cpu"
             self._tables[name] = [one for one in rows if not (gpu and _waited_for(one))]
+            self._cases[name] = {one.case_id for one in rows}
         return self._tables[name]  # type: ignore[return-value]
+
+    def cases(self, row: type[Row]) -> set[str]:
+        """Every case that one table has a row of, those that are not read among them."""
+        self.table(row)
+        return self._cases[next(key for key, value in TABLES.items() if value is row)]
 
     def fit(self, row: type[R]) -> list[R]:
         """The rows of a table that a model may be fitted on."""

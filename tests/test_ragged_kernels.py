@@ -89,7 +89,9 @@ def test_a_norm_that_was_read_back_counts_on_a_cpu_alone(tmp_path: Path) -> None
     norms = {"op": "grad_norm", "implementation": "torch/eager"}
     held = [one.model_copy(update=norms) if one.op == "copy" else one for one in rows]
     write_table(run / "kernels.csv", KernelRow, held)
-    assert read_result_set(run).table(KernelRow) == [one for one in rows if one.op == "gemm"]
+    found = read_result_set(run)
+    assert found.table(KernelRow) == [one for one in rows if one.op == "gemm"]
+    assert found.cases(KernelRow) == {one.case_id for one in rows}  # a resumed run has them
     read = [one.model_copy(update={"implementation": "torch/norm"}) for one in held]
     write_table(run / "kernels.csv", KernelRow, read)
     assert read_result_set(run).table(KernelRow) == read

@@ -29,7 +29,7 @@ from spec.step import Segment, embedding, head, layer, trained_tensors
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 # A ring's, a bucket's and a checkpoint's: the means of two systems of two GPUs, four hosts with
 # rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16;
-# with one host more 15 and 20). An adapter's: of two hosts (8.5 and 3.5, by two runs 138 and 6 us).
+# with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,

@@ -104,7 +104,7 @@ class Store:
             if path.exists():
                 drop_half_line(path)
             if path.exists():
-                store._done[name] = {record.case_id for record in result.table(row)}
+                store._done[name] = result.cases(row)
         finished = store._done["training"]
         if store._done["steps"] - finished:
             keep = [one for one in result.table(StepRow) if one.case_id in finished]
