@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from simulate.series.fit import fit, project
-from simulate.series.judging import Series, anchored, judged, others_kernels
+from simulate.series.fit import SEARCHED_SD, fit, project
+from simulate.series.judging import Series, anchored, bounded, judged, others_kernels
 from simulate.series.plan import plan
 from simulate.series.search import alike_chunks
 from simulate.series.step import Calibrations
@@ -115,6 +115,24 @@ def test_rows_of_a_model_have_one_number_of_chunks(calibration: Calibration) -> 
 
     assert chunks({"a": 2, "b": 4, "c": 4}) == {"a": 4, "b": 4, "c": 4, "few": 4}
     assert chunks({"a": 2, "b": 4, "c": 4}, a="2") == {"a": 2, "b": 2, "c": 2, "few": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "effect", "expected"),
+    [
+        ("microbatch", "someone/something", 0.7, 2 * SEARCHED_SD),
+        ("microbatch", "bigscience-workshop/bigscience", -0.7, -2 * SEARCHED_SD),
+        ("microbatch", "someone/something", 0.05, 0.05),
+        ("vpp", "someone/something", 0.7, 2 * SEARCHED_SD),
+        ("vpp", "bigscience-workshop/bigscience", 0.7, 0.7),  # of 2021: chunks are not searched
+        ("precision", "someone/something", 0.7, 0.7),
+    ],
+)
+def test_a_searched_choice_moves_a_row_no_further_than_a_search_is_off(
+    name: str, source: str, effect: float, expected: float
+) -> None:
+    one = plan(row(row_id="a", gpus="8", global_batch="64", source=source))
+    assert bounded(effect, name, one) == pytest.approx(expected)
 
 
 def test_heads_that_are_guessed_are_divided_by_tensor_parallelism() -> None:

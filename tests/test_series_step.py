@@ -7,7 +7,6 @@ import pytest
 
 from simulate.series.plan import plan
 from simulate.series.step import Calibrations, simulate
-from simulate.step import pricing
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
@@ -39,20 +38,18 @@ def test_a_breakdown_between_two_schedules_sums_to_its_step(calibration: Calibra
     assert sum(estimate.breakdown_s.values()) == pytest.approx(float(times[0]))
 
 
-def test_adapters_send_no_buckets(
-    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_send_no_buckets(calibration: Calibration) -> None:
     """What a host takes to send gradients is no part of a step whose weights are frozen."""
     cells = {"tp": "1", "pp": "1", "gpus": "8"}
 
     def taken(each_us: float, **more: str) -> float:
-        monkeypatch.setattr(pricing, "_bucket_waits", lambda *_: np.array([each_us]))
-        one = plan(row(**cells, **more))
-        times, estimate = simulate(one, Calibrations(calibration), np.zeros((1, 5)))
+        host = calibration.host.model_copy(update={"bucket_us": each_us})
+        used = Calibrations(calibration.model_copy(update={"host": host}))
+        times, estimate = simulate(plan(row(**cells, **more)), used, np.zeros((1, 5)))
         assert sum(estimate.breakdown_s.values()) == pytest.approx(float(times[0]))
         assert min(estimate.breakdown_s.values()) > -1e-9
         return float(times[0])
 
-    assert taken(2000.0) == pytest.approx(taken(0.0) + 2e-3, abs=3e-4)  # stragglers, too
+    assert taken(1e5) > taken(0.0) + 0.02
     lora = {"pair_id": "some lora"}
-    assert taken(2000.0, **lora) == pytest.approx(taken(0.0, **lora), abs=3e-4)
+    assert taken(1e5, **lora) == taken(0.0, **lora)

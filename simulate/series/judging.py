@@ -91,6 +91,16 @@ def others_kernels(one: Anchored, every: Sequence[Anchored]) -> float | None:
     return median(others) if len(others) >= SIBLINGS else None
 
 
+def bounded(effect: float, name: str, one: Plan) -> float:
+    """What another way to take an open choice moves a row by, a logarithm.
+
+    Of a choice that a search made, no more than twice what a search is off by: the other way is one
+    that nobody would have run.
+    """
+    searched = name == "microbatch" or (name == "vpp" and not one.row.early)
+    return float(np.clip(effect, -2 * SEARCHED_SD, 2 * SEARCHED_SD)) if searched else effect
+
+
 def judged(
     fitted: Anchored, calibrations: Calibrations, kernels: float | None
 ) -> list[dict[str, Any]]:
@@ -120,9 +130,7 @@ def judged(
                 shifts[index] += share * effect
                 effect *= 2 * (share * (1 - share)) ** 0.5
                 said[index].append(f"the other precision counts {share:.0%}")
-            if name == "microbatch" or (name == "vpp" and not one.row.early):  # searched
-                effect = float(np.clip(effect, -2 * SEARCHED_SD, 2 * SEARCHED_SD))
-            effects[index].append(effect)
+            effects[index].append(bounded(effect, name, one))
     if system.surprising:
         plain = fit(anchors, calibrations, rounds=2, network=False)
         for index, one in enumerate(tests):

@@ -117,8 +117,8 @@ class Frozen(StepSimulator):
         timeline, ideal_us, _ = super()._timeline(priced)
         tensors = 4 * max(self.p.stage_layers(self.model))
         issued_us = self.calibration.host.tensor_us * tensors * self._costs.host_spread()
-        once_us = priced.once_us - priced.buckets_us + issued_us
-        return timeline, ideal_us, timeline.end.max(axis=0) + priced.norm_us + once_us
+        end_us = timeline.end.max(axis=0) + priced.norm_us + priced.once_us + issued_us
+        return timeline, ideal_us, end_us
 
 
 def simulate(
@@ -154,17 +154,19 @@ def _simulated(
 ) -> tuple[Array, StepEstimate]:
     """What `simulate` returns, of a schedule that there is.
 
-    Low-rank adapters leave the weights' gradients out. Gradients and parameters are as wide, and
-    tensor-parallel communication is exposed, as in the row's software.
+    Low-rank adapters leave the weights' gradients out, and have none to send beside passes.
+    Gradients and parameters are as wide, and tensor-parallel communication is exposed, as in the
+    row's software.
     """
     calibration = calibrations.of(one, float(points[0, FACTORS.index("issue")]))
     network = next(
         (fit for fit in calibration.networks if fit.protocol == one.fabric.protocol), None
     )
     spreads = (network.latency_sd, network.efficiency_sd) if network else (1.0, 1.0)
-    estimate = (Frozen if one.row.lora else StepSimulator)(
+    frozen = one.row.lora
+    estimate = (Frozen if frozen else StepSimulator)(
         one.model,
-        p.model_copy(update={"fp8": one.fp8}),
+        p.model_copy(update={"fp8": one.fp8, "overlap": p.overlap and not (frozen and p.zero < 2)}),
         one.node,
         one.fabric,
         calibration,
@@ -175,7 +177,7 @@ def _simulated(
         tp_waits=waits_for_all(one.row),
     ).run()
     times = estimate.step_time_s
-    if one.row.lora:
+    if frozen:
         estimate = replace(estimate, breakdown_s=_without_updates(estimate))
     if one.parallelism.cp > 1 and fused_joins(one.row):
         kernels, left = (time / 1e6 for time in longer_us(estimate, one.row))
@@ -199,7 +201,6 @@ def _simulated(
 def _without_updates(estimate: StepEstimate) -> dict[str, float]:
     """The breakdown of a step of `Frozen`: what is left of the update is the host's."""
     parts = estimate.breakdown_s | {"dp_exposed": 0.0, "optimizer": 0.0}
-    parts["other"] -= central(estimate.priced.buckets_us) / 1e6
     parts["tp_exposed"] = _tensor_waits_s(estimate)
     return parts | {"optimizer": float(estimate.step_time_s[0]) - sum(parts.values())}
 

@@ -50,7 +50,6 @@ class PricedStep:
     # once a step: the host's bookkeeping, and what the first pass and buckets sent beside passes
     # wait for it, on the first stage
     once_us: Array
-    buckets_us: Array  # of this, what buckets take
     transfer: Collective | None  # between pipeline stages
 
     @property
@@ -172,7 +171,6 @@ def price(
     apart = known.updates.setdefault(fastest.clock_ratio, {})
     apart |= alone(model, p, fastest, set(alike) - set(apart))
     updates = {stage: update(apart[stage], p, fastest, works[stage]) for stage in set(alike)}
-    buckets_us = _bucket_waits(works[0], updates[0], costs)
     return PricedStep(
         model,
         p,
@@ -185,8 +183,7 @@ def price(
         zero
         + costs.calibration.host.step_us * costs.host_spread()
         + works[0].first_us
-        + buckets_us,
-        zero + buckets_us,
+        + _bucket_waits(works[0], updates[0], costs),
         transfer,
     )
 
