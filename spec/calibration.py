@@ -324,5 +324,8 @@ def read_calibration(path: Path) -> Calibration:
             raise UserError(f"{where}: a point's dims are not {len(names)} numbers")
         count = features(fit.op, [point.dims for point in fit.points]).shape[1]
         if len(fit.length_scales) != count:
-            raise UserError(f"{where}: length_scales are not {count} numbers")
+            raise UserError(
+                f"{where}: length_scales are not {count} numbers; a calibration of another version "
+                "must be fitted again, with `python -m calibrate.fit`"
+            )
     return calibration
