@@ -7,6 +7,8 @@ The adapter's matrix on the split side of W is split, the other one whole, and r
 is between the two, `rank` wide (`measure/megatron/lora.py`).
 """
 
+from dataclasses import replace
+
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -113,8 +115,7 @@ def _narrow(p: Parallelism, elements: int) -> tuple[tuple[Collective, ...], tupl
 
 def _joined(base: Part, kernels: tuple[Kernel, ...], sent: tuple[Collective, ...]) -> Part:
     """The part with the adapter's kernels and messages behind its own."""
-    together = base.kernels + kernels, base.exposed + sent, base.hidden
-    return Part(base.name, *together, adapter=True)
+    return replace(base, kernels=base.kernels + kernels, exposed=base.exposed + sent, adapter=True)
 
 
 def adapter_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:

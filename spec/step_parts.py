@@ -33,8 +33,7 @@ class Part:
         """How often it has what takes its host time beside its kernels, as `HostFit` names it.
 
         Experts count where they run one after another; a ring's messages count with its pieces. An
-        adapter counts where autograd has its gradients: in the forward pass Python takes as much
-        less around a frozen layer.
+        adapter counts where autograd has its gradients: forward it is little (docs/calibration.md).
         """
         apart = self.uneven or self.ring
         grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")

@@ -9,6 +9,7 @@ from measure.timed.operations import Maker, footprint  # noqa: E402
 from measure.timed.products import Refused, tried  # noqa: E402
 from measure.timed.timing import CpuTimer, quantiles  # noqa: E402
 from spec.kernel import OPS, Kernel  # noqa: E402
+from spec.records import KernelRow  # noqa: E402
 
 SMALL = {"groups": 2, "batch": 1, "experts": 4, "top_k": 2, "kv_heads": 2, "heads": 4}
 
@@ -22,6 +23,21 @@ def test_every_operation_runs_in_every_direction(op: str) -> None:
         call()
         call()  # a backward pass can be repeated
         assert implementation.startswith("torch/")
+
+
+def test_a_norm_of_several_tensors_is_that_of_all_and_is_not_read_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    maker = Maker(torch.device("cpu"))
+    pieces = [torch.full((16,), 3.0), torch.full((9,), 4.0)]
+    monkeypatch.setattr(maker, "_pieces", lambda *_: pieces)
+    call, implementation = maker.build(Kernel("grad_norm", "forward", (25,)))
+    found = call()
+    assert isinstance(found, torch.Tensor)
+    assert float(found) == pytest.approx((16 * 9 + 9 * 16) ** 0.5)
+    row = {"op": "grad_norm", "implementation": implementation}
+    assert not KernelRow.model_construct(**row).read_back
+    assert KernelRow.model_construct(**row | {"implementation": "torch/eager"}).read_back
 
 
 def test_products_have_the_shapes_of_their_direction() -> None:

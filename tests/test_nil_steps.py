@@ -1,5 +1,7 @@
 """Nil steps: their cases and rows, and what they tell of a host that issues a step."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -158,6 +160,23 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_a_case_with_adapters_runs_and_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    ran = []
+
+    def step_times(case: TrainingCase, *_: Any, **__: Any) -> Any:
+        ran.append(case.model.lora_rank)
+        passes = [{"layers_forward_s": 0.001, "layers_backward_s": 0.002}]
+        return ([0.1], passes), ([0.3], passes)
+
+    monkeypatch.setattr("measure.training.steps.step_times", step_times)
+    row = host_time.measure(host_time.HostCase(1.0, 2, tp=2, lora_rank=rank), "nvidia")
+    assert (ran, row.lora_rank) == ([rank], rank)
+    assert ("lora" in row.case_id) == bool(rank)
 
 
 def test_steps_of_two_batches_take_turns() -> None:

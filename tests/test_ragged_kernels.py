@@ -9,6 +9,7 @@ from calibrate.fit import systems
 from calibrate.kernels.correction import LEARN_FROM
 from calibrate.kernels.queued import Lag, of_like
 from calibrate.kernels.shapes import by_model
+from measure.store.write import Store
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import read_json, read_table, write_json, write_table
@@ -91,7 +92,9 @@ def test_a_norm_that_was_read_back_counts_on_a_cpu_alone(tmp_path: Path) -> None
     write_table(run / "kernels.csv", KernelRow, held)
     found = read_result_set(run)
     assert found.table(KernelRow) == [one for one in rows if one.op == "gemm"]
-    assert found.cases(KernelRow) == {one.case_id for one in rows}  # a resumed run has them
+    every = {one.case_id for one in rows}
+    assert found.cases(KernelRow) == every
+    assert Store.reopen(run).done("kernels") == every  # a resumed run does none of them again
     read = [one.model_copy(update={"implementation": "torch/norm"}) for one in held]
     write_table(run / "kernels.csv", KernelRow, read)
     assert read_result_set(run).table(KernelRow) == read

@@ -6,14 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calibrate.host.issue import CALLS
 from simulate.series.context import exchanges
 from simulate.series.fit import OWN_WIDTH, Fitted, around, fit, project
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import SeriesRow
-from simulate.series.software import fused_gradients, sent_widths, tensor_exposure
+from simulate.series.software import (
+    fused_gradients,
+    sent_widths,
+    tensor_exposure,
+    with_graphs,
+)
 from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.scale import sd_per_doubling
-from spec.calibration import Calibration
+from spec.calibration import Calibration, HostFit
 from tests.made_up import write_calibration
 from tests.made_up_series import row
 
@@ -179,6 +185,12 @@ def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
     small, large = (128, 128, 128), (16384, 8192, 8192)
     assert replayed.time_us(small)[0] < 0.9 * usual.time_us(small)[0]
     assert replayed.time_us(large)[0] == pytest.approx(usual.time_us(large)[0], rel=0.02)
+    host = HostFit.model_validate(
+        {f"{name}_us": 1.0 for name in CALLS} | {"sd": 0.1, "serial": False}
+    )
+    issued = with_graphs(calibration.model_copy(update={"host": host})).host
+    once = {"bucket", "tensor", "step"}  # that the host does between graphs
+    assert {name for name in CALLS if getattr(issued, f"{name}_us")} == once
 
 
 def test_tensor_parallel_communication_is_exposed_as_the_software_does() -> None:

@@ -229,8 +229,12 @@ RING = Parallelism(cp=4, global_batch=8)
 
 @pytest.mark.parametrize(
     ("p", "ops"),
-    [(P, ("gather_copy_out", "scatter_copy_in")), (RING, ("attention_block", *AROUND_BLOCKS))],
-    ids=["sharded", "ring"],
+    [
+        (P, ("gather_copy_out", "scatter_copy_in")),
+        (RING, ("attention_block", *AROUND_BLOCKS)),
+        (Parallelism(), ("grad_norm",)),
+    ],
+    ids=["sharded", "ring", "norm"],
 )
 def test_kernels_that_were_never_measured_cost_what_stands_for_them(
     p: Parallelism, ops: tuple[str, ...]
@@ -240,6 +244,7 @@ def test_kernels_that_were_never_measured_cost_what_stands_for_them(
     without = changed(CALIBRATION, kernels=kernels)
     assert not any(fit.op in ops for fit in without.kernel_fits.values())
     found = {k for segment in layer(MODEL, p) for part in segment for k in part.kernels}
+    found |= set(optimizer(MODEL, p, 0)[0])
     costs, known = (simulate(p, one).priced.costs for one in (without, CALIBRATION))
     for kernel in [one for one in found if one.op in ops]:
         assert without.known(kernel) == kernel.stand_in

@@ -102,9 +102,8 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
     if quick or kind not in ("nvidia", "amd"):
         return []
     several = max((n for n in (2, 4, MOST_TP) if devices % n == 0), default=1)
-    dense: list[dict[str, Any]] = [{}, {"recompute": "selective"}, {"recompute": "full"}]
     adapted: dict[str, Any] = {"lora_rank": LORA_RANK}
-    dense += [adapted]
+    dense = [{}, {"recompute": "selective"}, {"recompute": "full"}, adapted]
     deep: list[dict[str, Any]] = [{}]
     mixed: list[dict[str, Any]] = [{}]
     if several > 1:
