@@ -23,28 +23,30 @@ class ResultSet:
     path: Path
     manifest: Manifest
     _tables: dict[str, list[Row]] = field(default_factory=dict, repr=False)
-    _cases: dict[str, set[str]] = field(default_factory=dict, repr=False)
 
     def table(self, row: type[R]) -> list[R]:
-        """All rows of one table (empty where the run has none), with no duplicate case.
+        """The rows of one table (empty where the run has none), with no duplicate case.
 
         A GPU's kernels without those that its host waited for (`KernelRow.read_back`).
         """
+        rows = self._all(row)
+        if row is not KernelRow or self.manifest.hosts[0].devices[0].kind == "cpu":
+            return rows
+        return [one for one in rows if not (isinstance(one, KernelRow) and one.read_back)]
+
+    def cases(self, row: type[Row]) -> set[str]:
+        """Every case that one table has a row of, those that `table` leaves out among them."""
+        return {one.case_id for one in self._all(row)}
+
+    def _all(self, row: type[R]) -> list[R]:
         name = next(key for key, value in TABLES.items() if value is row)
         if name not in self._tables:
             path = self.path / f"{name}.csv"
             rows = read_table(path, row) if path.exists() or path.is_symlink() else []
             refuse_duplicates(path, rows)
             _refuse_unknown_devices(path, rows, self.manifest)
-            gpu = self.manifest.hosts[0].devices[0].kind != "cpu"
-            self._tables[name] = [one for one in rows if not (gpu and _waited_for(one))]
-            self._cases[name] = {one.case_id for one in rows}
+            self._tables[name] = list(rows)
         return self._tables[name]  # type: ignore[return-value]
-
-    def cases(self, row: type[Row]) -> set[str]:
-        """Every case that one table has a row of, those that are not read among them."""
-        self.table(row)
-        return self._cases[next(key for key, value in TABLES.items() if value is row)]
 
     def fit(self, row: type[R]) -> list[R]:
         """The rows of a table that a model may be fitted on."""
@@ -58,10 +60,6 @@ def refuse_duplicates(path: Path, rows: Sequence[Row]) -> None:
         key, count = keys.most_common(1)[0]
         if count > 1:
             raise UserError(f"{path}: case_id {key} stands there {count} times; keep one")
-
-
-def _waited_for(row: Row) -> bool:
-    return isinstance(row, KernelRow) and row.read_back
 
 
 def _refuse_unknown_devices(path: Path, rows: list[R], manifest: Manifest) -> None:
