@@ -35,7 +35,7 @@ from spec.kernel import (
 LEAST_BUSY = 0.1  # of a kernel's time
 Sizes = TypeVar("Sizes", int, NDArray[np.int64])
 # sd of a shape beyond all measured ones, for each factor of e in a feature. Of shapes left out at
-# one end of a feature 93 % lie inside so on H200, 83 without (7,700 predictions), on H100 93 and 88
+# one end of a feature 93 % lie inside so on H200, 83 without (8,428 predictions), on H100 93 and 87
 # (`benchmarks/beyond.py`)
 BEYOND_SD = 0.08
 # sd of attention with heads of a kind that a model has not seen: of other tiles, going back, and of
