@@ -44,8 +44,8 @@ UNLIKE_SD = 0.1
 # how much longer attention's backward pass is for heads of more values, beside what it computes: it
 # keeps more of a head on the chip than the forward one. By H100's kernels (docs/calibration.md)
 WIDE_BACKWARD = {192: 1.45, 256: 1.32}
-# operations whose threads take one row each, and the width, in values, from which on rows begin as
-# loads want them: of 256 B
+# operations that take a row at a time, and what must divide its width, in values, for all rows to
+# begin where loads of 256 B want them to: a larger power of two changes nothing
 BY_ROW = ("layernorm", "rmsnorm", "bias")
 ROW_ALIGNED = 128
 HEAD_ALIGNED = 16  # values of a head: what more of them a power of two divides changes nothing
