@@ -148,7 +148,9 @@ def test_faster_hardware_never_slows_a_step(what: str, plan: Plan) -> None:
     ).step_time_s[0]
     base = simulate(p, faster_at("nothing"), model=model, clock_mhz=1500.0).step_time_s[0]
     assert faster <= base * (1 + 1e-12)
-    if what in ("compute", "memory", "clock"):  # every step has some of what this makes faster
+    # every step has some of what this makes faster, but weights may be gathered beside all of it
+    hidden = p.zero == 3 and p.overlap and what != "memory"
+    if what in ("compute", "memory", "clock") and not hidden:
         assert faster < base
 
 

@@ -155,8 +155,11 @@ class Rough:
     def _waits_us(self, p: Parallelism, one: Pass, units: Pieces) -> float:
         """The same of a model chunk."""
         costs, total = self._costs(p), 0.0
+        work = [
+            {name: costs.draws.zero + one.free[name][way] for _, name in units}
+            for way in (FORWARD, BACKWARD)
+        ]
         for way in (FORWARD, BACKWARD):
-            work = {name: costs.draws.zero + one.free[name][way] for _, name in units}
             for each in waits(way, units, work, costs, self.model, p):
                 slowing = costs.slowing(each.hidden, costs.slowed(each.one.axis))
                 total += central(each.exposed + slowing)

@@ -210,6 +210,13 @@ def _passes(
     waiting, ahead, first = host_waits(
         [[(count, one.cost) for count, one in mine] for mine in every], costs
     )
+    work = [
+        {
+            name: one.cost.total - one.ports_us
+            for (_, name), (_, one) in zip(pieces, mine, strict=True)
+        }
+        for mine in every
+    ]
     for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
         exposed: dict[str, Array] = {}
         compute = taken = zero
@@ -221,13 +228,7 @@ def _passes(
         if shards and way < WEIGHTS:
             compute = compute + costs.kernel_us(shards[way]) / p.vpp
             energy += costs.energy(shards[way]) * (1 / p.vpp)
-        free = {
-            name: one.cost.total - one.ports_us
-            for (_, name), (_, one) in zip(pieces, mine, strict=True)
-        }
-        waited = []
-        if p.zero > 1 and way < WEIGHTS:
-            waited = waits(way, pieces, free, costs, model, p)
+        waited = waits(way, pieces, work, costs, model, p) if p.zero > 1 and way < WEIGHTS else []
         hidden_w_us = 0.0
         for each in waited:
             axis = each.one.axis
@@ -236,7 +237,7 @@ def _passes(
             hidden_w_us += central(each.hidden) * slowed * costs.hidden_w(axis)
             exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
-        busy = {name: count * free[name] for count, name in pieces}
+        busy = {name: count * work[way][name] for count, name in pieces}
         of_layers = busy["layer"] / larger(sum(busy.values(), zero), 1e-9)
         yield PassCost(
             total=whole,

@@ -4,7 +4,8 @@ PyTorch's FSDP issues, unit after unit (the embedding, each layer, and the rest,
 forward):
 
 - forward: the unit's gather, then its compute.
-- backward: the gather of the unit before, then this one's compute; then its reduce-scatter.
+- backward: the gather of the unit before, then this one's compute; then its reduce-scatter. The
+  rest's gradients wait for the end of the pass: its scatter is the last but the embedding's.
 
 ZeRO 2 has the reduce-scatters alone. Without overlap each is waited for.
 
@@ -16,12 +17,15 @@ communicator, which keeps the compute behind it waiting: every reduce-scatter is
 the gathers the first. (Of ZeRO 2, which gathers nothing then, one queue hides as much as several.)
 
 With several, a unit's compute has beside it what it does not need: forward the next unit's gather;
-backward the reduce-scatter of the unit after it and the gather of the one before. Nothing runs
-beside the first gathers (forward the rest's and the embedding's) and the last reduce-scatter.
+backward the reduce-scatter of the unit after it and the gather of the one before. The backward
+pass's first gather is issued while the forward pass's last layer and the rest compute. Nothing runs
+beside the forward pass's first gathers (the rest's and the embedding's) and the backward pass's
+last scatters (the same two's).
 
 Source: torch/distributed/fsdp/_fully_shard, `FSDPParamGroup.pre_forward`, `pre_backward` and
-`post_backward`. Megatron-LM refuses FSDP with one connection (`megatron/training/arguments.py`), so
-steps that are not a measured row's are taken to have more.
+`post_backward`, and `FSDPState._root_post_backward_final_callback`; five profiled steps of two H200
+run so (docs/visits.md, thirty-seventh visit). Megatron-LM refuses FSDP with one connection
+(`megatron/training/arguments.py`), so steps that are not a measured row's are taken to have more.
 """
 
 from collections import defaultdict
@@ -30,7 +34,7 @@ from typing import NamedTuple
 
 from simulate.cost.costs import Array, Costs
 from simulate.cost.uncertainty import smaller
-from simulate.step.pipeline_order import BACKWARD
+from simulate.step.pipeline_order import BACKWARD, FORWARD
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -51,12 +55,12 @@ class Waited(NamedTuple):
 
 
 def waits(
-    way: int, units: Units, work: Times, costs: Costs, model: ModelSpec, p: Parallelism
+    way: int, units: Units, work: Sequence[Times], costs: Costs, model: ModelSpec, p: Parallelism
 ) -> list[Waited]:
     """What is exposed and what is hidden of all that a pass gathers and scatters.
 
-    `work` is how long each unit's pass lasts, us. What goes over several axes (as experts' weights)
-    shares a unit's pass: one stream sends it.
+    `work` is how long each unit's passes last, us: forward, backward. What goes over several axes
+    (as experts' weights) shares a unit's pass: one stream sends it.
     """
     of_unit = sharded(model, p)
     sent: dict[tuple[str, str], dict[str, Collective]] = defaultdict(dict)
@@ -74,15 +78,17 @@ def waits(
         whole = {name: count * own[name] for count, name in mine}
         beside = work
         if axis in shares:
-            beside = {name: work[name] * share for name, share in shares[axis].items()}
+            beside = [
+                {name: one[name] * share for name, share in shares[axis].items()} for one in work
+            ]
         gathers = kind == "all_gather"
         if not p.overlap:
             exposed: Times = whole
         elif costs.calibration.one_queue and p.zero == 3:
             behind = way == BACKWARD and gathers
-            exposed = _in_one_queue(axis, mine, own, beside, costs) if behind else whole
+            exposed = _in_one_queue(axis, mine, own, beside[way], costs) if behind else whole
         elif way != BACKWARD:
-            exposed = _forward(axis, mine, own, beside, costs)
+            exposed = _forward(axis, mine, own, beside[way], costs)
         else:
             other = times.get((axis, "reduce_scatter" if gathers else "all_gather"), {})
             exposed = _backward(axis, mine, own, other, gathers, beside, costs)
@@ -135,7 +141,13 @@ def _forward(axis: str, mine: Units, times: Times, work: Times, costs: Costs) ->
 
 
 def _backward(
-    axis: str, mine: Units, times: Times, others: Times, gathers: bool, work: Times, costs: Costs
+    axis: str,
+    mine: Units,
+    times: Times,
+    others: Times,
+    gathers: bool,
+    work: Sequence[Times],
+    costs: Costs,
 ) -> Times:
     """The same of gathers, or else of scatters, of a backward pass in several queues.
 
@@ -144,11 +156,15 @@ def _backward(
     zero = costs.draws.zero
     run = list(reversed(mine))  # as units come backward
     exposed = dict.fromkeys(times, zero)
-    alone = run[0][1] if gathers else run[-1][1]
-    exposed[alone] = times[alone]
+    if gathers:
+        ahead = sum((work[FORWARD][name] for _, name in run[:2]), zero)
+        exposed[run[0][1]] = costs.beside(ahead, times[run[0][1]], axis)[1]
+    else:
+        for alone in {run[-1][1], *({"head"} & times.keys())}:
+            exposed[alone] = times[alone]
     for place, (count, name) in enumerate(run):
         # of `count` alike, all but the first come after another, all but the last before one
-        after = run[place - 1][1] if place else ""
+        after = run[place - 1][1] if place and run[place - 1][1] != "head" else ""
         before = run[place + 1][1] if place + 1 < len(run) else ""
         inner = [(count - 2, name, name)] if count > 2 else []
         edges = [(1, after, name), (1, name, before)] if count > 1 else [(1, after, before)]
@@ -158,7 +174,7 @@ def _backward(
                 continue
             own = (times if gathers else others).get(gathered, zero)
             other = (others if gathers else times).get(scattered, zero)
-            left = costs.beside(work[name], own + other, axis)[1]
+            left = costs.beside(work[BACKWARD][name], own + other, axis)[1]
             gather_left = smaller(left, own)  # scattered first
             exposed[mine_sent] = exposed[mine_sent] + often * (
                 gather_left if gathers else left - gather_left
