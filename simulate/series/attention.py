@@ -1,15 +1,20 @@
-"""Attention as it was before fused kernels: two products with the score matrix between them.
+"""Attention in other software than what is measured, which is cuDNN's of 2025.
 
-Software of 2021 and 2022 (arXiv 2104.04473, 2205.05198, the DeepSpeed branches) writes the scores
-of every head to memory and reads them back for scaling, masking and softmax, for dropout, and for
-the product with the values; its backward pass likewise. FlashAttention (arXiv 2205.14135) counts
-the same accesses as the cost that it avoids.
+**Before fused kernels**: two products with the score matrix between them. Software of 2021 and 2022
+(arXiv 2104.04473, 2205.05198, the DeepSpeed branches) writes the scores of every head to memory and
+reads them back for scaling, masking and softmax, for dropout, and for the product with the values;
+its backward pass likewise. FlashAttention (arXiv 2205.14135) counts the same accesses as the cost
+that it avoids.
+
+**FlashAttention's first version**, which MosaicML's llm-foundry ran as a Triton kernel
+(`--attn_impl triton`, the default of scripts/train/benchmarking/submit_benchmarks.py).
 """
 
 from collections.abc import Sequence
 
-from simulate.hardware.transfer import changed
+from simulate.hardware.transfer import changed, with_points
 from spec.calibration import Calibration
+from spec.kernel import ATTENTION
 from spec.kernel_fit import KernelFit
 
 # Bytes moved per element of the score matrix, 16-bit scores and 8-bit dropout masks, by kernels
@@ -22,6 +27,11 @@ FORWARD_BYTES, BACKWARD_BYTES, PRODUCT_BYTES = 9.0, 11.0, 2.0
 REFUSED_FORWARD_BYTES, REFUSED_BACKWARD_BYTES, REFUSED_LAUNCHES = 32.0, 34.0, 4
 # One after another: product, softmax, dropout, product; and their gradients.
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4, 6
+
+# The first version reaches 25 to 40 % of an A100's peak, the second 50 to 73 % (arXiv 2307.08691,
+# abstract), as cuDNN's does there; on Hopper GPUs cuDNN's is as fast as the third, 1.5 to 2 times
+# as fast as the second (arXiv 2407.08608, abstract). Middles of these.
+FIRST_SLOWER, HOPPER_SLOWER = 0.615 / 0.325, 1.75
 
 
 def fused_softmax(batch: int, heads: int, seq: int) -> bool:
@@ -86,5 +96,17 @@ def with_unfused_attention(calibration: Calibration) -> Calibration:
                 "gbytes_per_s": copy.gbytes_per_s,
             }
             fit = UnfusedAttention.model_construct(**fields)
+        kernels.append(fit)
+    return changed(calibration, kernels=tuple(kernels))
+
+
+def with_first_flash_attention(calibration: Calibration, gpu: str) -> Calibration:
+    """The calibration with attention as FlashAttention's first version runs it on a GPU."""
+    slower = FIRST_SLOWER * (1.0 if "A100" in gpu else HOPPER_SLOWER)
+    kernels = []
+    for fit in calibration.kernels:
+        if fit.op in ATTENTION and fit.tflops is not None:
+            less = changed(fit, tflops=fit.tflops / slower, gbytes_per_s=fit.gbytes_per_s / slower)
+            fit = with_points(fit, less)
         kernels.append(fit)
     return changed(calibration, kernels=tuple(kernels))

@@ -25,6 +25,7 @@ from simulate.series.plan import Plan
 from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.estimate import StepEstimate
 from simulate.step.scale import ROW_SD, sd_per_doubling
+from simulate.validation.components import simulated
 
 Array = NDArray[np.float64]
 
@@ -43,10 +44,16 @@ NETWORK_SHARE = 0.03  # anchors must differ by this much of their step to tell t
 FAMILY = 12  # anchors that make a calibration of their own
 # What a change of shape or split adds; see docs/series.md.
 CHANGE_SD = 0.03
+# For each doubling of layers times width squared.
+SIZE_SD = 0.025
 # Of a step at the smaller of two micro-batches, what a framework does once for each of them, known
 # so well: from llm-foundry's rows, learned on all of its series but one and judged on that.
 MICROBATCH_SD = 0.11
-NEW_AXIS_SD = 0.1  # an axis that no anchor uses: another code path of the framework
+# Of attention's kernels where their share of a step is another than an anchor's, which moves all
+# kernels alike: see docs/series.md.
+ATTENTION_SD = 0.4
+# An axis, a precision or a GPU that no anchor uses: another code path of the framework.
+NEW_AXIS_SD = 0.1
 SEARCHED_SD = 0.1
 # All of these together are too wide: with this part of them, growth with scale apart, 90 % of the
 # rows of every source are inside; see docs/series.md.
@@ -82,6 +89,7 @@ class Fitted:
     moved: tuple[str, ...]
     noise: float
     residuals: tuple[float, ...]  # log(simulated / printed) of each anchor after the fit
+    attention: tuple[float, ...] = ()  # its share of each anchor's step
     correction: Correction | None = None  # a family's
 
     @property
@@ -158,10 +166,12 @@ def fit(
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.real_s for one in anchors])
     best: tuple[float, Array, Array, Array] | None = None
+    attention: tuple[float, ...] = ()
     for turn in range(rounds + 1 if anchors else 0):
         found = [around(one, calibrations, at, family) for one in anchors]
         jacobian = np.array([slopes for _, slopes, _ in found])
         left = np.array([value for value, _, _ in found]) - target
+        attention = tuple(attention_share(estimate) for _, _, estimate in found)
         if turn == 0 and not held:
             free[1] = network and np.ptp(jacobian[:, 1]) > NETWORK_SHARE
             free[2:] = family
@@ -193,6 +203,7 @@ def fit(
         moved=tuple(name for name, moved in zip(FACTORS, free.tolist(), strict=True) if moved),
         noise=noise,
         residuals=tuple(left.tolist()),
+        attention=attention,
         correction=correction,
     )
 
@@ -223,7 +234,18 @@ def _unlike(one: Plan, other: Plan) -> float:
     """Variance of the log error that their differences add, scale apart."""
     sizes = one.parallelism.microbatch, other.parallelism.microbatch
     fewer = 1 - min(sizes) / max(sizes)  # of those that the smaller size takes
-    return CHANGE_SD**2 * (changes(one, other) - (fewer > 0)) + (MICROBATCH_SD * fewer) ** 2
+    larger = log2(_size(one) / _size(other))
+    found = CHANGE_SD**2 * (changes(one, other) - (fewer > 0)) + (SIZE_SD * larger) ** 2
+    return found + (MICROBATCH_SD * fewer) ** 2
+
+
+def _size(one: Plan) -> float:
+    return float(one.model.layers * one.model.hidden**2)
+
+
+def attention_share(estimate: StepEstimate) -> float:
+    """The part of a step that is attention's kernels."""
+    return simulated(estimate)["attention"] / float(estimate.step_time_s[0])
 
 
 def _least_s(one: Plan) -> float:
@@ -264,8 +286,11 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
             and all(getattr(other.parallelism, axis) == 1 for other in system.anchors)
             for axis in ("tp", "pp", "cp", "ep")
         )
+        share = attention_share(estimate)
+        variance += min((ATTENTION_SD * (share - other)) ** 2 for other in system.attention)
         kinds = {(other.fp8, other.fp4) for other in system.anchors}
         variance += NEW_AXIS_SD**2 * ((one.fp8, one.fp4) not in kinds)
+        variance += NEW_AXIS_SD**2 * all(other.node.gpu != one.node.gpu for other in system.anchors)
         if system.correction is not None:
             more, unexplained = system.correction.of(one)
             value += more

@@ -22,6 +22,8 @@ _WAITS = re.compile(r"megatron-deepspeed|2104\.04473|cases_april2021|bigscience-
 # Weight gradients are added to the fp32 ones inside the product: `gradient_accumulation_fusion`,
 # default in Megatron-LM since end of 2021 where Apex or Transformer Engine is installed.
 _FUSES = re.compile(r"megatron|nemo|2205\.05198|dgxc|mlcommons")
+# llm-foundry's benchmarks, whose attention is FlashAttention's first version in Triton.
+_TRITON = re.compile(r"llm-foundry")
 # NVIDIA's recipes in NeMo; MaxText's and PaxML's stand in the same tables.
 _DGXC, _OTHER_DGXC = re.compile(r"dgxc-benchmarking"), re.compile(r"maxtext|paxml")
 _NEMO_2 = re.compile(r"dgxc:v(25\.(0[4-9]|1)|2[6-9])")
@@ -47,6 +49,11 @@ def with_graphs(calibration: Calibration) -> Calibration:
     )
     host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
     return changed(calibration, kernels=tuple(kernels), host=host)
+
+
+def triton_attention(row: SeriesRow) -> bool:
+    """Whether attention is FlashAttention's first version, see `.attention`."""
+    return bool(_TRITON.search(row.words))
 
 
 def fused_gradients(row: SeriesRow) -> bool:

@@ -13,7 +13,7 @@ from simulate.cost.uncertainty import Draws, central
 from simulate.hardware.fp8 import with_fp4, with_fp8_products
 from simulate.hardware.transfer import changed
 from simulate.inputs import calibration_for
-from simulate.series.attention import with_unfused_attention
+from simulate.series.attention import with_first_flash_attention, with_unfused_attention
 from simulate.series.context import fused_joins, longer_us
 from simulate.series.plan import Plan
 from simulate.series.software import (
@@ -21,6 +21,7 @@ from simulate.series.software import (
     fused_gradients,
     sent_widths,
     tensor_exposure,
+    triton_attention,
     waits_for_all,
     with_graphs,
 )
@@ -92,17 +93,21 @@ class Calibrations:
         slower = changed(host, collective_us=host.collective_us * exp(issue))
         return changed(calibration, host=slower)
 
-    def _transferred(self, node: Node, fp4: bool, unfused: bool, graphs: bool) -> Calibration:
+    def _transferred(
+        self, node: Node, fp4: bool, unfused: bool, triton: bool, graphs: bool
+    ) -> Calibration:
         calibration = calibration_for(self._measured, node)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
             calibration = with_unfused_attention(calibration)
+        if triton:
+            calibration = with_first_flash_attention(calibration, node.gpu)
         return with_fp4(with_fp8_products(calibration, node), node) if fp4 else calibration
 
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
-        of = one.node, one.fp4, one.row.early, one.row.graphs
+        of = one.node, one.fp4, one.row.early, triton_attention(one.row), one.row.graphs
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
