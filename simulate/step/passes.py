@@ -4,7 +4,7 @@ Where nothing is drawn, segments and passes at a clock cost the same in every pl
 split and placed alike (`Shared`): only what replicas send in a pass depends on how many there are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -210,13 +210,7 @@ def _passes(
     waiting, ahead, first = host_waits(
         [[(count, one.cost) for count, one in mine] for mine in every], costs
     )
-    work = [
-        {
-            name: one.cost.total - one.ports_us
-            for (_, name), (_, one) in zip(pieces, mine, strict=True)
-        }
-        for mine in every
-    ]
+    lasting = [_beside(pieces, mine, host, zero) for mine, host in zip(every, waiting, strict=True)]
     for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
         exposed: dict[str, Array] = {}
         compute = taken = zero
@@ -228,7 +222,9 @@ def _passes(
         if shards and way < WEIGHTS:
             compute = compute + costs.kernel_us(shards[way]) / p.vpp
             energy += costs.energy(shards[way]) * (1 / p.vpp)
-        waited = waits(way, pieces, work, costs, model, p) if p.zero > 1 and way < WEIGHTS else []
+        waited = (
+            waits(way, pieces, lasting, costs, model, p) if p.zero > 1 and way < WEIGHTS else []
+        )
         hidden_w_us = 0.0
         for each in waited:
             axis = each.one.axis
@@ -237,7 +233,7 @@ def _passes(
             hidden_w_us += central(each.hidden) * slowed * costs.hidden_w(axis)
             exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
-        busy = {name: count * work[way][name] for count, name in pieces}
+        busy = {name: count * lasting[way][name] for count, name in pieces}
         of_layers = busy["layer"] / larger(sum(busy.values(), zero), 1e-9)
         yield PassCost(
             total=whole,
@@ -254,3 +250,13 @@ def _passes(
             sharded=tuple(waited),
             hidden_w_us=hidden_w_us,
         )
+
+
+def _beside(
+    pieces: Pieces, priced: Sequence[tuple[float, PricedSegment]], host: Array, zero: Array
+) -> dict[str, Array]:
+    """How long each unit's pass lasts, ports apart, with its part of waiting for the host."""
+    free = [one.cost.total - one.ports_us for _, one in priced]
+    alone = sum((count * time for (count, _), time in zip(priced, free, strict=True)), zero)
+    longer = 1 + host / larger(alone, 1e-9)
+    return {name: time * longer for (_, name), time in zip(pieces, free, strict=True)}
