@@ -245,17 +245,18 @@ def search(
     """The fastest parallelisms that fit memory, fastest first; raises as `fitting` does.
 
     The next plan simulated is the fastest by the closed form times what simulated plans of the same
-    tensor- and expert-parallel size took beside theirs. That ends when the closed form's error
-    cannot make up for the distance to the fastest found, or after `keep` plans.
+    tensor- and expert-parallel size, with stages as well or without, took beside theirs. That ends
+    when the closed form's error cannot make up for the distance to the fastest found, or after
+    `keep` plans.
     """
     all_plans = fitting(model, gpus, global_batch, node, fabric, calibration, fixed)
     left, found = list(all_plans.plans), list[Candidate]()
     fastest = float("inf")
-    beside: dict[tuple[int, int], float] = {}
+    beside: dict[tuple[int, int, bool], float] = {}
 
     def expected_s(plan: Plan) -> float:
         least = min(1.0, *beside.values()) if beside else 1.0
-        return plan.rough_s * beside.get((plan.parallelism.tp, plan.parallelism.ep), least)
+        return plan.rough_s * beside.get(_like(plan.parallelism), least)
 
     while left and len(found) < keep:
         plan = min(left, key=expected_s)
@@ -268,6 +269,11 @@ def search(
         found.append(Candidate(p, time, plan.peak_gib))
         fastest = min(fastest, time)
         if plan.rough_s:
-            beside.setdefault((p.tp, p.ep), time / plan.rough_s)
+            beside.setdefault(_like(p), time / plan.rough_s)
     found.sort(key=lambda one: one.step_time_s)
     return Found(tuple(found), all_plans.considered, all_plans.fitting)
+
+
+def _like(p: Parallelism) -> tuple[int, int, bool]:
+    """What plans share whose steps the closed form misses alike."""
+    return p.tp, p.ep, p.pp > 1
