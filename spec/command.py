@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -40,6 +41,8 @@ class Parser(argparse.ArgumentParser):
         outputs = [one for one in self._actions if one.type is new_file]
         for action in (*outputs, *(one for one in self._actions if one not in outputs)):
             value = getattr(found, action.dest, None)
+            if value == [] and action.default != []:
+                value = ""  # argparse's of `--option=--`
             for one in value if isinstance(value, list | tuple) else [value]:
                 if one == "":
                     raise UserError(f"{_said(action)} is empty; give a value, or leave it out")
@@ -224,6 +227,8 @@ def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | 
     A request to end (SIGTERM, SIGHUP: a time limit, a closed terminal) is taken as Ctrl-C is, so
     that what `main` has started is ended and what it has half-written goes.
     """
+    if sys.stderr is None:  # closed, as a daemon's may be
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
     for number in (signal.SIGTERM, signal.SIGHUP):
         with contextlib.suppress(ValueError):  # not the main thread
             if signal.getsignal(number) is signal.SIG_DFL:

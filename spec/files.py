@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import reprlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,7 +137,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if (key.tag, key.value) in seen and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is given twice", key.start_mark
                 )
@@ -150,7 +151,8 @@ def read_yaml(path: Path, what: str) -> Any:
     """Parse a YAML file with the safe loader; a key given twice is refused."""
     try:
         return yaml.load(read_text(path, what), _Loader)  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        # AttributeError: PyYAML's own, of a timestamp that is none
         mark = getattr(error, "problem_mark", None)  # its own words quote the file
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         line = f"line {mark.line + 1}: " if mark else ""
@@ -174,6 +176,11 @@ def parse(model: type[M], value: Any, where: str) -> M:
         raise UserError(f"{where}: {first_problem(error)}") from None
 
 
+_SHORT = reprlib.Repr()  # a value of a stranger's file may be huge
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 3
+
+
 def first_problem(error: ValidationError) -> str:
     """One sentence for the first problem pydantic found: field, value and what would be right."""
     problem = error.errors(include_url=False)[0]
@@ -187,7 +194,7 @@ def first_problem(error: ValidationError) -> str:
             "holds no mapping of keys to values; give one, as `key: value` lines or a JSON object"
         )
     message = problem["msg"].removeprefix("Value error, ")
-    given = repr(problem.get("input"))
+    given = _SHORT.repr(problem.get("input"))
     if problem["type"] == "value_error":
         return message if field == "the whole" else f"{field}: {message}"
     return f"{field} is {given[:80]}; {message[0].lower()}{message[1:]}"
@@ -201,7 +208,8 @@ def read_table(
     A column that `row` does not have is an error unless `others_ignored`, and a last line that does
     not end unless `half_ignored`.
     """
-    columns = [name for name, field in row.model_fields.items() if field.is_required()]
+    fields = row.model_fields.items()
+    columns = [name for name, field in fields if field.is_required()] or list(row.model_fields)
     text = read_text(path, f"a CSV table with the columns {', '.join(columns[:3])}, ...")
     if half_ignored:
         text = text[: text.rfind("\n") + 1]

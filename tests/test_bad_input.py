@@ -1,6 +1,7 @@
 """What commands say to bad input: one sentence, exit code 2, and nothing half-written."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from simulate import place, project, search, study, twin, validate
 from spec.command import run
 from spec.errors import UserError
-from spec.files import check_writable, write_json, write_table
+from spec.files import check_writable, parse, write_json, write_table
+from spec.model import ModelSpec
 from spec.training_records import TrainingConfig
 from tests.commands import call, called
 from tests.made_up_steps import configs
@@ -58,6 +60,11 @@ from tests.made_up_steps import configs
         ),
         (("--emit", ""), "'' names no folder"),
         (("--cooling", ""), "--cooling is empty; give a value, or leave it out"),
+        (("--cooling=--",), "--cooling is empty; give a value, or leave it out"),
+        (("--gpus=--",), "--gpus is empty; give a value, or leave it out"),
+        (("--node", "list-key.yaml"), "list-key.yaml: not valid YAML for a node"),
+        (("--node", "no-time.yaml"), "no-time.yaml: not valid YAML for a node"),
+        (("--node", "many.yaml"), "many.yaml: name is [[["),
         (("--calibration", ""), "--calibration is empty"),
         (("--fabric", ""), "--fabric is empty"),
         (
@@ -81,12 +88,28 @@ def test_wrong_requests_get_a_sentence(
     (tmp_path / "evil.yaml").write_text("name: ../../evil")
     (tmp_path / "deep.yaml").write_text("[" * 3000)
     (tmp_path / "twice.yaml").write_text("name: twice\nlayers: 2\nlayers: 3\n")
+    (tmp_path / "list-key.yaml").write_text("? [1, 2]\n: 3\n")
+    (tmp_path / "no-time.yaml").write_text('name: !!timestamp "xx"\n')
+    levels = [
+        f"{now}: &{now} [{', '.join([f'*{before}'] * 9)}]" for before, now in pairwise("abcdef")
+    ]
+    (tmp_path / "many.yaml").write_text("\n".join(["a: &a [x]", *levels, "name: *f\n"]))
     code, out, err = command("project", *words)
     assert code == 2, err
     assert sentence in err
     assert err.count("\n") == 1
     assert out == ""
     assert not (tmp_path / "projections").exists()
+
+
+def test_a_huge_value_is_not_written_out() -> None:
+    """Aliases of aliases: 9^12 values in 13 lists, whose representation nothing could hold."""
+    value: Any = ["x"]
+    for _ in range(12):
+        value = [value] * 9
+    with pytest.raises(UserError, match=r"^x: name is \[\[") as refused:
+        parse(ModelSpec, {"name": value}, "x")
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import yaml
 
 from simulate.validation import options as validate_options
+from spec.command import progress, run
+from spec.errors import UserError
 from tests.commands import MODULES
 
 ROOT = Path(__file__).parent.parent
@@ -251,6 +254,18 @@ def test_a_background_job_ends_when_told(tmp_path: Path) -> None:
     child.terminate()
     assert b"interrupted" in child.communicate(timeout=20)[1]
     assert child.returncode == 130
+
+
+def test_a_closed_standard_error_is_no_reason_to_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(words: Sequence[str]) -> int:
+        assert list(progress(range(3), 3, "", asked=False)) == [0, 1, 2]
+        raise UserError("that goes nowhere")
+
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run(main, []) == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("package", ["measure", "calibrate", "simulate"])

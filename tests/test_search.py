@@ -179,9 +179,21 @@ def test_a_file_of_another_sweep_is_refused(inputs: Inputs, tmp_path: Path) -> N
     )
     with pytest.raises(UserError, match="another model, node, fabric or calibration"):
         list(sweep.sweep(other, plans, out))
-    out.write_text("hello\n")
-    with pytest.raises(UserError, match="line 1 is not of a sweep"):
+    for text, sentence in (
+        ("hello\n", "line 1 is not of a sweep"),
+        ('{"precious": 1}', "holds no sweep"),
+    ):
+        out.write_text(text)
+        with pytest.raises(UserError, match=sentence):
+            list(sweep.sweep(inputs, plans, out))
+        assert out.read_text() == text
+    out.write_bytes(b"\xa3\x00")
+    with pytest.raises(UserError, match=r"sweep\.jsonl: cannot be read as a sweep"):
         list(sweep.sweep(inputs, plans, out))
+    list(sweep.sweep(inputs, plans, tmp_path / "new.jsonl"))
+    begun = (tmp_path / "new.jsonl").read_text()[:20]  # of its header
+    out.write_text(begun)
+    assert list(sweep.sweep(inputs, plans, out))
 
 
 def test_workers_give_the_same_points(inputs: Inputs) -> None:

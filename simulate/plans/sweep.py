@@ -18,7 +18,7 @@ from simulate.plans.find import Plan
 from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.files import sha256
+from spec.files import read_text, sha256, write_text
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -200,8 +200,11 @@ def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextI
     """What a sweep's file already holds, and the file to go on with."""
     header, known = _header(inputs), dict[Parallelism, Point]()
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    first = json.dumps(header) + "\n"
+    lines = read_text(path, "a sweep").splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
+    if lines and not whole and not first.startswith(lines[0]):  # no sweep's, half-written
+        raise UserError(f"{path}: holds no sweep; name another file with --out")
     for number, line in enumerate(whole):
         try:
             value = json.loads(line)
@@ -218,8 +221,6 @@ def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextI
                 f"{path}: holds a sweep of another model, node, fabric or calibration, or what-if; "
                 "name another file with --out"
             )
-    if not whole:
-        path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-    elif len(whole) < len(lines):
-        path.write_text("".join(whole), encoding="utf-8")
+    if not whole or len(whole) < len(lines):
+        write_text(path, "".join(whole) or first)
     return known, path.open("a", encoding="utf-8")
