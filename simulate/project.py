@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from reports.projection import render
 from simulate.astra.engines import through_astra_sim
+from simulate.hardware.transfer import changed
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -151,8 +152,8 @@ def project_at(
     inputs: Inputs, gpus: int, arguments: Any, fixed: dict[str, Any], what: WhatIf
 ) -> Projection:
     """Project one GPU count, with the plan that is fastest under what is asked."""
-    changed = change(what, inputs.calibration, inputs.node)
-    inputs = replace(inputs, calibration=changed.calibration)
+    what_if = change(what, inputs.calibration, inputs.node)
+    inputs = replace(inputs, calibration=what_if.calibration)
     batch = read_batch(arguments, gpus)
     parallelism, chosen = choose(inputs, gpus, batch, fixed)
     return project(
@@ -168,7 +169,7 @@ def project_at(
             chosen=chosen,
             slow_gpus=read_slow_gpus(arguments.slow_gpus),
             gpu_mtbf_hours=arguments.gpu_mtbf_hours,
-            changed=changed,
+            changed=what_if,
         )
     )
 
@@ -189,7 +190,14 @@ def with_slow_link(inputs: Inputs, gpus: int, factor: float) -> Inputs:
             "nic_gbits_per_s": fabric.nic_gbits_per_s / factor,
         }
     )
-    return replace(inputs, fabric=slower)
+    networks = tuple(  # one that was measured on such nodes goes by its own rate
+        fit
+        if fit.node_gbytes_per_s is None or fit.protocol != fabric.protocol
+        else changed(fit, node_gbytes_per_s=fit.node_gbytes_per_s / factor)
+        for fit in inputs.calibration.networks
+    )
+    calibration = changed(inputs.calibration, networks=networks)
+    return replace(inputs, fabric=slower, calibration=calibration)
 
 
 def scaling_counts(text: str | None) -> list[int]:

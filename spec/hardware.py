@@ -1,7 +1,7 @@
 """A node, a fabric and cooling: what a cluster is built of, with cited figures: topologies/."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -198,3 +198,8 @@ class GroupPath:
     latency_us: float  # switch hops of the longest pair
     tier: str  # the tier that the busiest link belongs to
     shares: tuple[tuple[str, float], ...] = ()  # what each tier crossed would give, ports first
+
+    def at_rate(self, times: float) -> "GroupPath":
+        """The same where links between nodes carry so many times as much."""
+        shares = tuple((tier, times * rate) for tier, rate in self.shares)
+        return replace(self, gbytes_per_s=times * self.gbytes_per_s, shares=shares)

@@ -243,6 +243,16 @@ def test_every_what_if_of_a_projection_does_something(tmp_path: Path) -> None:
     assert 0 < plain["step_spread"]["low"] < plain["step_spread"]["high"] < 0.1
 
 
+def test_a_slow_link_slows_nodes_whose_own_sockets_were_measured(tmp_path: Path) -> None:
+    own = "--system 4x-h200-2x2 --fabric loopback --gpus 16 --zero 1 --pp 1"
+    found = [projected(tmp_path, f"{own} {words}") for words in ("", "--slow-link 4")]
+    times = [one["step_time_s"]["median"] for one in found]
+    assert times[1] > 1.3 * times[0]
+    # of what was measured, which is more than the fabric says
+    used = [tier for one in found for tier in one["fabric"] if tier["tier"] == "nic"]
+    assert all(0.1 < one["utilisation"] < one["while_sending"] < 1.05 for one in used)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from simulate.cost.costs import network_for
 from simulate.cost.uncertainty import OneAtATime, interval
 from simulate.hardware.fp8 import with_fp8_products
 from simulate.hardware.nvls import has_nvls
@@ -26,7 +27,7 @@ from simulate.step.stragglers import SlowGpus, goodput, published_mtbf
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.files import sha256
-from spec.hardware import Fabric, Node
+from spec.hardware import Fabric, GroupPath, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 from topologies.layout import node_count, node_gbytes_per_s, notes
@@ -153,14 +154,23 @@ class Projection:
 
     def tiers(self) -> list[TierLoad]:
         """Use of each tier of the cluster in a step."""
-        e = self.estimate
+        e, r = self.estimate, self.request
         paths = e.priced.costs.layout.paths
+        network, nominal = network_for(r.calibration, r.fabric), node_gbytes_per_s(r.node, r.fabric)
+
+        def measured(path: GroupPath) -> GroupPath:
+            """At the rate of all groups on a node, where that was measured between such nodes."""
+            if network is None or network.node_gbytes_per_s is None:
+                return path
+            groups = path.concurrent ** (1 - network.sharing)
+            return path.at_rate(groups * network.node_gbytes_per_s / nominal)
+
         loads = [
-            AxisTraffic(kind, one.sent_bytes, paths[kind], one.total_s)
+            AxisTraffic(kind, one.sent_bytes, measured(paths[kind]), one.total_s)
             for kind, one in e.traffic.items()
             if kind in paths
         ]
-        return tier_utilisation(loads, self.request.node, float(e.step_time_s[0]))
+        return tier_utilisation(loads, r.node, float(e.step_time_s[0]))
 
     def fabric(self) -> list[dict[str, Any]]:
         """Each tier's use, and the messages that its links are the busiest for."""
