@@ -250,7 +250,7 @@ def test_a_slow_link_slows_nodes_whose_own_sockets_were_measured(tmp_path: Path)
     assert times[1] > 1.3 * times[0]
     # of what was measured, which is more than the fabric says
     used = [tier for one in found for tier in one["fabric"] if tier["tier"] == "nic"]
-    assert all(0.1 < one["utilisation"] < one["while_sending"] < 1.05 for one in used)
+    assert all(0 < one["utilisation"] < one["while_sending"] <= 1 for one in used)
 
 
 @pytest.mark.parametrize(
