@@ -73,3 +73,20 @@ def test_many_recomputed_layers_peak_at_fp32_gradients() -> None:
     owned = (embedding + 80 * layer + rest) / 2
     assert beside(model, p) == 2 * owned + 4 * embedding / 2
     assert owned > 3 * GIB
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "falcon-180b"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_sharding_weights_too_never_needs_more(name: str, recompute: str) -> None:
+    model = load_model(name)
+    for tp, pp, dp in ((1, 1, 64), (2, 8, 64), (1, 16, 8)):
+        if model.layers % pp:
+            continue
+        p = Parallelism(tp=tp, pp=pp, dp=dp, overlap=True, global_batch=2 * pp * dp)
+        p = p.model_copy(update={"recompute": recompute})
+        for stage in {0, pp - 1}:
+            two, three = (
+                stage_memory(model, p.model_copy(update={"zero": zero}), stage).allocated
+                for zero in (2, 3)
+            )
+            assert three <= two * (1 + 1e-3)

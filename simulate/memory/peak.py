@@ -13,7 +13,7 @@ from typing import NamedTuple
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
 from simulate.memory.between_stages import tensors_held
-from simulate.memory.sharded import Passes, blocks_apart_bytes
+from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
 from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -165,12 +165,15 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     gathered = whole + local if p.sequence_parallel else 0.0  # a gradient, or what is scattered
     chunk = p.stage_layers(model)[stage] / p.vpp * kept
     left = _left_behind(model, p, stage, chunk, local)
+    beside_layer, beside_table = scattered_bytes(model, p, stage)
     found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
+    found[0] += beside_layer
     if stage == p.pp - 1:  # beside what the final norm takes and gives
         found.append(3 * logits + 2 * local + left.loss)
         found.append(logits + table + whole + gathered + 2 * local + left.output_layer)
     if stage == 0:
-        found.append(table + tied + gathered + local + left.table - _freed_chunks(p) * chunk)
+        freed = _freed_chunks(p) * chunk
+        found.append(table + tied + gathered + local + left.table - freed + beside_table)
     return max(found) + shared
 
 

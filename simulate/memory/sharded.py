@@ -41,11 +41,26 @@ def blocks_apart_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     layer's is there at the peak); fp32 gradients are reduced, and cast to bf16, in another. The
     largest unit's message of fp32 gradients needs a block that activations leave none for.
     """
-    if p.zero < 3:
+    if p.zero < 2:
         return 0.0
     embedding, layer, rest = units(model, p, stage)
     gathered = 2.0 * max(rest + embedding, embedding + layer, 2 * layer) - 2.0 * layer
-    return gathered + (4.0 + (4.0 + 2.0) / (p.dp * p.cp)) * max(embedding, layer, rest)
+    return (gathered if p.zero >= 3 else 0.0) + (4.0 + (4.0 + 2.0) / (p.dp * p.cp)) * max(
+        embedding, layer, rest
+    )
+
+
+def scattered_bytes(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float, float]:
+    """What ZeRO 2 holds of gradients beside a layer's backward pass and beside the embedding's.
+
+    As ZeRO 3, whose weights come and go besides: the rest's gradients and the layer's own, in bf16,
+    and messages in fp32 of that layer and of the one after it. No row was measured.
+    """
+    if p.zero != 2:
+        return 0.0, 0.0
+    _, layer, rest = units(model, p, stage)
+    messages = min(2, p.stage_layers(model)[stage])
+    return 2 * rest + 2 * layer + 4 * layer * messages, 2 * rest + 4 * layer
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,9 @@ class Passes:
         # when all gradients are there, no activations are; then weights go and are they sent
         gone = self.recomputed or self.kept
         complete = own - gone + 2 * self._outside
-        reduced = 6 * layer / (self.p.dp * self.p.cp) + self._second_bytes - own
+        # of a layer's gradients the loop's variable refers to the last, which may be a bias's
+        last = 0.0 if self.model.linear_bias else self._second_bytes
+        reduced = 6 * layer / (self.p.dp * self.p.cp) + last - own
         older = sent if done else 0.0
         during = own + older + max(self._passing_bytes, complete)
         return held + max(during, sent + complete + max(reduced, 0.0))
