@@ -1,9 +1,13 @@
 """Which training steps `measure` can run: what a plan may hold, and what a draw may draw."""
 
+from pathlib import Path
+
 from spec.buckets import bucket_parameters, gradient_buckets
 from spec.errors import UserError
+from spec.files import read_table
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.results import refuse_duplicates
 from spec.step import trained_parameters
 from spec.training_records import TrainingConfig
 
@@ -104,3 +108,27 @@ def _refuse_sharded(model: ModelSpec, p: Parallelism) -> None:
             "zero 3 without overlap is not measured: PyTorch's FSDP always gathers the next layer "
             "beside this one; add overlap"
         )
+
+
+def read_steps(path: Path) -> list[TrainingConfig]:
+    """A plan of steps that can be measured: a CSV with the configuration columns of training.csv.
+
+    Other columns are ignored. Raises UserError where a row cannot be, or would ignore a column.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such plan; give a CSV with training.csv's columns")
+    rows = read_table(path, TrainingConfig, others_ignored=True)
+    if not rows:
+        raise UserError(f"{path}: the plan has no rows")
+    refuse_duplicates(path, rows)
+    for number, row in enumerate(rows, start=2):
+        refuse_row(row, f"{path}: line {number}")
+    return rows
+
+
+def refuse_row(row: TrainingConfig, where: str) -> None:
+    """Raise UserError where a row's steps cannot be measured, or would ignore a column."""
+    try:
+        refuse(row.model_spec(), row.parallelism())
+    except UserError as error:
+        raise UserError(f"{where}, {row.case_id}: {error}") from None

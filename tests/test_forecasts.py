@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spec.errors import UserError
 from spec.files import read_table, write_json, write_table
 from spec.manifest import OTHER_DEVICES
+from spec.measurable import read_steps
 from spec.records import KernelRow
 from spec.training_records import TrainingConfig, TrainingRow
 from tests.commands import call
@@ -350,3 +352,11 @@ def test_steps_over_other_links_are_not_what_was_forecast(
     value = json.loads(call(capsys, *words)[1])
     assert {one["system"] for one in value["cases"]} == {"2x-h200-10000mbit"}
     assert value["forecast"]["over_other_links"] == 0
+
+
+def test_steps_that_cannot_be_measured_are_not_sealed(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.csv"
+    one = configs()[0].model_copy(update={"zero": 2})
+    write_table(plan, TrainingConfig, [one])
+    with pytest.raises(UserError, match=r"plan\.csv: line 2, .* zero 2 steps are not measured"):
+        read_steps(plan)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from spec.errors import UserError
-from spec.files import parse, read_table, read_yaml
+from spec.files import parse, read_yaml
 from spec.kernel import PLAIN, parse_kernel
-from spec.measurable import refuse
+from spec.measurable import read_steps, refuse_row
 from spec.model import Size, load_model
 from spec.results import refuse_duplicates
 from spec.training_records import TrainingConfig
@@ -91,23 +91,9 @@ def read_plan(path: Path) -> PlanFile:
     YAML (or JSON) has the keys of `PlanFile`; CSV has training steps, a row each.
     """
     if path.suffix == ".csv":
-        rows = read_table(path, TrainingConfig, others_ignored=True)
-        if not rows:
-            raise UserError(f"{path}: the plan has no rows")
-        refuse_duplicates(path, rows)
-        for number, row in enumerate(rows, start=2):
-            _check_steps(row, f"{path}: line {number}")
-        return PlanFile(training=rows)
+        return PlanFile(training=read_steps(path))
     plan = parse(PlanFile, read_yaml(path, "a measurement plan"), str(path))
     refuse_duplicates(path, plan.training)
     for number, row in enumerate(plan.training):
-        _check_steps(row, f"{path}: training.{number}")
+        refuse_row(row, f"{path}: training.{number}")
     return plan
-
-
-def _check_steps(row: TrainingConfig, where: str) -> None:
-    """Raise UserError where a row's steps cannot be measured, or would ignore a column."""
-    try:
-        refuse(row.model_spec(), row.parallelism())
-    except UserError as error:
-        raise UserError(f"{where}, {row.case_id}: {error}") from None

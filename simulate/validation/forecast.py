@@ -18,10 +18,11 @@ from simulate.validation.cases import PEAKS, Case, Prediction, predict
 from simulate.validation.measured import hashes_of, mean_steps_s
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.files import last_parts, parse, read_record, read_table, sha256, write_json
+from spec.files import last_parts, parse, read_record, sha256, write_json
 from spec.hardware import Fabric, Node, same_device
 from spec.manifest import DeviceHash
-from spec.results import ResultSet, refuse_duplicates
+from spec.measurable import read_steps
+from spec.results import ResultSet
 from spec.row import NonNegative
 from spec.training_records import TrainingConfig, TrainingRow
 from topologies import load_node, node_names
@@ -143,17 +144,6 @@ class Forecast(BaseModel):
         return load_node(self.node).gpu
 
 
-def read_plan(path: Path) -> list[TrainingConfig]:
-    """A plan: a CSV with the configuration columns of training.csv; others are ignored."""
-    if not path.exists():
-        raise UserError(f"{path}: no such plan; give a CSV with training.csv's columns")
-    rows = read_table(path, TrainingConfig, others_ignored=True)
-    if not rows:
-        raise UserError(f"{path}: the plan has no rows")
-    refuse_duplicates(path, rows)
-    return rows
-
-
 def refuse_sealed(out: Path) -> None:
     """Raise UserError where a file stands that a forecast would replace."""
     if out.exists():
@@ -177,7 +167,7 @@ def seal(
     """
     refuse_sealed(out)
     cases = []
-    for config in read_plan(plan_path):
+    for config in read_steps(plan_path):
         fields = config.model_dump(include=set(TrainingConfig.model_fields))
         predicted = predict(config, calibration, node, fabric, draws, devices=devices)
         made = {key: item for key, item in asdict(predicted).items() if key not in UNSEALED}
