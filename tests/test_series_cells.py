@@ -4,9 +4,10 @@ import pytest
 
 from simulate.series.choices import Filling, sequence, shard_degree, zero
 from simulate.series.hardware import node_of
+from simulate.series.metrics import metric_kind, metric_of
 from simulate.series.models import is_mixture, named_shape
 from simulate.series.plan import plan
-from simulate.series.rows import TooLittle, metric_kind, metric_of, number, whole
+from simulate.series.rows import TooLittle, number, whole
 from tests.made_up_series import WHOLE, row
 from topologies import load_node
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from simulate.series.hardware import fabric_of, node_of
+from simulate.series.metrics import metric_kind
 from simulate.series.models import named_shape
 from simulate.series.plan import plan
-from simulate.series.rows import TooLittle, metric_kind, number
+from simulate.series.rows import TooLittle, number
 from tests.made_up_series import row
 from topologies import load_node
 

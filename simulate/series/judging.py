@@ -24,8 +24,8 @@ from simulate.series.fit import (
     prior_sd,
     project,
 )
+from simulate.series.metrics import metric_of
 from simulate.series.plan import Plan
-from simulate.series.rows import metric_of
 from simulate.series.search import own_choices, replanned, shared_choices
 from simulate.series.step import FACTORS, Calibrations
 from simulate.step.scale import ROW_SD

@@ -18,7 +18,8 @@ from simulate.memory.peak import memory
 from simulate.series import choices as ways
 from simulate.series.choices import DEFAULTS, Choices, Filling
 from simulate.series.hardware import RACK, fabric_of, node_of
-from simulate.series.rows import UTILISATION, SeriesRow, TooLittle, metric_of, refused, step_seconds
+from simulate.series.metrics import UTILISATION, metric_of, step_seconds
+from simulate.series.rows import SeriesRow, TooLittle, refused
 from simulate.series.shape import layer_slots, model_of
 from spec.errors import UserError
 from spec.files import first_problem

@@ -1,0 +1,101 @@
+"""What a published row prints of its speed, turned to seconds per step."""
+
+import re
+from dataclasses import dataclass
+
+from simulate.series.rows import SeriesRow
+from spec.model import ModelSpec
+
+# What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
+# HFU recomputed ones, of the bf16 peak.
+_S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
+_METRICS = (
+    (
+        rf"((train )?(step|iteration|iter) tim(e|ing)\b"
+        rf"|(time|ms|msecs?|milliseconds?|{_S}){_PER}(step|iter|iteration)\b)",
+        "step",
+    ),
+    (rf"(tgs\b|tok(en)?s?{_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b)", "tokens"),
+    (rf"tok(en)?s?{_PER}{_S}( total)?$", "tokens_total"),
+    (rf"(samples?|seq(uence)?s?){_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b", "samples_gpu"),
+    (rf"(samples?|seq(uence)?s?){_PER}{_S}( total)?$", "samples"),
+    (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
+    (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
+)
+UTILISATION = ("mfu", "hfu")
+
+
+def metric_kind(name: str) -> str | None:
+    """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
+    plain = re.sub(r"[\s_]+", " ", name.strip().lower())
+    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total|global) )+", "", plain)
+    if re.search(r"\((k|m|min|minutes|h|hours|us)\)", plain):
+        return None
+    if "tflop" in plain and re.search(rf"{_PER}{_GPU}\b", plain) and "aggregate" not in plain:
+        return "hardware" if "hardware" in plain or "recompute" in plain else "model"
+    return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
+
+
+def _unit(name: str, kind: str, value: float) -> float:
+    """What a value is to be multiplied with, for seconds and shares."""
+    if kind == "step" and re.search(r"(\b|_)(ms|milliseconds?)(\b|_)", name.lower()):
+        return 1e-3
+    percent = kind in UTILISATION and ("%" in name or value > 1)
+    return 1e-2 if percent else 1.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a row prints of its speed."""
+
+    name: str
+    kind: str
+    value: float
+    unit: float = 1.0
+
+    def at(self, times: float) -> float:
+        """The value of a step that takes so many times the printed one's time."""
+        return self.value * times if self.kind == "step" else self.value / times
+
+
+def metric_of(row: SeriesRow) -> Metric | None:
+    """The first of a row's metrics that become seconds; utilisation where no other does."""
+    found = []
+    for suffix in ("", "2", "3"):
+        name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
+        kind = metric_kind(name)
+        if kind is not None and value is not None:
+            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value)
+            found.append(Metric(name, kind, value, unit))
+    return min(found, key=lambda one: one.kind in UTILISATION, default=None)
+
+
+def step_seconds(
+    row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str, peak_tflops: float
+) -> float:
+    """Seconds per step that a row's metric means; `peak_tflops` is its GPU's in bf16.
+
+    Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
+    weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
+    """
+    found = metric_of(row)
+    assert found is not None
+    kind, value = found.kind, found.value * found.unit
+    again = kind in ("hardware", "hfu") or row.recompute_counted
+    if kind == "step":
+        return value
+    if kind == "samples":
+        return batch / value
+    if kind == "samples_gpu":
+        return batch / (value * gpus)
+    if kind == "tokens":
+        return batch * model.seq_len / (value * gpus)
+    if kind == "tokens_total":
+        return batch * model.seq_len / value
+    if kind in UTILISATION:
+        value *= peak_tflops
+    flops = model.step_flops(batch)
+    if again and recompute == "full":  # layers only: logits are not computed again
+        logits = 2 * model.vocab * model.hidden * model.seq_len * batch
+        flops += flops / 3 - logits
+    return flops / (value * 1e12 * gpus)
