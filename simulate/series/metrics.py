@@ -46,56 +46,72 @@ def _unit(name: str, kind: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """What a row prints of its speed."""
+    """What a row prints of its speed; `value` is None where it is to be projected blindly."""
 
     name: str
     kind: str
-    value: float
+    value: float | None
     unit: float = 1.0
 
-    def at(self, times: float) -> float:
-        """The value of a step that takes so many times the printed one's time."""
-        return self.value * times if self.kind == "step" else self.value / times
+    def at(self, seconds: float, unit_s: float) -> float:
+        """The value of a step of so many seconds, where one of 1 means `unit_s`."""
+        return seconds / unit_s if self.kind == "step" else unit_s / seconds
+
+    def seconds(self, unit_s: float) -> float | None:
+        """What the value means, where one of 1 means `unit_s`."""
+        if self.value is None:
+            return None
+        return self.value * unit_s if self.kind == "step" else unit_s / self.value
 
 
 def metric_of(row: SeriesRow) -> Metric | None:
-    """The first of a row's metrics that become seconds; utilisation where no other does."""
+    """The first of a row's metrics that become seconds; utilisation where no other does.
+
+    A blind row's is the one that it leaves empty, its step time where it names none.
+    """
     found = []
     for suffix in ("", "2", "3"):
         name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
         kind = metric_kind(name)
-        if kind is not None and value is not None:
-            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value)
+        if kind is not None:
+            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value or 0.0)
             found.append(Metric(name, kind, value, unit))
-    return min(found, key=lambda one: one.kind in UTILISATION, default=None)
+    printed = [one for one in found if one.value is not None]
+    if not printed and row.blind:
+        printed = found or [Metric("step_time_s", "step", None)]
+    return min(printed, key=lambda one: one.kind in UTILISATION, default=None)
 
 
-def step_seconds(
-    row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str, peak_tflops: float
+def unit_seconds(
+    found: Metric,
+    row: SeriesRow,
+    model: ModelSpec,
+    batch: int,
+    gpus: int,
+    recompute: str,
+    peak_tflops: float,
 ) -> float:
-    """Seconds per step that a row's metric means; `peak_tflops` is its GPU's in bf16.
+    """Seconds per step that a metric's value of 1 means; `peak_tflops` is its GPU's in bf16.
 
     Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
     weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
     """
-    found = metric_of(row)
-    assert found is not None
-    kind, value = found.kind, found.value * found.unit
+    kind, unit = found.kind, found.unit
     again = kind in ("hardware", "hfu") or row.recompute_counted
     if kind == "step":
-        return value
+        return unit
     if kind == "samples":
-        return batch / value
+        return batch / unit
     if kind == "samples_gpu":
-        return batch / (value * gpus)
+        return batch / (unit * gpus)
     if kind == "tokens":
-        return batch * model.seq_len / (value * gpus)
+        return batch * model.seq_len / (unit * gpus)
     if kind == "tokens_total":
-        return batch * model.seq_len / value
+        return batch * model.seq_len / unit
     if kind in UTILISATION:
-        value *= peak_tflops
+        unit *= peak_tflops
     flops = model.step_flops(batch)
     if again and recompute == "full":  # layers only: logits are not computed again
         logits = 2 * model.vocab * model.hidden * model.seq_len * batch
         flops += flops / 3 - logits
-    return flops / (value * 1e12 * gpus)
+    return flops / (unit * 1e12 * gpus)

@@ -155,6 +155,12 @@ class SeriesRow:
         """`anchor`, `test` or empty."""
         return self.text("use").lower()
 
+    @property
+    def blind(self) -> bool:
+        """Whether it is marked to be projected and prints no speed to judge that by."""
+        value = self.text("value")
+        return self.use == "test" and (not value or _NEGATIVE.fullmatch(value) is not None)
+
     @cached_property
     def words(self) -> str:
         """Everything that may name software or sharding, in lower case."""
