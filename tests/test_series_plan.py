@@ -47,6 +47,27 @@ def test_metrics_become_seconds() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "peaks", "said"),
+    [
+        ({}, 1, "989.4 TFLOP/s, the bf16 peak"),
+        ({"precision": "FP8"}, 2, "1978.8 TFLOP/s, the FP8 peak"),
+        ({"precision": "FP8", "metric": "MFU of bf16 peak"}, 1, "the bf16 peak"),
+        ({"metric": "MFU_fp8"}, 2, "the FP8 peak"),
+        ({"precision": "FP8", "metric": "HFU"}, 2, "the FP8 peak"),
+        ({"precision": "FP8", "gpu_type": "A100 80GB"}, 1, "the bf16 peak"),
+    ],
+)
+def test_utilisation_is_of_the_peak_that_sources_divide_by(
+    changes: dict[str, str], peaks: int, said: str
+) -> None:
+    """llm-foundry and dgxc-benchmarking divide by the FP8 peak where they run in FP8."""
+    one = plan(row(**{"metric": "MFU", "value": "0.4"} | changes))
+    share = one.flops / one.printed_s / one.node.peak_bf16_tflops / 1e12
+    assert share == pytest.approx(0.4 * peaks)
+    assert any(said in sentence for sentence in one.assumed)
+
+
+@pytest.mark.parametrize(
     ("cell", "value"),
     [
         *(("1,024", 1024), ("8.03B", 8.03e9), ("250k", 25e4), ("nan", None), ("inf", None)),

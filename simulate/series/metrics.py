@@ -7,7 +7,7 @@ from simulate.series.rows import SeriesRow
 from spec.model import ModelSpec
 
 # What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
-# HFU recomputed ones, of the bf16 peak.
+# HFU recomputed ones.
 _S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
 _METRICS = (
     (
@@ -53,6 +53,17 @@ class Metric:
     value: float | None
     unit: float = 1.0
 
+    def of_fp8(self, fp8: bool) -> bool:
+        """Whether a utilisation is of the FP8 peak: as its name says, else as the row computes.
+
+        Sources print it so: of the FP8 rows of llm-foundry and dgxc-benchmarking that print time
+        and MFU the bf16 peak would give twice that (medians of 1.99 and 2.00), of their bf16 rows
+        1.00.
+        """
+        if re.search("bf16|bfloat16", self.name.lower()):
+            return False
+        return fp8 or re.search("fp8|float8", self.name.lower()) is not None
+
     def at(self, seconds: float, unit_s: float) -> float:
         """The value of a step of so many seconds, where one of 1 means `unit_s`."""
         return seconds / unit_s if self.kind == "step" else unit_s / seconds
@@ -91,7 +102,8 @@ def unit_seconds(
     recompute: str,
     peak_tflops: float,
 ) -> float:
-    """Seconds per step that a metric's value of 1 means; `peak_tflops` is its GPU's in bf16.
+    """Seconds per step that a metric's value of 1 means; `peak_tflops` is what utilisation
+    is of.
 
     Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
     weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.

@@ -122,11 +122,14 @@ def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
     if not memory(model, p, node, fabric).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     fp8 = ways.fp8(fill)
-    peak = node.peak_bf16_tflops
+    eight = metric.of_fp8(fp8) and ways.has_fp8(row)
+    peak = node.peak_bf16_tflops * (2 if eight else 1)
     unit_s = unit_seconds(metric, row, model, sizes.printed, gpus, p.recompute, peak)
     real_s = metric.seconds(unit_s)
     if metric.kind in UTILISATION:
-        fill.assumed.append(f"utilisation of {peak:g} TFLOP/s")
+        fill.assumed.append(
+            f"utilisation of {peak:g} TFLOP/s, the {'FP8' if eight else 'bf16'} peak"
+        )
     if real_s is not None and checked:
         _check_rate(row, node, model.step_flops(sizes.printed) / gpus / real_s)
     return Plan(
