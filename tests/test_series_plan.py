@@ -46,6 +46,12 @@ def test_metrics_become_seconds() -> None:
     assert metric_kind("pct_peak") is None
 
 
+@pytest.mark.parametrize("cell", ["9670.0ms", "9670 ms", "9,670 msec", "9670 milliseconds", "9.67"])
+def test_milliseconds_of_the_value_count(cell: str) -> None:
+    assert plan(row(metric="step time", value=cell)).real_s == pytest.approx(9.67)
+    assert plan(row(metric="iteration_time_ms", value="9670.0")).real_s == pytest.approx(9.67)
+
+
 @pytest.mark.parametrize(
     ("changes", "peaks", "said"),
     [

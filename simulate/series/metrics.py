@@ -38,7 +38,7 @@ def metric_kind(name: str) -> str | None:
 
 def _unit(name: str, kind: str, value: float) -> float:
     """What a value is to be multiplied with, for seconds and shares."""
-    if kind == "step" and re.search(r"(\b|_)(ms|milliseconds?)(\b|_)", name.lower()):
+    if kind == "step" and re.search(r"(?<![a-z])(ms|msecs?|milliseconds?)(?![a-z])", name.lower()):
         return 1e-3
     percent = kind in UTILISATION and ("%" in name or value > 1)
     return 1e-2 if percent else 1.0

@@ -47,7 +47,7 @@ SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
 # What may stand behind a number without changing it; a cell with any other word is not understood.
 _UNIT = re.compile(
-    r"%|per|m?s|secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
+    r"%|per|m?s|m?secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
     r"|samples?|tok|tokens?|params?|parameters?|steps?|iter|iterations?|stages?|chunks?|way"
     r"|tflops?|[mg]i?b"
 )
