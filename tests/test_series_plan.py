@@ -46,6 +46,20 @@ def test_metrics_become_seconds() -> None:
     assert metric_kind("pct_peak") is None
 
 
+@pytest.mark.parametrize(
+    ("rate", "value"),
+    [("tokens/s total", 2 * 131072), ("tokens/s/GPU", 2 * 16384), ("samples per second", 128)],
+)
+def test_times_that_contradict_each_other_are_refused(rate: str, value: int) -> None:
+    """In one second the rate makes twice the 64 sequences that are printed."""
+    beside = {"metric": rate, "value2": "1000", "metric2": "step time (ms)"}
+    with pytest.raises(TooLittle, match=r"1000 and .* make 128 sequences of 2048 .* is 64"):
+        plan(row(**beside, value=str(value)))
+    assert plan(row(**beside, value=str(value * 0.52))).real_s == pytest.approx(1 / 1.04)
+    plan(row(**beside, value=str(value), global_batch="", grad_accum="16"))
+    plan(row(metric2="tokens/s total (k)", value2="999", metric3="block_step_time_s", value3="9"))
+
+
 @pytest.mark.parametrize("cell", ["9670.0ms", "9670 ms", "9,670 msec", "9670 milliseconds", "9.67"])
 def test_milliseconds_of_the_value_count(cell: str) -> None:
     assert plan(row(metric="step time", value=cell)).real_s == pytest.approx(9.67)

@@ -1,5 +1,7 @@
 """What a published row prints of its speed, turned to seconds per step."""
 
+import itertools
+import math
 import re
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ _METRICS = (
     (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
 )
 UTILISATION = ("mfu", "hfu")
+RATES = ("tokens", "tokens_total", "samples", "samples_gpu")
+ALIKE = 1.1  # two times of one step
 
 
 def metric_kind(name: str) -> str | None:
@@ -80,6 +84,15 @@ def metric_of(row: SeriesRow) -> Metric | None:
 
     A blind row's is the one that it leaves empty, its step time where it names none.
     """
+    found = metrics_of(row)
+    printed = [one for one in found if one.value is not None]
+    if not printed and row.blind:
+        printed = found or [Metric("step_time_s", "step", None)]
+    return min(printed, key=lambda one: one.kind in UTILISATION, default=None)
+
+
+def metrics_of(row: SeriesRow) -> list[Metric]:
+    """All of a row's metrics that are understood."""
     found = []
     for suffix in ("", "2", "3"):
         name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
@@ -87,10 +100,7 @@ def metric_of(row: SeriesRow) -> Metric | None:
         if kind is not None:
             unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value or 0.0)
             found.append(Metric(name, kind, value, unit))
-    printed = [one for one in found if one.value is not None]
-    if not printed and row.blind:
-        printed = found or [Metric("step_time_s", "step", None)]
-    return min(printed, key=lambda one: one.kind in UTILISATION, default=None)
+    return found
 
 
 def unit_seconds(
@@ -127,3 +137,24 @@ def unit_seconds(
         logits = 2 * model.vocab * model.hidden * model.seq_len * batch
         flops += flops / 3 - logits
     return flops / (unit * 1e12 * gpus)
+
+
+def contradiction(row: SeriesRow, model: ModelSpec, batch: int, gpus: int) -> str | None:
+    """A sentence where a row's step time and a rate beside it make another batch than it prints."""
+    found = [one for one in metrics_of(row) if one.value is not None]
+    steps = [one for one in found if one.kind == "step"]
+    rates = [one for one in found if one.kind in RATES]
+    if row.whole("global_batch") is None or row.whole("seq_len") is None:
+        return None
+    for step, rate in itertools.product(steps, rates):
+        each, times = (
+            one.seconds(unit_seconds(one, row, model, batch, gpus, "none", 0.0))
+            for one in (step, rate)
+        )
+        if each and times and abs(math.log(each / times)) > math.log(ALIKE):
+            return (
+                f"{step.name} {step.value:.8g} and {rate.name} {rate.value:.8g} make "
+                f"{batch * each / times:.3g} sequences of {model.seq_len} a step, and global_batch "
+                f"is {batch}: correct what is another run's"
+            )
+    return None

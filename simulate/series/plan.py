@@ -18,7 +18,7 @@ from simulate.memory.peak import memory
 from simulate.series import choices as ways
 from simulate.series.choices import DEFAULTS, Choices, Filling
 from simulate.series.hardware import RACK, fabric_of, node_of
-from simulate.series.metrics import UTILISATION, metric_of, unit_seconds
+from simulate.series.metrics import UTILISATION, contradiction, metric_of, unit_seconds
 from simulate.series.rows import SeriesRow, TooLittle, refused
 from simulate.series.shape import layer_slots, model_of
 from spec.errors import UserError
@@ -121,6 +121,8 @@ def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
         fill.assumed.append("captured graphs assumed: no host time but the optimizer's")
     if not memory(model, p, node, fabric).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
+    if (wrong := contradiction(fill.row, model, sizes.printed, gpus)) is not None:
+        raise TooLittle(wrong)
     fp8 = ways.fp8(fill)
     eight = metric.of_fp8(fp8) and ways.has_fp8(row)
     peak = node.peak_bf16_tflops * (2 if eight else 1)
