@@ -248,6 +248,16 @@ def test_hybrid_sharding_is_zero_1_where_that_fits() -> None:
     assert any("ZeRO-1 does not fit memory" in said for said in large.assumed)
 
 
+@pytest.mark.parametrize("changes", [{"gpu_type": "H200 (4 per node)"}, {"tp": "2"}])
+def test_hybrid_sharding_over_several_nodes_is_zero_3(changes: dict[str, str]) -> None:
+    """Groups of 8 replicas: on two boards of 4 GPUs, or on two nodes with two GPUs each."""
+    cells = {"sharding": "FSDP=8", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
+    assert plan(row(**cells)).parallelism.zero == 1
+    one = plan(row(**cells | changes))
+    assert (one.parallelism.zero, "hybrid" in one.open) == (3, False)
+    assert any("on several nodes" in said for said in one.assumed)
+
+
 @pytest.mark.parametrize(
     "name",
     [

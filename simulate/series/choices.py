@@ -126,12 +126,18 @@ def shard_degree(row: SeriesRow, node: Node) -> int | None:
 def unsharded(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step."""
+    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step.
+
+    Not where a group lies on several nodes, between which it sends the parameters in every pass.
+    """
     degree, replicas = shard_degree(fill.row, node), p.dp * p.cp
     if p.zero != 3 or degree is None or degree >= replicas:
         return p
     whole = p.model_copy(update={"zero": 1})
     said = f"sharded over {degree} of {replicas} replicas"
+    if degree * p.tp > node.gpus:
+        fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over all")
+        return p
     if not fill.row.lora and not memory(model, whole, node, fabric).fits:
         fill.assumed.append(f"{said}: ZeRO-3 over all, as ZeRO-1 does not fit memory")
         return p
