@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from simulate.memory.peak import memory
-from simulate.series.rows import SeriesRow, says
+from simulate.series.rows import SeriesRow, not_understood, says
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -42,6 +42,13 @@ MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
 _HYBRID = r"hsdp|hybrid_shard|fsdp ?\+ ?dp\b"
 _SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)"
+
+
+_RECOMPUTED = {
+    "selective": r"selective|\bsac\b",
+    "full": r"full|uniform|\bblock|checkpointing|^(yes|true|on|enabled)\b",
+}
+_NOT_RECOMPUTED = r"(no|not|without|false|off|disabled|never)\b|0$"
 
 
 @dataclass
@@ -154,13 +161,16 @@ def recompute(fill: Filling) -> Any:
     true in VIA-Research/vTrain@f8dda84, config/validation/single.
     """
     text = fill.row.cells.get("recompute", "").strip().lower()
-    if text in ("none", "no", "false", "off"):
+    if re.match(r"none\b", text):
         return "none"
-    for name in ("selective", "full"):
-        if name in text:
+    for name, pattern in _RECOMPUTED.items():
+        if says(pattern, text):
             return name
-    if text in ("yes", "true", "on"):
-        return "full"
+    denied = any(re.search(pattern, text) for pattern in _RECOMPUTED.values())
+    if denied or re.match(_NOT_RECOMPUTED, text):
+        return "none"
+    if fill.row.text("recompute"):
+        fill.assumed.append(not_understood("recompute", fill.row.text("recompute")))
     if not text and "via-research/vtrain" in fill.row.words:
         fill.assumed.append("full recomputation, as in the configurations beside the table")
         return "full"

@@ -107,6 +107,11 @@ def says(pattern: str, text: str) -> bool:
     )
 
 
+def not_understood(name: str, text: str) -> str:
+    """A sentence for a cell that counts as not printed though something stands in it."""
+    return f"{name} {text!r} not understood, taken as not printed"
+
+
 class TooLittle(Exception):
     """A row that cannot be simulated; its message says why."""
 
@@ -134,7 +139,7 @@ class SeriesRow:
     def unread(self) -> tuple[str, ...]:
         """A sentence for each number that is printed but not understood; negative ones are not."""
         return tuple(
-            f"{name} {text!r} not understood, taken as not printed"
+            not_understood(name, text)
             for name in (*LARGEST, "kv_heads", "params", "value")
             if (text := self.text(name)) and not _NEGATIVE.fullmatch(text)
             if (self.number if name in ("params", "value") else self.whole)(name) is None
