@@ -357,26 +357,3 @@ def test_rates_of_ports(words: str, gbits: float, ports: int | None) -> None:
 def test_what_is_no_rate_of_a_port(words: str) -> None:
     node = load_node("hgx-h100")
     assert fabric_of(words, node) == (fabric_of("", node)[0], False)
-
-
-@pytest.mark.parametrize(
-    ("cell", "recompute"),
-    [
-        *(("SAC", "selective"), ("selective per-op", "selective"), ("uniform", "full")),
-        *(("block", "full"), ("activation checkpointing", "full"), ("Enabled", "full")),
-        *(("full (README/paper)", "full"), ("yes", "full"), ("true", "full")),
-        *(("no full recompute", "none"), ("None", "none"), ("none (fits)", "none"), ("no", "none")),
-        *(("activation checkpointing: off", "none"), ("no full, selective", "selective")),
-        *(("disabled", "none"), ("0", "none"), ("without", "none")),
-    ],
-)
-def test_words_of_recomputation(cell: str, recompute: str) -> None:
-    one = plan(row(recompute=cell))
-    assert (one.parallelism.recompute, "recompute" in one.open) == (recompute, False)
-
-
-@pytest.mark.parametrize("cell", ["1", "some of it", "MLP"])
-def test_words_of_recomputation_that_are_not_understood(cell: str) -> None:
-    one = plan(row(recompute=cell))
-    assert "recompute" in one.open
-    assert f"recompute '{cell}' not understood, taken as not printed" in one.assumed

@@ -40,8 +40,11 @@ OTHERS: dict[str, Any] = {
 }
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
-_HYBRID = r"hsdp|hybrid_shard|fsdp ?\+ ?dp\b"
-_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)"
+_BEYOND = r"zero(\+\+|[-_ ]?infinity)"
+_HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
+_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)|{_BEYOND}"
+_UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
+_PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
 
 
 _RECOMPUTED = {
@@ -109,11 +112,16 @@ def zero(fill: Filling) -> int:
     if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
         return 2
     if sharded(fill.row):
+        if beyond := re.search(_BEYOND, text):
+            fill.assumed.append(f"{beyond[0]} as ZeRO-3, without what it does beside that")
         return 3
     if says(rf"{_ZERO}1(?!\d)|distributed.?optimizer", text):
         return 1
     if says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
         return 0
+    own = fill.row.text("sharding")
+    if own and not re.search(rf"{_UNSHARDED}|{_PARTLY}|{_SHARDED}", text):
+        fill.assumed.append(not_understood("sharding", own))
     if fill.row.early:
         fill.assumed.append("no distributed optimizer, as in this software's time")
         return 0
@@ -179,13 +187,15 @@ def recompute(fill: Filling) -> Any:
 
 def fp8(fill: Filling) -> bool:
     """Printed, or a choice on GPUs that have it."""
-    has = has_fp8(fill.row)
+    has, printed = has_fp8(fill.row), fill.row.text("precision")
+    if printed and not fill.row.precision:
+        fill.assumed.append(not_understood("precision", printed))
     if fill.row.fp4 and has and not has_fp4(fill.row):
         fill.assumed.append("FP8, as this GPU has no 4-bit products")
     if fill.row.fp8 and not has:
         fill.assumed.append("bf16, as this GPU has no 8-bit products")
         return False
-    if fill.row.text("precision") or fill.row.fp8 or not has:
+    if fill.row.precision or fill.row.fp8 or not has:
         return fill.row.fp8
     return bool(fill.choose("precision") == "fp8")
 
@@ -208,9 +218,9 @@ def rate_limit(row: SeriesRow) -> float:
     8-bit products have twice the rate, 4-bit ones (Blackwell, MI350) four times. Low-rank adapters
     need no gradients of the weights, a third of the model's FLOPs.
     """
-    words = f"{row.text('precision')} {row.text('flags')}".lower()
+    words = f"{row.precision} {row.text('flags')}".lower()
     most = 1.0
-    if has_fp8(row) and (row.fp8 or not row.text("precision")):
+    if has_fp8(row) and (row.fp8 or not row.precision):
         most = 4.0 if has_fp4(row) and re.search(r"fp4|^ *$", words) else 2.0
     return most * (1.5 if row.lora else 1.0)
 
