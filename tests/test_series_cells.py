@@ -357,3 +357,11 @@ def test_rates_of_ports(words: str, gbits: float, ports: int | None) -> None:
 def test_what_is_no_rate_of_a_port(words: str) -> None:
     node = load_node("hgx-h100")
     assert fabric_of(words, node) == (fabric_of("", node)[0], False)
+
+
+def test_an_apu_is_no_accelerator_of_its_family() -> None:
+    """MI300A has other memory, links and compute units than MI300X."""
+    assert node_of("AMD Instinct MI300A") is None
+    assert node_of("MI300X_192GB") == node_of("mi300") == load_node("mi300x-node")
+    with pytest.raises(TooLittle, match="'MI300A' is no known GPU"):
+        plan(row(gpu_type="MI300A"))

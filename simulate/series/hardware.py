@@ -87,18 +87,18 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (r"a100|ampere", "dgx-a100", {}),
-    (r"mi355x?", "mi355x-node", {}),
+    (r"mi355x?(?!\w)", "mi355x-node", {}),
     (
-        r"mi350x?",
+        r"mi350x?(?!\w)",
         "mi355x-node",
         {"peak_bf16_tflops": 2306.9, "max_clock_mhz": 2200.0, "power_limit_w": 1000.0},
     ),
     (
-        r"mi325x?",
+        r"mi325x?(?!\w)",
         "mi300x-node",
         {"memory_gib": 256.0, "memory_gbytes_per_s": 6000.0, "power_limit_w": 1000.0},
     ),
-    (r"mi300x?", "mi300x-node", {}),
+    (r"mi300x?(?!\w)", "mi300x-node", {}),
     (
         r"l40s",
         "hgx-h200",
