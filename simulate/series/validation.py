@@ -38,6 +38,10 @@ UNANCHORED = "without anchor"
 MEAN = "mean over sources"
 UNLIKE = f"{MEAN}, rows unlike their anchors"  # in split, micro-batch or shape
 LONELY = "an anchor whose series has no row to project"
+WITH_USE = "mark those that are to be projected test in the column use"
+WITHOUT_USE = (
+    "add one on more GPUs, mark rows anchor and test in a column use, or give --anchor none"
+)
 
 
 def series_validation(
@@ -68,7 +72,7 @@ def series_validation(
     skipped.sort(key=lambda entry: order[entry["id"]])
     skipped = [one | {"use": rows[order[one["id"]]].use} for one in skipped]
     if not entries:
-        first = min(skipped, key=lambda entry: entry["reason"] == LONELY)
+        first = min(skipped, key=lambda entry: entry["reason"].startswith(LONELY))
         raise UserError(
             f"{path}: no row of it can be projected; row {first['id']}: {first['reason']}"
         )
@@ -138,7 +142,8 @@ def arrange(plans: list[Plan], anchor: Anchor, skipped: list[dict[str, str]]) ->
         found += _of_pair(pair, members, anchor, has_use)
     for series in found:
         if not series.tests:
-            skipped += [{"id": one.row.row_id, "reason": LONELY} for one in series.anchors]
+            reason = f"{LONELY}; {WITH_USE if has_use else WITHOUT_USE}"
+            skipped += [{"id": one.row.row_id, "reason": reason} for one in series.anchors]
     return [one for one in found if one.tests]
 
 
