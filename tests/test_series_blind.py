@@ -29,15 +29,19 @@ def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
 def test_a_row_without_an_answer_is_projected(
     calibration: Calibration, tmp_path: Path, capsys: Any, value: str
 ) -> None:
-    path = write(tmp_path / "s.csv", [ANCHOR, LARGER | {"value": value}])
+    rate = {"row_id": "c", "metric": "tokens/s/GPU"}
+    path = write(
+        tmp_path / "s.csv", [ANCHOR, *(LARGER | one | {"value": value} for one in ({}, rate))]
+    )
     code, out, err = call(capsys, "--series", str(path), "--report", "r.html")
     assert code == 0, err
     assert "b, which prints no speed: " in out
     assert "worst cases" not in out
+    assert "e+" not in out
     code, out, err = call(capsys, "--series", str(path), "--json")
     assert code == 0, err
     judged = json.loads(out)
-    (case,) = judged["cases"]
+    case, _ = judged["cases"]
     assert case["anchored"]
     assert (case["real_s"], case["error"], case["inside_interval"]) == (None, None, None)
     assert (case["printed"]["value"], "baseline_s" in case) == (None, False)

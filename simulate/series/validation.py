@@ -30,7 +30,7 @@ from simulate.validation.cases import SCHEMA
 from simulate.validation.scores import grouped, in_median_errors, summarise
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.interval import interval_text
+from spec.interval import interval_text, significant
 
 Anchor = Literal["smallest", "none"]
 VENDOR = "vendor-expected tables"
@@ -275,4 +275,4 @@ def _as_printed(printed: dict[str, Any]) -> str:
     """A projection in its row's own metric, where that is no step time."""
     if metric_kind(printed["metric"]) == "step":
         return ""
-    return f" ({printed['metric']} {printed['predicted']:.4g})"
+    return f" ({printed['metric']} {significant(printed['predicted'], 4)})"
