@@ -9,8 +9,10 @@ Json = Mapping[str, Any]
 
 
 def sections(value: Json) -> list[Section]:
-    """Growth with scale, the fitted systems, what was assumed of each row, and what was skipped."""
+    """Rows without an answer, growth with scale, the systems, what was assumed and skipped."""
+    blind = [case for case in value["cases"] if case["real_s"] is None]
     return [
+        *([Section("Rows that print no speed", [_blind(blind)])] if blind else ()),
         Section("Which component is off, and by how much", [_off_note(), *_off(value["misses"])]),
         Section("Growth of the error with scale", [_scale(value["scale"])]),
         Section("Fitted systems", [_note(), _systems(value["series"])]),
@@ -58,6 +60,24 @@ def _off(misses: Mapping[str, Mapping[str, Json]]) -> list[Table]:
         )
         for grouping, groups in misses.items()
     ]
+
+
+def answered(cases: Sequence[Json]) -> list[Json]:
+    """The cases that print a speed to be judged by; all but blind rows of published series."""
+    return [case for case in cases if case["real_s"] is not None]
+
+
+def _blind(cases: Sequence[Json]) -> Table:
+    rows = [
+        (
+            *(case[name] for name in ("id", "series", "gpus")),
+            *(case["predicted_s"][name] for name in ("median", "low", "high")),
+            *(case["printed"][name] for name in ("metric", "predicted")),
+        )
+        for case in cases
+    ]
+    columns = ("row", "series", "GPUs", "simulated s", "low", "high", "metric", "in that metric")
+    return Table(columns, rows, "Projected like the others, with 90 % intervals; not judged")
 
 
 def headline(cases: Sequence[Json]) -> Sequence[Json]:

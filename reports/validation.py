@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from reports.page import Badge, Section, Table, Text, page
 from reports.projection import percent
-from reports.series import headline
+from reports.series import answered, headline
 from reports.series import sections as series_sections
 from reports.validation_plots import (
     COLUMNS,
@@ -42,9 +42,9 @@ def render(value: Json) -> str:
         blocks = [*_notes(value), _summary(rows, "system")]
         sections = [Section("Systems, each by itself", blocks)]
     for name, one in systems.items():
-        own = [case for case in cases if not several or case["system"] == name]
+        own = [case for case in answered(cases) if not several or case["system"] == name]
         notes = _coverage(one) if several else _notes(value)
-        sections += _system(one, own, notes, name if several else "")
+        sections += _system(one, own, notes, name if several else "") if own else []
     sections += series_sections(value) if series else []
     sections.append(Section("All numbers", [_table(cases)]))
     title = "Forecast against measurement" if forecast else "Simulated against measured"

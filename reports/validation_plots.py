@@ -90,8 +90,8 @@ def row_of(case: Json) -> tuple[Any, ...]:
         time["median"],
         time["low"],
         time["high"],
-        f"{case['error']:+.1%}",
-        "yes" if case["inside_interval"] else "no",
+        None if case["error"] is None else f"{case['error']:+.1%}",
+        {True: "yes", False: "no", None: None}[case["inside_interval"]],
     )
 
 

@@ -356,7 +356,8 @@ def test_steps_over_other_links_are_not_what_was_forecast(
 
 def test_steps_that_cannot_be_measured_are_not_sealed(tmp_path: Path) -> None:
     plan = tmp_path / "plan.csv"
-    one = configs()[0].model_copy(update={"zero": 2})
+    first = configs()[0]
+    one = first.model_copy(update={"zero": 2, "dp": 2, "global_batch": 2 * first.global_batch})
     write_table(plan, TrainingConfig, [one])
     with pytest.raises(UserError, match=r"plan\.csv: line 2, .* zero 2 steps are not measured"):
         read_steps(plan)

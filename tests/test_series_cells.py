@@ -3,10 +3,11 @@
 import pytest
 
 from simulate.series.choices import Filling, sequence, shard_degree, zero
-from simulate.series.hardware import node_of
+from simulate.series.hardware import fabric_of, node_of
+from simulate.series.metrics import metric_kind, metric_of
 from simulate.series.models import is_mixture, named_shape
 from simulate.series.plan import plan
-from simulate.series.rows import TooLittle, metric_kind, metric_of, number, whole
+from simulate.series.rows import TooLittle, number, whole
 from tests.made_up_series import WHOLE, row
 from topologies import load_node
 
@@ -247,6 +248,16 @@ def test_hybrid_sharding_is_zero_1_where_that_fits() -> None:
     assert any("ZeRO-1 does not fit memory" in said for said in large.assumed)
 
 
+@pytest.mark.parametrize("changes", [{"gpu_type": "H200 (4 per node)"}, {"tp": "2"}])
+def test_hybrid_sharding_over_several_nodes_is_zero_3(changes: dict[str, str]) -> None:
+    """Groups of 8 replicas: on two boards of 4 GPUs, or on two nodes with two GPUs each."""
+    cells = {"sharding": "FSDP=8", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
+    assert plan(row(**cells)).parallelism.zero == 1
+    one = plan(row(**cells | changes))
+    assert (one.parallelism.zero, "hybrid" in one.open) == (3, False)
+    assert any("on several nodes" in said for said in one.assumed)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -320,3 +331,37 @@ def test_what_a_gpus_cell_says_beside_its_name(
     assert node is not None
     assert (node.gpu, node.gpus) == (gpu, gpus)
     assert gib is None or node.memory_gib == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(
+    ("words", "gbits", "ports"),
+    [
+        *(("8x400Gb/s per node", 400, 8), ("8x 50 GB/s per node", 400, 8), ("50GB/s", 400, None)),
+        *(("400Gb/s", 400, None), ("8x 400GbE", 400, None), ("12.5 GB/s", 100, None)),
+        *(("800 Gbps per node (4x200)", 200, 4), ("4x 200 Gb/s per node", 200, 4)),
+        *(("3200 Gbps EFA per node", 400, None), ("400 GB/s per node (8x50)", 400, 8)),
+        *(("NVLink 50 GB/s, InfiniBand 200 Gb/s", 200, None), ("4 NICs of 200G per node", 200, 4)),
+        *(
+            ("NVLINK 400Gb/s; 4x 25 GB/s per node", 200, 4),
+            ("400Gb/s per GPU, 8 per node", 400, None),
+        ),
+    ],
+)
+def test_rates_of_ports(words: str, gbits: float, ports: int | None) -> None:
+    """Bytes and bits as they are spelt; a node's rate is that of all its ports (8 of an HGX)."""
+    fabric, printed = fabric_of(words, load_node("hgx-h100"))
+    assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (gbits, ports, True)
+
+
+@pytest.mark.parametrize("words", ["0 Gb/s per node", "96GB", "H100 80 GB", "NVLink 400 GB/s"])
+def test_what_is_no_rate_of_a_port(words: str) -> None:
+    node = load_node("hgx-h100")
+    assert fabric_of(words, node) == (fabric_of("", node)[0], False)
+
+
+def test_an_apu_is_no_accelerator_of_its_family() -> None:
+    """MI300A has other memory, links and compute units than MI300X."""
+    assert node_of("AMD Instinct MI300A") is None
+    assert node_of("MI300X_192GB") == node_of("mi300") == load_node("mi300x-node")
+    with pytest.raises(TooLittle, match="'MI300A' is no known GPU"):
+        plan(row(gpu_type="MI300A"))

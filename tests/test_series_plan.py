@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from simulate.series.hardware import fabric_of, node_of
+from simulate.series.metrics import metric_kind
 from simulate.series.models import named_shape
 from simulate.series.plan import plan
-from simulate.series.rows import TooLittle, metric_kind, number
+from simulate.series.rows import TooLittle, number
 from tests.made_up_series import row
 from topologies import load_node
 
@@ -43,6 +44,47 @@ def test_metrics_become_seconds() -> None:
     both = row(metric="MFU_%", value="50", metric2="step_time_s", value2="1.0")
     assert plan(both).real_s == 1.0
     assert metric_kind("pct_peak") is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "value"),
+    [("tokens/s total", 2 * 131072), ("tokens/s/GPU", 2 * 16384), ("samples per second", 128)],
+)
+def test_times_that_contradict_each_other_are_refused(rate: str, value: int) -> None:
+    """In one second the rate makes twice the 64 sequences that are printed."""
+    beside = {"metric": rate, "value2": "1000", "metric2": "step time (ms)"}
+    with pytest.raises(TooLittle, match=r"1000 and .* make 128 sequences of 2048 .* is 64"):
+        plan(row(**beside, value=str(value)))
+    assert plan(row(**beside, value=str(value * 0.52))).real_s == pytest.approx(1 / 1.04)
+    plan(row(**beside, value=str(value), global_batch="", grad_accum="16"))
+    plan(row(metric2="tokens/s total (k)", value2="999", metric3="block_step_time_s", value3="9"))
+
+
+@pytest.mark.parametrize("cell", ["9670.0ms", "9670 ms", "9,670 msec", "9670 milliseconds", "9.67"])
+def test_milliseconds_of_the_value_count(cell: str) -> None:
+    assert plan(row(metric="step time", value=cell)).real_s == pytest.approx(9.67)
+    assert plan(row(metric="iteration_time_ms", value="9670.0")).real_s == pytest.approx(9.67)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peaks", "said"),
+    [
+        ({}, 1, "989.4 TFLOP/s, the bf16 peak"),
+        ({"precision": "FP8"}, 2, "1978.8 TFLOP/s, the FP8 peak"),
+        ({"precision": "FP8", "metric": "MFU of bf16 peak"}, 1, "the bf16 peak"),
+        ({"metric": "MFU_fp8"}, 2, "the FP8 peak"),
+        ({"precision": "FP8", "metric": "HFU"}, 2, "the FP8 peak"),
+        ({"precision": "FP8", "gpu_type": "A100 80GB"}, 1, "the bf16 peak"),
+    ],
+)
+def test_utilisation_is_of_the_peak_that_sources_divide_by(
+    changes: dict[str, str], peaks: int, said: str
+) -> None:
+    """llm-foundry and dgxc-benchmarking divide by the FP8 peak where they run in FP8."""
+    one = plan(row(**{"metric": "MFU", "value": "0.4"} | changes))
+    share = one.flops / one.printed_s / one.node.peak_bf16_tflops / 1e12
+    assert share == pytest.approx(0.4 * peaks)
+    assert any(said in sentence for sentence in one.assumed)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from simulate.memory.peak import memory
-from simulate.series.rows import SeriesRow, says
+from simulate.series.rows import SeriesRow, not_understood, says
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -40,8 +40,18 @@ OTHERS: dict[str, Any] = {
 }
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
-_HYBRID = r"hsdp|hybrid_shard|fsdp ?\+ ?dp\b"
-_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)"
+_BEYOND = r"zero(\+\+|[-_ ]?infinity)"
+_HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
+_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)|{_BEYOND}"
+_UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
+_PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
+
+
+_RECOMPUTED = {
+    "selective": r"selective|\bsac\b",
+    "full": r"full|uniform|\bblock|checkpointing|^(yes|true|on|enabled)\b",
+}
+_NOT_RECOMPUTED = r"(no|not|without|false|off|disabled|never)\b|0$"
 
 
 @dataclass
@@ -102,11 +112,16 @@ def zero(fill: Filling) -> int:
     if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
         return 2
     if sharded(fill.row):
+        if beyond := re.search(_BEYOND, text):
+            fill.assumed.append(f"{beyond[0]} as ZeRO-3, without what it does beside that")
         return 3
     if says(rf"{_ZERO}1(?!\d)|distributed.?optimizer", text):
         return 1
     if says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
         return 0
+    own = fill.row.text("sharding")
+    if own and not re.search(rf"{_UNSHARDED}|{_PARTLY}|{_SHARDED}", text):
+        fill.assumed.append(not_understood("sharding", own))
     if fill.row.early:
         fill.assumed.append("no distributed optimizer, as in this software's time")
         return 0
@@ -126,12 +141,18 @@ def shard_degree(row: SeriesRow, node: Node) -> int | None:
 def unsharded(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step."""
+    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step.
+
+    Not where a group lies on several nodes, between which it sends the parameters in every pass.
+    """
     degree, replicas = shard_degree(fill.row, node), p.dp * p.cp
     if p.zero != 3 or degree is None or degree >= replicas:
         return p
     whole = p.model_copy(update={"zero": 1})
     said = f"sharded over {degree} of {replicas} replicas"
+    if degree * p.tp > node.gpus:
+        fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over all")
+        return p
     if not fill.row.lora and not memory(model, whole, node, fabric).fits:
         fill.assumed.append(f"{said}: ZeRO-3 over all, as ZeRO-1 does not fit memory")
         return p
@@ -148,13 +169,16 @@ def recompute(fill: Filling) -> Any:
     true in VIA-Research/vTrain@f8dda84, config/validation/single.
     """
     text = fill.row.cells.get("recompute", "").strip().lower()
-    if text in ("none", "no", "false", "off"):
+    if re.match(r"none\b", text):
         return "none"
-    for name in ("selective", "full"):
-        if name in text:
+    for name, pattern in _RECOMPUTED.items():
+        if says(pattern, text):
             return name
-    if text in ("yes", "true", "on"):
-        return "full"
+    denied = any(re.search(pattern, text) for pattern in _RECOMPUTED.values())
+    if denied or re.match(_NOT_RECOMPUTED, text):
+        return "none"
+    if fill.row.text("recompute"):
+        fill.assumed.append(not_understood("recompute", fill.row.text("recompute")))
     if not text and "via-research/vtrain" in fill.row.words:
         fill.assumed.append("full recomputation, as in the configurations beside the table")
         return "full"
@@ -163,13 +187,15 @@ def recompute(fill: Filling) -> Any:
 
 def fp8(fill: Filling) -> bool:
     """Printed, or a choice on GPUs that have it."""
-    has = has_fp8(fill.row)
+    has, printed = has_fp8(fill.row), fill.row.text("precision")
+    if printed and not fill.row.precision:
+        fill.assumed.append(not_understood("precision", printed))
     if fill.row.fp4 and has and not has_fp4(fill.row):
         fill.assumed.append("FP8, as this GPU has no 4-bit products")
     if fill.row.fp8 and not has:
         fill.assumed.append("bf16, as this GPU has no 8-bit products")
         return False
-    if fill.row.text("precision") or fill.row.fp8 or not has:
+    if fill.row.precision or fill.row.fp8 or not has:
         return fill.row.fp8
     return bool(fill.choose("precision") == "fp8")
 
@@ -192,9 +218,9 @@ def rate_limit(row: SeriesRow) -> float:
     8-bit products have twice the rate, 4-bit ones (Blackwell, MI350) four times. Low-rank adapters
     need no gradients of the weights, a third of the model's FLOPs.
     """
-    words = f"{row.text('precision')} {row.text('flags')}".lower()
+    words = f"{row.precision} {row.text('flags')}".lower()
     most = 1.0
-    if has_fp8(row) and (row.fp8 or not row.text("precision")):
+    if has_fp8(row) and (row.fp8 or not row.precision):
         most = 4.0 if has_fp4(row) and re.search(r"fp4|^ *$", words) else 2.0
     return most * (1.5 if row.lora else 1.0)
 

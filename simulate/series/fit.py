@@ -164,7 +164,7 @@ def fit(
     free = np.array([bool(anchors) and not held, held, False, False, False])
     prior[1] = NO_PRIOR_SD if held else prior[1]
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
-    target = np.log([one.real_s for one in anchors])
+    target = np.log([one.printed_s for one in anchors])
     best: tuple[float, Array, Array, Array] | None = None
     attention: tuple[float, ...] = ()
     for turn in range(rounds + 1 if anchors else 0):

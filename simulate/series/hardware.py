@@ -87,18 +87,18 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (r"a100|ampere", "dgx-a100", {}),
-    (r"mi355x?", "mi355x-node", {}),
+    (r"mi355x?(?!\w)", "mi355x-node", {}),
     (
-        r"mi350x?",
+        r"mi350x?(?!\w)",
         "mi355x-node",
         {"peak_bf16_tflops": 2306.9, "max_clock_mhz": 2200.0, "power_limit_w": 1000.0},
     ),
     (
-        r"mi325x?",
+        r"mi325x?(?!\w)",
         "mi300x-node",
         {"memory_gib": 256.0, "memory_gbytes_per_s": 6000.0, "power_limit_w": 1000.0},
     ),
-    (r"mi300x?", "mi300x-node", {}),
+    (r"mi300x?(?!\w)", "mi300x-node", {}),
     (
         r"l40s",
         "hgx-h200",
@@ -120,6 +120,15 @@ _PER_NODE = re.compile(
 )
 RACK = 72  # GPUs of an NVL72, the most that a node has
 _RATES = (25, 40, 50, 56, 100, 200, 400, 800)
+# `400Gb/s`, `200G`, `400GbE`, in bytes `50 GB/s`; no memory (`96GB`)
+_RATE = (
+    r"(?<![\d.])(\d+(?:\.\d+)?)\s?[Gg]"
+    r"(?:(B)(?:/[Ss]|ps)|(?!B\b)[Bb]?(?:its?)?(?:/s|/sec|/Sec|ps|[eE])?)(?![A-Za-z])"
+)
+_A_NODE = r"(?:per |/ ?)node"
+_TOTAL = re.compile(rf"{_RATE}(?:(?!\bper\b)[^\d,;(])*{_A_NODE}")  # of all ports together
+_PORTS = re.compile(r"(\d+)\s?(?:[x\u00d7]\s?(\d+)?(?![a-z])|(?:ports?|nics?|hcas?|adapters)\b)")
+_INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
 
 
 @lru_cache(maxsize=512)
@@ -169,20 +178,34 @@ def fabric_of(interconnect: str, node: Node) -> tuple[Fabric, bool]:
     name storage and management ports too.
     """
     usual = load_fabric(usual_fabric(node))
-    words = interconnect.lower()
-    compute = words.split("compute:")[-1]
-    rates = [int(one) for one in re.findall(r"(\d+)\s?gb?(?:it)?(?:/s|/sec|ps|e)?\b", compute)]
-    rates = [one for one in rates if one in _RATES]
-    printed = len(set(rates)) == 1
-    ethernet = re.search(r"roce|ethernet|efa", compute) and not re.search(
-        r"infiniband|\bib\b", words
+    compute = re.split("compute:", interconnect, flags=re.IGNORECASE)[-1]
+    ethernet = re.search(r"roce|ethernet|efa", compute.lower()) and not re.search(
+        r"infiniband|\bib\b", interconnect.lower()
     )
-    changes: dict[str, Any] = {}
-    if printed:
-        changes["nic_gbits_per_s"] = float(rates[0])
-        ports = re.search(r"(\d+)\s?x\b", compute)
-        if ports and 1 <= int(ports.group(1)) <= 16 and "per node" in compute:
-            changes["ports_per_node"] = int(ports.group(1))
+    changes = _ports(compute, node)
+    printed = bool(changes)
     if ethernet:
         changes["protocol"] = "roce"
     return usual.model_copy(update=changes), printed
+
+
+def _ports(words: str, node: Node) -> dict[str, Any]:
+    """The rate of a port and how many a node has, as far as printed; GB and Gb as they are spelt.
+
+    A rate per node without its ports is all of theirs together.
+    """
+    words = ";".join(one for one in re.split(r"[;,|+]", words) if not _INSIDE.search(one))
+    found = _PORTS.search(words.lower()) if re.search(_A_NODE, words) else None
+    count, each = (int(one or 0) for one in found.groups()) if found else (0, 0)
+    ports = {"ports_per_node": count} if 1 <= count <= 16 else {}
+    if total := _TOTAL.search(words):
+        spelt = bool(ports) and float(total[1]) == count * each  # `800 Gbps per node (4x200)`
+        rate = _gbits(total) / (count if spelt else node.nics or node.gpus)
+        if (spelt or not found) and 0 < rate <= max(_RATES):
+            return {"nic_gbits_per_s": rate, **ports}
+    rates = {_gbits(one) for one in re.finditer(_RATE, words)} & set(_RATES)
+    return {"nic_gbits_per_s": rates.pop(), **ports} if len(rates) == 1 else {}
+
+
+def _gbits(rate: re.Match[str]) -> float:
+    return float(rate[1]) * (8 if rate[2] else 1)

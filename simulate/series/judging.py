@@ -24,8 +24,8 @@ from simulate.series.fit import (
     prior_sd,
     project,
 )
+from simulate.series.metrics import metric_of
 from simulate.series.plan import Plan
-from simulate.series.rows import metric_of
 from simulate.series.search import own_choices, replanned, shared_choices
 from simulate.series.step import FACTORS, Calibrations
 from simulate.step.scale import ROW_SD
@@ -73,7 +73,7 @@ def anchored(series: Series, calibrations: Calibrations, skipped: list[dict[str,
     """Fit a series. Anchors that no such system explains are noted in `skipped`."""
     shared = shared_choices(series.anchors, series.tests, calibrations)
     chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
-    anchors = [replanned(one, chosen[one.row.row_id]) for one in series.anchors]
+    anchors = [replanned(one, chosen[one.row.row_id], checked=True) for one in series.anchors]
     tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
     return Anchored(series, chosen, tests, _without_odd(anchors, calibrations, skipped))
 
@@ -104,7 +104,7 @@ def bounded(effect: float, name: str, one: Plan) -> float:
 def judged(
     fitted: Anchored, calibrations: Calibrations, kernels: float | None
 ) -> list[dict[str, Any]]:
-    """Every test row of a series with its projection and baselines.
+    """Every test row of a series with its projection; with baselines where it prints its speed.
 
     `kernels` is of `others_kernels`.
     """
@@ -115,7 +115,7 @@ def judged(
     middle = [project(one, system, calibrations) for one in tests]
     open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
     for name in sorted(open_names):
-        moved_anchors = [_other_way(one, name, chosen) for one in anchors]
+        moved_anchors = [_other_way(one, name, chosen, checked=True) for one in anchors]
         moved = [_other_way(one, name, chosen) for one in tests]
         still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
         again = system if still else fit(moved_anchors, calibrations, rounds=2)
@@ -125,7 +125,7 @@ def judged(
                 continue
             value = project(other, again, calibrations).value
             # a rate means other seconds where a batch or a length is taken otherwise
-            effect = value - middle[index].value - log(other.real_s / one.real_s)
+            effect = value - middle[index].value - log(other.unit_s / one.unit_s)
             if share is not None:  # the mean of two points of these weights, and their spread
                 shifts[index] += share * effect
                 effect *= 2 * (share * (1 - share)) ** 0.5
@@ -202,13 +202,12 @@ def _share(other: Fitted, system: Fitted) -> float:
     return 1 / (1 + exp((far**2 - near**2) / 2))
 
 
-def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices]) -> Plan:
+def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices], checked: bool = False) -> Plan:
     """A row with one of the things that it leaves open taken the other way."""
     own = chosen[one.row.row_id]
     default, other = DEFAULTS[name], OTHERS[name]
-    return replanned(
-        one, dict(own) | {name: default if own.get(name, default) != default else other}
-    )
+    turned = {name: default if own.get(name, default) != default else other}
+    return replanned(one, dict(own) | turned, checked)
 
 
 def _entry(
@@ -226,13 +225,13 @@ def _entry(
         "series": series.name,
         "real_s": one.real_s,
         "predicted_s": {"median": median, "low": low, "high": high},
-        "error": median / one.real_s - 1,
+        "error": None if one.real_s is None else median / one.real_s - 1,
         "printed": {
             "metric": metric.name,
             "value": metric.value,
-            "predicted": metric.at(median / one.real_s),
+            "predicted": metric.at(median, one.unit_s),
         },
-        "inside_interval": low <= one.real_s <= high,
+        "inside_interval": None if one.real_s is None else low <= one.real_s <= high,
         "breakdown_s": projected.estimate.breakdown_s,
         "modelled_share": min(projected.estimate.modelled_share, 1.0),
         "parallelism": one.parallelism.model_dump(),
@@ -242,11 +241,11 @@ def _entry(
         "doublings": projected.doublings,
         "changes": min((changes(one, other) for other in anchors), default=0),
     }
-    if anchors:
-        rates = [log(other.real_s / other.flops) for other in anchors]
+    if anchors and one.real_s is not None:
+        rates = [log(other.printed_s / other.flops) for other in anchors]
         entry["baseline_s"] = one.flops * exp(float(np.mean(rates)))
         entry["baseline_from"] = ", ".join(other.row.row_id for other in anchors[:3])
         near = min(anchors, key=lambda other: (changes(one, other), doublings(one, [other])))
-        entry["neighbour_s"] = near.real_s * one.flops / near.flops
+        entry["neighbour_s"] = near.printed_s * one.flops / near.flops
         entry["neighbour_from"] = near.row.row_id
     return entry

@@ -18,7 +18,8 @@ from simulate.memory.peak import memory
 from simulate.series import choices as ways
 from simulate.series.choices import DEFAULTS, Choices, Filling
 from simulate.series.hardware import RACK, fabric_of, node_of
-from simulate.series.rows import UTILISATION, SeriesRow, TooLittle, metric_of, refused, step_seconds
+from simulate.series.metrics import UTILISATION, contradiction, metric_of, unit_seconds
+from simulate.series.rows import SeriesRow, TooLittle, refused
 from simulate.series.shape import layer_slots, model_of
 from spec.errors import UserError
 from spec.files import first_problem
@@ -52,7 +53,8 @@ class Plan:
     parallelism: Parallelism
     node: Node
     fabric: Fabric
-    real_s: float
+    real_s: float | None  # None where the row is projected blindly
+    unit_s: float  # that its metric's value of 1 means
     batch: Batch
     flops: float  # the model's in the row's step, per GPU
     assumed: tuple[str, ...]
@@ -63,20 +65,30 @@ class Plan:
     fp4: bool  # their products in 4
 
     @property
+    def printed_s(self) -> float:
+        """`real_s` of a row that prints its speed, as all anchors do."""
+        assert self.real_s is not None
+        return self.real_s
+
+    @property
     def microbatches(self) -> int:
         """Of a replica; `parallelism` has a multiple of its stages where these are interleaved."""
         return self.batch.simulated // (self.batch.dp * self.batch.microbatch)
 
 
-def plan(row: SeriesRow, choices: Choices | None = None) -> Plan:
-    """What a row means; raises TooLittle where too little of it is known."""
+def plan(row: SeriesRow, choices: Choices | None = None, checked: bool = False) -> Plan:
+    """What a row means; raises TooLittle where too little of it is known.
+
+    Its speed may refuse the row, but choices for it only where `checked`: what is projected must
+    not have them from its own answer.
+    """
     try:
-        return _plan(row, choices or {})
+        return _plan(row, choices or {}, checked or not choices)
     except TooLittle as reason:
         raise TooLittle("; ".join((str(reason), *row.unread))) from None
 
 
-def _plan(row: SeriesRow, choices: Choices) -> Plan:
+def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
     fill = Filling(row, choices, list(row.unread))
     metric = metric_of(row)
     if metric is None:
@@ -109,12 +121,19 @@ def _plan(row: SeriesRow, choices: Choices) -> Plan:
         fill.assumed.append("captured graphs assumed: no host time but the optimizer's")
     if not memory(model, p, node, fabric).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
+    if (wrong := contradiction(fill.row, model, sizes.printed, gpus)) is not None:
+        raise TooLittle(wrong)
     fp8 = ways.fp8(fill)
-    peak = node.peak_bf16_tflops
-    real_s = step_seconds(row, model, sizes.printed, gpus, p.recompute, peak)
+    eight = metric.of_fp8(fp8) and ways.has_fp8(row)
+    peak = node.peak_bf16_tflops * (2 if eight else 1)
+    unit_s = unit_seconds(metric, row, model, sizes.printed, gpus, p.recompute, peak)
+    real_s = metric.seconds(unit_s)
     if metric.kind in UTILISATION:
-        fill.assumed.append(f"utilisation of {peak:g} TFLOP/s")
-    _check_rate(row, node, model.step_flops(sizes.printed) / gpus / real_s)
+        fill.assumed.append(
+            f"utilisation of {peak:g} TFLOP/s, the {'FP8' if eight else 'bf16'} peak"
+        )
+    if real_s is not None and checked:
+        _check_rate(row, node, model.step_flops(sizes.printed) / gpus / real_s)
     return Plan(
         row=row,
         model=model,
@@ -122,6 +141,7 @@ def _plan(row: SeriesRow, choices: Choices) -> Plan:
         node=node,
         fabric=fabric,
         real_s=real_s,
+        unit_s=unit_s,
         batch=sizes,
         flops=model.step_flops(sizes.printed) / gpus,
         assumed=tuple(fill.assumed),

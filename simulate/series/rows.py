@@ -1,4 +1,4 @@
-"""Rows of published series as they stand in a CSV: cells cleaned, metrics turned to seconds.
+"""Rows of published series as they stand in a CSV: cells cleaned.
 
 The columns are those of `training.csv`; unknown ones are ignored, missing ones and cells that are
 no number (`SeriesRow.unread`) count as not printed. Nothing is filled in here, see
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from spec.errors import UserError
 from spec.files import read_text
-from spec.model import ModelSpec
 
 NEEDED = ("row_id", "metric", "value")
 USES = ("anchor", "test")
@@ -40,6 +39,7 @@ LARGEST = {
     "cp": 2**10,
     "ep": 2**12,
 }
+EIGHT_BITS = r"fp8|float8|e4m3|e5m2"
 # Megatron-LM's papers and README tables of 2021 and 2022, and the DeepSpeed branches of it.
 _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
@@ -48,7 +48,7 @@ SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
 # What may stand behind a number without changing it; a cell with any other word is not understood.
 _UNIT = re.compile(
-    r"%|per|m?s|secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
+    r"%|per|m?s|m?secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
     r"|samples?|tok|tokens?|params?|parameters?|steps?|iter|iterations?|stages?|chunks?|way"
     r"|tflops?|[mg]i?b"
 )
@@ -108,6 +108,11 @@ def says(pattern: str, text: str) -> bool:
     )
 
 
+def not_understood(name: str, text: str) -> str:
+    """A sentence for a cell that counts as not printed though something stands in it."""
+    return f"{name} {text!r} not understood, taken as not printed"
+
+
 class TooLittle(Exception):
     """A row that cannot be simulated; its message says why."""
 
@@ -135,7 +140,7 @@ class SeriesRow:
     def unread(self) -> tuple[str, ...]:
         """A sentence for each number that is printed but not understood; negative ones are not."""
         return tuple(
-            f"{name} {text!r} not understood, taken as not printed"
+            not_understood(name, text)
             for name in (*LARGEST, "kv_heads", "params", "value")
             if (text := self.text(name)) and not _NEGATIVE.fullmatch(text)
             if (self.number if name in ("params", "value") else self.whole)(name) is None
@@ -155,6 +160,12 @@ class SeriesRow:
     def use(self) -> str:
         """`anchor`, `test` or empty."""
         return self.text("use").lower()
+
+    @property
+    def blind(self) -> bool:
+        """Whether it is marked to be projected and prints no speed to judge that by."""
+        value = self.text("value")
+        return self.use == "test" and (not value or _NEGATIVE.fullmatch(value) is not None)
 
     @cached_property
     def words(self) -> str:
@@ -176,10 +187,16 @@ class SeriesRow:
         return re.split(r"\s*\(|\s+arXiv", first)[0][:60]
 
     @property
+    def precision(self) -> str:
+        """The words of that cell; empty where none is understood, such as `int8`."""
+        text = self.text("precision").lower()
+        return text if re.search(rf"16|32|{EIGHT_BITS}|fp4|half|mixed|amp", text) else ""
+
+    @property
     def fp8(self) -> bool:
         """Whether linear layers run in 8 (or 4) bits."""
         text = f"{self.text('precision')} {self.text('flags')}".lower()
-        return says(r"fp8|float8|fp4", text)
+        return says(rf"{EIGHT_BITS}|fp4", text)
 
     @property
     def fp4(self) -> bool:
@@ -285,106 +302,11 @@ def _check(path: Path, line: int, row: SeriesRow) -> None:
         raise UserError(f"{path}: line {line}: use is {row.use!r}; it must be anchor or test")
 
 
-# What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
-# HFU recomputed ones, of the bf16 peak.
-_S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
-_METRICS = (
-    (
-        rf"((train )?(step|iteration|iter) tim(e|ing)\b"
-        rf"|(time|ms|msecs?|milliseconds?|{_S}){_PER}(step|iter|iteration)\b)",
-        "step",
-    ),
-    (rf"(tgs\b|tok(en)?s?{_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b)", "tokens"),
-    (rf"tok(en)?s?{_PER}{_S}( total)?$", "tokens_total"),
-    (rf"(samples?|seq(uence)?s?){_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b", "samples_gpu"),
-    (rf"(samples?|seq(uence)?s?){_PER}{_S}( total)?$", "samples"),
-    (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
-    (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
-)
-UTILISATION = ("mfu", "hfu")
-
-
-def metric_kind(name: str) -> str | None:
-    """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
-    plain = re.sub(r"[\s_]+", " ", name.strip().lower())
-    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total|global) )+", "", plain)
-    if re.search(r"\((k|m|min|minutes|h|hours|us)\)", plain):
-        return None
-    if "tflop" in plain and re.search(rf"{_PER}{_GPU}\b", plain) and "aggregate" not in plain:
-        return "hardware" if "hardware" in plain or "recompute" in plain else "model"
-    return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
-
-
-def _unit(name: str, kind: str, value: float) -> float:
-    """What a value is to be multiplied with, for seconds and shares."""
-    if kind == "step" and re.search(r"(\b|_)(ms|milliseconds?)(\b|_)", name.lower()):
-        return 1e-3
-    percent = kind in UTILISATION and ("%" in name or value > 1)
-    return 1e-2 if percent else 1.0
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What a row prints of its speed."""
-
-    name: str
-    kind: str
-    value: float
-    unit: float = 1.0
-
-    def at(self, times: float) -> float:
-        """The value of a step that takes so many times the printed one's time."""
-        return self.value * times if self.kind == "step" else self.value / times
-
-
-def metric_of(row: SeriesRow) -> Metric | None:
-    """The first of a row's metrics that become seconds; utilisation where no other does."""
-    found = []
-    for suffix in ("", "2", "3"):
-        name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
-        kind = metric_kind(name)
-        if kind is not None and value is not None:
-            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value)
-            found.append(Metric(name, kind, value, unit))
-    return min(found, key=lambda one: one.kind in UTILISATION, default=None)
-
-
-def step_seconds(
-    row: SeriesRow, model: ModelSpec, batch: int, gpus: int, recompute: str, peak_tflops: float
-) -> float:
-    """Seconds per step that a row's metric means; `peak_tflops` is its GPU's in bf16.
-
-    Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
-    weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
-    """
-    found = metric_of(row)
-    assert found is not None
-    kind, value = found.kind, found.value * found.unit
-    again = kind in ("hardware", "hfu") or row.recompute_counted
-    if kind == "step":
-        return value
-    if kind == "samples":
-        return batch / value
-    if kind == "samples_gpu":
-        return batch / (value * gpus)
-    if kind == "tokens":
-        return batch * model.seq_len / (value * gpus)
-    if kind == "tokens_total":
-        return batch * model.seq_len / value
-    if kind in UTILISATION:
-        value *= peak_tflops
-    flops = model.step_flops(batch)
-    if again and recompute == "full":  # layers only: logits are not computed again
-        logits = 2 * model.vocab * model.hidden * model.seq_len * batch
-        flops += flops / 3 - logits
-    return flops / (value * 1e12 * gpus)
-
-
 def refused(row: SeriesRow) -> str | None:
     """Why no row like that is simulated: products in 32 bits, or a size that is a misprint."""
     precision = row.text("precision").lower()
     if says(r"\b(fp32|float32|tf32|single)\b", precision) and not says(
-        r"16|fp8|float8|fp4|mixed|amp", precision
+        rf"16|{EIGHT_BITS}|fp4|mixed|amp", precision
     ):
         return f"precision {row.text('precision')!r}: products in 32 bits are not simulated"
     for name, most in LARGEST.items():

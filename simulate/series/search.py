@@ -36,10 +36,10 @@ def fits(one: Plan, slack: float = 1.0) -> bool:
     return memory(one.model, p, one.node, one.fabric).peak_gib <= capacity
 
 
-def replanned(one: Plan, choices: Choices) -> Plan:
+def replanned(one: Plan, choices: Choices, checked: bool = False) -> Plan:
     """The same row under other choices, or as it is where these make no sense for it."""
     try:
-        return plan(one.row, choices)
+        return plan(one.row, choices, checked)
     except TooLittle:
         return one
 

@@ -20,6 +20,7 @@ from simulate.series.judging import (
     judged,
     others_kernels,
 )
+from simulate.series.metrics import metric_kind
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import SeriesRow, TooLittle, read_rows
 from simulate.series.step import Calibrations
@@ -29,6 +30,7 @@ from simulate.validation.cases import SCHEMA
 from simulate.validation.scores import grouped, in_median_errors, summarise
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.interval import interval_text, significant
 
 Anchor = Literal["smallest", "none"]
 VENDOR = "vendor-expected tables"
@@ -36,6 +38,10 @@ UNANCHORED = "without anchor"
 MEAN = "mean over sources"
 UNLIKE = f"{MEAN}, rows unlike their anchors"  # in split, micro-batch or shape
 LONELY = "an anchor whose series has no row to project"
+WITH_USE = "mark those that are to be projected test in the column use"
+WITHOUT_USE = (
+    "add one on more GPUs, mark rows anchor and test in a column use, or give --anchor none"
+)
 
 
 def series_validation(
@@ -64,24 +70,25 @@ def series_validation(
     order = {row.row_id: place for place, row in enumerate(rows)}
     entries.sort(key=lambda entry: order[entry["id"]])
     skipped.sort(key=lambda entry: order[entry["id"]])
+    skipped = [one | {"use": rows[order[one["id"]]].use} for one in skipped]
     if not entries:
-        first = min(skipped, key=lambda entry: entry["reason"] == LONELY)
+        first = min(skipped, key=lambda entry: entry["reason"].startswith(LONELY))
         raise UserError(
             f"{path}: no row of it can be projected; row {first['id']}: {first['reason']}"
         )
+    answered = [e for e in entries if e["real_s"] is not None]
+    plain = [e for e in answered if e["anchored"] and not e["vendor_expected"]]
     return {
         "schema": SCHEMA,
         "level": LEVEL,
         "cases": entries,
-        "summary": summaries(entries),
-        "groups": grouped([e for e in entries if e["anchored"] and not e["vendor_expected"]]),
+        "summary": summaries(answered),
+        "groups": grouped(plain),
         "series": fitted,
         "skipped": skipped,
-        "misses": misses.of_series(entries),
-        "scale": by_doublings(entries),
-        "scale_growth": increments(
-            [e for e in entries if e["anchored"] and not e["vendor_expected"]]
-        ),
+        "misses": misses.of_series(answered),
+        "scale": by_doublings(answered),
+        "scale_growth": increments(plain),
     }
 
 
@@ -135,7 +142,8 @@ def arrange(plans: list[Plan], anchor: Anchor, skipped: list[dict[str, str]]) ->
         found += _of_pair(pair, members, anchor, has_use)
     for series in found:
         if not series.tests:
-            skipped += [{"id": one.row.row_id, "reason": LONELY} for one in series.anchors]
+            reason = f"{LONELY}; {WITH_USE if has_use else WITHOUT_USE}"
+            skipped += [{"id": one.row.row_id, "reason": reason} for one in series.anchors]
     return [one for one in found if one.tests]
 
 
@@ -233,11 +241,22 @@ def by_doublings(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def title(value: dict[str, Any]) -> str:
-    """What was done, in a line or two for the terminal."""
+    """What was done, for the terminal; the rows without an answer, and those left without any."""
     anchors = sum(len(one["anchors"]) for one in value["series"].values() if not one["borrowed"])
     lines = [
         f"{len(value['cases'])} rows of {len(value['series'])} series projected from {anchors} "
         f"anchor rows; {len(value['skipped'])} rows skipped (reasons in the JSON and the report)"
+    ]
+    lines += [
+        f"{case['id']}, which prints no speed: {interval_text(case['predicted_s'], 's', digits=4)}"
+        + _as_printed(case["printed"])
+        for case in value["cases"]
+        if case["real_s"] is None
+    ]
+    lines += [
+        f"{one['id']} is marked test and skipped: {one['reason']}"
+        for one in value["skipped"]
+        if one["use"] == "test"
     ]
     lines += [
         f"{one['doublings']} doublings beyond the anchors: {one['n']} rows, "
@@ -250,3 +269,10 @@ def title(value: dict[str, Any]) -> str:
         for one in value["scale_growth"]
     ]
     return "\n".join(lines)
+
+
+def _as_printed(printed: dict[str, Any]) -> str:
+    """A projection in its row's own metric, where that is no step time."""
+    if metric_kind(printed["metric"]) == "step":
+        return ""
+    return f" ({printed['metric']} {significant(printed['predicted'], 4)})"

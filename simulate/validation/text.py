@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.projection import percent
+from reports.series import answered
 from reports.validation import systems_of
 from reports.validation_plots import off_most
 from simulate.validation.aims import SERIES
@@ -36,7 +37,9 @@ def table(value: Json) -> str:
         ]
         text += [f"{name}:", *(f"  {words}" for words in found)] if several and found else found
     for name in systems:
-        own = [e for e in value["cases"] if not several or e["system"] == name]
+        own = [e for e in answered(value["cases"]) if not several or e["system"] == name]
+        if not own:
+            continue
         text.append(f"worst cases{f' of {name}' if several else ''} (predicted / measured - 1):")
         text += [f"  {words}" for words in _worst(own, 3 if several else 5)]
     return "\n".join(line.rstrip() for line in text)

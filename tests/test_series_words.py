@@ -1,0 +1,56 @@
+"""Words of recomputation, sharding and precision: understood, or said not to be."""
+
+import pytest
+
+from simulate.series.plan import plan
+from tests.made_up_series import row
+
+
+@pytest.mark.parametrize(
+    ("cell", "recompute"),
+    [
+        *(("SAC", "selective"), ("selective per-op", "selective"), ("uniform", "full")),
+        *(("block", "full"), ("activation checkpointing", "full"), ("Enabled", "full")),
+        *(("full (README/paper)", "full"), ("yes", "full"), ("true", "full")),
+        *(("no full recompute", "none"), ("None", "none"), ("none (fits)", "none"), ("no", "none")),
+        *(("activation checkpointing: off", "none"), ("no full, selective", "selective")),
+        *(("disabled", "none"), ("0", "none"), ("without", "none")),
+    ],
+)
+def test_words_of_recomputation(cell: str, recompute: str) -> None:
+    one = plan(row(recompute=cell))
+    assert (one.parallelism.recompute, "recompute" in one.open) == (recompute, False)
+
+
+@pytest.mark.parametrize("cell", ["1", "some of it", "MLP"])
+def test_words_of_recomputation_that_are_not_understood(cell: str) -> None:
+    one = plan(row(recompute=cell))
+    assert "recompute" in one.open
+    assert f"recompute '{cell}' not understood, taken as not printed" in one.assumed
+
+
+@pytest.mark.parametrize(
+    ("cell", "stage", "said"),
+    [
+        ("ZeRO++", 3, "zero++ as ZeRO-3, without what it does beside that"),
+        ("DeepSpeed ZeRO-Infinity", 3, "zero-infinity as ZeRO-3, without what it does beside that"),
+        ("hybrid-shard", 1, "sharded over 8 of 32 replicas: as ZeRO-1"),
+        ("GSPMD", 1, "sharding 'GSPMD' not understood, taken as not printed"),
+    ],
+)
+def test_words_of_sharding(cell: str, stage: int, said: str) -> None:
+    one = plan(row(sharding=cell, flags="", tp="1", pp="1", vpp="", gpus="32"))
+    assert one.parallelism.zero == stage
+    assert said in one.assumed
+
+
+def test_words_of_precision() -> None:
+    """8-bit floats are FP8; what other 8-bit numbers are is left open, not taken for bf16."""
+    for cell in ("E4M3", "fp8_e5m2", "FP8 (hybrid)"):
+        one = plan(row(precision=cell))
+        assert (one.fp8, one.open) == (True, frozenset())
+    for cell in ("int8", "8-bit"):
+        one = plan(row(precision=cell))
+        assert (one.fp8, one.open) == (False, {"precision"})
+        assert f"precision '{cell}' not understood, taken as not printed" in one.assumed
+        assert plan(row(precision=cell), {"precision": "fp8"}).fp8
