@@ -26,9 +26,12 @@ def test_a_series_recomputes_where_memory_asks_for_it_however_slow_its_anchor(
         one = plan(row(recompute="", **changes))
         return str(shared_choices([one], [], by)["recompute"])
 
+    large = {"gpu_type": "H100", "layers": "64", "micro_batch": "8", "value": "9"}
     time = float(simulated(calibration, row()))
     assert {recompute(value=repr(time * slow)) for slow in (0.9, 1.1, 1.3, 1.5)} == {"none"}
-    assert recompute(gpu_type="H100", layers="64", micro_batch="8", value="9") == "full"
+    assert recompute(**large) == "full"
+    alone = shared_choices([], [plan(row(recompute="", **large))], by)
+    assert alone["recompute"] == "selective"  # no anchor takes a wrong choice's time
 
 
 def test_a_searched_split_wastes_no_replicas(calibration: Calibration) -> None:

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from simulate.series import judging as series
+from simulate.series.attention import with_first_flash_attention
 from simulate.series.fit import around, fit, project
 from simulate.series.judging import Series, anchored, judged
 from simulate.series.plan import plan
 from simulate.series.rows import SeriesRow
+from simulate.series.software import triton_attention
 from simulate.series.step import Calibrations, Shifts
 from spec.calibration import Calibration
+from spec.kernel import ATTENTION
 from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
 
@@ -81,6 +84,38 @@ def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:
     system = fit([plan(row(value=simulated(calibration, row(), -1.0)))], by)
     one = plan(row(row_id="b", tp="1", pp="1", micro_batch="4", value="9"))
     assert one.flops / exp(project(one, system, by).value) == pytest.approx(989.4e12)
+    found = anchored(Series("p", [], [plan(row(row_id="c", tp="1", pp="1", value="9"))]), by, [])
+    (alone,) = judged(found, by, None)  # 40 % and more wide
+    assert one.flops / one.batch.simulated * 8 / alone["predicted_s"]["low"] <= 989.4e12 * 1.001
+
+
+def test_what_anchors_do_not_tell_of_a_row_widens_it(calibration: Calibration) -> None:
+    """Another share of attention, another GPU, another size: each by itself, beside a like row."""
+    by = Calibrations(calibration)
+    system = fit([plan(row(value=simulated(calibration, row())))], by)
+
+    def sd(**changes: str) -> float:
+        return project(plan(row(row_id="b", value="60", **changes)), system, by).sd
+
+    alike = sd()
+    assert sd(seq_len="65536") > sd(seq_len="8192") > alike
+    assert sd(gpu_type="H100") > alike
+    assert sd(layers="64") > sd(layers="48") > alike
+
+
+def test_attention_of_the_first_flash_attention_is_slower(calibration: Calibration) -> None:
+    """By cited utilisations: 1.9 times on an A100, 3.3 on an H100; products stay."""
+    for gpu, slower in (("NVIDIA A100-SXM4-80GB", 1.89), ("NVIDIA H100 80GB HBM3", 3.31)):
+        early = with_first_flash_attention(calibration, gpu)
+        for one, was in zip(early.kernels, calibration.kernels, strict=True):
+            if was.op == "attention":
+                dims = (1, 16384, 32, 8, 128)
+                times = one.time_us(dims)[0] / was.time_us(dims)[0]
+                assert times == pytest.approx(slower, rel=0.01)
+            elif was.op not in ATTENTION:
+                assert one == was
+    assert triton_attention(row(source="mosaicml/llm-foundry"))
+    assert not triton_attention(row())
 
 
 def test_a_second_anchor_with_more_network_fits_the_network(

@@ -248,7 +248,7 @@ def attention_share(estimate: StepEstimate) -> float:
     return simulated(estimate)["attention"] / float(estimate.step_time_s[0])
 
 
-def _least_s(one: Plan) -> float:
+def least_s(one: Plan) -> float:
     """Seconds of a step at all that the GPU's peak allows."""
     # where shares differ, of the largest
     flops = one.model.step_flops(one.batch.simulated) / one.parallelism.gpus
@@ -303,6 +303,6 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
                 variance += max(system.residuals, key=abs) ** 2
     if one.searched or "series_batch" in one.open:
         variance += SEARCHED_SD**2
-    value = max(value, log(_least_s(one)))
+    value = max(value, log(least_s(one)))
     alone = not system.anchors or system.correction is not None
     return Projected(value, sqrt(variance), estimate, apart, alone)

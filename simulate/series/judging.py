@@ -21,6 +21,7 @@ from simulate.series.fit import (
     changes,
     doublings,
     fit,
+    least_s,
     prior_sd,
     project,
 )
@@ -215,7 +216,7 @@ def _entry(
 ) -> dict[str, Any]:
     row, median, metric = one.row, exp(projected.value), metric_of(one.row)
     assert metric is not None  # a row without one has no plan
-    low, high = median * exp(-Z90 * sd), median * exp(Z90 * sd)
+    low, high = max(median * exp(-Z90 * sd), least_s(one)), median * exp(Z90 * sd)
     entry: dict[str, Any] = {
         "id": row.row_id,
         "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),

@@ -114,7 +114,7 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     """The choices that all rows of a series share: how they recompute, and their split."""
     choices: dict[str, Any] = {}
     members = [*anchors, *tests]
-    choices |= _recomputed(anchors or tests)
+    choices |= _recomputed(anchors or tests, "full" if anchors else "selective")
     choices |= _precision(anchors, choices, by)
     searched = [one for one in members if "split" in one.open]
     if searched:
@@ -134,16 +134,16 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
     return choices
 
 
-def _recomputed(members: Sequence[Plan]) -> Choices:
+def _recomputed(members: Sequence[Plan], else_: str) -> Choices:
     """How a series recomputes where that is not printed: not at all where that fits memory.
 
-    See docs/series.md for what published rows that print it do.
+    See docs/series.md for what published rows that print it do, and for the way otherwise.
     """
     if not any("recompute" in one.open for one in members):
         return {}
     none = {"recompute": "none"}
     fit_memory = all(fits(replanned(one, none), MEMORY_SLACK) for one in members)
-    return none if fit_memory else {"recompute": "full"}
+    return none if fit_memory else {"recompute": else_}
 
 
 def _precision(anchors: Sequence[Plan], choices: Choices, by: Calibrations) -> Choices:
