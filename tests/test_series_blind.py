@@ -95,3 +95,23 @@ def test_why_a_marked_row_is_skipped_is_printed(
     assert "odd is marked test and skipped: gpu_type 'TPU v5p' is no known GPU" in out
     assert "typed is marked test and skipped: metric 'step_time_s' with value 'soon'" in out
     assert "unmarked" not in out
+
+
+def test_a_file_that_marks_nothing_has_its_empty_values_projected(
+    calibration: Calibration, tmp_path: Path
+) -> None:
+    """The fewest GPUs that print their speed are the anchor, whatever an empty row has."""
+    unmarked = [{**one, "use": ""} for one in (ANCHOR, LARGER)]
+    one, other = unmarked
+    smaller = {**other, "row_id": "a4", "gpus": "4", "global_batch": "32"}
+    rows = [one, *({**each, "value": ""} for each in (other, smaller))]
+    judged = series_validation(write(tmp_path / "a.csv", rows), calibration)
+    assert [(case["id"], case["anchored"]) for case in judged["cases"]] == [
+        ("b", True),
+        ("a4", True),
+    ]
+    assert all(case["real_s"] is None for case in judged["cases"])
+    marked = series_validation(
+        write(tmp_path / "b.csv", [ANCHOR, LARGER | {"value": ""}]), calibration
+    )
+    assert judged["cases"][0]["predicted_s"] == marked["cases"][0]["predicted_s"]

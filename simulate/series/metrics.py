@@ -82,12 +82,13 @@ class Metric:
 def metric_of(row: SeriesRow) -> Metric | None:
     """The first of a row's metrics that become seconds; utilisation where no other does.
 
-    A blind row's is the one that it leaves empty, its step time where it names none.
+    A blind row's is the one that it leaves empty; of one that is marked its step time where it
+    names none.
     """
     found = metrics_of(row)
     printed = [one for one in found if one.value is not None]
     if not printed and row.blind:
-        printed = found or [Metric("step_time_s", "step", None)]
+        printed = found or [Metric("step_time_s", "step", None)] * (row.use == "test")
     return min(printed, key=lambda one: one.kind in UTILISATION, default=None)
 
 

@@ -163,9 +163,14 @@ class SeriesRow:
 
     @property
     def blind(self) -> bool:
-        """Whether it is marked to be projected and prints no speed to judge that by."""
+        """Whether it is to be projected, though it prints no speed to judge that by.
+
+        As it is marked so, or leaves the value of its metric empty in a file that marks nothing.
+        """
         value = self.text("value")
-        return self.use == "test" and (not value or _NEGATIVE.fullmatch(value) is not None)
+        if self.use == "test":
+            return not value or _NEGATIVE.fullmatch(value) is not None
+        return not self.use and not self.cells.get("value", "").strip()
 
     @cached_property
     def words(self) -> str:

@@ -164,9 +164,9 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
         elif anchor == "none":
             anchors, tests = [], group
         else:
-            least = min(one.parallelism.gpus for one in group)
-            anchors = [one for one in group if one.parallelism.gpus == least]
-            tests = [one for one in group if one.parallelism.gpus > least]
+            told = [one.parallelism.gpus for one in group if one.real_s is not None]
+            anchors = [one for one in group if one.real_s and one.parallelism.gpus == min(told)]
+            tests = [one for one in group if one not in anchors]
         borrowed = has_use and not anchors and bool(every)
         found.append(Series(name, every if borrowed else anchors, tests, borrowed))
     own = [one for series in found if not series.borrowed for one in series.anchors]
