@@ -13,11 +13,17 @@ def sections(value: Json) -> list[Section]:
     blind = [case for case in value["cases"] if case["real_s"] is None]
     return [
         *([Section("Rows that print no speed", [_blind(blind)])] if blind else ()),
-        Section("Which component is off, and by how much", [_off_note(), *_off(value["misses"])]),
-        Section("Growth of the error with scale", [_scale(value["scale"])]),
+        *(_judged(value) if answered(value["cases"]) else ()),
         Section("Fitted systems", [_note(), _systems(value["series"])]),
         Section("What was assumed, row by row", [_assumed(value["cases"])]),
         Section("Rows that were not simulated", [_skipped(value["skipped"])]),
+    ]
+
+
+def _judged(value: Json) -> list[Section]:
+    return [
+        Section("Which component is off, and by how much", [_off_note(), *_off(value["misses"])]),
+        Section("Growth of the error with scale", [_scale(value["scale"])]),
     ]
 
 

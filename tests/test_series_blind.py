@@ -49,6 +49,7 @@ def test_a_row_without_an_answer_is_projected(
     assert judged["summary"]["all"]["n"] == 0
     page = (tmp_path / "r.html").read_text()
     assert "Rows that print no speed" in page
+    assert "Growth of the error with scale" not in page
     assert page == render(judged)
 
 
