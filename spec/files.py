@@ -208,9 +208,9 @@ def read_table(
     A column that `row` does not have is an error unless `others_ignored`, and a last line that does
     not end unless `half_ignored`.
     """
-    fields = row.model_fields.items()
-    columns = [name for name, field in fields if field.is_required()] or list(row.model_fields)
-    text = read_text(path, f"a CSV table with the columns {', '.join(columns[:3])}, ...")
+    columns = [name for name, field in row.model_fields.items() if field.is_required()]
+    named = ", ".join((columns or list(row.model_fields))[:3])
+    text = read_text(path, f"a CSV table with the columns {named}, ...")
     if half_ignored:
         text = text[: text.rfind("\n") + 1]
         if not text:

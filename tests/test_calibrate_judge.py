@@ -107,7 +107,10 @@ def test_larger_groups_of_a_published_sweep(tmp_path: Path, capsys: Any) -> None
         (("--sweep", "s.csv", "--fit-groups", "2,q"), "'2,q'"),
         (("--sweep", "s.csv", "--fit-groups", "2,4,8"), "a larger one"),
         (("--sweep", "untimed.csv", "--fit-groups", "2,4"), "anything in a column time_us; needed"),
-        (("--sweep", "none.csv", "--fit-groups", "2,4"), "none.csv"),
+        (
+            ("--sweep", "none.csv", "--fit-groups", "2,4"),
+            "none.csv: no such file; a CSV table with the columns collective",
+        ),
     ],
 )
 def test_a_sweep_that_cannot_be_judged(
