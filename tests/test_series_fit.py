@@ -1,5 +1,6 @@
 """Published series fitted on their anchors and projected: how many factors, and how far."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import exp
 from pathlib import Path
@@ -84,9 +85,9 @@ def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:
     system = fit([plan(row(value=simulated(calibration, row(), -1.0)))], by)
     one = plan(row(row_id="b", tp="1", pp="1", micro_batch="4", value="9"))
     assert one.flops / exp(project(one, system, by).value) == pytest.approx(989.4e12)
-    found = anchored(Series("p", [], [plan(row(row_id="c", tp="1", pp="1", value="9"))]), by, [])
-    (alone,) = judged(found, by, None)  # 40 % and more wide
-    assert one.flops / one.batch.simulated * 8 / alone["predicted_s"]["low"] <= 989.4e12 * 1.001
+    found = anchored(Series("p", list(system.anchors), [one]), by, [])
+    (entry,) = judged(found, by, None)
+    assert entry["predicted_s"]["low"] == pytest.approx(one.flops / 989.4e12)
 
 
 def test_what_anchors_do_not_tell_of_a_row_widens_it(calibration: Calibration) -> None:
@@ -101,6 +102,12 @@ def test_what_anchors_do_not_tell_of_a_row_widens_it(calibration: Calibration) -
     assert sd(seq_len="65536") > sd(seq_len="8192") > alike
     assert sd(gpu_type="H100") > alike
     assert sd(layers="64") > sd(layers="48") > alike
+    # the nearest of several anchors counts
+    far = replace(system, attention=(0.9, *system.attention))
+    assert project(plan(row(row_id="b", value="60")), far, by).sd == alike
+    other = plan(row(row_id="h", gpu_type="H100", value="60"))
+    both = replace(system, anchors=(*system.anchors, other), residuals=(*system.residuals, 0.0))
+    assert project(other, both, by).sd < sd(gpu_type="H100")
 
 
 def test_attention_of_the_first_flash_attention_is_slower(calibration: Calibration) -> None:
@@ -115,6 +122,9 @@ def test_attention_of_the_first_flash_attention_is_slower(calibration: Calibrati
             elif was.op not in ATTENTION:
                 assert one == was
     assert triton_attention(row(source="mosaicml/llm-foundry"))
+    theirs, ours = (plan(row(source=name)) for name in ("mosaicml/llm-foundry", "NVIDIA"))
+    by = Calibrations(calibration)
+    assert by.of(theirs) != by.of(ours)
     assert not triton_attention(row())
 
 

@@ -283,4 +283,13 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", load_node("dgx-a100"))
     assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (100, 4, True)
     assert fabric_of("", load_node("dgx-a100"))[0].nic_gbits_per_s == 200
+    for words, rate, ports in (
+        ("8x H100, 400Gb/s per node", 50, None),  # GPUs are no ports: all of them together
+        ("8x400Gb/s per node", 400, 8),
+        ("NVLink 900 GB/s / InfiniBand 200Gb/s", 200, None),
+        ("NVLink intra-node & 8x200Gb/s HDR per node", 200, 8),
+        ("8x400Gb/s InfiniBand with NVLink", 400, None),
+    ):
+        fabric, printed = fabric_of(words, load_node("hgx-h100"))
+        assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (rate, ports, True)
     assert fabric_of("Storage: 2x 400Gb/s; 1x 100Gb/s", load_node("hgx-h100"))[1] is False

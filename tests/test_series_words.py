@@ -14,7 +14,15 @@ from tests.made_up_series import row
         *(("full (README/paper)", "full"), ("yes", "full"), ("true", "full")),
         *(("no full recompute", "none"), ("None", "none"), ("none (fits)", "none"), ("no", "none")),
         *(("activation checkpointing: off", "none"), ("no full, selective", "selective")),
-        *(("disabled", "none"), ("0", "none"), ("without", "none")),
+        *(
+            ("disabled", "none"),
+            ("0", "none"),
+            ("without", "none"),
+            ("selective, not full", "selective"),
+        ),
+        *((denied, "none") for denied in ("no activation checkpointing", "block, 0 layers")),
+        *(("No gradient checkpointing", "none"), ("without activation checkpointing", "none")),
+        *(("gradient checkpointing not used", "none"), ("full; no MLP", "full")),
     ],
 )
 def test_words_of_recomputation(cell: str, recompute: str) -> None:

@@ -51,7 +51,9 @@ _RECOMPUTED = {
     "selective": r"selective|\bsac\b",
     "full": r"full|uniform|\bblock|checkpointing|^(yes|true|on|enabled)\b",
 }
-_NOT_RECOMPUTED = r"(no|not|without|false|off|disabled|never)\b|0$"
+_NOT_RECOMPUTED = re.compile(
+    r"^(no|none|not|without|false|off|disabled|never)\b|^0$|\b(not (used|enabled)|0 layers)$"
+)
 
 
 @dataclass
@@ -169,13 +171,15 @@ def recompute(fill: Filling) -> Any:
     true in VIA-Research/vTrain@f8dda84, config/validation/single.
     """
     text = fill.row.cells.get("recompute", "").strip().lower()
-    if re.match(r"none\b", text):
+    clauses = [one.strip() for one in re.split(r"[,;]", text)]
+    said = [one for one in clauses if not _NOT_RECOMPUTED.search(one)]
+    if re.search(r"\b0 layers\b", text) or re.match(r"none\b", text):
         return "none"
     for name, pattern in _RECOMPUTED.items():
-        if says(pattern, text):
+        if any(says(pattern, one) for one in said):
             return name
     denied = any(re.search(pattern, text) for pattern in _RECOMPUTED.values())
-    if denied or re.match(_NOT_RECOMPUTED, text):
+    if denied or len(said) < len(clauses):
         return "none"
     if fill.row.text("recompute"):
         fill.assumed.append(not_understood("recompute", fill.row.text("recompute")))

@@ -165,7 +165,7 @@ def fit(
     prior[1] = NO_PRIOR_SD if held else prior[1]
     noise, jacobian, left = ROW_SD, np.zeros((0, len(FACTORS))), np.zeros(0)
     target = np.log([one.printed_s for one in anchors])
-    best: tuple[float, Array, Array, Array] | None = None
+    best: tuple[float, Array, Array, Array, tuple[float, ...]] | None = None
     attention: tuple[float, ...] = ()
     for turn in range(rounds + 1 if anchors else 0):
         found = [around(one, calibrations, at, family) for one in anchors]
@@ -178,7 +178,7 @@ def fit(
         weights = _weights(left, noise, len(anchors))
         cost = float((weights * left**2).sum()) / noise**2 + float(((at / prior)[free] ** 2).sum())
         if best is None or cost <= best[0]:
-            best = cost, at, jacobian, left
+            best = cost, at, jacobian, left, attention
         elif turn < rounds:  # it stepped too far
             at = (at + best[1]) / 2
             continue
@@ -190,7 +190,7 @@ def fit(
         at = at.copy()
         at[free] = np.clip(at[free] + np.linalg.solve(normal, gradient), -2.5, 2.5)
     if best is not None:
-        _, at, jacobian, left = best
+        _, at, jacobian, left, attention = best
     spare = len(anchors) - int(free.sum())
     if spare > 0:
         noise = max(noise, sqrt(float((left**2).sum()) / spare))

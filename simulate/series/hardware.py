@@ -127,7 +127,10 @@ _RATE = (
 )
 _A_NODE = r"(?:per |/ ?)node"
 _TOTAL = re.compile(rf"{_RATE}(?:(?!\bper\b)[^\d,;(])*{_A_NODE}")  # of all ports together
-_PORTS = re.compile(r"(\d+)\s?(?:[x\u00d7]\s?(\d+)?(?![a-z])|(?:ports?|nics?|hcas?|adapters)\b)")
+_GPU = r"\s?(?:nvidia |amd )?(?:[abhlv]|gb|mi)\d{2,3}"  # `8x H100` are no ports
+_PORTS = re.compile(
+    rf"(\d+)\s?(?:[x\u00d7](?!{_GPU})\s?(\d+)?(?![a-z])|(?:ports?|nics?|hcas?|adapters)\b)"
+)
 _INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
 
 
@@ -194,7 +197,8 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
 
     A rate per node without its ports is all of theirs together.
     """
-    words = ";".join(one for one in re.split(r"[;,|+]", words) if not _INSIDE.search(one))
+    phrases = re.split(r"[;,|+&]| / |\b(?:and|with)\b", words)
+    words = ";".join(one for one in phrases if not _INSIDE.search(one))
     found = _PORTS.search(words.lower()) if re.search(_A_NODE, words) else None
     count, each = (int(one or 0) for one in found.groups()) if found else (0, 0)
     ports = {"ports_per_node": count} if 1 <= count <= 16 else {}

@@ -88,7 +88,8 @@ def metric_of(row: SeriesRow) -> Metric | None:
     found = metrics_of(row)
     printed = [one for one in found if one.value is not None]
     if not printed and row.blind:
-        printed = found or [Metric("step_time_s", "step", None)] * (row.use == "test")
+        named = any(row.text(f"metric{suffix}") for suffix in ("", "2", "3"))
+        printed = found or [Metric("step_time_s", "step", None)] * (row.use == "test" and not named)
     return min(printed, key=lambda one: one.kind in UTILISATION, default=None)
 
 
