@@ -7,9 +7,7 @@ its backward pass likewise. FlashAttention (arXiv 2205.14135) counts the same ac
 that it avoids.
 
 **FlashAttention's first version**, which MosaicML's llm-foundry ran as a Triton kernel
-(`--attn_impl triton`, the default of scripts/train/benchmarking/submit_benchmarks.py), **and its
-second**, which PyTorch's `scaled_dot_product_attention` has, so that torchtitan, fms-fsdp and
-nanotron run it (fms-fsdp's and nanotron's pages name it).
+(`--attn_impl triton`, the default of scripts/train/benchmarking/submit_benchmarks.py).
 """
 
 from collections.abc import Sequence
@@ -102,10 +100,9 @@ def with_unfused_attention(calibration: Calibration) -> Calibration:
     return changed(calibration, kernels=tuple(kernels))
 
 
-def with_flash_attention(calibration: Calibration, gpu: str, version: int) -> Calibration:
-    """The calibration with attention as that version of FlashAttention runs it on a GPU."""
-    slower = FIRST_SLOWER if version == 1 else 1.0
-    slower *= 1.0 if "A100" in gpu else HOPPER_SLOWER
+def with_first_flash_attention(calibration: Calibration, gpu: str) -> Calibration:
+    """The calibration with attention as FlashAttention's first version runs it on a GPU."""
+    slower = FIRST_SLOWER * (1.0 if "A100" in gpu else HOPPER_SLOWER)
     kernels = []
     for fit in calibration.kernels:
         if fit.op in ATTENTION and fit.tflops is not None:
