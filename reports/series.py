@@ -1,11 +1,12 @@
 """What the report of published series has beside that of a validation."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from reports.page import COLOURS, INK, Figure, Section, Table, Text, new_figure, svg
 
 Json = Mapping[str, Any]
+C = TypeVar("C", bound=Json)
 
 
 def sections(value: Json) -> list[Section]:
@@ -68,7 +69,7 @@ def _off(misses: Mapping[str, Mapping[str, Json]]) -> list[Table]:
     ]
 
 
-def answered(cases: Sequence[Json]) -> list[Json]:
+def answered(cases: Sequence[C]) -> list[C]:
     """The cases that print a speed to be judged by; all but blind rows of published series."""
     return [case for case in cases if case["real_s"] is not None]
 

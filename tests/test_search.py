@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulate import project as simulate_project
 from simulate import search
 from simulate.inputs import Inputs
 from simulate.plans import sweep
@@ -29,8 +28,6 @@ from spec.parallelism import Parallelism, describe
 from tests.commands import called
 from tests.made_up import calibration_json
 from topologies import load_fabric, load_node
-
-ROOT = Path(__file__).parents[1]
 
 CALIBRATION = Calibration.model_validate(calibration_json())
 NODE = load_node("hgx-h200")
@@ -377,30 +374,3 @@ def test_attribution_sums_and_tells_places_apart(inputs: Inputs) -> None:
     assert total == pytest.approx(float(far.estimate.step_time_s[0] - near.estimate.step_time_s[0]))
     same = attribution(near, near)
     assert all(row["seconds"] == 0 for row in same)
-
-
-def projected_s(tmp_path: Path, words: str) -> float:
-    """The median step of `simulate.project`, from this repository's calibrations."""
-    out = tmp_path / "p.json"
-    own = f"--engine timeline --draws 20 --out {tmp_path} --json {out} --results {ROOT / 'results'}"
-    assert simulate_project.main([*own.split(), *words.split()]) == 0
-    return float(json.loads(out.read_text())["step_time_s"]["median"])
-
-
-def test_the_fastest_over_a_slow_network_has_no_stages(tmp_path: Path) -> None:
-    """The closed form misses what pipelines take there, and not what replicas take."""
-    given = "--gpus 128 --model gpt2-large --fabric ethernet-100g --global-batch 1024"
-    given += " --system 2x-h100"
-    best = projected_s(tmp_path, f"{given} --tp 1 --pp 1 --microbatch 8")
-    assert projected_s(tmp_path, given) <= best * 1.001
-
-
-def test_more_work_lengthens_sharded_steps_that_wait_for_their_host(tmp_path: Path) -> None:
-    """Twice the tokens in as many microbatches: what is sent hides beside the wait, too."""
-    given = "--gpus 256 --model gpt2-xl --tp 1 --pp 2 --zero 3 --recompute full --overlap"
-    given += " --system 8x-h200"
-    one, two = (
-        projected_s(tmp_path, f"{given} --microbatch {size} --global-batch {512 * size}")
-        for size in (1, 2)
-    )
-    assert one <= two

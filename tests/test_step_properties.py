@@ -139,19 +139,21 @@ FASTER_FABRIC = {
 @example((MOE, SHARDED))
 def test_faster_hardware_never_slows_a_step(what: str, plan: Plan) -> None:
     model, p = plan
-    faster = simulate(
+    quick = simulate(
         p,
         faster_at(what),
         model=model,
         fabric=FASTER_FABRIC.get(what, FABRIC),
         clock_mhz=1900.0 if what == "clock" else 1500.0,
-    ).step_time_s[0]
-    base = simulate(p, faster_at("nothing"), model=model, clock_mhz=1500.0).step_time_s[0]
+    )
+    plain = simulate(p, faster_at("nothing"), model=model, clock_mhz=1500.0)
+    faster, base = quick.step_time_s[0], plain.step_time_s[0]
     assert faster <= base * (1 + 1e-12)
     # every step has some of what this makes faster, but weights may be gathered beside all of it
     hidden = p.zero == 3 and p.overlap and what != "memory"
-    if what in ("compute", "memory", "clock") and not hidden:
-        assert faster < base
+    if what in ("compute", "memory", "clock"):
+        assert quick.breakdown_s["compute"] < plain.breakdown_s["compute"]
+        assert faster < base or hidden
 
 
 @many

@@ -1,6 +1,5 @@
 """Waiting for the slowest: formulas against drawn clusters, what-ifs, and honest tails."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from simulate.step.stragglers import (
 from spec.calibration import ClockFit
 from spec.errors import UserError
 from spec.parallelism import Parallelism
+from tests.commands import projected
 
 ROOT = Path(__file__).parent.parent
 NORMAL = np.zeros(1)
@@ -221,17 +221,13 @@ def test_goodput_falls_with_gpus_and_failures_and_never_below_nothing() -> None:
     assert 0 <= goodput(10**6, 1.0)["share"]["median"] < 1e-6  # type: ignore[index]
 
 
-def projected(tmp_path: Path, words: str) -> Any:
-    common = "--gpus 128 --tp 8 --pp 2 --global-batch 128 --draws 20 --system 4x-h200 --results"
-    known = ["--out", str(tmp_path), "--json", str(tmp_path / "p.json"), *words.split()]
-    assert main([*common.split(), str(ROOT / "results"), *known]) == 0
-    return json.loads((tmp_path / "p.json").read_text())
+PLAN = "--gpus 128 --tp 8 --pp 2 --global-batch 128 --system 4x-h200"
 
 
 def test_every_what_if_of_a_projection_does_something(tmp_path: Path) -> None:
-    plain = projected(tmp_path, "")
-    slow = projected(tmp_path, "--slow-gpus 0.01:1.3 --gpu-mtbf-hours 1000")
-    link = projected(tmp_path, "--slow-link 4")
+    plain = projected(tmp_path, PLAN)
+    slow = projected(tmp_path, f"{PLAN} --slow-gpus 0.01:1.3 --gpu-mtbf-hours 1000")
+    link = projected(tmp_path, f"{PLAN} --slow-link 4")
     wait = slow["breakdown_s"]["straggler"]
     assert wait > 0.2 * plain["step_time_s"]["median"]
     assert slow["goodput"]["share"]["median"] < plain["goodput"]["share"]["median"]
@@ -244,7 +240,8 @@ def test_every_what_if_of_a_projection_does_something(tmp_path: Path) -> None:
 
 
 def test_a_slow_link_slows_nodes_whose_own_sockets_were_measured(tmp_path: Path) -> None:
-    own = "--system 4x-h200-2x2 --fabric loopback --gpus 16 --zero 1 --pp 1"
+    own = "--system 4x-h200-2x2 --fabric loopback --gpus 16 --tp 8 --pp 1 --zero 1"
+    own += " --global-batch 128"
     found = [projected(tmp_path, f"{own} {words}") for words in ("", "--slow-link 4")]
     times = [one["step_time_s"]["median"] for one in found]
     assert times[1] > 1.3 * times[0]

@@ -29,8 +29,8 @@ REFUSED_FORWARD_BYTES, REFUSED_BACKWARD_BYTES, REFUSED_LAUNCHES = 32.0, 34.0, 4
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 4, 6
 
 # The first version reaches 25 to 40 % of an A100's peak, the second 50 to 73 % (arXiv 2307.08691,
-# abstract), as cuDNN's does there; on Hopper GPUs cuDNN's is as fast as the third, 1.5 to 2 times
-# as fast as the second (arXiv 2407.08608, abstract). Middles of these.
+# abstract), taken to be cuDNN's there; on Hopper GPUs cuDNN's is taken to be as fast as the third,
+# 1.5 to 2 times as fast as the second (arXiv 2407.08608, abstract). Middles of these.
 FIRST_SLOWER, HOPPER_SLOWER = 0.615 / 0.325, 1.75
 
 

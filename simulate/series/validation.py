@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from reports.series import answered
 from simulate.cost.uncertainty import LEVEL
 from simulate.series.fit import FAMILY
 from simulate.series.judging import (
@@ -76,18 +77,18 @@ def series_validation(
         raise UserError(
             f"{path}: no row of it can be projected; row {first['id']}: {first['reason']}"
         )
-    answered = [e for e in entries if e["real_s"] is not None]
-    plain = [e for e in answered if e["anchored"] and not e["vendor_expected"]]
+    told = answered(entries)
+    plain = [e for e in told if e["anchored"] and not e["vendor_expected"]]
     return {
         "schema": SCHEMA,
         "level": LEVEL,
         "cases": entries,
-        "summary": summaries(answered),
+        "summary": summaries(told),
         "groups": grouped(plain),
         "series": fitted,
         "skipped": skipped,
-        "misses": misses.of_series(answered),
-        "scale": by_doublings(answered),
+        "misses": misses.of_series(told),
+        "scale": by_doublings(told),
         "scale_growth": increments(plain),
     }
 

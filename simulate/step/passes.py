@@ -210,7 +210,9 @@ def _passes(
     waiting, ahead, first = host_waits(
         [[(count, one.cost) for count, one in mine] for mine in every], costs
     )
-    lasting = [_beside(pieces, mine, host, zero) for mine, host in zip(every, waiting, strict=True)]
+    lasting = [
+        _lasting(pieces, mine, host, zero) for mine, host in zip(every, waiting, strict=True)
+    ]
     for way, (mine, host) in enumerate(zip(every, waiting, strict=True)):
         exposed: dict[str, Array] = {}
         compute = taken = zero
@@ -252,7 +254,7 @@ def _passes(
         )
 
 
-def _beside(
+def _lasting(
     pieces: Pieces, priced: Sequence[tuple[float, PricedSegment]], host: Array, zero: Array
 ) -> dict[str, Array]:
     """How long each unit's pass lasts, ports apart, with its part of waiting for the host."""

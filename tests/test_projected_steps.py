@@ -1,0 +1,29 @@
+"""Whole projections from the committed calibrations: the plan that is chosen, and its time."""
+
+from pathlib import Path
+
+from tests.commands import projected
+
+
+def step_s(folder: Path, words: str) -> float:
+    """The median step of a projection."""
+    return float(projected(folder, f"--engine timeline {words}")["step_time_s"]["median"])
+
+
+def test_the_fastest_over_a_slow_network_has_no_stages(tmp_path: Path) -> None:
+    """The closed form misses what pipelines take there, and not what replicas take."""
+    given = "--gpus 128 --model gpt2-large --fabric ethernet-100g --global-batch 1024"
+    given += " --system 2x-h100"
+    best = step_s(tmp_path, f"{given} --tp 1 --pp 1 --microbatch 8")
+    assert step_s(tmp_path, given) <= best * 1.001
+
+
+def test_more_work_lengthens_sharded_steps_that_wait_for_their_host(tmp_path: Path) -> None:
+    """Twice the tokens in as many microbatches: what is sent hides beside the wait, too."""
+    given = "--gpus 256 --model gpt2-xl --tp 1 --pp 2 --zero 3 --recompute full --overlap"
+    given += " --system 8x-h200"
+    one, two = (
+        step_s(tmp_path, f"{given} --microbatch {size} --global-batch {512 * size}")
+        for size in (1, 2)
+    )
+    assert one <= two
