@@ -8,8 +8,20 @@ that it avoids.
 
 **FlashAttention's first version**, which MosaicML's llm-foundry ran as a Triton kernel
 (`--attn_impl triton`, the default of scripts/train/benchmarking/submit_benchmarks.py).
+
+**Its second version**, where others take cuDNN's or the third on Hopper GPUs:
+
+- torchtitan calls PyTorch's `scaled_dot_product_attention` (models/llama/model.py at 9dec370, of
+  the tables of December 2024), whose order of kernels has FlashAttention first and cuDNN last from
+  2.5.1 to 2.8 (`sdp_priority_order` in ATen/Context.h; pull request 138522); under context
+  parallelism cuDNN's was shut out (utils.py there). In June 2025 it asks for cuDNN's first on
+  Blackwell GPUs alone (models/attention.py at 820504e).
+- fms-fsdp's README (5a296af): "SDPA implementation of Flash attention v2".
+- nanotron imports flash_attn's `flash_attn_varlen_func` (models/llama.py at 0e0a27e), below 2.7 by
+  its pyproject.toml.
 """
 
+import re
 from collections.abc import Sequence
 
 from simulate.hardware.transfer import changed, with_points
@@ -100,9 +112,14 @@ def with_unfused_attention(calibration: Calibration) -> Calibration:
     return changed(calibration, kernels=tuple(kernels))
 
 
-def with_first_flash_attention(calibration: Calibration, gpu: str) -> Calibration:
-    """The calibration with attention as FlashAttention's first version runs it on a GPU."""
-    slower = FIRST_SLOWER * (1.0 if "A100" in gpu else HOPPER_SLOWER)
+def with_flash_attention(calibration: Calibration, gpu: str, version: int) -> Calibration:
+    """The calibration with attention as that version of FlashAttention runs it on a GPU.
+
+    Of the second version only Ampere and Hopper GPUs are known here; on others it is as measured.
+    """
+    slower = FIRST_SLOWER if version == 1 else 1.0
+    hopper = re.search(r"H[128]00|H20\b|GH200", gpu)
+    slower *= HOPPER_SLOWER if hopper or (version == 1 and "A100" not in gpu) else 1.0
     kernels = []
     for fit in calibration.kernels:
         if fit.op in ATTENTION and fit.tflops is not None:

@@ -24,6 +24,8 @@ _WAITS = re.compile(r"megatron-deepspeed|2104\.04473|cases_april2021|bigscience-
 _FUSES = re.compile(r"megatron|nemo|2205\.05198|dgxc|mlcommons")
 # llm-foundry's benchmarks, whose attention is FlashAttention's first version in Triton.
 _TRITON = re.compile(r"llm-foundry")
+# Its second version, by PyTorch or by flash-attn; `.attention` says where that stands.
+_SECOND = re.compile(r"torchtitan|fms-fsdp|nanotron")
 # NVIDIA's recipes in NeMo; MaxText's and PaxML's stand in the same tables.
 _DGXC, _OTHER_DGXC = re.compile(r"dgxc-benchmarking"), re.compile(r"maxtext|paxml")
 _NEMO_2 = re.compile(r"dgxc:v(25\.(0[4-9]|1)|2[6-9])")
@@ -51,9 +53,11 @@ def with_graphs(calibration: Calibration) -> Calibration:
     return changed(calibration, kernels=tuple(kernels), host=host)
 
 
-def triton_attention(row: SeriesRow) -> bool:
-    """Whether attention is FlashAttention's first version, see `.attention`."""
-    return bool(_TRITON.search(row.words))
+def flash_attention(row: SeriesRow) -> int:
+    """The version of FlashAttention that attention is, see `.attention`; 0: what is measured."""
+    if _TRITON.search(row.words):
+        return 1
+    return 2 if _SECOND.search(row.words) and not row.amd else 0
 
 
 def fused_gradients(row: SeriesRow) -> bool:

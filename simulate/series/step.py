@@ -13,15 +13,15 @@ from simulate.cost.uncertainty import Draws, central
 from simulate.hardware.fp8 import with_fp4, with_fp8_products
 from simulate.hardware.transfer import changed
 from simulate.inputs import calibration_for
-from simulate.series.attention import with_first_flash_attention, with_unfused_attention
+from simulate.series.attention import with_flash_attention, with_unfused_attention
 from simulate.series.context import fused_joins, longer_us
 from simulate.series.plan import Plan
 from simulate.series.software import (
+    flash_attention,
     fused_biases,
     fused_gradients,
     sent_widths,
     tensor_exposure,
-    triton_attention,
     waits_for_all,
     with_graphs,
 )
@@ -94,20 +94,20 @@ class Calibrations:
         return changed(calibration, host=slower)
 
     def _transferred(
-        self, node: Node, fp4: bool, unfused: bool, triton: bool, graphs: bool
+        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool
     ) -> Calibration:
         calibration = calibration_for(self._measured, node)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
             calibration = with_unfused_attention(calibration)
-        if triton:
-            calibration = with_first_flash_attention(calibration, node.gpu)
+        if flash:
+            calibration = with_flash_attention(calibration, node.gpu, flash)
         return with_fp4(with_fp8_products(calibration, node), node) if fp4 else calibration
 
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
-        of = one.node, one.fp4, one.row.early, triton_attention(one.row), one.row.graphs
+        of = one.node, one.fp4, one.row.early, flash_attention(one.row), one.row.graphs
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
