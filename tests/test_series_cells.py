@@ -185,7 +185,9 @@ def test_other_words_are_meant() -> None:
         ({"sharding": "", "flags": "compile", "notes": "ZeRO-3", "pp": "1"}, 1),
         ({"sharding": "FSDP=0"}, 1),
         ({"sharding": "FSDP=1"}, 1),
-        ({"sharding": "FSDP=64 (0)"}, 3),
+        ({"sharding": "FSDP=64 (0)", "pp": "1"}, 3),
+        ({"sharding": "FSDP=64 (0)"}, 1),  # beside a pipeline, of PyTorch's
+        ({"sharding": "FSDP=64 (0)", "source": "NVIDIA/Megatron-Bridge"}, 3),
     ],
 )
 def test_the_cell_of_sharding_counts_before_all_others(changes: dict[str, str], stage: int) -> None:

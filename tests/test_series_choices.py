@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from simulate.series.plan import plan
-from simulate.series.search import fastest, own_choices, replanned, shared_choices
+from simulate.series.search import fastest, fits, own_choices, replanned, shared_choices
 from simulate.series.step import Calibrations
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
@@ -43,6 +43,28 @@ def test_a_searched_split_wastes_no_replicas(calibration: Calibration) -> None:
         assert replanned(one, fastest(one, {}, by)).batch.simulated == 8
 
 
+def test_a_printed_split_stays_where_replicas_have_uneven_shares(
+    calibration: Calibration,
+) -> None:
+    """A split that other rows print is none to give up for a batch that it does not divide."""
+    free = {"tp": "", "pp": "", "cp": "1", "sharding": "", "micro_batch": "", "vpp": ""}
+    one = plan(row(**free, gpus="48", global_batch="100"))
+    choices = fastest(one, {"printed": frozenset({(2, 2)})}, Calibrations(calibration))
+    assert choices["split"] == (2, 2, 1)
+
+
+def test_chunks_are_those_that_are_fastest_whatever_memory_they_take(
+    calibration: Calibration,
+) -> None:
+    """What frameworks free is not printed: a row that nothing fits has chunks, too."""
+    by = Calibrations(calibration)
+    free = {"pp": "4", "tp": "1", "layers": "32", "vpp": "", "global_batch": "16"}
+    small, huge = (plan(row(**free, seq_len=length, value="900")) for length in ("2048", "131072"))
+    assert not fits(huge, 1.25)
+    assert fastest(small, {}, by)["vpp"] > 1
+    assert fastest(huge, {}, by)["vpp"] > 1
+
+
 def test_rows_without_room_for_it_leave_the_others_their_microbatch(
     calibration: Calibration,
 ) -> None:
@@ -51,9 +73,9 @@ def test_rows_without_room_for_it_leave_the_others_their_microbatch(
     some = [
         plan(row(row_id=gpus, **free, gpus=gpus, global_batch="256")) for gpus in ("8", "16", "32")
     ]
-    alone = own_choices(some, {}, by)
+    alone = own_choices([], some, {}, by)
     crowded = plan(row(row_id="512", **free, gpus="512", global_batch="256"))
     assert (crowded.batch.dp, crowded.batch.simulated) == (256, 256)
-    beside = own_choices([*some, crowded], {}, by)
+    beside = own_choices([], [*some, crowded], {}, by)
     assert alone["8"]["microbatch"] > 1
     assert {name: beside[name] for name in alone} == alone

@@ -101,19 +101,22 @@ def test_a_batch_that_is_not_printed_is_other_rows(
 
 
 def test_rows_of_a_model_have_one_number_of_chunks(calibration: Calibration) -> None:
-    """Most rows' own, or what one of them prints; a row without a choice says nothing."""
+    """What one prints, else most anchors' own, else most rows'; one without a choice is silent."""
     cells = {"pp": "4", "tp": "1", "layers": "16", "vpp": ""}
 
-    def chunks(chosen: dict[str, int], **printed: str) -> dict[str, int]:
+    def chunks(chosen: dict[str, int], anchors: str = "", **printed: str) -> dict[str, int]:
         plans = [
             plan(row(row_id=name, **cells | {"vpp": printed.get(name, "")}), {"vpp": vpp})
             for name, vpp in chosen.items()
         ]
         plans.append(plan(row(row_id="few", gpus="256", global_batch="128", **cells)))
-        found = alike_chunks(plans, {one.row.row_id: {"vpp": one.parallelism.vpp} for one in plans})
+        own = {one.row.row_id: {"vpp": one.parallelism.vpp} for one in plans}
+        fixed = [one for one in plans if one.row.row_id in anchors]
+        found = alike_chunks(fixed, [one for one in plans if one not in fixed], own)
         return {name: choices["vpp"] for name, choices in found.items()}
 
     assert chunks({"a": 2, "b": 4, "c": 4}) == {"a": 4, "b": 4, "c": 4, "few": 4}
+    assert chunks({"a": 2, "b": 4, "c": 4}, "a") == {"a": 2, "b": 2, "c": 2, "few": 2}
     assert chunks({"a": 2, "b": 4, "c": 4}, a="2") == {"a": 2, "b": 2, "c": 2, "few": 2}
 
 

@@ -98,6 +98,19 @@ def test_numbers(cell: str, value: float | None) -> None:
     assert number(cell) == (None if value is None else pytest.approx(value))
 
 
+@pytest.mark.parametrize(
+    ("name", "cell", "value"),
+    [
+        *(("gpus", "16K", 16384), ("gpus", "10k", 1e4), ("global_batch", "0.5M", 2**19)),
+        *(("global_batch", "4 million", 2**22), ("global_batch", "3.2M", 32e5)),
+        *(("global_batch", "4000000", 4e6), ("params", "4M", 4e6)),
+    ],
+)
+def test_rounded_powers_of_two(name: str, cell: str, value: float) -> None:
+    """Thousands of GPUs and millions of tokens are; GPT-3's 3.2 million are none."""
+    assert number(cell, name) == value
+
+
 def test_a_row_that_prints_everything_assumes_nothing() -> None:
     one = plan(row())
     assert one.assumed == ()
@@ -139,6 +152,9 @@ def test_the_printed_global_batch_is_trusted() -> None:
         assert (p.dp, p.cp) == (int(gpus), 1)
         assert 0 <= p.global_batch - int(batch) < p.dp
         assert uneven.real_s == plan(row()).real_s
+    # nor is it where the sequence does not divide by it: 3 times 16 of 48 replicas
+    thirds = plan(row(tp="1", pp="1", cp="", gpus="48", global_batch="16")).parallelism
+    assert (thirds.dp, thirds.cp, thirds.global_batch) == (48, 1, 48)
 
 
 def test_printed_chunks_stay_where_the_schedule_here_has_other_multiples() -> None:
@@ -220,6 +236,11 @@ def test_sharding_words() -> None:
     assert zero(sharding="FSDP=0") == 1
     assert zero(sharding="ZeRO-3") == 3
     assert zero(sharding="", notes="measured, Megatron-DeepSpeed") == 0
+    # FSDP beside a pipeline keeps what it gathered, ZeRO-3 of others is taken at its word
+    beside = plan(row(sharding="FSDP2", pp="2"))
+    assert beside.parallelism.zero == 1
+    assert any("FSDP beside a pipeline" in sentence for sentence in beside.assumed)
+    assert plan(row(sharding="ZeRO-3", pp="2", vpp="1", gpus="16")).parallelism.zero == 3
 
 
 def test_layers_that_stages_do_not_divide() -> None:

@@ -15,6 +15,7 @@ from simulate.series.software import (
     fused_gradients,
     sent_widths,
     tensor_exposure,
+    waits_for_all,
     with_graphs,
 )
 from simulate.series.step import FACTORS, Calibrations, simulate
@@ -215,6 +216,17 @@ def test_recomputation_of_vtrains_rows_is_that_of_its_configurations() -> None:
     assert vtrain.parallelism.recompute == "full"
     assert "recompute" not in vtrain.open
     assert "recompute" in other.open
+
+
+@pytest.mark.parametrize(
+    ("source", "early"),
+    [("Smith et al. 2022 arXiv:2201.11990", True), ("Dubey et al. 2024, arXiv 2407.21783", False)],
+)
+def test_papers_before_may_2022_have_the_software_of_their_time(source: str, early: bool) -> None:
+    """Attention is not fused, all communication is waited for, all activations are recomputed."""
+    one = plan(row(source=source, recompute="", flags=""))
+    assert (one.row.early, waits_for_all(one.row)) == (early, early)
+    assert one.parallelism.recompute == ("full" if early else "none")
 
 
 def test_what_software_fuses(calibration: Calibration) -> None:

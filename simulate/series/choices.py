@@ -42,7 +42,8 @@ MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
 _BEYOND = r"zero(\+\+|[-_ ]?infinity)"
 _HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
-_SHARDED = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}|{_ZERO}3(?!\d)|{_BEYOND}"
+_FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}"
+_SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"
 _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
 _PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
 
@@ -107,13 +108,25 @@ def sharded(row: SeriesRow) -> bool:
 
 
 def zero(fill: Filling) -> int:
-    """ZeRO stage."""
+    """ZeRO stage.
+
+    Of PyTorch's FSDP beside a pipeline 1: torchtitan does not reshard there ("to avoid per-microbatch
+    all-gathers", parallelisms/parallelize_llama.py at 9dec370), and PyTorch's pipelines reduce
+    gradients behind the last microbatch (`backward_maybe_with_nosync`).
+    """
     text = _sharding(fill.row)
     if says("no_shard", text):
         return 0
     if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
         return 2
     if sharded(fill.row):
+        pytorch = says(_FSDP, text) and "megatron" not in fill.row.words
+        if pytorch and (fill.row.whole("pp") or 1) > 1:
+            fill.assumed.append(
+                "FSDP beside a pipeline keeps parameters gathered through a step and reduces "
+                "gradients once, as ZeRO-1"
+            )
+            return 1
         if beyond := re.search(_BEYOND, text):
             fill.assumed.append(f"{beyond[0]} as ZeRO-3, without what it does beside that")
         return 3
@@ -185,6 +198,9 @@ def recompute(fill: Filling) -> Any:
         fill.assumed.append(not_understood("recompute", fill.row.text("recompute")))
     if not text and "via-research/vtrain" in fill.row.words:
         fill.assumed.append("full recomputation, as in the configurations beside the table")
+        return "full"
+    if not text and fill.row.early:
+        fill.assumed.append("full recomputation, as in this software's time")
         return "full"
     return fill.choose("recompute")
 

@@ -73,7 +73,7 @@ class Anchored:
 def anchored(series: Series, calibrations: Calibrations, skipped: list[dict[str, str]]) -> Anchored:
     """Fit a series. Anchors that no such system explains are noted in `skipped`."""
     shared = shared_choices(series.anchors, series.tests, calibrations)
-    chosen = own_choices([*series.anchors, *series.tests], shared, calibrations)
+    chosen = own_choices(series.anchors, series.tests, shared, calibrations)
     anchors = [replanned(one, chosen[one.row.row_id], checked=True) for one in series.anchors]
     tests = [replanned(one, chosen[one.row.row_id]) for one in series.tests]
     return Anchored(series, chosen, tests, _without_odd(anchors, calibrations, skipped))

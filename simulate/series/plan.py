@@ -272,7 +272,8 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
         batch = even
     printed = batch
     fewer = gcd(batch, dp)
-    if fewer < dp and (row.whole("cp") or cp * dp // fewer > MOST_CONTEXT):
+    context = cp * dp // fewer
+    if fewer < dp and (row.whole("cp") or context > MOST_CONTEXT or seq_len % (2 * context)):
         batch = -(-batch // dp) * dp
         fill.assumed.append(f"a step lasts as long as the largest share of {printed} over dp {dp}")
     elif fewer < dp:

@@ -45,6 +45,8 @@ _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
 )
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+ROUNDED = 0.05  # a power of two that is printed as thousands or millions is off by at most so much
+_POWERS = {("gpus", "k"), ("global_batch", "m"), ("global_batch", "million")}
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
 # What may stand behind a number without changing it; a cell with any other word is not understood.
 _UNIT = re.compile(
@@ -62,8 +64,8 @@ _NEGATIVE = re.compile(r"-\s*[\d.,]+\D*|[-\u2013\u2014]+|[+-]?0+(\.0*)?")
 def number(cell: str, name: str = "") -> float | None:
     """The first positive number of a cell such as `1,024`, `8.03B`, `~250k` or `5600 (5450)`.
 
-    A `k` of `seq_len` is 1,024; the column's own name may stand before its number. None for
-    anything else.
+    A `k` of `seq_len` is 1,024, and `16k` GPUs or `4M` tokens of a batch are the power of two that
+    is rounded so; the column's own name may stand before its number. None for anything else.
     """
     text = re.sub(r"\(.*?\)|\[.*?\]|(\u00b1|\+/?-).*|[*<>~=\u2248\u2264\u2265:]", " ", cell.lower())
     own = re.escape(name.lower()) or "$"
@@ -78,6 +80,9 @@ def number(cell: str, name: str = "") -> float | None:
     suffix = found["suffix"] or ""
     factor = 1024 if name == "seq_len" and suffix == "k" else SUFFIXES[suffix]
     value = float(found["digits"].replace(",", "")) * factor
+    if (name, suffix) in _POWERS and value > 0:
+        power = 2.0 ** round(math.log2(value))
+        value = power if abs(value / power - 1) < ROUNDED else value
     return value if math.isfinite(value) and value > 0 else None
 
 
@@ -216,8 +221,12 @@ class SeriesRow:
 
     @property
     def early(self) -> bool:
-        """Software of 2021 and 2022: attention not fused, and little overlap by default."""
-        return _EARLY.search(self.words) is not None
+        """Software of 2021 and 2022: attention not fused, and little overlap by default.
+
+        By its name, or as the source is an arXiv paper of May 2022 or older.
+        """
+        paper = re.search(r"arxiv\D{0,9}(\d{4})\.\d{4,5}", self.text("source").lower())
+        return _EARLY.search(self.words) is not None or (paper is not None and paper[1] <= "2205")
 
     @property
     def mlperf(self) -> float:

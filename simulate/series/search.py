@@ -45,22 +45,27 @@ def replanned(one: Plan, choices: Choices, checked: bool = False) -> Plan:
 
 
 def fastest(one: Plan, choices: Choices, calibrations: Calibrations) -> dict[str, Any]:
-    """The choices with the row's own open ones replaced by the fastest that fit memory.
+    """The choices with the row's own open ones replaced by the fastest.
 
-    Split and micro-batch first, then the chunks per stage.
+    Split and micro-batch first, of those that fit memory, then the chunks per stage, of all: what
+    frameworks free is not printed, and rows of more GPUs, with the same chunks, have room.
     """
-    found = _fastest(one, dict(choices), _first(one, dict(choices)), calibrations)
-    return _fastest(one, found, _second(one, found), calibrations)
+    found = _fastest(one, dict(choices), _first(one, dict(choices)), calibrations, MEMORY_SLACK)
+    return _fastest(one, found, _second(one, found), calibrations, inf)
 
 
 def _fastest(
-    one: Plan, choices: dict[str, Any], candidates: Iterator[dict[str, Any]], by: Calibrations
+    one: Plan,
+    choices: dict[str, Any],
+    candidates: Iterator[dict[str, Any]],
+    by: Calibrations,
+    slack: float,
 ) -> dict[str, Any]:
     best, best_time = choices, inf  # as they are where nothing else fits
     for candidate in candidates:
         try:
             tried = plan(one.row, candidate)
-            if not fits(tried, MEMORY_SLACK):
+            if slack < inf and not fits(tried, slack):
                 continue
             times, _ = simulate(tried, by, np.zeros((1, len(FACTORS))), at_reference=True)
         except (TooLittle, UserError):
@@ -94,7 +99,8 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     printed = choices.get("printed")
     batch, steps = one.batch.printed, row.whole("grad_accum")
     cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
-    found: list[tuple[int, int, int] | None] = []
+    even: list[tuple[int, int, int] | None] = []
+    uneven: list[tuple[int, int, int] | None] = []
     for tp in (1, 2, 4, 8):
         for pp in (1,) if row.one_stage else (1, 2, 3, 4, 6, 8, 12, 16):
             for cp in cps:
@@ -104,10 +110,10 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
                 if printed and (tp, pp) not in printed:
                     continue
                 # batch / accumulation = dp * micro-batch
-                if batch % (gpus // size) or (steps and batch // steps < gpus // size):
+                if steps and batch // steps < gpus // size:
                     continue
-                found.append((tp, pp, cp))
-    return found or [None]
+                (uneven if batch % (gpus // size) else even).append((tp, pp, cp))
+    return even or uneven or [None]
 
 
 def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
@@ -158,13 +164,16 @@ def _precision(anchors: Sequence[Plan], choices: Choices, by: Calibrations) -> C
     return min(({"precision": name} for name in ("bf16", "fp8")), key=surprise)
 
 
-def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> dict[str, Choices]:
+def own_choices(
+    anchors: Sequence[Plan], tests: Sequence[Plan], shared: Choices, by: Calibrations
+) -> dict[str, Choices]:
     """Each row's choices: the series', and what is searched for it.
 
     Rows of one model keep one micro-batch, the smallest that any of them is fastest with: a series
     is one setting at growing scale, and the largest scale leaves the least room. A row whose
     replicas have no more sequences than that tells the others nothing.
     """
+    members = (*anchors, *tests)
     chosen: dict[str, Choices] = {}
     sizes: dict[tuple[int, int], dict[bool, list[int]]] = defaultdict(lambda: defaultdict(list))
     for one in members:
@@ -182,27 +191,31 @@ def own_choices(members: Sequence[Plan], shared: Choices, by: Calibrations) -> d
         if chosen[one.row.row_id].get("microbatch", size) != size:
             same = dict(shared) | {"microbatch": size}
             chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
-    return alike_chunks(members, chosen)
+    return alike_chunks(anchors, tests, chosen)
 
 
-def alike_chunks(members: Sequence[Plan], chosen: Mapping[str, Choices]) -> dict[str, Choices]:
-    """The choices with one number of chunks for all rows of a model and of stages: a printed one,
-    else most rows' own.
+def alike_chunks(
+    anchors: Sequence[Plan], tests: Sequence[Plan], chosen: Mapping[str, Choices]
+) -> dict[str, Choices]:
+    """The choices with one number of chunks for all rows of a model and of stages.
 
-    Memory is not asked again: it is the same setting, and what frameworks free is not printed.
+    A printed one, else most anchors' own, else most rows': it is the same setting.
     """
+    members = (*anchors, *tests)
     plans = {one.row.row_id: replanned(one, chosen[one.row.row_id]) for one in members}
-    of: dict[tuple[int, ...], dict[bool, Counter[int]]]
-    of = defaultdict(lambda: {True: Counter(), False: Counter()})
-    for one in plans.values():
+    fixed = {one.row.row_id for one in anchors}
+    of: dict[tuple[int, ...], tuple[Counter[int], ...]]
+    of = defaultdict(lambda: (Counter(), Counter(), Counter()))
+    for name, one in plans.items():
         p = one.parallelism
         if p.microbatches >= p.pp > 1:  # else there is no choice
-            of[*_model(one), p.pp]["vpp" not in one.open][p.vpp] += 1
+            rank = 0 if "vpp" not in one.open else 1 if name in fixed else 2
+            of[*_model(one), p.pp][rank][p.vpp] += 1
     alike = dict(chosen)
     for name, one in plans.items():
-        printed, found = (of[*_model(one), one.parallelism.pp][way] for way in (True, False))
-        if "vpp" in one.open and (printed or found):
-            ((vpp, _),) = (printed or found).most_common(1)
+        votes = next(filter(None, of[*_model(one), one.parallelism.pp]), None)
+        if "vpp" in one.open and votes:
+            ((vpp, _),) = votes.most_common(1)
             if vpp != one.parallelism.vpp:
                 alike[name] = dict(chosen[name]) | {"vpp": vpp}
     return alike

@@ -17,8 +17,6 @@ from spec.parallelism import Parallelism
 _DTENSOR = re.compile(r"torchtitan|kempnerforge|nanotron|dtensor")
 # A product and its collective cut in pieces, by Transformer Engine or by PyTorch.
 _PIECES = re.compile(r"tp[-_]comm[-_]overl|async tp")
-# Megatron-LM before it reduced the input's gradient beside the weight's (v2.6, end of 2021).
-_WAITS = re.compile(r"megatron-deepspeed|2104\.04473|cases_april2021|bigscience-workshop|tr11-")
 # Weight gradients are added to the fp32 ones inside the product: `gradient_accumulation_fusion`,
 # default in Megatron-LM since end of 2021 where Apex or Transformer Engine is installed.
 _FUSES = re.compile(r"megatron|nemo|2205\.05198|dgxc|mlcommons")
@@ -62,7 +60,7 @@ def flash_attention(row: SeriesRow) -> int:
 
 def fused_gradients(row: SeriesRow) -> bool:
     """Whether products add weight gradients up themselves, so that no kernel of its own does."""
-    return bool(_FUSES.search(row.words)) and not _WAITS.search(row.words) and not row.amd
+    return bool(_FUSES.search(row.words)) and not _of_2021(row) and not row.amd
 
 
 def fused_biases(row: SeriesRow) -> bool:
@@ -71,13 +69,21 @@ def fused_biases(row: SeriesRow) -> bool:
     Megatron-LM's `bias_gelu_fusion` and `bias_dropout_fusion`, on by default since 2020; queries'
     and keys' with Transformer Engine within the product, and taken to be so before.
     """
-    return bool(_FUSES.search(row.words) or _WAITS.search(row.words))
+    return bool(_FUSES.search(row.words)) or _of_2021(row)
 
 
 def waits_for_all(row: SeriesRow) -> bool:
     """Whether tensor-parallel communication has no product beside it, so that it slows none."""
-    waits = _DTENSOR.search(row.words) or _WAITS.search(row.words)
+    waits = _DTENSOR.search(row.words) or _of_2021(row)
     return bool(waits) and not _PIECES.search(row.words)
+
+
+def _of_2021(row: SeriesRow) -> bool:
+    """Megatron-LM before it reduced the input's gradient beside the weight's (v2.6, end of 2021).
+
+    Korthikanti et al.'s is the next year's.
+    """
+    return row.early and "2205.05198" not in row.words
 
 
 def _recipe(row: SeriesRow) -> bool:
