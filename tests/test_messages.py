@@ -1,5 +1,6 @@
-"""Interleaved pipelines whose messages take turns: against Megatron-Core's loop, event by event."""
+"""Pipelines whose messages take turns: against Megatron-Core's loop, event by event."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from simulate.step.pipeline import taking_turns
 from simulate.step.pipeline_order import BACKWARD, FORWARD, Pass, order, warmup
 from simulate.step.schedule import graph
 from simulate.step.timeline import execute
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, Schedule
 from tests.simulated_steps import MODEL, simulate
 from tests.test_exchange import CALIBRATION, LOOPBACK
 from topologies import load_node
@@ -210,13 +211,55 @@ def test_messages_no_longer_than_passes_need_no_rows(
     assert ends[1] == pytest.approx(ends[0], rel=1e-12)
 
 
+@few
+@given(
+    st.sampled_from(["gpipe", "zb-h1"]),
+    st.integers(2, 5),
+    st.integers(1, 12),
+    st.integers(0, 1000),
+    st.floats(0.1, 9),
+)
+def test_messages_follow_one_another_where_senders_do_not_wait(
+    name: Schedule, stages: int, microbatches: int, seed: int, whole: float
+) -> None:
+    """By stage and boundary, each way, in the order that passes end: nothing else waits."""
+    count = 3 if name == "zb-h1" else 2
+    took = np.random.default_rng(seed).uniform(0.5, 3, (stages, 1, count))
+    ended: dict[tuple[int, int, int], float] = {}  # by way, microbatch and stage
+    arrived: dict[tuple[int, int, int], float] = {}  # of the output, likewise
+    free, link = [0.0] * stages, defaultdict(float)
+    todo = [list(order(stage, stages, microbatches, 1, name)) for stage in range(stages)]
+    while any(todo):
+        for stage, passes in enumerate(todo):
+            while passes:
+                way, microbatch = passes[0].way, passes[0].microbatch
+                last, before = stage == stages - 1, stage + (1 if way == BACKWARD else -1)
+                ready = 0.0
+                if way not in (FORWARD, BACKWARD):
+                    ready = ended[BACKWARD, microbatch, stage]
+                elif way == BACKWARD and last:
+                    ready = ended[FORWARD, microbatch, stage]
+                elif 0 <= before < stages:
+                    if (way, microbatch, before) not in arrived:
+                        break
+                    ready = arrived[way, microbatch, before]
+                free[stage] = max(free[stage], ready) + took[stage, 0, way]
+                ended[way, microbatch, stage] = free[stage]
+                begin = max(free[stage], link[way, stage])
+                arrived[way, microbatch, stage] = link[way, stage] = begin + whole
+                passes.pop(0)
+    run = graph(stages, microbatches, 1, name, messages=True)
+    found = execute(run, took.reshape(-1, 1), np.array([whole]), np.array([0.0])).end.max()
+    assert found == pytest.approx(max(free), rel=1e-12)
+
+
 NODE = load_node("hgx-h200").model_copy(update={"gpus": 1})
 
 
-def at(gbits_per_s: float, vpp: int = 2, pp: int = 2) -> StepEstimate:
+def at(gbits_per_s: float, vpp: int = 2, pp: int = 2, schedule: Schedule = "1f1b") -> StepEstimate:
     """A step over sockets of a rate; a message of 16 MiB."""
     fabric = LOOPBACK.model_copy(update={"nic_gbits_per_s": gbits_per_s})
-    p = Parallelism(pp=pp, vpp=vpp, global_batch=16, microbatch=1)
+    p = Parallelism(pp=pp, vpp=vpp, global_batch=16, microbatch=1, schedule=schedule)
     model = MODEL.resized(layers=4 * pp)
     return simulate(p, CALIBRATION, model=model, node=NODE, fabric=fabric)
 
@@ -251,17 +294,38 @@ def test_astra_sim_takes_turns_too(pp: int, vpp: int, rate: float, tmp_path: Pat
         assert timing.step_ns / 1e9 == pytest.approx(estimate.ideal_step_time_s, rel=1e-4)
 
 
-@pytest.mark.parametrize("held_mib", [1.0, 2.9, 4.0])
-def test_a_tied_tables_gradient_holds_up_no_last_piece(held_mib: float, tmp_path: Path) -> None:
-    """It is far longer than a message, whose last piece must not queue behind it."""
-    fabric = LOOPBACK.model_copy(update={"nic_gbits_per_s": 10.0})
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_no_step_is_shorter_than_its_messages_over_one_link(schedule: Schedule) -> None:
+    """GPipe's come forward, then back; ZB-H1's both ways may be beside each other."""
+    for rate in (8.0, 2.0):
+        estimate = at(rate, vpp=1, pp=4, schedule=schedule)
+        message_s = max(map(central, estimate.priced.transfers_us)) / 1e6
+        assert taking_turns(estimate.priced)
+        assert estimate.step_time_s[0] > 16 * message_s * (2 if schedule == "gpipe" else 1)
+
+
+TWO = {"pp": 2, "global_batch": 4, "microbatch": 2, "recompute": "full"}
+
+
+@pytest.mark.parametrize(
+    ("held_mib", "rate", "split"),
+    [
+        *((held, 10.0, TWO) for held in (1.0, 2.9, 4.0)),
+        (1.0, 40.0, {"pp": 8, "dp": 2, "global_batch": 32, "zero": 0, "overlap": True}),
+    ],
+)
+def test_a_tied_tables_gradient_holds_up_no_last_piece(
+    held_mib: float, rate: float, split: dict[str, Any], tmp_path: Path
+) -> None:
+    """It is far longer than a message, whose last piece must not queue behind it, to any peer."""
+    fabric = LOOPBACK.model_copy(update={"nic_gbits_per_s": rate})
     networks = tuple(
         one.model_copy(update={"held_bytes": held_mib * 2**20, "held_sd": 0.1})
         for one in CALIBRATION.networks
     )
     calibration = CALIBRATION.model_copy(update={"networks": networks})
-    model = MODEL.resized(layers=8).model_copy(update={"tied_embeddings": True})
-    p = Parallelism(pp=2, vpp=2, global_batch=4, microbatch=2, recompute="full")
+    p = Parallelism(vpp=2, **split)
+    model = MODEL.resized(layers=4 * p.pp).model_copy(update={"tied_embeddings": True})
     estimate = simulate(p, calibration, model=model, node=NODE, fabric=fabric)
     assert taking_turns(estimate.priced)
     emit(program(estimate.priced), tmp_path / "o", whole=False)

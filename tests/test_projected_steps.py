@@ -18,6 +18,14 @@ def test_the_fastest_over_a_slow_network_has_no_stages(tmp_path: Path) -> None:
     assert step_s(tmp_path, given) <= best * 1.001
 
 
+def test_recomputing_lengthens_sharded_steps_whose_experts_wait(tmp_path: Path) -> None:
+    """What units wait for their host inside is no second time there to hide messages behind."""
+    given = "--gpus 64 --model mixtral-8x7b --tp 2 --pp 1 --ep 4 --sequence-parallel --zero 3"
+    given += " --overlap --seq-len 1024 --microbatch 1 --global-batch 64 --system 8x-h200"
+    none, full = (step_s(tmp_path, f"{given} --recompute {way}") for way in ("none", "full"))
+    assert none < full
+
+
 def test_more_work_lengthens_sharded_steps_that_wait_for_their_host(tmp_path: Path) -> None:
     """Twice the tokens in as many microbatches: what is sent hides beside the wait, too."""
     given = "--gpus 256 --model gpt2-xl --tp 1 --pp 2 --zero 3 --recompute full --overlap"

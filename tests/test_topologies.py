@@ -122,6 +122,27 @@ def test_more_bandwidth_never_lowers_a_groups(
 
 @settings(max_examples=200, deadline=None)
 @given(
+    st.sampled_from([2, 8, 36, 72]),
+    st.integers(2, 12),
+    st.sampled_from([1, 2, 4, 8, 16, 24, 64]),
+    st.integers(1, 12),
+)
+def test_a_group_is_priced_by_as_many_nodes_as_the_worst_placed_has(
+    per_node: int, size: int, stride: int, blocks: int
+) -> None:
+    """By all groups, rank by rank: two racks of 72 are two, however groups of 128 lie in them."""
+    gpus = size * stride * blocks
+    node = EIGHT.model_copy(update={"gpus": per_node, "nics": per_node})
+    worst = max(
+        len({(block * size * stride + offset + rank * stride) // per_node for rank in range(size)})
+        for block in range(blocks)
+        for offset in range(stride)
+    )
+    assert group_path(node, fabric("single-switch"), gpus, size, stride, "ring").nodes == worst
+
+
+@settings(max_examples=200, deadline=None)
+@given(
     st.sampled_from(["fat-tree", "rail-optimised", "dragonfly+", "ocs"]),
     groups(),
     patterns,

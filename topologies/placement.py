@@ -122,8 +122,9 @@ def _nodes_of_group(per_node: int, gpus: int, size: int, stride: int) -> int:
         return size
     # Groups begin at multiples of size * stride, plus an offset below stride: the first rank that
     # lies nearest to the end of its node decides.
-    begin = gcd(per_node, size * stride)
-    first = min(per_node, per_node - begin + stride) - 1
+    block = size * stride
+    starts = min(gpus // block, per_node // gcd(per_node, block))
+    first = max(min(one * block % per_node + stride, per_node) for one in range(starts)) - 1
     return (first + (size - 1) * stride) // per_node + 1
 
 

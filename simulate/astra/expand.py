@@ -238,8 +238,8 @@ class _Handed:
         self.sends += 1
         end = _append(self.mine, to, deps)
         ready: tuple[int, ...] = (_append(self.helper, replace(back, kind="recv")),)
-        if task.rest_ns is None:  # behind the last piece, whose receiver would wait for it
-            _append(self.helper, task, ready + self.turn[task.peer])
+        if task.rest_ns is None:  # behind the last pieces, whose receivers would wait for it
+            _append(self.helper, task, ready + tuple(sorted(set().union(*self.turn.values()))))
             return end
         held, rest, last = self.pieces(task)
         ready = (_append(self.helper, held, ready + self.turn[task.peer]),)

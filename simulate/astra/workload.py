@@ -69,7 +69,7 @@ class _Stage:
         self.passes = priced.passes_of(stage)
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()  # what the next task waits for
-        self.turns = taking_turns(priced)
+        self.turns = priced.parallelism.vpp > 1 and taking_turns(priced)
         self.waits = turns(priced.parallelism, stage) if self.turns else {}
         self.ended: dict[Event, tuple[int, ...]] = {}  # by the tasks
         self._pending: tuple[str, float] | None = None  # compute not yet written: name, us

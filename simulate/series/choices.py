@@ -110,9 +110,9 @@ def sharded(row: SeriesRow) -> bool:
 def zero(fill: Filling) -> int:
     """ZeRO stage.
 
-    Of PyTorch's FSDP beside a pipeline 1: torchtitan does not reshard there ("to avoid per-microbatch
-    all-gathers", parallelisms/parallelize_llama.py at 9dec370), and PyTorch's pipelines reduce
-    gradients behind the last microbatch (`backward_maybe_with_nosync`).
+    Of PyTorch's FSDP beside a pipeline 1: torchtitan does not reshard there ("to avoid
+    per-microbatch all-gathers", parallelisms/parallelize_llama.py at 9dec370), and PyTorch's
+    pipelines reduce gradients behind the last microbatch (`backward_maybe_with_nosync`).
     """
     text = _sharding(fill.row)
     if says("no_shard", text):

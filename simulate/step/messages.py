@@ -1,7 +1,11 @@
-"""The graph of an interleaved pipeline whose messages take turns, for messages longer than passes.
+"""The graph of a pipeline whose messages take turns, for messages longer than passes.
 
-What Megatron-Core 0.16.1 does with `overlap_p2p_comm` (`schedules.py`,
-`forward_backward_pipelining_with_interleaving`; `p2p_communication.py`, `_p2p_ops`):
+GPipe and ZB-H1 (`in_line`): a stage sends and goes on, and messages over a boundary follow one
+another in each direction.
+
+Interleaved 1F1B (`with_messages`) is what Megatron-Core 0.16.1 does with `overlap_p2p_comm`
+(`schedules.py`, `forward_backward_pipelining_with_interleaving`; `p2p_communication.py`,
+`_p2p_ops`):
 
 - After each pass a stage sends its output and asks for the next input of the same way: that of the
   next pass in warm-up and cool-down, of the next but one where forward and backward passes take
@@ -32,7 +36,7 @@ Mask = NDArray[np.bool_]
 
 
 class Passes(NamedTuple):
-    """All passes of an interleaved pipeline; `len(sender)` is the number of none."""
+    """All passes of a pipeline; `len(sender)` is the number of none."""
 
     order: Rows  # (stages, passes of a stage), in the order they run
     sender: Rows  # of each pass, the one whose output it needs
@@ -46,7 +50,7 @@ class Messages(NamedTuple):
     """Passes and messages; these have the numbers of their senders, behind all passes."""
 
     lanes: Rows  # (stages and streams, longest): what runs one after another; `none` + 1 fills up
-    inputs: Rows  # (3, passes and messages): what each waits for
+    inputs: Rows  # (2 or 3, passes and messages): what each waits for
     times: Rows  # likewise: the kinds of times to add, as `simulate.step.timeline` lists them
 
     @property
@@ -87,15 +91,7 @@ def with_messages(passes: Passes, kinds: int) -> Messages:
     stream, issued = sender // count, 2 * place[sender]
     if stages > 2:  # as the stage before the boundary issues: sends, then asks for what comes back
         stream, issued = over, np.where(over == stream, issued, 2 * place[asked] + 1)
-    by_stream = np.lexsort((issued, stream))
-    lengths = np.bincount(stream, minlength=stages)
-    lanes = np.full((2 * stages, max(count, lengths.max())), none + 1)
-    lanes[:stages, :count] = order
-    begins = itertools.accumulate(lengths, initial=0)
-    for lane, length, begin in zip(lanes[stages:], lengths, begins, strict=False):
-        lane[:length] = message[by_stream[begin : begin + length]]
-    before = np.full(none + 2, none)
-    before[lanes[stages:, 1:]] = lanes[stages:, :-1]
+    lanes, before = _lanes(order, message, stream, issued, none)
 
     # the first backward pass's input is asked for when the last forward pass's output is sent
     after = (receiver % count == count // 2) & sends[asked]
@@ -103,3 +99,46 @@ def with_messages(passes: Passes, kinds: int) -> Messages:
     sent, taken, late = (2 * kinds + part * stages + over for part in range(3))
     times[:, message] = sent, np.where(before[message] < none, taken, sent), late
     return Messages(lanes, inputs, times)
+
+
+def in_line(passes: Passes, kinds: int) -> Messages:
+    """As `with_messages`, where no stage waits for what it sends, nor messages for who asks."""
+    order, total = passes.order, passes.sender.size
+    stages, count = order.shape
+    none = 2 * total
+    place = np.full(none + 1, -1)
+    place[order] = np.arange(count)
+    receiver = np.flatnonzero(passes.over >= 0)
+    sender, over = passes.sender[receiver], passes.over[receiver]
+    message = total + sender
+    # of a boundary, by the stage that sends: one stream in each direction
+    lanes, before = _lanes(order, message, 2 * over + (sender // count > over), place[sender], none)
+
+    inputs = np.full((2, none), none)
+    inputs[0, order[:, 1:]] = order[:, :-1]
+    inputs[1, :total] = np.where(passes.sender < total, passes.sender, none)
+    inputs[1, receiver] = message
+    inputs[:, message] = sender, before[message]
+    times = np.tile(np.resize(passes.kinds, none), (2, 1))
+    times[1, receiver] += kinds
+    sent, taken = (2 * kinds + part * stages + over for part in range(2))
+    times[:, message] = sent, np.where(before[message] < none, taken, sent)
+    return Messages(lanes, inputs, times)
+
+
+def _lanes(order: Rows, message: Rows, stream: Rows, issued: Rows, none: int) -> tuple[Rows, Rows]:
+    """Stages' passes and streams' messages, one lane each; and by number, the one before it.
+
+    `stream` and `issued` are of each message: its stream, and its place in that.
+    """
+    stages, count = order.shape
+    by_stream = np.lexsort((issued, stream))
+    lengths = np.bincount(stream, minlength=stages)
+    lanes = np.full((stages + len(lengths), max(count, lengths.max())), none + 1)
+    lanes[:stages, :count] = order
+    begins = itertools.accumulate(lengths, initial=0)
+    for lane, length, begin in zip(lanes[stages:], lengths, begins, strict=False):
+        lane[:length] = message[by_stream[begin : begin + length]]
+    before = np.full(none + 2, none)
+    before[lanes[stages:, 1:]] = lanes[stages:, :-1]
+    return lanes, before

@@ -257,8 +257,12 @@ def _passes(
 def _lasting(
     pieces: Pieces, priced: Sequence[tuple[float, PricedSegment]], host: Array, zero: Array
 ) -> dict[str, Array]:
-    """How long each unit's pass lasts, ports apart, with its part of waiting for the host."""
+    """How long each unit's pass lasts, ports apart, with its part of waiting for the host.
+
+    Of `host`, the whole pass's, what units wait inside (of experts, say) is in their own times.
+    """
     free = [one.cost.total - one.ports_us for _, one in priced]
     alone = sum((count * time for (count, _), time in zip(priced, free, strict=True)), zero)
-    longer = 1 + host / larger(alone, 1e-9)
+    within = sum((count * one.cost.host for count, one in priced), zero)
+    longer = 1 + (host - within) / larger(alone, 1e-9)
     return {name: time * longer for (_, name), time in zip(pieces, free, strict=True)}

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.cost.exchange import synchronous
 from simulate.cost.uncertainty import central
 from simulate.step.pricing import PricedStep
 from simulate.step.schedule import graph
@@ -34,13 +35,15 @@ def pipeline(priced: PricedStep, *, whole: bool = False) -> tuple[Timeline, floa
 
 
 def taking_turns(priced: PricedStep) -> bool:
-    """Whether interleaved stages have messages longer than a pass, see `simulate.step.messages`.
+    """Whether messages between stages are longer than a pass, see `simulate.step.messages`.
 
     Others do not hold up one another, nor their senders where stages are alike but for an end. A
     message that shares its ports (`simulate.step.shared_ports`) may last twice as long; passes
-    count without what they wait for it.
+    count without what they wait for it. Where stages wait for every exchange (1F1B that is not
+    interleaved) there is one message at a time.
     """
-    if priced.parallelism.vpp == 1:
+    p = priced.parallelism
+    if p.pp == 1 or (p.vpp == 1 and synchronous(p)):
         return False
     passes = [one for stage in set(priced.alike) for one in priced.passes_of(stage)]
     shared = [central(one.exposed.get("pp", 0.0)) for one in passes]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.step.messages import Messages, Passes, with_messages
+from simulate.step.messages import Messages, Passes, in_line, with_messages
 from simulate.step.pipeline_order import (
     BACKWARD,
     FORWARD,
@@ -92,7 +92,7 @@ class Graph:
     microbatches: int
     chunks: int
     name: Schedule
-    messages: bool = False  # interleaved: they have rows, see `simulate.step.messages`
+    messages: bool = False  # whether they have rows, see `simulate.step.messages`
 
     @property
     def period(self) -> int:
@@ -231,7 +231,8 @@ class Graph:
         waited = np.array([waiting(one, *shape) for one in range(self.stages)])
         over = np.where(crosses, self._boundary(FORWARD), -1)[kinds_of]
         passes = Passes(order_of, senders, kinds_of, over, exchanged, waited)
-        lanes, inputs, times = found = with_messages(passes, crosses.size)
+        laid_out = with_messages if self.chunks > 1 else in_line
+        lanes, inputs, times = found = laid_out(passes, crosses.size)
         listed, edges = _levels(lanes, list(inputs), found.none)
         row = np.zeros(found.none + 1, dtype=np.intp)
         row[listed] = np.arange(1, len(listed) + 1)
