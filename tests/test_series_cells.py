@@ -3,7 +3,6 @@
 import pytest
 
 from simulate.series.choices import Filling, sequence, shard_degree, zero
-from simulate.series.hardware import fabric_of, node_of
 from simulate.series.metrics import metric_kind, metric_of
 from simulate.series.models import is_mixture, named_shape
 from simulate.series.plan import plan
@@ -306,64 +305,3 @@ def test_a_name_and_its_parameters_have_to_agree() -> None:
     assert plan(row(**named | {"layers": "8"}, params="2.8B")).model.layers == 8
     with pytest.raises(TooLittle, match="params 13B is not the 8"):
         plan(row(**named, params="13B"))
-
-
-@pytest.mark.parametrize(
-    ("words", "gpu", "gpus", "gib"),
-    [
-        ("GH200 96GB", "GH200", 4, 94.08),
-        ("H200", "NVIDIA H200", 8, None),
-        ("H100 per node", "NVIDIA H100 80GB HBM3", 8, None),
-        ("8x H100 80GB per node", "NVIDIA H100 80GB HBM3", 8, None),
-        ("4x H100 per node", "NVIDIA H100 80GB HBM3", 4, None),
-        ("4xH100 SXM 80GB per node", "NVIDIA H100 80GB HBM3", 4, None),
-        ("H200 141GB (4 per node)", "NVIDIA H200", 4, None),
-        ("A100, 4 GPUs per node", "NVIDIA A100-SXM4-80GB", 4, None),
-        ("H100, 4 GPUs/node", "NVIDIA H100 80GB HBM3", 4, None),
-        ("A100 40 GB per node", "NVIDIA A100-SXM4-80GB", 8, 39.4),
-        ("A100 40G", "NVIDIA A100-SXM4-80GB", 8, 39.4),
-        ("H100, 100 per node", "NVIDIA H100 80GB HBM3", 8, None),
-    ],
-)
-def test_what_a_gpus_cell_says_beside_its_name(
-    words: str, gpu: str, gpus: int, gib: float | None
-) -> None:
-    """Its memory and how many a node has, in either order."""
-    node = node_of(words)
-    assert node is not None
-    assert (node.gpu, node.gpus) == (gpu, gpus)
-    assert gib is None or node.memory_gib == pytest.approx(gib)
-
-
-@pytest.mark.parametrize(
-    ("words", "gbits", "ports"),
-    [
-        *(("8x400Gb/s per node", 400, 8), ("8x 50 GB/s per node", 400, 8), ("50GB/s", 400, None)),
-        *(("400Gb/s", 400, None), ("8x 400GbE", 400, None), ("12.5 GB/s", 100, None)),
-        *(("800 Gbps per node (4x200)", 200, 4), ("4x 200 Gb/s per node", 200, 4)),
-        *(("3200 Gbps EFA per node", 400, None), ("400 GB/s per node (8x50)", 400, 8)),
-        *(("NVLink 50 GB/s, InfiniBand 200 Gb/s", 200, None), ("4 NICs of 200G per node", 200, 4)),
-        *(
-            ("NVLINK 400Gb/s; 4x 25 GB/s per node", 200, 4),
-            ("400Gb/s per GPU, 8 per node", 400, None),
-        ),
-    ],
-)
-def test_rates_of_ports(words: str, gbits: float, ports: int | None) -> None:
-    """Bytes and bits as they are spelt; a node's rate is that of all its ports (8 of an HGX)."""
-    fabric, printed = fabric_of(words, load_node("hgx-h100"))
-    assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (gbits, ports, True)
-
-
-@pytest.mark.parametrize("words", ["0 Gb/s per node", "96GB", "H100 80 GB", "NVLink 400 GB/s"])
-def test_what_is_no_rate_of_a_port(words: str) -> None:
-    node = load_node("hgx-h100")
-    assert fabric_of(words, node) == (fabric_of("", node)[0], False)
-
-
-def test_an_apu_is_no_accelerator_of_its_family() -> None:
-    """MI300A has other memory, links and compute units than MI300X."""
-    assert node_of("AMD Instinct MI300A") is None
-    assert node_of("MI300X_192GB") == node_of("mi300") == load_node("mi300x-node")
-    with pytest.raises(TooLittle, match="'MI300A' is no known GPU"):
-        plan(row(gpu_type="MI300A"))

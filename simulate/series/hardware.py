@@ -5,16 +5,23 @@ from functools import lru_cache
 from typing import Any
 
 from simulate.inputs import usual_fabric
+from simulate.series.rows import TooLittle
 from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
 # Of families whose data-centre GPUs are known, but with other chips, memory or links
 UNKNOWN = r"rtx|geforce|quadro|\bgb10\b|\ba(10|16|30|40|4000|5000|6000)\b|\bl4\b|jetson|thor\b"
 # (pattern, node file, what differs from it): datasheets of H100 PCIe and NVL, GH200 (four of a
-# board), H20, H200 NVL, L40S, A100 40GB and PCIe, A800 and H800 (NVLink of 400 GB/s), AMD Instinct
-# MI325X and MI350X. What they do not print is the node file's.
+# board), GB200 NVL4 (four of a board, each joined to each), H20, H200 NVL, L40S, A100 40GB and
+# PCIe, A800 and H800 (NVLink of 400 GB/s; PCIe as H100's and A100's), AMD Instinct MI325X and
+# MI350X. What they do not print is the node file's.
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"gb300|blackwell ultra gpu \(gb|blackwell ultra g\b", "gb300-nvl72", {}),
+    (
+        r"gb200.{0,20}nvl[- ]?4\b",
+        "gb200-nvl72",
+        {"gpus": 4, "nics": 4, "mesh": True, "overhead_w": 33600 / 18},
+    ),
     (r"gb200|blackwell gpu \(gb", "gb200-nvl72", {}),
     (r"b300|blackwell ultra", "hgx-b300", {}),
     (r"b200|blackwell", "hgx-b200", {}),
@@ -41,9 +48,8 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (r"h200", "hgx-h200", {}),
-    (r"h800", "hgx-h100", {"scale_up_gbytes_per_s": 200.0}),
     (
-        r"h100.{0,8}pcie",
+        r"h[18]00.{0,8}pcie",
         "hgx-h100",
         {
             "peak_bf16_tflops": 756.0,
@@ -53,6 +59,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "scale_up_gbytes_per_s": 64.0,
         },
     ),
+    (r"h800", "hgx-h100", {"scale_up_gbytes_per_s": 200.0}),
     (
         r"h100[- ]nvl\b",
         "hgx-h100",
@@ -76,9 +83,8 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (r"h100|hopper", "hgx-h100", {}),
-    (r"a800", "dgx-a100", {"scale_up_gbytes_per_s": 200.0}),
     (
-        r"a100.{0,8}pcie",
+        r"a[18]00.{0,8}pcie",
         "dgx-a100",
         {
             "memory_gbytes_per_s": 1935.0,
@@ -86,6 +92,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "scale_up_gbytes_per_s": 32.0,
         },
     ),
+    (r"a800", "dgx-a100", {"scale_up_gbytes_per_s": 200.0}),
     (r"a100|ampere", "dgx-a100", {}),
     (r"mi355x?(?!\w)", "mi355x-node", {}),
     (
@@ -113,33 +120,47 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
 )
+_CHIP = re.compile(r"(?<![a-z\d])(?:g?[bh]|[av]|mi)\d{2,3}(?!\d)")
+_FORM_FIRST = re.compile(r"\b(pcie|nvl)[- ]+((?:nvidia )?[ah]\d{3})\b")  # `PCIe H100`
 _A100_40GB = {"memory_gib": 39.4, "memory_gbytes_per_s": 1555.0}
 # `4 per node`, `4 GPUs per node`, `8x H100 80GB per node`; no name's digits, nor gigabytes
 _PER_NODE = re.compile(
     r"(?<![\w.])(\d+) ?(?:x ?)?(?:(?!gi?b?\b)[a-z]\w*(?:[- ]\w+){0,2})? ?(?:per |/ ?)node"
 )
 RACK = 72  # GPUs of an NVL72, the most that a node has
+TRAY = 4  # of them in what its users call a node
 _RATES = (25, 40, 50, 56, 100, 200, 400, 800)
-# `400Gb/s`, `200G`, `400GbE`, in bytes `50 GB/s`; no memory (`96GB`)
+SLOW_ETHERNET = 10.0  # read where a cell has nothing else: beside others it is for management
+# `400Gb/s`, `200G`, `400GbE`, `1.6 Tb/s`, in bytes `50 GB/s`; no memory (`96GB`)
 _RATE = (
-    r"(?<![\d.])(\d+(?:\.\d+)?)\s?[Gg]"
+    r"(?<![\d.])(\d+(?:\.\d+)?)\s?([GgTt])"
     r"(?:(B)(?:/[Ss]|ps)|(?!B\b)[Bb]?(?:its?)?(?:/s|/sec|/Sec|ps|[eE])?)(?![A-Za-z])"
 )
-_A_NODE = r"(?:per |/ ?)node"
+_BARE = re.compile(rf"(?i:ethernet)?\s*{_RATE}\s*(?i:ethernet)?")
+_NAMED = re.compile(r"(?<![A-WYZa-wyz])[EHNX]DR-?([1248]00)(?!\s?[Gg]|\d)")  # `HDR100`, `NDR200`
+_A_NODE = r"(?:per |/ ?)(?:(\d+)[- ]?(?:gpu|GPU)[- ])?node"
 _TOTAL = re.compile(rf"{_RATE}(?:(?!\bper\b)[^\d,;(])*{_A_NODE}")  # of all ports together
 _GPU = r"\s?(?:nvidia |amd )?(?:[abhlv]|gb|mi)\d{2,3}"  # `8x H100` are no ports
 _PORTS = re.compile(
     rf"(\d+)\s?(?:[x\u00d7](?!{_GPU})\s?(\d+)?(?![a-z])|(?:ports?|nics?|hcas?|adapters)\b)"
+)
+_COUNTS = {"two": "2x", "four": "4x", "six": "6x", "eight": "8x"}
+_COUNTED = re.compile(
+    rf"\b({'|'.join(_COUNTS)})(?=\s+(?:\d|[ehnx]dr|connectx|infiniband|ports\b|nics\b|hcas\b))",
+    re.IGNORECASE,
 )
 _INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
 
 
 @lru_cache(maxsize=512)
 def node_of(gpu_type: str) -> Node | None:
-    """The node of a row; None where its GPU is not known."""
-    words = gpu_type.lower().replace("_", " ")
+    """The node of a row; None where its GPU is not known, TooLittle where it names several."""
+    words = _FORM_FIRST.sub(r"\2 \1", gpu_type.lower().replace("_", " "))
     if re.search(UNKNOWN, words):
         return None
+    chips = {one.replace("gb", "b") for one in _CHIP.findall(words)}  # a GB200 has two B200
+    if len(chips - {"h100", "h200"} if "gh200" in chips else chips) > 1:
+        raise TooLittle(f"gpu_type {gpu_type!r} names several GPUs, and a row is of one kind")
     for pattern, base, changes in VARIANTS:
         if not re.search(pattern, words):
             continue
@@ -182,14 +203,19 @@ def fabric_of(interconnect: str, node: Node) -> tuple[Fabric, bool]:
     """
     usual = load_fabric(usual_fabric(node))
     compute = re.split("compute:", interconnect, flags=re.IGNORECASE)[-1]
-    ethernet = re.search(r"roce|ethernet|efa", compute.lower()) and not re.search(
-        r"infiniband|\bib\b", interconnect.lower()
-    )
     changes = _ports(compute, node)
     printed = bool(changes)
+    ethernet = re.search(
+        r"roce|ethernet|efa" + r"|\dgbe" * printed, compute.lower()
+    ) and not re.search(r"infiniband|\bib\b", interconnect.lower())
     if ethernet:
         changes["protocol"] = "roce"
     return usual.model_copy(update=changes), printed
+
+
+def gpus_of_a_node(node: Node) -> int:
+    """GPUs of what figures `per node` are of: a compute tray's in a rack."""
+    return min(TRAY, node.gpus) if node.name.endswith("nvl72") else node.gpus
 
 
 def _ports(words: str, node: Node) -> dict[str, Any]:
@@ -197,14 +223,22 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
 
     A rate per node without its ports is all of theirs together.
     """
+    if (bare := _BARE.fullmatch(words.strip())) and _gbits(bare) == SLOW_ETHERNET:
+        return {"nic_gbits_per_s": SLOW_ETHERNET}
+    words = _COUNTED.sub(lambda one: _COUNTS[one[1].lower()], _NAMED.sub(r"\1Gb/s", words))
     phrases = re.split(r"[;,|+&]| / |\b(?:and|with)\b", words)
     words = ";".join(one for one in phrases if not _INSIDE.search(one))
-    found = _PORTS.search(words.lower()) if re.search(_A_NODE, words) else None
+    a_node = re.search(_A_NODE, words)
+    found = _PORTS.search(words.lower()) if a_node else None
     count, each = (int(one or 0) for one in found.groups()) if found else (0, 0)
-    ports = {"ports_per_node": count} if 1 <= count <= 16 else {}
+    of = int(a_node[1] or 0) if a_node else 0  # GPUs that `per node` is of
+    of = of or gpus_of_a_node(node)
+    nics = round(count * node.gpus / of)
+    ports = {"ports_per_node": max(nics, 1)} if 1 <= count <= 16 else {}
     if total := _TOTAL.search(words):
-        spelt = bool(ports) and float(total[1]) == count * each  # `800 Gbps per node (4x200)`
-        rate = _gbits(total) / (count if spelt else node.nics or node.gpus)
+        spelt = bool(ports) and _gbits(total) == count * each * (8 if total[3] else 1)
+        usual = of if of != node.gpus else node.nics or node.gpus
+        rate = _gbits(total) / (count if spelt else usual)  # `800 Gbps per node (4x200)`
         if (spelt or not found) and 0 < rate <= max(_RATES):
             return {"nic_gbits_per_s": rate, **ports}
     rates = {_gbits(one) for one in re.finditer(_RATE, words)} & set(_RATES)
@@ -212,4 +246,4 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
 
 
 def _gbits(rate: re.Match[str]) -> float:
-    return float(rate[1]) * (8 if rate[2] else 1)
+    return float(rate[1]) * (1000 if rate[2] in "Tt" else 1) * (8 if rate[3] else 1)
