@@ -101,6 +101,8 @@ def test_what_anchors_do_not_tell_of_a_row_widens_it(calibration: Calibration) -
     alike = sd()
     assert sd(seq_len="65536") > sd(seq_len="8192") > alike
     assert sd(gpu_type="H100") > alike
+    assert sd(gpu_type="H200 700W") == alike
+    assert sd(gpu_type="H200 500W") > 1.2 * alike  # as much another one
     assert sd(layers="64") > sd(layers="48") > alike
     # the nearest of several anchors counts
     far = replace(system, attention=(0.9, *system.attention))

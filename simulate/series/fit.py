@@ -26,6 +26,7 @@ from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.estimate import StepEstimate
 from simulate.step.scale import ROW_SD, sd_per_doubling
 from simulate.validation.components import simulated
+from spec.hardware import Node
 
 Array = NDArray[np.float64]
 
@@ -243,6 +244,12 @@ def _size(one: Plan) -> float:
     return float(one.model.layers * one.model.hidden**2)
 
 
+def _gpu(node: Node) -> tuple[object, ...]:
+    """What makes a GPU another one: its name, and the figures that cells may change under it."""
+    rates = node.peak_bf16_tflops, node.memory_gbytes_per_s, node.max_clock_mhz
+    return node.gpu, node.multiprocessors, node.power_limit_w, *rates
+
+
 def attention_share(estimate: StepEstimate) -> float:
     """The part of a step that is attention's kernels."""
     return simulated(estimate)["attention"] / float(estimate.step_time_s[0])
@@ -290,7 +297,9 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
         variance += min((ATTENTION_SD * (share - other)) ** 2 for other in system.attention)
         kinds = {(other.fp8, other.fp4) for other in system.anchors}
         variance += NEW_AXIS_SD**2 * ((one.fp8, one.fp4) not in kinds)
-        variance += NEW_AXIS_SD**2 * all(other.node.gpu != one.node.gpu for other in system.anchors)
+        variance += NEW_AXIS_SD**2 * all(
+            _gpu(other.node) != _gpu(one.node) for other in system.anchors
+        )
         if system.correction is not None:
             more, unexplained = system.correction.of(one)
             value += more
