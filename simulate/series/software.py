@@ -7,7 +7,7 @@ to do, cited; none was fitted.
 import re
 
 from simulate.hardware.transfer import changed, with_points
-from simulate.series.rows import SeriesRow
+from simulate.series.rows import SeriesRow, says
 from spec.calibration import Calibration
 from spec.collective import Widths
 from spec.model import ModelSpec
@@ -16,7 +16,7 @@ from spec.parallelism import Parallelism
 # Native tensor parallelism of PyTorch: every collective is waited for.
 _DTENSOR = re.compile(r"torchtitan|kempnerforge|nanotron|dtensor")
 # A product and its collective cut in pieces, by Transformer Engine or by PyTorch.
-_PIECES = re.compile(r"tp[-_]comm[-_]overl|async tp")
+_PIECES, _ASYNC = re.compile(r"tp[-_]comm[-_]overl"), r"async[-_ ]?tp"
 # Weight gradients are added to the fp32 ones inside the product: `gradient_accumulation_fusion`,
 # default in Megatron-LM since end of 2021 where Apex or Transformer Engine is installed.
 _FUSES = re.compile(r"megatron|nemo|2205\.05198|dgxc|mlcommons")
@@ -72,10 +72,16 @@ def fused_biases(row: SeriesRow) -> bool:
     return bool(_FUSES.search(row.words)) or _of_2021(row)
 
 
+def _in_pieces(row: SeriesRow) -> bool:
+    """Whether its words say so; a source's file may be named so for the rows beside such ones."""
+    own = " ".join(row.text(name) for name in ("model", "sharding", "flags", "notes")).lower()
+    return bool(_PIECES.search(row.words)) or says(_ASYNC, own)
+
+
 def waits_for_all(row: SeriesRow) -> bool:
     """Whether tensor-parallel communication has no product beside it, so that it slows none."""
     waits = _DTENSOR.search(row.words) or _of_2021(row)
-    return bool(waits) and not _PIECES.search(row.words)
+    return bool(waits) and not _in_pieces(row)
 
 
 def _of_2021(row: SeriesRow) -> bool:
@@ -110,7 +116,7 @@ def tensor_exposure(
     whole = forward + backward
     if p.tp == 1 or not whole:
         return 1.0
-    if _PIECES.search(row.words) or (_recipe(row) and not row.lora and p.ep == 1):
+    if _in_pieces(row) or (_recipe(row) and not row.lora and p.ep == 1):
         return 1 / p.tp
     if re.search(r"kempnerforge", row.words) and p.sequence_parallel:
         return ((forward * (5 + 2) / (2 + 2)) + backward * (5 + 2) / 2) / whole
