@@ -89,12 +89,16 @@ def test_why_a_marked_row_is_skipped_is_printed(
 ) -> None:
     odd = LARGER | {"row_id": "odd", "gpu_type": "TPU v5p", "value": ""}
     typed = LARGER | {"row_id": "typed", "value": "soon"}
+    daily = LARGER | {"row_id": "daily", "metric": "days for 300B tokens", "value": "7"}
     unmarked = LARGER | {"row_id": "unmarked", "use": ""}
-    path = write(tmp_path / "s.csv", [ANCHOR, LARGER, odd, typed, unmarked])
+    path = write(tmp_path / "s.csv", [ANCHOR, LARGER, odd, typed, daily, unmarked])
     code, out, err = call(capsys, "--series", str(path))
     assert code == 0, err
     assert "odd is marked test and skipped: gpu_type 'TPU v5p' is no known GPU" in out
-    assert "typed is marked test and skipped: metric 'step_time_s' with value 'soon'" in out
+    # what cannot be read of its speed is said, and the row projected
+    assert "typed, which prints no speed (value 'soon' not understood): " in out
+    assert "daily, which prints no speed (metric 'days for 300B tokens' not understood): " in out
+    assert "skipped: metric" not in out
     assert "unmarked" not in out
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from simulate.series.choices import Filling, sequence, shard_degree, zero
-from simulate.series.metrics import metric_kind, metric_of
+from simulate.series.metric_names import metric_kind
+from simulate.series.metrics import metric_of
 from simulate.series.models import is_mixture, named_shape
 from simulate.series.plan import plan
 from simulate.series.rows import TooLittle, number, whole
@@ -36,6 +37,8 @@ from topologies import load_node
         ("\u2014", None),
         ("8 nodes", None),
         ("fp8", None),
+        *(("1 000", 1000), ("1\u202f000", 1000), ("12 345 678.5 tokens", 12345678.5)),
+        *(("1000\u2020", 1000), ("1000-1100", None), ("1000 1100", None), ("1 00", None)),
     ],
 )
 def test_the_first_number_of_a_cell_counts(cell: str, value: float | None) -> None:
@@ -112,7 +115,19 @@ def test_a_batch_in_tokens_is_divided_by_the_length() -> None:
         ("tokens/s/GPU (k)", None),
         ("block_step_time_s", None),
         ("step time (min)", None),
-        ("aggregate TFLOP/s", None),
+        ("secs/iter", "step"),
+        ("s/it", "step"),
+        *(("steps/s", "steps"), ("it/s", "steps"), ("iterations per second", "steps")),
+        ("Throughput (tokens/s/GPU)", "tokens"),
+        ("throughput per GPU (tokens/s)", "tokens"),
+        ("training throughput [samples/s]", "samples"),
+        *(("tokens/s/node", "tokens_node"), ("samples/node/s", "samples_node")),
+        ("teraFLOP/s/GPU", "model"),
+        *(("aggregate TFLOP/s", "model_total"), ("total PFLOPS", "model_total")),
+        ("tokens/day", "tokens_total"),
+        *((odd, None) for odd in ("tokens/day/GPU", "PFLOP/s", "TFLOPS", "peak tokens/s/GPU")),
+        *((odd, None) for odd in ("steps/s/GPU", "aggregate TFLOP/s/GPU", "days for 300B tokens")),
+        *((odd, None) for odd in ("step_time_min", "iteration time [min]")),
     ],
 )
 def test_metrics_by_the_names_that_logs_give_them(name: str, kind: str | None) -> None:

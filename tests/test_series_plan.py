@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from simulate.series.hardware import fabric_of, node_of
-from simulate.series.metrics import metric_kind
+from simulate.series.metric_names import metric_kind
 from simulate.series.models import named_shape
 from simulate.series.plan import plan
 from simulate.series.rows import TooLittle, number
@@ -26,6 +26,12 @@ def test_metrics_become_seconds() -> None:
         "sequences per second": 64,
         "Step time (ms)": 1000.0,
         "iteration_time_ms": 1000.0,
+        "steps/s": 1.0,
+        "tokens/s/node": 64 * 2048,
+        "tokens/day": 86400 * 64 * 2048,
+        "aggregate PFLOP/s": flops / 1e15,
+        "aggregate TFLOP/s": flops / 1e12,
+        "petaFLOP/s per GPU": flops / 8e15,
         "MFU": flops / 8e12 / 989.4,
         "MFU_%": flops / 8e10 / 989.4,
     }
@@ -44,6 +50,10 @@ def test_metrics_become_seconds() -> None:
     both = row(metric="MFU_%", value="50", metric2="step_time_s", value2="1.0")
     assert plan(both).real_s == 1.0
     assert metric_kind("pct_peak") is None
+    for gpu, gpus in (("H200", 8), ("GB200", 4), ("H200 (4 per node)", 4)):
+        printed = {"metric": "tokens/s/node", "value": str(gpus * 16384), "gpus": "32"}
+        one = plan(row(**printed, gpu_type=gpu, global_batch="256"))
+        assert one.real_s == pytest.approx(1.0), gpu
 
 
 @pytest.mark.parametrize(

@@ -5,47 +5,13 @@ import math
 import re
 from dataclasses import dataclass
 
-from simulate.series.rows import SeriesRow
+from simulate.series.hardware import gpus_of_a_node, node_of
+from simulate.series.metric_names import RATES, metric_kind, metric_unit
+from simulate.series.metric_names import UTILISATION as UTILISATION
+from simulate.series.rows import METRICS, SeriesRow
 from spec.model import ModelSpec
 
-# What a metric's name means, its blanks and underscores as blanks. MFU counts a model's FLOPs and
-# HFU recomputed ones.
-_S, _GPU, _PER = r"(s|sec|seconds?)", r"(gpu|device|gcd)s?", r"(/| per )"
-_METRICS = (
-    (
-        rf"((train )?(step|iteration|iter) tim(e|ing)\b"
-        rf"|(time|ms|msecs?|milliseconds?|{_S}){_PER}(step|iter|iteration)\b)",
-        "step",
-    ),
-    (rf"(tgs\b|tok(en)?s?{_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b)", "tokens"),
-    (rf"tok(en)?s?{_PER}{_S}( total)?$", "tokens_total"),
-    (rf"(samples?|seq(uence)?s?){_PER}({_S}{_PER}{_GPU}|{_GPU}{_PER}{_S})\b", "samples_gpu"),
-    (rf"(samples?|seq(uence)?s?){_PER}{_S}( total)?$", "samples"),
-    (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
-    (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
-)
-UTILISATION = ("mfu", "hfu")
-RATES = ("tokens", "tokens_total", "samples", "samples_gpu")
 ALIKE = 1.1  # two times of one step
-
-
-def metric_kind(name: str) -> str | None:
-    """What a metric's name means: a kind of `_METRICS`, model or hardware (FLOPs)."""
-    plain = re.sub(r"[\s_]+", " ", name.strip().lower())
-    plain = re.sub(r"^((elapsed|avg\.?|average|mean|median|total|global) )+", "", plain)
-    if re.search(r"\((k|m|min|minutes|h|hours|us)\)", plain):
-        return None
-    if "tflop" in plain and re.search(rf"{_PER}{_GPU}\b", plain) and "aggregate" not in plain:
-        return "hardware" if "hardware" in plain or "recompute" in plain else "model"
-    return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
-
-
-def _unit(name: str, kind: str, value: float) -> float:
-    """What a value is to be multiplied with, for seconds and shares."""
-    if kind == "step" and re.search(r"(?<![a-z])(ms|msecs?|milliseconds?)(?![a-z])", name.lower()):
-        return 1e-3
-    percent = kind in UTILISATION and ("%" in name or value > 1)
-    return 1e-2 if percent else 1.0
 
 
 @dataclass(frozen=True)
@@ -83,24 +49,23 @@ def metric_of(row: SeriesRow) -> Metric | None:
     """The first of a row's metrics that become seconds; utilisation where no other does.
 
     A blind row's is the one that it leaves empty; of one that is marked its step time where it
-    names none.
+    names none that is understood.
     """
     found = metrics_of(row)
     printed = [one for one in found if one.value is not None]
     if not printed and row.blind:
-        named = any(row.text(f"metric{suffix}") for suffix in ("", "2", "3"))
-        printed = found or [Metric("step_time_s", "step", None)] * (row.use == "test" and not named)
+        printed = found or [Metric("step_time_s", "step", None)] * (row.use == "test")
     return min(printed, key=lambda one: one.kind in UTILISATION, default=None)
 
 
 def metrics_of(row: SeriesRow) -> list[Metric]:
     """All of a row's metrics that are understood."""
     found = []
-    for suffix in ("", "2", "3"):
-        name, value = row.text(f"metric{suffix}"), row.number(f"value{suffix}")
+    for metric, cell in METRICS:
+        name, value = row.text(metric), row.number(cell)
         kind = metric_kind(name)
         if kind is not None:
-            unit = _unit(f"{name} {row.text(f'value{suffix}')}", kind, value or 0.0)
+            unit = metric_unit(f"{name} {row.text(cell)}", kind, value or 0.0)
             found.append(Metric(name, kind, value, unit))
     return found
 
@@ -121,30 +86,32 @@ def unit_seconds(
     weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.
     """
     kind, unit = found.kind, found.unit
-    again = kind in ("hardware", "hfu") or row.recompute_counted
+    again = kind in ("hardware", "hardware_total", "hfu") or row.recompute_counted
     if kind == "step":
         return unit
-    if kind == "samples":
-        return batch / unit
-    if kind == "samples_gpu":
-        return batch / (unit * gpus)
-    if kind == "tokens":
-        return batch * model.seq_len / (unit * gpus)
-    if kind == "tokens_total":
-        return batch * model.seq_len / unit
+    if kind == "steps":
+        return 1 / unit
+    shares = float(gpus)
+    if kind.endswith("_node"):
+        node = node_of(row.text("gpu_type"))
+        shares = max(gpus / (gpus_of_a_node(node) if node else 1), 1.0)
+    elif kind.endswith("_total") or kind == "samples":
+        shares = 1.0
+    if kind in RATES:
+        return batch * (model.seq_len if kind.startswith("tokens") else 1) / (unit * shares)
     if kind in UTILISATION:
         unit *= peak_tflops
     flops = model.step_flops(batch)
     if again and recompute == "full":  # layers only: logits are not computed again
         logits = 2 * model.vocab * model.hidden * model.seq_len * batch
         flops += flops / 3 - logits
-    return flops / (unit * 1e12 * gpus)
+    return flops / (unit * 1e12 * shares)
 
 
 def contradiction(row: SeriesRow, model: ModelSpec, batch: int, gpus: int) -> str | None:
     """A sentence where a row's step time and a rate beside it make another batch than it prints."""
     found = [one for one in metrics_of(row) if one.value is not None]
-    steps = [one for one in found if one.kind == "step"]
+    steps = [one for one in found if one.kind in ("step", "steps")]
     rates = [one for one in found if one.kind in RATES]
     if row.whole("global_batch") is None or row.whole("seq_len") is None:
         return None

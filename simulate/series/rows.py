@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from simulate.series.metric_names import metric_kind
 from spec.errors import UserError
 from spec.files import read_text
 
 NEEDED = ("row_id", "metric", "value")
+METRICS = (("metric", "value"), ("metric2", "value2"), ("metric3", "value3"))
 USES = ("anchor", "test")
 NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated"}
 # Beyond these a misprint is likelier than a model or a cluster.
@@ -51,23 +53,28 @@ SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
 # What may stand behind a number without changing it; a cell with any other word is not understood.
 _UNIT = re.compile(
     r"%|per|m?s|m?secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
-    r"|samples?|tok|tokens?|params?|parameters?|steps?|iter|iterations?|stages?|chunks?|way"
+    r"|samples?|tok|tokens?|params?|parameters?|steps?|it|iter|iterations?|stages?|chunks?|way"
     r"|tflops?|[mg]i?b"
 )
 _NUMBER = re.compile(
-    r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+    r"(?P<digits>\d{1,3}(?:(?:,\d{3})+|(?:[ \u00a0\u2009\u202f]\d{3})+)(?:\.\d+)?"
+    r"|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
     r"\s*(?P<suffix>(?:[kmbt]|million|billion|trillion)(?![a-z]))?(?P<unit>[a-z%/.\s-]*)"
 )
 _NEGATIVE = re.compile(r"-\s*[\d.,]+\D*|[-\u2013\u2014]+|[+-]?0+(\.0*)?")
 
 
 def number(cell: str, name: str = "") -> float | None:
-    """The first positive number of a cell such as `1,024`, `8.03B`, `~250k` or `5600 (5450)`.
+    """The first positive number of a cell such as `1,024`, `1 024`, `8.03B` or `~5600 (5450)`.
 
     A `k` of `seq_len` is 1,024, and `16k` GPUs or `4M` tokens of a batch are the power of two that
     is rounded so; the column's own name may stand before its number. None for anything else.
     """
-    text = re.sub(r"\(.*?\)|\[.*?\]|(\u00b1|\+/?-).*|[*<>~=\u2248\u2264\u2265:]", " ", cell.lower())
+    text = re.sub(
+        r"\(.*?\)|\[.*?\]|(\u00b1|\+/?-).*|[*\u2020\u2021<>~=\u2248\u2264\u2265:]",
+        " ",
+        cell.lower(),
+    )
     own = re.escape(name.lower()) or "$"
     text = re.sub(
         rf"^\s*((about|around|approx(\.|imately)?|ca\.)\s|{own}[\s-]*(?=\d)|\+(?=\d))", "", text
@@ -79,7 +86,7 @@ def number(cell: str, name: str = "") -> float | None:
         return None  # of each GPU or node, not of all
     suffix = found["suffix"] or ""
     factor = 1024 if name == "seq_len" and suffix == "k" else SUFFIXES[suffix]
-    value = float(found["digits"].replace(",", "")) * factor
+    value = float(re.sub(r"[,\s]", "", found["digits"])) * factor
     if (name, suffix) in _POWERS and value > 0:
         power = 2.0 ** round(math.log2(value))
         value = power if abs(value / power - 1) < ROUNDED else value
@@ -143,12 +150,20 @@ class SeriesRow:
 
     @cached_property
     def unread(self) -> tuple[str, ...]:
-        """A sentence for each number that is printed but not understood; negative ones are not."""
-        return tuple(
-            not_understood(name, text)
-            for name in (*LARGEST, "kv_heads", "params", "value")
-            if (text := self.text(name)) and not _NEGATIVE.fullmatch(text)
-            if (self.number if name in ("params", "value") else self.whole)(name) is None
+        """A sentence for each number that is printed but not understood; negative ones are not.
+
+        And one for the metrics of a row that is marked test, where none of them is.
+        """
+        names = [text for metric, _ in METRICS if (text := self.text(metric))]
+        odd = names[:1] if self.use == "test" and not any(map(metric_kind, names)) else []
+        return (
+            *(not_understood("metric", text) for text in odd),
+            *(
+                not_understood(name, text)
+                for name in (*LARGEST, "kv_heads", "params", "value")
+                if (text := self.text(name)) and not _NEGATIVE.fullmatch(text)
+                if (self.number if name in ("params", "value") else self.whole)(name) is None
+            ),
         )
 
     @property
@@ -172,9 +187,10 @@ class SeriesRow:
 
         As it is marked so, or leaves the value of its metric empty in a file that marks nothing.
         """
-        value = self.text("value")
         if self.use == "test":
-            return not value or _NEGATIVE.fullmatch(value) is not None
+            return not any(
+                metric_kind(self.text(name)) and self.number(value) for name, value in METRICS
+            )
         return not self.use and not self.cells.get("value", "").strip()
 
     @cached_property

@@ -3,6 +3,7 @@
 See docs/series.md. The result is a `validation/1` object whose kinds are the sources.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import log
@@ -21,7 +22,7 @@ from simulate.series.judging import (
     judged,
     others_kernels,
 )
-from simulate.series.metrics import metric_kind
+from simulate.series.metric_names import metric_kind
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import SeriesRow, TooLittle, read_rows
 from simulate.series.step import Calibrations
@@ -249,7 +250,8 @@ def title(value: dict[str, Any]) -> str:
         f"anchor rows; {len(value['skipped'])} rows skipped (reasons in the JSON and the report)"
     ]
     lines += [
-        f"{case['id']}, which prints no speed: {interval_text(case['predicted_s'], 's', digits=4)}"
+        f"{case['id']}, which prints no speed{_odd(case)}: "
+        + interval_text(case["predicted_s"], "s", digits=4)
         + _as_printed(case["printed"])
         for case in value["cases"]
         if case["real_s"] is None
@@ -270,6 +272,13 @@ def title(value: dict[str, Any]) -> str:
         for one in value["scale_growth"]
     ]
     return "\n".join(lines)
+
+
+def _odd(case: dict[str, Any]) -> str:
+    """What a row prints instead of a speed that is understood."""
+    said = re.compile("(metric|value) .* not understood")
+    found = [one[0] for sentence in case["assumed"] if (one := said.match(sentence))]
+    return f" ({found[0]})" if found else ""
 
 
 def _as_printed(printed: dict[str, Any]) -> str:
