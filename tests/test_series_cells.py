@@ -310,6 +310,20 @@ def test_names_that_begin_like_others(name: str, hidden: int | None) -> None:
     assert (shape.hidden if shape else None) == hidden
 
 
+def test_cells_and_parameters_have_to_agree() -> None:
+    """Where no name says the shape: whatever of it they leave open, and not by the name's own."""
+    cells = {"model": "MyLM-70B", "layers": "32", "kv_heads": "", "ffn_hidden": "", "vocab": ""}
+    for params in ("7B", "6.7", "5.6B", "8.9B", "", "7"):
+        assert plan(row(**cells, params=params)).model.hidden == 4096
+    for params in ("70B", "4B", "355B"):
+        with pytest.raises(
+            TooLittle, match=f"params {params} is not the 6.66 billion of 32 layers"
+        ):
+            plan(row(**cells, params=params))
+    gated = cells | {"ffn_hidden": "16384", "kv_heads": "32", "vocab": "50257"}
+    assert plan(row(**gated, params="9B")).model.layers == 32
+
+
 def test_a_name_and_its_parameters_have_to_agree() -> None:
     """Within 20 %, with the published shape or, where cells change it, with theirs."""
     named = dict.fromkeys(("layers", "hidden", "heads", "ffn_hidden", "vocab", "kv_heads"), "")

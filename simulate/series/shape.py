@@ -13,6 +13,7 @@ from spec.model import ModelSpec
 
 SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
 TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
+MANY_WORDS = 262_144  # of a vocabulary that is not printed
 HEADS = (128, 96, 64)  # values of a head, where none are known
 LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 
@@ -67,6 +68,8 @@ def model_of(fill: Filling) -> ModelSpec:
         model = _solved(fill, ModelSpec.model_validate(fields), shape)
         if shape is not None:
             _check_parameters(row, model, shape)
+        else:
+            _check_cells(row, model)
         return model
     except ValidationError as error:
         raise TooLittle(first_problem(error)) from None
@@ -81,6 +84,31 @@ def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
         raise TooLittle(
             f"params {row.text('params')} is not the {published / 1e9:.3g} billion of model "
             f"{row.text('model')!r}: the shape is another one's"
+        )
+
+
+def _check_cells(row: SeriesRow, model: ModelSpec) -> None:
+    """Refuse layers and a hidden size that have not the printed parameters, whatever is open.
+
+    That is whether embeddings count, and the head apart; key heads and vocabulary where they are
+    not printed, and how many matrices a printed MLP width is of.
+    """
+    total = row.number("params") or 0.0
+    least: dict[str, Any] = {}
+    most: dict[str, Any] = {"tied_embeddings": False}
+    if not row.whole("kv_heads"):
+        least["kv_heads"], most["kv_heads"] = 1, model.heads
+    if not row.whole("vocab"):
+        most["vocab"] = max(model.vocab, MANY_WORDS)
+    if row.whole("ffn_hidden"):
+        least["gated"], most["gated"] = False, True
+    low = model.layers * model.resized(**least).layer_parameters()
+    high = model.resized(**most).parameters()
+    if total > LEAST_PARAMETERS and not low * (1 - TOO_FAR) <= total <= high * (1 + TOO_FAR):
+        raise TooLittle(
+            f"params {row.text('params')} is not the {model.parameters() / 1e9:.3g} billion of "
+            f"{model.layers} layers with hidden size {model.hidden}: they are another model's, or "
+            "a mixture's, whose experts are not known"
         )
 
 
