@@ -102,6 +102,34 @@ def test_use_decides_and_anchor_none_fits_nothing(
     assert len(json.loads(out)["cases"]) == 5
 
 
+def test_flops_that_count_recomputation_tell_of_it(
+    calibration: Calibration, tmp_path: Path
+) -> None:
+    """Four thirds of the model's by the time beside them, in either order; never where denied."""
+    flops = plan(row()).flops / 1e12
+    known = {"metric": "step_time_s", "value": "1.0", "metric2": "TFLOP/s/GPU", "recompute": ""}
+    known |= {"use": "test", "value2": str(flops * 1.3)}
+    turned = {"metric": "TFLOP/s/GPU", "value": str(flops * 1.3), "metric2": "tokens/s"}
+    turned |= {"value2": str(64 * 2048)}
+    rows = {
+        "counted": known,
+        "turned": known | turned,
+        "full": known | {"recompute": "full"},
+        "alike": known | {"value2": str(flops * 1.1)},
+        "denied": known | {"recompute": "none"},
+    }
+    path = write(tmp_path / "s.csv", [WHOLE | one | {"row_id": name} for name, one in rows.items()])
+    cases = {one["id"]: one for one in series_validation(path, calibration)["cases"]}
+    said = {name for name, one in cases.items() if any("counts full" in s for s in one["assumed"])}
+    assert said == {"counted", "turned", "full"}
+    full = {name for name, one in cases.items() if one["parallelism"]["recompute"] == "full"}
+    assert full == said
+    assert {cases[name]["predicted_s"]["median"] for name in said} == {
+        cases["full"]["predicted_s"]["median"]
+    }
+    assert cases["turned"]["real_s"] == pytest.approx(1.0, rel=0.04)
+
+
 def test_shapes_of_one_pair_are_told_apart(calibration: Calibration, tmp_path: Path) -> None:
     """Two shapes at two scales each are two series; a shape without anchors borrows theirs."""
     rows = [

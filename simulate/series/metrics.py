@@ -3,15 +3,21 @@
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simulate.series.hardware import gpus_of_a_node, node_of
-from simulate.series.metric_names import RATES, metric_kind, metric_unit
+from simulate.series.metric_names import FLOPS, RATES, metric_kind, metric_unit
 from simulate.series.metric_names import UTILISATION as UTILISATION
 from simulate.series.rows import METRICS, SeriesRow
 from spec.model import ModelSpec
 
 ALIKE = 1.1  # two times of one step
+# FLOPs with full recomputation over the model's: the forward pass twice
+AGAIN, NEAR_AGAIN = 4 / 3, 1.08
+
+
+Kinds = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,19 +114,45 @@ def unit_seconds(
     return flops / (unit * 1e12 * shares)
 
 
+_STEPS = ("step", "steps")
+
+
+def _beside(
+    row: SeriesRow, model: ModelSpec, batch: int, gpus: int, one: Kinds, other: Kinds
+) -> Iterator[tuple[Metric, Metric, float, float]]:
+    """A row's metrics of two kinds, each with the seconds per step that it means by itself.
+
+    Those of FLOP/s as the model's; none where batch or length are not printed.
+    """
+    if row.whole("global_batch") is None or row.whole("seq_len") is None:
+        return
+    found = [
+        (metric, metric.seconds(unit_seconds(metric, row, model, batch, gpus, "none", 0.0)))
+        for metric in metrics_of(row)
+        if metric.kind in (*one, *other)
+    ]
+    for (first, each), (second, times) in itertools.product(found, found):
+        if first.kind in one and second.kind in other and each and times:
+            yield first, second, each, times
+
+
+def counts_recomputation(row: SeriesRow, model: ModelSpec, batch: int, gpus: int) -> str | None:
+    """A sentence where a row's FLOP/s hold full recomputation, by a time or a rate beside them."""
+    if row.lora or row.recompute_counted:
+        return None
+    for known, flops, each, times in _beside(row, model, batch, gpus, (*_STEPS, *RATES), FLOPS):
+        if abs(math.log(each / times / AGAIN)) <= math.log(NEAR_AGAIN):
+            return (
+                f"{flops.name} {flops.value:.8g} is {each / times:.2f} times the model's by "
+                f"{known.name} {known.value:.8g}: it counts full recomputation"
+            )
+    return None
+
+
 def contradiction(row: SeriesRow, model: ModelSpec, batch: int, gpus: int) -> str | None:
     """A sentence where a row's step time and a rate beside it make another batch than it prints."""
-    found = [one for one in metrics_of(row) if one.value is not None]
-    steps = [one for one in found if one.kind in ("step", "steps")]
-    rates = [one for one in found if one.kind in RATES]
-    if row.whole("global_batch") is None or row.whole("seq_len") is None:
-        return None
-    for step, rate in itertools.product(steps, rates):
-        each, times = (
-            one.seconds(unit_seconds(one, row, model, batch, gpus, "none", 0.0))
-            for one in (step, rate)
-        )
-        if each and times and abs(math.log(each / times)) > math.log(ALIKE):
+    for step, rate, each, times in _beside(row, model, batch, gpus, _STEPS, RATES):
+        if abs(math.log(each / times)) > math.log(ALIKE):
             return (
                 f"{step.name} {step.value:.8g} and {rate.name} {rate.value:.8g} make "
                 f"{batch * each / times:.3g} sequences of {model.seq_len} a step, and global_batch "

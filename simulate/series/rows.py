@@ -152,11 +152,13 @@ class SeriesRow:
     def unread(self) -> tuple[str, ...]:
         """A sentence for each number that is printed but not understood; negative ones are not.
 
-        And one for the metrics of a row that is marked test, where none of them is.
+        And one for the metrics of a row that is marked test, where none of them is, and for FLOP/s
+        that count recomputation.
         """
         names = [text for metric, _ in METRICS if (text := self.text(metric))]
         odd = names[:1] if self.use == "test" and not any(map(metric_kind, names)) else []
         return (
+            *filter(None, [self.text("counted")]),
             *(not_understood("metric", text) for text in odd),
             *(
                 not_understood(name, text)
@@ -271,9 +273,11 @@ class SeriesRow:
     def recompute_counted(self) -> bool:
         """Whether the source says that its FLOPs hold the recomputation, whatever the metric.
 
-        In the row's notes; or in the paper: the tables of arXiv 2104.04473 count by its eq. 3.
+        In the row's notes; or in the paper: the tables of arXiv 2104.04473 count by its eq. 3; or
+        by the time beside them (`simulate.series.metrics.counts_recomputation`).
         """
-        return re.search(r"includes recompute|2104\.04473", self.words) is not None
+        said = re.search(r"includes recompute|2104\.04473", self.words)
+        return bool(said or self.text("counted"))
 
     @property
     def one_stage(self) -> bool:

@@ -23,6 +23,7 @@ from simulate.series.judging import (
     others_kernels,
 )
 from simulate.series.metric_names import metric_kind
+from simulate.series.metrics import counts_recomputation
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import SeriesRow, TooLittle, read_rows
 from simulate.series.step import Calibrations
@@ -53,7 +54,8 @@ def series_validation(
     bar: Callable[[Sequence[Any]], Iterable[Any]] = lambda every: every,
 ) -> dict[str, Any]:
     """Read a CSV, fit and project; UserError where nothing in it can be projected."""
-    rows = [SeriesRow({**row.cells, "series_batch": ""}) for row in read_rows(path)]
+    blank = {"series_batch": "", "counted": ""}
+    rows = [SeriesRow({**row.cells, **blank}) for row in read_rows(path)]
     found: dict[str, Plan | str] = {row.row_id: _planned(row) for row in rows}
     known = [one for one in found.values() if isinstance(one, Plan)]
     found |= {row.row_id: _planned(row) for row in _with_series_batch(known, rows)}
@@ -95,9 +97,13 @@ def series_validation(
 
 
 def _planned(row: SeriesRow) -> Plan | str:
-    """A row's plan, or the reason why it has none."""
+    """A row's plan, or the reason why it has none; with the recomputation that FLOP/s count."""
     try:
-        return plan(row)
+        one = plan(row)
+        said = counts_recomputation(row, one.model, one.batch.printed, one.parallelism.gpus)
+        if said is None or not ("recompute" in one.open or one.parallelism.recompute == "full"):
+            return one
+        return plan(SeriesRow({**row.cells, "counted": said, "recompute": "full"}))
     except TooLittle as problem:
         return str(problem)
 
