@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simulate.series.hardware import gpus_of_a_node, node_of
-from simulate.series.metric_names import FLOPS, RATES, metric_kind, metric_unit
-from simulate.series.metric_names import UTILISATION as UTILISATION
+from simulate.series.metric_names import FLOPS, RATES, UTILISATION, metric_kind, metric_unit
 from simulate.series.rows import METRICS, SeriesRow
 from spec.model import ModelSpec
 

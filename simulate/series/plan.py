@@ -18,7 +18,8 @@ from simulate.memory.peak import memory
 from simulate.series import choices as ways
 from simulate.series.choices import DEFAULTS, Choices, Filling
 from simulate.series.hardware import RACK, fabric_of, node_of
-from simulate.series.metrics import UTILISATION, contradiction, metric_of, unit_seconds
+from simulate.series.metric_names import UTILISATION
+from simulate.series.metrics import contradiction, metric_of, unit_seconds
 from simulate.series.rows import SeriesRow, TooLittle, refused
 from simulate.series.shape import layer_slots, model_of
 from spec.errors import UserError
