@@ -302,6 +302,9 @@ def test_mixtures_that_a_name_does_not_spell_out(name: str) -> None:
         ("grok-10", None),
         ("Grok 1.5", None),
         ("Grok 1 314b", 6144),
+        ("Yi 34B", 7168),  # shapes that come with the project
+        ("Falcon-180B (FSDP)", 14848),
+        ("the tiny one", None),
     ],
 )
 def test_names_that_begin_like_others(name: str, hidden: int | None) -> None:
@@ -320,6 +323,8 @@ def test_cells_and_parameters_have_to_agree() -> None:
             TooLittle, match=f"params {params} is not the 6.66 billion of 32 layers"
         ):
             plan(row(**cells, params=params))
+    wide = plan(row(**cells, params="12B", value="9")).model  # 32 * (4 + 2 * 9) * 4096**2
+    assert wide.ffn_hidden == pytest.approx(9 * 4096, rel=0.03)
     gated = cells | {"ffn_hidden": "16384", "kv_heads": "32", "vocab": "50257"}
     assert plan(row(**gated, params="9B")).model.layers == 32
 

@@ -58,6 +58,7 @@ def test_what_a_gpus_cell_says_beside_its_name(
         *(("two 200Gb/s HCAs per node", 200, 2), ("Four NDR HCAs of 400G per node", 400, 4)),
         *(("eight GPUs per node, 400Gb/s", 400, None), ("1.6 Tb/s RoCE per node", 200, None)),
         *(("3.2Tb/s per node (8x400)", 400, 8), ("HDR100", 100, None), ("NDR200", 200, None)),
+        *(("InfiniBand HDR", 200, None), ("ConnectX-7 NDR", 400, None)),
         *(("4x HDR100 per node", 100, 4), ("10GbE", 10, None), ("10 Gb/s Ethernet", 10, None)),
     ],
 )

@@ -114,9 +114,10 @@ def test_numbers(cell: str, value: float | None) -> None:
         *(("gpus", "16K", 16384), ("gpus", "10k", 1e4), ("global_batch", "0.5M", 2**19)),
         *(("global_batch", "4 million", 2**22), ("global_batch", "3.2M", 32e5)),
         *(("global_batch", "4000000", 4e6), ("params", "4M", 4e6)),
+        *(("global_batch", "1e305M", None), ("gpus", "1e309k", None)),
     ],
 )
-def test_rounded_powers_of_two(name: str, cell: str, value: float) -> None:
+def test_rounded_powers_of_two(name: str, cell: str, value: float | None) -> None:
     """Thousands of GPUs and millions of tokens are; GPT-3's 3.2 million are none."""
     assert number(cell, name) == value
 
@@ -165,6 +166,9 @@ def test_the_printed_global_batch_is_trusted() -> None:
     # nor is it where the sequence does not divide by it: 3 times 16 of 48 replicas
     thirds = plan(row(tp="1", pp="1", cp="", gpus="48", global_batch="16")).parallelism
     assert (thirds.dp, thirds.cp, thirds.global_batch) == (48, 1, 48)
+    # nor where every replica has a sequence and more
+    shares = plan(row(tp="1", pp="1", cp="", gpus="64", global_batch="100")).parallelism
+    assert (shares.dp, shares.cp, shares.global_batch) == (64, 1, 128)
 
 
 def test_printed_chunks_stay_where_the_schedule_here_has_other_multiples() -> None:

@@ -222,12 +222,18 @@ def test_recomputation_of_vtrains_rows_is_that_of_its_configurations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "early"),
-    [("Smith et al. 2022 arXiv:2201.11990", True), ("Dubey et al. 2024, arXiv 2407.21783", False)],
+    ("source", "gpu", "early"),
+    [
+        ("Smith et al. 2022 arXiv:2201.11990", "A100 80GB", True),
+        ("Dubey et al. 2024, arXiv 2407.21783", "A100 80GB", False),
+        ("our own GPT-3 (arXiv:2005.14165)", "H100", False),
+    ],
 )
-def test_papers_before_may_2022_have_the_software_of_their_time(source: str, early: bool) -> None:
+def test_papers_of_may_2022_and_before_have_the_software_of_their_time(
+    source: str, gpu: str, early: bool
+) -> None:
     """Attention is not fused, all communication is waited for, all activations are recomputed."""
-    one = plan(row(source=source, recompute="", flags=""))
+    one = plan(row(source=source, gpu_type=gpu, recompute="", flags=""))
     assert (one.row.early, waits_for_all(one.row)) == (early, early)
     assert one.parallelism.recompute == ("full" if early else "none")
 

@@ -81,12 +81,13 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     """
     row = fill.row
     batch, text = row.whole("global_batch"), row.text("global_batch")
-    if batch is None or (batch * seq_len <= MOST_TOKENS and "tok" not in text.lower()):
+    tokens = re.search(r"tok|\d\s*(m\b|million)", text.lower()) is not None
+    if batch is None or (batch * seq_len <= MOST_TOKENS and not tokens):
         return
     sequences = max(round(batch / seq_len), 1)
     split = [row.whole(name) for name in ("tp", "pp", "cp")]
     replicas = (row.whole("gpus") or 1) / prod(size or 1 for size in split)
-    if "tok" not in text.lower() and any(split) and sequences < replicas:
+    if not tokens and any(split) and sequences < replicas:
         return
     fill.row = SeriesRow({**row.cells, "global_batch": str(sequences)})
     fill.assumed.append(f"global batch {text} is in tokens: {sequences} sequences of {seq_len}")
@@ -120,7 +121,7 @@ def zero(fill: Filling) -> int:
     if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
         return 2
     if sharded(fill.row):
-        pytorch = says(_FSDP, text) and "megatron" not in fill.row.words
+        pytorch = says(_FSDP, text) and not re.search(r"megatron|maxtext|jax", fill.row.words)
         if pytorch and (fill.row.whole("pp") or 1) > 1:
             fill.assumed.append(
                 "FSDP beside a pipeline keeps parameters gathered through a step and reduces "

@@ -138,6 +138,8 @@ _RATE = (
 )
 _BARE = re.compile(rf"(?i:ethernet)?\s*{_RATE}\s*(?i:ethernet)?")
 _NAMED = re.compile(r"(?<![A-WYZa-wyz])[EHNX]DR-?([1248]00)(?!\s?[Gg]|\d)")  # `HDR100`, `NDR200`
+_GENERATION = re.compile(r"(?<![A-Za-z])(QDR|FDR|EDR|HDR|NDR|XDR)(?![A-Za-z]|\s?-?\d)")
+_OF_GENERATION = {"QDR": 40, "FDR": 56, "EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 _A_NODE = r"(?:per |/ ?)(?:(\d+)[- ]?(?:gpu|GPU)[- ])?node"
 _TOTAL = re.compile(rf"{_RATE}(?:(?!\bper\b)[^\d,;(])*{_A_NODE}")  # of all ports together
 _GPU = r"\s?(?:nvidia |amd )?(?:[abhlv]|gb|mi)\d{2,3}"  # `8x H100` are no ports
@@ -242,6 +244,7 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
         if (spelt or not found) and 0 < rate <= max(_RATES):
             return {"nic_gbits_per_s": rate, **ports}
     rates = {_gbits(one) for one in re.finditer(_RATE, words)} & set(_RATES)
+    rates = rates or {float(_OF_GENERATION[one]) for one in _GENERATION.findall(words)}
     return {"nic_gbits_per_s": rates.pop(), **ports} if len(rates) == 1 else {}
 
 

@@ -6,7 +6,7 @@ Each with where its shape is published. A row's own cells always win over these.
 import re
 from dataclasses import dataclass
 
-from spec.model import ModelSpec
+from spec.model import ModelSpec, load_model, model_names
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,30 @@ def named_shape(name: str) -> Shape | None:
     if "+" in name:
         return None
     plain = _plain(name)
-    return next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
+    known = next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
+    return known or _own(plain)
+
+
+def _own(plain: str) -> Shape | None:
+    """The shape of a model that comes with the project, where its whole name stands in this one."""
+    names = sorted(filter(re.compile(r"\d").search, model_names()), key=len, reverse=True)
+    found = (one for one in names if re.search(rf"(?<![\w.]){re.escape(one)}(?![\w.])", plain))
+    if (name := next(found, None)) is None:
+        return None
+    m = load_model(name)
+    return Shape(
+        m.layers,
+        m.hidden,
+        m.ffn_hidden,
+        m.heads,
+        m.kv_heads,
+        m.vocab,
+        m.gated,
+        f"spec/models/{name}.yaml",
+        m.experts,
+        m.top_k,
+        m.head_dim,
+    )
 
 
 def _plain(name: str) -> str:

@@ -87,7 +87,7 @@ def number(cell: str, name: str = "") -> float | None:
     suffix = found["suffix"] or ""
     factor = 1024 if name == "seq_len" and suffix == "k" else SUFFIXES[suffix]
     value = float(re.sub(r"[,\s]", "", found["digits"])) * factor
-    if (name, suffix) in _POWERS and value > 0:
+    if (name, suffix) in _POWERS and 0 < value < 2**60:
         power = 2.0 ** round(math.log2(value))
         value = power if abs(value / power - 1) < ROUNDED else value
     return value if math.isfinite(value) and value > 0 else None
@@ -241,10 +241,13 @@ class SeriesRow:
     def early(self) -> bool:
         """Software of 2021 and 2022: attention not fused, and little overlap by default.
 
-        By its name, or as the source is an arXiv paper of May 2022 or older.
+        By its name, or as the source is an arXiv paper of May 2022 or before, on GPUs of its time.
         """
+        if _EARLY.search(self.words):
+            return True
         paper = re.search(r"arxiv\D{0,9}(\d{4})\.\d{4,5}", self.text("source").lower())
-        return _EARLY.search(self.words) is not None or (paper is not None and paper[1] <= "2205")
+        of_then = re.search(r"[av][18]00|ampere|volta", self.text("gpu_type").lower())
+        return paper is not None and paper[1] <= "2205" and of_then is not None
 
     @property
     def mlperf(self) -> float:

@@ -14,6 +14,7 @@ from spec.model import ModelSpec
 SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
 TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
 MANY_WORDS = 262_144  # of a vocabulary that is not printed
+WIDEST = 16  # MLP over the hidden size, without gates: Gemma's and LaMDA's have 12 and 14
 HEADS = (128, 96, 64)  # values of a head, where none are known
 LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 
@@ -136,11 +137,13 @@ def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
     if row.whole("ffn_hidden") or shape is not None:
         return model
     ffn = usual_ffn(model)
-    if model.gated and total and total > 1e8:
-        least = model.resized(ffn_hidden=1)
+    if total and total > 1e8:
+        usual, least = (model.resized(ffn_hidden=width) for width in (ffn, 1))
+        far = abs(total / usual.parameters() - 1) > TOO_FAR
         each = (model.resized(ffn_hidden=2).layer_parameters() - least.layer_parameters()) or 1
         solved = ((total - outside) / model.layers - least.layer_parameters()) / each
-        if 1 < solved / model.hidden < 8:
+        narrowest = 1 if model.gated else 4
+        if narrowest < solved / model.hidden < (WIDEST if far else 8 * model.gated):
             ffn = max(round(solved / 256), 1) * 256
     fill.assumed.append(f"MLP width {ffn} assumed")
     return model.resized(ffn_hidden=ffn)
