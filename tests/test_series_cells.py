@@ -126,6 +126,7 @@ def test_a_batch_in_tokens_is_divided_by_the_length() -> None:
         *(("aggregate TFLOP/s", "model_total"), ("total PFLOPS", "model_total")),
         ("tokens/day", "tokens_total"),
         *((odd, None) for odd in ("tokens/day/GPU", "PFLOP/s", "TFLOPS", "peak tokens/s/GPU")),
+        *((odd, None) for odd in ("total training TFLOPs", "Total compute (PFLOP/s-days)")),
         *((odd, None) for odd in ("steps/s/GPU", "aggregate TFLOP/s/GPU", "days for 300B tokens")),
         *((odd, None) for odd in ("step_time_min", "iteration time [min]")),
     ],

@@ -131,6 +131,7 @@ def test_attention_of_earlier_flash_attention_is_slower(
     assert by.of(theirs) != by.of(ours)
     sources = ("mosaicml/llm-foundry", "pytorch/torchtitan", "NVIDIA/Megatron-LM")
     assert [flash_attention(row(source=source)) for source in sources] == [1, 2, 0]
+    assert flash_attention(row(source="pytorch/torchtitan", gpu_type="MI300X")) == 0
 
 
 def test_a_second_anchor_with_more_network_fits_the_network(

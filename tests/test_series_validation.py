@@ -116,6 +116,7 @@ def test_flops_that_count_recomputation_tell_of_it(
         "turned": known | turned,
         "full": known | {"recompute": "full"},
         "alike": known | {"value2": str(flops * 1.1)},
+        "between": known | {"value2": str(flops * 1.2)},
         "denied": known | {"recompute": "none"},
     }
     path = write(tmp_path / "s.csv", [WHOLE | one | {"row_id": name} for name, one in rows.items()])

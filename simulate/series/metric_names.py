@@ -48,7 +48,9 @@ def metric_kind(name: str) -> str | None:
         return None
     if re.search("[tp]flop", plain):
         kind = "hardware" if "hardware" in plain or "recompute" in plain else "model"
-        return kind if each else f"{kind}_total" if of_all else None
+        per_s = re.search(r"FLOPS\b", name) or re.search(r"flops?(/| per )s", plain)
+        rate = of_all and per_s and "day" not in plain
+        return kind if each else f"{kind}_total" if rate else None
     return next((kind for pattern, kind in _METRICS if re.match(pattern, plain)), None)
 
 
