@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import waiting
 from benchmarks.alike import mean_cosine
 from benchmarks.beyond import Outside, ends, inside
 from benchmarks.learning import numbered, phases
@@ -13,8 +14,11 @@ from benchmarks.simulate import last_of, replaced, table
 from benchmarks.true_clock import mean_mhz
 from calibrate.kernels.shapes import Group, Shape
 from calibrate.physics import system_of
+from measure.training.plan import TrainingCase
 from spec.errors import UserError
+from spec.files import read_table
 from spec.kernel import Kernel
+from tests.commands import RESULTS
 
 NOW = {"python_ms": 60.0, "numpy_ms": 50.0}
 
@@ -108,3 +112,32 @@ def test_shapes_beyond_the_others_are_judged_with_and_without_growth() -> None:
     assert {round(one.factor) for one in out} == {2**n for n in range(1, 6)}
     assert all(one.sd > one.sd_without for one in out)
     assert max(abs(one.error) for one in out) < 0.1
+
+
+def test_every_kind_is_timed_beside_its_nil_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length once a turn, none of a kind twice in a row; steps of two GPUs."""
+    seen: list[tuple[str, int]] = []
+
+    def fake(case: TrainingCase, batches: tuple[int, ...], rounds: int, **_: Any) -> Any:
+        assert (case.gpus, batches, rounds) == (2, (case.parallelism.global_batch,), 1)
+        seen.append((case.case_id, case.model.seq_len))
+        passes = {"layers_forward_s": 0.1, "layers_backward_s": 0.2}
+        return [([0.5, 0.4, 0.6], [passes, passes])]
+
+    monkeypatch.setattr("measure.training.steps.step_times", fake)
+    rows = list(waiting.measured())
+    assert all(row.step_time_s == 0.5 and row.layers_s == pytest.approx(0.3) for row in rows)
+    each = [(kind.name, length) for kind in waiting.KINDS for length in (0, *kind.lengths)]
+    assert sorted((row.kind, row.seq_len) for row in rows) == sorted(each * waiting.TURNS)
+    assert len(set(seen[:4])) == 4
+
+
+def test_steps_that_wait_for_their_device_are_told_at_any_length() -> None:
+    """As measured on two H200: nine lengths at which it takes 1.4 times as long as the host."""
+    rows = read_table(Path(waiting.__file__).with_suffix(".csv"), waiting.Timed)
+    lines = list(waiting.compared(rows, RESULTS / "2x-h200" / "calibration.json"))
+    assert len(lines) == sum(len(kind.lengths) for kind in waiting.KINDS)
+    bound = [line for line in lines if float(line.split(";")[1].split()[0]) > 1.4]
+    off = [float(line.rsplit(" ", 2)[1].rstrip("%")) for line in bound]
+    assert len(off) == 9
+    assert max(map(abs, off)) < 1.0

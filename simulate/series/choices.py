@@ -208,7 +208,7 @@ def recompute(fill: Filling) -> Any:
 
 def fp8(fill: Filling) -> bool:
     """Printed, or a choice on GPUs that have it."""
-    has, printed = has_fp8(fill.row), fill.row.text("precision")
+    has, printed = fill.row.has_fp8, fill.row.text("precision")
     if printed and not fill.row.precision:
         fill.assumed.append(not_understood("precision", printed))
     if fill.row.fp4 and has and not has_fp4(fill.row):
@@ -219,11 +219,6 @@ def fp8(fill: Filling) -> bool:
     if fill.row.precision or fill.row.fp8 or not has:
         return fill.row.fp8
     return bool(fill.choose("precision") == "fp8")
-
-
-def has_fp8(row: SeriesRow) -> bool:
-    """Whether the GPU multiplies in 8 bits."""
-    return not re.search(r"a[18]00|ampere|v100|mi2\d\d", row.text("gpu_type").lower())
 
 
 def has_fp4(row: SeriesRow) -> bool:
@@ -241,7 +236,7 @@ def rate_limit(row: SeriesRow) -> float:
     """
     words = f"{row.precision} {row.text('flags')}".lower()
     most = 1.0
-    if has_fp8(row) and (row.fp8 or not row.precision):
+    if row.has_fp8 and (row.fp8 or not row.precision):
         most = 4.0 if has_fp4(row) and re.search(r"fp4|^ *$", words) else 2.0
     return most * (1.5 if row.lora else 1.0)
 

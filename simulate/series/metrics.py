@@ -84,8 +84,7 @@ def unit_seconds(
     recompute: str,
     peak_tflops: float,
 ) -> float:
-    """Seconds per step that a metric's value of 1 means; `peak_tflops` is what utilisation
-    is of.
+    """Seconds per step that a metric's value of 1 means; utilisation is of `peak_tflops`.
 
     Hardware FLOPs count the forward pass again under full recomputation: 8 instead of 6 per
     weight and token (arXiv 2104.04473, eq. 3). See `SeriesRow.recompute_counted`.

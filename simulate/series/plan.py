@@ -125,7 +125,7 @@ def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
     if (wrong := contradiction(fill.row, model, sizes.printed, gpus)) is not None:
         raise TooLittle(wrong)
     fp8 = ways.fp8(fill)
-    eight = metric.of_fp8(fp8) and ways.has_fp8(row)
+    eight = metric.of_fp8(fp8) and row.has_fp8
     peak = node.peak_bf16_tflops * (2 if eight else 1)
     unit_s = unit_seconds(metric, row, model, sizes.printed, gpus, p.recompute, peak)
     real_s = metric.seconds(unit_s)

@@ -47,9 +47,10 @@ _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
 )
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-ROUNDED = 0.05  # a power of two that is printed as thousands or millions is off by at most so much
-_POWERS = {("gpus", "k"), ("global_batch", "m"), ("global_batch", "million")}
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
+# Where a number with a suffix is a power of two that is rounded so, off by at most so much.
+_POWERS = {("gpus", "k"), ("global_batch", "m"), ("global_batch", "million")}
+_ROUNDED = 0.05
 # What may stand behind a number without changing it; a cell with any other word is not understood.
 _UNIT = re.compile(
     r"%|per|m?s|m?secs?|(milli)?seconds?|gpus?|devices?|ranks?|layers?|heads?|seqs?|sequences?"
@@ -89,7 +90,7 @@ def number(cell: str, name: str = "") -> float | None:
     value = float(re.sub(r"[,\s]", "", found["digits"])) * factor
     if (name, suffix) in _POWERS and 0 < value < 2**60:
         power = 2.0 ** round(math.log2(value))
-        value = power if abs(value / power - 1) < ROUNDED else value
+        value = power if abs(value / power - 1) < _ROUNDED else value
     return value if math.isfinite(value) and value > 0 else None
 
 
@@ -246,8 +247,7 @@ class SeriesRow:
         if _EARLY.search(self.words):
             return True
         paper = re.search(r"arxiv\D{0,9}(\d{4})\.\d{4,5}", self.text("source").lower())
-        of_then = re.search(r"[av][18]00|ampere|volta", self.text("gpu_type").lower())
-        return paper is not None and paper[1] <= "2205" and of_then is not None
+        return paper is not None and paper[1] <= "2205" and not self.has_fp8
 
     @property
     def mlperf(self) -> float:
@@ -266,6 +266,11 @@ class SeriesRow:
         if re.search(named, self.words):
             return says(named, self.words)
         return self.mlperf >= 5.0 and not self.amd
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether its GPU multiplies in 8 bits: those since 2022."""
+        return not re.search(r"a[18]00|ampere|v100|volta|mi2\d\d", self.text("gpu_type").lower())
 
     @property
     def amd(self) -> bool:

@@ -143,7 +143,8 @@ def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
         each = (model.resized(ffn_hidden=2).layer_parameters() - least.layer_parameters()) or 1
         solved = ((total - outside) / model.layers - least.layer_parameters()) / each
         narrowest = 1 if model.gated else 4
-        if narrowest < solved / model.hidden < (WIDEST if far else 8 * model.gated):
+        widest = WIDEST if far else 8 if model.gated else 0  # without gates the usual one, if near
+        if narrowest < solved / model.hidden < widest:
             ffn = max(round(solved / 256), 1) * 256
     fill.assumed.append(f"MLP width {ffn} assumed")
     return model.resized(ffn_hidden=ffn)

@@ -60,16 +60,14 @@ class Messages(NamedTuple):
 
 
 def with_messages(passes: Passes, kinds: int) -> Messages:
-    """The graph of passes and messages; `kinds` of passes there are."""
+    """The graph of interleaved passes and messages; `kinds` of passes there are."""
     order, total = passes.order, passes.sender.size
     stages, count = order.shape
     none = 2 * total
     earlier = [np.full_like(order, none) for _ in range(4)]
     for back, one in enumerate(earlier):
         one[:, back:] = order[:, : count - back]
-    place = np.full(none + 1, -1)
-    place[order] = np.arange(count)
-
+    place = _places(passes)
     receiver = np.flatnonzero(passes.over >= 0)
     sender, over = passes.sender[receiver], passes.over[receiver]
     message = total + sender
@@ -79,59 +77,52 @@ def with_messages(passes: Passes, kinds: int) -> Messages:
     asked[order] = np.where(passes.exchanging, earlier[1], earlier[2])
     asked = asked[receiver]
 
-    inputs = np.full((3, none), none)
-    inputs[0, order] = earlier[1]
-    inputs[1, :total] = np.where(passes.sender < total, passes.sender, none)
-    inputs[1, receiver] = message
-    last = np.where(passes.waiting, earlier[1], earlier[3])
-    inputs[2, order] = np.where(sends[last], total + last, none)
-    times = np.tile(np.resize(passes.kinds, none), (3, 1))
-    times[1, receiver] += kinds
-
     stream, issued = sender // count, 2 * place[sender]
     if stages > 2:  # as the stage before the boundary issues: sends, then asks for what comes back
         stream, issued = over, np.where(over == stream, issued, 2 * place[asked] + 1)
-    lanes, before = _lanes(order, message, stream, issued, none)
+    found = _in_streams(passes, kinds, stream, issued)
 
+    # besides, passes wait for what was sent before, and messages until they are asked for
+    waits = np.full(none, none)
+    last = np.where(passes.waiting, earlier[1], earlier[3])
+    waits[order] = np.where(sends[last], total + last, none)
     # the first backward pass's input is asked for when the last forward pass's output is sent
     after = (receiver % count == count // 2) & sends[asked]
-    inputs[:, message] = sender, before[message], np.where(after, total + asked, asked)
-    sent, taken, late = (2 * kinds + part * stages + over for part in range(3))
-    times[:, message] = sent, np.where(before[message] < none, taken, sent), late
-    return Messages(lanes, inputs, times)
+    waits[message] = np.where(after, total + asked, asked)
+    late = np.resize(passes.kinds, none)
+    late[message] = 2 * kinds + 2 * stages + over
+    return found._replace(
+        inputs=np.vstack([found.inputs, waits]), times=np.vstack([found.times, late])
+    )
 
 
 def in_line(passes: Passes, kinds: int) -> Messages:
     """As `with_messages`, where no stage waits for what it sends, nor messages for who asks."""
-    order, total = passes.order, passes.sender.size
-    stages, count = order.shape
-    none = 2 * total
-    place = np.full(none + 1, -1)
-    place[order] = np.arange(count)
     receiver = np.flatnonzero(passes.over >= 0)
     sender, over = passes.sender[receiver], passes.over[receiver]
-    message = total + sender
-    # of a boundary, by the stage that sends: one stream in each direction
-    lanes, before = _lanes(order, message, 2 * over + (sender // count > over), place[sender], none)
-
-    inputs = np.full((2, none), none)
-    inputs[0, order[:, 1:]] = order[:, :-1]
-    inputs[1, :total] = np.where(passes.sender < total, passes.sender, none)
-    inputs[1, receiver] = message
-    inputs[:, message] = sender, before[message]
-    times = np.tile(np.resize(passes.kinds, none), (2, 1))
-    times[1, receiver] += kinds
-    sent, taken = (2 * kinds + part * stages + over for part in range(2))
-    times[:, message] = sent, np.where(before[message] < none, taken, sent)
-    return Messages(lanes, inputs, times)
+    backward = sender // passes.order.shape[1] > over  # by the stage that sends
+    return _in_streams(passes, kinds, 2 * over + backward, _places(passes)[sender])
 
 
-def _lanes(order: Rows, message: Rows, stream: Rows, issued: Rows, none: int) -> tuple[Rows, Rows]:
-    """Stages' passes and streams' messages, one lane each; and by number, the one before it.
+def _places(passes: Passes) -> Rows:
+    """By pass, its place in its stage's order; -1 behind all of them."""
+    place = np.full(2 * passes.sender.size + 1, -1)
+    place[passes.order] = np.arange(passes.order.shape[1])
+    return place
+
+
+def _in_streams(passes: Passes, kinds: int, stream: Rows, issued: Rows) -> Messages:
+    """Each pass behind the one before it and its input, each message behind its stream's last one.
 
     `stream` and `issued` are of each message: its stream, and its place in that.
     """
+    order, total = passes.order, passes.sender.size
     stages, count = order.shape
+    none = 2 * total
+    receiver = np.flatnonzero(passes.over >= 0)
+    sender, over = passes.sender[receiver], passes.over[receiver]
+    message = total + sender
+
     by_stream = np.lexsort((issued, stream))
     lengths = np.bincount(stream, minlength=stages)
     lanes = np.full((stages + len(lengths), max(count, lengths.max())), none + 1)
@@ -140,5 +131,15 @@ def _lanes(order: Rows, message: Rows, stream: Rows, issued: Rows, none: int) ->
     for lane, length, begin in zip(lanes[stages:], lengths, begins, strict=False):
         lane[:length] = message[by_stream[begin : begin + length]]
     before = np.full(none + 2, none)
-    before[lanes[stages:, 1:]] = lanes[stages:, :-1]
-    return lanes, before
+    before[lanes[:, 1:]] = lanes[:, :-1]
+
+    inputs = np.full((2, none), none)
+    inputs[0, order] = before[order]
+    inputs[1, :total] = np.where(passes.sender < total, passes.sender, none)
+    inputs[1, receiver] = message
+    inputs[:, message] = sender, before[message]
+    times = np.tile(np.resize(passes.kinds, none), (2, 1))
+    times[1, receiver] += kinds
+    sent, taken = (2 * kinds + part * stages + over for part in range(2))
+    times[:, message] = sent, np.where(before[message] < none, taken, sent)
+    return Messages(lanes, inputs, times)
