@@ -1,12 +1,12 @@
 """Where a step goes over from waiting for its host to waiting for its device.
 
-    python -m benchmarks.waiting [FILE] [--measure FILE] [--calibration FILE]
+    python -m benchmarks.waiting [FILE] [--measure FILE] [--gpus N] [--calibration FILE]
 
-Steps of four kinds over two GPUs, each with sequences of several lengths and, in turns with these,
-as nil steps (`spec.nil`) of as many layers and microbatches: `--measure` times two turns, nine
-minutes, and writes a row of each step to a file. Then, by default from `waiting.csv` beside this
-file: how long each lasts beside its nil steps, and beside what a calibration has the device take.
-docs/visits.md has what came out.
+Steps of several kinds, each with sequences of several lengths and, in turns with these, as nil
+steps (`spec.nil`) of as many layers, experts and microbatches: `--measure` times two turns of those
+of one GPU (mixtures of experts) or of two (nine minutes), and writes a row of each step to a file.
+Then, by default from `waiting.csv` beside this file: how long each lasts beside its nil steps, and
+beside what a calibration has the device take. docs/visits.md has what came out.
 """
 
 import sys
@@ -29,18 +29,22 @@ from spec.parallelism import Parallelism
 from spec.training_records import TrainingConfig
 from topologies import load_fabric
 
-LAYERS, MICROBATCHES, VOCAB, STEPS, TURNS = 8, 8, 32000, 12, 2
+VOCAB, STEPS, TURNS = 32000, 12, 2
 NIL = 0  # in the place of a length
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A model over two GPUs, as replicas or each layer over both; lengths in the order they run."""
+    """A model over some GPUs, as replicas or each layer over all; lengths in the order they run."""
 
     model: str
     lora_rank: int
     tp: int
     lengths: tuple[int, ...]
+    gpus: int = 2
+    layers: int = 8
+    microbatch: int = 1
+    microbatches: int = 8
 
     @property
     def name(self) -> str:
@@ -51,17 +55,23 @@ class Kind:
     @property
     def split(self) -> Parallelism:
         """How it is split."""
-        dp = 2 // self.tp
+        dp = self.gpus // self.tp
         return Parallelism(
-            tp=self.tp, dp=dp, sequence_parallel=self.tp > 1, global_batch=dp * MICROBATCHES
+            tp=self.tp,
+            dp=dp,
+            sequence_parallel=self.tp > 1,
+            microbatch=self.microbatch,
+            global_batch=dp * self.microbatch * self.microbatches,
         )
 
     def of(self, seq_len: int) -> ModelSpec:
         """The model with sequences of so many tokens, or the nil one."""
+        whole = load_model(self.model)
         if seq_len == NIL:
-            return nil_model(ON_GPU, lora_rank=self.lora_rank).resized(layers=LAYERS)
-        sizes = {"layers": LAYERS, "vocab": VOCAB, "seq_len": seq_len, "lora_rank": self.lora_rank}
-        return load_model(self.model).resized(**sizes)
+            nil = nil_model(ON_GPU, experts=whole.experts, lora_rank=self.lora_rank)
+            return nil.resized(layers=self.layers)
+        sizes = {"vocab": VOCAB, "seq_len": seq_len, "lora_rank": self.lora_rank}
+        return whole.resized(layers=self.layers, **sizes)
 
 
 KINDS = (
@@ -69,6 +79,10 @@ KINDS = (
     Kind("mistral-nemo-12b", 0, 2, (512, 4096, 2048, 8192, 3072)),
     Kind("mistral-nemo-12b", 16, 2, (512, 8192, 4096, 12288)),
     Kind("llama3-8b", 0, 1, (512, 2048, 4096)),
+    Kind("mixtral-8x7b", 0, 1, (1024, 4096), gpus=1, layers=1, microbatches=4),
+    Kind("granite-3b-a800m", 0, 1, (1024, 4096), gpus=1, layers=4, microbatch=4, microbatches=4),
+    Kind("olmoe-1b-7b", 0, 1, (1024, 4096), gpus=1, layers=2, microbatch=4, microbatches=4),
+    Kind("qwen3-30b-a3b", 0, 1, (1024, 4096), gpus=1, layers=1, microbatch=4, microbatches=4),
 )
 
 
@@ -82,14 +96,15 @@ class Timed(BaseModel):
     layers_s: float  # the layers' passes of all microbatches, forward and backward, of a rank
 
 
-def measured() -> Iterator[Timed]:
-    """One length of every kind after another, so that nil steps lie between real ones."""
+def measured(gpus: int) -> Iterator[Timed]:
+    """One length of every kind of so many GPUs after another: nil steps lie between real ones."""
     from measure.training.plan import WARM_UP, TrainingCase
     from measure.training.steps import step_times
 
+    kinds = [kind for kind in KINDS if kind.gpus == gpus]
     for turn in range(TURNS):
-        for place in range(1 + max(len(kind.lengths) for kind in KINDS)):
-            for kind in KINDS:
+        for place in range(1 + max(len(kind.lengths) for kind in kinds)):
+            for kind in kinds:
                 for seq_len in (NIL, *kind.lengths)[place : place + 1]:
                     p = kind.split
                     case = TrainingCase(kind.of(seq_len), p, STEPS, WARM_UP, 14.0, kind.name)
@@ -140,10 +155,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
     said = "(default: %(default)s)"
+    parser.add_argument("--gpus", type=int, default=2, choices=(1, 2), help=f"to measure on {said}")
     parser.add_argument("--calibration", type=Path, default=system, metavar="FILE", help=said)
     options = parser.parse_args(arguments)
     rows: list[Timed] = []
-    for row in measured() if options.measure else ():
+    for row in measured(options.gpus) if options.measure else ():
         rows.append(row)
         write_table(Path(options.measure), Timed, rows)
         print(" ".join(format_row(row).values()), flush=True)

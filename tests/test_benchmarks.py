@@ -114,20 +114,24 @@ def test_shapes_beyond_the_others_are_judged_with_and_without_growth() -> None:
     assert max(abs(one.error) for one in out) < 0.1
 
 
-def test_every_kind_is_timed_beside_its_nil_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each length once a turn, none of a kind twice in a row; steps of two GPUs."""
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_every_kind_is_timed_beside_its_nil_steps(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each length once a turn, none of a kind twice in a row; steps of as many GPUs as asked."""
     seen: list[tuple[str, int]] = []
 
     def fake(case: TrainingCase, batches: tuple[int, ...], rounds: int, **_: Any) -> Any:
-        assert (case.gpus, batches, rounds) == (2, (case.parallelism.global_batch,), 1)
+        assert (case.gpus, batches, rounds) == (gpus, (case.parallelism.global_batch,), 1)
         seen.append((case.case_id, case.model.seq_len))
         passes = {"layers_forward_s": 0.1, "layers_backward_s": 0.2}
         return [([0.5, 0.4, 0.6], [passes, passes])]
 
     monkeypatch.setattr("measure.training.steps.step_times", fake)
-    rows = list(waiting.measured())
+    rows = list(waiting.measured(gpus))
     assert all(row.step_time_s == 0.5 and row.layers_s == pytest.approx(0.3) for row in rows)
-    each = [(kind.name, length) for kind in waiting.KINDS for length in (0, *kind.lengths)]
+    kinds = [kind for kind in waiting.KINDS if kind.gpus == gpus]
+    each = [(kind.name, length) for kind in kinds for length in (0, *kind.lengths)]
     assert sorted((row.kind, row.seq_len) for row in rows) == sorted(each * waiting.TURNS)
     assert len(set(seen[:4])) == 4
 
@@ -136,7 +140,7 @@ def test_steps_that_wait_for_their_device_are_told_at_any_length() -> None:
     """As measured on two H200: nine lengths at which it takes 1.4 times as long as the host."""
     rows = read_table(Path(waiting.__file__).with_suffix(".csv"), waiting.Timed)
     lines = list(waiting.compared(rows, RESULTS / "2x-h200" / "calibration.json"))
-    assert len(lines) == sum(len(kind.lengths) for kind in waiting.KINDS)
+    assert len(lines) == len([row for row in rows if row.seq_len and not row.turn])
     bound = [line for line in lines if float(line.split(";")[1].split()[0]) > 1.4]
     off = [float(line.rsplit(" ", 2)[1].rstrip("%")) for line in bound]
     assert len(off) == 9
