@@ -85,6 +85,28 @@ def test_slow_gpus_somewhere_against_drawn_clusters(split: tuple[int, int, int, 
     assert slow.lateness(p) == pytest.approx(late, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 1, "cp": 16, "pp": 8, "dp": 4, "global_batch": 32},
+        {"tp": 2, "cp": 8, "pp": 16, "dp": 4, "global_batch": 4},
+        {"tp": 1, "ep": 8, "pp": 8, "dp": 16, "global_batch": 128},
+    ],
+)
+def test_gpus_that_meet_within_a_layer_wait_for_the_slowest_of_them(fields: Any) -> None:
+    """Rings of context parallelism and experts' exchanges like tensor-parallel groups."""
+    p = Parallelism.model_validate(fields)
+    layer = p.tp * p.cp * p.ep
+    random = np.random.default_rng(0)
+    clusters = random.standard_normal((2000, p.gpus // p.pp // layer, p.pp, layer))
+    late = drawn_steps(p, 1 + 0.01 * clusters).mean() - 1
+    assert 0.01 * float(lateness(p, NORMAL)[0]) == pytest.approx(late, rel=0.05)
+    picked = random.random(clusters.shape) < 0.02
+    picked = picked[picked.any(axis=(1, 2, 3))]  # at least one is
+    late = drawn_steps(p, 1 + 0.3 * picked).mean() - 1
+    assert SlowGpus(0.02, 1.3).lateness(p) == pytest.approx(late, rel=0.1)
+
+
 def test_slow_gpus_are_asked_for_in_words_that_make_sense() -> None:
     assert read_slow_gpus("0.01:1.2") == SlowGpus(0.01, 1.2)
     for text in ("", "0.01", "2:1.1", "0.1:0.9", "nan:2", "0.1:inf", "a:b"):

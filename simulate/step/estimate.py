@@ -359,4 +359,5 @@ class StepSimulator:
     def _step_spread(self, step_s: Array, capped_us: float) -> Array:
         """95th percentile over median of a run's steps, less 1."""
         sd = self.calibration.clock.jitter_sd * min(capped_us / (float(step_s[0]) * 1e6), 1.0)
-        return stragglers.step_spread(self.p.gpus, self.p.tp, sd, step_s, self._costs.draws)
+        layer = stragglers.layer_group(self.p)
+        return stragglers.step_spread(self.p.gpus, layer, sd, step_s, self._costs.draws)

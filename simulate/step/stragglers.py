@@ -2,11 +2,12 @@
 
 **Persistent** differences between GPUs (`ClockFit.device_spread_sd`, fitted on sustained products)
 last for a run. A pipeline of p stages and m microbatches takes (m - 1) * slowest stage + the sum of
-its stages, each at the pace of the slowest GPU of its tensor-parallel group, and replicas wait for
-the slowest of them at the gradients' reduction. With e(n) the mean and d(n) the standard
-deviation of the largest of n standard deviates, a step is later than its mean by
+its stages, each at the pace of the slowest GPU of those that meet within a layer (`layer_group`:
+tensor, context and expert parallelism), and replicas wait for the slowest of them at the
+gradients' reduction. With e(n) the mean and d(n) the standard deviation of the largest of n
+standard deviates, a step is later than its mean by
 
-    steady * e(all GPUs) + (1 - steady) * (e(tp) + d(tp) / sqrt(p) * e(replicas)),
+    steady * e(all GPUs) + (1 - steady) * (e(layer) + d(layer) / sqrt(p) * e(replicas)),
 
 steady = (m - 1) / (m + p - 1), in units of the GPUs' spread. `tests/test_stragglers.py` compares it
 with drawn clusters.
@@ -106,11 +107,17 @@ def steady_share(p: Parallelism) -> float:
     return (passes - 1) / (passes + p.pp - 1)
 
 
+def layer_group(p: Parallelism) -> int:
+    """GPUs that wait for each other within a layer: experts lie over replicas and context."""
+    return min(p.tp * lcm(p.cp, p.ep), p.gpus // p.pp)
+
+
 def lateness(p: Parallelism, shape: Array) -> Array:
     """(draws,): how much later a step is than its mean, in deviations of one GPU's speed."""
-    steady, replicas = steady_share(p), p.gpus // (p.tp * p.pp)
-    filling = largest(p.tp, shape)
-    filling = filling + spread_of_largest(p.tp) / sqrt(p.pp) * largest(replicas, shape)
+    steady, layer = steady_share(p), layer_group(p)
+    filling = largest(layer, shape)
+    replicas = p.gpus // (layer * p.pp)
+    filling = filling + spread_of_largest(layer) / sqrt(p.pp) * largest(replicas, shape)
     return np.asarray(steady * largest(p.gpus, shape) + (1 - steady) * filling)
 
 
@@ -121,8 +128,7 @@ def left_of_hunting(window_us: Array) -> Array:
 
 def jitter(p: Parallelism, fit: ClockFit, step_us: Array, shape: Array) -> Array:
     """(draws,): share by which products last longer than their median while the cap acts."""
-    # GPUs that wait for each other within a layer; experts lie over replicas and context together
-    layer = min(p.tp * lcm(p.cp, p.ep), p.gpus // p.pp)
+    layer = layer_group(p)
     replicas = p.gpus // (layer * p.pp)
     pass_us = step_us / (p.microbatches + p.pp - 1)
     stage, pipeline = spread_of_largest(layer), spread_of_largest(layer * p.pp)
@@ -132,17 +138,18 @@ def jitter(p: Parallelism, fit: ClockFit, step_us: Array, shape: Array) -> Array
     return np.asarray(fit.jitter_mean + fit.jitter_sd * waits)
 
 
-def step_spread(gpus: int, tp: int, jitter_sd: float, step_s: Array, draws: Draws) -> Array:
+def step_spread(gpus: int, layer: int, jitter_sd: float, step_s: Array, draws: Draws) -> Array:
     """(draws,): 95th percentile over median of a run's steps, less 1.
 
-    What averages out: each tensor-parallel group's hunting over the step, of which the largest
-    counts; its quantiles are those of one group at the share's root. And what does not (WANDER).
+    What averages out: the hunting over the step of each group of `layer` GPUs, which wait for each
+    other within a layer, of which the largest counts; its quantiles are those of one group at the
+    share's root. And what does not (WANDER).
     """
     shape = shapes(draws)
-    groups = max(gpus // tp, 1)
+    groups = max(gpus // layer, 1)
     high, middle = (quantile(share ** (1 / groups), shape) for share in (0.95, 0.5))
     left = left_of_hunting(step_s * 1e6)
-    alone = jitter_sd * spread_of_largest(tp) * left * (high - middle)
+    alone = jitter_sd * spread_of_largest(layer) * left * (high - middle)
     between = 2 * ndtr(draws.normal("wander of steps")) - 1
     together = float(ndtri(0.95)) * WANDER * (1 + between)
     return np.asarray(np.hypot(alone, together) * draws.factor("spread of a run", RUN_SD))
@@ -166,8 +173,9 @@ class SlowGpus:
                 f"--slow-gpus {self.share:g}:{self.factor:g}: that share of {p.gpus} GPUs is less "
                 "than one GPU; give a larger one"
             )
-        hit = 1 - (1 - self.share) ** p.tp  # a stage of one replica
-        replicas = p.gpus // (p.tp * p.pp)
+        layer = layer_group(p)
+        hit = 1 - (1 - self.share) ** layer  # a stage of one replica
+        replicas = p.gpus // (layer * p.pp)
         below, within = 0.0, (1 - hit) ** p.pp  # binomial: none of the stages
         stages = 0.0
         for count in range(1, p.pp + 1):
