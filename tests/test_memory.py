@@ -238,6 +238,24 @@ def test_sequence_parallelism_splits_all_a_layer_keeps_but_the_rotations() -> No
     assert split - tables == pytest.approx((whole - tables) / 4)
 
 
+@pytest.mark.parametrize("name", ["gemma-7b", "llama3.2-1b"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_copies_in_fp8_are_of_the_layers_whether_a_table_is_tied_or_not(name: str, pp: int) -> None:
+    model = load_model(name)
+    p = Parallelism(pp=pp, global_batch=2)
+
+    def copies(tied: bool) -> float:
+        one = model.resized(tied_embeddings=tied)
+        weights = (
+            stage_memory(one, p.model_copy(update={"fp8": fp8}), 0).weights for fp8 in (True, False)
+        )
+        return next(weights) - next(weights)
+
+    layers = model.layers // pp * model.layer_parameters()
+    assert copies(tied=True) == pytest.approx(2 * layers, rel=1e-3)
+    assert copies(tied=False) == pytest.approx(copies(tied=True), rel=1e-3)
+
+
 def test_the_loss_holds_logits_in_two_precisions() -> None:
     p = Parallelism(global_batch=1)
     logits = 4096 * MODEL.vocab * (2 + 4)

@@ -259,8 +259,10 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     if model.lora_rank:
         weights = 2.0 * (held + dense)
     if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
-        ends = model.vocab / p.tp * model.hidden * ((stage == 0) + (stage == p.pp - 1))
-        weights += 2.0 * max(held - ends, 0.0)
+        tables = (stage == 0) + (stage == p.pp - 1)
+        if model.tied_embeddings and p.pp == 1:
+            tables = 1
+        weights += 2.0 * max(held - tables * model.vocab / p.tp * model.hidden, 0.0)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
