@@ -166,6 +166,11 @@ class Cooling(BaseModel):
 
     name: str
     power_w: Positive = Field(description="board power that the temperatures were read at")
+    board_w: Positive | None = Field(
+        default=None,
+        description="power limit of those boards: degrees per watt of boards with another go with "
+        "its inverse, as coolers are sized for it; None: the node's own boards",
+    )
     coolest_c: Celsius = Field(description="core of the best cooled GPU of the node")
     hottest_c: Celsius = Field(description="core of the worst cooled one")
     inlet_c: Celsius = Field(description="of the air or the coolant")

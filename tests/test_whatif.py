@@ -10,6 +10,7 @@ import pytest
 
 from reports.projection import render
 from simulate.cost.uncertainty import Draws
+from simulate.inputs import calibration_for
 from simulate.power.energy import (
     burst_w,
     by_activity_w,
@@ -375,6 +376,25 @@ def test_node_and_hall_add_to_the_gpus(calibration: Calibration) -> None:
     drawn = spread(Draws(4000), "any", (0.7, 0.47, 1.0))
     assert np.quantile(drawn, [0.05, 0.95]) == pytest.approx([0.47, 1.0], rel=0.03)
     assert facility(estimate, NODE.model_copy(update={"overhead_w": 0}), 16, 1e6, 0) is None
+
+
+def test_published_cooling_is_sized_for_the_boards_power_limit(calibration: Calibration) -> None:
+    """A DGX B200's GPUs are cooled by air, at 1000 W and not at what an H100's heatsink leaves."""
+    air = load_cooling("air")
+    for name in ("hgx-b200", "hgx-b300", "dgx-a100"):
+        node = load_node(name)
+        moved = calibration_for(calibration, node)
+        found = heat(moved, node, Environment(cooling=air), Assumed())
+        assert found.base_c + found.worst_c_per_w * node.power_limit_w == pytest.approx(72)
+        assert change(WhatIf(cooling=air), moved, node).limited_by == "power cap"
+        mine = air.model_copy(update={"board_w": None, "power_w": node.power_limit_w})
+        again = heat(moved, node, Environment(cooling=mine), Assumed())
+        assert again.best_c_per_w == pytest.approx(found.best_c_per_w)
+    limited = NODE.model_copy(update={"power_limit_w": 500.0, "calibration": None})
+    same_chip = calibration_for(calibration, limited)
+    usual = heat(calibration, NODE, Environment(cooling=air), Assumed())
+    found = heat(same_chip, limited, Environment(cooling=air), Assumed())
+    assert found.worst_c_per_w == usual.worst_c_per_w
 
 
 def test_published_cooling_is_read_and_checked(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ def heat(calibration: Calibration, node: Node, place: Environment, assumed: Assu
     inlet = min(inlet, base)  # the coolant can only have warmed up on its way
     if cooling is not None:
         of_published = assumed.cooling_inlet_c or cooling.inlet_c
-        best = (cooling.coolest_c - of_published) / cooling.power_w
-        worst = (cooling.hottest_c - of_published) / cooling.power_w
+        watts = cooling.power_w / _sized(cooling, calibration, node)
+        best = (cooling.coolest_c - of_published) / watts
+        worst = (cooling.hottest_c - of_published) / watts
         base = of_published if place.inlet_c is None else place.inlet_c
     elif place.inlet_c is not None:
         base += place.inlet_c - inlet
@@ -95,8 +96,21 @@ def heat(calibration: Calibration, node: Node, place: Environment, assumed: Assu
         at = calibration.clock.cap_w or thermal.power_w
         measured = thermal.rest_c + thermal.central.total_c_per_w * at
     elif cooling is not None:
-        measured = base + 0.5 * (best + worst) * cooling.power_w
+        measured = base + 0.5 * (best + worst) * watts
     return Heat(base, best, worst, measured, node.temperature_limit_c)
+
+
+def _sized(cooling: Cooling, calibration: Calibration, node: Node) -> float:
+    """Degrees per watt of the node's coolers over those of the published ones.
+
+    As in `simulate.hardware.transfer`: coolers are sized for power limits, the same chip's stay.
+    """
+    same_chip = any(
+        one.name == "transfer.cooling" and one.value == 1 for one in calibration.parameters
+    )
+    if cooling.board_w is None or same_chip:
+        return 1.0
+    return cooling.board_w / node.power_limit_w
 
 
 def check_room(found: Heat, calibration: Calibration, node: Node) -> None:
