@@ -25,8 +25,10 @@ from simulate.step.stragglers import (
 )
 from spec.calibration import ClockFit
 from spec.errors import UserError
+from spec.files import write_json
 from spec.parallelism import Parallelism
 from tests.commands import projected
+from topologies import load_fabric
 
 ROOT = Path(__file__).parent.parent
 NORMAL = np.zeros(1)
@@ -270,6 +272,19 @@ def test_a_slow_link_slows_nodes_whose_own_sockets_were_measured(tmp_path: Path)
     # of what was measured, which is more than the fabric says
     used = [tier for one in found for tier in one["fabric"] if tier["tier"] == "nic"]
     assert all(0 < one["utilisation"] < one["while_sending"] <= 1 for one in used)
+
+
+def test_a_slow_link_of_a_torus_with_a_rate_of_its_own(tmp_path: Path) -> None:
+    """The link between nodes is the slow one, not only the ports that it hangs on."""
+    fabric = load_fabric("torus-2d").model_dump(mode="json", exclude_none=True)
+    write_json(tmp_path / "mine.yaml", fabric | {"link_gbits_per_s": 200})
+    own = f"--system 8x-h200 --fabric {tmp_path / 'mine.yaml'} --gpus 128 --tp 8 --pp 1 --zero 1"
+    own += " --model llama3-8b --no-overlap --microbatch 1 --recompute none"
+    plain, slow = (
+        projected(tmp_path, f"{own} {words}")["breakdown_s"]["dp_exposed"]
+        for words in ("", "--slow-link 4")
+    )
+    assert slow == pytest.approx(4 * plain, rel=0.05)
 
 
 @pytest.mark.parametrize(
