@@ -21,7 +21,7 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
-from simulate.plans.find import search
+from simulate.plans.find import search, stages
 from simulate.power.energy import refuse_without_effect
 from simulate.power.whatif import WhatIf, change
 from simulate.projection.budget import budget, check_budget, lines
@@ -138,6 +138,8 @@ def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Paral
     """The simplest parallelism with the degrees that the user named, checked."""
     fields = dict(fixed)
     fields.setdefault("dp", gpus // (fields["tp"] * fields["pp"] * fields.get("cp", 1)))
+    if fields.get("vpp", 1) == 1 and fields["pp"] <= inputs.model.layers:  # as the search has them
+        fields.setdefault("layers_per_stage", stages(inputs.model.layers, fields["pp"]))
     fields.setdefault("sequence_parallel", fields["tp"] > 1)
     fields.setdefault("overlap", fields["dp"] * fields.get("cp", 1) > 1)
     try:

@@ -35,3 +35,12 @@ def test_more_work_lengthens_sharded_steps_that_wait_for_their_host(tmp_path: Pa
         for size in (1, 2)
     )
     assert one <= two
+
+
+def test_a_pipeline_that_does_not_divide_the_layers_is_as_even_as_the_search_has_it(
+    tmp_path: Path,
+) -> None:
+    """Stages that were asked for by number alone, as `simulate.search` takes them."""
+    words = "--gpus 24 --model llama3-70b --tp 8 --pp 3 --global-batch 48 --system 8x-h200"
+    found = projected(tmp_path, words)["inputs"]["parallelism"]
+    assert found["layers_per_stage"] == [27, 27, 26]
