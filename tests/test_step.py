@@ -11,6 +11,7 @@ from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws, central
 from simulate.memory.peak import stage_memory
 from simulate.projection.projected import Request, project
+from simulate.step.traffic import traffic as traffic_of
 from spec.buckets import gradient_buckets
 from spec.errors import UserError
 from spec.files import write_json
@@ -183,3 +184,15 @@ def test_only_buckets_that_fill_before_the_end_overlap() -> None:
     hidden, whole = (central(one[0].reduction_us) for one in (updates, alone))
     assert whole * last <= hidden < 0.5 * whole
     assert central(updates[1].reduction_us) == pytest.approx(central(alone[1].reduction_us))
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_send_a_message_over_each_boundary_each_way(pp: int, vpp: int) -> None:
+    p = Parallelism(pp=pp, vpp=vpp, global_batch=2 * pp)
+    estimate = simulate(p)
+    sent = [
+        traffic_of(estimate.priced, estimate.breakdown_s, stage)["pp"].calls for stage in range(pp)
+    ]
+    assert sum(sent) == 2 * (pp * vpp - 1) * p.microbatches
+    assert sent[0] == sent[-1] == (2 * vpp - 1) * p.microbatches

@@ -72,5 +72,7 @@ def _sent(priced: PricedStep, stage: int) -> list[tuple[Collective, float]]:
     update = priced.updates[stage]
     sent.extend((one, 1) for one, _ in (*update.reduction, *update.gather))
     if priced.transfer is not None:
-        sent.append((priced.transfer, 2 * p.microbatches * p.vpp))
+        # the first stage has nobody before it, the last nobody behind: they send one message less
+        ends = (stage == 0) + (stage == p.pp - 1)
+        sent.append((priced.transfer, (2 * p.vpp - ends) * p.microbatches))
     return sent
