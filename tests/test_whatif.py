@@ -118,6 +118,17 @@ def test_a_warmer_inlet_warms_the_cores_and_costs_clock(
     assert any("was not read" in sentence for sentence in warm["warnings"])
 
 
+def test_a_hottest_gpu_beyond_its_limit_is_said(calibration: Calibration, path: Path) -> None:
+    """It is shown at its limit, and does not get there without slowing down."""
+    cool, warm = (value_of(calibration, path, WhatIf(inlet_c=c)) for c in (20.0, 52.0))
+    assert warm["heat"]["hottest_c"]["median"] == 87
+    assert warm["limited_by"] != "temperature"
+    said = [
+        any("the others wait for it" in one for one in value["warnings"]) for value in (cool, warm)
+    ]
+    assert said == [False, True]
+
+
 def test_heat_throttles_where_the_cores_reach_their_limit(
     calibration: Calibration, path: Path
 ) -> None:

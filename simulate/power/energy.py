@@ -239,7 +239,9 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
             "A power cap holds the clock, and power is that of random tokens: on text four models' "
             "steps took 0.8 to 1.9 % less time (H200, docs/power.md)."
         )
-    if changed is None or not changed.what.asked:
+    changed = changed or change(WhatIf(), r.calibration, r.node)
+    said += _too_hot(e, changed, r)
+    if not changed.what.asked:
         return said
     what, clock = changed.what, changed.before.clock
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
@@ -269,6 +271,24 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
             f"{what.inlet_c:g} C is rests on an assumed one of 18 to 27 C."
         )
     return said
+
+
+def _too_hot(e: StepEstimate, changed: Changed, r: Any) -> list[str]:
+    """Where the hottest of all GPUs would pass its limit, which the step time knows nothing of.
+
+    Only GPUs cooled as the measured ones: of published cooling the worst cooled sets the pace.
+    """
+    found, gpus = changed.heat, r.parallelism.gpus
+    if found is None or found.limit_c is None or changed.limited_by == "temperature":
+        return []
+    _, hottest = temperatures_c(found, r.calibration, e.power_w, gpus, limited=False)
+    if hottest[0] <= found.limit_c:
+        return []
+    return [
+        f"The hottest of {gpus} GPUs would reach {hottest[0]:.0f} C at this power, its limit being "
+        f"{found.limit_c:.0f} C: it would slow down and the others wait for it, which the step "
+        "time does not hold."
+    ]
 
 
 def refuse_without_effect(what: WhatIf, *values: Mapping[str, Any]) -> None:

@@ -125,8 +125,12 @@ def check_room(found: Heat, calibration: Calibration, node: Node) -> None:
         )
 
 
-def temperatures_c(found: Heat, calibration: Calibration, power_w: Array, gpus: int) -> list[Array]:
+def temperatures_c(
+    found: Heat, calibration: Calibration, power_w: Array, gpus: int, limited: bool = True
+) -> list[Array]:
     """Core temperatures of a GPU cooled best and of the hottest one, for draws of mean power.
+
+    `limited`: the hottest at its limit at most, which it slows down to stay at.
 
     Measured cooling: the hottest of `gpus` devices, whose resistances differ as those measured did.
     """
@@ -138,6 +142,6 @@ def temperatures_c(found: Heat, calibration: Calibration, power_w: Array, gpus: 
     if found.best_c_per_w == found.worst_c_per_w and thermal is not None:
         deviation = largest(gpus, shapes(draws)) * thermal.resistance_sd
         hottest = found.base_c + found.worst_c_per_w * power_w * np.exp(deviation) + error
-    if found.limit_c is not None:
+    if found.limit_c is not None and limited:
         hottest = np.minimum(hottest, found.limit_c)
     return [coolest, hottest]
