@@ -62,3 +62,12 @@ def test_words_of_precision() -> None:
         assert (one.fp8, one.open) == (False, {"precision"})
         assert f"precision '{cell}' not understood, taken as not printed" in one.assumed
         assert plan(row(precision=cell), {"precision": "fp8"}).fp8
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["512", "512 (4M tokens)", "512 sequences (of 8192 tokens)", "4M tokens", "4M tokens (512 x 8k)"],
+)
+def test_a_batch_of_sequences_with_its_tokens_in_brackets(cell: str) -> None:
+    one = plan(row(global_batch=cell, seq_len="8192", tp="1", pp="1", gpus="64", value="10"))
+    assert one.batch.printed == 512

@@ -81,7 +81,8 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     """
     row = fill.row
     batch, text = row.whole("global_batch"), row.text("global_batch")
-    tokens = re.search(r"tok|\d\s*(m\b|million)", text.lower()) is not None
+    counted = re.sub(r"\(.*?\)|\[.*?\]", " ", text.lower())  # `512 (4M tokens)` counts sequences
+    tokens = re.search(r"tok|\d\s*(m\b|million)", counted) is not None
     if batch is None or (batch * seq_len <= MOST_TOKENS and not tokens):
         return
     sequences = max(round(batch / seq_len), 1)
