@@ -24,6 +24,9 @@ from topologies import load_node
         ("A100 40 GB per node", "NVIDIA A100-SXM4-80GB", 8, 39.4),
         ("A100 40G", "NVIDIA A100-SXM4-80GB", 8, 39.4),
         ("H100, 100 per node", "NVIDIA H100 80GB HBM3", 8, None),
+        ("GB200 NVL72, 4 GPUs per node", "NVIDIA GB200", 72, None),  # trays of one NVLink domain
+        ("4x GB300 per node", "NVIDIA GB300", 72, None),
+        ("GB200 NVL4, 4 GPUs per node", "GB200 NVL4", 4, None),
         ("PCIe H100", "H100 PCIE", 8, None),
         ("H800 PCIe", "H800 PCIE", 8, None),
         ("PCIe A800", "A800 PCIE", 8, None),

@@ -188,7 +188,9 @@ def _printed(words: str, base: Node) -> dict[str, Any]:
     if watts:
         found["power_limit_w"] = float(watts.group(1))
     per_node = _PER_NODE.search(words)
-    if per_node and 0 < int(per_node.group(1)) <= RACK:
+    # a rack's trays of four are what its users call nodes: NVLink joins them all the same
+    tray = base.gpus == RACK and per_node is not None and int(per_node.group(1)) <= TRAY
+    if per_node and 0 < int(per_node.group(1)) <= RACK and not tray:
         found["gpus"] = found["nics"] = int(per_node.group(1))
         # SXM GPUs in fours are on boards whose NVLinks join them in pairs, without a switch
         if found["gpus"] == 4 and base.gpus == 8:
