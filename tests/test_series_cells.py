@@ -340,3 +340,12 @@ def test_a_name_and_its_parameters_have_to_agree() -> None:
     assert plan(row(**named | {"layers": "8"}, params="2.8B")).model.layers == 8
     with pytest.raises(TooLittle, match="params 13B is not the 8"):
         plan(row(**named, params="13B"))
+
+
+@pytest.mark.parametrize(
+    ("model", "gated"),
+    [("Llama 3.2 1B", True), ("Gemma 2 9B", True), ("OLMo-1B", True), ("GPT 1B", False)],
+)
+def test_an_mlp_four_times_as_wide_has_gates_where_its_family_has(model: str, gated: bool) -> None:
+    one = plan(row(model=model, layers="16", hidden="2048", heads="32", ffn_hidden="8192"))
+    assert one.model.gated == gated

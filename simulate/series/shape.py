@@ -113,12 +113,22 @@ def _check_cells(row: SeriesRow, model: ModelSpec) -> None:
         )
 
 
+_GATED = r"llama|mistral|mixtral|qwen|grok|deepseek"
+# Families whose gates are known where the width does not tell: some are four times as wide.
+_WIDE_GATED = r"gemma|olmo|smollm|granite[- ]?3|phi[- ]?3|stablelm|internlm|\byi\b"
+
+
 def _gated(row: SeriesRow, hidden: int) -> bool:
-    """SwiGLU or not, by the MLP's width, else by the model's family."""
+    """SwiGLU or not, by the MLP's width, else by the model's family.
+
+    Four times the hidden size has it in Llama 3.2 1B, Gemma 2, OLMo, SmolLM2 and Granite, too.
+    """
     ffn = row.whole("ffn_hidden")
-    if ffn is not None:
-        return ffn != 4 * hidden
-    return re.search(r"llama|mistral|mixtral|qwen|grok|deepseek", row.words) is not None
+    if ffn is not None and ffn != 4 * hidden:
+        return True
+    if ffn is None:
+        return re.search(_GATED, row.words) is not None
+    return re.search(rf"{_GATED}|{_WIDE_GATED}", row.text("model").lower()) is not None
 
 
 def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
