@@ -71,3 +71,18 @@ def test_words_of_precision() -> None:
 def test_a_batch_of_sequences_with_its_tokens_in_brackets(cell: str) -> None:
     one = plan(row(global_batch=cell, seq_len="8192", tp="1", pp="1", gpus="64", value="10"))
     assert one.batch.printed == 512
+
+
+@pytest.mark.parametrize(
+    "said", ["not used", "is not enabled", "was disabled", ": not enabled", "is off", "unused"]
+)
+def test_what_is_denied_behind_its_name_is_denied(said: str) -> None:
+    one = plan(row(flags=f"FP8 {said}; LoRA {said}; CUDA graphs {said}"))
+    assert not (one.fp8 or one.row.lora or one.row.graphs)
+    one = plan(row(sharding=f"FSDP {said}", tp="1", pp="1", vpp=""))
+    assert one.parallelism.zero != 3
+
+
+def test_a_word_is_not_denied_by_what_stands_in_another_clause() -> None:
+    assert plan(row(flags="FP8, LoRA not used")).fp8
+    assert plan(row(flags="FP8; activation offload is off")).fp8

@@ -109,7 +109,8 @@ _DENIED = re.compile(
     r"\b(no|non|not|without|w/o|than|vs\.?|instead of|disabled?|never)[\s_-]+[\w-]*$"
 )
 _SET_OFF = re.compile(
-    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled)\b|no\s*($|[;,)]))|\s(off|disabled)\b)"
+    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled|not\s+\w+)\b|no\s*($|[;,)]))"
+    r"|\s((is|are|was|were)\s+)?(off|disabled|unused|not\s+(in use|used|enabled|supported))\b)"
 )
 
 
