@@ -349,3 +349,19 @@ def test_a_name_and_its_parameters_have_to_agree() -> None:
 def test_an_mlp_four_times_as_wide_has_gates_where_its_family_has(model: str, gated: bool) -> None:
     one = plan(row(model=model, layers="16", hidden="2048", heads="32", ffn_hidden="8192"))
     assert one.model.gated == gated
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("TFLOP/s/GPU (hardware incl. recompute)", "hardware"),
+        ("TFLOP/s/GPU (including recomputation)", "hardware"),
+        ("HFU TFLOP/s/GPU", "hardware"),
+        ("HW TFLOP/s/GPU", "hardware"),
+        ("TFLOP/s/GPU (model FLOPs, excluding recompute)", "model"),
+        ("model TFLOP/s/GPU, w/o recomputation", "model"),
+        ("TFLOP/s/GPU (no recompute counted)", "model"),
+    ],
+)
+def test_whether_a_metrics_flops_count_recomputation(name: str, kind: str) -> None:
+    assert metric_kind(name) == kind

@@ -28,6 +28,9 @@ _METRICS = (
     (r"(mfu|model flops? utili[sz]ation)\b", "mfu"),
     (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
 )
+# Names of FLOP/s that count what is computed again; not `excluding recompute`
+_COUNTED = r"hardware|\bhw\b|\bhfu\b|recomput"
+_NOT_COUNTED = r"\b(excl(uding|udes|\.)?|without|w/o|no|not|non)\b[^,;()]*?recomput\w*"
 UTILISATION = ("mfu", "hfu")
 RATES = ("tokens", "tokens_node", "tokens_total", "samples", "samples_gpu", "samples_node")
 FLOPS = ("model", "hardware", "model_total", "hardware_total")
@@ -47,7 +50,8 @@ def metric_kind(name: str) -> str | None:
     if each and "aggregate" in name.lower():
         return None
     if re.search("[tp]flop", plain):
-        kind = "hardware" if "hardware" in plain or "recompute" in plain else "model"
+        counted = re.sub(_NOT_COUNTED, "", plain)
+        kind = "hardware" if re.search(_COUNTED, counted) else "model"
         per_s = re.search(r"FLOPS\b", name) or re.search(r"flops?(/| per )s", plain)
         rate = of_all and per_s and "day" not in plain
         return kind if each else f"{kind}_total" if rate else None
