@@ -262,3 +262,19 @@ def test_the_fused_softmax_takes_multiples_of_four_heads(calibration: Calibratio
     )
     assert refused[0] > taken[0]
     assert attention.issue_us((1, 2048, 2, 2, 128)) > attention.issue_us((2, 2048, 2, 2, 128))
+
+
+@pytest.mark.parametrize(
+    ("flags", "inside"),
+    [
+        ("tp_comm_overlap=True", True),
+        ("--tp-comm-overlap", True),
+        ("tp_comm_overlap=False", False),
+        ("no tp_comm_overlap", False),
+        ("tp-comm-overlap off", False),
+    ],
+)
+def test_overlap_of_tensor_parallelism_that_is_off(flags: str, inside: bool) -> None:
+    one = plan(row(flags=flags))
+    longer = tensor_exposure(one.row, one.parallelism, (100.0, 50.0), 50.0)
+    assert longer == (1 / one.parallelism.tp if inside else 1.0)

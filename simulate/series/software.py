@@ -16,7 +16,7 @@ from spec.parallelism import Parallelism
 # Native tensor parallelism of PyTorch: every collective is waited for.
 _DTENSOR = re.compile(r"torchtitan|kempnerforge|nanotron|dtensor")
 # A product and its collective cut in pieces, by Transformer Engine or by PyTorch.
-_PIECES, _ASYNC = re.compile(r"tp[-_]comm[-_]overl"), r"async[-_ ]?tp"
+_PIECES, _ASYNC = r"tp[-_]comm[-_]overl", r"async[-_ ]?tp"
 # Weight gradients are added to the fp32 ones inside the product: `gradient_accumulation_fusion`,
 # default in Megatron-LM since end of 2021 where Apex or Transformer Engine is installed.
 _FUSES = re.compile(r"megatron|nemo|2205\.05198|dgxc|mlcommons")
@@ -75,7 +75,7 @@ def fused_biases(row: SeriesRow) -> bool:
 def _in_pieces(row: SeriesRow) -> bool:
     """Whether its words say so; a source's file may be named so for the rows beside such ones."""
     own = " ".join(row.text(name) for name in ("model", "sharding", "flags", "notes")).lower()
-    return bool(_PIECES.search(row.words)) or says(_ASYNC, own)
+    return says(_PIECES, row.words) or says(_ASYNC, own)
 
 
 def waits_for_all(row: SeriesRow) -> bool:
