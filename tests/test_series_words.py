@@ -86,3 +86,21 @@ def test_what_is_denied_behind_its_name_is_denied(said: str) -> None:
 def test_a_word_is_not_denied_by_what_stands_in_another_clause() -> None:
     assert plan(row(flags="FP8, LoRA not used")).fp8
     assert plan(row(flags="FP8; activation offload is off")).fp8
+
+
+@pytest.mark.parametrize(
+    ("flags", "taken", "left_open"),
+    [
+        ("--overlap-grad-reduce", True, False),
+        ("overlap_grad_reduce=True", True, False),
+        ("overlap_grad_reduce=False", False, False),
+        ("no overlap", False, False),
+        ("without communication overlap", False, False),
+        ("tp_comm_overlap=False", True, True),
+        ("no tp_comm_overlap", True, True),
+        ("", True, True),
+    ],
+)
+def test_words_of_overlap(flags: str, taken: bool, left_open: bool) -> None:
+    one = plan(row(flags=flags))
+    assert (one.parallelism.overlap, "overlap" in one.open) == (taken, left_open)

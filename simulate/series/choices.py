@@ -47,6 +47,10 @@ _SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"
 _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
 _PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
 
+_OVERLAP = (
+    r"overlap[-_]grad[-_]reduce|full overlap|overlappeddistributedoptimizer|(?<![-_a-z])overlap_comm"
+)
+_NO_OVERLAP = r"\b(no|without) ((gradient|communication|comm|dp|grad)[- ])*overlap(?![-_\w])"
 
 _RECOMPUTED = {
     "selective": r"selective|\bsac\b",
@@ -260,8 +264,9 @@ def sequence(fill: Filling) -> bool:
 def overlap(fill: Filling, stage: int) -> bool:
     """Whether gradients are reduced beside the backward pass."""
     words = fill.row.words
-    named = says(r"overlap-grad-reduce|full overlap|overlappeddistributedoptimizer", words)
-    if named or (stage >= 2 and not fill.row.early):
+    if re.search(_NO_OVERLAP, words) or (re.search(_OVERLAP, words) and not says(_OVERLAP, words)):
+        return False
+    if says(_OVERLAP, words) or (stage >= 2 and not fill.row.early):
         return True
     if stage >= 2:  # DeepSpeed's `overlap_comm`, on by default for ZeRO-3
         return bool(fill.choose("overlap"))
