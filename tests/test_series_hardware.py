@@ -121,3 +121,21 @@ def test_an_apu_is_no_accelerator_of_its_family() -> None:
     assert node_of("MI300X_192GB") == node_of("mi300") == load_node("mi300x-node")
     with pytest.raises(TooLittle, match="'MI300A' is no known GPU"):
         plan(row(gpu_type="MI300A"))
+
+
+@pytest.mark.parametrize(
+    ("words", "rate", "ports"),
+    [
+        ("1x 400Gb/s per GPU, 8 per node", 400, 8),
+        ("8 GPUs per node, 1x 400 Gb/s NIC each", 400, 8),
+        ("2 HDR HCAs per node", 200, 2),
+        ("2 HDR200 HCAs per node", 200, 2),
+        ("8 NDR ports per node", 400, 8),
+        ("one HDR port per node", 200, 1),
+        ("4 ConnectX-6 HDR NICs per node", 200, 4),
+        ("4 NICs per node (200 Gb/s each)", 200, 4),
+    ],
+)
+def test_ports_of_a_gpu_and_of_a_node(words: str, rate: float, ports: int) -> None:
+    fabric, printed = fabric_of(words, load_node("hgx-h100"))
+    assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (rate, ports, True)

@@ -143,12 +143,18 @@ _OF_GENERATION = {"QDR": 40, "FDR": 56, "EDR": 100, "HDR": 200, "NDR": 400, "XDR
 _A_NODE = r"(?:per |/ ?)(?:(\d+)[- ]?(?:gpu|GPU)[- ])?node"
 _TOTAL = re.compile(rf"{_RATE}(?:(?!\bper\b)[^\d,;(])*{_A_NODE}")  # of all ports together
 _GPU = r"\s?(?:nvidia |amd )?(?:[abhlv]|gb|mi)\d{2,3}"  # `8x H100` are no ports
-_PORTS = re.compile(
-    rf"(\d+)\s?(?:[x\u00d7](?!{_GPU})\s?(\d+)?(?![a-z])|(?:ports?|nics?|hcas?|adapters)\b)"
+# What a port is called between their number and their noun: `2 HDR HCAs`, `8 NDR200 NICs`
+_KIND = (
+    r"(?:(?:[ehnx]dr(?:-?\d+)?|infiniband|ib|roce|connectx(?:-\d)?|cx-?\d"
+    r"|\d+\s?g(?:b(?:it)?/s|bps|be|b)?)\s)"
 )
-_COUNTS = {"two": "2x", "four": "4x", "six": "6x", "eight": "8x"}
+_PORTS = re.compile(
+    rf"(?<![\d.])(\d+)\s?(?:[x\u00d7](?!{_GPU})\s?(\d+)?(?![a-z])"
+    rf"|{_KIND}{{0,3}}(?:ports?|nics?|hcas?|adapters)\b)"
+)
+_COUNTS = {"one": "1x", "single": "1x", "two": "2x", "four": "4x", "six": "6x", "eight": "8x"}
 _COUNTED = re.compile(
-    rf"\b({'|'.join(_COUNTS)})(?=\s+(?:\d|[ehnx]dr|connectx|infiniband|ports\b|nics\b|hcas\b))",
+    rf"\b({'|'.join(_COUNTS)})(?=\s+(?:\d|[ehnx]dr|connectx|infiniband|ports?\b|nics?\b|hcas?\b))",
     re.IGNORECASE,
 )
 _INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
@@ -237,6 +243,8 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
     count, each = (int(one or 0) for one in found.groups()) if found else (0, 0)
     of = int(a_node[1] or 0) if a_node else 0  # GPUs that `per node` is of
     of = of or gpus_of_a_node(node)
+    if found and _of_a_gpu(words.lower(), found, count):
+        count *= of
     nics = round(count * node.gpus / of)
     ports = {"ports_per_node": max(nics, 1)} if 1 <= count <= 16 else {}
     if total := _TOTAL.search(words):
@@ -248,6 +256,16 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
     rates = {_gbits(one) for one in re.finditer(_RATE, words)} & set(_RATES)
     rates = rates or {float(_OF_GENERATION[one]) for one in _GENERATION.findall(words)}
     return {"nic_gbits_per_s": rates.pop(), **ports} if len(rates) == 1 else {}
+
+
+def _of_a_gpu(words: str, ports: re.Match[str], count: int) -> bool:
+    """Whether ports are each GPU's, not the node's that another phrase names."""
+    first, last = words.rfind(";", 0, ports.start()) + 1, words.find(";", ports.end())
+    phrase = words[first : last if last >= 0 else None]
+    return bool(
+        re.search(r"(?:per |/ ?)gpu\b", phrase)
+        or (count == 1 and re.search(r"\beach\b", phrase) and not re.search(_A_NODE, phrase))
+    )
 
 
 def _gbits(rate: re.Match[str]) -> float:
