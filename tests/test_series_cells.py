@@ -177,7 +177,8 @@ def test_other_words_are_meant() -> None:
     assert row(flags="fp8=False; MXFP8").fp8
     assert row(flags="TP_COMM_OVERLAP;LAYER_CUDA_GRAPH").graphs
     assert "overlap" not in plan(row(flags="--overlap-grad-reduce")).open
-    assert "overlap" in plan(row(flags="--overlap-grad-reduce=False")).open
+    off = plan(row(flags="--overlap-grad-reduce=False"))
+    assert ("overlap" in off.open, off.parallelism.overlap) == (False, False)
 
 
 @pytest.mark.parametrize(
