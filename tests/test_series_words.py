@@ -2,6 +2,7 @@
 
 import pytest
 
+from simulate.series.choices import shard_degree
 from simulate.series.plan import plan
 from tests.made_up_series import row
 
@@ -104,3 +105,21 @@ def test_a_word_is_not_denied_by_what_stands_in_another_clause() -> None:
 def test_words_of_overlap(flags: str, taken: bool, left_open: bool) -> None:
     one = plan(row(flags=flags))
     assert (one.parallelism.overlap, "overlap" in one.open) == (taken, left_open)
+
+
+@pytest.mark.parametrize(
+    ("cell", "stage", "degree"),
+    [
+        *(("Fully Sharded Data Parallel", 3, None), ("fully_sharded", 3, None)),
+        *(("dp_shard=-1", 3, None), ("dp_shard=32, dp_replicate=1", 3, 32)),
+        *(("HSDP (dp_replicate=2, dp_shard=16)", 3, 16), ("dp_shard 8, dp_replicate 4", 1, 8)),
+        ("data_parallel_shard_degree=8", 1, 8),
+        *(("no distributed optimizer", 0, None), ("use_distributed_optimizer=False", 0, None)),
+        *(("without ZeRO", 0, None), ("distributed optimizer", 1, None)),
+    ],
+)
+def test_other_words_of_sharding(cell: str, stage: int, degree: int | None) -> None:
+    one = plan(row(sharding=cell, flags="", tp="1", pp="1", vpp="", gpus="32"))
+    assert one.parallelism.zero == stage
+    assert shard_degree(one.row, one.node) == degree
+    assert not any("sharding" in said and "not understood" in said for said in one.assumed)

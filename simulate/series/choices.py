@@ -40,9 +40,13 @@ OTHERS: dict[str, Any] = {
 }
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
+_NO_ZERO = r"\b(no|without|w/o)\s+(deepspeed\s+)?zero\b"
+_OPTIMIZER = r"distributed.?optimizer"
 _BEYOND = r"zero(\+\+|[-_ ]?infinity)"
 _HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
-_FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_HYBRID}"
+# PyTorch's own name for it, and torchtitan's degree of it (`data_parallel_shard_degree`)
+_SPELT = r"fully[-_ ]sharded(?! optim)|(?:\bdp|data[-_]parallel)[-_]shard(?![-_ a-z]*[ =:]+1\b)"
+_FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_SPELT}|{_HYBRID}"
 _SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"
 _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
 _PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
@@ -136,9 +140,10 @@ def zero(fill: Filling) -> int:
         if beyond := re.search(_BEYOND, text):
             fill.assumed.append(f"{beyond[0]} as ZeRO-3, without what it does beside that")
         return 3
-    if says(rf"{_ZERO}1(?!\d)|distributed.?optimizer", text):
+    if says(rf"{_ZERO}1(?!\d)|{_OPTIMIZER}", text):
         return 1
-    if says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
+    denied = re.search(_OPTIMIZER, text) or re.search(_NO_ZERO, text)
+    if denied or says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
         return 0
     own = fill.row.text("sharding")
     if own and not re.search(rf"{_UNSHARDED}|{_PARTLY}|{_SHARDED}", text):
@@ -153,7 +158,7 @@ def shard_degree(row: SeriesRow, node: Node) -> int | None:
     """On how many GPUs hybrid sharding keeps one copy: as printed, else on a node's."""
     text = _sharding(row)
     sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
-    sizes = sizes or re.findall(r"\bshard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text)
+    sizes = sizes or re.findall(r"(?:\b|_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text)
     if sizes:
         return prod(map(int, sizes))
     return node.gpus if says(_HYBRID, text) else None
