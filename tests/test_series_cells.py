@@ -366,3 +366,26 @@ def test_an_mlp_four_times_as_wide_has_gates_where_its_family_has(model: str, ga
 )
 def test_whether_a_metrics_flops_count_recomputation(name: str, kind: str) -> None:
     assert metric_kind(name) == kind
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "Acme 40B", "num_experts": "8", "top_k": "2"},
+        {"model": "Llama 3 8B upcycled, 8 experts"},
+        {"model": "Llama 3 8B E8T2"},
+        {"model": "Llama 3 8B", "ep": "8"},
+    ],
+)
+def test_a_mixture_is_not_read_as_a_dense_model(changes: dict[str, str]) -> None:
+    with pytest.raises(TooLittle, match="the experts of model .* are not known"):
+        plan(row(**changes))
+    assert not plan(row(num_experts="1", experts="none")).model.experts
+
+
+def test_experts_are_as_wide_as_published_beside_a_dense_layers_width() -> None:
+    cells = {"model": "Qwen3-30B-A3B", "layers": "48", "hidden": "2048", "heads": "32"}
+    cells |= {"kv_heads": "4", "vocab": "151936", "ep": "2", "params": "30.5B", "value": "9"}
+    one, other = (plan(row(**cells, ffn_hidden=width)) for width in ("6144", "768"))
+    assert one.model == other.model
+    assert "experts of width 768, not 6144" in one.assumed

@@ -107,7 +107,7 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
 
 
 _MIXTURES = re.compile(
-    r"moe|expert|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
+    r"moe|expert|\be\d+-?t\d\b|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
     r"|mixtral|gpt-?oss|grok|kimi-?k|dbrx"
 )
 

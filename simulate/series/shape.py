@@ -16,13 +16,16 @@ TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another m
 MANY_WORDS = 262_144  # of a vocabulary that is not printed
 WIDEST = 16  # MLP over the hidden size, without gates: Gemma's and LaMDA's have 12 and 14
 HEADS = (128, 96, 64)  # values of a head, where none are known
+EXPERTS = ("ep", "experts", "num_experts", "n_experts", "moe_experts")  # columns
 LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 
 
 def model_of(fill: Filling) -> ModelSpec:
     """The model of a row; raises TooLittle where its shape is not known."""
     row, shape = fill.row, named_shape(fill.row.text("model"))
-    if shape is None and (is_mixture(row.text("model")) or (row.whole("ep") or 1) > 1):
+    mixture = is_mixture(row.text("model")) or any((row.whole(one) or 1) > 1 for one in EXPERTS)
+    distilled = "distill" in row.text("model").lower()  # DeepSeek-R1's are other models' shapes
+    if mixture and not distilled and (shape is None or not shape.experts):
         raise TooLittle(f"the experts of model {row.text('model')!r} are not known")
     hidden = row.whole("hidden") or (shape.hidden if shape else None)
     if hidden is None:
@@ -66,6 +69,7 @@ def model_of(fill: Filling) -> ModelSpec:
         "top_k": shape.top_k if shape else 0,
     }
     try:
+        _own_width(fill, fields, shape)
         model = _solved(fill, ModelSpec.model_validate(fields), shape)
         if shape is not None:
             _check_parameters(row, model, shape)
@@ -74,6 +78,21 @@ def model_of(fill: Filling) -> ModelSpec:
         return model
     except ValidationError as error:
         raise TooLittle(first_problem(error)) from None
+
+
+def _own_width(fill: Filling, fields: dict[str, Any], shape: Shape | None) -> None:
+    """Take a mixture's published width where a cell has another MLP's: the dense layers' one.
+
+    Qwen3's configurations have an `intermediate_size` beside their `moe_intermediate_size`.
+    """
+    if shape is None or not shape.experts or fields["ffn_hidden"] == shape.ffn_hidden:
+        return
+    total, printed = fill.row.number("params"), ModelSpec.model_validate(fields).parameters()
+    published = ModelSpec.model_validate(fields | {"ffn_hidden": shape.ffn_hidden}).parameters()
+    far = abs(printed / published - 1) > TOO_FAR
+    if far and (total is None or abs(total / printed - 1) > TOO_FAR):
+        fill.assumed.append(f"experts of width {shape.ffn_hidden}, not {fields['ffn_hidden']}")
+        fields["ffn_hidden"] = shape.ffn_hidden
 
 
 def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
