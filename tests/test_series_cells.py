@@ -263,7 +263,7 @@ def test_hybrid_sharding_is_zero_1_where_that_fits() -> None:
     cells |= {"layers": "80", "hidden": "8192", "heads": "64", "ffn_hidden": "28672", "value": "9"}
     large = plan(row(**cells))
     assert (large.parallelism.zero, "hybrid" in large.open) == (3, False)
-    assert any("ZeRO-1 does not fit memory" in said for said in large.assumed)
+    assert any("its share does not fit memory" in said for said in large.assumed)
 
 
 @pytest.mark.parametrize("changes", [{"gpu_type": "H200 (4 per node)"}, {"tp": "2"}])
@@ -389,3 +389,12 @@ def test_experts_are_as_wide_as_published_beside_a_dense_layers_width() -> None:
     one, other = (plan(row(**cells, ffn_hidden=width)) for width in ("6144", "768"))
     assert one.model == other.model
     assert "experts of width 768, not 6144" in one.assumed
+
+
+def test_hybrid_sharding_holds_a_groups_share() -> None:
+    """Not all parameters, as ZeRO-1 does, which it is priced as."""
+    cells = {"model": "Llama 3 8B", "layers": "32", "vocab": "128256", "seq_len": "8192"}
+    cells |= {"tp": "1", "pp": "1", "vpp": "", "gpus": "4096", "global_batch": "8192"}
+    for recompute in ("none", "full"):
+        one = plan(row(**cells, recompute=recompute, sharding="HSDP", gpu_type="H100"))
+        assert (one.parallelism.zero, "hybrid" in one.open) == (1, True)

@@ -38,6 +38,7 @@ OTHERS: dict[str, Any] = {
     "batch": "of a GPU",
     "precision": "fp8",
 }
+HYBRID_SLACK = 1.25  # of a memory, as of `simulate.series.search.MEMORY_SLACK`
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
 _NO_ZERO = r"\b(no|without|w/o)\s+(deepspeed\s+)?zero\b"
@@ -164,10 +165,19 @@ def shard_degree(row: SeriesRow, node: Node) -> int | None:
     return node.gpus if says(_HYBRID, text) else None
 
 
+def held(row: SeriesRow, p: Parallelism, node: Node) -> Parallelism:
+    """What a GPU's memory holds: under hybrid sharding inside a node, ZeRO-3 over a group of it."""
+    degree = shard_degree(row, node) if sharded(row) and p.pp == 1 else None
+    if degree is None or degree >= p.dp * p.cp or degree * p.tp > node.gpus:
+        return p
+    dp = max(degree // p.cp, 1)
+    return p.model_copy(update={"zero": 3, "dp": dp, "global_batch": p.global_batch // p.dp * dp})
+
+
 def unsharded(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """Hybrid sharding as ZeRO-1 where that fits memory: as much crosses nodes once a step.
+    """Hybrid sharding as ZeRO-1 where a group's share fits memory: as much crosses nodes once a step.
 
     Not where a group lies on several nodes, between which it sends the parameters in every pass.
     """
@@ -179,8 +189,9 @@ def unsharded(
     if degree * p.tp > node.gpus:
         fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over all")
         return p
-    if not fill.row.lora and not memory(model, whole, node, fabric).fits:
-        fill.assumed.append(f"{said}: ZeRO-3 over all, as ZeRO-1 does not fit memory")
+    inside = memory(model, held(fill.row, p, node), node, fabric).peak_gib
+    if not fill.row.lora and inside > HYBRID_SLACK * node.memory_gib:
+        fill.assumed.append(f"{said}: ZeRO-3 over all, as its share does not fit memory")
         return p
     fill.open.add("hybrid")
     stage = fill.choices.get("hybrid", DEFAULTS["hybrid"])
