@@ -378,7 +378,7 @@ def test_whether_a_metrics_flops_count_recomputation(name: str, kind: str) -> No
     ],
 )
 def test_a_mixture_is_not_read_as_a_dense_model(changes: dict[str, str]) -> None:
-    with pytest.raises(TooLittle, match="the experts of model .* are not known"):
+    with pytest.raises(TooLittle, match="are not known"):
         plan(row(**changes))
     assert not plan(row(num_experts="1", experts="none")).model.experts
 

@@ -67,7 +67,13 @@ def test_words_of_precision() -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    ["512", "512 (4M tokens)", "512 sequences (of 8192 tokens)", "4M tokens", "4M tokens (512 x 8k)"],
+    [
+        "512",
+        "512 (4M tokens)",
+        "512 sequences (of 8192 tokens)",
+        "4M tokens",
+        "4M tokens (512 x 8k)",
+    ],
 )
 def test_a_batch_of_sequences_with_its_tokens_in_brackets(cell: str) -> None:
     one = plan(row(global_batch=cell, seq_len="8192", tp="1", pp="1", gpus="64", value="10"))
@@ -79,7 +85,7 @@ def test_a_batch_of_sequences_with_its_tokens_in_brackets(cell: str) -> None:
 )
 def test_what_is_denied_behind_its_name_is_denied(said: str) -> None:
     one = plan(row(flags=f"FP8 {said}; LoRA {said}; CUDA graphs {said}"))
-    assert not (one.fp8 or one.row.lora or one.row.graphs)
+    assert (one.fp8, one.row.lora, one.row.graphs) == (False, False, False)
     one = plan(row(sharding=f"FSDP {said}", tp="1", pp="1", vpp=""))
     assert one.parallelism.zero != 3
 

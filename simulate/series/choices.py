@@ -53,7 +53,8 @@ _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
 _PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
 
 _OVERLAP = (
-    r"overlap[-_]grad[-_]reduce|full overlap|overlappeddistributedoptimizer|(?<![-_a-z])overlap_comm"
+    r"overlap[-_]grad[-_]reduce|full overlap|overlappeddistributedoptimizer"
+    r"|(?<![-_a-z])overlap_comm"
 )
 _NO_OVERLAP = r"\b(no|without) ((gradient|communication|comm|dp|grad)[- ])*overlap(?![-_\w])"
 
@@ -177,7 +178,7 @@ def held(row: SeriesRow, p: Parallelism, node: Node) -> Parallelism:
 def unsharded(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """Hybrid sharding as ZeRO-1 where a group's share fits memory: as much crosses nodes once a step.
+    """Hybrid sharding as ZeRO-1 where its share fits memory: as much crosses nodes once a step.
 
     Not where a group lies on several nodes, between which it sends the parameters in every pass.
     """
