@@ -218,6 +218,10 @@ def test_sequence_parallelism_has_its_own_cell() -> None:
         ({"sequence_parallel": "", "recompute": "no"}, True),
         ({"sequence_parallel": "", "recompute": "selective+seqpar"}, True),
         ({"sequence_parallel": "false", "recompute": "selective+seqpar"}, False),
+        ({"sequence_parallel": "disabled"}, False),
+        ({"sequence_parallel": "not enabled"}, False),
+        ({"sequence_parallel": "N"}, False),
+        ({"sequence_parallel": "Enabled"}, True),
     ):
         assert sequence(Filling(row(**cells), {})) is expected, cells
     fill = Filling(row(sequence_parallel="", recompute="on"), {})
@@ -306,6 +310,9 @@ def test_mixtures_that_a_name_does_not_spell_out(name: str) -> None:
         ("Grok 1 314b", 6144),
         ("Yi 34B", 7168),  # shapes that come with the project
         ("Falcon-180B (FSDP)", 14848),
+        ("Llama-3.2-3B", 3072),
+        ("Qwen 2.5 0.5B", 896),
+        ("GPT-2 XL", 1600),
         ("the tiny one", None),
     ],
 )

@@ -266,11 +266,11 @@ def rate_limit(row: SeriesRow) -> float:
 def sequence(fill: Filling) -> bool:
     """Whether the sequence is split over tensor-parallel ranks."""
     text = fill.row.text("sequence_parallel").lower()
-    if re.search(r"\b(yes|true|on|1)\b", text):
+    if says(r"\b(yes|y|true|on|enabled|1)\b", text):
         return True
     if says("seqpar", fill.row.text("recompute").lower()) and not text:
         return True
-    if re.search(r"\b(no|false|off|0)\b", text):
+    if re.search(r"\b(no|not|n|false|off|disabled|none|0)\b", text):
         return False
     if fill.row.early:
         fill.assumed.append("no sequence parallelism, as in this software's time")

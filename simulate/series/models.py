@@ -124,7 +124,9 @@ def named_shape(name: str) -> Shape | None:
 def _own(plain: str) -> Shape | None:
     """The shape of a model that comes with the project, where its whole name stands in this one."""
     names = sorted(filter(re.compile(r"\d").search, model_names()), key=len, reverse=True)
-    found = (one for one in names if re.search(rf"(?<![\w.]){re.escape(one)}(?![\w.])", plain))
+    plain = _undashed(plain)
+    whole = r"(?<![\w.]){}(?![\w.])"
+    found = (one for one in names if re.search(whole.format(re.escape(_undashed(one))), plain))
     if (name := next(found, None)) is None:
         return None
     m = load_model(name)
@@ -141,6 +143,11 @@ def _own(plain: str) -> Shape | None:
         m.top_k,
         m.head_dim,
     )
+
+
+def _undashed(plain: str) -> str:
+    """Families as people write them: `llama-3.2` is `llama3.2`."""
+    return re.sub(r"(?<=[a-z])-(?=\d)", "", plain)
 
 
 def _plain(name: str) -> str:
