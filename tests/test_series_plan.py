@@ -183,6 +183,18 @@ def test_printed_chunks_stay_where_the_schedule_here_has_other_multiples() -> No
     assert plan(row(**words, vpp="", global_batch="9"), {"vpp": 4}).parallelism.vpp == 4
 
 
+def test_stages_without_chunks_overlap_where_it_is_printed() -> None:
+    """Many would gather their parameters one after another, which costs more than it hides."""
+    words = {"tp": "1", "layers": "32", "gpus": "16", "vpp": "1", "global_batch": "32"}
+
+    def overlaps(pp: str, flags: str = "") -> bool:
+        return plan(row(**words, pp=pp, flags=flags)).parallelism.overlap
+
+    assert not overlaps(pp="8")
+    assert overlaps(pp="2")
+    assert overlaps(pp="8", flags="overlap-grad-reduce")
+
+
 def test_racks_are_filled_with_powers_of_two() -> None:
     def gpus_of(**changes: str) -> int:
         return plan(row(gpu_type="NVIDIA GB200", pp="1", vpp="", **changes)).node.gpus

@@ -22,6 +22,7 @@ from simulate.series.metric_names import UTILISATION
 from simulate.series.metrics import contradiction, metric_of, unit_seconds
 from simulate.series.rows import SeriesRow, TooLittle, refused
 from simulate.series.shape import layer_slots, model_of
+from simulate.step.overlap import gather_in_turn
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
@@ -34,6 +35,9 @@ BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
 MOST_CONTEXT = 16  # GPUs that a sequence may be spread over where no such number is printed
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
+# Stages that gather parameters one after another take longer than overlap saves: a gather of theirs
+# and a reduction, which is a gather's time and what adding takes.
+MOST_IN_TURN = 3
 
 
 class Batch(NamedTuple):
@@ -217,6 +221,7 @@ def _parallelism(
     vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
     microbatches = batch // (dp * microbatch)
     if vpp > 1 and microbatches < pp and not row.whole("vpp"):
+        fill.assumed.append(f"vpp 1, not {vpp}: {microbatches} microbatches over pp {pp}")
         vpp = 1  # Megatron-Core refuses it
     model, vpp = _stages(fill, model, pp, vpp)
     if vpp > 1 and microbatches % pp:
@@ -243,6 +248,9 @@ def _parallelism(
         recompute=recompute,
         overlap=replicas > 1 and ways.overlap(fill, zero),
     )
+    if "overlap" in fill.open and gather_in_turn(p) and pp > MOST_IN_TURN:
+        fill.assumed.append(f"overlap False, not True: without chunks {pp} stages would gather in turn")
+        p = p.model_copy(update={"overlap": False})
     return model, ways.unsharded(fill, p, model, node, fabric), searched, sizes
 
 
