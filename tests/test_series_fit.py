@@ -11,7 +11,7 @@ import pytest
 
 from simulate.series import judging as series
 from simulate.series.attention import with_flash_attention
-from simulate.series.fit import around, fit, project
+from simulate.series.fit import FASTEST, around, fit, project
 from simulate.series.judging import Series, anchored, judged
 from simulate.series.plan import plan
 from simulate.series.rows import SeriesRow
@@ -78,6 +78,15 @@ def test_what_kernels_cannot_explain_of_an_anchor_goes_with_its_like(
     assert alike == pytest.approx(np.log(anchor.real_s), abs=1e-9)
     changed = project(plan(row(row_id="c", micro_batch="2", value="1")), system, by)
     assert changed.sd > abs(system.residuals[0]) * 0.7
+
+
+def test_no_anchor_asks_for_kernels_far_beyond_the_peak(calibration: Calibration) -> None:
+    """What its messages hide may take any time; what is left of the row is said instead."""
+    value = float(simulated(calibration, row(tp="1", pp="1", sharding="FSDP"))) / 2
+    anchor = plan(row(tp="1", pp="1", sharding="FSDP", value=repr(value)))
+    system = fit([anchor], Calibrations(calibration))
+    assert system.factors[0] == FASTEST
+    assert system.residuals[0] > 0.2
 
 
 def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:

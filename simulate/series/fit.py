@@ -37,6 +37,10 @@ Array = NDArray[np.float64]
 PRIOR_SD = (0.4, 0.2, 0.15, 0.5, 0.5)
 UNPRINTED_NETWORK_SD = 0.4
 NO_PRIOR_SD = 2.5  # of a network that takes all that is left
+MOST = 2.5  # of a factor's logarithm
+# Least logarithm of the kernels' factor: measured ones run at more than half of the peak, so that
+# even in 8 bits, where bf16 was simulated, kernels at a third of their time are beyond it.
+FASTEST = -1.0
 TIED_SD = 1e-6  # of issuing where it goes with the host
 # Without an anchor there is only the transferred calibration: frameworks lie this far from it.
 UNANCHORED_SD = 0.25
@@ -189,7 +193,8 @@ def fit(
         normal = j.T @ (j * weights[:, None]) / noise**2 + np.diag(prior[free] ** -2.0)
         gradient = -(j.T @ (left * weights)) / noise**2 - at[free] / prior[free] ** 2
         at = at.copy()
-        at[free] = np.clip(at[free] + np.linalg.solve(normal, gradient), -2.5, 2.5)
+        at[free] = np.clip(at[free] + np.linalg.solve(normal, gradient), -MOST, MOST)
+        at[0] = max(at[0], FASTEST)
     if best is not None:
         _, at, jacobian, left, attention = best
     spare = len(anchors) - int(free.sum())

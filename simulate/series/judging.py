@@ -33,7 +33,10 @@ from simulate.step.scale import ROW_SD
 from spec.interval import Z90
 
 EIGHT_BITS = "FP8"
-ALONE = "no factor in reach explains its time: the batch, the shape or the time is another run's"
+ALONE = (
+    "no factor in reach explains its time: the batch, the shape, the network or the time is "
+    "another run's"
+)
 UNEXPLAINED = log(2.0)  # of a log step time
 SIBLINGS = 2  # other series of a source that say what its kernels take
 HIDDEN_ROUNDS = 12  # of a fit that halves its steps until a network is no longer hidden

@@ -249,7 +249,9 @@ def _parallelism(
         overlap=replicas > 1 and ways.overlap(fill, zero),
     )
     if "overlap" in fill.open and gather_in_turn(p) and pp > MOST_IN_TURN:
-        fill.assumed.append(f"overlap False, not True: without chunks {pp} stages would gather in turn")
+        fill.assumed.append(
+            f"overlap False, not True: without chunks {pp} stages would gather in turn"
+        )
         p = p.model_copy(update={"overlap": False})
     return model, ways.unsharded(fill, p, model, node, fabric), searched, sizes
 
