@@ -7,7 +7,7 @@ import json
 import os
 import reprlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,9 +171,31 @@ def read_record(path: Path, what: str, schema: str, model: type[M]) -> M:
 def parse(model: type[M], value: Any, where: str) -> M:
     """Validate `value` as `model`; the first thing wrong becomes a sentence that begins `where`."""
     try:
-        return model.model_validate(value)
+        record = model.model_validate(value)
     except ValidationError as error:
         raise UserError(f"{where}: {first_problem(error)}") from None
+    field = _boolean_as_number(value, record)
+    if field is not None:
+        raise UserError(f"{where}: {field} is true or false; it must be a number")
+    return record
+
+
+def _boolean_as_number(given: Any, read: Any) -> str | None:
+    """The field of `given` that is true or false and was read as 1 or 0, which pydantic allows."""
+    if isinstance(given, bool):
+        return "" if isinstance(read, int | float) and not isinstance(read, bool) else None
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(given, dict) and isinstance(read, dict):
+        pairs = ((key, one, read.get(key)) for key, one in given.items())
+    elif isinstance(given, dict) and isinstance(read, BaseModel):
+        pairs = ((name, given.get(name), one) for name, one in read)
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        pairs = ((number, *both) for number, both in enumerate(zip(given, read, strict=False)))
+    for name, one, its in pairs:
+        inside = _boolean_as_number(one, its)
+        if inside is not None:
+            return f"{name}.{inside}".rstrip(".")
+    return None
 
 
 _SHORT = reprlib.Repr()  # a value of a stranger's file may be huge

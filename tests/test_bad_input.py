@@ -11,10 +11,13 @@ from simulate import place, project, search, study, twin, validate
 from spec.command import run
 from spec.errors import UserError
 from spec.files import check_writable, parse, write_json, write_table
-from spec.model import ModelSpec
+from spec.hardware import Fabric, Node
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism
 from spec.training_records import TrainingConfig
 from tests.commands import call, called
 from tests.made_up_steps import configs
+from topologies import load_fabric, load_node
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,30 @@ def test_a_huge_value_is_not_written_out() -> None:
     with pytest.raises(UserError, match=r"^x: name is \[\[") as refused:
         parse(ModelSpec, {"name": value}, "x")
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "field"),
+    [
+        (ModelSpec, load_model("tiny").model_dump() | {"layers": True}, "layers"),
+        (ModelSpec, load_model("tiny").model_dump() | {"expert_imbalance": False}, "expert_imb"),
+        (Node, load_node("hgx-h200").model_dump() | {"peak_bf16_tflops": True}, "peak_bf16_tflops"),
+        (Fabric, load_fabric("ndr400-fat-tree").model_dump() | {"oversubscription": [True]}, "0"),
+        (Parallelism, {"pp": 2, "layers_per_stage": [True, 3]}, "layers_per_stage.0"),
+    ],
+)
+def test_true_is_no_number(model: Any, value: Any, field: str) -> None:
+    """Pydantic reads it as 1; who writes `layers: true` has not said how many."""
+    with pytest.raises(UserError, match=rf"^x: .*{field}.* is true or false; it must be a number$"):
+        parse(model, value, "x")
+
+
+def test_true_is_true() -> None:
+    """Where it is asked for, or where nothing numeric is."""
+    value = load_model("tiny").model_dump()
+    assert parse(ModelSpec, value | {"linear_bias": True}, "x").linear_bias
+    with pytest.raises(UserError, match="name is True; input should be a valid string"):
+        parse(ModelSpec, value | {"name": True}, "x")
 
 
 @pytest.mark.parametrize(
