@@ -4,16 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
+# beyond any node; a typing error is likelier
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 TREES = ("fat-tree", "rail-optimised")
 OTHER_BOARDS = {"nvl", "pcie"}  # a GPU's boards with other rates than its SXM module
@@ -33,11 +28,11 @@ class Node(BaseModel):
 
     name: str
     gpu: str = Field(pattern=r"\S", description="GPU (or CPU) model")
-    gpus: PositiveInt = Field(description="GPUs in the node's scale-up domain")
+    gpus: Count = Field(description="GPUs in the node's scale-up domain")
     memory_gib: Positive = Field(description="device memory of one GPU, as the driver reports it")
     peak_bf16_tflops: Positive = Field(description="dense bf16 peak of one GPU, 1e12 FLOP/s")
     memory_gbytes_per_s: Positive = Field(description="device memory bandwidth of one GPU")
-    multiprocessors: PositiveInt = Field(default=1, description="streaming multiprocessors")
+    multiprocessors: Count = Field(default=1, description="streaming multiprocessors")
     max_clock_mhz: Annotated[float, Field(ge=200, le=10_000, allow_inf_nan=False)]
     power_limit_w: Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)] = Field(
         description="board power limit of one GPU"
@@ -55,7 +50,9 @@ class Node(BaseModel):
         description="no switch: each pair of GPUs has links of its own, an equal share of them all",
     )
     fp8: bool = Field(default=True, description="whether its GPUs have products in FP8")
-    nics: NonNegativeInt = Field(default=0, description="network ports of the node")
+    nics: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        default=0, description="network ports of the node"
+    )
     fabric: str | None = Field(
         default=None, description="named fabric that its ports are for: the default between nodes"
     )
@@ -109,13 +106,13 @@ class Fabric(BaseModel):
         default=(),
         description="down- over up-bandwidth at each level, leaves first; 1 if none",
     )
-    dimensions: tuple[PositiveInt, ...] = Field(
+    dimensions: tuple[Count, ...] = Field(
         default=(), description="torus: nodes per dimension; empty: the most cubic that fits"
     )
-    group_nodes: PositiveInt | None = Field(
+    group_nodes: Count | None = Field(
         default=None, description="dragonfly+: nodes per group; ocs: nodes per pod"
     )
-    ports_per_node: PositiveInt | None = Field(
+    ports_per_node: Count | None = Field(
         default=None, description="ports of a node on this fabric; all its NICs if not given"
     )
     protocol: Literal["infiniband", "roce", "ethernet", "tcp"] = "infiniband"

@@ -35,7 +35,9 @@ class ModelSpec(BaseModel):
     position: Literal["rope", "learned"]
     linear_bias: bool = False
     tied_embeddings: bool = False
-    experts: int = Field(default=0, ge=0, description="experts per layer; 0 for a dense model")
+    experts: int = Field(
+        default=0, ge=0, le=1_000_000, description="experts per layer; 0 for a dense model"
+    )
     top_k: int = Field(default=0, ge=0, description="experts each token is sent to")
     expert_imbalance: float = Field(
         default=0, ge=0, le=10, description="coefficient of variation of experts' loads in a layer"
@@ -46,7 +48,9 @@ class ModelSpec(BaseModel):
         le=1000,
         description="of an expert's even share: what it takes at most, the rest is dropped",
     )
-    lora_rank: int = Field(default=0, ge=0, description="0: every weight is trained")
+    lora_rank: int = Field(
+        default=0, ge=0, le=100_000_000, description="0: every weight is trained"
+    )
     source: str = Field(default="", description="where the shape is published")
 
     @model_validator(mode="after")

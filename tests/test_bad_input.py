@@ -131,6 +131,24 @@ def test_true_is_no_number(model: Any, value: Any, field: str) -> None:
         parse(model, value, "x")
 
 
+@pytest.mark.parametrize(
+    ("model", "value", "field"),
+    [
+        (ModelSpec, load_model("mixtral-8x7b").model_dump(), "experts"),
+        (ModelSpec, load_model("tiny").model_dump(), "lora_rank"),
+        (Node, load_node("hgx-h200").model_dump(), "gpus"),
+        (Node, load_node("hgx-h200").model_dump(), "nics"),
+        (Node, load_node("hgx-h200").model_dump(), "multiprocessors"),
+        (Fabric, load_fabric("dragonfly-plus").model_dump(), "group_nodes"),
+        (Fabric, load_fabric("dragonfly-plus").model_dump(), "ports_per_node"),
+    ],
+)
+def test_a_count_beyond_any_names_its_field(model: Any, value: Any, field: str) -> None:
+    """No later sum then says that it cannot hold some number of the inputs."""
+    with pytest.raises(UserError, match=rf"^x: {field} is 1000.*; input should be less than"):
+        parse(model, value | {field: 10**30}, "x")
+
+
 def test_true_is_true() -> None:
     """Where it is asked for, or where nothing numeric is."""
     value = load_model("tiny").model_dump()
