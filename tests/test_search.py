@@ -196,6 +196,32 @@ def test_a_file_of_another_sweep_is_refused(inputs: Inputs, tmp_path: Path) -> N
     assert list(sweep.sweep(inputs, plans, out))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("step_time_s", "fast", "step_time_s is 'fast'; input should be a valid number"),
+        ("step_time_s", -1, "step_time_s is -1; input should be greater than"),
+        ("power_w", None, "power_w is None; input should be a valid number"),
+        ("power_w", float("nan"), "power_w is nan; input should be"),
+        ("peak_gib", [], r"peak_gib is \[\]; input should be a valid number"),
+        ("peak_gib", True, "peak_gib is true or false; it must be a number"),
+        ("parallelism", {"tp": 0}, "parallelism.tp is 0; input should be greater than 0"),
+        ("guess", 1, "unknown key 'guess'"),
+    ],
+)
+def test_a_line_of_a_sweep_that_cannot_be(
+    inputs: Inputs, tmp_path: Path, name: str, value: Any, sentence: str
+) -> None:
+    """Nothing else reads the file, and a wrong line would be ranked with the rest."""
+    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:1]
+    out = tmp_path / "sweep.jsonl"
+    list(sweep.sweep(inputs, plans, out))
+    header, line = out.read_text().splitlines()
+    out.write_text(f"{header}\n{json.dumps(json.loads(line) | {name: value})}\n")
+    with pytest.raises(UserError, match=rf"sweep\.jsonl: line 2: {sentence}"):
+        list(sweep.sweep(inputs, plans, out))
+
+
 def test_workers_give_the_same_points(inputs: Inputs) -> None:
     plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:40]
     here = set(sweep.sweep(inputs, plans))

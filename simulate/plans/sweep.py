@@ -7,10 +7,12 @@ another sweep is refused. A line that a killed process left unfinished is droppe
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
+
+from pydantic import Field
 
 from simulate.hardware.nvls import has_nvls
 from simulate.inputs import Inputs
@@ -18,7 +20,8 @@ from simulate.plans.find import Plan
 from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.files import read_text, sha256, write_text
+from spec.files import parse, read_text, sha256, write_text
+from spec.fitted import Positive, Record
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -29,14 +32,13 @@ CHUNK = 32  # plans that a worker gets at once
 WORTH_WORKERS = 300
 
 
-@dataclass(frozen=True)
-class Point:
-    """The central estimate of a plan."""
+class Point(Record):
+    """The central estimate of a plan: a line of the file."""
 
     parallelism: Parallelism
-    step_time_s: float
-    power_w: float  # mean of one GPU
-    peak_gib: float
+    step_time_s: Positive
+    power_w: Positive = Field(description="mean of one GPU")
+    peak_gib: Positive
 
     @property
     def energy_j(self) -> float:
@@ -62,7 +64,7 @@ def simulate(inputs: Inputs, plans: Sequence[Plan]) -> list[Point]:
         )
         estimate = simulator.run()
         time, power = float(estimate.step_time_s[0]), float(estimate.power_w[0])
-        found.append(Point(p, time, power, plan.peak_gib))
+        found.append(Point(parallelism=p, step_time_s=time, power_w=power, peak_gib=plan.peak_gib))
     return found
 
 
@@ -177,7 +179,7 @@ def _connect(address: str, stack: ExitStack) -> str:
 
 
 def _line(point: Point) -> dict[str, Any]:
-    return asdict(point) | {"parallelism": point.parallelism.model_dump(exclude_defaults=True)}
+    return point.model_dump(exclude_defaults=True)
 
 
 def _header(inputs: Inputs) -> dict[str, Any]:
@@ -208,15 +210,14 @@ def _resume(inputs: Inputs, path: Path) -> tuple[dict[Parallelism, Point], TextI
     for number, line in enumerate(whole):
         try:
             value = json.loads(line)
-            if number:
-                value["parallelism"] = Parallelism.model_validate(value["parallelism"])
-                point = Point(**value)
-                known[point.parallelism] = point
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, RecursionError):
             raise UserError(
                 f"{path}: line {number + 1} is not of a sweep; name another file with --out"
             ) from None
-        if not number and value != header:
+        if number:
+            point = parse(Point, value, f"{path}: line {number + 1}")
+            known[point.parallelism] = point
+        elif value != header:
             raise UserError(
                 f"{path}: holds a sweep of another model, node, fabric or calibration, or what-if; "
                 "name another file with --out"
