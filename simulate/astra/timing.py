@@ -63,7 +63,6 @@ class Timing:
     bodies: tuple[Body, ...]  # by class
     start: tuple[tuple[int, ...], ...]
     end: tuple[tuple[int, ...], ...]
-    events: int
 
     @property
     def step_ns(self) -> int:
@@ -197,7 +196,6 @@ class _Engine:
             tuple(rank.body for rank in self.ranks),
             tuple(tuple(rank.start) for rank in self.ranks),
             tuple(tuple(rank.end) for rank in self.ranks),
-            self.sequence,
         )
 
     def issue(self, rank: _Rank) -> None:
