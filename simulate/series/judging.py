@@ -5,7 +5,7 @@ the same GPU ask for other kernels, that is tried, too.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from statistics import median
 from typing import Any
@@ -105,6 +105,28 @@ def bounded(effect: float, name: str, one: Plan) -> float:
     return float(np.clip(effect, -2 * SEARCHED_SD, 2 * SEARCHED_SD)) if searched else effect
 
 
+@dataclass
+class _Row:
+    """A test row, its projection, and what each open question moves that by, a logarithm."""
+
+    plan: Plan
+    middle: Projected
+    assumed: list[str]
+    effects: list[float] = field(default_factory=list)
+    shift: float = 0.0
+
+    def at(self, system: Fitted, calibrations: Calibrations) -> float:
+        """How far another system moves it."""
+        return project(self.plan, system, calibrations).value - self.middle.value
+
+    def projected(self) -> tuple[Projected, float]:
+        """With what is open, and the spread that has."""
+        # either way is as likely: half the difference is the spread of two equal points
+        extra = float(np.sqrt(sum((value / 2) ** 2 for value in self.effects)))
+        moved = replace(self.middle, value=self.middle.value + self.shift)
+        return moved, self.middle.spread(extra)
+
+
 def judged(
     fitted: Anchored, calibrations: Calibrations, kernels: float | None
 ) -> list[dict[str, Any]]:
@@ -112,57 +134,67 @@ def judged(
 
     `kernels` is of `others_kernels`.
     """
-    chosen, system = fitted.chosen, fitted.system
-    anchors, tests = fitted.anchors, fitted.tests
-    effects: list[list[float]] = [[] for _ in tests]
-    shifts, said = [0.0 for _ in tests], [list(one.assumed) for one in tests]
-    middle = [project(one, system, calibrations) for one in tests]
-    open_names = {name for one in (*anchors, *tests) for name in one.open if name in OTHERS}
-    for name in sorted(open_names):
-        moved_anchors = [_other_way(one, name, chosen, checked=True) for one in anchors]
-        moved = [_other_way(one, name, chosen) for one in tests]
-        still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
-        again = system if still else fit(moved_anchors, calibrations, rounds=2)
-        share = _share(again, system) if anchors and name == "precision" else None
-        for index, (one, other) in enumerate(zip(tests, moved, strict=True)):
-            if still and _same(one, other):
-                continue
-            value = project(other, again, calibrations).value
-            # a rate means other seconds where a batch or a length is taken otherwise
-            effect = value - middle[index].value - log(other.unit_s / one.unit_s)
-            if share is not None:  # the mean of two points of these weights, and their spread
-                shifts[index] += share * effect
-                effect *= 2 * (share * (1 - share)) ** 0.5
-                said[index].append(f"the other precision counts {share:.0%}")
-            effects[index].append(bounded(effect, name, one))
+    system, anchors = fitted.system, fitted.anchors
+    rows = [
+        _Row(one, project(one, system, calibrations), list(one.assumed)) for one in fitted.tests
+    ]
+    for name in sorted({name for one in (*anchors, *fitted.tests) for name in one.open}):
+        if name in OTHERS:
+            _take_otherwise(rows, name, fitted, calibrations)
     if system.surprising:
         plain = fit(anchors, calibrations, rounds=2, network=False)
-        for index, one in enumerate(tests):
-            effects[index].append(project(one, plain, calibrations).value - middle[index].value)
+        for row in rows:
+            row.effects.append(row.at(plain, calibrations))
     hidden = _of_network(fitted, calibrations, kernels)
     if hidden is not None:
-        for index, one in enumerate(tests):
-            effects[index].append(project(one, hidden, calibrations).value - middle[index].value)
+        for row in rows:
+            row.effects.append(row.at(hidden, calibrations))
     for name in ("host", "network"):
-        if not anchors or name in system.moved or (name == "network" and hidden is not None):
+        if anchors and name not in system.moved and not (name == "network" and hidden is not None):
+            _take_for_slow(rows, name, anchors, calibrations)
+    return [
+        _entry(row.plan, *row.projected(), anchors, fitted.series) | {"assumed": row.assumed}
+        for row in rows
+    ]
+
+
+def _take_otherwise(
+    rows: Sequence[_Row], name: str, fitted: Anchored, calibrations: Calibrations
+) -> None:
+    """What an open choice moves rows by, taken the other way by anchors and rows alike."""
+    chosen, anchors = fitted.chosen, fitted.anchors
+    moved_anchors = [_other_way(one, name, chosen, checked=True) for one in anchors]
+    still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
+    again = fitted.system if still else fit(moved_anchors, calibrations, rounds=2)
+    share = _share(again, fitted.system) if anchors and name == "precision" else None
+    for row in rows:
+        other = _other_way(row.plan, name, chosen)
+        if still and _same(row.plan, other):
             continue
-        # the kernels that an anchor asks for hide a host or a network that may be what is slow: the
-        # prior's third of three Gauss-Hermite points, of weight 1 / 6
-        slow_at = 3**0.5 * float(prior_sd(anchors)[FACTORS.index(name)])
-        moves = name != "network"  # what is held anew
-        slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=moves)
-        for index, one in enumerate(tests):
-            if min(changes(one, other) for other in anchors) or name == "network":
-                value = project(one, slow, calibrations).value
-                effects[index].append(2 / 6**0.5 * (value - middle[index].value))
-    entries = []
-    for index, (one, projected) in enumerate(zip(tests, middle, strict=True)):
-        # either way is as likely: half the difference is the spread of two equal points
-        extra = float(np.sqrt(sum((value / 2) ** 2 for value in effects[index])))
-        sd = projected.spread(extra)
-        mean = replace(projected, value=projected.value + shifts[index])
-        entries.append(_entry(one, mean, sd, anchors, fitted.series) | {"assumed": said[index]})
-    return entries
+        value = project(other, again, calibrations).value
+        # a rate means other seconds where a batch or a length is taken otherwise
+        effect = value - row.middle.value - log(other.unit_s / row.plan.unit_s)
+        if share is not None:  # the mean of two points of these weights, and their spread
+            row.shift += share * effect
+            effect *= 2 * (share * (1 - share)) ** 0.5
+            row.assumed.append(f"the other precision counts {share:.0%}")
+        row.effects.append(bounded(effect, name, row.plan))
+
+
+def _take_for_slow(
+    rows: Sequence[_Row], name: str, anchors: Sequence[Plan], calibrations: Calibrations
+) -> None:
+    """What a host or a network moves rows by that may be slow.
+
+    The kernels that an anchor asks for hide it: the prior's third of three Gauss-Hermite points, of
+    weight 1 / 6.
+    """
+    slow_at = 3**0.5 * float(prior_sd(anchors)[FACTORS.index(name)])
+    moves = name != "network"  # what is held anew
+    slow = fit(anchors, calibrations, rounds=2, unmoved={name: slow_at}, network=moves)
+    for row in rows:
+        if name == "network" or min(changes(row.plan, other) for other in anchors):
+            row.effects.append(2 / 6**0.5 * row.at(slow, calibrations))
 
 
 def _of_network(one: Anchored, calibrations: Calibrations, kernels: float | None) -> Fitted | None:
