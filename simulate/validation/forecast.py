@@ -5,7 +5,7 @@ once: an existing file is never replaced.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import fmean
@@ -203,6 +203,16 @@ def limits(found: ResultSet) -> tuple[float | None, float | None]:
     return device.power_limit_w, device.max_clock_mhz
 
 
+@dataclass
+class _Measured:
+    """The rows of a forecast's configurations, in the runs they are of, and what does not count."""
+
+    rows: dict[tuple[Any, ...], list[tuple[ResultSet, TrainingRow]]] = field(default_factory=dict)
+    early: int = 0  # measured before the forecast was made
+    again: int = 0  # on another visit than the first
+    elsewhere: int = 0  # across nodes over other links
+
+
 def match(
     forecast: Forecast, gpu: str, sets: Sequence[ResultSet]
 ) -> tuple[list[Case], dict[str, Any]]:
@@ -214,75 +224,88 @@ def match(
     first counts, and with it, as their mean, those that repeat it on the same GPUs of the same
     system within `ONE_VISIT`.
     """
-
     made = {one.config.configuration: one for one in forecast.cases}
+    found = _measured(forecast, set(made), gpu, sets)
     asked = forecast.devices or ()
-    links = {_links(one) for one in sets if one.path.parent.name == forecast.calibration["system"]}
-    links.discard(None)
-    early, again, elsewhere = 0, 0, 0
-    measured: dict[tuple[Any, ...], list[tuple[ResultSet, TrainingRow]]] = {}
-    for found in sets:
-        node = measured_node(found)
-        if not same_device(gpu, node.gpu if node else found.manifest.device):
-            continue
-        for row in found.table(TrainingRow):
-            one = made.get(row.configuration)
-            if one is None or row.status != "done":
-                continue
-            if found.manifest.started <= forecast.created:
-                early += 1
-                continue
-            if row.nodes > 1 and links and _links(found) not in links:
-                elsewhere += 1
-                continue
-            mine = measured.setdefault(row.configuration, [])
-            if mine and not _one_visit(mine[0][0], found):
-                again += 1
-                continue
-            mine.append((found, row))
     cases: list[Case] = []
     other: list[str] = []
     unknown: list[str] = []
-    for which, mine in measured.items():
-        found, one = mine[0][0], made[which]
-        predicted = Prediction(
-            one.step_time_s,
-            one.energy_j,
-            one.allocated_gib,
-            one.breakdown_s,
-            one.modelled_share,
-            one.power_w,
-            one.clock_mhz,
-            one.memory_gib,
-        )
-        row = mean_of([row for _, row in mine])
-        row = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
-        told = [mean_steps_s(run).get(each.case_id) for run, each in mine]
-        means = [mean_s for mean_s in told if mean_s is not None]
-        system, mean_s = found.path.parent.name, fmean(means) if len(means) == len(mine) else None
-        cases.append(Case(row, predicted, *limits(found), system=system, mean_step_s=mean_s))
-        meant, ran = (set(of[: row.parallelism().gpus]) for of in (asked, hashes_of(found)))
+    for which, mine in found.rows.items():
+        one = _case(made[which], mine)
+        cases.append(one)
+        devices = hashes_of(mine[0][0])
+        meant, ran = (set(of[: one.row.parallelism().gpus]) for of in (asked, devices))
         if meant and meant != ran:
-            (other if ran else unknown).append(row.case_id)
-    pooled = sum(len(mine) - 1 for mine in measured.values())
-    runs = {found.manifest.run for mine in measured.values() for found, _ in mine[1:]}
+            (other if ran else unknown).append(one.row.case_id)
+    pooled = sum(len(mine) - 1 for mine in found.rows.values())
+    runs = {run.manifest.run for mine in found.rows.values() for run, _ in mine[1:]}
     notes = {
         "created": forecast.created,
         "calibration": forecast.calibration,
         "forecast_cases": len(forecast.cases),
-        "never_measured": [one.config.case_id for k, one in made.items() if k not in measured],
-        "measured_before_the_forecast": early,
+        "never_measured": [one.config.case_id for k, one in made.items() if k not in found.rows],
+        "measured_before_the_forecast": found.early,
         "repeats_in_means": pooled,
         "runs_of_repeats": sorted(runs),
-        "measured_again": again,
-        "over_other_links": elsewhere,
-        "repeats": _repeats(pooled, again, elsewhere),
+        "measured_again": found.again,
+        "over_other_links": found.elsewhere,
+        "repeats": _repeats(pooled, found.again, found.elsewhere),
         "devices": forecast.devices,
         "on_other_devices": other,
         "on_unknown_devices": unknown,
         "warning": _on_others(len(other), len(unknown), len(cases)),
     }
     return cases, notes
+
+
+def _measured(
+    forecast: Forecast, made: set[tuple[Any, ...]], gpu: str, sets: Sequence[ResultSet]
+) -> _Measured:
+    """What of the result sets is judged, of the configurations `made`."""
+    links = {_links(one) for one in sets if one.path.parent.name == forecast.calibration["system"]}
+    links.discard(None)
+    found = _Measured()
+    for run in sets:
+        node = measured_node(run)
+        if not same_device(gpu, node.gpu if node else run.manifest.device):
+            continue
+        for row in run.table(TrainingRow):
+            if row.status != "done" or row.configuration not in made:
+                continue
+            if run.manifest.started <= forecast.created:
+                found.early += 1
+                continue
+            if row.nodes > 1 and links and _links(run) not in links:
+                found.elsewhere += 1
+                continue
+            mine = found.rows.setdefault(row.configuration, [])
+            if mine and not _one_visit(mine[0][0], run):
+                found.again += 1
+                continue
+            mine.append((run, row))
+    return found
+
+
+def _case(one: Forecasted, mine: Sequence[tuple[ResultSet, TrainingRow]]) -> Case:
+    """A forecast configuration beside the mean of its rows, named as the first of them."""
+    found = mine[0][0]
+    predicted = Prediction(
+        one.step_time_s,
+        one.energy_j,
+        one.allocated_gib,
+        one.breakdown_s,
+        one.modelled_share,
+        one.power_w,
+        one.clock_mhz,
+        one.memory_gib,
+    )
+    row = mean_of([row for _, row in mine])
+    row = row.model_copy(update={"case_id": f"{found.manifest.run}/{row.case_id}"})
+    told = [mean_steps_s(run).get(each.case_id) for run, each in mine]
+    means = [mean_s for mean_s in told if mean_s is not None]
+    mean_s = fmean(means) if len(means) == len(mine) else None
+    system = found.path.parent.name
+    return Case(row, predicted, *limits(found), system=system, mean_step_s=mean_s)
 
 
 def mean_of(rows: Sequence[TrainingRow]) -> TrainingRow:
