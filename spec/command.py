@@ -222,7 +222,7 @@ def aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None = None) -> int:
-    """Run a command's `main` and turn its errors into sentences and exit codes.
+    """Run a command's `main` and turn its errors into sentences, one line each, and exit codes.
 
     A request to end (SIGTERM, SIGHUP: a time limit, a closed terminal) is taken as Ctrl-C is, so
     that what `main` has started is ended and what it has half-written goes.
@@ -236,19 +236,16 @@ def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | 
     try:
         return main(sys.argv[1:] if arguments is None else arguments) or 0
     except UserError as error:
-        print(f"error: {plain(str(error))}", file=sys.stderr)
+        _complain(f"error: {error}")
         return 2
     except WorkError as error:
-        print(f"failed: {plain(str(error))}", file=sys.stderr)
+        _complain(f"failed: {error}")
         return 1
     except ValidationError as error:
-        print(
-            f"error: the inputs lead to what cannot be: {first_problem(error)}",
-            file=sys.stderr,
-        )
+        _complain(f"error: the inputs lead to what cannot be: {first_problem(error)}")
         return 2
     except (OverflowError, ZeroDivisionError, FloatingPointError) as error:
-        print(f"error: a number of the inputs is too large or too small ({error})", file=sys.stderr)
+        _complain(f"error: a number of the inputs is too large or too small ({error})")
         return 2
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
@@ -258,5 +255,10 @@ def run(main: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | 
         return 141
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; give another path", file=sys.stderr)
+        _complain(f"error: {where}{error.strerror or error}; give another path")
         return 2
+
+
+def _complain(sentence: str) -> None:
+    """Say it on one line, whatever a file's names hold."""
+    print(plain(sentence).replace("\n", " "), file=sys.stderr)

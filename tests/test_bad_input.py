@@ -9,7 +9,7 @@ import pytest
 
 from simulate import place, project, search, study, twin, validate
 from spec.command import run
-from spec.errors import UserError
+from spec.errors import UserError, WorkError
 from spec.files import check_writable, parse, write_json, write_table
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec, load_model
@@ -147,6 +147,19 @@ def test_a_count_beyond_any_names_its_field(model: Any, value: Any, field: str) 
     """No later sum then says that it cannot hold some number of the inputs."""
     with pytest.raises(UserError, match=rf"^x: {field} is 1000.*; input should be less than"):
         parse(model, value | {field: 10**30}, "x")
+
+
+@pytest.mark.parametrize("error", [UserError, WorkError, OSError, OverflowError])
+def test_a_complaint_is_one_line(capsys: Any, error: type[Exception]) -> None:
+    """Whatever a file's names hold: a program reads the last line of what a command said."""
+
+    def main(words: Any) -> int:
+        raise error("node 'a\nb\x1b[2J' has no port")
+
+    assert run(main, []) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "node 'a b?[2J' has no port" in said
 
 
 def test_true_is_true() -> None:
