@@ -36,16 +36,7 @@ def model_of(fill: Filling) -> ModelSpec:
     if shape and not row.whole("hidden"):
         fill.assumed.append(f"shape of {row.text('model')} from {shape.source}")
     gated = shape.gated if shape else _gated(row, hidden)
-    heads = row.whole("heads") or (shape.heads if shape else None)
-    if heads is None or hidden % heads:
-        tp = row.whole("tp") or 1
-        sizes = [size for size in HEADS if hidden % size == 0]
-        split = (size for size in sizes if hidden // size % tp == 0)
-        heads = hidden // next(split, sizes[0] if sizes else hidden)
-        fill.assumed.append(f"{heads} heads assumed")
-    kv_heads = row.whole("kv_heads") or (shape.kv_heads if shape else heads)
-    if heads % kv_heads:
-        kv_heads = heads
+    heads, kv_heads = _heads(fill, shape, hidden)
     vocab = row.whole("vocab") or (shape.vocab if shape else None)
     if vocab is None:
         vocab = 128256 if gated else 51200
@@ -93,6 +84,20 @@ def _own_width(fill: Filling, fields: dict[str, Any], shape: Shape | None) -> No
     if far and (total is None or abs(total / printed - 1) > TOO_FAR):
         fill.assumed.append(f"experts of width {shape.ffn_hidden}, not {fields['ffn_hidden']}")
         fields["ffn_hidden"] = shape.ffn_hidden
+
+
+def _heads(fill: Filling, shape: Shape | None, hidden: int) -> tuple[int, int]:
+    """Heads and key heads: printed or published, else of a usual size that TP divides."""
+    row = fill.row
+    heads = row.whole("heads") or (shape.heads if shape else None)
+    if heads is None or hidden % heads:
+        tp = row.whole("tp") or 1
+        sizes = [size for size in HEADS if hidden % size == 0]
+        split = (size for size in sizes if hidden // size % tp == 0)
+        heads = hidden // next(split, sizes[0] if sizes else hidden)
+        fill.assumed.append(f"{heads} heads assumed")
+    kv_heads = row.whole("kv_heads") or (shape.kv_heads if shape else heads)
+    return heads, heads if heads % kv_heads else kv_heads
 
 
 def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
