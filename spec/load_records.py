@@ -5,7 +5,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, FiniteFloat, PositiveInt, model_validator
 
-from spec.row import ClockMhz, Count, NonNegative, OfDevice, Positive, Row
+from spec.row import (
+    ClockMhz,
+    Count,
+    NonNegative,
+    Numbers,
+    OfDevice,
+    Positive,
+    Row,
+    refuse_uneven,
+)
 
 
 class HeatRow(Row):
@@ -14,13 +23,18 @@ class HeatRow(Row):
     duty: Annotated[float, Field(ge=0, le=1)] = Field(description="share of the time asked for")
     seconds: Positive = Field(description="that it lasted")
     product: PositiveInt = Field(description="side of the square bf16 matrices multiplied")
-    busy_share: str = Field(description="of the time that products ran, seen from the host")
-    product_us: str | None = Field(default=None, description="median time of one product, us")
-    energy_j: str | None = Field(default=None, description="hardware energy counter, J")
-    power_w: str | None = Field(default=None, description="mean of the power readings, W")
+    busy_share: Numbers = Field(description="of the time that products ran, seen from the host")
+    product_us: Numbers | None = Field(default=None, description="median time of one product, us")
+    energy_j: Numbers | None = Field(default=None, description="hardware energy counter, J")
+    power_w: Numbers | None = Field(default=None, description="mean of the power readings, W")
     clock_median_mhz: Positive | None = Field(default=None, description="SM clock, all devices")
     temperature_max_c: FiniteFloat | None = None
     throttle: str | None = Field(default=None, description="throttle reasons seen, joined by +")
+
+    @model_validator(mode="after")
+    def _of_all_devices(self) -> Self:
+        refuse_uneven(self, ("busy_share", "product_us", "energy_j", "power_w"))
+        return self
 
 
 class TurnRow(OfDevice):

@@ -1,9 +1,11 @@
 """What rows of all tables have in common; the tables are in `spec.records`."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,6 +26,19 @@ Role = Annotated[
 CaseId = Annotated[
     str, Field(min_length=1, max_length=200, description="names the case; unique in its table")
 ]
+
+
+def _numbers(text: str) -> str:
+    try:
+        right = all(0 <= float(one) < 1e12 for one in text.split(","))
+    except ValueError:
+        right = False
+    if not right:
+        raise ValueError(f"{text[:80]!r}; give numbers from 0 to 1e12, comma-separated")
+    return text
+
+
+Numbers = Annotated[str, AfterValidator(_numbers)]
 ROUNDING = 1.000001  # quantiles are written with seven digits
 
 
@@ -34,6 +49,14 @@ class Row(BaseModel):
 
     case_id: CaseId
     role: Role
+
+
+def refuse_uneven(row: Row, names: Sequence[str]) -> None:
+    """Raise ValueError unless these lists of a row that are there are of as many each."""
+    counts = {name: 1 + text.count(",") for name in names if (text := getattr(row, name))}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(f"its lists must have as many values each; they have: {said}")
 
 
 class OfDevice(Row):

@@ -17,7 +17,7 @@ from spec.errors import UserError
 from spec.files import first_problem
 from spec.model import ModelName, ModelSpec
 from spec.parallelism import Parallelism
-from spec.row import NonNegative, Positive, Row
+from spec.row import NonNegative, Numbers, Positive, Row, refuse_uneven
 
 
 def _stages(text: str) -> str:
@@ -196,13 +196,19 @@ class PlacementRow(Row):
         description="probe: before the prediction; else what the symmetric placement turns with"
     )
     placement: Literal["symmetric", "optimised", "uneven"]
-    layers: str = Field(description="of each stage")
-    devices: str = Field(description="that hold the stages")
+    layers: Stages = Field(description="of each stage")
+    devices: Numbers = Field(description="that hold the stages")
     step_time_s: Positive = Field(description="slowest rank, device-synchronised, s")
-    busy_s: str = Field(description="each stage's time in passes")
-    clock_mhz: str | None = Field(default=None, description="mean SM clock over the block")
-    power_w: str | None = Field(default=None, description="mean power over the block, W")
-    temperature_c: str | None = Field(default=None, description="highest over the block")
+    busy_s: Numbers = Field(description="each stage's time in passes")
+    clock_mhz: Numbers | None = Field(default=None, description="mean SM clock over the block")
+    power_w: Numbers | None = Field(default=None, description="mean power over the block, W")
+    temperature_c: Numbers | None = Field(default=None, description="highest over the block")
+
+    @model_validator(mode="after")
+    def _of_all_stages(self) -> Self:
+        lists = ("layers", "devices", "busy_s", "clock_mhz", "power_w", "temperature_c")
+        refuse_uneven(self, lists)
+        return self
 
 
 class ProfileRow(Row):

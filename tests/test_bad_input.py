@@ -1,5 +1,6 @@
 """What commands say to bad input: one sentence, exit code 2, and nothing half-written."""
 
+import csv
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +11,13 @@ import pytest
 from simulate import place, project, search, study, twin, validate
 from spec.command import run
 from spec.errors import UserError, WorkError
-from spec.files import check_writable, parse, write_json, write_table
+from spec.files import check_writable, parse, read_table, write_json, write_table
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
+from spec.records import TABLES
 from spec.training_records import TrainingConfig
-from tests.commands import call, called
+from tests.commands import RESULTS, call, called
 from tests.made_up_steps import configs
 from topologies import load_fabric, load_node
 
@@ -160,6 +162,30 @@ def test_a_complaint_is_one_line(capsys: Any, error: type[Exception]) -> None:
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "node 'a b?[2J' has no port" in said
+
+
+@pytest.mark.parametrize(
+    ("table", "run", "column", "value", "sentence"),
+    [
+        ("heat", "2x-h100/20261122-233008", "busy_share", "true", "'true'; give numbers from 0"),
+        ("heat", "2x-h100/20261122-233008", "power_w", "nan,690", "'nan,690'; give numbers from 0"),
+        ("heat", "2x-h100/20261122-233008", "energy_j", "1,2,3", "as many values each"),
+        ("placement", "4x-h200/20261121-115808", "busy_s", "-1,1,1,1", "give numbers from 0"),
+        ("placement", "4x-h200/20261121-115808", "layers", "x", "give the layers of each stage"),
+        ("placement", "4x-h200/20261121-115808", "devices", "0,1", "as many values each"),
+    ],
+)
+def test_a_list_of_a_row_that_cannot_be(
+    tmp_path: Path, table: str, run: str, column: str, value: str, sentence: str
+) -> None:
+    """Who reads them splits them without a look: "true" was a traceback of `calibrate.fit`."""
+    lines = list(csv.reader((RESULTS / run / f"{table}.csv").read_text().splitlines()))
+    lines[1][lines[0].index(column)] = value
+    path = tmp_path / f"{table}.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+    with pytest.raises(UserError, match=rf"{table}\.csv: line 2: .*({sentence})"):
+        read_table(path, TABLES[table])
 
 
 def test_true_is_true() -> None:
