@@ -172,6 +172,7 @@ def test_what_measures_nothing_takes_no_option_of_a_run(
     [
         (["--suite", "kernel"], "suite 'kernel' is unknown"),
         (["--budget", "-1"], "must be a positive number"),
+        (["--budget", "inf"], "must be a positive number"),
         (["--resume", "nothing"], "no run 'nothing'"),
         (["--model", "gpt-9"], "neither a file nor a named model"),
         (["--model", "tiny", "--suite", "training"], "--model tiny has no effect"),
