@@ -115,10 +115,10 @@ class PulseRow(OfDevice):
     pause_op: Literal["none", "add"] = Field(
         default="none", description="what runs between two: nothing, sums of bf16 tensors"
     )
-    since_us: str = Field(
+    since_us: Numbers = Field(
         description="mean time from a pulse's begin to the middle of a product, comma-separated"
     )
-    product_us: str = Field(description="median time of one product there, comma-separated")
+    product_us: Numbers = Field(description="median time of one product there, comma-separated")
     clock_mhz: ClockMhz | None = Field(default=None, description="SM clock, mean of the readings")
     power_w: Annotated[Positive, Field(le=1e5)] | None = Field(
         default=None, description="mean, by the energy counter where there is one"
@@ -128,24 +128,11 @@ class PulseRow(OfDevice):
 
     @model_validator(mode="after")
     def _listed(self) -> Self:
-        """Both lists are numbers above 0, as many of each, the first rising."""
-        lists = []
-        for name in ("since_us", "product_us"):
-            text = getattr(self, name)
-            try:
-                lists.append([float(one) for one in text.split(",")])
-            except ValueError:
-                raise ValueError(
-                    f"{name} is {text!r}; it must be numbers, comma-separated"
-                ) from None
-            if not all(0 < one < 1e12 for one in lists[-1]):
-                raise ValueError(f"{name} is {text!r}; each must be above 0 and below 1e12")
-        since, times = lists
-        if len(since) != len(times):
-            raise ValueError(
-                f"since_us has {len(since)} numbers and product_us {len(times)}; they must be of "
-                "the same parts"
-            )
+        """Both lists are above 0, as many of each, the first rising."""
+        refuse_uneven(self, ("since_us", "product_us"))
+        since, times = zip(*self.parts, strict=True)
+        if not min(*since, *times) > 0:
+            raise ValueError("since_us and product_us have a 0; each value must be above it")
         if any(later <= one for one, later in itertools.pairwise(since)):
             raise ValueError(f"since_us is {self.since_us!r}; it must rise")
         return self
