@@ -334,6 +334,10 @@ def test_cells_and_parameters_have_to_agree() -> None:
             plan(row(**cells, params=params))
     wide = plan(row(**cells, params="12B", value="9")).model  # 32 * (4 + 2 * 9) * 4096**2
     assert wide.ffn_hidden == pytest.approx(9 * 4096, rel=0.03)
+    by_count = [
+        plan(row(**cells | {"layers": ""}, params=params)).model.layers for params in ("8", "8B")
+    ]
+    assert by_count == [40, 40]
     gated = cells | {"ffn_hidden": "16384", "kv_heads": "32", "vocab": "50257"}
     assert plan(row(**gated, params="9B")).model.layers == 32
 

@@ -105,6 +105,9 @@ def whole(cell: str, name: str = "") -> int | None:
     return round(value)
 
 
+FEW_PARAMETERS = 1e6  # no model of a published step has so few
+
+
 _DENIED = re.compile(
     r"\b(no|non|not|without|w/o|than|vs\.?|instead of|disabled?|never)[\s_-]+[\w-]*$"
 )
@@ -149,6 +152,12 @@ class SeriesRow:
     def number(self, name: str) -> float | None:
         """A cell's positive number."""
         return number(self.cells.get(name, ""), name)
+
+    @property
+    def parameters(self) -> float | None:
+        """The model's printed parameters; a few of them are billions without their unit."""
+        printed = self.number("params")
+        return printed * 1e9 if printed is not None and printed < FEW_PARAMETERS else printed
 
     @cached_property
     def unread(self) -> tuple[str, ...]:

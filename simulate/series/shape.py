@@ -17,7 +17,6 @@ MANY_WORDS = 262_144  # of a vocabulary that is not printed
 WIDEST = 16  # MLP over the hidden size, without gates: Gemma's and LaMDA's have 12 and 14
 HEADS = (128, 96, 64)  # values of a head, where none are known
 EXPERTS = ("ep", "experts", "num_experts", "n_experts", "moe_experts")  # columns
-LEAST_PARAMETERS = 1e6  # fewer are billions without their unit
 
 
 def model_of(fill: Filling) -> ModelSpec:
@@ -78,7 +77,7 @@ def _own_width(fill: Filling, fields: dict[str, Any], shape: Shape | None) -> No
     """
     if shape is None or not shape.experts or fields["ffn_hidden"] == shape.ffn_hidden:
         return
-    total, printed = fill.row.number("params"), ModelSpec.model_validate(fields).parameters()
+    total, printed = fill.row.parameters, ModelSpec.model_validate(fields).parameters()
     published = ModelSpec.model_validate(fields | {"ffn_hidden": shape.ffn_hidden}).parameters()
     far = abs(printed / published - 1) > TOO_FAR
     if far and (total is None or abs(total / printed - 1) > TOO_FAR):
@@ -102,10 +101,10 @@ def _heads(fill: Filling, shape: Shape | None, hidden: int) -> tuple[int, int]:
 
 def _check_parameters(row: SeriesRow, model: ModelSpec, shape: Shape) -> None:
     """Refuse a name whose model has not the printed parameters, as published nor as cells say."""
-    total = row.number("params") or 0.0
+    total = row.parameters or 0.0
     published = model.resized(layers=shape.layers, ffn_hidden=shape.ffn_hidden).parameters()
     far = all(abs(total / one - 1) > TOO_FAR for one in (published, model.parameters()))
-    if total > LEAST_PARAMETERS and far:
+    if total and far:
         raise TooLittle(
             f"params {row.text('params')} is not the {published / 1e9:.3g} billion of model "
             f"{row.text('model')!r}: the shape is another one's"
@@ -118,7 +117,7 @@ def _check_cells(row: SeriesRow, model: ModelSpec) -> None:
     That is whether embeddings count, and the head apart; key heads and vocabulary where they are
     not printed, and how many matrices a printed MLP width is of.
     """
-    total = row.number("params") or 0.0
+    total = row.parameters or 0.0
     least: dict[str, Any] = {}
     most: dict[str, Any] = {"tied_embeddings": False}
     if not row.whole("kv_heads"):
@@ -129,7 +128,7 @@ def _check_cells(row: SeriesRow, model: ModelSpec) -> None:
         least["gated"], most["gated"] = False, True
     low = model.layers * model.resized(**least).layer_parameters()
     high = model.resized(**most).parameters()
-    if total > LEAST_PARAMETERS and not low * (1 - TOO_FAR) <= total <= high * (1 + TOO_FAR):
+    if total and not low * (1 - TOO_FAR) <= total <= high * (1 + TOO_FAR):
         raise TooLittle(
             f"params {row.text('params')} is not the {model.parameters() / 1e9:.3g} billion of "
             f"{model.layers} layers with hidden size {model.hidden}: they are another model's, or "
@@ -158,7 +157,7 @@ def _gated(row: SeriesRow, hidden: int) -> bool:
 def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
     """Layers or MLP width from the printed number of parameters, where these are not printed."""
     row = fill.row
-    total = row.number("params")
+    total = row.parameters
     outside = model.embedding_parameters() + model.head_parameters()
     unfinished = "prequel" in row.text("model").lower()  # other depths than the published one
     if not row.whole("layers") and (shape is None or unfinished):
@@ -171,7 +170,7 @@ def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
     if row.whole("ffn_hidden") or shape is not None:
         return model
     ffn = usual_ffn(model)
-    if total and total > 1e8:
+    if total:
         usual, least = (model.resized(ffn_hidden=width) for width in (ffn, 1))
         far = abs(total / usual.parameters() - 1) > TOO_FAR
         each = (model.resized(ffn_hidden=2).layer_parameters() - least.layer_parameters()) or 1
