@@ -109,7 +109,7 @@ def test_a_file_that_marks_nothing_has_its_empty_values_projected(
     unmarked = [{**one, "use": ""} for one in (ANCHOR, LARGER)]
     one, other = unmarked
     smaller = {**other, "row_id": "a4", "gpus": "4", "global_batch": "32"}
-    rows = [one, *({**each, "value": ""} for each in (other, smaller))]
+    rows = [one, {**other, "value": ""}, {**smaller, "value": "n/a"}]
     judged = series_validation(write(tmp_path / "a.csv", rows), calibration)
     assert [(case["id"], case["anchored"]) for case in judged["cases"]] == [
         ("b", True),

@@ -204,7 +204,7 @@ class SeriesRow:
             return not any(
                 metric_kind(self.text(name)) and self.number(value) for name, value in METRICS
             )
-        return not self.use and not self.cells.get("value", "").strip()
+        return not self.use and not self.text("value")
 
     @cached_property
     def words(self) -> str:
