@@ -73,6 +73,8 @@ def test_words_of_precision() -> None:
         "512 sequences (of 8192 tokens)",
         "4M tokens",
         "4M tokens (512 x 8k)",
+        "512 x 8192",
+        "512 seqs \u00d7 8k tokens",
     ],
 )
 def test_a_batch_of_sequences_with_its_tokens_in_brackets(cell: str) -> None:

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from simulate.memory.peak import memory
-from simulate.series.rows import SeriesRow, not_understood, says
+from simulate.series.rows import SeriesRow, not_understood, number, says
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "precision": "fp8",
 }
 HYBRID_SLACK = 1.25  # of a memory, as of `simulate.series.search.MEMORY_SLACK`
+_OF_TOKENS = re.compile(r"([\d,]+)\s*(?:seq\w*|samples?)?\s*[x\u00d7*]\s*([\d,]+k?)(?:\s*tok\w*)?")
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
 _NO_ZERO = r"\b(no|without|w/o)\s+(deepspeed\s+)?zero\b"
@@ -92,6 +93,10 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     row = fill.row
     batch, text = row.whole("global_batch"), row.text("global_batch")
     counted = re.sub(r"\(.*?\)|\[.*?\]", " ", text.lower())  # `512 (4M tokens)` counts sequences
+    product = _OF_TOKENS.fullmatch(counted.strip())
+    if product and number(product[2], "seq_len") == seq_len:
+        fill.row = SeriesRow({**row.cells, "global_batch": product[1]})
+        return
     tokens = re.search(r"tok|\d\s*(m\b|million)", counted) is not None
     if batch is None or (batch * seq_len <= MOST_TOKENS and not tokens):
         return
