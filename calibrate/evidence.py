@@ -141,9 +141,19 @@ class Evidence:
         for one in self.same_gpu:
             yield from input_files(one, {row: len(one.fit(row)) for row in OF_GPU}, lent=True)
 
+    @property
+    def described(self) -> ResultSet:
+        """The newest run that tells its devices' clock or limit; imported output tells neither."""
+        told = [
+            one
+            for one in self.runs
+            if any(d.max_clock_mhz or d.power_limit_w for d in one.manifest.hosts[0].devices)
+        ]
+        return (told or self.runs)[-1]
+
     def devices(self) -> list[Device]:
-        """The devices of the newest run."""
-        return [device for host in self.runs[-1].manifest.hosts for device in host.devices]
+        """The devices of the newest run that describes them."""
+        return [device for host in self.described.manifest.hosts for device in host.devices]
 
     @property
     def on_cpu(self) -> bool:

@@ -382,3 +382,23 @@ def test_collectives_across_nodes_become_the_measured_network(results: Path) -> 
     assert found.collectives[0].curves[-1].ranks == 4
     inside = {one.name for one in found.parameters if one.name.startswith("collective.all_reduce")}
     assert "collective.all_reduce.4.latency_us" in inside
+
+
+def test_an_imported_run_tells_nothing_of_clock_and_power(results: Path) -> None:
+    """Output of other tools has no devices' limits; being the newest, it once took them away."""
+    imported = run_folder(results).parent / "imported"
+    value = json.loads((run_folder(results) / "manifest.json").read_text())
+    value |= {"run": "imported", "started": "2026-01-01T00:00:00Z"}
+    for device in value["hosts"][0]["devices"]:
+        device |= {"max_clock_mhz": None, "power_limit_w": None}
+    write_json(imported / "manifest.json", value)
+    shutil.copy(run_folder(results) / "collectives.csv", imported)
+    (evidence,) = systems(results)
+    assert evidence.runs[-1].path == imported
+    found = fit(evidence)
+    assert (found.clock.max_mhz, found.clock.power_limit_w) == (
+        TRUTH.reference_mhz,
+        TRUTH.power_limit_w,
+    )
+    limit = by_name(found)["clock.power_limit_w"]
+    assert limit.detail == "synthetic/run-1/manifest.json: power limit of the device"

@@ -52,7 +52,7 @@ def clock_state(evidence: Evidence, telemetry: Telemetry, ledger: Ledger) -> Clo
     placed = evidence.rows(KernelRow)
     rows = [row for _, row in placed]
     device = evidence.devices()[0]
-    manifest = relative(evidence.runs[-1].path / "manifest.json")
+    manifest = relative(evidence.described.path / "manifest.json")
     clocks = [row.clock_mhz for row in rows if row.clock_mhz is not None]
     if device.max_clock_mhz:
         reference, detail = device.max_clock_mhz, f"{manifest}: maximum clock of the device"
