@@ -87,6 +87,7 @@ def open_store(
             "base_system": base if within > 1 else None,
         },
         plan=plan,
+        numbered=True,
     )
     if devices[0].kind == "amd":
         store.note("AMD GPUs: this path had not been run on hardware when it was written")

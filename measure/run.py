@@ -394,6 +394,7 @@ def lead(
         store.save(status)
         if status == "complete" and not campaign.failed:
             (store.folder / PLAN).unlink(missing_ok=True)  # last: without it nothing resumes
+        store.release()
     return report(asked.json, campaign, time.monotonic() - began)
 
 

@@ -88,6 +88,7 @@ def wrap(
         environment=host.environment(),
         command=host.command_line(["--wrap", "--", *masked(command)]),
         suites=[],
+        numbered=True,
     )
     epoch = datetime.fromisoformat(store.manifest.started).timestamp()
     sampler = Sampler(store.folder, kind, epoch=epoch)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ ROW = CollectiveRow(
 )
 
 
-def new_store(root: Path, devices: int = 1) -> Store:
+def new_store(root: Path, devices: int = 1, **more: Any) -> Store:
     found = [FakeDevice(index).describe() for index in range(devices)]
     host = Host(name_hash="0", cpu="x", cores=1, memory_gib=1.0, devices=found)
     return Store.create(
@@ -58,7 +59,28 @@ def new_store(root: Path, devices: int = 1) -> Store:
         environment={},
         command="python -m measure.run",
         suites=["collectives"],
+        **more,
     )
+
+
+def test_a_run_that_is_going_on_is_not_continued_beside(tmp_path: Path) -> None:
+    """Both wrote each case once, said that all was well, and left a table with every row twice."""
+    store = new_store(tmp_path, plan={})
+    half = store.folder / ".manifest.json.1"  # what it is writing
+    half.write_text("{")
+    with pytest.raises(UserError, match="another process is measuring this run now"):
+        Store.reopen(store.folder)
+    assert half.exists()
+    store.release()
+    Store.reopen(store.folder).release()
+
+
+def test_runs_begun_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    first, second = (new_store(tmp_path, plan={}, numbered=True) for _ in range(2))
+    assert [one.folder.name for one in (first, second)] == ["r1", "r1-2"]
+    assert [one.manifest.run for one in find_result_sets(tmp_path)] == ["r1", "r1-2"]
+    first.release()
+    second.release()
 
 
 @pytest.mark.parametrize("cut", range(1, 40, 6))
@@ -116,7 +138,7 @@ def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
     for name in ("fake", str(store.folder.parent)):
         with pytest.raises(UserError, match=r"fake: is a system; name one of its runs: r1$"):
             find_run(tmp_path, name)
-    with pytest.raises(UserError, match="continue it with --resume"):
+    with pytest.raises(UserError, match="name another with --run"):
         new_store(tmp_path)
 
 

@@ -5,12 +5,13 @@ marks its case as done; nothing else has to agree with it.
 """
 
 import csv
+import fcntl
 import io
 import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from spec.errors import UserError
 from spec.files import format_row, parse, read_json, read_table, write_json
@@ -43,6 +44,7 @@ class Store:
         self.folder = folder
         self.manifest = manifest
         self._done: dict[str, set[str]] = {name: set() for name in TABLES}
+        self._held: IO[str] | None = None
 
     @classmethod
     def create(
@@ -59,15 +61,18 @@ class Store:
         suites: Sequence[str],
         emulated: dict[str, Any] | None = None,
         plan: dict[str, Any] | None = None,
+        numbered: bool = False,
     ) -> "Store":
-        """Begin a new result set; refuses a folder that already holds one.
+        """Begin a new result set; refuses a folder that already holds one, or counts on from it.
 
         `emulated` are the manifest's fields that say how this host plays several nodes, and `plan`
-        what --resume needs; it is there before the manifest, which makes it a run.
+        what --resume needs; it is there before the manifest, which makes it a run. With `numbered`
+        a name that another run has, begun in the same second, gets a number.
         """
-        folder = root / system / run
+        folder = new_folder(root / system / run) if numbered else root / system / run
+        run = folder.name
         if (folder / "manifest.json").exists():
-            raise UserError(f"{folder}: a result set is there already; continue it with --resume")
+            raise UserError(f"{folder}: a result set is there already; name another with --run")
         value = {
             "schema": SCHEMA,
             "system": system,
@@ -88,17 +93,23 @@ class Store:
         store = cls(folder, manifest)
         if plan is not None:
             write_json(folder / PLAN, plan)
+        store._held = hold(folder)
         store.save()
         return store
 
     @classmethod
     def reopen(cls, folder: Path) -> "Store":
-        """Continue a result set: half-written last lines and steps of unfinished cases go."""
+        """Continue a result set: half-written last lines and steps of unfinished cases go.
+
+        Raises UserError, and changes nothing, while another process measures it.
+        """
+        held = hold(folder)
         for half in folder.glob(".*"):  # what `replacing` was writing when the run was killed
             if half.is_file():
                 half.unlink()
         result = read_result_set(folder)
         store = cls(folder, result.manifest)
+        store._held = held
         for name, row in TABLES.items():
             path = folder / f"{name}.csv"
             if path.exists():
@@ -115,6 +126,12 @@ class Store:
             store._done["placement"] = set()
         store.manifest.status = "running"
         return store
+
+    def release(self) -> None:
+        """Let other processes continue this run."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _rewrite(self, name: str, rows: Sequence[Row]) -> None:
         from spec.files import write_table
@@ -177,6 +194,41 @@ class Store:
         self.manifest.finished = self.finished()
         value = self.manifest.model_dump(mode="json", by_alias=True)
         write_json(self.folder / "manifest.json", value)
+
+
+def hold(folder: Path) -> IO[str] | None:
+    """Keep other processes from continuing a run until what is returned is closed."""
+    try:
+        held = (folder / PLAN).open("r+", encoding="utf-8")
+    except OSError:  # no plan: nothing is to be continued
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.close()
+        raise UserError(
+            f"{folder}: another process is measuring this run now; wait until it has ended, or "
+            "begin a run of your own"
+        ) from None
+    except OSError:  # a file system without locks
+        held.close()
+        return None
+    return held
+
+
+def new_folder(wanted: Path) -> Path:
+    """Make a folder of this name, or of this name and a number, that was not there."""
+    folder, number = wanted, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+        except OSError:  # is told where the first file is written
+            return folder
+        else:
+            return folder
 
 
 def done_so_far(folder: Path) -> dict[str, set[str]]:
