@@ -242,6 +242,11 @@ def test_lines_of_other_versions(tmp_path: Path, old: str, new: str) -> None:
     assert found.table(StepRow)[0].loss == 11.0
 
 
+def test_each_run_of_a_restarted_job_warms_up(tmp_path: Path) -> None:
+    found = imported(tmp_path, "megatron-log", write(tmp_path, log() + log()), "--nodes", "2")
+    assert [one.step_time_s for one in found.table(StepRow)] == 2 * [2.5, 2.52, 2.48, 2.51]
+
+
 def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None:
     text = log(
         num_experts="8",
@@ -271,6 +276,12 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
         ("megatron-log", log(), [], "16 GPUs; say on how many nodes"),
         ("megatron-log", log(), ["--nodes", "3"], "must divide the 16 GPUs"),
         ("megatron-log", log(), ["--nodes", "2", "--skip", "9"], "none of them after the first 9"),
+        (
+            "megatron-log",
+            log() + log(tensor_model_parallel_size="4", pipeline_model_parallel_size="1"),
+            ["--nodes", "2"],
+            "TP2-PP2-DP4-mb1-gb128-SP-z1-overlap and imported-L32-s8192-TP4-PP1-DP4-mb1",
+        ),
         ("megatron-log", log(hidden_size="None"), [], "add it with --set hidden_size=VALUE"),
         ("megatron-log", log(num_layers="many"), [], "num_layers is 'many'"),
         ("megatron-log", log(swiglu="yes"), [], "swiglu is 'yes'; it must be True or False"),

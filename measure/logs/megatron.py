@@ -3,13 +3,14 @@
 What is read: the list of arguments (`  num_layers .......... 32`) for the configuration, and the
 line of each logged iteration (`elapsed time per iteration (ms): 512.3`) for the step's time; with
 it loss, memory, energy and power where the log has them. With a log interval above 1 a line is the
-mean of its iterations and counts as one step.
+mean of its iterations and counts as one step. A file may hold several runs, one after another, as a
+job that was restarted leaves: they must be of one configuration, and each warms up.
 """
 
 import re
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spec.training_records import StepRow, TrainingConfig, TrainingRow
 
 MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
+_BEGIN = re.compile(r"-{3,} arguments -{3,}")  # of the list of arguments of another run
 _ARGUMENT = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*) \.{3,} (.*?)\s*$")
 _VOCABULARY = re.compile(r"padded vocab .*new size: (\d+)")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -43,6 +45,7 @@ class Iteration:
     loss: float | None
     energy_j: float | None  # of one GPU
     power_w: float | None
+    run: int = 0  # of those in the file
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Log:
 
     path: Path
     arguments: dict[str, str]
+    later: list[dict[str, str]]  # of the runs after the first
     iterations: list[Iteration]
     memory_mib: dict[int, tuple[float, float]]  # by rank: peak allocated, peak reserved
 
@@ -58,11 +62,16 @@ class Log:
 def read(path: Path, given: Mapping[str, str]) -> Log:
     """Read a log; `given` arguments count before its own. Raises UserError where it is no log."""
     arguments: dict[str, str] = {}
-    iterations = []
+    runs = [arguments]
+    iterations: list[Iteration] = []
     memory = {}
     for raw in read_text(path, "a Megatron-LM training log").splitlines():
         line = _COLOUR.sub("", raw)
-        if found := _ARGUMENT.search(line):
+        if _BEGIN.search(line):
+            if iterations:
+                arguments = {}
+                runs.append(arguments)
+        elif found := _ARGUMENT.search(line):
             arguments.setdefault(found[1], found[2])
         elif found := _VOCABULARY.search(line):
             arguments["padded_vocab_size"] = found[1]
@@ -75,6 +84,7 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
                         _number(_LOSS, line),
                         _number(_ENERGY, line),
                         _number(_POWER, line),
+                        len(runs) - 1,
                     )
                 )
         elif found := _MEMORY.search(line):
@@ -84,7 +94,8 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
             f"{path}: no line with 'elapsed time per iteration'; give the output of Megatron-LM's "
             "first or last rank"
         )
-    return Log(path, arguments | dict(given), iterations, memory)
+    first, *later = (one | dict(given) for one in runs)
+    return Log(path, first, later, iterations, memory)
 
 
 def _number(pattern: re.Pattern[str], line: str) -> float | None:
@@ -196,8 +207,17 @@ def parallelism_of(log: Log) -> Parallelism:
 
 
 def rows(log: Log, name: str, nodes: int | None, skip: int) -> tuple[TrainingRow, list[StepRow]]:
-    """The configuration's row and its steps, the first `skip` logged lines left out."""
+    """The configuration's row and its steps, the first `skip` logged lines of a run left out."""
     model, p = model_of(log, name), parallelism_of(log)
+    for arguments in log.later:
+        again = replace(log, arguments=arguments)
+        other = model_of(again, name), parallelism_of(again)
+        if other != (model, p):
+            names = (TrainingConfig.name_of(*one) for one in ((model, p), other))
+            raise UserError(
+                f"{log.path}: holds runs of several configurations ({' and '.join(names)}); give "
+                "each a file of its own"
+            )
     try:
         p.check(model)
     except UserError as error:
@@ -206,7 +226,12 @@ def rows(log: Log, name: str, nodes: int | None, skip: int) -> tuple[TrainingRow
         raise UserError(f"{log.path}: {p.gpus} GPUs; say on how many nodes they were with --nodes")
     if p.gpus % (nodes or 1):
         raise UserError(f"--nodes is {nodes}; it must divide the {p.gpus} GPUs of {log.path}")
-    kept = [one for one in log.iterations if one.batch in (None, p.global_batch)][skip:]
+    full = [one for one in log.iterations if one.batch in (None, p.global_batch)]
+    kept = [
+        one
+        for run in range(1 + len(log.later))
+        for one in [its for its in full if its.run == run][skip:]
+    ]
     if not kept:
         raise UserError(
             f"{log.path}: {len(log.iterations)} logged lines, none of them after the first {skip} "
