@@ -242,6 +242,48 @@ def test_lines_of_other_versions(tmp_path: Path, old: str, new: str) -> None:
     assert found.table(StepRow)[0].loss == 11.0
 
 
+SAYS_MORE = {
+    "multi_latent_attention": "False",
+    "fp8": "None",
+    "decoder_first_pipeline_num_layers": "None",
+    "moe_layer_freq": "1",
+    "moe_shared_expert_intermediate_size": "None",
+    "expert_tensor_parallel_size": "2",
+    "recompute_method": "None",
+    "recompute_num_layers": "None",
+    "recompute_modules": "['core_attn']",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"multi_latent_attention": "True"}, "multi_latent_attention is True"),
+        ({"fp8": "hybrid"}, "fp8 is hybrid"),
+        ({"decoder_first_pipeline_num_layers": "14"}, "first_pipeline_num_layers is 14"),
+        ({"moe_layer_freq": "[0, 1]", "num_experts": "8"}, "moe_layer_freq is [0, 1]"),
+        ({"expert_tensor_parallel_size": "1", "num_experts": "8"}, "parallel_size is 1"),
+        ({"recompute_method": "block", "recompute_num_layers": "2"}, "num_layers is 2"),
+        ({"recompute_granularity": "selective", "recompute_modules": "['mlp']"}, "['mlp']"),
+        ({"recompute_granularity": "selective"}, None),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, None),
+        ({"recompute_method": "block", "recompute_num_layers": "16"}, None),
+        ({"num_experts": "8"}, None),
+    ],
+)
+def test_what_no_column_tells_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], complaint: str
+) -> None:
+    """It was left out: a row then said one thing, and another had run."""
+    said = "".join(
+        f"  {name} .... {changes.get(name, usual)}\n" for name, usual in SAYS_MORE.items()
+    )
+    path = write(tmp_path, log(**changes).replace("  bf16 ", f"{said}  bf16 "))
+    words = ["megatron-log", path, "--system", "x", "--nodes", "2", "--set", "moe_router_topk=2"]
+    assert run(main, [*words, "--out", str(tmp_path / "out")]) == (2 if complaint else 0)
+    assert (complaint or "") in capsys.readouterr().err
+
+
 def test_each_run_of_a_restarted_job_warms_up(tmp_path: Path) -> None:
     found = imported(tmp_path, "megatron-log", write(tmp_path, log() + log()), "--nodes", "2")
     assert [one.step_time_s for one in found.table(StepRow)] == 2 * [2.5, 2.52, 2.48, 2.51]

@@ -135,9 +135,50 @@ class _Arguments:
         return text == "True"
 
 
+# arguments that no column of training.csv tells, and values with which they change nothing
+_UNTOLD: dict[str, tuple[str, ...]] = {
+    "multi_latent_attention": ("False",),
+    "window_size": (),
+    "mtp_num_layers": (),
+    "hybrid_override_pattern": (),
+    "fp8": (),
+    "fp4": (),
+    "decoder_first_pipeline_num_layers": (),
+    "decoder_last_pipeline_num_layers": (),
+    "pipeline_model_parallel_layout": (),
+    "account_for_embedding_in_pipeline_split": ("False",),
+    "account_for_loss_in_pipeline_split": ("False",),
+}
+_UNTOLD_OF_EXPERTS = {"moe_layer_freq": ("1",), "moe_shared_expert_intermediate_size": ()}
+
+
+def _refuse_untold(log: Log) -> None:
+    """Raise UserError where a row would be of another model, or another split, than what ran."""
+    a = _Arguments(log)
+    untold = dict(_UNTOLD)
+    if a.whole("num_experts", 0):
+        tp = a.text("tensor_model_parallel_size", "1")
+        untold |= _UNTOLD_OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
+    if a.text("recompute_granularity", "none") == "selective":
+        untold["recompute_modules"] = ("['core_attn']",)
+    if a.text("recompute_method", "") == "block":  # of the first layers of a stage
+        stages = a.whole("pipeline_model_parallel_size", 1)
+        stages *= a.whole("virtual_pipeline_model_parallel_size", 1)
+        if a.whole("recompute_num_layers", 1) * stages < a.whole("num_layers"):
+            untold["recompute_num_layers"] = ()
+    for argument, harmless in untold.items():
+        value = a.text(argument, "")
+        if value and value not in harmless:
+            raise UserError(
+                f"{log.path}: {argument} is {value}; training.csv has no column for it, and the "
+                "step would be taken for one without"
+            )
+
+
 def model_of(log: Log, name: str) -> ModelSpec:
     """The model that the arguments describe."""
     a = _Arguments(log)
+    _refuse_untold(log)
     heads, hidden = a.whole("num_attention_heads"), a.whole("hidden_size")
     experts = a.whole("num_experts", 0)
     ffn = a.whole("ffn_hidden_size", 4 * hidden)
@@ -267,7 +308,7 @@ def framework(log: Log) -> str:
     """What ran, as far as the arguments say."""
     a = _Arguments(log)
     parts = ["Megatron-LM log"]
-    for name in ("transformer_impl", "fp8", "fp8_recipe", "attention_backend"):
+    for name in ("transformer_impl", "attention_backend"):
         value = a.text(name, "")
         parts += [f"{name}={value}"] if value else []
     parts += ["bf16"] if a.flag("bf16") else ["fp16"] if a.flag("fp16") else []
