@@ -87,6 +87,14 @@ def test_nccl_tests_output_becomes_rows(tmp_path: Path) -> None:
     assert "node-a" not in (found.path / "manifest.json").read_text()
 
 
+def test_processes_that_see_one_gpu_each(tmp_path: Path) -> None:
+    """All call theirs device 0; a host was taken to have a single GPU."""
+    text = ALL_REDUCE.replace("device  1", "device  0")
+    hosts = imported(tmp_path, "nccl-tests", write(tmp_path, text)).manifest.hosts
+    assert [[one.index for one in host.devices] for host in hosts] == [[0, 1], [2, 3]]
+    assert len({one.uuid_hash for host in hosts for one in host.devices}) == 4
+
+
 def test_files_of_older_versions_and_several_at_once(tmp_path: Path) -> None:
     files = [write(tmp_path, ALL_REDUCE), write(tmp_path, ALL_TO_ALL, "alltoall_perf.log")]
     rows = imported(tmp_path, "nccl-tests", *files).table(CollectiveRow)

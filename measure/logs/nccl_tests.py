@@ -70,7 +70,8 @@ class Imported:
     """What some files hold."""
 
     rows: list[CollectiveRow] = field(default_factory=list)
-    ranks: dict[tuple[str, int], Rank] = field(default_factory=dict)  # by host and device
+    # by host, device and bus: where each process sees one GPU, all call theirs device 0
+    ranks: dict[tuple[str, int, str], Rank] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
     wrong: int = 0  # lines that failed nccl-tests' own check of the data
     passed_over: set[str] = field(default_factory=set)  # tests of collectives that no step uses
@@ -122,7 +123,7 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
                 int(rank[1]), int(rank[2] or 0), rank[3], int(rank[4]), rank[5], rank[6].strip()
             )
             block.ranks.append(one)
-            found.ranks[one.host, one.device] = one
+            found.ranks[one.host, one.device, one.bus] = one
         words = line.lstrip("# ").split()
         if line.startswith("#") and words[:2] == ["size", "count"]:
             if block is None:
@@ -221,7 +222,7 @@ def hosts(found: Imported) -> list[Host]:
     described, index = [], 0
     for name, ranks in sorted(by_host.items()):
         devices = []
-        for one in sorted(ranks, key=lambda one: one.device):
+        for one in sorted(ranks, key=lambda one: (one.device, one.bus)):
             amd = "AMD" in one.name or "Instinct" in one.name
             devices.append(
                 Device(
