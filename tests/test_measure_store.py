@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_a_half_written_row_is_dropped(tmp_path: Path, cut: int) -> None:
     again = Store.reopen(store.folder)
     assert again.done("collectives") == {"a"}
     assert table.read_text() == whole
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_what_a_full_disk_takes_of_a_row_is_not_kept(tmp_path: Path, rows: int) -> None:
+    """Else the next row stands behind a half one, and no row of the table can be read any more."""
+    store = new_store(tmp_path)
+    store.append("collectives", [ROW.model_copy(update={"case_id": f"r{n}"}) for n in range(rows)])
+    table = store.folder / "collectives.csv"
+    room = 60 + (table.stat().st_size if rows else 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            store.append("collectives", [ROW])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store.append("collectives", [ROW.model_copy(update={"case_id": "b"})])
+    expected = {*(f"r{n}" for n in range(rows)), "b"}
+    assert (
+        read_result_set(store.folder).cases(CollectiveRow) == store.done("collectives") == expected
+    )
 
 
 def test_a_half_written_header_is_dropped(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class Store:
         self.done(table).update(case_ids)
 
     def append(self, table: str, rows: Iterable[Row]) -> None:
-        """Append rows to a table; on return they are on disk."""
+        """Append rows to a table; on return they are on disk, and where that fails none is."""
         records = list(rows)
         if not records:
             return
@@ -166,10 +166,18 @@ class Store:
             writer.writeheader()
         for record in records:
             writer.writerow(format_row(record))
-        with path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
+        before = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8", newline="") as file:
+                file.write(text.getvalue())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # a full disk takes a part, behind which the next row would stand
+            if before:
+                os.truncate(path, before)
+            else:
+                path.unlink(missing_ok=True)
+            raise
         self._done[table].update(record.case_id for record in records)
 
     def skip(self, case_id: str, reason: str) -> None:
