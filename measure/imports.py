@@ -103,6 +103,7 @@ def main(words: Sequence[str]) -> int:
     notes = [NOTE]
     if asked.tool == "nccl-tests":
         found = nccl_tests.read(asked.files, asked.collective)
+        nccl_tests.refuse_other_network(found, pairs("--env", asked.env))
         tables, hosts = {"collectives": found.rows}, nccl_tests.hosts(found)
         software = found.software
         notes.append("each row is the mean of its iterations; quantiles are that mean")

@@ -152,6 +152,28 @@ def test_the_same_size_twice_stays_two_rows(tmp_path: Path) -> None:
     assert rows[3].case_id == rows[0].case_id + "-again2"
 
 
+SOCKETS = "node-a:6899:6899 [0] NCCL INFO Using network Socket\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "complaint"),
+    [
+        (SOCKETS, [], "not over InfiniBand, as they would count; add --env NCCL_IB_DISABLE=1"),
+        (SOCKETS.replace("Socket", "IB"), ["--env", "NCCL_IB_DISABLE=1"], "'Using network IB'"),
+        (SOCKETS + SOCKETS.replace("Socket", "IB"), [], "networks IB, Socket were used"),
+        (SOCKETS, ["--env", "NCCL_IB_DISABLE=1"], None),
+        (SOCKETS.replace("Socket", "IB"), [], None),
+    ],
+)
+def test_the_network_that_nccl_names_is_the_one_that_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, words: list[str], complaint: str
+) -> None:
+    path = write(tmp_path, ALL_REDUCE.replace("#       size", said + "#       size"))
+    words = ["nccl-tests", path, "--system", "x", "--out", str(tmp_path / "out"), *words]
+    assert run(main, words) == (2 if complaint else 0)
+    assert (complaint or "") in capsys.readouterr().err
+
+
 LOG = """\
 using world size: 16, data-parallel size: 4, tensor-model-parallel size: 2, pipeline-model-parallel size: 2
 ------------------------ arguments ------------------------

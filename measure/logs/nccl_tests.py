@@ -8,7 +8,7 @@ passed over.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,7 @@ _RANK = re.compile(
     r"\[(\S+)\]\s*(.*)$"
 )
 _VERSION = re.compile(r"\b([nr]ccl)-tests version (\S+).*\b[nr]ccl-library=(\d+)")
+_NETWORK = re.compile(r"\bNCCL INFO Using network (\w+)")  # with NCCL_DEBUG=INFO
 _OLD_RCCL = re.compile(r"\brccl-tests: Version (\S+)")
 
 
@@ -73,6 +74,7 @@ class Imported:
     # by host, device and bus: where each process sees one GPU, all call theirs device 0
     ranks: dict[tuple[str, int, str], Rank] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
+    networks: set[str] = field(default_factory=set)  # that NCCL said it used, such as Socket
     wrong: int = 0  # lines that failed nccl-tests' own check of the data
     passed_over: set[str] = field(default_factory=set)  # tests of collectives that no step uses
 
@@ -114,6 +116,8 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             found.software |= {f"{version[1]}-tests": version[2], version[1]: library}
         elif version := _OLD_RCCL.search(line):
             found.software["rccl-tests"] = version[1]
+        if network := _NETWORK.search(line):
+            found.networks.add(network[1])
         if re.match(r"#?\s*nThread\b", line):
             iterations = re.search(r"(?<!warmup )iters:\s*(\d+)", line)
             block = Block(kind, int(iterations[1]) if iterations else 1)
@@ -133,6 +137,28 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             row = _row(block, words, backend, where, found)
             if row is not None:
                 found.rows.append(row)
+
+
+def refuse_other_network(found: Imported, environment: Mapping[str, str]) -> None:
+    """Raise UserError where rows across nodes would count for a network that NCCL did not use."""
+    sockets = environment.get("NCCL_IB_DISABLE") == "1"
+    if not found.networks or all(row.nodes == 1 for row in found.rows):
+        return
+    if found.networks == {"Socket"} and not sockets:
+        raise UserError(
+            "the output says 'Using network Socket', so its sweeps across nodes are not over "
+            "InfiniBand, as they would count; add --env NCCL_IB_DISABLE=1"
+        )
+    if sockets and "Socket" not in found.networks:
+        raise UserError(
+            f"the output says 'Using network {min(found.networks)}', and NCCL_IB_DISABLE=1 that it "
+            "ran over sockets; leave the one that is wrong out"
+        )
+    if len(found.networks) > 1 and "Socket" in found.networks:
+        raise UserError(
+            f"the output says that networks {', '.join(sorted(found.networks))} were used; import "
+            "sweeps over sockets into a run of their own"
+        )
 
 
 def library_version(code: int) -> str:
