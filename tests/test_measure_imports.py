@@ -343,6 +343,12 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
         ("nccl-tests", ALL_REDUCE.replace("50.00 ", "fast! "), [], "is not a line of results"),
         ("nccl-tests", ALL_REDUCE.replace("#  Rank", "#  Hank"), [], "0 ranks are listed"),
         ("nccl-tests", ALL_REDUCE.replace("# nThread", "# Thread"), [], "without the line"),
+        (
+            "nccl-tests",
+            ALL_REDUCE.replace("agg iters: 1", "agg iters: 8"),
+            [],
+            "out.txt line 3: agg iters is 8: so many collectives were launched as one",
+        ),
         ("nccl-tests", ALL_REDUCE, ["--env", "NCCL"], "must be NAME=VALUE"),
         ("megatron-log", "epoch 1\n", [], "no line with 'elapsed time per iteration'"),
         ("megatron-log", log(), [], "16 GPUs; say on how many nodes"),

@@ -120,6 +120,12 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             found.networks.add(network[1])
         if re.match(r"#?\s*nThread\b", line):
             iterations = re.search(r"(?<!warmup )iters:\s*(\d+)", line)
+            together = re.search(r"\bagg iters:\s*(\d+)", line)
+            if together and int(together[1]) > 1:
+                raise UserError(
+                    f"{where}: agg iters is {together[1]}: so many collectives were launched as "
+                    "one, and no time is that of one; run the test without -m"
+                )
             block = Block(kind, int(iterations[1]) if iterations else 1)
         rank = _RANK.match(line)
         if rank and block is not None:
