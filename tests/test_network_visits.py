@@ -50,8 +50,26 @@ def spread_of(*factors: float) -> NetworkFit:
 
 def test_a_visit_is_beside_the_others_by_the_median_of_what_they_share() -> None:
     rows = timed(FIRST, 1.0) + timed(SECOND, 1.5, only=5) + timed(SECOND, 9.0)[8:]
-    assert list(offsets(rows).values()) == pytest.approx([-log(1.5) / 2, log(1.5) / 2])
+    assert list(offsets(rows).values()) == pytest.approx([-log(1.5) / 2, log(1.5) / 2], abs=1e-3)
     assert offsets(timed(FIRST, 1.0) + timed(FIRST, 1.5)) == {}  # two runs of one visit
+
+
+def test_visits_that_measured_other_things_are_told_apart_by_those_between_them() -> None:
+    def some(devices: tuple[str, ...], factor: float, begin: int) -> list[Visited]:
+        return [Visited(n, devices, factor * 2**n) for n in range(begin, begin + 20)]
+
+    known = [1.0, 1.3, 1.1, 1.7, 2.0, 2.5]
+    rows = [
+        row for at, factor in enumerate(known) for row in some((f"{at}",), factor, begin=10 * at)
+    ]
+    centre = np.mean(np.log(known))
+    found = offsets(rows)
+    assert [found[(f"{at}",)] for at in range(6)] == pytest.approx(np.log(known) - centre, abs=1e-3)
+    assert offsets(rows[::-1]) == pytest.approx(found)
+    # two that nothing joins to these are beside each other only
+    alone = offsets([*rows, *some(("x",), 1.0, 1000), *some(("y",), 4.0, 1000)])
+    assert alone[("y",)] == pytest.approx(log(4) / 2, abs=1e-3)
+    assert alone[("5",)] == pytest.approx(found[("5",)], abs=1e-6)
 
 
 def test_more_visits_narrow_what_another_may_be_and_unlike_ones_widen_it() -> None:

@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 from scipy.special import stdtrit
 
+from calibrate.apart import apart
 from calibrate.evidence import Ledger, rounded
 from calibrate.network.between_nodes import CLUSTER_SD
 from calibrate.variability import spread_interval
@@ -64,23 +65,22 @@ SHAPED = Assumed(
 
 
 def offsets(rows: Sequence[Visited]) -> dict[tuple[str, ...], float]:
-    """By a visit's devices, the median over what others measured too of log(time / mean).
+    """By a visit's devices, how far (log) its times lie from the mean visit's, see `apart`.
 
-    Of large messages, where there are any: the latency of small ones has a spread of its own.
+    By what others measured too, as not all measured the same. Of large messages, where there are
+    any: the latency of small ones has a spread of its own.
     """
     times: dict[Hashable, dict[tuple[str, ...], list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for one in _large(rows):
         times[one.what][one.devices].append(log(one.time_us))
-    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for visits in times.values():
-        if len(visits) > 1:
-            means = {visit: median(values) for visit, values in visits.items()}
-            centre = sum(means.values()) / len(means)
-            for visit, value in means.items():
-                found[visit].append(value - centre)
-    return {visit: median(values) for visit, values in found.items()}
+    return apart(
+        {
+            what: {visit: median(values) for visit, values in visits.items()}
+            for what, visits in times.items()
+        }
+    )
 
 
 def _large(rows: Sequence[Visited]) -> Sequence[Visited]:
