@@ -1,7 +1,9 @@
 """How far a measured shape lies on another visit: learned from shapes that several visits timed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,11 +12,13 @@ import pytest
 
 from calibrate.clock.kernel_visits import fit_shape_spread
 from calibrate.evidence import Evidence, Ledger
+from calibrate.kernels.shapes import kernel_groups
 from calibrate.state import SHAPE_VISIT_SD, ClockState, ShapeSpread
 from spec.interval import Z90
 from spec.kernel import Kernel
 from spec.records import KernelRow
-from tests.synthetic import kernel_rows
+from spec.results import ResultSet
+from tests.synthetic import kernel_rows, manifest
 from tests.test_calibrate_fit import TRUTH
 
 STATE = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.0, False: 0.0})
@@ -104,3 +108,27 @@ def test_the_same_devices_again_are_no_other_visit() -> None:
     for one in runs.runs:
         one.manifest.device_hashes = ("same",)
     assert fit_shape_spread(runs, STATE, Ledger()).between == {}
+
+
+def test_a_visit_counts_once_however_many_rows_it_has(tmp_path: Path) -> None:
+    kernel, state = SHAPES[40], replace(STATE, shape_spread=ShapeSpread(other=0.02))
+
+    def run(number: int, device: int, time_us: float) -> ResultSet:
+        about = manifest("made-up", f"run-{number}", 1, TRUTH, "2030-01-01T00:00:00Z")
+        (host,) = about.hosts
+        (only,) = host.devices
+        own = only.model_copy(update={"uuid_hash": f"{device:016x}"})
+        hosts = (host.model_copy(update={"devices": (own,)}),)
+        about = about.model_copy(update={"hosts": hosts})
+        return ResultSet(tmp_path, about, {"kernels": [row(kernel, time_us)]})
+
+    def found(runs: Sequence[ResultSet]) -> tuple[float, float]:
+        ((one,),) = [each.shapes for each in kernel_groups(Evidence("made", runs), state).values()]
+        return one.time_us, one.sd
+
+    first = [run(number, 1, 100.0) for number in range(4)]
+    time_us, sd = found([*first, run(4, 2, 104.0)])
+    assert time_us == pytest.approx((100.0 * 104.0) ** 0.5)
+    assert sd == pytest.approx(0.02 / 2**0.5, rel=0.05)
+    assert found(first) == found(first[:1])
+    assert found([run(number, number, 100.0) for number in range(4)])[1] < sd

@@ -1,7 +1,7 @@
 """What kernel models are fitted on: each shape's timings, at the reference clock."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -119,11 +119,12 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     """Every operation's shapes, at the reference clock."""
     groups = {}
     every = by_model(evidence.with_judged)
+    visits = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
     for key, shapes in by_model(evidence).items():
         placed = [one for timings in shapes.values() for one in timings]
         lag_sd_us = of_like(evidence.lag_sd_us, *key[:2]) or 0.0
         found = {
-            kernel: _shape(kernel, [row for _, row in timings], clock, lag_sd_us)
+            kernel: _shape(kernel, [(visits[run], row) for run, row in timings], clock, lag_sd_us)
             for kernel, timings in sorted(
                 (every.get(key, {}) | shapes).items(), key=lambda item: item[0].dims
             )
@@ -138,22 +139,31 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     return groups
 
 
-def _shape(kernel: Kernel, rows: Sequence[KernelRow], clock: ClockState, lag_sd_us: float) -> Shape:
-    """The median of a shape's rows and its sd: of the repeats, and of one visit to another.
+def _shape(
+    kernel: Kernel,
+    placed: Sequence[tuple[Hashable, KernelRow]],
+    clock: ClockState,
+    lag_sd_us: float,
+) -> Shape:
+    """The median over visits of a shape's times and its sd: of repeats, and from visit to visit.
 
+    placed: its rows, each with its visit, whose median counts once however many rows it has.
     Bursts count where there are any, so that all shapes are known in the same state: a burst finds
     its operands in memory (unless `.queued` has brought it to a queue, which leaves `lag_sd_us`
     open), a sustained loop in the cache where they fit.
     """
-    rows = [row for row in rows if row.state == "burst"] or rows
-    times = [log(clock.at_reference(row)) for row in rows]
+    placed = [one for one in placed if one[1].state == "burst"] or placed
+    by_visit: dict[Hashable, list[float]] = defaultdict(list)
+    for visit, row in placed:
+        by_visit[visit].append(log(clock.at_reference(row)))
+    times = [float(np.median(own)) for own in by_visit.values()]
     time_us = exp(float(np.median(times)))
     one = clock.shape_spread.sd(kernel)
-    if len(rows) > 2:
+    if len(times) > 2:
         one = max(one, robust_sd(times))
-    lag_sd = lag_sd_us / time_us if rows[0].state == "burst" else 0.0
-    sd = float(np.hypot(np.hypot(one / len(rows) ** 0.5, lag_sd), LEAST_SD))
-    return Shape(kernel, time_us, sd, len(rows))
+    lag_sd = lag_sd_us / time_us if placed[0][1].state == "burst" else 0.0
+    sd = float(np.hypot(np.hypot(one / len(times) ** 0.5, lag_sd), LEAST_SD))
+    return Shape(kernel, time_us, sd, len(placed))
 
 
 def at_clock(group: Group, theirs: ClockState, own: ClockState) -> Group:
