@@ -6,10 +6,13 @@ from calibrate.clock.heat import BIN_S, STEADY_CASE, case_spans, means
 from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, relative, rounded
 from calibrate.state import ClockState
 from calibrate.telemetry import read_columns
+from spec.interval import Z90
 from spec.load_records import HeatRow
 
 SETTLE_S = 1.0  # of the regulator, from the start of the load
 LEAST_RISE_C = 2.0  # of a device while loaded, for its clock to tell anything
+# of one device's leakage, for another: four H200 of one host say -0.0002 to 0.0011
+DEVICE_SD = 0.0006
 COLUMNS = ("time_s", "device", "power_w", "temperature_c", "sm_clock_mhz", "case_id")
 
 
@@ -56,7 +59,8 @@ def fit_leakage(
     if not found:
         return None
     value = max(float(np.average(found, weights=weights)), 0.0)
-    low, high = max(0.5 * min(found), 0.0), max(2 * max(found), value)
+    low = max(0.5 * min(found), 0.0)
+    high = max(2 * max(found), value + Z90 * DEVICE_SD / len(found) ** 0.5)
     ledger.note(
         "thermal.leakage_per_c",
         value,
