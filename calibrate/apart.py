@@ -1,6 +1,6 @@
 """How far visits, or hosts, lie from each other by what several of them timed."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -12,14 +12,15 @@ SOFT = 1e-3  # residuals (log) beyond this count linearly, so that the middle of
 ROUNDS, CLOSE = 500, 1e-9  # of reweighting, at most; until nothing moves by more
 
 
-def apart(timed: Mapping[Hashable, Mapping[K, float]]) -> dict[K, float]:
+def apart(timed: Iterable[Mapping[K, float]]) -> dict[K, float]:
     """Each one's logarithm beside the mean of all, of what at least one other timed too.
 
-    timed: by what was timed, the logarithm of each one's time. Not all timed the same: a time is
-    that of what was timed and its own factor, all by one fit (soft_l1, reweighted least squares).
+    timed: of each thing that was timed, the logarithm of each one's time. Not all timed the same: a
+    time is that of what was timed and its own factor, all by one fit (soft_l1, reweighted least
+    squares).
     Those that nothing joins, directly or by way of others, each are beside the mean of their own.
     """
-    shared = [own for own in timed.values() if len(own) > 1]
+    shared = [own for own in timed if len(own) > 1]
     names = list(dict.fromkeys(name for own in shared for name in own))
     if not names:
         return {}

@@ -7,6 +7,7 @@ from statistics import median
 import numpy as np
 from scipy.special import chdtri
 
+from calibrate.apart import apart
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState, is_compute
 from spec.records import KernelRow
@@ -76,22 +77,21 @@ def device_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> floa
 
 
 def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
-    """How much the whole machine's speed differs from one run to another."""
-    by_shape: dict[tuple[str, str, str, str], dict[str, list[float]]] = defaultdict(
+    """How much the whole machine's speed differs from one visit to another.
+
+    Runs on the same devices are one visit. What visits timed differs, see `apart`.
+    """
+    visits = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
+    by_shape: dict[tuple[str, str, str, str], dict[tuple[str, ...], list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for run, row in evidence.rows(KernelRow):
-        by_shape[row.op, row.direction, row.dtype, row.shape][run].append(
+        by_shape[row.op, row.direction, row.dtype, row.shape][visits[run]].append(
             log(state.at_reference(row))
         )
-    offsets: dict[str, list[float]] = defaultdict(list)
-    for runs in by_shape.values():
-        if len(runs) > 1:
-            means = {run: median(values) for run, values in runs.items()}
-            centre = sum(means.values()) / len(means)
-            for run, value in means.items():
-                offsets[run].append(value - centre)
-    if len(offsets) < 2:
+    timed = [{visit: median(values) for visit, values in own.items()} for own in by_shape.values()]
+    persistent = list(apart(timed).values())
+    if len(persistent) < 2:
         value, low, high = VISIT_SD
         return ledger.note(
             "clock.visit_sd",
@@ -102,7 +102,6 @@ def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
             "one visit measured; steps of four visits to four H200s, each by the kernels of the "
             "others, were off by -1.5 to 2.4 % on average, see docs/calibration.md",
         )
-    persistent = [median(values) for values in offsets.values()]
     # a few visits say little: the assumed spread counts as much as VISIT_WEIGHT further ones
     free = len(persistent) - 1 + VISIT_WEIGHT
     total = float(np.sum(np.square(persistent))) + VISIT_WEIGHT * VISIT_SD[0] ** 2
@@ -113,9 +112,10 @@ def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
         value,
         "log",
         (low, high),
-        "measured" if len(offsets) > VISIT_WEIGHT else "assumed",
-        f"{evidence.where(KernelRow, sum(map(len, offsets.values())))}: same shapes in "
-        f"{len(offsets)} runs, pooled with {VISIT_WEIGHT} assumed visits of {VISIT_SD[0]:.0%}",
+        "measured" if len(persistent) > VISIT_WEIGHT else "assumed",
+        f"{evidence.where(KernelRow, sum(len(own) for own in timed if len(own) > 1))}: "
+        f"same shapes on {len(persistent)} visits, pooled with {VISIT_WEIGHT} assumed visits of "
+        f"{VISIT_SD[0]:.0%}",
     )
 
 

@@ -14,6 +14,7 @@ from calibrate.clock.kernel_visits import fit_shape_spread
 from calibrate.evidence import Evidence, Ledger
 from calibrate.kernels.shapes import kernel_groups
 from calibrate.state import SHAPE_VISIT_SD, ClockState, ShapeSpread
+from calibrate.variability import visit_sd
 from spec.interval import Z90
 from spec.kernel import Kernel
 from spec.records import KernelRow
@@ -110,17 +111,21 @@ def test_the_same_devices_again_are_no_other_visit() -> None:
     assert fit_shape_spread(runs, STATE, Ledger()).between == {}
 
 
+def run_on(path: Path, number: int, device: int, rows: Sequence[KernelRow]) -> ResultSet:
+    """A run of one device."""
+    about = manifest("made-up", f"run-{number}", 1, TRUTH, "2030-01-01T00:00:00Z")
+    (host,) = about.hosts
+    (only,) = host.devices
+    own = only.model_copy(update={"uuid_hash": f"{device:016x}"})
+    hosts = (host.model_copy(update={"devices": (own,)}),)
+    return ResultSet(path, about.model_copy(update={"hosts": hosts}), {"kernels": list(rows)})
+
+
 def test_a_visit_counts_once_however_many_rows_it_has(tmp_path: Path) -> None:
     kernel, state = SHAPES[40], replace(STATE, shape_spread=ShapeSpread(other=0.02))
 
     def run(number: int, device: int, time_us: float) -> ResultSet:
-        about = manifest("made-up", f"run-{number}", 1, TRUTH, "2030-01-01T00:00:00Z")
-        (host,) = about.hosts
-        (only,) = host.devices
-        own = only.model_copy(update={"uuid_hash": f"{device:016x}"})
-        hosts = (host.model_copy(update={"devices": (own,)}),)
-        about = about.model_copy(update={"hosts": hosts})
-        return ResultSet(tmp_path, about, {"kernels": [row(kernel, time_us)]})
+        return run_on(tmp_path, number, device, [row(kernel, time_us)])
 
     def found(runs: Sequence[ResultSet]) -> tuple[float, float]:
         ((one,),) = [each.shapes for each in kernel_groups(Evidence("made", runs), state).values()]
@@ -132,3 +137,24 @@ def test_a_visit_counts_once_however_many_rows_it_has(tmp_path: Path) -> None:
     assert sd == pytest.approx(0.02 / 2**0.5, rel=0.05)
     assert found(first) == found(first[:1])
     assert found([run(number, number, 100.0) for number in range(4)])[1] < sd
+
+
+def test_runs_of_a_visit_do_not_make_the_machine_look_steady(tmp_path: Path) -> None:
+    def found(runs: Sequence[tuple[int, float, Sequence[Kernel]]]) -> tuple[float, str]:
+        ledger = Ledger()
+        sets = [
+            run_on(tmp_path, number, device, [row(one, 100.0 * exp(off)) for one in shapes])
+            for number, (device, off, shapes) in enumerate(runs)
+        ]
+        value = visit_sd(Evidence("made-up", sets), STATE, ledger)
+        return value, ledger.parameters[0].source
+
+    apart = [(1, 0.0, SHAPES), (2, 0.1, SHAPES)]
+    once, source = found(apart)
+    assert source == "assumed"
+    again, source = found(apart * 3)
+    assert again == pytest.approx(once)
+    assert source == "assumed"  # six runs on two hosts are two visits
+    # two that timed nothing alike are as far apart as the one between them says
+    linked = [(1, 0.0, SHAPES[:40]), (2, 0.1, SHAPES[20:60]), (3, 0.2, SHAPES[40:])]
+    assert found(linked)[0] == pytest.approx(((2 * 0.1**2 + 4 * 0.02**2) / 6) ** 0.5, rel=0.02)

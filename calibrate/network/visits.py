@@ -76,10 +76,7 @@ def offsets(rows: Sequence[Visited]) -> dict[tuple[str, ...], float]:
     for one in _large(rows):
         times[one.what][one.devices].append(log(one.time_us))
     return apart(
-        {
-            what: {visit: median(values) for visit, values in visits.items()}
-            for what, visits in times.items()
-        }
+        {visit: median(values) for visit, values in visits.items()} for visits in times.values()
     )
 
 
