@@ -1,8 +1,9 @@
 """How kernels go with the clock: exponents from rows at several, and rows brought to one."""
 
+import numpy as np
 import pytest
 
-from calibrate.clock.own_exponents import USUAL, fit_own_exponents
+from calibrate.clock.own_exponents import PAIR_SD, USUAL, fit_own_exponents
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
 from spec.bend import Bend
@@ -84,6 +85,26 @@ def test_operations_slow_with_the_clock_each_by_its_own_exponent() -> None:
         if one.op == "rope":
             fast = next(two for two in rows if two.shape == one.shape and two.clock_mhz == 1980)
             assert state.at_reference(one) == pytest.approx(fast.median_us, rel=0.01)
+
+
+def test_many_rows_of_a_shape_say_no_more_than_they_are() -> None:
+    """Pairs of n rows are not independent: the interval holds what the noise of rows makes."""
+    rotary, truth = Kernel("rope", "forward", (8192, 32, 128)), 0.5
+    inside = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        clocks = rng.uniform(1700, 1980, 20)
+        noise = np.exp(rng.normal(0, PAIR_SD / 2**0.5, 20))
+        rows = [
+            row(rotary, 400 * (1980 / clock) ** truth * off, clock, "burst", device)
+            for device, (clock, off) in enumerate(zip(clocks, noise, strict=True))
+        ]
+        state = ClockState(1980.0, 700.0, 80.0, exponents={True: 0.6, False: 0.0})
+        ledger = Ledger()
+        fit_own_exponents(Evidence("made-up", []), state, rows, ledger)
+        (noted,) = ledger.parameters
+        inside += noted.low <= truth <= noted.high
+    assert 0.8 * 60 <= inside <= 0.98 * 60
 
 
 def test_few_pairs_lean_on_what_is_usual() -> None:

@@ -12,7 +12,7 @@ come out smaller than behind products.
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
-from math import log
+from math import log, sqrt
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def _note(
 def _slope(
     pairs: Sequence[tuple[float, float]], prior: float, prior_sd: float
 ) -> tuple[float, float]:
-    """Exponent and its sd, from (log of the clocks' ratio, log of the times' ratio)."""
+    """Exponent and its sd, from (log of the clocks' ratio, log of the times' ratio), weighted."""
     steps, slower = np.array(pairs).reshape(-1, 2).T
     weight = float(steps @ steps) / PAIR_SD**2 + 1 / prior_sd**2
     value = (float(steps @ slower) / PAIR_SD**2 + prior / prior_sd**2) / weight
@@ -109,9 +109,12 @@ def _pairs(rows: Sequence[KernelRow], reference_mhz: float) -> dict[Key, list[tu
             )
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for (op, direction, _, _), seen in shapes.items():
+        # n rows make n (n - 1) / 2 pairs, which tell no more than n rows do
+        weight = sqrt(2 / len(seen))
         for (clock, time), (other_clock, other_time) in combinations(seen, 2):
             if abs(clock - other_clock) > APART:
-                found[op, direction].append((clock - other_clock, other_time - time))
+                step, slower = clock - other_clock, other_time - time
+                found[op, direction].append((weight * step, weight * slower))
     return found
 
 
