@@ -11,6 +11,7 @@ from calibrate.clock.clocks import _regulated
 from calibrate.clock.heat import (
     Errors,
     Trace,
+    _note,
     case_spans,
     fit_heat,
     judge_steady,
@@ -65,6 +66,20 @@ def test_resistances_and_times_come_back() -> None:
     assert found.of("unknown") == found.central
     assert found.rest_c == pytest.approx(REST, abs=0.7)
     assert found.error_c < 0.6
+
+
+def test_intervals_of_time_constants_hold_what_they_should() -> None:
+    inside = []
+    for seed in range(12):
+        used = [trace(f"run-{i}", "gpu", 10 * seed + i) for i in range(4)]
+        apart = [model([one for one in used if one is not left]) for left in used]
+        ledger = Ledger()
+        _note(ledger, model(used), used, apart, "made up")
+        noted = {one.name: one for one in ledger.parameters}
+        for name, (_, truth) in (("fast_s", FAST), ("slow_s", SLOW)):
+            one = noted[f"thermal.{name}"]
+            inside.append(one.low <= truth <= one.high)
+    assert np.mean(inside) > 0.75
 
 
 def test_a_constant_load_is_told_from_its_first_minute() -> None:

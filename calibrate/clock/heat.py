@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-from calibrate.evidence import TELEMETRY_FILE, Evidence, Ledger, relative, rounded
+from calibrate.evidence import (
+    TELEMETRY_FILE,
+    Evidence,
+    Ledger,
+    log_interval,
+    relative,
+    rounded,
+)
 from calibrate.telemetry import read_columns
 from spec.calibration import HeldOut
 from spec.interval import Z90
@@ -286,9 +294,13 @@ def _note(
 ) -> None:
     for name in ("fast_s", "slow_s"):
         value = getattr(found, name)
-        ends = [value, *(getattr(one, name) for one in apart)]
-        wide = (min(ends), max(ends)) if apart else (0.5 * value, 2 * value)
-        how = "each run left out in turn" if apart else "one run: a factor of two, assumed"
+        wide = (0.5 * value, 2 * value)
+        if apart:
+            # a fit without one of n runs moves by about an n-th of how far runs differ; Student's
+            ends = np.log([getattr(one, name) for one in apart])
+            sd = float(np.sqrt((len(ends) - 1) * np.mean((ends - ends.mean()) ** 2)))
+            wide = log_interval(value, sd * float(stdtrit(len(ends) - 1, 0.95)) / Z90)
+        how = "jackknife over runs" if apart else "one run: a factor of two, assumed"
         ledger.note(f"thermal.{name}", value, "s", wide, "measured", f"{where}; interval: {how}")
     totals = [one.total_c_per_w for one in found.devices]
     ledger.note(
