@@ -30,7 +30,7 @@ def apart(timed: Iterable[Mapping[K, float]]) -> dict[K, float]:
     seen = np.array([time for own in shared for time in own.values()])
     weights = np.ones(len(seen))
     off: NDArray[np.float64] = np.zeros(len(names))
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
         of_what = np.bincount(what, weights)
         both = np.zeros((len(shared), len(names)))
         both[what, whose] = weights
@@ -42,6 +42,6 @@ def apart(timed: Iterable[Mapping[K, float]]) -> dict[K, float]:
         left = seen - off[whose]
         left = left - (np.bincount(what, weights * left) / of_what)[what]
         weights = (1 + (left / SOFT) ** 2) ** -0.5
-        if np.abs(off - before).max() < CLOSE:
+        if turn and np.abs(off - before).max() < CLOSE:
             break
     return {name: float(off[at]) for name, at in place.items()}

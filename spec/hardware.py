@@ -163,7 +163,7 @@ class Cooling(BaseModel):
 
     name: str
     power_w: Positive = Field(description="board power that the temperatures were read at")
-    board_w: Positive | None = Field(
+    board_w: Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)] | None = Field(
         default=None,
         description="power limit of those boards: degrees per watt of boards with another go with "
         "its inverse, as coolers are sized for it; None: the node's own boards",

@@ -1,6 +1,7 @@
 """Output of nccl-tests and Megatron-LM as result sets; what is missing or wrong is one sentence."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_processes_that_see_one_gpu_each(tmp_path: Path) -> None:
     hosts = imported(tmp_path, "nccl-tests", write(tmp_path, text)).manifest.hosts
     assert [[one.index for one in host.devices] for host in hosts] == [[0, 1], [2, 3]]
     assert len({one.uuid_hash for host in hosts for one in host.devices}) == 4
+
+
+def test_a_bus_is_one_however_it_is_printed(tmp_path: Path) -> None:
+    older = re.sub(r"\[0000:(\w\w):00\]", r"[0x\1]", ALL_REDUCE)
+    assert older != ALL_REDUCE
+    files = [write(tmp_path, ALL_REDUCE), write(tmp_path, older, "older.txt")]
+    hosts = imported(tmp_path, "nccl-tests", *files).manifest.hosts
+    assert [len(host.devices) for host in hosts] == [2, 2]
 
 
 def test_files_of_older_versions_and_several_at_once(tmp_path: Path) -> None:
@@ -317,6 +326,16 @@ def test_what_no_column_tells_is_refused(
 def test_each_run_of_a_restarted_job_warms_up(tmp_path: Path) -> None:
     found = imported(tmp_path, "megatron-log", write(tmp_path, log() + log()), "--nodes", "2")
     assert [one.step_time_s for one in found.table(StepRow)] == 2 * [2.5, 2.52, 2.48, 2.51]
+
+
+def test_a_run_that_died_before_its_first_step_tells_nothing(tmp_path: Path) -> None:
+    """Neither its split, where it tried another one, nor that it printed no vocabulary."""
+    died = log(tensor_model_parallel_size="4").split(" > padded")[0]
+    text = died + log() + died + log()
+    found = imported(tmp_path, "megatron-log", write(tmp_path, text), "--nodes", "2")
+    (row,) = found.table(TrainingRow)
+    assert row.tp == 2
+    assert len(found.table(StepRow)) == 8
 
 
 def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None:

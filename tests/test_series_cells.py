@@ -356,7 +356,13 @@ def test_a_name_and_its_parameters_have_to_agree() -> None:
 
 @pytest.mark.parametrize(
     ("model", "gated"),
-    [("Llama 3.2 1B", True), ("Gemma 2 9B", True), ("OLMo-1B", True), ("GPT 1B", False)],
+    [
+        ("Llama 3.2 1B", True),
+        ("Gemma 2 9B", True),
+        ("OLMo-1B", True),
+        ("GPT 1B", False),
+        ("GPT 7B (Llama tokenizer)", False),
+    ],
 )
 def test_an_mlp_four_times_as_wide_has_gates_where_its_family_has(model: str, gated: bool) -> None:
     one = plan(row(model=model, layers="16", hidden="2048", heads="32", ffn_hidden="8192"))
@@ -373,6 +379,10 @@ def test_an_mlp_four_times_as_wide_has_gates_where_its_family_has(model: str, ga
         ("TFLOP/s/GPU (model FLOPs, excluding recompute)", "model"),
         ("model TFLOP/s/GPU, w/o recomputation", "model"),
         ("TFLOP/s/GPU (no recompute counted)", "model"),
+        ("TFLOP/s/GPU (recompute not included)", "model"),
+        ("TFLOPS/GPU, selective recomputation", "model"),
+        ("model TFLOP/s/GPU (HFU in notes)", "model"),
+        ("TFLOPS/GPU (no bubbles with recompute)", "hardware"),
     ],
 )
 def test_whether_a_metrics_flops_count_recomputation(name: str, kind: str) -> None:
@@ -392,6 +402,8 @@ def test_a_mixture_is_not_read_as_a_dense_model(changes: dict[str, str]) -> None
     with pytest.raises(TooLittle, match="are not known"):
         plan(row(**changes))
     assert not plan(row(num_experts="1", experts="none")).model.experts
+    for dense in ("expert-tuned Llama 3 8B", "Llama 3 8B (dense, MoE baseline)"):
+        assert not plan(row(model=dense)).model.experts
 
 
 def test_experts_are_as_wide_as_published_beside_a_dense_layers_width() -> None:

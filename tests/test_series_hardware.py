@@ -134,6 +134,10 @@ def test_an_apu_is_no_accelerator_of_its_family() -> None:
         ("one HDR port per node", 200, 1),
         ("4 ConnectX-6 HDR NICs per node", 200, 4),
         ("4 NICs per node (200 Gb/s each)", 200, 4),
+        ("4x 200Gb/s per node (1 per GPU)", 200, 4),
+        ("8x 400Gb/s NICs per node (one per GPU)", 400, 8),
+        ("2x HDR per node (0.5 NIC per GPU)", 200, 2),
+        ("4 ports 100 Gb/s per GPU; 8 GPUs per node", 100, 32),
     ],
 )
 def test_ports_of_a_gpu_and_of_a_node(words: str, rate: float, ports: int) -> None:

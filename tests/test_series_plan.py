@@ -193,6 +193,9 @@ def test_stages_without_chunks_overlap_where_it_is_printed() -> None:
     assert not overlaps(pp="8")
     assert overlaps(pp="2")
     assert overlaps(pp="8", flags="overlap-grad-reduce")
+    # and what would be taken otherwise is the other way
+    other = plan(row(**words, pp="8", flags=""), {"overlap": False})
+    assert (other.parallelism.overlap, "overlap" in other.open) == (True, True)
 
 
 def test_racks_are_filled_with_powers_of_two() -> None:

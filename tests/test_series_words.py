@@ -95,6 +95,9 @@ def test_what_is_denied_behind_its_name_is_denied(said: str) -> None:
 def test_a_word_is_not_denied_by_what_stands_in_another_clause() -> None:
     assert plan(row(flags="FP8, LoRA not used")).fp8
     assert plan(row(flags="FP8; activation offload is off")).fp8
+    assert plan(row(precision="FP8: not blockwise, tensorwise")).fp8
+    assert plan(row(flags="cuda_graphs is off by default, on here")).row.graphs
+    assert plan(row(recompute="full: not selective")).parallelism.recompute == "full"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,9 @@ def test_a_word_is_not_denied_by_what_stands_in_another_clause() -> None:
         ("without communication overlap", False, False),
         ("tp_comm_overlap=False", True, True),
         ("no tp_comm_overlap", True, True),
+        ("--overlap-grad-reduce; no overlap of P2P", True, False),
+        ("no overlap of gradients", False, False),
+        ("there is no overlap between stages", True, True),
         ("", True, True),
     ],
 )

@@ -23,7 +23,8 @@ def fit_leakage(
 
     Under a cap power stays and the clock falls instead: by the exponent of power that is the power
     that the clock would have kept. The devices warm by a few degrees only, and the sensor tells
-    whole ones: the interval goes from half the least device's to twice the largest.
+    whole ones: the interval goes from half the least device's to twice the largest, and at least as
+    far up as devices differ.
     """
     found, weights, files = [], [], []
     for one in evidence.runs:
@@ -68,6 +69,6 @@ def fit_leakage(
         (low, high),
         "measured",
         f"{', '.join(files)}: clock against temperature of {len(found)} devices that warmed up "
-        "under the cap; from half the least device's to twice the largest",
+        "under the cap; from half the least device's to twice the largest, or how devices differ",
     )
     return rounded(value), rounded(low), rounded(high)

@@ -61,20 +61,19 @@ class Log:
 
 def read(path: Path, given: Mapping[str, str]) -> Log:
     """Read a log; `given` arguments count before its own. Raises UserError where it is no log."""
-    arguments: dict[str, str] = {}
-    runs = [arguments]
+    runs: list[dict[str, str]] = [{}]
+    vocabulary: dict[str, str] = {}
     iterations: list[Iteration] = []
     memory = {}
     for raw in read_text(path, "a Megatron-LM training log").splitlines():
         line = _COLOUR.sub("", raw)
         if _BEGIN.search(line):
-            if iterations:
-                arguments = {}
-                runs.append(arguments)
+            runs.append({})
         elif found := _ARGUMENT.search(line):
-            arguments.setdefault(found[1], found[2])
+            runs[-1].setdefault(found[1], found[2])
         elif found := _VOCABULARY.search(line):
-            arguments["padded_vocab_size"] = found[1]
+            vocabulary = {"padded_vocab_size": found[1]}  # perhaps told by one run for all
+            runs[-1] |= vocabulary
         elif found := _TIME.search(line):
             if not _SKIPPED.search(line):
                 iterations.append(
@@ -94,7 +93,10 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
             f"{path}: no line with 'elapsed time per iteration'; give the output of Megatron-LM's "
             "first or last rank"
         )
-    first, *later = (one | dict(given) for one in runs)
+    ran = sorted({one.run for one in iterations})  # not those that died before their first step
+    told = [{name: text for name, text in runs[at].items() if text != "None"} for at in ran]
+    first, *later = (vocabulary | runs[0] | one | dict(given) for one in told)
+    iterations = [replace(one, run=ran.index(one.run)) for one in iterations]
     return Log(path, first, later, iterations, memory)
 
 
@@ -139,7 +141,7 @@ class _Arguments:
 _UNTOLD: dict[str, tuple[str, ...]] = {
     "multi_latent_attention": ("False",),
     "window_size": (),
-    "mtp_num_layers": (),
+    "mtp_num_layers": ("0",),
     "hybrid_override_pattern": (),
     "fp8": (),
     "fp4": (),

@@ -74,7 +74,8 @@ class Imported:
     # by host, device and bus: where each process sees one GPU, all call theirs device 0
     ranks: dict[tuple[str, int, str], Rank] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
-    networks: set[str] = field(default_factory=set)  # that NCCL said it used, such as Socket
+    # that NCCL said it used, such as Socket, in files with rows across nodes
+    networks: set[str] = field(default_factory=set)
     wrong: int = 0  # lines that failed nccl-tests' own check of the data
     passed_over: set[str] = field(default_factory=set)  # tests of collectives that no step uses
 
@@ -96,6 +97,7 @@ def read(paths: Sequence[Path], collective: str | None = None) -> Imported:
 
 def _read_file(path: Path, collective: str | None, found: Imported) -> None:
     text = read_text(path, "nccl-tests output")
+    before, networks = len(found.rows), set[str]()
     amd = any(word in text for word in ("rccl-tests", "RCCL", "AMD Instinct"))
     backend = "rccl" if amd else "nccl"
     named = _PROGRAM.search(path.name)
@@ -117,7 +119,7 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
         elif version := _OLD_RCCL.search(line):
             found.software["rccl-tests"] = version[1]
         if network := _NETWORK.search(line):
-            found.networks.add(network[1])
+            networks.add(network[1])
         if re.match(r"#?\s*nThread\b", line):
             iterations = re.search(r"(?<!warmup )iters:\s*(\d+)", line)
             together = re.search(r"\bagg iters:\s*(\d+)", line)
@@ -133,7 +135,7 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
                 int(rank[1]), int(rank[2] or 0), rank[3], int(rank[4]), rank[5], rank[6].strip()
             )
             block.ranks.append(one)
-            found.ranks[one.host, one.device, one.bus] = one
+            found.ranks[one.host, one.device, _bus(one.bus)] = one
         words = line.lstrip("# ").split()
         if line.startswith("#") and words[:2] == ["size", "count"]:
             if block is None:
@@ -143,19 +145,26 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             row = _row(block, words, backend, where, found)
             if row is not None:
                 found.rows.append(row)
+    if any(row.nodes > 1 for row in found.rows[before:]):
+        found.networks |= networks
+
+
+def _bus(printed: str) -> str:
+    """A GPU's place, as all versions print it: `0x07`, `07`, `0000:07:00`, `0000:07:00.0`."""
+    first, *others = printed.lower().removeprefix("0x").split(":")
+    domain, bus = (first, others[0]) if others and len(first) >= 4 else ("0", first)
+    return f"{domain.lstrip('0')}:{bus.lstrip('0')}"
 
 
 def refuse_other_network(found: Imported, environment: Mapping[str, str]) -> None:
     """Raise UserError where rows across nodes would count for a network that NCCL did not use."""
     sockets = environment.get("NCCL_IB_DISABLE") == "1"
-    if not found.networks or all(row.nodes == 1 for row in found.rows):
-        return
     if found.networks == {"Socket"} and not sockets:
         raise UserError(
             "the output says 'Using network Socket', so its sweeps across nodes are not over "
             "InfiniBand, as they would count; add --env NCCL_IB_DISABLE=1"
         )
-    if sockets and "Socket" not in found.networks:
+    if sockets and found.networks and "Socket" not in found.networks:
         raise UserError(
             f"the output says 'Using network {min(found.networks)}', and NCCL_IB_DISABLE=1 that it "
             "ran over sockets; leave the one that is wrong out"

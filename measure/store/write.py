@@ -227,16 +227,18 @@ def hold(folder: Path) -> IO[str] | None:
 def new_folder(wanted: Path) -> Path:
     """Make a folder of this name, or of this name and a number, that was not there."""
     folder, number = wanted, 1
-    while True:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            folder = wanted.with_name(f"{wanted.name}-{number}")
-        except OSError:  # is told where the first file is written
-            return folder
-        else:
-            return folder
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                number += 1
+                folder = wanted.with_name(f"{wanted.name}-{number}")
+            else:
+                return folder
+    except OSError:  # is told where the first file is written
+        return folder
 
 
 def done_so_far(folder: Path) -> dict[str, set[str]]:

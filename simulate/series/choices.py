@@ -47,7 +47,7 @@ _OPTIMIZER = r"distributed.?optimizer"
 _BEYOND = r"zero(\+\+|[-_ ]?infinity)"
 _HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
 # PyTorch's own name for it, and torchtitan's degree of it (`data_parallel_shard_degree`)
-_SPELT = r"fully[-_ ]sharded(?! optim)|(?:\bdp|data[-_]parallel)[-_]shard(?![-_ a-z]*[ =:]+1\b)"
+_SPELT = r"fully[-_ ]sharded(?![-_ ]optim)|(?:\bdp|data[-_]parallel)[-_]shard(?![-_ a-z]*[ =:]+1\b)"
 _FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_SPELT}|{_HYBRID}"
 _SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"
 _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
@@ -57,7 +57,10 @@ _OVERLAP = (
     r"overlap[-_]grad[-_]reduce|full overlap|overlappeddistributedoptimizer"
     r"|(?<![-_a-z])overlap_comm"
 )
-_NO_OVERLAP = r"\b(no|without) ((gradient|communication|comm|dp|grad)[- ])*overlap(?![-_\w])"
+_NO_OVERLAP = (
+    r"\b(no|without) ((gradient|communication|comm|dp|grad)[- ])*overlap\b"
+    r"(?=\s*($|[;,.)])|\s+of (the )?grad)"
+)
 
 _RECOMPUTED = {
     "selective": r"selective|\bsac\b",
@@ -96,6 +99,7 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     product = _OF_TOKENS.fullmatch(counted.strip())
     if product and number(product[2], "seq_len") == seq_len:
         fill.row = SeriesRow({**row.cells, "global_batch": product[1]})
+        fill.assumed.remove(not_understood("global_batch", text))
         return
     tokens = re.search(r"tok|\d\s*(m\b|million)", counted) is not None
     if batch is None or (batch * seq_len <= MOST_TOKENS and not tokens):
@@ -165,7 +169,9 @@ def shard_degree(row: SeriesRow, node: Node) -> int | None:
     """On how many GPUs hybrid sharding keeps one copy: as printed, else on a node's."""
     text = _sharding(row)
     sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
-    sizes = sizes or re.findall(r"(?:\b|_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text)
+    sizes = sizes or re.findall(
+        r"(?:\b|dp_|parallel_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text
+    )
     if sizes:
         return prod(map(int, sizes))
     return node.gpus if says(_HYBRID, text) else None
@@ -286,9 +292,11 @@ def sequence(fill: Filling) -> bool:
 def overlap(fill: Filling, stage: int) -> bool:
     """Whether gradients are reduced beside the backward pass."""
     words = fill.row.words
-    if re.search(_NO_OVERLAP, words) or (re.search(_OVERLAP, words) and not says(_OVERLAP, words)):
+    if says(_OVERLAP, words):
+        return True
+    if re.search(_OVERLAP, words) or re.search(_NO_OVERLAP, words):
         return False
-    if says(_OVERLAP, words) or (stage >= 2 and not fill.row.early):
+    if stage >= 2 and not fill.row.early:
         return True
     if stage >= 2:  # DeepSpeed's `overlap_comm`, on by default for ZeRO-3
         return bool(fill.choose("overlap"))

@@ -195,7 +195,7 @@ def _printed(words: str, base: Node) -> dict[str, Any]:
         found["power_limit_w"] = float(watts.group(1))
     per_node = _PER_NODE.search(words)
     # a rack's trays of four are what its users call nodes: NVLink joins them all the same
-    tray = base.gpus == RACK and per_node is not None and int(per_node.group(1)) <= TRAY
+    tray = base.gpus == RACK and per_node is not None and int(per_node.group(1)) == TRAY
     if per_node and 0 < int(per_node.group(1)) <= RACK and not tray:
         found["gpus"] = found["nics"] = int(per_node.group(1))
         # SXM GPUs in fours are on boards whose NVLinks join them in pairs, without a switch
@@ -244,7 +244,7 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
     of = int(a_node[1] or 0) if a_node else 0  # GPUs that `per node` is of
     of = of or gpus_of_a_node(node)
     if found and _of_a_gpu(words.lower(), found, count):
-        count *= of
+        of = 1
     nics = round(count * node.gpus / of)
     ports = {"ports_per_node": max(nics, 1)} if 1 <= count <= 16 else {}
     if total := _TOTAL.search(words):
@@ -259,12 +259,10 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
 
 
 def _of_a_gpu(words: str, ports: re.Match[str], count: int) -> bool:
-    """Whether ports are each GPU's, not the node's that another phrase names."""
-    first, last = words.rfind(";", 0, ports.start()) + 1, words.find(";", ports.end())
-    phrase = words[first : last if last >= 0 else None]
+    """Whether ports are each GPU's, by what stands right behind them, not the node's."""
+    behind = re.split(rf"[;(\[]|{_A_NODE}", words[ports.end() :])[0]
     return bool(
-        re.search(r"(?:per |/ ?)gpu\b", phrase)
-        or (count == 1 and re.search(r"\beach\b", phrase) and not re.search(_A_NODE, phrase))
+        re.search(r"(?:per |/ ?)gpu\b", behind) or (count == 1 and re.search(r"\beach\b", behind))
     )
 
 

@@ -29,8 +29,11 @@ _METRICS = (
     (r"(hfu|hardware flops? utili[sz]ation)\b", "hfu"),
 )
 # Names of FLOP/s that count what is computed again; not `excluding recompute`
-_COUNTED = r"hardware|\bhw\b|\bhfu\b|recomput"
-_NOT_COUNTED = r"\b(excl(uding|udes|\.)?|without|w/o|no|not|non)\b[^,;()]*?recomput\w*"
+_COUNTED = r"hardware|\bhw\b|\bhfu\b|recompute\b|\bincl\w*\.?[^,;()]*recomput"
+_NOT_COUNTED = (
+    r"\b(excl(uding|udes|\.)?|without|w/o|no|not|non)\b((?!\bwith\b)[^,;()])*?recomput\w*"
+    r"|recomput\w*\s+(is\s+)?(not\s+(included|counted)|excluded)"
+)
 UTILISATION = ("mfu", "hfu")
 RATES = ("tokens", "tokens_node", "tokens_total", "samples", "samples_gpu", "samples_node")
 FLOPS = ("model", "hardware", "model_total", "hardware_total")
@@ -51,7 +54,7 @@ def metric_kind(name: str) -> str | None:
         return None
     if re.search("[tp]flop", plain):
         counted = re.sub(_NOT_COUNTED, "", plain)
-        kind = "hardware" if re.search(_COUNTED, counted) else "model"
+        kind = "hardware" if re.search(_COUNTED, counted) and "model" not in plain else "model"
         per_s = re.search(r"FLOPS\b", name) or re.search(r"flops?(/| per )s", plain)
         rate = of_all and per_s and "day" not in plain
         return kind if each else f"{kind}_total" if rate else None

@@ -107,7 +107,7 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
 
 
 _MIXTURES = re.compile(
-    r"moe|expert|\be\d+-?t\d\b|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
+    r"moe|expert(?!-tuned)|\be\d+-?t\d\b|\d+x\d+b|-a\d+b\b|deepseek-?(v[2-9]|r1)|qwen-?3-(30b|235b|480b)|llama-?4"
     r"|mixtral|gpt-?oss|grok|kimi-?k|dbrx"
 )
 
@@ -155,8 +155,11 @@ def _plain(name: str) -> str:
 
 
 def is_mixture(name: str) -> bool:
-    """Whether a name says that the model has experts, itself or as a family's known one."""
-    return _MIXTURES.search(_plain(name)) is not None
+    """Whether a name says that the model has experts, itself or as a family's known one.
+
+    Not what is dense or `expert-tuned`.
+    """
+    return not re.search(r"\bdense\b", name.lower()) and bool(_MIXTURES.search(_plain(name)))
 
 
 def usual_ffn(model: ModelSpec) -> int:

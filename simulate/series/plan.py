@@ -248,11 +248,12 @@ def _parallelism(
         recompute=recompute,
         overlap=replicas > 1 and ways.overlap(fill, zero),
     )
-    if "overlap" in fill.open and gather_in_turn(p) and pp > MOST_IN_TURN:
-        fill.assumed.append(
-            f"overlap False, not True: without chunks {pp} stages would gather in turn"
-        )
-        p = p.model_copy(update={"overlap": False})
+    turned = p.model_copy(update={"overlap": not p.overlap})
+    if "overlap" in fill.open and pp > MOST_IN_TURN and any(map(gather_in_turn, (p, turned))):
+        # what is usual elsewhere is the other way here
+        why = f"without chunks {pp} stages would gather in turn"
+        fill.assumed.append(f"overlap {turned.overlap}, not {p.overlap}: {why}")
+        p = turned
     return model, ways.unsharded(fill, p, model, node, fabric), searched, sizes
 
 

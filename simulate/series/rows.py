@@ -112,8 +112,10 @@ _DENIED = re.compile(
     r"\b(no|non|not|without|w/o|than|vs\.?|instead of|disabled?|never)[\s_-]+[\w-]*$"
 )
 _SET_OFF = re.compile(
-    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled|not\s+\w+)\b|no\s*($|[;,)]))"
-    r"|\s((is|are|was|were)\s+)?(off|disabled|unused|not\s+(in use|used|enabled|supported))\b)"
+    r"[\w.-]*\s*([=:]\s*(0(?![.\d])|(false|off|none|disabled)\b|no\s*($|[;,)])"
+    r"|not\s+(in use|used|enabled|set|supported)\b)"
+    r"|\s((is|are|was|were)\s+)?(off|disabled|unused|not\s+(in use|used|enabled|supported))\b"
+    r"(?!\s+by\s+default))"
 )
 
 
@@ -204,7 +206,8 @@ class SeriesRow:
             return not any(
                 metric_kind(self.text(name)) and self.number(value) for name, value in METRICS
             )
-        return not self.use and not self.text("value")
+        printed = self.cells.get("value", "").strip().lower()
+        return not self.use and printed in NOTHING - {"nan"}  # which is a speed gone wrong
 
     @cached_property
     def words(self) -> str:

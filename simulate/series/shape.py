@@ -138,7 +138,7 @@ def _check_cells(row: SeriesRow, model: ModelSpec) -> None:
 
 _GATED = r"llama|mistral|mixtral|qwen|grok|deepseek"
 # Families whose gates are known where the width does not tell: some are four times as wide.
-_WIDE_GATED = r"gemma|olmo|smollm|granite[- ]?3|phi[- ]?3|stablelm|internlm|\byi\b"
+_WIDE_GATED = r"gemma|olmo|smollm|granite[- ]?3|phi[- ]?3|internlm|\byi\b"
 
 
 def _gated(row: SeriesRow, hidden: int) -> bool:
@@ -151,7 +151,8 @@ def _gated(row: SeriesRow, hidden: int) -> bool:
         return True
     if ffn is None:
         return re.search(_GATED, row.words) is not None
-    return re.search(rf"{_GATED}|{_WIDE_GATED}", row.text("model").lower()) is not None
+    name = re.split(r"\(|\bvs\b", row.text("model").lower())[0]  # not its tokenizer's family
+    return re.search(rf"{_GATED}|{_WIDE_GATED}", name) is not None
 
 
 def _solved(fill: Filling, model: ModelSpec, shape: Shape | None) -> ModelSpec:
