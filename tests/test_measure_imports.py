@@ -153,6 +153,17 @@ def test_collectives_that_no_step_uses_are_passed_over(
     assert "no line of results but broadcast_perf's" in capsys.readouterr().err
 
 
+def test_a_test_that_is_not_named_is_not_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions print no name; of two such tests each may be another one."""
+    words = ["nccl-tests", write(tmp_path, ALL_REDUCE + ALL_TO_ALL), "--system", "x"]
+    assert run(main, [*words, "--out", str(tmp_path / "out")]) == 2
+    assert "begins another test and does not say which" in capsys.readouterr().err
+    twice = write(tmp_path, ALL_TO_ALL + ALL_TO_ALL, "two.txt")
+    assert len(imported(tmp_path, "nccl-tests", twice, "--collective", "all_to_all").manifest.hosts)
+
+
 def test_the_same_size_twice_stays_two_rows(tmp_path: Path) -> None:
     labelled = "\n".join(f"[1,0]<stdout>:{line}" for line in ALL_REDUCE.splitlines())
     files = [write(tmp_path, ALL_REDUCE), write(tmp_path, labelled, "again.txt")]

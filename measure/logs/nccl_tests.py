@@ -103,13 +103,14 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
     named = _PROGRAM.search(path.name)
     kind = collective or PROGRAMS.get(named[1] if named else "", "")
     used = True  # the test that is being read
+    unnamed = False  # whether a test has begun since the last name of one
     block: Block | None = None
     for number, raw in enumerate(text.splitlines(), start=1):
         line = _LABEL.sub("", raw)
         where = f"{path} line {number}"
         program = _PROGRAM.search(line)
         if program and not collective:
-            used = program[1] in PROGRAMS
+            used, unnamed = program[1] in PROGRAMS, False
             kind = PROGRAMS.get(program[1], "")
             if not used:
                 found.passed_over.add(f"{program[1]}_perf")
@@ -128,6 +129,12 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
                     f"{where}: agg iters is {together[1]}: so many collectives were launched as "
                     "one, and no time is that of one; run the test without -m"
                 )
+            if unnamed and not collective and not named:
+                raise UserError(
+                    f"{where}: begins another test and does not say which; give each test's output "
+                    "a file of its own, with --collective or the test's name in the file's"
+                )
+            unnamed = True
             block = Block(kind, int(iterations[1]) if iterations else 1)
         rank = _RANK.match(line)
         if rank and block is not None:
