@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import os
 import sys
 import time
@@ -292,7 +291,7 @@ def main(words: Sequence[str]) -> int:
     if asked.wrap:
         kind = asked.kind or find_kind()
         return wrap.wrap(asked, command, open_devices(kind), kind)
-    if asked.budget is not None and not 0 < asked.budget < math.inf:
+    if asked.budget is not None and not 0 < asked.budget < float("inf"):
         raise UserError(f"--budget is {asked.budget}; it must be a positive number of minutes")
     if not started.leads or (started.rank > 0 and asked.gpus is not None):
         # a run starts its own workers: of what a launcher starts it needs one process on each host

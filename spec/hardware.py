@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 # beyond any node; a typing error is likelier
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+BoardWatts = Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)]
 Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 TREES = ("fat-tree", "rail-optimised")
 OTHER_BOARDS = {"nvl", "pcie"}  # a GPU's boards with other rates than its SXM module
@@ -34,9 +35,7 @@ class Node(BaseModel):
     memory_gbytes_per_s: Positive = Field(description="device memory bandwidth of one GPU")
     multiprocessors: Count = Field(default=1, description="streaming multiprocessors")
     max_clock_mhz: Annotated[float, Field(ge=200, le=10_000, allow_inf_nan=False)]
-    power_limit_w: Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)] = Field(
-        description="board power limit of one GPU"
-    )
+    power_limit_w: BoardWatts = Field(description="board power limit of one GPU")
     least_power_cap_w: Positive | None = Field(
         default=None, description="lowest power limit that the board accepts"
     )
@@ -163,7 +162,7 @@ class Cooling(BaseModel):
 
     name: str
     power_w: Positive = Field(description="board power that the temperatures were read at")
-    board_w: Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)] | None = Field(
+    board_w: BoardWatts | None = Field(
         default=None,
         description="power limit of those boards: degrees per watt of boards with another go with "
         "its inverse, as coolers are sized for it; None: the node's own boards",

@@ -209,9 +209,14 @@ def without(changed: Changed, estimate: StepEstimate, r: Any) -> Any:
     }
 
 
+def _changed(r: Any) -> Changed:
+    """What a request asks of power and heat; its calibration and node as they are, if nothing."""
+    return r.changed or change(WhatIf(), r.calibration, r.node)
+
+
 def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
     """What a projection says of power and heat beside its means; `r` is its request."""
-    changed = r.changed or change(WhatIf(), r.calibration, r.node)
+    changed = _changed(r)
     gpus, tokens = r.parallelism.gpus, r.parallelism.global_batch * r.model.seq_len
     limited_by = changed.limited_by if e.throttled_share > 0 else "nothing"
     peaks = peaks_w(e, r.calibration)
@@ -232,14 +237,13 @@ def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
 
 def warnings(e: StepEstimate, r: Any) -> list[str]:
     """What a reader must know of power and heat."""
-    changed: Changed | None = r.changed
+    changed = _changed(r)
     said = []
     if e.throttled_share > 0:
         said.append(
             "A power cap holds the clock, and power is that of random tokens: on text four models' "
             "steps took 0.8 to 1.9 % less time (H200, docs/power.md)."
         )
-    changed = changed or change(WhatIf(), r.calibration, r.node)
     said += _too_hot(e, changed, r)
     if not changed.what.asked:
         return said

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from simulate.memory.peak import memory
-from simulate.series.rows import SeriesRow, not_understood, number, says
+from simulate.series.rows import SeriesRow, not_understood, says, whole
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -38,7 +38,8 @@ OTHERS: dict[str, Any] = {
     "batch": "of a GPU",
     "precision": "fp8",
 }
-HYBRID_SLACK = 1.25  # of a memory, as of `simulate.series.search.MEMORY_SLACK`
+# How far memory may be exceeded: what frameworks offload or keep elsewhere is not printed.
+MEMORY_SLACK = 1.25
 _OF_TOKENS = re.compile(r"([\d,]+)\s*(?:seq\w*|samples?)?\s*[x\u00d7*]\s*([\d,]+k?)(?:\s*tok\w*)?")
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
@@ -51,7 +52,7 @@ _SPELT = r"fully[-_ ]sharded(?![-_ ]optim)|(?:\bdp|data[-_]parallel)[-_]shard(?!
 _FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_SPELT}|{_HYBRID}"
 _SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"
 _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
-_PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|distributed.?optimizer"
+_PARTLY = rf"shard_grad_op|{_ZERO}[12](?!\d)|{_OPTIMIZER}"
 
 _OVERLAP = (
     r"overlap[-_]grad[-_]reduce|full overlap|overlappeddistributedoptimizer"
@@ -97,7 +98,7 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     batch, text = row.whole("global_batch"), row.text("global_batch")
     counted = re.sub(r"\(.*?\)|\[.*?\]", " ", text.lower())  # `512 (4M tokens)` counts sequences
     product = _OF_TOKENS.fullmatch(counted.strip())
-    if product and number(product[2], "seq_len") == seq_len:
+    if product and whole(product[1], "global_batch") and whole(product[2], "seq_len") == seq_len:
         fill.row = SeriesRow({**row.cells, "global_batch": product[1]})
         fill.assumed.remove(not_understood("global_batch", text))
         return
@@ -153,7 +154,7 @@ def zero(fill: Filling) -> int:
         return 3
     if says(rf"{_ZERO}1(?!\d)|{_OPTIMIZER}", text):
         return 1
-    denied = re.search(_OPTIMIZER, text) or re.search(_NO_ZERO, text)
+    denied = re.search(rf"{_OPTIMIZER}|{_NO_ZERO}", text)  # it is named, and not said
     if denied or says(rf"\bddp\b|{_ZERO}0(?!\d)", text):
         return 0
     own = fill.row.text("sharding")
@@ -202,7 +203,7 @@ def unsharded(
         fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over all")
         return p
     inside = memory(model, held(fill.row, p, node), node, fabric).peak_gib
-    if not fill.row.lora and inside > HYBRID_SLACK * node.memory_gib:
+    if not fill.row.lora and inside > MEMORY_SLACK * node.memory_gib:
         fill.assumed.append(f"{said}: ZeRO-3 over all, as its share does not fit memory")
         return p
     fill.open.add("hybrid")

@@ -47,6 +47,7 @@ _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
 )
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+FEW_PARAMETERS = 1e6  # no model of a published step has so few
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
 # Where a number with a suffix is a power of two that is rounded so, off by at most so much.
 _POWERS = {("gpus", "k"), ("global_batch", "m"), ("global_batch", "million")}
@@ -103,9 +104,6 @@ def whole(cell: str, name: str = "") -> int | None:
     if value is None or value >= 1e15 or not math.isclose(value, round(value), rel_tol=1e-12):
         return None
     return round(value)
-
-
-FEW_PARAMETERS = 1e6  # no model of a published step has so few
 
 
 _DENIED = re.compile(

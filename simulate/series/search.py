@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from simulate.memory.peak import memory
-from simulate.series.choices import Choices, held
+from simulate.series.choices import MEMORY_SLACK, Choices, held
 from simulate.series.fit import fit
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import TooLittle
@@ -24,8 +24,6 @@ from spec.errors import UserError
 
 MICROBATCHES = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 3, 4, 6, 8)
-# How far memory may be exceeded: what frameworks offload or keep elsewhere is not printed.
-MEMORY_SLACK = 1.25
 
 
 def fits(one: Plan, slack: float = 1.0) -> bool:
