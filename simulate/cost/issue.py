@@ -3,7 +3,8 @@
 The host is ahead as long as nothing makes it wait for the device; that a queue takes about a
 thousand launches is left out. What makes it wait: an exchange between pipeline stages, which
 Megatron-Core synchronises after unless stages are interleaved (`batch_p2p_sync`,
-`overlap_p2p_comm`), a part that `waits`, and the gradient norm at the end of a step.
+`overlap_p2p_comm`), a part that `waits`, and the gradient norm at the end of a step, behind which
+it issues most of the update (`simulate.step.updates`).
 
 Once a step the host has more to issue: each bucket of parameters gathered beside the first forward
 pass, each bucket of gradients reduced beside the last backward pass.
@@ -31,7 +32,8 @@ def host_waits(
     """What each way's pass of a model chunk waits for its host, us, (draws,), a microbatch.
 
     With it how far the host gets ahead in each, and what the first pass of a step waits more, as
-    its host is not ahead yet. ways: how often each segment is in the pass, and its cost.
+    its host is not ahead yet: what a head behind the layers makes up for does not help these.
+    ways: how often each segment is in the forward pass, in its order, and its cost in that way.
     """
     fit, zero = costs.calibration.host, costs.draws.zero
     inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
@@ -41,7 +43,7 @@ def host_waits(
     once = fit.pass_us / (len(ways) * p.vpp) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
     late = late_us(ahead, p)
-    first = larger(larger(-ahead[0], 0.0) - reduce(add, late), 0.0)
+    first = larger(-_least(ways[0], zero) - reduce(add, late), 0.0)
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 
 
@@ -83,6 +85,17 @@ def bucket_waits(
     return waited(gather, reduction) - waited(costs.draws.zero, costs.draws.zero)
 
 
+def norm_waits(early: Array, last: Array, whole: Array, first: Array, p: Parallelism) -> Array:
+    """What the gradients' norm waits for its host at the end of a step, us, (draws,).
+
+    early: what the host has to issue between the last pass and the norm. last, whole: how far it
+    gets ahead in the last pass and in all of a microbatch; first: what a step's first pass waits
+    more than others do, which leaves the host as far ahead.
+    """
+    kept = last if caught_up(p) else first + p.microbatches * larger(whole, 0.0)
+    return larger(early - larger(kept, 0.0), 0.0)
+
+
 def caught_up(p: Parallelism) -> bool:
     """Whether every pass begins with its host no further than the device, as stages exchange."""
     return p.pp > 1 and p.vpp == 1
@@ -100,6 +113,15 @@ def late_us(ahead: Sequence[Array], p: Parallelism) -> list[Array]:
     own, whole = reduce(add, late), larger(-reduce(add, ahead), 0.0)
     kept = where(own > 0, whole / larger(own, 1e-9), 0.0)
     return [one * kept for one in late]
+
+
+def _least(pieces: Sequence[tuple[float, Cost]], zero: Array) -> Array:
+    """How far the host is behind at worst, as 0 or less, in pieces one after another."""
+    ahead = least = zero
+    for count, one in pieces:
+        ahead = ahead + count * one.ahead
+        least = smaller(least, ahead)
+    return least
 
 
 def repeated_us(segments: Sequence[Segment], costs: Costs) -> list[float]:

@@ -21,6 +21,7 @@ from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.step.passes import Pieces, chunks
 from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.sharding import waits
+from simulate.step.updates import BEHIND_NORM
 from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration
 from spec.collective import Collective
@@ -218,7 +219,7 @@ class Rough:
                 kernels_us = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
                 host = self.calibration.host
                 issued_us = host.tensor_us * trained_tensors(self.model, p, stage) * host.slower
-                kernels_us = max(kernels_us, issued_us)
+                kernels_us += BEHIND_NORM * issued_us
                 buckets = gradient_buckets(self.model, p, stage)
                 found.append(Update(reduction, gather, kernels_us, buckets))
             self._updates[key] = found

@@ -1,13 +1,16 @@
 """What a pipeline stage does once a step, after its last backward pass, and its price."""
 
 from collections.abc import Collection, Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.cost.costs import Costs
-from simulate.cost.uncertainty import central, larger
+from simulate.cost.issue import norm_waits
+from simulate.cost.uncertainty import central
 from simulate.cost.works import Energy
 from simulate.step.overlap import Chunk, by_axis, waited_us
 from simulate.step.passes import Sent, StageWork
@@ -26,6 +29,11 @@ from spec.step import (
 )
 
 Array = NDArray[np.float64]
+
+# How much of a tensor's time the host takes behind the gradients' norm, where it has nothing ahead:
+# it reads the norm back tensor by tensor, clips, updates and copies (Megatron-Core, no Apex). By
+# events in steps of five models on one H100 0.5 to 0.7 (docs/visits.md, the fortieth visit).
+BEHIND_NORM = 0.6
 
 
 class Sends(NamedTuple):
@@ -47,8 +55,9 @@ class Alone(NamedTuple):
     """What a stage does after its passes, each by itself; no clock of a stage changes it."""
 
     kernels: tuple[Kernel, ...]
-    kernels_us: Array  # or what their host takes to issue them, where that is longer
-    host_us: Array  # by how much
+    kernels_us: Array
+    host_us: Array  # what they wait behind the gradients' norm to be issued
+    early_us: Array  # what has to be issued before it
     energy: Energy  # of the kernels
     reduction: Sends  # passes may hide it, as the gather
     gather: Sends
@@ -67,11 +76,17 @@ class UpdateCost(NamedTuple):
     alone: Alone
     reduced_us: Array  # the exposed part of the chunks' reductions
     gather_us: Array  # and of their gathers
+    norm_us: Array  # what the gradients' norm waits for its host
+
+    @property
+    def host_us(self) -> Array:
+        """What the update waits for its host."""
+        return self.alone.host_us + self.norm_us
 
     @property
     def kernels_us(self) -> Array:
-        """Of the optimizer's kernels."""
-        return self.alone.kernels_us
+        """Of the optimizer's kernels, with what they wait for their host."""
+        return self.alone.kernels_us + self.host_us
 
     @property
     def shared_us(self) -> Array:
@@ -86,7 +101,7 @@ class UpdateCost(NamedTuple):
     @property
     def updated_us(self) -> Array:
         """From the gradients' norm to the next step."""
-        return self.alone.kernels_us + self.gather_us
+        return self.kernels_us + self.gather_us
 
     @property
     def after_us(self) -> Array:
@@ -118,12 +133,13 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
         kernels += copied_alone(model, p, stage)
     reduction, gather = (_sends(by_chunk(one, model, p, stage), costs) for one in sent)
     kernels_us, energy = costs.kernels(kernels)
-    issued_us = costs.calibration.host.tensor_us * trained_tensors(model, p, stage)
-    host_us = larger(issued_us * costs.host_spread() - kernels_us, 0.0)
+    tensors = trained_tensors(model, p, stage)
+    issued_us = costs.draws.zero + costs.calibration.host.tensor_us * tensors * costs.host_spread()
     return Alone(
         kernels,
-        kernels_us + host_us,
-        host_us,
+        kernels_us,
+        BEHIND_NORM * issued_us,
+        (1 - BEHIND_NORM) * issued_us,
         energy,
         reduction,
         gather,
@@ -142,10 +158,12 @@ def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateC
         ]
         return waited_us(chunks, p, one.buckets, costs, way)
 
+    whole = reduce(add, (one.ahead for chunk in work.passes for one in chunk))
     return UpdateCost(
         one,
         reduced_us=waited(one.reduction, BACKWARD),
         gather_us=waited(one.gather, FORWARD),
+        norm_us=norm_waits(one.early_us, work.passes[0][-1].ahead, whole, work.first_us, p),
     )
 
 

@@ -50,7 +50,7 @@ def simulated(estimate: StepEstimate) -> Parts:
     # slower beside communication, all alike
     found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
     update = priced.updates[stage]
-    update_s = min(central(update.kernels_us) / 1e6, parts["optimizer"])
+    update_s = min(central(update.alone.kernels_us) / 1e6, parts["optimizer"])
     outside_s = _outside_s(priced, update)
     found["memory"] += outside_s
     found["optimizer"] = update_s - outside_s
