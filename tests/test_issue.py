@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from simulate.cost.costs import Costs
-from simulate.cost.issue import bucket_waits, host_waits, late_us, repeated_us
+from simulate.cost.issue import bucket_waits, host_waits, late_us, norm_waits, repeated_us
 from simulate.cost.segment_cost import Cost
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Energy
 from simulate.series.step import FACTORS, Shifts
 from simulate.step.estimate import POWER_SD, StepEstimate, StepSimulator
+from simulate.step.updates import BEHIND_NORM
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.parallelism import Parallelism, Recompute
-from spec.step import layer
+from spec.step import layer, trained_tensors
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node
 
@@ -311,3 +312,68 @@ def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> 
     costs = _costs(calibration, _host(bucket_us=1.0), p)
     first, last = np.array([2.0]), np.array([-1.0])
     assert bucket_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
+
+
+def _pieces(calibration: Calibration, *ahead_us: float) -> tuple[Costs, list[tuple[float, Cost]]]:
+    costs = _costs(calibration, _host(), Parallelism(global_batch=4))
+    nothing = costs.segment(layer(load_model("tiny"), costs.parallelism)[0])
+    zero = costs.draws.zero
+    return costs, [(1, nothing._replace(host=zero, ahead=zero + one)) for one in ahead_us]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "waited", "first"),
+    [
+        # what the head makes up for comes too late for the layers before it
+        ([-1.0, -9.0, 30.0], [5.0, 20.0, 0.0], 0.0, 10.0),
+        ([-1.0, -9.0, 4.0], [3.0, 8.0, 0.0], 0.0, 10.0),
+        ([3.0, -2.0, 1.0], [0.0, 0.0, 0.0], 0.0, 0.0),  # the embedding comes before
+        # it never gets ahead for good: it is, by a pass, when the step ends
+        ([0.0, -10.0, 3.0], [0.0, 1.0, 0.0], 6.0, 4.0),
+    ],
+)
+def test_in_the_first_pass_a_host_has_nothing_ahead(
+    calibration: Calibration,
+    forward: list[float],
+    backward: list[float],
+    waited: float,
+    first: float,
+) -> None:
+    """By hand: pieces in their order, embedding, layers and head; us."""
+    costs, pieces = _pieces(calibration, *forward, *backward)
+    late, _, more = host_waits([pieces[:3], pieces[3:]], costs)
+    assert sum(late) == pytest.approx(waited)
+    assert more == pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    ("pp", "last", "whole", "first", "waited"),
+    [
+        (1, 5.0, 1.0, 0.0, 6.0),  # 4 us ahead after four microbatches
+        (1, 5.0, 4.0, 0.0, 0.0),
+        (1, 5.0, -2.0, 3.0, 7.0),  # behind in each: ahead by what the first pass waited more
+        (2, 5.0, 4.0, 0.0, 5.0),  # stages exchange: ahead by the last pass alone
+        (2, -5.0, 4.0, 0.0, 10.0),
+    ],
+)
+def test_norms_are_issued_while_the_device_is_behind(
+    pp: int, last: float, whole: float, first: float, waited: float
+) -> None:
+    p = Parallelism(pp=pp, global_batch=4)
+    early, *known = map(np.atleast_1d, (10.0, last, whole, first))
+    assert norm_waits(early, *known, p)[0] == pytest.approx(waited)
+
+
+def test_behind_the_norm_a_host_issues_with_nothing_ahead(calibration: Calibration) -> None:
+    """However long the update's kernels take."""
+    model, p = load_model("llama3-8b").resized(layers=2), Parallelism(global_batch=8)
+
+    def updated_s(tensor_us: float) -> float:
+        used = calibration.model_copy(update={"host": _host(tensor_us=tensor_us)})
+        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
+        return StepSimulator(model, p, *nodes, used, draws=0).run().breakdown_s["optimizer"]
+
+    tensors = trained_tensors(model, p, 0)
+    more_s = updated_s(10.0) - updated_s(0.0)
+    assert more_s == pytest.approx(BEHIND_NORM * 10e-6 * tensors)
+    assert 0 < more_s < 0.1 * updated_s(0.0)
