@@ -108,15 +108,15 @@ def measured(gpus: int) -> Iterator[Timed]:
                 for seq_len in (NIL, *kind.lengths)[place : place + 1]:
                     p = kind.split
                     case = TrainingCase(kind.of(seq_len), p, STEPS, WARM_UP, 14.0, kind.name)
-                    ((times, passes),) = step_times(
-                        case, (p.global_batch,), 1, device_kind="nvidia"
-                    )
-                    layers = [one["layers_forward_s"] + one["layers_backward_s"] for one in passes]
+                    (found,) = step_times(case, (p.global_batch,), 1, device_kind="nvidia")
+                    layers = [
+                        one["layers_forward_s"] + one["layers_backward_s"] for one in found.passes
+                    ]
                     yield Timed(
                         kind=kind.name,
                         seq_len=seq_len,
                         turn=turn,
-                        step_time_s=median(times),
+                        step_time_s=median(found.times_s),
                         layers_s=median(layers),
                     )
 

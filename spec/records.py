@@ -152,6 +152,9 @@ class HostRow(Repeated):
         default=None, description="on GPUs: median of a layer's forward pass on the device"
     )
     backward_us: Positive | None = Field(default=None, description="of its backward pass, likewise")
+    update_us: Positive | None = Field(
+        default=None, description="of the optimizer's step; none in rows of before 2026-11-28"
+    )
     kernels_us: Positive | None = Field(
         default=None, description="on a CPU: all kernels of such a step, each timed by itself"
     )

@@ -17,7 +17,7 @@ from calibrate.host.issue import (
 )
 from measure.suites import host_time
 from measure.training.plan import TrainingCase
-from measure.training.steps import step_times
+from measure.training.steps import StepTimes, step_times
 from spec.nil import LAYERS, ON_CPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow
@@ -39,8 +39,8 @@ TAKES = {
 MICROBATCHES = 5
 
 
-def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
-    """Steps that take what `TAKES` says on a host so many times slower."""
+def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> HostRow:
+    """Steps, and their updates, that take what `TAKES` says on a host so many times slower."""
     names = ("median_us", "p10_us", "p90_us", "min_us", "mean_us")
     sizes = {"gpus": case.gpus, "tp": case.tp, "cp": case.cp, "ep": case.ep}
     sizes |= {"experts": case.experts, "overlap": case.overlap, "recompute": case.recompute}
@@ -57,9 +57,9 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
         **sizes,
         **once,
     )
+    counts = [one.counts for one in equations(row, (), slower)]
     *layers, step_us = (
-        slower * sum(TAKES[name] * count for name, count in one.counts.items())
-        for one in equations(row, (), slower)
+        slower * sum(TAKES[name] * count for name, count in one.items()) for one in counts
     )
     forward_us, backward_us, ends_us = layers or (1.0, 1.0, 1.0)  # those with buckets are not read
     microbatch_us = case.layers * (forward_us + backward_us) + ends_us
@@ -68,6 +68,7 @@ def nil_row(case: host_time.HostCase, slower: float) -> HostRow:
         "forward_us": forward_us,
         "backward_us": backward_us,
         "single_us": step_us + microbatch_us,
+        "update_us": slower * TAKES["tensor"] * counts[-1].get("tensor", 0) if updates else None,
     }
     return row.model_copy(update=found | dict.fromkeys(names, several_us))
 
@@ -81,6 +82,20 @@ def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
     assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))
     assert alone == {}  # a step and its tensors cannot be told apart
+
+
+def test_updates_by_themselves_tell_what_a_tensor_takes() -> None:
+    """Whatever steps say, which are many times as long."""
+    cases = host_time.cases("nvidia", 1)
+    rows = [nil_row(case, slower=2.0, updates=True) for case in cases]
+    found = beside_kernels([one for row in rows for one in equations(row, (), 2.0)])
+    assert found["tensor"] == pytest.approx(TAKES["tensor"])
+    (deep,) = [n for n, case in enumerate(cases) if case.layers > LAYERS]
+    for longer in (0.9, 1.1):
+        off = [row.model_copy() for row in rows]
+        off[deep] = rows[deep].model_copy(update={"single_us": longer * rows[deep].single_us})
+        found = beside_kernels([one for row in off for one in equations(row, (), 2.0)])
+        assert found["tensor"] == pytest.approx(TAKES["tensor"], rel=0.05)
 
 
 def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
@@ -171,11 +186,11 @@ def test_a_case_with_adapters_runs_and_is_told_as_such(
     def step_times(case: TrainingCase, *_: Any, **__: Any) -> Any:
         ran.append(case.model.lora_rank)
         passes = [{"layers_forward_s": 0.001, "layers_backward_s": 0.002}]
-        return ([0.1], passes), ([0.3], passes)
+        return StepTimes([0.1], passes, [0.01]), StepTimes([0.3], passes, [0.02])
 
     monkeypatch.setattr("measure.training.steps.step_times", step_times)
     row = host_time.measure(host_time.HostCase(1.0, 2, tp=2, lora_rank=rank), "nvidia")
-    assert (ran, row.lora_rank) == ([rank], rank)
+    assert (ran, row.lora_rank, row.update_us) == ([rank], rank, pytest.approx(15e3))
     assert ("lora" in row.case_id) == bool(rank)
 
 
@@ -186,12 +201,13 @@ def test_steps_of_two_batches_take_turns() -> None:
         nil_model(ON_CPU), Parallelism(global_batch=3), 2, 1, 10.0, "nil of three microbatches"
     )
     single, several = step_times(case, (1, 3), 2, device_kind="cpu")
-    for times, passes in (single, several):
-        assert len(times) == len(passes) == 4
-        for step, one in zip(times, passes, strict=True):
+    for found in (single, several):
+        assert len(found.times_s) == len(found.passes) == len(found.updates_s) == 4
+        for step, one, update in zip(found.times_s, found.passes, found.updates_s, strict=True):
             assert 0 < one["layers_forward_s"] < step
             assert 0 < one["layers_backward_s"] < step
-    assert sum(several[0]) > sum(single[0])
+            assert 0 < update < step - sum(one.values())
+    assert sum(several.times_s) > sum(single.times_s)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
 
     forward_us, backward_us = row.forward_us or 0.0, row.backward_us or 0.0
     microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
-    tensors = trained_tensors(model, p, 0)
+    tensors = float(trained_tensors(model, p, 0))
     rest = partial(equation, row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
         yield rest(bucket=2.0 * tensors)
@@ -269,6 +269,8 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
     yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
+    if row.update_us:
+        yield equation(row.update_us, row.update_us, tensor=tensors)
     yield rest()
 
 

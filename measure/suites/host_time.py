@@ -160,15 +160,16 @@ def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, 
     )
     batches = (case.split(1).global_batch, several.global_batch)
     found = step_times(steps, batches, ROUNDS, device_kind=kind, devices=devices)
-    (single, _), (times, passes) = found
+    single, more = found
 
     def layer_us(way: str) -> float:
         layers = case.layers * MICROBATCHES
-        return 1e6 * statistics.median(one[f"layers_{way}_s"] for one in passes) / layers
+        return 1e6 * statistics.median(one[f"layers_{way}_s"] for one in more.passes) / layers
 
     return {
-        "times_us": [1e6 * one for one in times],
-        "single_us": [1e6 * one for one in single],
+        "times_us": [1e6 * one for one in more.times_s],
+        "single_us": [1e6 * one for one in single.times_s],
+        "update_us": 1e6 * statistics.median(single.updates_s + more.updates_s),
         "forward_us": layer_us("forward"),
         "backward_us": layer_us("backward"),
         "parts": len(one_pass(model, several)),

@@ -1,7 +1,8 @@
 """Durations of a pipeline stage's passes on its own device, transformer layers told apart.
 
-Megatron-Core's schedules call `forward_step` and `backward_step` for each microbatch; these are
-wrapped here, in this process, and the layers' beginning and end are marked by hooks on the decoder.
+Megatron-Core's schedules call `forward_step` and `backward_step` for each microbatch; these and the
+optimizer's step are wrapped here, in this process, and the layers' beginning and end are marked by
+hooks on the decoder.
 On a GPU a mark is an event in the stream, so that waiting for messages, which comes before a pass,
 is not counted.
 """
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 _schedules: Any = schedules  # patched below, which the type checker would refuse
 _cuda: Any = torch.cuda
 
+UPDATE = "update_s"  # of a whole step
 # (label of a mark, label of the next): which span counts as what
 _SPANS = {
     ("forward", "layers"): "other_forward_s",
@@ -29,6 +31,7 @@ _SPANS = {
     ("layers back", "embedding back"): "layers_backward_s",
     ("layers back", "end"): "layers_backward_s",
     ("embedding back", "end"): "other_backward_s",
+    ("update", "end"): UPDATE,
 }
 NAMES = tuple(dict.fromkeys(_SPANS.values()))
 
@@ -45,6 +48,7 @@ class PassTimes:
         model.decoder.register_forward_hook(self._leave)
         for name in ("forward_step", "backward_step"):
             setattr(_schedules, name, self._wrapped(getattr(_schedules, name), name[:-5]))
+        trainer.optimizer.step = self._wrapped(trainer.optimizer.step, "update")
 
     def _mark(self, label: str) -> None:
         moment: Any = time.perf_counter()

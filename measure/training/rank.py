@@ -194,7 +194,7 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
     gc.disable()  # a collection in one rank would delay all of them
     passes = None
     if case["passes"]:
-        from measure.training.pass_times import PassTimes
+        from measure.training.pass_times import UPDATE, PassTimes
 
         passes = PassTimes(trainer, ranks.gpu)
         ranks.lend_memory()
@@ -206,7 +206,8 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
         if "global_batch" in message:
             changed = {"global_batch": message["global_batch"]}
             trainer.parallelism = parallelism.model_copy(update=changed)
-        times, kept, norms, spans = [], [], [], []
+        times, kept, norms = [], [], []
+        spans: list[dict[str, float]] = []
         for _ in range(message["go"]):
             took, losses, norm = ranks.timed(trainer, number)
             number += 1
@@ -225,6 +226,7 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
                 "memory": ranks.memory(),
                 "framework": trainer.framework,
                 "parameters": trainer.parameters(),
+                "updates": [one.pop(UPDATE) for one in spans],
                 "passes": spans,
             }
         )

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import NamedTuple
 
 from measure.devices import Device
 from measure.hosts.window import Window, WindowResult
@@ -21,6 +22,14 @@ from spec.training_records import StepRow, TrainingRow
 WINDOW_S = 4.0  # timed at least so long on GPUs: energy counters move ten times a second
 MOST_STEPS = 40
 MakeWindow = Callable[[], AbstractContextManager[Window]]
+
+
+class StepTimes(NamedTuple):
+    """Seconds of some steps and, of every rank, of their passes and updates (`.pass_times`)."""
+
+    times_s: list[float]
+    passes: list[dict[str, float]]
+    updates_s: list[float]
 
 
 def run_case(
@@ -70,24 +79,25 @@ def step_times(
     *,
     device_kind: str,
     devices: Sequence[Device] = (),
-) -> list[tuple[list[float], list[dict[str, float]]]]:
+) -> list[StepTimes]:
     """Steps of a case with each of some global batches, which take turns in rounds.
 
-    Of each batch the seconds of every step and, of every step and rank, what
-    `.pass_times` read. Raises WorkError where it fails, UserError where it cannot run here.
+    Raises WorkError where it fails, UserError where it cannot run here.
     """
     prepared(case)
 
-    def run() -> list[tuple[list[float], list[dict[str, float]]]]:
-        found: list[tuple[list[float], list[dict[str, float]]]] = [([], []) for _ in batches]
+    def run() -> list[StepTimes]:
+        found = [StepTimes([], [], []) for _ in batches]
         kind = device_kind.partition(":")[0]
         with started(case, kind, devices, passes=True) as (ranks, slowest):
             for _ in range(rounds):
-                for (times, passes), batch in zip(found, batches, strict=True):
+                for one, batch in zip(found, batches, strict=True):
                     ranks.send({"go": case.steps, "global_batch": batch})
                     reports = ranks.gather(60.0 + 4 * case.steps * slowest)
-                    times += _slowest(reports)
-                    passes += [one for report in reports for one in report["passes"]]
+                    one.times_s.extend(_slowest(reports))
+                    for report in reports:
+                        one.passes.extend(report["passes"])
+                        one.updates_s.extend(report["updates"])
         return found
 
     return again(run)
