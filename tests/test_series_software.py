@@ -278,3 +278,13 @@ def test_overlap_of_tensor_parallelism_that_is_off(flags: str, inside: bool) -> 
     one = plan(row(flags=flags))
     longer = tensor_exposure(one.row, one.parallelism, (100.0, 50.0), 50.0)
     assert longer == (1 / one.parallelism.tp if inside else 1.0)
+
+
+def test_no_tensor_is_updated_by_itself(calibration: Calibration) -> None:
+    """But adapters' tensors are."""
+    host = calibration.host.model_copy(update={"tensor_us": 50.0})
+    calibrations = Calibrations(calibration.model_copy(update={"host": host}))
+    found = calibrations.of(plan(row(gpus="64"))).host
+    assert found.tensor_us == 0.0 < found.step_us
+    frozen = plan(row(gpus="64", tp="1", pp="1", global_batch="64", notes="LoRA"))
+    assert calibrations.of(frozen).host.tensor_us == 50.0

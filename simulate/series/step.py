@@ -24,6 +24,7 @@ from simulate.series.software import (
     tensor_exposure,
     waits_for_all,
     with_graphs,
+    with_joint_updates,
 )
 from simulate.step.estimate import StepEstimate, StepSimulator
 from simulate.step.pricing import PricedStep
@@ -94,9 +95,11 @@ class Calibrations:
         return changed(calibration, host=slower)
 
     def _transferred(
-        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool
+        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool, frozen: bool
     ) -> Calibration:
         calibration = calibration_for(self._measured, node)
+        if not frozen:  # `Frozen` has the adapters' tensors
+            calibration = with_joint_updates(calibration)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
@@ -107,7 +110,8 @@ class Calibrations:
 
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
-        of = one.node, one.fp4, one.row.early, flash_attention(one.row), one.row.graphs
+        row = one.row
+        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs, row.lora
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
