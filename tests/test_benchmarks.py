@@ -1,11 +1,12 @@
 """What the benchmark prints of machines and missed figures."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import waiting
+from benchmarks import ahead, waiting
 from benchmarks.alike import mean_cosine
 from benchmarks.beyond import Outside, ends, inside
 from benchmarks.learning import numbered, phases
@@ -15,9 +16,11 @@ from benchmarks.true_clock import mean_mhz
 from calibrate.kernels.shapes import Group, Shape
 from calibrate.physics import system_of
 from measure.training.plan import TrainingCase
+from measure.training.steps import StepTimes
 from spec.errors import UserError
 from spec.files import read_table
 from spec.kernel import Kernel
+from spec.training_records import TrainingConfig
 from tests.commands import RESULTS
 
 NOW = {"python_ms": 60.0, "numpy_ms": 50.0}
@@ -125,7 +128,7 @@ def test_every_kind_is_timed_beside_its_nil_steps(
         assert (case.gpus, batches, rounds) == (gpus, (case.parallelism.global_batch,), 1)
         seen.append((case.case_id, case.model.seq_len))
         passes = {"layers_forward_s": 0.1, "layers_backward_s": 0.2}
-        return [([0.5, 0.4, 0.6], [passes, passes])]
+        return [StepTimes([0.5, 0.4, 0.6], [passes, passes], [])]
 
     monkeypatch.setattr("measure.training.steps.step_times", fake)
     rows = list(waiting.measured(gpus))
@@ -145,3 +148,38 @@ def test_steps_that_wait_for_their_device_are_told_at_any_length() -> None:
     off = [float(line.rsplit(" ", 2)[1].rstrip("%")) for line in bound]
     assert len(off) == 9
     assert max(map(abs, off)) < 1.0
+
+
+class Event:
+    """A moment of a device, in ms."""
+
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def elapsed_time(self, later: "Event") -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_spans_of_a_step_say_how_far_its_host_is_ahead() -> None:
+    """The device begins with its host, and is a millisecond behind it at the layers' end."""
+    moments = [("begin", 5.0, 5.0), ("forward", 6.0, 6.0), ("end", 8.0, 9.0)]
+    moments += [("backward", 9.0, 12.0), ("end", 10.0, 20.0), ("update", 10.5, 20.5)]
+    moments += [("end", 21.5, 22.0)]
+    marks = [ahead.Mark(label, 1e3 * host, Event(at)) for label, host, at in moments]
+    forward, backward, update = ahead._spans(marks)
+    assert forward["span"] == "forward"
+    assert (forward["device_us"], forward["host_us"]) == pytest.approx((3000.0, 2000.0))
+    assert (forward["ahead_us"], forward["left_us"]) == pytest.approx((0.0, 1000.0))
+    assert (backward["microbatch"], backward["left_us"]) == (0, pytest.approx(10000.0))
+    assert update["device_us"] == pytest.approx(1500.0)
+
+
+def test_layers_are_told_as_they_ran_where_their_host_is_far_ahead() -> None:
+    """On an H200 and an H100, most too short (docs/fidelity.md): within a tenth."""
+    rows = read_table(Path(ahead.__file__).with_suffix(".csv"), ahead.Span)
+    plan = read_table(RESULTS / "4x-h200" / "forecasts" / "plan-45.csv", TrainingConfig)
+    for system, models in (("4x-h200", 7), ("2x-h100", 5)):
+        lines = list(ahead.compared(rows, plan, RESULTS / system / "calibration.json"))
+        told = [float(one) for line in lines for one in re.findall(r"told (\S+)%", line)]
+        assert (len(lines), len(told)) == (models, 2 * models)
+        assert max(map(abs, told)) < 10.0

@@ -1,0 +1,200 @@
+"""How far a host is ahead of its device in real steps, and what waits where it is not.
+
+    python -m benchmarks.ahead [FILE] [--measure FILE] [--plan FILE] [--calibration FILE]
+
+`--measure` runs steps of a plan's configurations, one GPU each, without a profiler: an event and
+the host's clock at the beginning and end of all layers' passes and of the update. Then, by default
+from `ahead.csv` beside this file: what layers take where their host is far ahead, beside what a
+calibration says of them, what they take in a step's first pass, whose host has nothing ahead, and
+what the update lasts longer than its kernels. docs/visits.md (the fortieth visit) has what came.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from simulate.cost.uncertainty import central
+from simulate.inputs import default_node, usual_fabric
+from simulate.step.estimate import StepSimulator
+from spec import command
+from spec.calibration import read_calibration
+from spec.files import read_table, write_table
+from spec.step import trained_tensors
+from spec.training_records import TrainingConfig
+from topologies import load_fabric
+
+WARM_UP, STEPS = 4, 8
+FAR_US = 3e3  # ahead, so that the device does not wait
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+class Span(BaseModel):
+    """Layers of one microbatch's pass, or an update, in a step without a profiler."""
+
+    gpu: str
+    case_id: str  # of the plan
+    step: int
+    microbatch: int
+    span: str  # one of the three above
+    device_us: float
+    host_us: float
+    ahead_us: float  # the host, where it begins
+    left_us: float  # and where it ends
+
+
+class Mark(NamedTuple):
+    """A moment of the host's clock, and the event it put into the stream."""
+
+    label: str
+    host_us: float
+    event: Any
+
+
+def measured(rows: Sequence[TrainingConfig]) -> Iterator[Span]:
+    """Every configuration, one after another, on the first GPU."""
+    import torch
+    from megatron.core import parallel_state
+
+    from measure.megatron.build import build
+    from measure.training.processes import environment_of
+    from measure.training.rank import Ranks
+
+    cuda: Any = torch.cuda
+    for name, value in environment_of(rows[0].parallelism()).items():
+        os.environ.setdefault(name, value)
+    one = {"device_kind": "nvidia", "device": 0, "gpus": 1, "address": "127.0.0.1"}
+    ranks = Ranks(one, 0, lambda port: port)
+    for row in rows:
+        trainer = build(row.model_spec(), row.parallelism(), ranks.device)
+        for number in range(WARM_UP):
+            ranks.timed(trainer, number)
+        gc.disable()
+        marks: list[Mark] = []
+
+        def mark(label: str, marks: list[Mark] = marks) -> None:
+            event = cuda.Event(enable_timing=True)
+            event.record()
+            marks.append(Mark(label, 1e6 * time.perf_counter(), event))
+
+        _watch(trainer, mark)
+        for step in range(STEPS):
+            batches = trainer.batches(WARM_UP + step)
+            ranks.barrier()
+            marks.clear()
+            mark("begin")
+            trainer.step(batches)
+            cuda.synchronize()
+            for found in _spans(marks):
+                gpu = cuda.get_device_name(0)
+                yield Span(gpu=gpu, case_id=row.case_id, step=step, **found)
+        gc.enable()
+        del trainer, mark
+        gc.collect()
+        cuda.empty_cache()
+        parallel_state.destroy_model_parallel()
+
+
+def _watch(trainer: Any, mark: Callable[[str], None]) -> None:
+    decoder = trainer.chunks[0].module.module.decoder
+
+    def enter(_: Any, arguments: Any, named: Any) -> None:
+        mark(FORWARD)
+        hidden = named.get("hidden_states", arguments[0] if arguments else None)
+        hidden.register_hook(lambda _: mark("end"))
+
+    def leave(_: Any, __: Any, output: Any) -> None:
+        mark("end")
+        output.register_hook(lambda _: mark(BACKWARD))
+
+    decoder.register_forward_pre_hook(enter, with_kwargs=True)
+    decoder.register_forward_hook(leave)
+    step = trainer.optimizer.step
+
+    def update(*arguments: Any) -> Any:
+        mark(UPDATE)
+        found = step(*arguments)
+        mark("end")
+        return found
+
+    trainer.optimizer.step = update
+
+
+def _spans(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+    begin, *others = marks
+    counts = dict.fromkeys((FORWARD, BACKWARD, UPDATE), 0)
+    for one, end in pairwise(others):
+        if one.label in counts and end.label == "end":
+            device = [1e3 * begin.event.elapsed_time(each.event) for each in (one, end)]
+            host = [each.host_us - begin.host_us for each in (one, end)]
+            yield {
+                "microbatch": counts[one.label],
+                "span": one.label,
+                "device_us": device[1] - device[0],
+                "host_us": host[1] - host[0],
+                "ahead_us": device[0] - host[0],
+                "left_us": device[1] - host[1],
+            }
+            counts[one.label] += 1
+
+
+def compared(
+    spans: Sequence[Span], rows: Sequence[TrainingConfig], calibration: Path
+) -> Iterator[str]:
+    """A line for every configuration that ran on the calibration's GPU."""
+    fit = read_calibration(calibration)
+    node = default_node(fit)
+    fabric = load_fabric(usual_fabric(node))
+    for row in rows:
+        mine = [one for one in spans if (one.case_id, one.gpu) == (row.case_id, node.gpu)]
+        if not mine:
+            continue
+        model, p = row.model_spec(), row.parallelism()
+        priced = StepSimulator(model, p, node, fabric, fit, draws=0).run().priced
+        words = []
+        for way, span in zip(priced.stages[0].segments["layer"], (FORWARD, BACKWARD), strict=True):
+            told_us = central(way.cost.compute) * model.layers
+            passes = [one for one in mine if one.span == span]
+            far = [one.device_us for one in passes if min(one.ahead_us, one.left_us) > FAR_US]
+            if far:
+                took_us = median(far)
+                words.append(f"{span} {took_us / 1e3:.1f} ms, told {told_us / took_us - 1:+.1%}")
+            if span == FORWARD:
+                first = [one.device_us / 1e3 for one in passes if not one.microbatch]
+                words.append(f"the first {min(first):.1f} to {max(first):.1f}")
+        kernels_us = central(priced.updates[0].alone.kernels_us)
+        update_us = median(one.device_us for one in mine if one.span == UPDATE)
+        each_us = (update_us - kernels_us) / trained_tensors(model, p, 0)
+        words.append(f"update {update_us / 1e3:.1f} ms, {each_us:.0f} us a tensor beside kernels")
+        yield f"{row.case_id}: " + "; ".join(words)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, where that is asked for, and compare."""
+    parser = command.Parser(prog="python -m benchmarks.ahead", description=__doc__)
+    own, results = Path(__file__).with_suffix(".csv"), Path("results/4x-h200")
+    said = "(default: %(default)s)"
+    parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
+    parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
+    plan = results / "forecasts/plan-45.csv"
+    parser.add_argument("--plan", type=Path, default=plan, metavar="FILE", help=said)
+    system = results / "calibration.json"
+    parser.add_argument("--calibration", type=Path, default=system, metavar="FILE", help=said)
+    options = parser.parse_args(arguments)
+    rows, spans = read_table(options.plan, TrainingConfig), []
+    for span in measured(rows) if options.measure else ():
+        spans.append(span)
+        write_table(Path(options.measure), Span, spans)
+    for line in compared(spans or read_table(options.file, Span), rows, options.calibration):
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
