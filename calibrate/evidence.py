@@ -272,11 +272,6 @@ class Judged:
     measured: float
     baseline: float
 
-    @property
-    def z(self) -> float:
-        """Error in units of the predicted sd."""
-        return float(np.log(self.predicted / self.measured)) / self.sd
-
 
 def rounded(value: float, digits: int = 6) -> float:
     """`value` to a number of significant digits: what differs beyond them is no information."""

@@ -107,7 +107,6 @@ class Ranking:
     """All plans of one cluster, best first."""
 
     inputs: Inputs
-    gpus: int
     found: Plans
     points: tuple[Point, ...]
     changed: Changed
@@ -131,7 +130,7 @@ def rank(inputs: Inputs, gpus: int, arguments: argparse.Namespace, out: Path | N
         value = objective(np.array([point.step_time_s]), np.array([point.power_w]))
         return float(value[0]), describe(point.parallelism)
 
-    return Ranking(inputs, gpus, found, tuple(sorted(points, key=badness)), changed)
+    return Ranking(inputs, found, tuple(sorted(points, key=badness)), changed)
 
 
 def one_what_if(arguments: argparse.Namespace) -> WhatIf:

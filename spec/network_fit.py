@@ -139,11 +139,6 @@ class NetworkFit(Record):
             return self
         return self.model_copy(update={"visit_sd": self.run_sd})
 
-    def curve(self, collective: str, path: GroupPath) -> NetworkCurve | None:
-        """The measured sizes of groups that lie as `path` does."""
-        found = self._looked_up(collective, path)
-        return found[0] if found else None
-
     def _nearest(self, collective: str, path: GroupPath) -> "_Lookup | None":
         """The measured layout of as many ranks and groups per node on the nearest count of nodes.
 

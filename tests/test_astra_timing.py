@@ -125,7 +125,7 @@ def test_classes_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(timing_module, "classify", alone)
     assert simulate(trace).cycles.tolist() == few.cycles.tolist()
-    assert few.classes.count < trace.network.npus or "apart" in name
+    assert len(few.bodies) < trace.network.npus or "apart" in name
 
 
 @settings(max_examples=40, deadline=None)

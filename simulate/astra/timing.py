@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from simulate.astra import rules
 from simulate.astra.chakra import COMM_NAMES, COMP, RECV, SEND, TYPE_NAMES, Node
-from simulate.astra.classes import Classes, classify
+from simulate.astra.classes import classify
 from simulate.astra.collective import Line, Running
 from simulate.astra.traces import Body, Trace, duration_ns
 from spec.errors import UserError
@@ -59,7 +59,6 @@ class Timing:
     """What `simulate` found. `start` and `end` are ns by class and node, in ascending id."""
 
     cycles: NDArray[np.int64]  # by rank: ns at which it finished
-    classes: Classes
     bodies: tuple[Body, ...]  # by class
     start: tuple[tuple[int, ...], ...]
     end: tuple[tuple[int, ...], ...]
@@ -192,7 +191,6 @@ class _Engine:
         cycles = np.array([rank.finished for rank in self.ranks], dtype=np.int64)
         return Timing(
             cycles[self.classes.of],
-            self.classes,
             tuple(rank.body for rank in self.ranks),
             tuple(tuple(rank.start) for rank in self.ranks),
             tuple(tuple(rank.end) for rank in self.ranks),

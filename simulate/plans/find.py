@@ -46,7 +46,6 @@ class Candidate:
 
     parallelism: Parallelism
     step_time_s: float
-    peak_gib: float
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ def search(
         p = plan.parallelism
         estimate = StepSimulator(model, p, node, fabric, calibration, draws=0).run()
         time = float(estimate.step_time_s[0])
-        found.append(Candidate(p, time, plan.peak_gib))
+        found.append(Candidate(p, time))
         fastest = min(fastest, time)
         if plan.rough_s:
             beside.setdefault(_like(p), time / plan.rough_s)

@@ -14,7 +14,7 @@ from simulate.cost.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.cost.uncertainty import Draws, assumed_factor, central
 from simulate.hardware.fp8 import with_fp8_products
 from simulate.step import stragglers
-from simulate.step.clocks import layer_us, load, mean_clock_mhz, stage_clocks
+from simulate.step.clocks import load, mean_clock_mhz, stage_clocks
 from simulate.step.overlap import gather_in_turn
 from simulate.step.pricing import (
     PricedStep,
@@ -160,10 +160,6 @@ class StepSimulator:
             ideal_us,
             reduced + priced.norm_us + priced.once_us + updated,
         )
-
-    def layer_us(self) -> float:
-        """Central time of one layer's forward and backward pass at the step's clock."""
-        return layer_us(self.model, self.p, self._costs)
 
     def run(self) -> StepEstimate:
         """Simulate the step for all draws."""
