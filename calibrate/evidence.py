@@ -13,8 +13,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.calibration import HeldOut, InputFile, Parameter, Source
+from spec.calibration import HeldOut, InputFile, Parameter
 from spec.files import sha256
+from spec.fitted import Source
 from spec.interval import Z90
 from spec.load_records import AwakeRow, HeatRow, PulseRow, TurnRow
 from spec.manifest import Device, Manifest

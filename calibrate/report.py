@@ -13,20 +13,15 @@ from calibrate.network.between_nodes import PUBLISHED, NetworkRow, path_of
 from calibrate.network.nvls import PUBLISHED as NVLS
 from calibrate.network.nvls import NvlsRow
 from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
-from spec.calibration import (
-    Calibration,
-    ClockFit,
-    CollectiveFit,
-    HeldOut,
-    KernelFit,
-    NetworkFit,
-    Parameter,
-)
+from spec.calibration import Calibration, HeldOut, Parameter
+from spec.clock_fit import ClockFit
 from spec.collective import busbw_factor
-from spec.collective_fit import NvlsFit
+from spec.collective_fit import CollectiveFit, NvlsFit
 from spec.files import read_table, write_text
 from spec.interval import Z90
 from spec.kernel import Kernel
+from spec.kernel_fit import KernelFit
+from spec.network_fit import NetworkFit
 
 # Rows of numbers under a figure at most: what is left out stands in the calibration file.
 MOST_NUMBERS = 400

@@ -6,7 +6,7 @@ from math import exp, hypot, log
 from typing import NamedTuple
 
 from spec.bend import Bend
-from spec.calibration import DeviceFit
+from spec.clock_fit import DeviceFit
 from spec.interval import Z90
 from spec.kernel import ATTENTION, PLAIN, TILED_PRODUCTS, Kernel
 from spec.records import KernelRow

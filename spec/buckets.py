@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import LATEST, end_parameters, layer_parameters
+from spec.step import LATEST, layer_parameters
+from spec.step_ends import end_parameters
 
 
 def bucket_parameters(p: Parallelism) -> int:

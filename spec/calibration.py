@@ -6,7 +6,7 @@ only; reading one from a stranger runs nothing.
 
 All spreads named `sd` are standard deviations of the natural logarithm of a duration: 0.05 means
 about 5 %. The formulas stand in `spec.kernel_fit`, `spec.collective_fit`,
-`spec.network_fit`, `spec.clock_fit` and `spec.behind_fit`; most of their names are here too.
+`spec.network_fit`, `spec.clock_fit`, `spec.thermal` and `spec.behind_fit`.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from spec.behind_fit import BehindFit
-from spec.clock_fit import ClockFit, DeviceFit
+from spec.clock_fit import ClockFit
 from spec.collective_fit import (
     CollectiveCurve,
     CollectiveFit,
     CollectivePoint,
-    CollectiveStructure,
     NvlsFit,
-    ring_steps,
 )
 from spec.errors import UserError
 from spec.files import read_record
@@ -32,7 +30,6 @@ from spec.fitted import (
     Finite,
     Micros,
     NonNegative,
-    Positive,
     PositiveShare,
     Record,
     Share,
@@ -40,33 +37,24 @@ from spec.fitted import (
     Spread,
 )
 from spec.kernel import OPS, PLAIN, Kernel
-from spec.kernel_fit import KernelFit, KernelPoint, features
+from spec.kernel_fit import KernelFit, features
 from spec.network_fit import NetworkFit
 from spec.thermal import ThermalFit
 
 __all__ = [
     "SCHEMA",
     "Calibration",
-    "ClockFit",
     "CollectiveCurve",
     "CollectiveFit",
     "CollectivePoint",
-    "CollectiveStructure",
-    "DeviceFit",
-    "Finite",
     "HeldOut",
     "HostFit",
+    "HostTime",
+    "HostVisit",
     "InputFile",
-    "KernelFit",
-    "KernelPoint",
     "NetworkFit",
-    "NonNegative",
     "Parameter",
-    "Positive",
-    "Source",
-    "ThermalFit",
     "read_calibration",
-    "ring_steps",
 ]
 
 SCHEMA = "calibration/1"

@@ -6,7 +6,8 @@ Both `measure` (which steps to time) and `calibrate` (what they issue) read it f
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.records import MOST_TP
-from spec.step import embedding, head, layer
+from spec.step import layer
+from spec.step_ends import embedding, head
 from spec.step_parts import Part
 
 # As many layers as between the smallest models' two and four, so that what the ends of a model cost

@@ -4,6 +4,10 @@ Both `measure` (which shapes to time) and `simulate` (what to add up) read the s
 they cannot disagree about a shape. One `Segment` is the work between two points where a pipeline
 stage can wait for another: the forward or backward pass of some layers for one microbatch.
 
+Here are layers and what follows the passes; what they are made of is in `spec.step_parts`
+(operations), `spec.step_linear`, `spec.step_context` and `spec.step_experts`, embedding and loss in
+`spec.step_ends`, sharded weights in `spec.step_sharded`.
+
 Sources: Megatron-Core 0.16's local layer spec; Shoeybi et al. 2019 (arXiv 1909.08053) for tensor
 parallelism; Korthikanti et al. 2022 (arXiv 2205.05198) for sequence parallelism and selective
 recomputation.
@@ -18,8 +22,8 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_context import ring_attention
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
-from spec.step_experts import EXPERTS, expert_mlp
-from spec.step_linear import FP8_PRODUCTS, adapter_parameters, column, row
+from spec.step_experts import expert_mlp
+from spec.step_linear import adapter_parameters, column, row
 from spec.step_parts import (
     Part,
     Segment,
@@ -29,23 +33,8 @@ from spec.step_parts import (
     pair,
     reordered,
     shapes,
-    without_weights,
 )
 from spec.step_sharded import of_shards, shard_copies
-
-__all__ = [
-    "EXPERTS",
-    "FP8_PRODUCTS",
-    "Part",
-    "Segment",
-    "Shapes",
-    "copied",
-    "embedding",
-    "end_parameters",
-    "head",
-    "shapes",
-    "without_weights",
-]
 
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spec.calibration import Calibration, NetworkFit, read_calibration
+from spec.calibration import Calibration, read_calibration
 from spec.collective import COLLECTIVES, busbw_factor
 from spec.files import write_json
 from spec.manifest import Manifest
+from spec.network_fit import NetworkFit
 from spec.records import CollectiveRow
 from tests.made_up import write_calibration
 from tests.synthetic import Truth, manifest

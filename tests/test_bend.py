@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec.bend import Bend
-from spec.calibration import ClockFit
+from spec.clock_fit import ClockFit
 from tests.made_up import calibration_json
 
 LARGEST, SUSTAINED = 1980.0, 1474.0

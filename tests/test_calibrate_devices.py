@@ -9,7 +9,7 @@ from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
 from calibrate.variability import spread_interval
 from simulate.power.whatif import on_devices
-from spec.calibration import DeviceFit
+from spec.clock_fit import DeviceFit
 from spec.kernel import Kernel
 from spec.results import ResultSet
 from tests.clock_rows import capped, row

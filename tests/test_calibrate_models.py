@@ -32,10 +32,11 @@ from calibrate.physics import (
     slopes,
     system_of,
 )
-from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint, KernelFit, NetworkFit
+from spec.collective_fit import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.files import read_table
 from spec.kernel import Kernel
-from spec.kernel_fit import features
+from spec.kernel_fit import KernelFit, features
+from spec.network_fit import NetworkFit
 from spec.records import InterferenceRow
 from tests.clock_rows import product, row
 

@@ -15,11 +15,13 @@ from calibrate.network.inside_node import (
     sweeps_of,
 )
 from calibrate.network.sends import fit_send_structure
-from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective_fit import (
     LL_BYTES,
     P2P_CHANNELS,
     SIMPLE_CHUNK,
+    CollectiveCurve,
+    CollectiveFit,
+    CollectivePoint,
     CollectiveStructure,
     SendStructure,
     channels,

@@ -14,11 +14,12 @@ from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws, central
 from simulate.validation.cases import predict
 from simulate.validation.measured import fabric_of
-from spec.calibration import Calibration, NetworkFit, read_calibration
+from spec.calibration import Calibration, read_calibration
 from spec.collective import COLLECTIVES, Collective
 from spec.command import run
 from spec.files import read_table, write_json, write_table
 from spec.model import load_model
+from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
 from spec.records import CollectiveRow, KernelRow
 from spec.training_records import StepRow, TrainingConfig, TrainingRow

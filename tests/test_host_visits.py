@@ -10,7 +10,8 @@ from calibrate.evidence import Evidence, Ledger
 from calibrate.host.visits import PYTHON_SD, VISIT_SD, alike, of_runs, with_visits
 from simulate.power.whatif import on_devices
 from simulate.step.estimate import StepSimulator
-from spec.calibration import ClockFit, HostFit
+from spec.calibration import HostFit
+from spec.clock_fit import ClockFit
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.records import KernelRow

@@ -12,8 +12,9 @@ from calibrate.network.held import LEAST, with_held
 from measure.hosts.workers import Pool
 from measure.plans.late import late_cases
 from measure.suites.late import row
-from spec.calibration import Calibration, NetworkFit
+from spec.calibration import Calibration
 from spec.files import read_table
+from spec.network_fit import NetworkFit
 from spec.records import LateRow
 from tests.made_up import calibration_json
 

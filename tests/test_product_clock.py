@@ -9,7 +9,7 @@ from calibrate.clock.product_clock import fit_bend, fit_jitter, product_law
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
 from spec.bend import Bend
-from spec.calibration import ClockFit
+from spec.clock_fit import ClockFit
 from spec.load_records import TurnRow
 from spec.records import KernelRow
 from tests.clock_rows import capped, fitted

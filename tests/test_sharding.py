@@ -19,14 +19,8 @@ from spec.collective import Collective
 from spec.kernel import AROUND_BLOCKS
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
-from spec.step import (
-    end_parameters,
-    layer,
-    layer_parameters,
-    optimizer,
-    sharded,
-    trained_parameters,
-)
+from spec.step import layer, layer_parameters, optimizer, sharded, trained_parameters
+from spec.step_ends import end_parameters
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
 
 P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)

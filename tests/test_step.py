@@ -17,7 +17,8 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.step import head, layer
+from spec.step import layer
+from spec.step_ends import head
 from tests.made_up import calibration_json
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
 

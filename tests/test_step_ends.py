@@ -10,7 +10,8 @@ import pytest
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import embedding, head, layer
+from spec.step import layer
+from spec.step_ends import embedding, head
 from tests.real_steps import GPT, LLAMA, logged
 
 torch = pytest.importorskip("torch")

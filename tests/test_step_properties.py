@@ -15,7 +15,8 @@ from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import embedding, head, layer, optimizer
+from spec.step import layer, optimizer
+from spec.step_ends import embedding, head
 from tests.made_up import calibration_json
 from tests.simulated_steps import FABRIC, LORA, MODEL, MOE, NODE, simulate
 

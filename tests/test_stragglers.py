@@ -23,7 +23,7 @@ from simulate.step.stragglers import (
     read_slow_gpus,
     step_spread,
 )
-from spec.calibration import ClockFit
+from spec.clock_fit import ClockFit
 from spec.errors import UserError
 from spec.files import write_json
 from spec.parallelism import Parallelism

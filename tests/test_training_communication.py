@@ -12,15 +12,9 @@ from simulate.memory.communicators import communicators
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import (
-    Segment,
-    by_chunk,
-    embedding,
-    head,
-    layer,
-    optimizer,
-    shared_gradients,
-)
+from spec.step import by_chunk, layer, optimizer, shared_gradients
+from spec.step_ends import embedding, head
+from spec.step_parts import Segment
 from tests.real_steps import GPT, LLAMA, logged
 from tests.sharded import of_microbatch
 

@@ -11,7 +11,8 @@ from simulate import project
 from simulate.hardware.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
 from simulate.hardware.transfer import changed, same_gpu, transfer
 from simulate.inputs import calibration_for, default_node, find_calibration, unmeasured
-from spec.calibration import Calibration, DeviceFit, Parameter, read_calibration
+from spec.calibration import Calibration, Parameter, read_calibration
+from spec.clock_fit import DeviceFit
 from spec.collective import busbw_factor
 from spec.command import run
 from spec.errors import UserError

@@ -3,7 +3,7 @@
 from calibrate.evidence import Ledger, log_interval
 from calibrate.state import CORE_IDLE_W, CORE_SOURCE, ClockState
 from calibrate.telemetry import Telemetry
-from spec.calibration import Source
+from spec.fitted import Source
 
 # shares of the room between idle and power limit, and of the limit, where no telemetry shows them:
 # 0.39 to 0.41, 0.08 to 0.10 and 0.10 to 0.11 on four H200, two H200 and two H100

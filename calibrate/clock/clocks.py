@@ -40,8 +40,10 @@ from calibrate.state import (
 )
 from calibrate.telemetry import Telemetry
 from calibrate.variability import device_spread, own_visit_sd, visit_sd
-from spec.calibration import ClockFit, KernelFit, Source
+from spec.clock_fit import ClockFit
+from spec.fitted import Source
 from spec.interval import Z90
+from spec.kernel_fit import KernelFit
 from spec.load_records import HeatRow
 from spec.records import KernelRow
 from spec.regulation import ASSUMED, ASSUMED_ENDS, Regulation

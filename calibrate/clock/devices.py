@@ -11,7 +11,7 @@ from scipy.optimize import least_squares
 
 from calibrate.evidence import Evidence, Ledger, rounded
 from calibrate.state import ClockState, is_compute, is_product
-from spec.calibration import DeviceFit
+from spec.clock_fit import DeviceFit
 from spec.records import KernelRow
 
 Shape = tuple[str, str, str, str]

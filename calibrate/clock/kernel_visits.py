@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 from calibrate.evidence import Evidence, Ledger, median_sd, rounded
 from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread
 from calibrate.variability import spread_interval
-from spec.calibration import Source
+from spec.fitted import Source
 from spec.interval import Z90
 from spec.kernel import Kernel
 from spec.records import KernelRow

@@ -23,7 +23,9 @@ from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
-from spec.step import Segment, embedding, head, layer, trained_tensors
+from spec.step import layer, trained_tensors
+from spec.step_ends import embedding, head
+from spec.step_parts import Segment
 
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from calibrate.evidence import robust_sd
 from calibrate.kernels.shapes import Group
 from calibrate.state import ClockState, Drawn, Key, is_compute
-from spec.calibration import Source
+from spec.fitted import Source
 from spec.kernel import ATTENTION, TILED_PRODUCTS
 from spec.kernel_fit import Physics, busy_share, launches
 

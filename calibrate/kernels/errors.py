@@ -15,8 +15,8 @@ from calibrate.kernels.correction import Correction, conformal_scale, folds
 from calibrate.kernels.shapes import Group, Shape, beyond, inputs, residuals, spreads
 from calibrate.physics import System, fit_physics
 from calibrate.state import ClockState, Key
-from spec.calibration import KernelFit
 from spec.kernel import OPS, Kernel
+from spec.kernel_fit import KernelFit
 from spec.records import KernelRow
 
 # families left out at once; their physics is fitted anew, length scales are kept

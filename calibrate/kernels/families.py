@@ -23,8 +23,8 @@ from calibrate.kernels.shapes import (
 )
 from calibrate.physics import System, fit_physics
 from calibrate.state import ClockState
-from spec.calibration import KernelFit
 from spec.kernel import Kernel
+from spec.kernel_fit import KernelFit
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import kernels_of

@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from scipy.optimize import least_squares
 
 from calibrate.evidence import Judged, Ledger, log_interval, rounded
-from spec.calibration import NetworkFit, Positive, Source
 from spec.collective import busbw_factor
 from spec.files import read_table
+from spec.fitted import Positive, Source
 from spec.hardware import GroupPath
 from spec.interval import Z90
 from spec.manifest import Manifest
+from spec.network_fit import NetworkFit
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "network.csv"
 

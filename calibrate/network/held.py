@@ -14,7 +14,7 @@ import numpy as np
 
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, rounded
 from calibrate.network.between_nodes import over_rdma
-from spec.calibration import NetworkFit
+from spec.network_fit import NetworkFit
 from spec.records import LateRow
 from spec.results import ResultSet
 

@@ -8,10 +8,10 @@ from pydantic import BaseModel, PositiveInt
 
 from calibrate.evidence import Judged, Ledger, log_interval, rounded
 from calibrate.network.structure import PIPELINING, STRUCTURE_NOISE, Array, most_likely, soft
-from spec.calibration import Source
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveCurve, CollectivePoint, NvlsFit, SwitchStructure
 from spec.files import read_table
+from spec.fitted import Source
 from spec.row import Positive
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "nvls.csv"

@@ -10,8 +10,8 @@ from pydantic import BaseModel, PositiveInt
 
 from calibrate.evidence import Ledger
 from calibrate.network.inside_node import LEAST_SD, Sweep, largest_from_smaller
-from spec.calibration import CollectiveCurve, CollectivePoint
 from spec.collective import COLLECTIVES
+from spec.collective_fit import CollectiveCurve, CollectivePoint
 from spec.errors import UserError
 from spec.files import read_table
 from spec.row import Positive

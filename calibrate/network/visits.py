@@ -13,8 +13,9 @@ from calibrate.apart import apart
 from calibrate.evidence import Ledger, rounded
 from calibrate.network.between_nodes import CLUSTER_SD
 from calibrate.variability import spread_interval
-from spec.calibration import NetworkFit, Source
+from spec.fitted import Source
 from spec.interval import Z90
+from spec.network_fit import NetworkFit
 
 
 @dataclass(frozen=True)

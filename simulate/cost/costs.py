@@ -21,13 +21,16 @@ from simulate.cost.groups import Layout, layout
 from simulate.cost.segment_cost import Cost, PartCost, joined
 from simulate.cost.uncertainty import Draws, central, larger, smaller, where
 from simulate.cost.works import ByClock, Energy, Same, Slowed, Works, works
-from spec.calibration import Calibration, CollectiveFit, NetworkFit
+from spec.calibration import Calibration
 from spec.collective import AS_WRITTEN, Collective, Widths, busbw_factor
+from spec.collective_fit import CollectiveFit
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
 from spec.kernel import Kernel
+from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
-from spec.step import EXPERTS, Part, Segment
+from spec.step_experts import EXPERTS
+from spec.step_parts import Part, Segment
 
 Array = NDArray[np.float64]
 

@@ -28,8 +28,8 @@ a slower one (stages of different nodes beside stages of one).
 from typing import TypeVar
 
 from simulate.cost.uncertainty import Array, Draws, larger
-from spec.calibration import NetworkFit
 from spec.hardware import GroupPath
+from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
 
 T = TypeVar("T")

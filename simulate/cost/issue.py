@@ -21,7 +21,7 @@ from simulate.cost.costs import Costs
 from simulate.cost.segment_cost import Cost
 from simulate.cost.uncertainty import central, larger, smaller, where
 from spec.parallelism import Parallelism
-from spec.step import Segment
+from spec.step_parts import Segment
 
 Array = NDArray[np.float64]
 

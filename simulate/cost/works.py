@@ -18,7 +18,8 @@ from simulate.cost.uncertainty import Draws
 from spec.calibration import Calibration
 from spec.kernel import TILED_PRODUCTS, Kernel
 from spec.kernel_fit import KernelFit
-from spec.step import EXPERTS, Part, Segment
+from spec.step_experts import EXPERTS
+from spec.step_parts import Part, Segment
 
 Array = NDArray[np.float64]
 # of what `Part.issued` counts, that whose time has a spread of its own

@@ -14,7 +14,7 @@ from spec.errors import UserError
 from spec.hardware import Node
 from spec.kernel import RAGGED
 from spec.kernel_fit import KernelFit
-from spec.step import FP8_PRODUCTS
+from spec.step_linear import FP8_PRODUCTS
 
 # FP8 matmul over bf16 matmul: stas00/ml-engineering@744d01e, compute/accelerator/README.md,
 # "Maximum Achievable Matmul FLOPS", lines 370-376: H100 1402.6 / 794.5, H200 1453.4 / 794.5,

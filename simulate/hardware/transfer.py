@@ -33,19 +33,14 @@ from pydantic import BaseModel, PositiveInt
 
 from simulate.cost.uncertainty import assumed_factor
 from spec.behind_fit import BehindFit
-from spec.calibration import (
-    Calibration,
-    CollectiveCurve,
-    CollectiveFit,
-    CollectivePoint,
-    KernelFit,
-    Parameter,
-    ThermalFit,
-)
+from spec.calibration import Calibration, Parameter
+from spec.collective_fit import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.files import read_table
 from spec.fitted import Positive
 from spec.hardware import Node
 from spec.interval import Z90
+from spec.kernel_fit import KernelFit
+from spec.thermal import ThermalFit
 
 # Sweeps inside a node, each row cited.
 SCALE_UP = Path(__file__).parents[2] / "calibrate" / "published" / "scale_up.csv"

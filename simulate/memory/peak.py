@@ -18,7 +18,8 @@ from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import shapes, stage_parameters, trained_parameters
+from spec.step import stage_parameters, trained_parameters
+from spec.step_parts import shapes
 
 GIB = 2.0**30
 # cuBLAS's of Hopper, for each thread that runs products: the passes, forward and backward

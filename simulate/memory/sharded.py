@@ -24,7 +24,9 @@ from dataclasses import dataclass
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import end_parameters, layer_parameters, shapes
+from spec.step import layer_parameters
+from spec.step_ends import end_parameters
+from spec.step_parts import shapes
 
 
 def units(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float, float, float]:

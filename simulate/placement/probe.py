@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.placement.assignment import Pipeline, Placement, durations, pipeline_s
-from spec.calibration import Calibration, ClockFit
+from spec.calibration import Calibration
+from spec.clock_fit import ClockFit
 from spec.interval import Z90
 from spec.probe import PlacedStages, PlacementProbe
 from spec.regulation import kept_share

@@ -28,17 +28,9 @@ from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import (
-    by_chunk,
-    copied_alone,
-    embedding,
-    head,
-    layer,
-    optimizer,
-    shapes,
-    shard_kernels,
-    trained_tensors,
-)
+from spec.step import by_chunk, copied_alone, layer, optimizer, shard_kernels, trained_tensors
+from spec.step_ends import embedding, head
+from spec.step_parts import shapes
 
 Times = tuple[float, ...]  # by boundary of stages, or one for all
 

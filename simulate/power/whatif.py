@@ -25,7 +25,8 @@ from simulate.power.heat import (
     leakage_per_c,
 )
 from simulate.step.estimate import StepEstimate, StepSimulator
-from spec.calibration import Calibration, ClockFit, Parameter
+from spec.calibration import Calibration, Parameter
+from spec.clock_fit import ClockFit
 from spec.errors import UserError
 from spec.hardware import Cooling, Fabric, Node
 from spec.interval import Z90

@@ -19,11 +19,12 @@ from simulate.cost.uncertainty import Array, Draws, central
 from simulate.cost.works import Energy, Same
 from simulate.step.passes import Shared
 from simulate.step.pricing import Known, PricedStep, parts_of, price
-from spec.calibration import ClockFit
+from spec.clock_fit import ClockFit
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.regulation import Pause, Regulator, kept_share
-from spec.step import Segment, layer_parameters, trained_parameters
+from spec.step import layer_parameters, trained_parameters
+from spec.step_parts import Segment
 
 SLOWER = 0.85  # of the largest clock: over which a layer that no cap slows tells its slope
 LEAST_SLOPE = 1e-3  # of a layer's time with the clock, for clocks to be told by times

@@ -23,7 +23,8 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import Segment, shard_kernels
+from spec.step import shard_kernels
+from spec.step_parts import Segment
 
 Array = NDArray[np.float64]
 Pieces = tuple[tuple[float, str], ...]  # (how often, name in StagePrices.segments)

@@ -22,7 +22,9 @@ from simulate.step.updates import Alone, UpdateCost, alone, update
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import Segment, embedding, head, layer, shapes, without_weights
+from spec.step import layer
+from spec.step_ends import embedding, head
+from spec.step_parts import Segment, shapes, without_weights
 
 Array = NDArray[np.float64]
 

@@ -17,7 +17,9 @@ from simulate.step.traffic import kind_of
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import embedding, head, layer, optimizer, shapes, sharded
+from spec.step import layer, optimizer, sharded
+from spec.step_ends import embedding, head
+from spec.step_parts import shapes
 from topologies.tiers import SATURATED
 
 # Sizes tried: 1 KiB to 16 GiB, two to a doubling.

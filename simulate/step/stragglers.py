@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
 from simulate.cost.uncertainty import Draws, larger, smaller
-from spec.calibration import ClockFit, Parameter
+from spec.calibration import Parameter
+from spec.clock_fit import ClockFit
 from spec.errors import UserError
 from spec.parallelism import Parallelism
 

@@ -7,7 +7,7 @@ from simulate.cost.uncertainty import central
 from simulate.cost.works import Same
 from simulate.step.pricing import PricedStep
 from spec.collective import Collective, busbw_factor
-from spec.step import Segment
+from spec.step_parts import Segment
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")  # of communication, as breakdowns have them
 _KIND_OF = {"edp": "dp", "embd": "pp"}
