@@ -178,7 +178,7 @@ def core_share(text: str) -> float:
     return value
 
 
-def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[str, ...]:
+def parse_suites(words: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """The suites named, in the order in which they run."""
     if words is None:
         return default
@@ -190,7 +190,7 @@ def parse_suites(words: str | None, default: tuple[str, ...] = SUITES) -> tuple[
     return tuple(suite for suite in known if suite in named)
 
 
-def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int = 1) -> Options:
+def read_options(asked: argparse.Namespace, kind: str, devices: int, hosts: int) -> Options:
     """What the command asks for on so many devices of so many hosts together."""
     plan = read_plan(asked.plan) if asked.plan else PlanFile()
     nodes = 1 if asked.emulate_nodes is None else asked.emulate_nodes

@@ -169,7 +169,7 @@ def list_cases(
     cases: dict[str, list[Any]],
     kind: str,
     devices: int,
-    minutes: float | None = None,
+    minutes: float | None,
     checks_s: float = 0.0,
 ) -> int:
     """What would run (within so many minutes, if given), with estimated seconds; cases as JSON.

@@ -10,7 +10,7 @@ Json = Mapping[str, Any]
 Block = Text | Table | Figure
 
 
-def scatter(cases: Sequence[Json], prefix: str = "") -> Figure:
+def scatter(cases: Sequence[Json], prefix: str) -> Figure:
     """Simulated against measured step time; `prefix` tells a page's figures apart."""
     figure, (axes,) = new_figure(5.6, 4.6)
     kinds = sorted({case["kind"] for case in cases})

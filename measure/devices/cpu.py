@@ -19,7 +19,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 MAX_DEVICES = 8  # more gloo ranks on one host teach nothing that eight don't
 
 
-def open_cpu(count: int = 0) -> "list[CpuDevice]":
+def open_cpu(count: int) -> "list[CpuDevice]":
     """One device per core this process may use, at most `MAX_DEVICES` (at least two).
 
     With `count` so many, several to a core where cores are fewer.

@@ -49,7 +49,7 @@ def through_astra_sim(
     granularity: Granularity,
     binary: str | None,
     whole: Path | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
     """Write the symmetric configs to `directory` (and all ranks to `whole`); run the former.
 

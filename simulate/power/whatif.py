@@ -101,7 +101,7 @@ class Changed:
 
 
 def with_clock(
-    calibration: Calibration, clock: ClockFit, product_power: float = 1.0, memory_power: float = 1.0
+    calibration: Calibration, clock: ClockFit, product_power: float, memory_power: float = 1.0
 ) -> Calibration:
     """With another clock model, products' and memory-bound kernels' power times factors."""
     factors = [product_power if one.tflops else memory_power for one in calibration.kernels]

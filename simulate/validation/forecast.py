@@ -158,8 +158,8 @@ def seal(
     node: Node,
     fabric: Fabric,
     draws: int,
-    devices: Sequence[str] = (),
-    drawn: Drawn | None = None,
+    devices: Sequence[str],
+    drawn: Drawn | None,
 ) -> Forecast:
     """Predict every configuration of a plan and write it down.
 
