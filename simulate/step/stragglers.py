@@ -44,8 +44,8 @@ Array = NDArray[np.float64]
 TAIL = "tail of GPU speeds"
 # How long a mean must be for half of the hunting to be left; that it falls with the square beyond a
 # second is assumed, as records last three seconds.
-# Clocks of products alone, first of the turns on six H200 and seven H100 (`turns.csv`, telemetry):
-# means over 0.2, 0.5 and 1 s spread by 0.74, 0.47 and 0.15 times what readings do on H200, by 0.86,
+# Clocks of products alone, first of the turns on five H200 and eight H100 (`turns.csv`, telemetry):
+# means over 0.2, 0.5 and 1 s spread by 0.73, 0.46 and 0.15 times what readings do on H200, by 0.86,
 # 0.59 and 0.10 times on H100; this, by least squares, makes 0.85, 0.47 and 0.18 of it.
 HUNT_US = 472_000.0
 # Of the logarithm of the GPUs' spread: 90 % of chi-squared with the nine degrees of freedom that
