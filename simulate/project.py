@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from reports.projection import render
 from simulate.astra.engines import through_astra_sim
-from simulate.hardware.transfer import changed
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -45,6 +44,7 @@ from spec.command import (
 )
 from spec.errors import UserError
 from spec.files import first_problem, write_json, write_text
+from spec.fitted import changed
 from spec.parallelism import Parallelism
 
 EXAMPLES = """examples:

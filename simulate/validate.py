@@ -120,13 +120,14 @@ def main_series(arguments: Any) -> int:
     from simulate.series.validation import series_validation, title
 
     path = find_calibration(arguments)
+    calibration = read_calibration(path)
     value = series_validation(
         Path(arguments.series),
-        read_calibration(path),
+        calibration,
         arguments.anchor or "smallest",
         lambda every: progress(every, len(every), "series", arguments.progress),
     )
-    value |= {"calibrations": {path.as_posix(): read_calibration(path).system}}
+    value |= {"calibrations": {path.as_posix(): calibration.system}}
     return finish(arguments, value, title(value))
 
 

@@ -4,7 +4,7 @@ All spreads named `sd` are standard deviations of the natural logarithm of a dur
 about 5 %.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,3 +30,14 @@ class Record(BaseModel):
     """A frozen record that refuses keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def changed(record: Model, **changes: Any) -> Model:
+    """A copy with some fields changed and nothing that was cached from the old ones."""
+    copy = record.model_copy(update=changes)
+    for name in set(copy.__dict__) - set(type(record).model_fields):
+        del copy.__dict__[name]
+    return copy

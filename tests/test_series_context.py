@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from simulate.cost.works import Works
-from simulate.hardware.transfer import changed
 from simulate.series.context import fused_joins
 from simulate.series.plan import plan
 from simulate.series.step import Calibrations, Shifts, simulate
+from spec.fitted import changed
 from spec.kernel import AROUND_BLOCKS, OPS, Kernel
 from tests.made_up import write_calibration
 from tests.made_up_series import row

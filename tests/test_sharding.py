@@ -8,7 +8,6 @@ import pytest
 from simulate.astra import emit, read_trace
 from simulate.astra import simulate as cycles
 from simulate.astra.workload import program
-from simulate.hardware.transfer import changed
 from simulate.plans.find import ROUGH_ERROR
 from simulate.plans.rough import Rough
 from simulate.step.clocks import load
@@ -16,6 +15,7 @@ from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.pricing import PassCost, parts_of
 from simulate.validation import components
 from spec.collective import Collective
+from spec.fitted import changed
 from spec.kernel import AROUND_BLOCKS
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism

@@ -9,7 +9,7 @@ import pytest
 
 from simulate import project
 from simulate.hardware.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
-from simulate.hardware.transfer import changed, same_gpu, transfer
+from simulate.hardware.transfer import same_gpu, transfer
 from simulate.inputs import calibration_for, default_node, find_calibration, unmeasured
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.clock_fit import DeviceFit
@@ -17,6 +17,7 @@ from spec.collective import busbw_factor
 from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json, write_text
+from spec.fitted import changed
 from spec.hardware import same_device
 from tests.made_up import write_calibration
 from topologies import load_node, node_names

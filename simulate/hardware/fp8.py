@@ -8,9 +8,10 @@ from functools import lru_cache
 
 from simulate.cost.uncertainty import assumed_factor
 from simulate.cost.works import Same
-from simulate.hardware.transfer import changed, with_points
+from simulate.hardware.transfer import with_points
 from spec.calibration import Calibration
 from spec.errors import UserError
+from spec.fitted import changed
 from spec.hardware import Node
 from spec.kernel import RAGGED
 from spec.kernel_fit import KernelFit

@@ -3,10 +3,11 @@
 from math import exp
 
 from simulate.cost.uncertainty import assumed_factor
-from simulate.hardware.transfer import SCALE_UP_SD, changed
+from simulate.hardware.transfer import SCALE_UP_SD
 from spec.calibration import Calibration, Parameter
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveCurve, CollectiveFit, CollectivePoint
+from spec.fitted import changed
 from spec.hardware import Node
 from spec.interval import Z90
 

@@ -7,10 +7,10 @@ it there (`calibrate.network.nvls`).
 
 from math import exp
 
-from simulate.hardware.transfer import changed
 from spec.calibration import Calibration, Parameter
 from spec.collective import busbw_factor
 from spec.errors import UserError
+from spec.fitted import changed
 from spec.hardware import Node
 from spec.interval import Z90
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, hypot
 from pathlib import Path
-from typing import Any, TypeVar
 
 from pydantic import BaseModel, PositiveInt
 
@@ -36,7 +35,7 @@ from spec.behind_fit import BehindFit
 from spec.calibration import Calibration, Parameter
 from spec.collective_fit import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.files import read_table
-from spec.fitted import Positive
+from spec.fitted import Positive, changed
 from spec.hardware import Node
 from spec.interval import Z90
 from spec.kernel_fit import KernelFit
@@ -71,17 +70,6 @@ COOLING_SD = 0.2  # of degrees per watt in another maker's node; assumed
 OF_HOSTS = {"sd": HOST_SD, "python_sd": 0.0, "visit_sd": 0.0}
 # What two GPUs of one chip have in common.
 CHIP = ("peak_bf16_tflops", "multiprocessors", "max_clock_mhz")
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def changed(record: Model, **changes: Any) -> Model:
-    """A copy with some fields changed and nothing that was cached from the old ones."""
-    copy = record.model_copy(update=changes)
-    for name in set(copy.__dict__) - set(type(record).model_fields):
-        del copy.__dict__[name]
-    return copy
 
 
 @dataclass(frozen=True)

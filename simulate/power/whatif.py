@@ -13,7 +13,6 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.hardware.transfer import changed
 from simulate.power.heat import (
     LEAKAGE_PER_C,
     MEASURED_INLET_C,
@@ -28,6 +27,7 @@ from simulate.step.estimate import StepEstimate, StepSimulator
 from spec.calibration import Calibration, Parameter
 from spec.clock_fit import ClockFit
 from spec.errors import UserError
+from spec.fitted import changed
 from spec.hardware import Cooling, Fabric, Node
 from spec.interval import Z90
 from spec.model import ModelSpec

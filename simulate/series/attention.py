@@ -24,8 +24,9 @@ that it avoids.
 import re
 from collections.abc import Sequence
 
-from simulate.hardware.transfer import changed, with_points
+from simulate.hardware.transfer import with_points
 from spec.calibration import Calibration
+from spec.fitted import changed
 from spec.kernel import ATTENTION
 from spec.kernel_fit import KernelFit
 

@@ -6,10 +6,11 @@ to do, cited; none was fitted.
 
 import re
 
-from simulate.hardware.transfer import changed, with_points
+from simulate.hardware.transfer import with_points
 from simulate.series.rows import SeriesRow, says
 from spec.calibration import Calibration
 from spec.collective import Widths
+from spec.fitted import changed
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 

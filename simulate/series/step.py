@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from simulate.cost.issue import caught_up
 from simulate.cost.uncertainty import Draws, central
 from simulate.hardware.fp8 import with_fp4, with_fp8_products
-from simulate.hardware.transfer import changed
 from simulate.inputs import calibration_for
 from simulate.series.attention import with_flash_attention, with_unfused_attention
 from simulate.series.context import fused_joins, longer_us
@@ -30,6 +29,7 @@ from simulate.step.estimate import StepEstimate, StepSimulator
 from simulate.step.pricing import PricedStep
 from simulate.step.timeline import Timeline
 from spec.calibration import Calibration
+from spec.fitted import changed
 from spec.hardware import Node
 from spec.parallelism import Parallelism
 

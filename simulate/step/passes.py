@@ -71,7 +71,7 @@ class PassCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StageWork:
-    """All passes of a stage for one microbatch; sums are central, us."""
+    """All passes of a stage for one microbatch; times in us, sums central or (draws,)."""
 
     # each way's pass, of so many chunks that cost the same, in their order
     chunks: tuple[tuple[tuple[PassCost, ...], int], ...]
@@ -88,37 +88,37 @@ class StageWork:
 
     @cached_property
     def total_us(self) -> float:
-        """How long they last."""
+        """How long they last, central."""
         return sum(count * central(one.total) for one, _, count in self.different)
 
     @cached_property
     def first_us(self) -> Array:
-        """What the first pass of a step waits more for its host."""
+        """What the first pass of a step waits more for its host, (draws,)."""
         return self.chunks[0][0][0].first
 
     @cached_property
     def compute_us(self) -> float:
-        """Of that, in kernels."""
+        """Of `total_us`, in kernels: `kernels_us`, central."""
         return float(self.kernels_us[0])
 
     @property
     def kernels_us(self) -> Array:
-        """The same, draw by draw."""
+        """Time in kernels, (draws,)."""
         return sum((count * one.compute for one, _, count in self.different), np.zeros(1))
 
     @cached_property
     def host_us(self) -> float:
-        """The same, central."""
+        """Of `total_us`, what the host adds: `waits_us`, central."""
         return float(self.waits_us[0])
 
     @property
     def waits_us(self) -> Array:
-        """Of that, what the host adds, draw by draw."""
+        """What waiting for the host adds, (draws,)."""
         return sum((count * one.host for one, _, count in self.different), np.zeros(1))
 
     @cached_property
     def exposed_us(self) -> dict[str, float]:
-        """Of that, communication with nothing beside it, by axis."""
+        """Of `total_us`, communication with nothing beside it, by axis."""
         found: dict[str, float] = {}
         for one, _, count in self.different:
             for axis, time in one.exposed.items():
@@ -127,7 +127,7 @@ class StageWork:
 
     @cached_property
     def sharded_us(self) -> float:
-        """Of that, waiting for sharded weights and gradients."""
+        """Of `total_us`, waiting for sharded weights and gradients."""
         return sum(
             count * central(each.exposed)
             for one, _, count in self.different
@@ -136,12 +136,12 @@ class StageWork:
 
     @cached_property
     def hidden_w_us(self) -> float:
-        """Energy of what passes hide of those."""
+        """Energy above idle of what passes hide of sharded weights and gradients, W us."""
         return sum(count * one.hidden_w_us for one, _, count in self.different)
 
     @cached_property
     def energy(self) -> Energy:
-        """Above idle."""
+        """Energy above idle of the kernels, central."""
         return total((count, one.energy) for one, _, count in self.different)
 
 

@@ -26,7 +26,7 @@ from simulate.step.estimate import StepEstimate
 from simulate.twins.shrink import ALIKE, evidence, twin, unlike
 from simulate.validation.cases import flops_per_gpu, measured_s, step_of
 from simulate.validation.measured import Setting, Settings
-from simulate.validation.scores import coverage
+from simulate.validation.scores import coverage, median_of
 from spec.command import Parser, add_draws, add_json, add_progress, aligned, emit, progress
 from spec.errors import UserError
 from spec.results import ResultSet, find_result_sets
@@ -218,11 +218,7 @@ def judged(step: Step, other: Step, full: Simulated, small: Simulated) -> dict[s
         "bubble_s": measured * with_bubble(row) / with_bubble(theirs),
         "simulated_s": interval(full.estimate.step_time_s),
     }
-    return found | {"errors": {way: _central(found[way]) / real - 1 for way in WAYS}}
-
-
-def _central(value: Any) -> float:
-    return float(value["median"] if isinstance(value, dict) else value)
+    return found | {"errors": {way: median_of(found[way]) / real - 1 for way in WAYS}}
 
 
 def rank(one: Mapping[str, Any]) -> tuple[bool, float, bool, str]:

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from simulate.hardware.transfer import changed
 from simulate.inputs import (
     CPU_FABRIC,
     DEFAULT_FABRIC,
@@ -17,6 +16,7 @@ from simulate.inputs import (
     measured_node,
 )
 from spec.calibration import Calibration, read_calibration
+from spec.fitted import changed
 from spec.hardware import Fabric, Node
 from spec.results import ResultSet
 from spec.training_records import StepRow, TrainingRow

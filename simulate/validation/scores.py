@@ -105,7 +105,7 @@ def peaks(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if not mine:
                 continue
             off = [
-                _median(entry[f"predicted_{name}_gib"]) / entry[f"real_{name}_gib"] - 1
+                median_of(entry[f"predicted_{name}_gib"]) / entry[f"real_{name}_gib"] - 1
                 for entry in mine
             ]
             found.append(
@@ -202,7 +202,7 @@ def _baseline_winkler(entries: Sequence[dict[str, Any]]) -> float | None:
 
 def _mape(entries: Sequence[dict[str, Any]], guess: str, truth: str) -> float | None:
     errors = [
-        abs(_median(entry[guess]) / entry[truth] - 1)
+        abs(median_of(entry[guess]) / entry[truth] - 1)
         for entry in entries
         if guess in entry and truth in entry
     ]
@@ -225,7 +225,8 @@ def _inside(entries: Sequence[dict[str, Any]], name: str) -> float | None:
     return _mean(np.array(held, dtype=np.float64))
 
 
-def _median(value: Any) -> float:
+def median_of(value: Any) -> float:
+    """The median of an interval; a plain number is its own."""
     return float(value["median"]) if isinstance(value, dict) else float(value)
 
 
