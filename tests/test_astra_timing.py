@@ -26,8 +26,6 @@ from simulate.astra.traces import Trace, make_body
 from spec.errors import UserError
 from tests.astra_cases import CASES, collective, compute, every
 
-DELAY = 10
-
 
 def trace_of(network: Network, system: System, ranks: Sequence[Sequence[Node]]) -> Trace:
     """A trace from the nodes of every rank, in ascending id."""

@@ -101,7 +101,6 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 
 LLAMA = load_model("llama3-8b").resized(layers=4)
-TIED = TINY.resized(tied_embeddings=True)
 WIDE = TINY.resized(vocab=400_000)  # its table is over a bucket, what comes before it under one
 
 
