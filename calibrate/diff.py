@@ -15,6 +15,7 @@ from typing import Any
 
 from spec.calibration import Calibration, HeldOut, Parameter, read_calibration
 from spec.command import Parser, add_json, emit, run
+from spec.interval import percent
 
 
 def compare(a: Calibration, b: Calibration) -> dict[str, Any]:
@@ -123,8 +124,8 @@ def table(value: dict[str, Any], show_all: bool) -> str:
     if value["held_out"]:
         lines += ["", f"{'held out':<32}{'A median':>10}{'B median':>10}  split"]
         lines += [
-            f"{entry['model']:<32}{_percent(entry['median_error'][0]):>10}"
-            f"{_percent(entry['median_error'][1]):>10}  {entry['split']}"
+            f"{entry['model']:<32}{percent(entry['median_error'][0]):>10}"
+            f"{percent(entry['median_error'][1]):>10}  {entry['split']}"
             for entry in value["held_out"]
         ]
     for key, words in (("only_a", "only A"), ("only_b", "only B"), ("changed", "changed")):
@@ -147,10 +148,6 @@ def _remark(entry: dict[str, Any]) -> str:
 
 def _number(side: dict[str, Any] | None) -> str:
     return "-" if side is None else f"{side['value']:.5g}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def main(arguments: Sequence[str]) -> int:

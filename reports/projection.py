@@ -15,7 +15,7 @@ from reports.page import (
     svg,
 )
 from reports.power import cap_sweep, power_blocks
-from spec.interval import Z90, interval_text
+from spec.interval import Z90, interval_text, percent
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -196,11 +196,6 @@ def _training(value: Json) -> Table:
         rows.append(("cost", interval_text(training["cost"], "million", 1e-6)))
     caption = f"{training['tokens']:.3g} tokens in {training['steps']:,} steps (simulated)"
     return Table(("to train", "median and 90 % interval"), rows, caption)
-
-
-def percent(number: float | None) -> str:
-    """One digit, or a dash for what there is no number of."""
-    return "-" if number is None else f"{number:.1%}"
 
 
 def _scaling(value: Json) -> list[Block]:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from reports.page import Badge, Section, Table, Text, page
-from reports.projection import percent
 from reports.series import answered, headline
 from reports.series import sections as series_sections
 from reports.validation_plots import (
@@ -17,6 +16,7 @@ from reports.validation_plots import (
     row_of,
     scatter,
 )
+from spec.interval import percent
 
 MEAN = "mean over sources"
 # each with the baseline beside it

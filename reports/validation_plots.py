@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.page import COLOURS, INK, Figure, Table, Text, new_figure, svg
-from reports.projection import percent
+from spec.interval import percent
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure

@@ -1,4 +1,4 @@
-"""Intervals of 90 %, and how a number and its interval are written, in terminals and reports."""
+"""Intervals of 90 %, and how numbers and intervals are written, in terminals and reports."""
 
 from collections.abc import Mapping
 
@@ -17,3 +17,8 @@ def significant(value: float, digits: int) -> str:
     """With as many significant digits, zeros at the end too; more only before the point."""
     text = f"{value:#.{digits}g}"
     return f"{value:.0f}" if "e+" in text else text.rstrip(".")
+
+
+def percent(share: float | None) -> str:
+    """A share in per cent with one digit, or a dash for what there is no number of."""
+    return "-" if share is None else f"{share:.1%}"

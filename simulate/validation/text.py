@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reports.projection import percent
 from reports.series import answered
 from reports.validation import systems_of
 from reports.validation_plots import off_most
@@ -11,7 +10,7 @@ from simulate.validation.aims import SERIES
 from simulate.validation.components import BASELINES
 from simulate.validation.scores import wide_or_narrow
 from spec.command import aligned
-from spec.interval import interval_text
+from spec.interval import interval_text, percent
 
 Json = Mapping[str, Any]
 COLUMNS = (
