@@ -21,6 +21,7 @@ Micros = Annotated[float, Field(ge=0, le=1e9)]
 PositiveMicros = Annotated[float, Field(ge=1e-6, le=1e9)]
 Watts = Annotated[float, Field(ge=0, le=1e6)]
 PositiveWatts = Annotated[float, Field(ge=1e-3, le=1e6)]
+Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 Mhz = Annotated[float, Field(ge=1, le=1e6)]
 Rate = Annotated[float, Field(ge=1e-6, le=1e9)]  # 1e9 bytes/s or 1e12 FLOP/s
 Source = Literal["measured", "published", "assumed"]

@@ -6,11 +6,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from spec.fitted import Celsius
+
 Positive = Annotated[float, Field(ge=1e-9, le=1e12, allow_inf_nan=False)]
 # beyond any node; a typing error is likelier
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 BoardWatts = Annotated[float, Field(ge=5, le=100_000, allow_inf_nan=False)]
-Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 TREES = ("fat-tree", "rail-optimised")
 OTHER_BOARDS = {"nvl", "pcie"}  # a GPU's boards with other rates than its SXM module
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+LEVEL = 0.9
 Z90 = 1.6449  # half-width of one in standard deviations of a normal distribution
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from scipy.special import stdtrit
 
+from spec.interval import LEVEL
 from spec.training_records import PlacementRow
-
-LEVEL = 0.9
 
 
 def gains(rows: Sequence[PlacementRow], placements: Mapping[str, Any]) -> dict[str, Any]:

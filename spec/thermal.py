@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from spec.fitted import Positive, PositiveWatts, Record, Share, Spread
+from spec.fitted import Celsius, Positive, PositiveWatts, Record, Share, Spread
 
 Array = NDArray[np.float64]
-Celsius = Annotated[float, Field(ge=-50, le=200, allow_inf_nan=False)]
 DegreesSd = Annotated[float, Field(ge=0, le=200)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -26,6 +26,7 @@ from measure.hosts.workers import Pool
 from measure.telemetry.handle import Sampler
 from spec.errors import WorkError
 from spec.files import parse, read_json, write_json
+from spec.fitted import Finite
 
 FILE = "telemetry_checks.json"
 SCHEMA = "telemetry-checks/1"
@@ -106,9 +107,6 @@ def on_steps(kind: str) -> bool:
     from measure.training.steps import has_megatron
 
     return kind in ("nvidia", "amd", "cpu") and has_megatron()
-
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Cost(BaseModel):

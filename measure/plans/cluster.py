@@ -6,13 +6,12 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from measure.plans.emulation import communication_s
-from measure.training.plan import WARM_UP, TrainingCase, case_of
+from measure.training.plan import QUICK_CASES, WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.training_records import TrainingConfig
 
-QUICK_CASES = 4
 # (model, layers, sequence) by what it runs on; the second is the mixture of experts
 _MODELS = {
     True: (("llama3-8b", 32, 4096), ("mixtral-8x7b", 4, 4096)),

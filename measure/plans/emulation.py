@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from measure.hosts.emulation import gbytes_per_s
-from measure.training.plan import WARM_UP, TrainingCase, case_of
+from measure.training.plan import QUICK_CASES, WARM_UP, TrainingCase, case_of
 from spec.errors import UserError
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
@@ -16,7 +16,6 @@ from spec.step import stage_parameters
 from spec.training_records import TrainingConfig
 
 STEPS = 8
-QUICK_CASES = 4
 
 # (model, layers, parallelism), most instructive first; each takes all devices of the host
 _Wish = tuple[str, int, dict[str, Any]]

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from measure.plans.cases import CollectiveCase, KernelCase
-from measure.plans.emulation import QUICK_CASES, emulated
-from measure.training.plan import TrainingCase, case_of
+from measure.plans.emulation import emulated
+from measure.training.plan import QUICK_CASES, TrainingCase, case_of
 from spec.collective import COLLECTIVES, busbw_factor
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from measure.suites.collectives import Ranks, prepare, time_collective
-from measure.suites.interference import beside
+from measure.suites.interference import REPEATS_ALONE, beside
 from measure.timed.operations import Maker
 from measure.timed.timing import Timer
 from spec.kernel import Kernel
 from spec.records import BehindRow
 
-REPEATS_ALONE = 20  # of the collective
 WARM_UP, REPEATS = 2, 12  # of the product, each with the collective and without it
 REST_US = 2000.0  # of a pause before each, besides as long as the product lasts
 Call = Callable[[], Any]

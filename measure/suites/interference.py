@@ -22,7 +22,7 @@ from spec.kernel import Kernel
 from spec.records import InterferenceRow
 
 TOGETHER_S = 0.08
-REPEATS_ALONE = 20
+REPEATS_ALONE = 20  # of the collective
 Call = Callable[[], Any]
 
 

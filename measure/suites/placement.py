@@ -29,9 +29,10 @@ from measure.training.plan import TrainingCase, case_of
 from measure.training.processes import Processes, Report
 from spec.errors import UserError, WorkError
 from spec.files import read_json, read_table, write_json
+from spec.interval import LEVEL
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.placement_gain import LEVEL, gains
+from spec.placement_gain import gains
 from spec.probe import PREDICTION, PROBE, SCHEMA, PlacementProbe
 from spec.training_records import PlacementRow
 

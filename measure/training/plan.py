@@ -200,7 +200,7 @@ _CPU_PLAN: tuple[_Wish, ...] = (
     ("tiny", 4, 128, {"dp": 2, "zero": 3, "overlap": True, "global_batch": 8}),
     ("tiny", 4, 128, {"pp": 2, "layers_per_stage": (1, 3), "global_batch": 8}),
 )
-QUICK_CASES = 4
+QUICK_CASES = 4  # of any default plan, on a machine that is only tried
 # Megatron-Core pads vocabularies to a multiple of 128 per tensor-parallel rank
 _PADDED = {"gpt3-30b": {"vocab": 50432}}
 

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.calibration import Parameter
-from spec.interval import Z90
+from spec.interval import LEVEL, Z90
 
 Array = NDArray[np.float64]
-LEVEL = 0.9  # of the intervals
 
 
 def central(value: Array | float) -> float:

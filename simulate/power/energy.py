@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.cost.uncertainty import LEVEL, Draws, central, interval
+from simulate.cost.uncertainty import Draws, central, interval
 from simulate.hardware.transfer import transferred
 from simulate.power.heat import Heat, temperatures_c
 from simulate.power.whatif import Changed, WhatIf, change
@@ -21,7 +21,7 @@ from simulate.step.estimate import POWER_SD, StepEstimate
 from spec.calibration import Calibration, Parameter
 from spec.errors import UserError
 from spec.hardware import Node
-from spec.interval import Z90, interval_text
+from spec.interval import LEVEL, Z90, interval_text
 
 Array = NDArray[np.float64]
 

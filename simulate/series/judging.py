@@ -32,7 +32,7 @@ from simulate.series.step import FACTORS, Calibrations
 from simulate.step.scale import ROW_SD
 from spec.interval import Z90
 
-EIGHT_BITS = "FP8"
+OF_FP8 = "FP8"  # behind the names of kinds
 ALONE = (
     "no factor in reach explains its time: the batch, the shape, the network or the time is "
     "another run's"
@@ -254,7 +254,7 @@ def _entry(
     low, high = max(median * exp(-Z90 * sd), least_s(one)), median * exp(Z90 * sd)
     entry: dict[str, Any] = {
         "id": row.row_id,
-        "kind": row.source + (f", {EIGHT_BITS}" if row.fp8 else ""),
+        "kind": row.source + (f", {OF_FP8}" if row.fp8 else ""),
         "model": row.text("model") or "unnamed",
         "gpus": one.parallelism.gpus,
         "gpu": one.node.gpu,

@@ -41,13 +41,13 @@ LARGEST = {
     "cp": 2**10,
     "ep": 2**12,
 }
-EIGHT_BITS = r"fp8|float8|e4m3|e5m2"
+_FP8 = r"fp8|float8|e4m3|e5m2"
 # Megatron-LM's papers and README tables of 2021 and 2022, and the DeepSpeed branches of it.
 _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
 )
-SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 FEW_PARAMETERS = 1e6  # no model of a published step has so few
+SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
 # Where a number with a suffix is a power of two that is rounded so, off by at most so much.
 _POWERS = {("gpus", "k"), ("global_batch", "m"), ("global_batch", "million")}
@@ -230,13 +230,13 @@ class SeriesRow:
     def precision(self) -> str:
         """The words of that cell; empty where none is understood, such as `int8`."""
         text = self.text("precision").lower()
-        return text if re.search(rf"16|32|{EIGHT_BITS}|fp4|half|mixed|amp", text) else ""
+        return text if re.search(rf"16|32|{_FP8}|fp4|half|mixed|amp", text) else ""
 
     @property
     def fp8(self) -> bool:
         """Whether linear layers run in 8 (or 4) bits."""
         text = f"{self.text('precision')} {self.text('flags')}".lower()
-        return says(rf"{EIGHT_BITS}|fp4", text)
+        return says(rf"{_FP8}|fp4", text)
 
     @property
     def fp4(self) -> bool:
@@ -359,7 +359,7 @@ def refused(row: SeriesRow) -> str | None:
     """Why no row like that is simulated: products in 32 bits, or a size that is a misprint."""
     precision = row.text("precision").lower()
     if says(r"\b(fp32|float32|tf32|single)\b", precision) and not says(
-        rf"16|{EIGHT_BITS}|fp4|mixed|amp", precision
+        rf"16|{_FP8}|fp4|mixed|amp", precision
     ):
         return f"precision {row.text('precision')!r}: products in 32 bits are not simulated"
     for name, most in LARGEST.items():

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from reports.series import answered
-from simulate.cost.uncertainty import LEVEL
 from simulate.series.fit import FAMILY
 from simulate.series.judging import (
-    EIGHT_BITS,
+    OF_FP8,
     Series,
     anchored,
     judged,
@@ -33,7 +32,7 @@ from simulate.validation.cases import SCHEMA
 from simulate.validation.scores import grouped, in_median_errors, summarise
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.interval import interval_text, significant
+from spec.interval import LEVEL, interval_text, significant
 
 Anchor = Literal["smallest", "none"]
 VENDOR = "vendor-expected tables"
@@ -200,9 +199,9 @@ def summaries(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found |= {UNLIKE: mean_over_kinds(unlike)} if unlike else {}
     bare = [e for e in entries if not e["anchored"]]
     apart = {
-        EIGHT_BITS: [e for e in plain if e["precision"] == "fp8"],
+        OF_FP8: [e for e in plain if e["precision"] == "fp8"],
         VENDOR: [e for e in entries if e["vendor_expected"] and e["precision"] != "fp8"],
-        f"{VENDOR}, {EIGHT_BITS}": [
+        f"{VENDOR}, {OF_FP8}": [
             e for e in entries if e["vendor_expected"] and e["precision"] == "fp8"
         ],
         UNANCHORED: bare,

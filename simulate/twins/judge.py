@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from simulate.cost.uncertainty import LEVEL, Draws, interval
+from simulate.cost.uncertainty import Draws, interval
 from simulate.inputs import RESULTS
 from simulate.step.estimate import StepEstimate
 from simulate.twins.shrink import ALIKE, evidence, twin, unlike
@@ -29,6 +29,7 @@ from simulate.validation.measured import Setting, Settings
 from simulate.validation.scores import coverage, median_of
 from spec.command import Parser, add_draws, add_json, add_progress, aligned, emit, progress
 from spec.errors import UserError
+from spec.interval import LEVEL
 from spec.results import ResultSet, find_result_sets
 from spec.training_records import TrainingConfig, TrainingRow
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from simulate.astra import Binary
 from simulate.astra.engines import astra_sim_s
-from simulate.cost.uncertainty import LEVEL, interval
+from simulate.cost.uncertainty import interval
 from simulate.memory.overhead import FITTED_ON
 from simulate.memory.peak import memory
 from simulate.power.whatif import on_devices
@@ -23,6 +23,7 @@ from simulate.validation.misses import most_likely, of_memory, of_steps
 from simulate.validation.scores import grouped, peaks, summarise
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node
+from spec.interval import LEVEL
 from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 
 SCHEMA = "validation/1"

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.cost.uncertainty import LEVEL
-from spec.interval import Z90
+from spec.interval import LEVEL, Z90
 
 # A median half-width beyond this many times the median error is wide without need, unless chance
 # may do that in a group of its size, see `by_chance`.
