@@ -70,7 +70,7 @@ def fastest(inputs: Inputs, gpus: int, arguments: argparse.Namespace, **more: An
     return search(i.model, gpus, batch, i.node, i.fabric, i.calibration, fixed).best[0].parallelism
 
 
-def changed(p: Parallelism, **fields: Any) -> Parallelism:
+def varied(p: Parallelism, **fields: Any) -> Parallelism:
     """`p` with other fields, checked."""
     try:
         return Parallelism.model_validate(p.model_dump() | fields)
@@ -119,7 +119,7 @@ def microbatch(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
 
             def at(size: int = size, batch: int = batch) -> Request:
                 return request(
-                    inputs, changed(base, microbatch=size, global_batch=batch), arguments.draws
+                    inputs, varied(base, microbatch=size, global_batch=batch), arguments.draws
                 )
 
             yield Case(series, f"{size}", at)
@@ -131,9 +131,9 @@ def _with_room(inputs: Inputs, arguments: argparse.Namespace) -> Parallelism:
         fixed = {"microbatch": size, "vpp": 1, "recompute": recompute}
         with suppress(UserError):
             p = fastest(inputs, arguments.gpus, arguments, **fixed)
-            more = changed(p, global_batch=p.global_batch * size)
+            more = varied(p, global_batch=p.global_batch * size)
             if memory(inputs.model, more, inputs.node, inputs.fabric).fits:
-                return changed(p, microbatch=1)
+                return varied(p, microbatch=1)
     return fastest(inputs, arguments.gpus, arguments)
 
 
@@ -144,7 +144,7 @@ def switches(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
         for recompute in ("none", "selective", "full"):
 
             def at(overlap: bool = overlap, recompute: str = recompute) -> Request:
-                p = changed(base, overlap=overlap, recompute=recompute)
+                p = varied(base, overlap=overlap, recompute=recompute)
                 return request(inputs, p, arguments.draws)
 
             yield Case("with overlap" if overlap else "without overlap", recompute, at)
@@ -165,7 +165,7 @@ def schedules(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
     ):
 
         def at(fields: dict[str, Any] = fields) -> Request:
-            p = changed(base, **fields)
+            p = varied(base, **fields)
             p.check(inputs.model)
             return request(inputs, p, arguments.draws)
 

@@ -3,8 +3,7 @@
 Of the ring's `cp` pieces of attention each is half a square of this GPU's part of the sequence: its
 own keys under the causal mask, then blocks without one. The kernels are the last rank's, all of
 whose later pieces are of all queries to half the keys: it does most, and the others wait for its
-keys. The ring of
-Transformer Engine joins pieces in fp32, too.
+keys. The ring of Transformer Engine joins pieces in fp32, too.
 """
 
 from spec.collective import Collective
