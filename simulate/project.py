@@ -249,7 +249,7 @@ def main(words: Sequence[str]) -> int:
     arguments = options.parse_args(words)
     if arguments.engine == "timeline":
         options.refuse_given(arguments, ("astra_sim",), "with --engine timeline")
-    check_gpus(arguments.gpus, "--gpus")
+    check_gpus(arguments.gpus)
     check_budget(arguments.tokens, arguments.price_per_gpu_hour)
     counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)

@@ -286,7 +286,7 @@ def main(words: Sequence[str]) -> int:
     """Run the command."""
     arguments = parser().parse_args(words)
     check_gpus(arguments.gpus)
-    for name in ("top", "draws", "keep"):
+    for name in ("top", "keep"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
     what = one_what_if(arguments)

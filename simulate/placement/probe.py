@@ -3,7 +3,7 @@
 Power regulators hold means over some tens of milliseconds (`spec.regulation`), so a GPU
 that waits between short passes may clock higher in them, and one that is given more layers slows
 down. With e the effective duty (1 for passes long beside a regulator's memory; else between that
-and the GPU's busy time over the busiest GPU's, as `simulate.step.estimate` takes it), and X the
+and the GPU's busy time over the busiest GPU's, as `simulate.step.clocks` takes it), and X the
 power of passes above idle at the largest clock, which the probe's mean power, clock and busy share
 give for each GPU, the clock that a regulator leaves under its cap is
 

@@ -24,8 +24,6 @@ MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
 # Of the longest uneven stage that is searched for, to an even share of the layers, with embedding
 # and loss counted as a layer each.
 UNEVEN = 1.1
-
-
 # How far the closed form's ratio to the simulation varies among promising plans of the same tensor-
 # and expert-parallel size, at most: tests/test_search.py compares them.
 ROUGH_ERROR = 0.15

@@ -19,6 +19,7 @@ from simulate.power.whatif import Changed, WhatIf, change
 from simulate.step.clocks import load
 from simulate.step.estimate import POWER_SD, StepEstimate
 from spec.calibration import Calibration, Parameter
+from spec.clock_fit import ClockFit
 from spec.errors import UserError
 from spec.hardware import Node
 from spec.interval import LEVEL, Z90, interval_text
@@ -235,6 +236,12 @@ def as_json(e: StepEstimate, r: Any) -> dict[str, Any]:
     }
 
 
+def extrapolated(estimate: StepEstimate, clock: ClockFit) -> bool:
+    """Whether a step's products run below the clocks that any were timed at."""
+    lowest = clock.sustained_mhz
+    return lowest is not None and float(estimate.clock_mhz[0]) < 0.99 * lowest
+
+
 def warnings(e: StepEstimate, r: Any) -> list[str]:
     """What a reader must know of power and heat."""
     changed = _changed(r)
@@ -249,7 +256,7 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
         return said
     what, clock = changed.what, changed.before.clock
     mhz, lowest = float(e.clock_mhz[0]), clock.sustained_mhz
-    if lowest is not None and mhz < 0.99 * lowest:
+    if lowest is not None and extrapolated(e, clock):
         under = (
             "on the GPU that was measured, at no clock below what corresponds to"
             if transferred(r.calibration)

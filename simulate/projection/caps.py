@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from simulate.cost.uncertainty import interval
-from simulate.power.energy import with_node_w
+from simulate.power.energy import extrapolated, with_node_w
 from simulate.power.whatif import WhatIf, change, check
 from simulate.projection.projected import Projection, Request, project
 from spec.calibration import Calibration
@@ -116,7 +116,6 @@ def _point(cap: float, one: Any, projection: Projection, r: Request) -> dict[str
         each.step_time_s * with_node_w(each, r.node, r.seed) for each in (one, e)
     )
     clock = (r.changed.before if r.changed else r.calibration).clock
-    mhz, lowest = float(one.clock_mhz[0]), clock.sustained_mhz
     return {
         "power_cap_w": cap,
         "step_time_s": interval(one.step_time_s),
@@ -127,7 +126,7 @@ def _point(cap: float, one: Any, projection: Projection, r: Request) -> dict[str
         "times_step_time": interval(one.step_time_s / e.step_time_s),
         "times_energy": interval(joules / usual),
         "times_energy_with_node": interval(with_node / usual_with_node),
-        "extrapolated": lowest is not None and mhz < 0.99 * lowest,
+        "extrapolated": extrapolated(one, clock),
     }
 
 
