@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from calibrate.alone import NEAR, highest, lowest
 from spec.kernel import Kernel
 from spec.kernel_fit import Physics, launches, quantisation
 
@@ -46,8 +47,8 @@ def system_of(groups: Sequence[Timings]) -> System:
     """Read the priors off all timings; `groups` are the timings of each operation."""
     every = [one for group in groups for one in group]
     return System(
-        min(time for _, time in every),
-        max(kernel.bytes / time for kernel, time in every) / 1e3,
+        lowest(time for _, time in every),
+        highest(kernel.bytes / time for kernel, time in every) / 1e3,
     )
 
 
@@ -64,18 +65,20 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
         [kernel.flops * quantisation(kernel, system.multiprocessors) for kernel, _ in timings]
     )
     compute = bool(quantised.max() > 0)
-    launch = min(system.launch_us, 0.9 * float((times / serial).min()))
+    launch = min(system.launch_us, 0.9 * lowest(times / serial))
     prior = {"launch_us": launch, "gbytes_per_s": system.gbytes_per_s}
     if not compute:
         # what the rows beyond their launch time reached, and what the system's best suggests
         moving = times > 3 * launch
         own = (moved[moving] / (times[moving] - launch)).max() / 1e3 if moving.any() else np.inf
+        own = min(own, NEAR * system.gbytes_per_s)
         usual = MEMORY_SHARE * system.gbytes_per_s
         prior["gbytes_per_s"] = float(own if own > usual else np.sqrt(own * usual))
         if not moving.any():
             prior["gbytes_per_s"] = usual
     if compute:
-        prior["tflops"] = float(np.quantile(quantised / times, 0.95)) / 1e6
+        reached = quantised / times
+        prior["tflops"] = min(float(np.quantile(reached, 0.95)), highest(reached)) / 1e6
     names = list(prior)
     centre = np.log(np.array([prior[name] for name in names]))
     width = np.array([PRIOR_SD[name] for name in names])

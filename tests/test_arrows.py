@@ -17,8 +17,8 @@ ALLOWED = {
 # within a stage each may import those before it; its commands, which are not listed, may import all
 LAYERS = {
     "calibrate": (
-        "apart", "physics", "state", "evidence", "telemetry", "variability", "network", "host",
-        "clock", "kernels", "report",
+        "alone", "apart", "physics", "state", "evidence", "telemetry", "variability", "network",
+        "host", "clock", "kernels", "report",
     ),
     "measure": (
         "devices", "telemetry", "hosts", "timed", "megatron", "training", "store", "plans",

@@ -16,6 +16,7 @@ from math import log, sqrt
 
 import numpy as np
 
+from calibrate.alone import highest
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import SHORT_US, ClockState
 from spec.interval import Z90
@@ -130,12 +131,12 @@ def _behind_products(evidence: Evidence) -> dict[Key, list[tuple[float, float]]]
 
 def _streaming(rows: Sequence[KernelRow]) -> set[Key]:
     """The operations that reach most of the best bandwidth of any."""
-    reached: dict[Key, float] = defaultdict(float)
+    rates: dict[Key, list[float]] = defaultdict(list)
     for row in rows:
         kernel = row.kernel
         # beyond caches, which bursts find empty and loops do not
         if row.op not in (*TILED_PRODUCTS, *ATTENTION) and kernel.bytes >= 2**26:
-            key = (row.op, row.direction)
-            reached[key] = max(reached[key], kernel.bytes / row.median_us)
-    best = max(reached.values(), default=0.0)
+            rates[row.op, row.direction].append(kernel.bytes / row.median_us)
+    reached = {key: highest(some) for key, some in rates.items()}
+    best = highest(reached.values()) if reached else 0.0
     return {key for key, rate in reached.items() if rate >= STREAMING * best}

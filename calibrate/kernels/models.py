@@ -83,6 +83,8 @@ def _fit(
     detail = f"{where}: {op} {direction} {dtype}, {len(own)} shapes"
     if len(own) < len(shapes):
         detail += f", and {len(shapes) - len(own)} that another system of this GPU timed"
+    if group.absurd:
+        detail += f", without {group.absurd} far shorter than the others say"
     ledger.score(
         scored(group.key),
         f"families of shapes (all but {token_dims(op)}) left out in {FOLDS} folds",

@@ -8,10 +8,11 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrate.alone import ABSURD
 from calibrate.evidence import Evidence, robust_sd
 from calibrate.kernels.correction import LEARN_FROM
 from calibrate.kernels.queued import of_like
-from calibrate.physics import System, multiprocessors, system_of
+from calibrate.physics import System, fit_physics, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.kernel import PLAIN, RAGGED, Kernel
 from spec.kernel_fit import Physics, Reach, features
@@ -42,6 +43,7 @@ class Group:
     host_us: tuple[float, ...]
     drawn: tuple[Drawn, ...]  # by rows that show power
     judged: tuple[Shape, ...] = ()  # only in rows of role `judge`: looked up once they have judged
+    absurd: int = 0  # shapes left out, see `ABSURD`
 
     @property
     def timings(self) -> list[tuple[Kernel, float]]:
@@ -136,7 +138,33 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
             clock.drawn(placed),
             tuple(one for kernel, one in found.items() if kernel not in shapes),
         )
-    return groups
+    system = system_of([group.timings for group in groups.values()])
+    return {key: _believed(group, system) for key, group in groups.items()}
+
+
+def _believed(group: Group, system: System) -> Group:
+    """Without the shapes that are far too short, which correction and look-up would lean on."""
+
+    def possible(kernel: Kernel, time_us: float) -> bool:
+        least_us = max(system.launch_us, kernel.bytes / (system.gbytes_per_s * 1e3))
+        return time_us > ABSURD * least_us
+
+    # few shapes do not tell by themselves which of them is wrong, all kernels may
+    timings = [one for one in group.timings if possible(*one)]
+    physics, _ = fit_physics(timings or group.timings, system)
+
+    def believed(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        return tuple(s for s in shapes if s.time_us > ABSURD * physics.time_us(s.kernel))
+
+    kept = believed(group.shapes)
+    sizes = {one.kernel.dims for one in kept}
+    return replace(
+        group,
+        shapes=kept,
+        judged=believed(group.judged),
+        drawn=tuple(one for one in group.drawn if one.kernel.dims in sizes),
+        absurd=len(group.shapes) - len(kept),
+    )
 
 
 def _shape(
