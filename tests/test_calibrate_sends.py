@@ -81,6 +81,17 @@ def test_parameters_of_sends_come_back() -> None:
         assert 0 < sds[name] < 0.5, name
 
 
+@pytest.mark.parametrize("size", [0, 10, 20])
+def test_a_send_that_took_no_time_moves_no_parameter(size: int) -> None:
+    first, other = sends(2, SENT), sends(4, SENT)
+    absurd = first.points[size].model_copy(update={"time_us": first.points[size].time_us / 1e3})
+    points = (*first.points[:size], absurd, *first.points[size + 1 :])
+    known, sds = fit_send_structure((first, other))
+    found, _ = fit_send_structure((first.model_copy(update={"points": points}), other))
+    for name, value in found.model_dump().items():
+        assert abs(np.log(value / getattr(known, name))) < Z90 * sds[name], name
+
+
 def test_sends_of_a_group_not_measured_follow_from_channels() -> None:
     sweep = Sweep("send_recv", (sends(2, SENT), sends(4, SENT)), nccl=True, rows=0)
     structure, _ = sweep.structure(sweep.curves[:1])

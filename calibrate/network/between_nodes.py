@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from scipy.optimize import least_squares
 
 from calibrate.evidence import Judged, Ledger, log_interval, rounded
+from calibrate.network.structure import UNTOLD_SD, told
 from spec.collective import busbw_factor
 from spec.files import read_table
 from spec.fitted import Positive, Source
@@ -64,6 +65,8 @@ LEAST_LATENCY_SD = 0.2
 # Error added per doubling of the nodes beyond those fitted on. Assumed until a longer series is
 # fitted; nccl issue 1229 reports a reduce-scatter bus bandwidth that falls by about 5 % a doubling.
 SCALE_SD = 0.05
+# Beyond sizes that are all latency a time at most doubles with the size.
+DOUBLING_SD = 0.7
 
 
 class NetworkRow(BaseModel):
@@ -284,6 +287,27 @@ def note_network(
         f"growth of the error beyond {fit.max_nodes} nodes; github.com/NVIDIA/nccl/issues/1229 "
         "reports bus bandwidth falling by about 5 % a doubling",
     )
+
+
+def with_rate(ledger: Ledger, fit: NetworkFit) -> NetworkFit:
+    """Enter a measured network's rate; where no message is long enough to show it, it is open."""
+    rate = fit.node_gbytes_per_s or 0.0
+    if any(told([point.time_us for point in curve.points]) for curve in fit.curves):
+        note_one(ledger, fit, "node_gbytes_per_s", rate, "GB/s", 0.05)
+        return fit
+    ledger.note(
+        f"network.{fit.protocol}.node_gbytes_per_s",
+        rate,
+        "GB/s",
+        log_interval(rate, UNTOLD_SD),
+        "assumed",
+        f"none but short messages measured, nodes may be much faster: {fit.detail}",
+    )
+    curves = tuple(
+        curve.model_copy(update={"beyond_sd": max(curve.beyond_sd, DOUBLING_SD)})
+        for curve in fit.curves
+    )
+    return fit.model_copy(update={"efficiency_sd": UNTOLD_SD, "curves": curves})
 
 
 def note_one(

@@ -6,13 +6,15 @@ groups are other conditions and stay out of them.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log, log2
 
 import numpy as np
 
+from calibrate.alone import ABSURD, highest
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, rounded
 from calibrate.network.sends import Structure, best_structure
+from calibrate.network.structure import BUSBW_SD, told
 from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective import busbw_factor
 from spec.interval import Z90
@@ -23,6 +25,7 @@ STRUCTURE_SD = 0.15
 LEAST_SD = 0.01
 LEAST_STRUCTURE_SD = 0.02
 UNKNOWN_BEND = 0.1  # between sizes, where fewer than three were measured
+HELD = 0.8  # of its prior's sd: a parameter that is less sure is the prior's
 
 
 def inside_node(evidence: Evidence, role: str = "fit") -> list[CollectiveRow]:
@@ -42,6 +45,7 @@ class Sweep:
     curves: tuple[CollectiveCurve, ...]
     nccl: bool
     rows: int
+    absurd: int = 0  # rows left out, see `ABSURD`
 
     def structure(
         self, curves: Sequence[CollectiveCurve] = (), system_busbw: float = 0.0
@@ -68,8 +72,11 @@ def elsewhere(evidence: Evidence) -> list[CollectiveRow]:
 def fit_collectives(evidence: Evidence, ledger: Ledger) -> tuple[CollectiveFit, ...]:
     """A model of every collective that was measured."""
     rows = inside_node(evidence)
-    best = max((row.busbw_gbytes_per_s for row in rows), default=0.0)
     sweeps = sweeps_of(rows)
+    shown = {one.name for one in sweeps if told([p.time_us for c in one.curves for p in c.points])}
+    rates = [row.busbw_gbytes_per_s for row in rows if row.collective in shown]
+    best = highest(rates) if rates else 0.0
+    sweeps = [_believed(sweep, rows, best) for sweep in sweeps]
     structures = [sweep.structure(system_busbw=best) for sweep in sweeps]
     bends = [
         _bends(sweep.name, structure, sweep.curves)
@@ -99,6 +106,18 @@ def sweeps_of(rows: Sequence[CollectiveRow]) -> list[Sweep]:
     return sweeps
 
 
+def _believed(sweep: Sweep, rows: Sequence[CollectiveRow], system_busbw: float) -> Sweep:
+    """Without the rows that are far too short, which would be looked up."""
+    structure, _ = sweep.structure(system_busbw=system_busbw)
+
+    def believed(row: CollectiveRow) -> bool:
+        least = ABSURD * structure.time_us(sweep.name, row.ranks, row.bytes)
+        return row.collective == sweep.name and row.median_us > least
+
+    (found,) = sweeps_of([row for row in rows if believed(row)])
+    return replace(found, absurd=sweep.rows - found.rows)
+
+
 def _fit(
     sweep: Sweep,
     structure: Structure,
@@ -110,6 +129,8 @@ def _fit(
     """`bend` is the spread of sizes between the measured ones."""
     curves = tuple(_widened(curve, bend) for curve in sweep.curves)
     detail = f"{evidence.where(CollectiveRow, sweep.rows)}: {sweep.name}"
+    if sweep.absurd:
+        detail += f", without {sweep.absurd} far shorter than the others say"
     for curve in curves:
         _note_curve(sweep.name, curve, ledger, f"{detail}, {curve.ranks} ranks")
     _note_structure(sweep.name, structure, sds, len(curves), ledger, detail)
@@ -246,14 +267,16 @@ def _note_structure(
     units = {"launch_us": "us", "step_us": "us", "busbw_gbytes_per_s": "GB/s"}
     units |= {"simple_us": "us", "channel_gbytes_per_s": "GB/s", "ahead_chunks": "chunks"}
     for field, value in structure.model_dump().items():
-        prior = groups < 2 and field in ("step_us", "copy_share")
+        one_group = groups < 2 and field in ("step_us", "copy_share")
+        short = field == "busbw_gbytes_per_s" and sds[field] > HELD * BUSBW_SD
+        why = "one group size" if one_group else "none but short messages"
         ledger.note(
             f"collective.{name}.{field}",
             value,
             units.get(field, "share"),
             log_interval(value, sds[field]),
-            "assumed" if prior else "measured",
-            f"one group size measured, so a prior holds it; {detail}" if prior else detail,
+            "assumed" if one_group or short else "measured",
+            f"{why} measured, so a prior holds it; {detail}" if one_group or short else detail,
         )
 
 

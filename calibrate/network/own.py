@@ -11,6 +11,7 @@ from math import log, sqrt
 
 import numpy as np
 
+from calibrate.alone import ABSURD, highest
 from calibrate.evidence import (
     INDEPENDENT,
     TELEMETRY_FILE,
@@ -35,6 +36,7 @@ from calibrate.network.between_nodes import (
     path_of,
     predict,
     published_samples,
+    with_rate,
 )
 from calibrate.network.held import with_held
 from calibrate.network.inside_node import LEAST_SD
@@ -211,12 +213,20 @@ def fit_measured(
 ) -> NetworkFit:
     """Efficiency is relative to the node's rate: the fastest that any one group used its ports."""
 
+    every = [*rows, *judged]
+    formula, _ = _formula(protocol, every, "all rows")
+    # those far too short would be looked up, and count for spreads
+    absurd = [one for one in every if one.time_us < ABSURD * predict(formula, one.sample)]
+    rows = [one for one in rows if one not in absurd]
     judge_sizes(ledger, protocol, rows)
     fit, _ = _with_curves(protocol, rows, "held-out fit")
     score(ledger, fit, "rows of role judge", judged, rows)
-    rows = [*rows, *judged]
-    fit, sds = _with_curves(protocol, rows, evidence.where(CollectiveRow, len(rows)))
-    note_one(ledger, fit, "node_gbytes_per_s", fit.node_gbytes_per_s or 0.0, "GB/s", 0.05)
+    rows = [one for one in every if one not in absurd]
+    detail = evidence.where(CollectiveRow, len(rows))
+    if absurd:
+        detail += f", without {len(absurd)} far shorter than the others say"
+    fit, sds = _with_curves(protocol, rows, detail)
+    fit = with_rate(ledger, fit)
     note_network(ledger, fit, sds, MEASURED)
     assumed = assumed_of(protocol, rows)
     one_host = all(len(one.manifest.hosts) == 1 for one in evidence.runs)
@@ -236,6 +246,13 @@ def _with_curves(
     protocol: str, rows: Sequence[Crossing], detail: str
 ) -> tuple[NetworkFit, dict[str, float]]:
     """The formula on these rows, with their curves, and the sds of its parameters."""
+    fit, sds = _formula(protocol, rows, detail)
+    return fit.model_copy(update={"curves": curves(fit, rows)}), sds
+
+
+def _formula(
+    protocol: str, rows: Sequence[Crossing], detail: str
+) -> tuple[NetworkFit, dict[str, float]]:
 
     def used(one: Sample) -> float:
         twice = one.collective == "all_reduce" and one.path.nodes == 2
@@ -243,9 +260,8 @@ def _with_curves(
 
     samples = [one.sample for one in rows]
     alone = [one for one in samples if one.path.concurrent == 1]
-    rate = rounded(max(used(one) for one in alone or samples))
-    fit, sds = fit_network(protocol, samples, "measured", detail, MEASURED, rate)
-    return fit.model_copy(update={"curves": curves(fit, rows)}), sds
+    rate = rounded(highest(used(one) for one in alone or samples))
+    return fit_network(protocol, samples, "measured", detail, MEASURED, rate)
 
 
 def between_nodes_w(evidence: Evidence, several: bool) -> float | None:

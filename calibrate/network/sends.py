@@ -9,7 +9,15 @@ from math import log
 
 import numpy as np
 
-from calibrate.network.structure import STRUCTURE_NOISE, Array, fit_structure, most_likely, soft
+from calibrate.alone import highest, lowest
+from calibrate.network.structure import (
+    STRUCTURE_NOISE,
+    Array,
+    fit_structure,
+    most_likely,
+    soft,
+    told,
+)
 from calibrate.physics import BELIEVED
 from spec.collective_fit import (
     BUFFERED_CHUNKS,
@@ -38,7 +46,8 @@ def best_structure(
 ) -> tuple[Structure, dict[str, float]]:
     """A collective's structure; for NCCL's send/recv that of channels, where it fits better."""
     plain, sds = fit_structure(name, curves, system_busbw)
-    if name != "send_recv" or not nccl:
+    times = [point.time_us for curve in curves for point in curve.points]
+    if name != "send_recv" or not nccl or not told(times):
         return plain, sds
     over_channels, its_sds = fit_send_structure(curves)
     if misfit(over_channels, name, curves) < BELIEVED * misfit(plain, name, curves):
@@ -67,9 +76,9 @@ def fit_send_structure(
     sizes = np.array([float(point.bytes) for _, point in known])
     times = np.array([point.time_us for _, point in known])
     noise = np.hypot(np.array([point.sd for _, point in known]), STRUCTURE_NOISE)
-    best = float((sizes / times).max()) / 1e3
+    best = highest(sizes / times) / 1e3
     priors = {
-        "launch_us": (float(times.min()), 0.2),
+        "launch_us": (lowest(times), 0.2),
         "ll_share": LL_SHARE,
         "simple_us": SIMPLE_US,
         "channel_gbytes_per_s": (best / CHANNELS_USED, 0.3),

@@ -1,11 +1,12 @@
 """How a collective inside a node grows with bytes and ranks: five numbers, fitted with priors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from calibrate.alone import highest, lowest
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveCurve, CollectiveStructure, ring_steps
 
@@ -17,6 +18,17 @@ STRUCTURE_NOISE = 0.05  # how well a formula of five numbers describes a sweep
 STEP_SD = 0.8
 COPY_SHARE = (0.1, 1.0)
 PIPELINING = (0.3, 1.0)
+BUSBW_SD = 0.5
+# Messages that take less than so many times as long as the shortest are mostly latency: the links
+# may be much faster than these show. Without others the rate has such an sd, chosen so that sweeps
+# of H100 and H200 cut at 64 KiB and more hold what the whole ones say.
+TOLD = 10.0
+UNTOLD_SD = 3.0
+
+
+def told(times: Collection[float]) -> bool:
+    """Whether messages that took so long show what each byte takes."""
+    return max(times) > TOLD * lowest(times)
 
 
 def fit_structure(
@@ -25,7 +37,7 @@ def fit_structure(
     """Maximum a posteriori structure, and the sd of each parameter's logarithm.
 
     `system_busbw` is the best bus bandwidth of any collective, 1e9 bytes/s: half of it is expected
-    where this one's own sizes show less.
+    where this one's own sizes show less. 0 where none tells it.
     """
     known = [(curve.ranks, point) for curve in curves for point in curve.points]
     steps = np.array([float(ring_steps(name, one)) for one, _ in known])
@@ -33,15 +45,16 @@ def fit_structure(
     sizes = np.array([float(point.bytes) for _, point in known])
     times = np.array([point.time_us for _, point in known])
     noise = np.hypot(np.array([point.sd for _, point in known]), STRUCTURE_NOISE)
-    latency = float(times.min())
+    latency = lowest(times)
     centre = {
         "launch_us": 0.85 * latency,
         "step_us": 0.085 * latency,
-        "busbw_gbytes_per_s": max(float((sizes * factors / times).max()) / 1e3, system_busbw / 2),
+        "busbw_gbytes_per_s": max(highest(sizes * factors / times) / 1e3, system_busbw / 2),
         "copy_share": COPY_SHARE[0],
         "pipelining": PIPELINING[0],
     }
-    widths = np.array([0.5, STEP_SD, 0.5, COPY_SHARE[1], PIPELINING[1]])
+    busbw_sd = BUSBW_SD if system_busbw or told(times) else UNTOLD_SD
+    widths = np.array([0.5, STEP_SD, busbw_sd, COPY_SHARE[1], PIPELINING[1]])
     start = np.log(np.array(list(centre.values())))
 
     def residuals(x: Array) -> Array:
