@@ -45,3 +45,13 @@ def apart(timed: Iterable[Mapping[K, float]]) -> dict[K, float]:
         if turn and np.abs(off - before).max() < CLOSE:
             break
     return {name: float(off[at]) for name, at in place.items()}
+
+
+def groups(timed: Iterable[Mapping[K, float]]) -> int:
+    """How many groups they fall into that nothing joins: each has a mean of its own."""
+    found: list[set[K]] = []
+    for own in timed:
+        if len(own) > 1:
+            joined = [one for one in found if not one.isdisjoint(own)]
+            found = [one for one in found if one.isdisjoint(own)] + [set(own).union(*joined)]
+    return len(found)

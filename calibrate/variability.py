@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 from scipy.special import chdtri
 
-from calibrate.apart import apart
+from calibrate.apart import apart, groups
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState, is_compute
 from spec.records import KernelRow
@@ -103,7 +103,7 @@ def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
             "others, were off by -1.5 to 2.4 % on average, see docs/calibration.md",
         )
     # a few visits say little: the assumed spread counts as much as VISIT_WEIGHT further ones
-    free = len(persistent) - 1 + VISIT_WEIGHT
+    free = len(persistent) - groups(timed) + VISIT_WEIGHT
     total = float(np.sum(np.square(persistent))) + VISIT_WEIGHT * VISIT_SD[0] ** 2
     value = (total / free) ** 0.5
     low, high = spread_interval(value, free)
@@ -112,7 +112,7 @@ def visit_sd(evidence: Evidence, state: ClockState, ledger: Ledger) -> float:
         value,
         "log",
         (low, high),
-        "measured" if len(persistent) > VISIT_WEIGHT else "assumed",
+        "measured" if free >= 2 * VISIT_WEIGHT else "assumed",
         f"{evidence.where(KernelRow, sum(len(own) for own in timed if len(own) > 1))}: "
         f"same shapes on {len(persistent)} visits, pooled with {VISIT_WEIGHT} assumed visits of "
         f"{VISIT_SD[0]:.0%}",

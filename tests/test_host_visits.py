@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.host.visits import PYTHON_SD, VISIT_SD, alike, of_runs, with_visits
+from calibrate.host.visits import PYTHON_SD, VISIT_SD, alike, of_runs, parts, with_visits
 from simulate.power.whatif import on_devices
 from simulate.step.estimate import StepSimulator
 from spec.calibration import HostFit
@@ -39,8 +39,10 @@ def test_a_slow_host_is_seen_in_what_it_issues(visits: Evidence) -> None:
     assert len(later) > 1
     # by the same calls alone the slowest takes 2.2 times as long as the first
     assert all(1.3 < one / max(first) < 2.3 for one in later)
+    assert parts(visits) == 1
     once = Evidence(visits.system, visits.runs[-1:])
     assert of_runs(once) == {}
+    assert parts(once) == 0
 
 
 def test_rows_are_of_the_mean_visits_host(visits: Evidence) -> None:
@@ -59,6 +61,9 @@ def test_unlike_visits_widen_what_another_may_be() -> None:
     two = with_visits(HOST, {FIRST: 1.0, SECOND: 1.0}, Ledger())
     apart = with_visits(HOST, {FIRST: 0.3, SECOND: 3.3}, Ledger())
     assert apart.visit_sd > one.visit_sd > two.visit_sd > VISIT_SD / 2
+    four = {(name,): factor for name, factor in zip("abcd", (0.6, 1.6) * 2, strict=True)}
+    joined, pairs = (with_visits(HOST, four, Ledger(), in_parts=number) for number in (1, 2))
+    assert pairs.visit_sd > 1.1 * joined.visit_sd
     ledger = Ledger()
     with_visits(HOST, {FIRST: 1.0}, ledger)
     assert [(row.name, row.source) for row in ledger.parameters] == [

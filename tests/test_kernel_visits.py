@@ -158,3 +158,15 @@ def test_runs_of_a_visit_do_not_make_the_machine_look_steady(tmp_path: Path) -> 
     # two that timed nothing alike are as far apart as the one between them says
     linked = [(1, 0.0, SHAPES[:40]), (2, 0.1, SHAPES[20:60]), (3, 0.2, SHAPES[40:])]
     assert found(linked)[0] == pytest.approx(((2 * 0.1**2 + 4 * 0.02**2) / 6) ** 0.5, rel=0.02)
+    # of four in two pairs that nothing joins two are free, beside the four that are assumed
+    pairs = [(1, 0.0, SHAPES[:40]), (2, 0.1, SHAPES[:40])]
+    pairs += [(3, 0.0, SHAPES[40:]), (4, 0.1, SHAPES[40:])]
+    value, source = found(pairs)
+    assert value == pytest.approx(((4 * 0.05**2 + 4 * 0.02**2) / 6) ** 0.5, rel=0.02)
+    assert source == "assumed"
+
+
+def test_visits_that_timed_nothing_alike_count_for_no_spread_of_shapes() -> None:
+    once = fitted([visit(0.005, 0)])
+    unlike = [visit(0.005, seed, shapes=SHAPES[20 * seed : 20 * seed + 20]) for seed in range(4)]
+    assert fitted(unlike).other == once.other

@@ -1,18 +1,28 @@
 """What a network may be on another visit: learned from visits, and drawn once for a projection."""
 
-from math import log
+from math import exp, log
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
+from calibrate.apart import groups
 from calibrate.evidence import Ledger
-from calibrate.network.visits import SHAPED, SHAPED_CPU, SOCKETS, Visited, offsets, with_visits
+from calibrate.network.visits import (
+    SHAPED,
+    SHAPED_CPU,
+    SOCKETS,
+    Visited,
+    offsets,
+    with_visits,
+)
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws
 from simulate.power.whatif import on_devices
 from spec.calibration import Calibration, NetworkFit
 from spec.collective import Collective
+from spec.interval import Z90
 from spec.parallelism import Parallelism
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node
@@ -79,6 +89,33 @@ def test_more_visits_narrow_what_another_may_be_and_unlike_ones_widen_it() -> No
     assert one.run_sd == two.run_sd == SOCKETS.run_sd
     # the mean of unlike visits is neither of them
     assert spread_of(1.0, 1.5).run_sd == pytest.approx(np.hypot(SOCKETS.run_sd, log(1.5) / 2), 1e-2)
+
+
+def test_visits_in_pairs_that_nothing_joins_say_less_than_as_many_together() -> None:
+    def spread(*things: int) -> tuple[float, str]:
+        """Of visits that lie 0.4 apart in turn, by what each measured."""
+        ledger = Ledger()
+        rows = [
+            Visited((thing, n), (f"{at}",), exp(0.4 * (at % 2)) * 2**n)
+            for at, thing in enumerate(things)
+            for n in range(9)
+        ]
+        fit = with_visits(network(), rows, SOCKETS, ledger)
+        (noted,) = (one for one in ledger.parameters if one.name.endswith("visit_sd"))
+        return fit.visit_sd, noted.source
+
+    # six values, each 0.2 from its mean: five and three are free, beside three that are assumed
+    for parts, things in ((1, (0, 0, 0, 0, 0, 0)), (3, (0, 0, 1, 1, 2, 2))):
+        free = 6 - parts + SOCKETS.visits
+        variance = (6 * 0.2**2 + SOCKETS.visits * SOCKETS.visit_sd**2) / free
+        sd = (variance * (1 + parts / 6)) ** 0.5 * float(stdtrit(free, 0.95)) / Z90
+        found, source = spread(*things)
+        assert found == pytest.approx(np.hypot(sd, SOCKETS.run_sd), rel=0.01)
+        assert source == "measured"
+    assert spread(0, 0, 0, 0)[1] == "measured"
+    assert spread(0, 0, 1, 1)[1] == "assumed"  # of which two are free
+    assert groups([{"a": 0.0, "b": 0.0}, {"c": 0.0, "d": 0.0}, {"e": 0.0}]) == 2
+    assert groups([{"a": 0.0, "b": 0.0}, {"c": 0.0, "d": 0.0}, {"b": 0.0, "c": 0.0}]) == 1
 
 
 def test_the_sources_are_told_apart() -> None:

@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 from scipy.special import stdtrit
 
+from calibrate.apart import groups
 from calibrate.evidence import Evidence, Ledger, median_sd, rounded
 from calibrate.state import SHAPE_VISIT_SD, ClockState, Key, ShapeSpread
 from calibrate.variability import spread_interval
@@ -41,11 +42,14 @@ def fit_shape_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> S
     deviations = _deviations(rows, state, alone.shapes)
     every = [one for mine in deviations.values() for one in mine]
     count = len({visit for timings in rows.values() for visit, _ in timings})
-    free = count - 1 + ASSUMED_VISITS
-    pooled = ((count - 1) * _excess(every) + ASSUMED_VISITS * SHAPE_VISIT_SD**2) / free
+    seen = [{visit: 0.0 for visit, _ in timings} for timings in rows.values()]
+    joined = {visit for own in seen if len(own) > 1 for visit in own}
+    told = len(joined) - groups(seen)
+    free = told + ASSUMED_VISITS
+    pooled = (told * _excess(every) + ASSUMED_VISITS * SHAPE_VISIT_SD**2) / free
     # as few visits leave their spread open, the 90 % interval is Student's
     wider = float(stdtrit(free, 0.95)) / Z90
-    source: Source = "measured" if count > ASSUMED_VISITS else "assumed"
+    source: Source = "measured" if told >= ASSUMED_VISITS else "assumed"
 
     def noted(name: str, variance: float, detail: str) -> float:
         value = rounded(wider * sqrt(variance), 3)

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
-from calibrate.host.visits import single_calls, with_visits
+from calibrate.host.visits import parts, single_calls, with_visits
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
 from spec.kernel import Kernel
@@ -136,6 +136,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             for visit, takes in own.items()
         },
         beside_issue(by_devices, own, slower),
+        parts(evidence),
     )
 
 

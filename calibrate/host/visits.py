@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, log, sqrt
 
+from calibrate.apart import apart, groups
 from calibrate.evidence import Evidence, Ledger, rounded
-from calibrate.network.visits import Visited, offsets, pooled_sd
+from calibrate.network.visits import Visited, by_visit, pooled_sd
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime, HostVisit
 from spec.records import KernelRow
@@ -42,13 +43,24 @@ def of_runs(evidence: Evidence) -> dict[str, float]:
     that others did.
     """
     hashes = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
-    found = offsets(
+    found = apart(_issued(evidence))
+    return {run: exp(found[devices]) for run, devices in hashes.items() if devices in found}
+
+
+def parts(evidence: Evidence) -> int:
+    """Groups of visits that no single call joins; each is compared within itself only."""
+    return groups(_issued(evidence))
+
+
+def _issued(evidence: Evidence) -> list[dict[tuple[str, ...], float]]:
+    """Of each single call, what each visit's host took for it, see `by_visit`."""
+    hashes = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
+    return by_visit(
         [
             Visited((row.op, row.direction, row.dtype, row.shape, row.state), hashes[run], time)
             for run, row, time in single_calls(evidence)
         ]
     )
-    return {run: exp(found[devices]) for run, devices in hashes.items() if devices in found}
 
 
 def alike(evidence: Evidence) -> Evidence:
@@ -62,21 +74,22 @@ def with_visits(
     ledger: Ledger,
     own: Mapping[tuple[str, ...], dict[HostTime, float]] | None = None,
     python: Sequence[float] = (),
+    in_parts: int = 1,
 ) -> HostFit:
     """A host with those of the visits measured, and how those of others may differ.
 
     slower: by devices, None where the visit was compared with no other. own: what nil steps of a
-    visit show by themselves. python: see `host_issue.beside_issue`.
+    visit show by themselves. python: see `host_issue.beside_issue`. in_parts: see `parts`.
     """
     compared = [log(value) for value in slower.values() if value is not None]
     count = max(len(compared), 1)
-    sd, free = pooled_sd(compared, VISIT_SD, VISITS)
+    sd, free = pooled_sd(compared, VISIT_SD, VISITS, in_parts)
     ledger.note(
         "host.visit_sd",
         sd,
         "log",
         spread_interval(sd, free),
-        "measured" if count > VISITS else "assumed",
+        "measured" if free >= 2 * VISITS else "assumed",
         f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
         f"{VISIT_SD}, see docs/calibration.md",
     )

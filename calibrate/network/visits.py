@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 from scipy.special import stdtrit
 
-from calibrate.apart import apart
+from calibrate.apart import apart, groups
 from calibrate.evidence import Ledger, rounded
 from calibrate.network.between_nodes import CLUSTER_SD
 from calibrate.variability import spread_interval
@@ -68,17 +68,24 @@ SHAPED = Assumed(
 def offsets(rows: Sequence[Visited]) -> dict[tuple[str, ...], float]:
     """By a visit's devices, how far (log) its times lie from the mean visit's, see `apart`.
 
-    By what others measured too, as not all measured the same. Of large messages, where there are
-    any: the latency of small ones has a spread of its own.
+    By what others measured too, as not all measured the same.
+    """
+    return apart(by_visit(rows))
+
+
+def by_visit(rows: Sequence[Visited]) -> list[dict[tuple[str, ...], float]]:
+    """Of each thing measured, the logarithm of each visit's time, by the visit's devices.
+
+    Of large messages, where there are any: the latency of small ones has a spread of its own.
     """
     times: dict[Hashable, dict[tuple[str, ...], list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for one in _large(rows):
         times[one.what][one.devices].append(log(one.time_us))
-    return apart(
+    return [
         {visit: median(values) for visit, values in visits.items()} for visits in times.values()
-    )
+    ]
 
 
 def _large(rows: Sequence[Visited]) -> Sequence[Visited]:
@@ -104,17 +111,20 @@ def run_spread(rows: Sequence[Visited], assumed: Assumed) -> tuple[float, int]:
     return sqrt((squares + known) / (free + assumed.visits)), free
 
 
-def pooled_sd(persistent: Sequence[float], sd: float, visits: int) -> tuple[float, int]:
+def pooled_sd(
+    persistent: Sequence[float], sd: float, visits: int, parts: int = 1
+) -> tuple[float, int]:
     """How far another visit lies from the mean of those that did by `persistent`, and its freedom.
 
     `sd` was known before, as of so many visits. The mean over n visits is itself off, so another
     one lies sd * sqrt(1 + 1 / n) from it; and as few visits leave their sd open, the 90 % interval
-    is Student's.
+    is Student's. parts: groups of visits that nothing joins, each beside the mean of its own.
     """
     count = max(len(persistent), 1)
-    free = count - 1 + visits
+    parts = max(parts, 1)
+    free = count - parts + visits
     pooled = sqrt((float(np.sum(np.square(persistent))) + visits * sd**2) / free)
-    return pooled * sqrt(1 + 1 / count) * float(stdtrit(free, 0.95)) / Z90, free
+    return pooled * sqrt(1 + parts / count) * float(stdtrit(free, 0.95)) / Z90, free
 
 
 def with_visits(
@@ -123,16 +133,17 @@ def with_visits(
     """A measured network with what it may be on another visit, and on another run of this one."""
     if not assumed.visits:
         return fit
-    persistent = list(offsets(rows).values())
+    persistent, parts = list(offsets(rows).values()), groups(by_visit(rows))
     visits = max(len(persistent), 1)
     squares = float(np.sum(np.square(persistent)))
-    sd, free = pooled_sd(persistent, assumed.visit_sd, assumed.visits)
+    sd, free = pooled_sd(persistent, assumed.visit_sd, assumed.visits, parts)
     run_sd, repeated = run_spread(rows, assumed)
     visit = rounded(float(np.hypot(sd, run_sd)), 3)
     known = rounded(float(np.hypot(sqrt(squares / visits), run_sd)), 3)
     detail = f"{visits} visit{'s' if visits > 1 else ''}, {repeated} times measured again on one, "
     detail += assumed.why
-    for name, value, count in (("visit_sd", visit, visits), ("run_sd", known, repeated)):
+    told = free - assumed.visits + 1  # as of so many visits that are all joined
+    for name, value, count in (("visit_sd", visit, told), ("run_sd", known, repeated)):
         name = f"network.{fit.protocol}.{name}"
         source: Source = "measured" if count > assumed.visits else "assumed"
         ledger.note(name, value, "log", spread_interval(value, free), source, detail)
