@@ -18,12 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from spec.behind_fit import BehindFit
 from spec.clock_fit import ClockFit
-from spec.collective_fit import (
-    CollectiveCurve,
-    CollectiveFit,
-    CollectivePoint,
-    NvlsFit,
-)
+from spec.collective_fit import CollectiveFit, NvlsFit
 from spec.errors import UserError
 from spec.files import read_record
 from spec.fitted import (
@@ -40,22 +35,6 @@ from spec.kernel import OPS, PLAIN, Kernel
 from spec.kernel_fit import KernelFit, features
 from spec.network_fit import NetworkFit
 from spec.thermal import ThermalFit
-
-__all__ = [
-    "SCHEMA",
-    "Calibration",
-    "CollectiveCurve",
-    "CollectiveFit",
-    "CollectivePoint",
-    "HeldOut",
-    "HostFit",
-    "HostTime",
-    "HostVisit",
-    "InputFile",
-    "NetworkFit",
-    "Parameter",
-    "read_calibration",
-]
 
 SCHEMA = "calibration/1"
 

@@ -17,8 +17,8 @@ from calibrate.network import inside_node, own
 from calibrate.network.own import Crossing, fit_networks
 from calibrate.network.structure import UNTOLD_SD, fit_structure
 from calibrate.physics import System, fit_physics, system_of
-from spec.calibration import Calibration, CollectiveCurve, CollectivePoint, Parameter
-from spec.collective_fit import CollectiveStructure
+from spec.calibration import Calibration, Parameter
+from spec.collective_fit import CollectiveCurve, CollectivePoint, CollectiveStructure
 from spec.files import read_table, write_table
 from spec.interval import Z90
 from spec.kernel import Kernel

@@ -20,9 +20,10 @@ from calibrate.network.visits import (
 from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws
 from simulate.power.whatif import on_devices
-from spec.calibration import Calibration, NetworkFit
+from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.interval import Z90
+from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node

@@ -15,8 +15,8 @@ from calibrate.alone import ABSURD, highest
 from calibrate.evidence import Evidence, Judged, Ledger, log_interval, median_sd, rounded
 from calibrate.network.sends import Structure, best_structure
 from calibrate.network.structure import BUSBW_SD, told
-from spec.calibration import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.collective import busbw_factor
+from spec.collective_fit import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.interval import Z90
 from spec.records import CollectiveRow
 

@@ -50,12 +50,12 @@ from calibrate.network.visits import (
     with_visits,
 )
 from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, read_power
-from spec.calibration import CollectivePoint, NetworkFit
 from spec.collective import busbw_factor
+from spec.collective_fit import CollectivePoint
 from spec.hardware import GroupPath
 from spec.interval import Z90
 from spec.manifest import Manifest
-from spec.network_fit import NetworkCurve
+from spec.network_fit import NetworkCurve, NetworkFit
 from spec.records import CollectiveRow
 
 UNKNOWN_BEND = 0.2  # where fewer than three sizes were measured; assumed
