@@ -230,3 +230,9 @@ def test_an_impossible_host_row_is_refused(changed: dict[str, float], words: str
     row = nil_row(host_time.HostCase(1.0, 4, experts=8), slower=1.0)
     with pytest.raises(ValueError, match=words.replace("+", "[+]")):
         HostRow.model_validate(row.model_dump() | changed)
+
+
+def test_one_hosts_slow_moment_moves_no_other() -> None:
+    """As on an H100 whose step with adapters took twice as long as the one beside it."""
+    own = {(name,): {"adapter": us} for name, us in (("a", 66.0), ("b", 172.6), ("c", 725.4))}
+    assert on_mean_host(own, dict.fromkeys(own, 1.0)) == {"adapter": 172.6}

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import log, sqrt
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -168,7 +168,7 @@ def beside_issue(
 def on_mean_host(
     own: Mapping[tuple[str, ...], Mapping[str, float]], slower: Mapping[tuple[str, ...], float]
 ) -> dict[str, float]:
-    """Mean time of each of CALLS, us, over hosts by their devices.
+    """Middle time of each of CALLS, us, over hosts by their devices: some had a slow moment.
 
     Of hosts whose slowness is known, where there are: nobody knows it of one whose calls were not
     timed.
@@ -178,7 +178,7 @@ def on_mean_host(
         told = {visit: takes[name] for visit, takes in own.items() if name in takes}
         known = [time for visit, time in told.items() if visit in slower] or list(told.values())
         if known:
-            shown[name] = fmean(known)
+            shown[name] = median(known)
     return shown
 
 
