@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -26,7 +26,9 @@ from simulate.inputs import default_node, usual_fabric
 from simulate.step.estimate import StepSimulator
 from spec import command
 from spec.calibration import read_calibration
+from spec.errors import UserError
 from spec.files import read_table, write_table
+from spec.fitted import Finite, Positive
 from spec.step import trained_tensors
 from spec.training_records import TrainingConfig
 from topologies import load_fabric
@@ -43,11 +45,11 @@ class Span(BaseModel):
     case_id: str  # of the plan
     step: int
     microbatch: int
-    span: str  # one of the three above
-    device_us: float
-    host_us: float
-    ahead_us: float  # the host, where it begins
-    left_us: float  # and where it ends
+    span: Literal["forward", "backward", "update"]
+    device_us: Positive
+    host_us: Positive
+    ahead_us: Finite  # the host, where it begins
+    left_us: Finite  # and where it ends
 
 
 class Mark(NamedTuple):
@@ -68,8 +70,12 @@ def measured(rows: Sequence[TrainingConfig]) -> Iterator[Span]:
     from measure.training.rank import Ranks
 
     cuda: Any = torch.cuda
-    for name, value in environment_of(rows[0].parallelism()).items():
-        os.environ.setdefault(name, value)
+    if not cuda.is_available():
+        raise UserError("--measure needs a GPU, and torch finds none here")
+    if any(row.parallelism().gpus > 1 for row in rows):
+        raise UserError("--measure runs configurations of one GPU, and the plan has one of several")
+    for row in rows[:1]:
+        os.environ.update(environment_of(row.parallelism()) | dict(os.environ))
     one = {"device_kind": "nvidia", "device": 0, "gpus": 1, "address": "127.0.0.1"}
     ranks = Ranks(one, 0, lambda port: port)
     for row in rows:
@@ -166,13 +172,16 @@ def compared(
             if far:
                 took_us = median(far)
                 words.append(f"{span} {took_us / 1e3:.1f} ms, told {told_us / took_us - 1:+.1%}")
-            if span == FORWARD:
-                first = [one.device_us / 1e3 for one in passes if not one.microbatch]
+            first = [one.device_us / 1e3 for one in passes if not one.microbatch]
+            if span == FORWARD and first:
                 words.append(f"the first {min(first):.1f} to {max(first):.1f}")
-        kernels_us = central(priced.updates[0].alone.kernels_us)
-        update_us = median(one.device_us for one in mine if one.span == UPDATE)
-        each_us = (update_us - kernels_us) / trained_tensors(model, p, 0)
-        words.append(f"update {update_us / 1e3:.1f} ms, {each_us:.0f} us a tensor beside kernels")
+        updates = [one.device_us for one in mine if one.span == UPDATE]
+        if updates:
+            beside_us = median(updates) - central(priced.updates[0].alone.kernels_us)
+            each_us = beside_us / trained_tensors(model, p, 0)
+            words.append(
+                f"update {median(updates) / 1e3:.1f} ms, {each_us:.0f} us a tensor beside kernels"
+            )
         yield f"{row.case_id}: " + "; ".join(words)
 
 
@@ -188,12 +197,19 @@ def main(arguments: Sequence[str]) -> None:
     system = results / "calibration.json"
     parser.add_argument("--calibration", type=Path, default=system, metavar="FILE", help=said)
     options = parser.parse_args(arguments)
-    rows, spans = read_table(options.plan, TrainingConfig), []
+    rows = read_table(options.plan, TrainingConfig)
+    spans: list[Span] = []
     for span in measured(rows) if options.measure else ():
         spans.append(span)
         write_table(Path(options.measure), Span, spans)
-    for line in compared(spans or read_table(options.file, Span), rows, options.calibration):
-        print(line)
+    spans = spans or read_table(options.file, Span)
+    lines = list(compared(spans, rows, options.calibration))
+    if not lines:
+        raise UserError(
+            f"{options.measure or options.file}: no row is of a case of {options.plan} and of the "
+            f"GPU of {options.calibration}"
+        )
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

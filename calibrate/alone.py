@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 # a value further than this from the next one (a factor) is alone: that may be a row gone wrong
 NEAR = 2.0
 # of what a model that all rows share says: what takes less is a row gone wrong. Of all measured
-# here no kernel takes less than 0.27 (a CPU's cache; GPUs 0.3), no collective less than 0.56
+# here no kernel takes less than 0.27 (a CPU's cache; GPUs 0.3), no collective inside a node less
+# than 0.56, no message between nodes less than 0.18 (hosts of a CPU; GPUs 0.47)
 ABSURD = 0.1
 
 

@@ -176,6 +176,11 @@ class HostRow(Repeated):
             )
         if self.experts == 1:
             raise ValueError("experts is 1; it must be 0 or at least 2")
+        if self.update_us is not None and self.update_us >= self.single_us:
+            raise ValueError(
+                f"update_us is {self.update_us:g}; it must be shorter than the steps of one "
+                f"microbatch that it is part of, single_us {self.single_us:g}"
+            )
         if self.single_us >= self.median_us:
             raise ValueError(
                 f"single_us is {self.single_us:g}; steps of one microbatch must be shorter than "

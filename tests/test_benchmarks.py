@@ -17,6 +17,7 @@ from calibrate.kernels.shapes import Group, Shape
 from calibrate.physics import system_of
 from measure.training.plan import TrainingCase
 from measure.training.steps import StepTimes
+from spec.command import run
 from spec.errors import UserError
 from spec.files import read_table
 from spec.kernel import Kernel
@@ -183,3 +184,19 @@ def test_layers_are_told_as_they_ran_where_their_host_is_far_ahead() -> None:
         told = [float(one) for line in lines for one in re.findall(r"told (\S+)%", line)]
         assert (len(lines), len(told)) == (models, 2 * models)
         assert max(map(abs, told)) < 10.0
+
+
+def test_files_without_a_common_case_get_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Path(ahead.__file__).with_suffix(".csv")
+    rows = own.read_text().splitlines()
+    for text, complaint in (
+        (rows[:1], "no row is of a case of"),
+        ([rows[0], rows[1].replace(",forward,", ",sideways,")], "span is 'sideways'"),
+        ([rows[0], *(row for row in rows if ",forward," in row)], ""),
+    ):
+        (tmp_path / "rows.csv").write_text("\n".join(text) + "\n")
+        status = run(ahead.main, [str(tmp_path / "rows.csv")])
+        assert status == (2 if complaint else 0)
+        assert complaint in capsys.readouterr().err

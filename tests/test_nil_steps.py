@@ -222,6 +222,7 @@ def test_steps_of_two_batches_take_turns() -> None:
         ({"layers": 10**6}, "layers"),
         ({"microbatches": 1}, "microbatches"),
         ({"single_us": 1e9}, "single_us is 1e+09"),
+        ({"update_us": 1.0, "single_us": 0.5}, "update_us is 1; it must be shorter than"),
         ({"forward_us": None}, "forward_us and backward_us must be given"),
         ({"kernels_us": 1.0}, "or kernels_us and single_kernels_us"),
     ],
@@ -236,3 +237,10 @@ def test_one_hosts_slow_moment_moves_no_other() -> None:
     """As on an H100 whose step with adapters took twice as long as the one beside it."""
     own = {(name,): {"adapter": us} for name, us in (("a", 66.0), ("b", 172.6), ("c", 725.4))}
     assert on_mean_host(own, dict.fromkeys(own, 1.0)) == {"adapter": 172.6}
+
+
+def test_an_update_of_no_time_tells_nothing() -> None:
+    """By its own error it would count for more than all others."""
+    row = nil_row(host_time.HostCase(1.0), slower=1.0, updates=True)
+    none = row.model_copy(update={"update_us": 1e-3 * row.single_us})
+    assert len(list(equations(row, (), 1.0))) == 1 + len(list(equations(none, (), 1.0)))

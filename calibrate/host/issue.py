@@ -60,6 +60,9 @@ WHAT = {
     "tensor": "updating a tensor of parameters, once a step",
     "step": "zeroed gradients, their norm and scalars of a step",
 }
+# What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
+# and would count for more than all others.
+LEAST_UPDATE = 0.01
 # Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
 HOST_SD = 0.2
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
@@ -272,7 +275,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
     yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
-    if row.update_us:
+    if row.update_us and row.update_us > LEAST_UPDATE * row.single_us:
         yield equation(row.update_us, row.update_us, tensor=tensors)
     yield rest()
 

@@ -52,6 +52,7 @@ from calibrate.network.visits import (
 from calibrate.telemetry import LARGE_BYTES, LEAST_SAMPLES, read_power
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectivePoint
+from spec.errors import UserError
 from spec.hardware import GroupPath
 from spec.interval import Z90
 from spec.manifest import Manifest
@@ -217,6 +218,11 @@ def fit_measured(
     formula, _ = _formula(protocol, every, "all rows")
     # those far too short would be looked up, and count for spreads
     absurd = [one for one in every if one.time_us < ABSURD * predict(formula, one.sample)]
+    if len(absurd) == len(every):
+        raise UserError(
+            f"collectives.csv: all rows between nodes ({protocol}) take less than {ABSURD:g} of "
+            "what they say together; measure them again"
+        )
     rows = [one for one in rows if one not in absurd]
     judge_sizes(ledger, protocol, rows)
     fit, _ = _with_curves(protocol, rows, "held-out fit")

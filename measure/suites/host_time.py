@@ -169,7 +169,7 @@ def _on_gpus(case: HostCase, kind: str, devices: Sequence[Device]) -> dict[str, 
     return {
         "times_us": [1e6 * one for one in more.times_s],
         "single_us": [1e6 * one for one in single.times_s],
-        "update_us": 1e6 * statistics.median(single.updates_s + more.updates_s),
+        "update_us": 1e6 * statistics.median(single.updates_s + more.updates_s) or None,
         "forward_us": layer_us("forward"),
         "backward_us": layer_us("backward"),
         "parts": len(one_pass(model, several)),

@@ -43,7 +43,8 @@ def host_waits(
     once = fit.pass_us / (len(ways) * p.vpp) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
     late = late_us(ahead, p)
-    first = larger(-_least(ways[0], zero) - reduce(add, late), 0.0)
+    behind = larger(-_least(ways[0], zero), -ahead[0])
+    first = larger(behind - reduce(add, late), 0.0)
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 
 

@@ -242,7 +242,7 @@ class StepSimulator:
             found[stage] = min(watts, fit.cap_w or watts)
         mean = sum(found[stage] for stage in priced.alike) / self.p.pp
         kernels_us = self.p.microbatches * priced.work[busiest].kernels_us
-        kernels_us = kernels_us + priced.updates[busiest].kernels_us + priced.norm_us
+        kernels_us = kernels_us + priced.updates[busiest].alone.kernels_us + priced.norm_us
         working = np.clip(kernels_us / finish, 1e-3, 1.0)
         ready = np.clip(priced.host_us(busiest) / finish, 0.0, 1 - working)
         sending = 1 - working - ready

@@ -32,7 +32,8 @@ Array = NDArray[np.float64]
 
 # How much of a tensor's time the host takes behind the gradients' norm, where it has nothing ahead:
 # it reads the norm back tensor by tensor, clips, updates and copies (Megatron-Core, no Apex). By
-# events in steps of five models on one H100 0.5 to 0.7 (docs/visits.md, the fortieth visit).
+# events in steps of five models on one H100 0.5 to 0.7, of a `tensor_us` from differences of whole
+# nil steps (docs/visits.md, the fortieth visit).
 BEHIND_NORM = 0.6
 
 
