@@ -6,7 +6,9 @@
 the host's clock at the beginning and end of all layers' passes and of the update. Then, by default
 from `ahead.csv` beside this file: what layers take where their host is far ahead, beside what a
 calibration says of them, what they take in a step's first pass, whose host has nothing ahead, and
-what the update lasts longer than its kernels. docs/visits.md (the fortieth visit) has what came.
+what the update lasts longer than its kernels. The rows are of a probe that marked every layer, on
+an H100 and an H200; what `--measure` does was written after it and has run on no GPU.
+docs/visits.md (the fortieth visit) has what came.
 """
 
 import gc
@@ -74,8 +76,10 @@ def measured(rows: Sequence[TrainingConfig]) -> Iterator[Span]:
         raise UserError("--measure needs a GPU, and torch finds none here")
     if any(row.parallelism().gpus > 1 for row in rows):
         raise UserError("--measure runs configurations of one GPU, and the plan has one of several")
-    for row in rows[:1]:
-        os.environ.update(environment_of(row.parallelism()) | dict(os.environ))
+    if not rows:
+        raise UserError("--measure needs a plan with steps, and this one has none")
+    for name, value in environment_of(rows[0].parallelism()).items():
+        os.environ.setdefault(name, value)
     one = {"device_kind": "nvidia", "device": 0, "gpus": 1, "address": "127.0.0.1"}
     ranks = Ranks(one, 0, lambda port: port)
     for row in rows:
@@ -98,7 +102,7 @@ def measured(rows: Sequence[TrainingConfig]) -> Iterator[Span]:
             mark("begin")
             trainer.step(batches)
             cuda.synchronize()
-            for found in _spans(marks):
+            for found in spans_of(marks):
                 gpu = cuda.get_device_name(0)
                 yield Span(gpu=gpu, case_id=row.case_id, step=step, **found)
         gc.enable()
@@ -114,7 +118,8 @@ def _watch(trainer: Any, mark: Callable[[str], None]) -> None:
     def enter(_: Any, arguments: Any, named: Any) -> None:
         mark(FORWARD)
         hidden = named.get("hidden_states", arguments[0] if arguments else None)
-        hidden.register_hook(lambda _: mark("end"))
+        if hidden.requires_grad:  # not where layers are frozen
+            hidden.register_hook(lambda _: mark("end"))
 
     def leave(_: Any, __: Any, output: Any) -> None:
         mark("end")
@@ -133,7 +138,8 @@ def _watch(trainer: Any, mark: Callable[[str], None]) -> None:
     trainer.optimizer.step = update
 
 
-def _spans(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+def spans_of(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+    """What marks of one step say of its spans, without the step's own columns."""
     begin, *others = marks
     counts = dict.fromkeys((FORWARD, BACKWARD, UPDATE), 0)
     for one, end in pairwise(others):
@@ -202,7 +208,7 @@ def main(arguments: Sequence[str]) -> None:
     for span in measured(rows) if options.measure else ():
         spans.append(span)
         write_table(Path(options.measure), Span, spans)
-    spans = spans or read_table(options.file, Span)
+    spans = spans if options.measure else read_table(options.file, Span)
     lines = list(compared(spans, rows, options.calibration))
     if not lines:
         raise UserError(

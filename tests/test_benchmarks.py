@@ -167,7 +167,7 @@ def test_spans_of_a_step_say_how_far_its_host_is_ahead() -> None:
     moments += [("backward", 9.0, 12.0), ("end", 10.0, 20.0), ("update", 10.5, 20.5)]
     moments += [("end", 21.5, 22.0)]
     marks = [ahead.Mark(label, 1e3 * host, Event(at)) for label, host, at in moments]
-    forward, backward, update = ahead._spans(marks)
+    forward, backward, update = ahead.spans_of(marks)
     assert forward["span"] == "forward"
     assert (forward["device_us"], forward["host_us"]) == pytest.approx((3000.0, 2000.0))
     assert (forward["ahead_us"], forward["left_us"]) == pytest.approx((0.0, 1000.0))

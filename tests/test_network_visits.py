@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from calibrate.apart import groups
+from calibrate.apart import apart, groups
 from calibrate.evidence import Ledger
 from calibrate.network.visits import (
     SHAPED,
     SHAPED_CPU,
     SOCKETS,
     Visited,
-    offsets,
+    by_visit,
     with_visits,
 )
 from simulate.cost.costs import Costs
@@ -61,8 +61,10 @@ def spread_of(*factors: float) -> NetworkFit:
 
 def test_a_visit_is_beside_the_others_by_the_median_of_what_they_share() -> None:
     rows = timed(FIRST, 1.0) + timed(SECOND, 1.5, only=5) + timed(SECOND, 9.0)[8:]
-    assert list(offsets(rows).values()) == pytest.approx([-log(1.5) / 2, log(1.5) / 2], abs=1e-3)
-    assert offsets(timed(FIRST, 1.0) + timed(FIRST, 1.5)) == {}  # two runs of one visit
+    assert list(apart(by_visit(rows)).values()) == pytest.approx(
+        [-log(1.5) / 2, log(1.5) / 2], abs=1e-3
+    )
+    assert apart(by_visit(timed(FIRST, 1.0) + timed(FIRST, 1.5))) == {}  # two runs of one visit
 
 
 def test_visits_that_measured_other_things_are_told_apart_by_those_between_them() -> None:
@@ -74,11 +76,11 @@ def test_visits_that_measured_other_things_are_told_apart_by_those_between_them(
         row for at, factor in enumerate(known) for row in some((f"{at}",), factor, begin=10 * at)
     ]
     centre = np.mean(np.log(known))
-    found = offsets(rows)
+    found = apart(by_visit(rows))
     assert [found[(f"{at}",)] for at in range(6)] == pytest.approx(np.log(known) - centre, abs=1e-3)
-    assert offsets(rows[::-1]) == pytest.approx(found)
+    assert apart(by_visit(rows[::-1])) == pytest.approx(found)
     # two that nothing joins to these are beside each other only
-    alone = offsets([*rows, *some(("x",), 1.0, 1000), *some(("y",), 4.0, 1000)])
+    alone = apart(by_visit([*rows, *some(("x",), 1.0, 1000), *some(("y",), 4.0, 1000)]))
     assert alone[("y",)] == pytest.approx(log(4) / 2, abs=1e-3)
     assert alone[("5",)] == pytest.approx(found[("5",)], abs=1e-6)
 

@@ -13,7 +13,7 @@ from calibrate.host.issue import (
     beside_kernels,
     equations,
     host_sd,
-    on_mean_host,
+    on_middle_host,
 )
 from measure.suites import host_time
 from measure.training.plan import TrainingCase
@@ -113,8 +113,8 @@ def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
     own = {("a",): {"ring": 2.0, "pass": 9.0}, ("b",): {"ring": 4.0}, ("c",): {"ring": 90.0}}
     known = {("a",): 1.0, ("b",): 1.2}
-    assert on_mean_host(own, known) == {"ring": 3.0, "pass": 9.0}
-    assert on_mean_host({("c",): {"ring": 90.0}}, known) == {"ring": 90.0}
+    assert on_middle_host(own, known) == {"ring": 3.0, "pass": 9.0}
+    assert on_middle_host({("c",): {"ring": 90.0}}, known) == {"ring": 90.0}
 
 
 def test_steps_are_off_by_what_nil_steps_leave() -> None:
@@ -236,7 +236,7 @@ def test_an_impossible_host_row_is_refused(changed: dict[str, float], words: str
 def test_one_hosts_slow_moment_moves_no_other() -> None:
     """As on an H100 whose step with adapters took twice as long as the one beside it."""
     own = {(name,): {"adapter": us} for name, us in (("a", 66.0), ("b", 172.6), ("c", 725.4))}
-    assert on_mean_host(own, dict.fromkeys(own, 1.0)) == {"adapter": 172.6}
+    assert on_middle_host(own, dict.fromkeys(own, 1.0)) == {"adapter": 172.6}
 
 
 def test_an_update_of_no_time_tells_nothing() -> None:

@@ -101,7 +101,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
     own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
-    shown = on_mean_host(own, slower)
+    shown = on_middle_host(own, slower)
     found = {}
     for name, calls in CALLS.items():
         spread = STEP_SD if name == "step" else sd if name in shown else UNSEEN_SD
@@ -156,7 +156,7 @@ def beside_issue(
     found = []
     for visit in (one for one in seen if one in slower):
         apart = [one for one in own if one in slower and not set(one) & set(visit)]
-        others = on_mean_host({one: own[one] for one in apart}, slower)
+        others = on_middle_host({one: own[one] for one in apart}, slower)
         passes = [
             one
             for one in seen[visit]
@@ -168,7 +168,7 @@ def beside_issue(
     return found
 
 
-def on_mean_host(
+def on_middle_host(
     own: Mapping[tuple[str, ...], Mapping[str, float]], slower: Mapping[tuple[str, ...], float]
 ) -> dict[str, float]:
     """Middle time of each of CALLS, us, over hosts by their devices: some had a slow moment.

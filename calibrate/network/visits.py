@@ -65,14 +65,6 @@ SHAPED = Assumed(
 )
 
 
-def offsets(rows: Sequence[Visited]) -> dict[tuple[str, ...], float]:
-    """By a visit's devices, how far (log) its times lie from the mean visit's, see `apart`.
-
-    By what others measured too, as not all measured the same.
-    """
-    return apart(by_visit(rows))
-
-
 def by_visit(rows: Sequence[Visited]) -> list[dict[tuple[str, ...], float]]:
     """Of each thing measured, the logarithm of each visit's time, by the visit's devices.
 
@@ -133,7 +125,8 @@ def with_visits(
     """A measured network with what it may be on another visit, and on another run of this one."""
     if not assumed.visits:
         return fit
-    persistent, parts = list(offsets(rows).values()), groups(by_visit(rows))
+    timed = by_visit(rows)
+    persistent, parts = list(apart(timed).values()), groups(timed)
     visits = max(len(persistent), 1)
     squares = float(np.sum(np.square(persistent)))
     sd, free = pooled_sd(persistent, assumed.visit_sd, assumed.visits, parts)
