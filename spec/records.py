@@ -107,11 +107,15 @@ class QueuedRow(OneKernelRow):
     alone_us: Positive = Field(description="median duration in a burst, operands in memory")
     alone_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     queued_us: Positive = Field(
-        description="median of what it adds to a queue of copies into its input, each behind one"
+        description="median in a queue, behind a copy into its input, to the next copy's begin"
     )
-    queued_p10_us: FiniteFloat = Field(description="10th percentile of batches")
-    queued_p90_us: FiniteFloat = Field(description="90th percentile of batches")
+    queued_p10_us: FiniteFloat = Field(description="10th percentile of calls")
+    queued_p90_us: FiniteFloat = Field(description="90th percentile of calls")
     queued_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
+    kernels: PositiveInt | None = Field(
+        default=None,
+        description="device kernels of a call; none in rows that took copies off, which are not read",
+    )
     fed_bytes: PositiveInt = Field(description="size of the input copied into")
     operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")
 
