@@ -49,6 +49,7 @@ def teaches_like(case: Any) -> Hashable:
 def by_worth(cases: Sequence[Any]) -> list[Any]:
     """Cases by what they teach per second: the n-th of its like counts 1/n of the first.
 
+    Kernels of the steps that a plan names come before all others: it is these that are asked about.
     Which of its like is the n-th is drawn by a hash of the id, so that sizes mix, and that two runs
     with the same budget begin with the same cases.
     """
@@ -61,7 +62,8 @@ def by_worth(cases: Sequence[Any]) -> list[Any]:
     for case in sorted(cases, key=draw):
         count[teaches_like(case)] += 1
         cost[case.case_id] = count[teaches_like(case)] * float(case.seconds)
-    return sorted(cases, key=lambda case: (cost[case.case_id], draw(case)))
+    planned = {case.case_id for case in cases if isinstance(case, KernelCase) and case.planned}
+    return sorted(cases, key=lambda one: (one.case_id not in planned, cost[one.case_id], draw(one)))
 
 
 def order(suite: str, cases: Sequence[Any]) -> list[Any]:

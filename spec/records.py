@@ -114,7 +114,7 @@ class QueuedRow(OneKernelRow):
     queued_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     kernels: PositiveInt | None = Field(
         default=None,
-        description="device kernels of a call; none in rows that took copies off, which are not read",
+        description="device kernels of a call; none where copies were taken off, not read",
     )
     fed_bytes: PositiveInt = Field(description="size of the input copied into")
     operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")

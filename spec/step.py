@@ -28,8 +28,10 @@ from spec.step_parts import (
     Part,
     Segment,
     Shapes,
+    added,
     by_autograd,
     copied,
+    norm,
     pair,
     reordered,
     shapes,
@@ -44,10 +46,11 @@ def _biased(both: tuple[Part, Part], model: ModelSpec, dims: tuple[int, int]) ->
     if not model.linear_bias:
         return both
     forward, backward = both
-    added, summed = pair("bias", "bias", dims)
+    bias, summed = pair("bias", "bias", dims)
     if not model.lora_rank:
-        backward = replace(backward, kernels=(*backward.kernels, *summed.kernels))
-    return replace(forward, kernels=(*forward.kernels, *added.kernels)), backward
+        kernels = (*backward.kernels, *summed.kernels, added(dims[1]))
+        backward = replace(backward, kernels=kernels)
+    return replace(forward, kernels=(*forward.kernels, *bias.kernels)), backward
 
 
 def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
@@ -92,12 +95,12 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     `full`, the attention core under `selective`. Under zero 3 see `spec.step_sharded`.
     """
     s = shapes(model, p)
-    norm = pair("norm", model.norm, (s.local_tokens, model.hidden))
+    before = norm(model, s.local_tokens)
     residual = pair("residual", "residual", (s.local_tokens, model.hidden))
     residual = _biased(residual, model, (s.local_tokens, model.hidden))  # proj's and fc2's
     attention = _attention(model, p, s)
     mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
-    pairs = [norm, *attention, residual, norm, *mlp, residual]
+    pairs = [before, *attention, residual, before, *mlp, residual]
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute != "none":

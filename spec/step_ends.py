@@ -9,7 +9,18 @@ from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_linear import column
-from spec.step_parts import Part, Segment, Shapes, by_autograd, copied, pair, reordered, shapes
+from spec.step_parts import (
+    Part,
+    Segment,
+    Shapes,
+    added,
+    by_autograd,
+    copied,
+    norm,
+    pair,
+    reordered,
+    shapes,
+)
 from spec.step_sharded import of_shards
 
 
@@ -20,9 +31,9 @@ def embedding(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     learned = model.position == "learned"
     if learned:
         positions = (s.tokens, model.hidden, model.seq_len)
-        table = Kernel("grad_accumulate", "forward", (model.seq_len * model.hidden,))
-        added = copied(6 * s.tokens * model.hidden)
-        forward += (Kernel("embedding", "forward", positions), added)
+        both = copied(6 * s.tokens * model.hidden)
+        forward += (Kernel("embedding", "forward", positions), both)
+        table = added(model.seq_len * model.hidden)
         backward += (Kernel("embedding", "backward", positions), table)
     if p.microbatch > 1:  # from one sequence after another to one position after another
         by_position = reordered(s.tokens, model.hidden, model.head_dim)
@@ -55,7 +66,7 @@ def _words(
         op, dims = "vocab_parallel_embedding", (*dims, p.tp)
     # the gradient is dense: the whole table is added to the accumulated one, or, where it is the
     # output layer's too, to that one's bf16 gradient
-    grad = Kernel("grad_accumulate", "forward", (vocab * model.hidden,))
+    grad = added(vocab * model.hidden)
     if model.tied_embeddings and p.pp == 1:
         grad = copied(6 * vocab * model.hidden)
     return (Kernel(op, "forward", dims),), (Kernel(op, "backward", dims), grad)
@@ -65,13 +76,12 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     """Final norm, output projection and vocabulary-parallel cross-entropy of the last stage."""
     s = shapes(model, p)
     vocab = max(model.vocab // p.tp, 1)
-    norm = pair("norm", model.norm, (s.local_tokens, model.hidden))
     logits = column("logits", s.tokens, vocab, model.hidden, model, p, layers=False)
     loss = pair("cross_entropy", "cross_entropy", (s.tokens, vocab))
     if p.tp > 1:  # maximum, predicted logit and denominator of each token, fp32
         sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
         loss = (Part("cross_entropy", loss[0].kernels, exposed=sums), loss[1])
-    pairs = (norm, logits, loss)
+    pairs = (norm(model, s.local_tokens), logits, loss)
     forward, backward = tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
     return of_shards(p, end_parameters(model, p)[1], forward, by_autograd(backward))
 

@@ -4,7 +4,7 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, copied, shapes
+from spec.step_parts import Part, added, copied, shapes
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
 
@@ -112,6 +112,6 @@ def _kernels(
         Kernel(activation, "backward", act),
         Kernel("grouped_gemm", "dgrad", first, dtype),
         Kernel("grouped_gemm", "wgrad", first, dtype),
-        Kernel("grad_accumulate", "forward", (experts * model.hidden * (up + ffn),)),
+        added(experts * model.hidden * (up + ffn)),
     )
     return forward, backward

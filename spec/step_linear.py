@@ -13,7 +13,7 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, copied
+from spec.step_parts import Part, added, copied
 
 FP8_PRODUCTS = ("gemm", "grouped_gemm")
 
@@ -35,7 +35,7 @@ def _products(
     if frozen:
         return forward, backward
     wgrad = Kernel("gemm", "wgrad", (m, n, k), dtype)
-    return forward, (*backward, wgrad, Kernel("grad_accumulate", "forward", (n * k,)))
+    return forward, (*backward, wgrad, added(n * k))
 
 
 def column(

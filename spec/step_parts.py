@@ -78,6 +78,20 @@ def pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
     return Part(name, (forward,)), Part(name, (backward,))
 
 
+def norm(model: ModelSpec, rows: int) -> tuple[Part, Part]:
+    """Forward and backward part of a norm; what its vectors' gradients are added to is kept."""
+    forward, backward = pair("norm", model.norm, (rows, model.hidden))
+    if model.lora_rank:  # frozen
+        return forward, backward
+    vectors = (added(model.hidden),) * (2 if model.norm == "layernorm" else 1)
+    return forward, replace(backward, kernels=(*backward.kernels, *vectors))
+
+
+def added(elements: int) -> Kernel:
+    """A parameter's gradient in bf16 added to the one in fp32 that stays; there is one for each."""
+    return Kernel("grad_accumulate", "forward", (elements,))
+
+
 def copied(nbytes: int) -> Kernel:
     """A copy that moves `nbytes`, read and written bytes counted together."""
     return Kernel("copy", "forward", (max(nbytes // 4, 1),))

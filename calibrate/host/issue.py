@@ -58,7 +58,7 @@ WHAT = {
     "bucket": "sending a bucket of gradients or parameters beside a pass",
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
-    "step": "zeroed gradients, their norm and scalars of a step",
+    "step": "the norm's scalars and what else an update has once, zeroed gradients among it",
 }
 # What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
 # and would count for more than all others.
@@ -276,7 +276,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     ends = (*embedding(model, p), *head(model, p))
     yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
     if row.update_us and row.update_us > LEAST_UPDATE * row.single_us:
-        yield equation(row.update_us, row.update_us, tensor=tensors)
+        yield equation(row.update_us, row.update_us, step=1.0, tensor=tensors)
     yield rest()
 
 

@@ -52,6 +52,7 @@ class KernelCase:
     device: int | None = None
     prefer: int | None = None  # where to run it, without that being part of what it is
     seconds: float = 0.5  # estimate, set-up included
+    planned: bool = False  # a step of the plan given runs it
 
     @property
     def case_id(self) -> str:
@@ -206,8 +207,8 @@ def kernel_cases(
     if not plan.tp and not plan.microbatch and not (quick and gpu):
         more = model_kernels(named, degrees, lengths, defaults.more_microbatches)
         wanted.update(dict.fromkeys(more))
-    for model, split in () if asked else steps:
-        wanted.update(dict.fromkeys(ordered(model, split)))
+    of_steps = {kernel: None for one in (() if asked else steps) for kernel in ordered(*one)}
+    wanted.update(of_steps)
     wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
     if gpu and not quick and not asked:
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
@@ -223,8 +224,9 @@ def kernel_cases(
     long = 2.3 if gpu else 0.6
     cases = []
     for kernel in wanted:
-        where = place.get(kernel)
-        cases.append(KernelCase(kernel, prefer=where, seconds=_seconds(kernel, gpu)))
+        where, planned = place.get(kernel), bool(plan.training) and kernel in of_steps
+        seconds = _seconds(kernel, gpu)
+        cases.append(KernelCase(kernel, prefer=where, seconds=seconds, planned=planned))
         if kernel in place:
             cases.append(KernelCase(kernel, "sustained", prefer=where, seconds=long))
     for device in range(devices):  # last, when all devices are warm

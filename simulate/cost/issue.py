@@ -4,7 +4,7 @@ The host is ahead as long as nothing makes it wait for the device; that a queue 
 thousand launches is left out. What makes it wait: an exchange between pipeline stages, which
 Megatron-Core synchronises after unless stages are interleaved (`batch_p2p_sync`,
 `overlap_p2p_comm`), a part that `waits`, and the gradient norm at the end of a step, behind which
-it issues most of the update (`simulate.step.updates`).
+it issues the update (`simulate.step.updates`).
 
 Once a step the host has more to issue: each bucket of parameters gathered beside the first forward
 pass, each bucket of gradients reduced beside the last backward pass.
@@ -84,17 +84,6 @@ def bucket_waits(
         return larger(larger(sent_first - least, sent_first + sent_last - every), 0.0)
 
     return waited(gather, reduction) - waited(costs.draws.zero, costs.draws.zero)
-
-
-def norm_waits(early: Array, last: Array, whole: Array, first: Array, p: Parallelism) -> Array:
-    """What the gradients' norm waits for its host at the end of a step, us, (draws,).
-
-    early: what the host has to issue between the last pass and the norm. last, whole: how far it
-    gets ahead in the last pass and in all of a microbatch; first: what a step's first pass waits
-    more than others do, which leaves the host as far ahead.
-    """
-    kept = last if caught_up(p) else first + p.microbatches * larger(whole, 0.0)
-    return larger(early - larger(kept, 0.0), 0.0)
 
 
 def caught_up(p: Parallelism) -> bool:

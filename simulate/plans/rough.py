@@ -21,14 +21,14 @@ from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.step.passes import Pieces, chunks
 from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.sharding import waits
-from simulate.step.updates import BEHIND_NORM
+from simulate.step.updates import waits_us
 from spec.buckets import Bucket, gradient_buckets
 from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import by_chunk, copied_alone, layer, optimizer, shard_kernels, trained_tensors
+from spec.step import by_chunk, copied_alone, layer, optimizer, shard_kernels
 from spec.step_ends import embedding, head
 from spec.step_parts import shapes
 
@@ -208,12 +208,11 @@ class Rough:
                     [self._sent_us(p, chunk) for chunk in by_chunk(one, self.model, p, stage)]
                     for one in sent
                 )
-                kernels_us = sum(central(costs.kernel_us(kernel)) for kernel in kernels)
-                host = self.calibration.host
-                issued_us = host.tensor_us * trained_tensors(self.model, p, stage) * host.slower
-                kernels_us += BEHIND_NORM * issued_us
+                kernels_us, _ = costs.kernels(kernels)
+                late_us = waits_us(self.model, p, costs, stage, kernels_us)
+                updated_us = central(kernels_us + late_us)
                 buckets = gradient_buckets(self.model, p, stage)
-                found.append(Update(reduction, gather, kernels_us, buckets))
+                found.append(Update(reduction, gather, updated_us, buckets))
             self._updates[key] = found
         return self._updates[key]
 

@@ -152,7 +152,7 @@ def load(priced: PricedStep, stage: int) -> Load:
     times = priced.parallelism.microbatches
     sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
     late_w = costs.calibration.clock.late_w(priced.parallelism)
-    hosts_after = central(priced.once_us + priced.updates[stage].host_us) * late_w
+    hosts_after = central(priced.once_us + priced.updates[stage].alone.host_us) * late_w
     after_us = central(priced.updates[stage].after_us + priced.once_us)
     after = update.energy.memory + update.sent_w_us + hosts_after
     kernels_us = mine.total_us - sum(mine.exposed_us.values()) - mine.host_us

@@ -70,7 +70,7 @@ class PricedStep:
         """
         p = self.parallelism
         passes = (p.microbatches + (p.pp - 1) / p.vpp) * self.work[stage].waits_us
-        return np.atleast_1d(passes + self.once_us + self.updates[stage].host_us)
+        return np.atleast_1d(passes + self.once_us + self.updates[stage].alone.host_us)
 
     @property
     def transfers_us(self) -> tuple[Array, ...]:

@@ -1,16 +1,13 @@
 """What a pipeline stage does once a step, after its last backward pass, and its price."""
 
 from collections.abc import Collection, Sequence
-from functools import reduce
-from operator import add
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.cost.costs import Costs
-from simulate.cost.issue import norm_waits
-from simulate.cost.uncertainty import central
+from simulate.cost.uncertainty import central, larger
 from simulate.cost.works import Energy
 from simulate.step.overlap import Chunk, by_axis, waited_us
 from simulate.step.passes import Sent, StageWork
@@ -30,11 +27,23 @@ from spec.step import (
 
 Array = NDArray[np.float64]
 
-# How much of a tensor's time the host takes behind the gradients' norm, where it has nothing ahead:
-# it reads the norm back tensor by tensor, clips, updates and copies (Megatron-Core, no Apex). By
-# events in steps of five models on one H100 0.5 to 0.7, of a `tensor_us` from differences of whole
-# nil steps (docs/visits.md, the fortieth visit).
-BEHIND_NORM = 0.6
+# Of the host time of an update's tensors, what adds to kernels however long these take: the host
+# reads the gradients' norm back tensor by tensor and issues the rest with nothing ahead
+# (Megatron-Core, no Apex). By events in steps of ten models on two H100 and an H200, each beside
+# nil steps' updates: 18 to 38 us a tensor where nil steps take 75 to 95 (`benchmarks.ahead`).
+READ_BACK = 0.3
+
+
+def waits_us(
+    model: ModelSpec, p: Parallelism, costs: Costs, stage: int, kernels_us: Array
+) -> Array:
+    """What a stage's update, whose kernels last so long, waits for its host, us, (draws,)."""
+    host = costs.calibration.host
+    tensors = trained_tensors(model, p, stage)
+    tensors_us = costs.draws.zero + host.tensor_us * tensors * costs.host_spread()
+    if host.serial:
+        return tensors_us
+    return larger(tensors_us - kernels_us, READ_BACK * tensors_us)
 
 
 class Sends(NamedTuple):
@@ -57,8 +66,7 @@ class Alone(NamedTuple):
 
     kernels: tuple[Kernel, ...]
     kernels_us: Array
-    host_us: Array  # what they wait behind the gradients' norm to be issued
-    early_us: Array  # what has to be issued before it
+    host_us: Array  # what they wait for their host
     energy: Energy  # of the kernels
     reduction: Sends  # passes may hide it, as the gather
     gather: Sends
@@ -77,17 +85,11 @@ class UpdateCost(NamedTuple):
     alone: Alone
     reduced_us: Array  # the exposed part of the chunks' reductions
     gather_us: Array  # and of their gathers
-    norm_us: Array  # what the gradients' norm waits for its host
-
-    @property
-    def host_us(self) -> Array:
-        """What the update waits for its host."""
-        return self.alone.host_us + self.norm_us
 
     @property
     def kernels_us(self) -> Array:
         """Of the optimizer's kernels, with what they wait for their host."""
-        return self.alone.kernels_us + self.host_us
+        return self.alone.kernels_us + self.alone.host_us
 
     @property
     def shared_us(self) -> Array:
@@ -134,13 +136,10 @@ def _alone(model: ModelSpec, p: Parallelism, costs: Costs, stage: int) -> Alone:
         kernels += copied_alone(model, p, stage)
     reduction, gather = (_sends(by_chunk(one, model, p, stage), costs) for one in sent)
     kernels_us, energy = costs.kernels(kernels)
-    tensors = trained_tensors(model, p, stage)
-    issued_us = costs.draws.zero + costs.calibration.host.tensor_us * tensors * costs.host_spread()
     return Alone(
         kernels,
         kernels_us,
-        BEHIND_NORM * issued_us,
-        (1 - BEHIND_NORM) * issued_us,
+        waits_us(model, p, costs, stage, kernels_us),
         energy,
         reduction,
         gather,
@@ -159,12 +158,10 @@ def update(one: Alone, p: Parallelism, costs: Costs, work: StageWork) -> UpdateC
         ]
         return waited_us(chunks, p, one.buckets, costs, way)
 
-    whole = reduce(add, (one.ahead for chunk in work.passes for one in chunk))
     return UpdateCost(
         one,
         reduced_us=waited(one.reduction, BACKWARD),
         gather_us=waited(one.gather, FORWARD),
-        norm_us=norm_waits(one.early_us, work.passes[0][-1].ahead, whole, work.first_us, p),
     )
 
 
