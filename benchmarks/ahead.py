@@ -31,7 +31,7 @@ from spec.calibration import read_calibration
 from spec.errors import UserError
 from spec.files import read_table, write_table
 from spec.fitted import Finite, Positive
-from spec.step import trained_tensors
+from spec.step import updated_tensors
 from spec.training_records import TrainingConfig
 from topologies import load_fabric
 
@@ -184,7 +184,7 @@ def compared(
         updates = [one.device_us for one in mine if one.span == UPDATE]
         if updates:
             beside_us = median(updates) - central(priced.updates[0].alone.kernels_us)
-            each_us = beside_us / trained_tensors(model, p, 0)
+            each_us = beside_us / updated_tensors(model, p, 0)
             words.append(
                 f"update {median(updates) / 1e3:.1f} ms, {each_us:.0f} us a tensor beside kernels"
             )

@@ -80,7 +80,7 @@ class KernelRow(OfKernel, Repeated):
         return self.state == "burst" and self.median_us > DISTURBED * self.p10_us
 
     @property
-    def read_back(self) -> bool:
+    def superseded(self) -> bool:
         """Whether its host waited for every call, as for gradient norms until the 36th visit."""
         return self.op == "grad_norm" and self.implementation == "torch/eager"
 
@@ -114,10 +114,15 @@ class QueuedRow(OneKernelRow):
     queued_mhz: ClockMhz | None = Field(default=None, description="median SM clock meanwhile")
     kernels: PositiveInt | None = Field(
         default=None,
-        description="device kernels of a call; none where copies were taken off, not read",
+        description="device kernels of a call; none in rows of before the 41st visit",
     )
     fed_bytes: PositiveInt = Field(description="size of the input copied into")
     operand_sets: PositiveInt = Field(description="sets of operands that repeats took in turn")
+
+    @property
+    def superseded(self) -> bool:
+        """Whether it is what calls add to copies, as until the 41st visit."""
+        return self.kernels is None
 
 
 MOST_TP = 8  # heads of the nil model, see `spec.nil`; no more ranks share its sequence, either

@@ -27,12 +27,12 @@ class ResultSet:
     def table(self, row: type[R]) -> list[R]:
         """The rows of one table (empty where the run has none), with no duplicate case.
 
-        A GPU's kernels without those that its host waited for (`KernelRow.read_back`).
+        A GPU's without those that were measured in a way since found wrong (`Row.superseded`).
         """
         rows = self._all(row)
-        if row is not KernelRow or self.manifest.hosts[0].devices[0].kind == "cpu":
+        if self.manifest.hosts[0].devices[0].kind == "cpu":
             return rows
-        return [one for one in rows if not (isinstance(one, KernelRow) and one.read_back)]
+        return [one for one in rows if not one.superseded]
 
     def cases(self, row: type[Row]) -> set[str]:
         """Every case that one table has a row of, those that `table` leaves out among them."""

@@ -17,7 +17,7 @@ from simulate.step.updates import BEHIND_NORM
 from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.parallelism import Parallelism, Recompute
-from spec.step import layer, trained_tensors
+from spec.step import layer, updated_tensors
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node
 
@@ -373,7 +373,7 @@ def test_behind_the_norm_a_host_issues_with_nothing_ahead(calibration: Calibrati
         nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
         return StepSimulator(model, p, *nodes, used, draws=0).run().breakdown_s["optimizer"]
 
-    tensors = trained_tensors(model, p, 0)
+    tensors = updated_tensors(model, p, 0)
     more_s = updated_s(10.0) - updated_s(0.0)
     assert more_s == pytest.approx(BEHIND_NORM * 10e-6 * tensors)
     assert 0 < more_s < 0.1 * updated_s(0.0)

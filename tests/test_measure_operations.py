@@ -36,8 +36,8 @@ def test_a_norm_of_several_tensors_is_that_of_all_and_is_not_read_back(
     assert isinstance(found, torch.Tensor)
     assert float(found) == pytest.approx((16 * 9 + 9 * 16) ** 0.5)
     row = {"op": "grad_norm", "implementation": implementation}
-    assert not KernelRow.model_construct(**row).read_back
-    assert KernelRow.model_construct(**row | {"implementation": "torch/eager"}).read_back
+    assert not KernelRow.model_construct(**row).superseded
+    assert KernelRow.model_construct(**row | {"implementation": "torch/eager"}).superseded
 
 
 def test_products_have_the_shapes_of_their_direction() -> None:

@@ -23,7 +23,7 @@ from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
-from spec.step import layer, trained_tensors
+from spec.step import layer, updated_tensors
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment
 
@@ -264,7 +264,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
 
     forward_us, backward_us = row.forward_us or 0.0, row.backward_us or 0.0
     microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
-    tensors = float(trained_tensors(model, p, 0))
+    tensors = updated_tensors(model, p, 0)
     rest = partial(equation, row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
         yield rest(bucket=2.0 * tensors)
@@ -276,6 +276,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     ends = (*embedding(model, p), *head(model, p))
     yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
     if row.update_us and row.update_us > LEAST_UPDATE * row.single_us:
+        # nearly all that a step has once, by the update itself
         yield equation(row.update_us, row.update_us, step=1.0, tensor=tensors)
     yield rest()
 

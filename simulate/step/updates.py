@@ -22,7 +22,7 @@ from spec.step import (
     copied_alone,
     optimizer,
     shared_gradients,
-    trained_tensors,
+    updated_tensors,
 )
 
 Array = NDArray[np.float64]
@@ -39,7 +39,7 @@ def waits_us(
 ) -> Array:
     """What a stage's update, whose kernels last so long, waits for its host, us, (draws,)."""
     host = costs.calibration.host
-    tensors = trained_tensors(model, p, stage)
+    tensors = updated_tensors(model, p, stage)
     tensors_us = costs.draws.zero + host.tensor_us * tensors * costs.host_spread()
     if host.serial:
         return tensors_us
