@@ -6,9 +6,9 @@
 the host's clock at the beginning and end of all layers' passes and of the update. Then, by default
 from `ahead.csv` beside this file: what layers take where their host is far ahead, beside what a
 calibration says of them, what they take in a step's first pass, whose host has nothing ahead, and
-what the update lasts longer than its kernels. The rows are of a probe that marked every layer, on
-an H100 and an H200; what `--measure` does was written after it and has run on no GPU.
-docs/visits.md (the fortieth visit) has what came.
+what the update lasts longer than its kernels. The rows are of an H100, by `--measure`, and of an
+H200, by a probe before it that marked every layer. docs/visits.md (the fortieth and the
+forty-first visit) has what came.
 """
 
 import gc

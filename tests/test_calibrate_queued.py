@@ -37,6 +37,7 @@ def beside(elements: int, lag_us: float, alone_us: float = 0.0) -> QueuedRow:
             "queued_us": alone_us - lag_us,
             "queued_p10_us": 1.0,
             "queued_p90_us": 99.0,
+            "kernels": 1,
             "fed_bytes": 2 * elements,
             "operand_sets": 3,
         }

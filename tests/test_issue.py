@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from simulate.cost.costs import Costs
-from simulate.cost.issue import bucket_waits, host_waits, late_us, norm_waits, repeated_us
+from simulate.cost.issue import bucket_waits, host_waits, late_us, repeated_us
 from simulate.cost.segment_cost import Cost
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Energy
 from simulate.series.step import FACTORS, Shifts
 from simulate.step.estimate import POWER_SD, StepEstimate, StepSimulator
-from simulate.step.updates import BEHIND_NORM
+from simulate.step.updates import READ_BACK
 from spec.calibration import Calibration, HostFit
-from spec.model import load_model
+from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, Recompute
 from spec.step import layer, updated_tensors
 from tests.made_up import write_calibration
@@ -346,34 +346,49 @@ def test_in_the_first_pass_a_host_has_nothing_ahead(
     assert more == pytest.approx(first)
 
 
+def updated_s(calibration: Calibration, model: ModelSpec, tensor_us: float) -> float:
+    used = calibration.model_copy(update={"host": _host(tensor_us=tensor_us)})
+    nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
+    step = StepSimulator(model, Parallelism(global_batch=8), *nodes, used, draws=0).run()
+    return step.breakdown_s["optimizer"]
+
+
+def test_behind_the_norm_a_host_reads_back_with_nothing_ahead(calibration: Calibration) -> None:
+    """However long the update's kernels take."""
+    model = load_model("llama3-8b").resized(layers=2)
+    tensors = updated_tensors(model, Parallelism(global_batch=8), 0)
+    alone_s = updated_s(calibration, model, 0.0)
+    more_s = updated_s(calibration, model, 10.0) - alone_s
+    assert more_s == pytest.approx(READ_BACK * 10e-6 * tensors)
+    assert 0 < more_s < 0.1 * alone_s
+
+
+def test_an_update_lasts_as_long_as_its_host_where_that_is_longer(calibration: Calibration) -> None:
+    model = load_model("gpt2-medium")
+    tensors = updated_tensors(model, Parallelism(global_batch=8), 0)
+    assert updated_s(calibration, model, 1000.0) == pytest.approx(1e-3 * tensors)
+
+
 @pytest.mark.parametrize(
-    ("pp", "last", "whole", "first", "waited"),
+    ("layers", "p", "tensors"),
     [
-        (1, 5.0, 1.0, 0.0, 6.0),  # 4 us ahead after four microbatches
-        (1, 5.0, 4.0, 0.0, 0.0),
-        (1, 5.0, -2.0, 3.0, 7.0),  # behind in each: ahead by what the first pass waited more
-        (2, 5.0, 4.0, 0.0, 5.0),  # stages exchange: ahead by the last pass alone
-        (2, -5.0, 4.0, 0.0, 10.0),
+        (3, Parallelism(), 12 * 3 + 2 + 2),  # tables of words and places, the final norm's two
+        (3, Parallelism(dp=4, global_batch=4), 40 / 4),  # a replica's part of the buffer
+        (3, Parallelism(dp=2, cp=2, global_batch=2), 40 / 4),
+        (3, Parallelism(dp=4, zero=0, global_batch=4), 40),
+        (3, Parallelism(dp=4, zero=3, global_batch=4), 40),  # a part of each
+        (4, Parallelism(pp=2, dp=2, global_batch=4), (12 * 2 + 2) / 2),  # the first stage's
     ],
 )
-def test_norms_are_issued_while_the_device_is_behind(
-    pp: int, last: float, whole: float, first: float, waited: float
+def test_replicas_share_the_tensors_that_are_updated(
+    layers: int, p: Parallelism, tensors: float
 ) -> None:
-    p = Parallelism(pp=pp, global_batch=4)
-    early, *known = map(np.atleast_1d, (10.0, last, whole, first))
-    assert norm_waits(early, *known, p)[0] == pytest.approx(waited)
+    model = load_model("gpt2-medium").resized(layers=layers)
+    assert updated_tensors(model, p, 0) == tensors
 
 
-def test_behind_the_norm_a_host_issues_with_nothing_ahead(calibration: Calibration) -> None:
-    """However long the update's kernels take."""
-    model, p = load_model("llama3-8b").resized(layers=2), Parallelism(global_batch=8)
-
-    def updated_s(tensor_us: float) -> float:
-        used = calibration.model_copy(update={"host": _host(tensor_us=tensor_us)})
-        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
-        return StepSimulator(model, p, *nodes, used, draws=0).run().breakdown_s["optimizer"]
-
-    tensors = updated_tensors(model, p, 0)
-    more_s = updated_s(10.0) - updated_s(0.0)
-    assert more_s == pytest.approx(BEHIND_NORM * 10e-6 * tensors)
-    assert 0 < more_s < 0.1 * updated_s(0.0)
+def test_experts_are_updated_by_those_who_hold_them_alike() -> None:
+    model = load_model("mixtral-8x7b").resized(layers=2)
+    p = Parallelism(dp=4, ep=2, global_batch=4)
+    dense, experts = 2 * (3 + 2) + 1 + 2, 2 * (2 * 8 // 2)
+    assert updated_tensors(model, p, 0) == dense / 4 + experts / 2

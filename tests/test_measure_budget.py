@@ -11,6 +11,10 @@ from measure.budget import affordable, by_worth, estimate_s, share_s, teaches_li
 from measure.plans.cases import collective_cases, kernel_cases
 from measure.plans.file import PlanFile
 from measure.wanted import Options, planned
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.step import kernels_of
+from spec.training_records import TrainingConfig
 
 
 @functools.cache
@@ -32,6 +36,18 @@ def test_every_kind_comes_before_any_kind_s_many() -> None:
         short.append(case)
     assert {teaches_like(one) for one in short} == {teaches_like(one) for one in cases}
     assert by_worth(cases[::-1]) == ordered
+
+
+def test_kernels_of_the_steps_asked_about_come_first() -> None:
+    split = Parallelism(microbatch=2, global_batch=4)
+    config = TrainingConfig.of("asked", load_model("smollm2-360m"), split)
+    options = Options(("kernels",), (), False, PlanFile(training=[config]))
+    cases = planned(options, "nvidia", 1)["kernels"]
+    asked = {one.case_id for one in cases if one.planned}
+    kernels = kernels_of(config.model_spec(), config.parallelism())
+    assert {one.kernel for one in cases if one.planned} == kernels
+    assert {one.case_id for one in by_worth(cases)[: len(asked)]} == asked
+    assert not any(one.planned for one in gpu_cases()["kernels"])  # of the default steps
 
 
 def test_sizes_mix() -> None:

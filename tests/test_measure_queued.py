@@ -1,7 +1,9 @@
-"""The queued suite: what a kernel adds to copies that feed it, and its table."""
+"""The queued suite: what a kernel takes behind the copy that feeds it, and its table."""
 
+import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from measure.run import main
 from measure.suites import queued
 from measure.timed.operations import Maker
 from measure.timed.products import Refused
-from measure.timed.timing import CpuTimer
+from measure.timed.timing import CpuTimer, Span
 from spec.command import run
 from spec.errors import UserError
 from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
@@ -24,6 +26,7 @@ from spec.records import QueuedRow
 from spec.results import find_result_sets, read_result_set
 from tests.synthetic import with_cell
 
+RESULTS = Path(__file__).parent.parent / "results"
 SMALL = {
     "gemm": (24, 16, 32),
     "fused_grouped_gemm": (2, 32, 16, 16),
@@ -93,29 +96,69 @@ def test_look_ups_have_no_input_that_a_copy_could_feed() -> None:
         queued.measure(case, CpuTimer(FakeDevice(0)), 0)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr("measure.timed.timing.time.perf_counter", lambda: now[0])
-    return now
+class OnPaper(CpuTimer):
+    """A timer whose timeline is of what calls say they run: (name, us), a pause of 1 us behind."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeDevice(0))
+        self.ran: list[tuple[str, float]] = []
+
+    def timeline(self, call: Callable[[], Any]) -> list[Span]:
+        """What was run meanwhile."""
+        self.ran.clear()
+        call()
+        found, now_us = [], 0.0
+        for name, us in self.ran:
+            found.append(Span(name, now_us, now_us + us))
+            now_us += us + 1.0
+        return found
 
 
-def test_copies_are_taken_off(clock: list[float]) -> None:
-    """Copies of 5 us, calls of 12 us: sets of operands take turns, each fed before its call."""
-    ran: list[tuple[str, int]] = []
+def test_a_call_lasts_from_its_first_kernel_to_the_copy_behind_it() -> None:
+    """Two kernels of 12 and 3 us and the pauses behind them; sets of operands take turns."""
+    timer, order = OnPaper(), []
 
-    def spend(name: str, number: int, us: float) -> None:
-        ran.append((name, number))
-        clock[0] += 1e-6 * us
+    def call(number: int) -> None:
+        order.append(("call", number))
+        timer.ran += [("product", 12.0), ("sum", 3.0)]
 
-    calls = [lambda number=number: spend("call", number, 12.0) for number in range(3)]
-    timer = CpuTimer(FakeDevice(0))
-    times, mhz = queued.behind(calls, lambda n: spend("feed", n % 3, 5.0), timer, 7, None)
-    assert times == pytest.approx([12.0] * (queued.BATCHES - 1))
-    assert mhz is None
-    for index, (name, number) in enumerate(ran):
-        if name == "call" and index >= 3:  # the first ones are made once
-            assert ran[index - 1] == ("feed", number)
+    def feed(number: int) -> None:
+        order.append(("feed", number % 3))
+        timer.ran.append(("copy", 5.0))
+
+    calls = [partial(call, number) for number in range(3)]
+    times, kernels, mhz = queued.behind(calls, feed, timer, 7, None)
+    assert (kernels, mhz) == (2, None)
+    assert times == pytest.approx([17.0] * 7 * queued.BATCHES)
+    for index, (name, number) in enumerate(order):
+        if name == "call" and index > 3:  # the first ones are made once
+            assert order[index - 1] == ("feed", number)
+
+
+def test_calls_of_changing_kernels_are_refused() -> None:
+    timer, count = OnPaper(), itertools.count()
+
+    def call() -> None:
+        timer.ran += [("product", 12.0)] * (1 + next(count) % 2)
+
+    with pytest.raises(Refused, match="not the same kernels each time"):
+        queued.behind([call], lambda _: timer.ran.append(("copy", 5.0)), timer, 6, None)
+
+
+def test_a_timeline_has_the_operations_that_are_in_no_other() -> None:
+    one, other = torch.ones(64), torch.zeros(64)
+
+    def call() -> None:
+        other.copy_(one)
+        torch.nn.functional.linear(one.view(8, 8), one.view(8, 8))
+
+    found = CpuTimer(FakeDevice(0)).timeline(call)
+    assert found[0].name == "aten::copy_"
+    assert "aten::linear" in [span.name for span in found]
+    assert not {"aten::mm", "aten::matmul"} & {span.name for span in found}
+    assert all(span.begin_us <= span.end_us for span in found)
+    begins = [span.begin_us for span in found]
+    assert begins == sorted(begins)
 
 
 def test_sources_of_copies_are_more_than_a_cache_holds() -> None:
@@ -154,11 +197,11 @@ def test_a_run_writes_a_row_for_each_kernel(
     assert json.loads(capsys.readouterr().out)["status"] == "complete"
     (found,) = find_result_sets(tmp_path)
     rows = {row.case_id: row for row in found.table(QueuedRow)}
-    hidden = set(found.manifest.skipped)  # by the copies that feed them
-    assert set(rows) | hidden == {"queued-copy-forward-16384", "queued-rope-forward-128x4x32"}
+    assert set(rows) == {"queued-copy-forward-16384", "queued-rope-forward-128x4x32"}
     for one in rows.values():
         assert one.queued_p10_us <= one.queued_us <= one.queued_p90_us
         assert one.fed_bytes in (2 * 16384, 2 * 128 * 3 * 32)
+        assert one.kernels
 
 
 @pytest.mark.parametrize(
@@ -168,6 +211,7 @@ def test_a_run_writes_a_row_for_each_kernel(
         ("shape", "rows=3", "shape of copy is 'rows=3'"),
         ("queued_us", "0", "queued_us"),
         ("queued_mhz", "1.98", "queued_mhz"),
+        ("kernels", "0", "kernels"),
         ("fed_bytes", "-5", "fed_bytes"),
         ("device", "7", "device is 7; manifest.json has 0, 1"),
     ],
@@ -190,6 +234,7 @@ def test_a_broken_table_is_named_with_its_column(
             "queued_p10_us": 2.9,
             "queued_p90_us": 3.1,
             "queued_mhz": 1980.0,
+            "kernels": 1,
             "fed_bytes": 32768,
             "operand_sets": 16,
         }
@@ -198,3 +243,10 @@ def test_a_broken_table_is_named_with_its_column(
     with pytest.raises(UserError, match=said) as caught:
         read_result_set(tmp_path).table(QueuedRow)
     assert "queued.csv" in str(caught.value)
+
+
+def test_rows_that_took_copies_off_are_not_read() -> None:
+    (old,) = find_result_sets(RESULTS / "2x-h100/20261124-143234")
+    (new,) = find_result_sets(RESULTS / "2x-h100/20261128-013200")
+    assert old.table(QueuedRow) == []
+    assert len(old.cases(QueuedRow)) == len(new.table(QueuedRow)) == 273
