@@ -143,30 +143,30 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
     return p.stage_layers(model)[stage] * layer_parameters(model, p)[0], 0
 
 
+def trained_tensors(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
+    """Tensors with gradients among the parameters of a GPU of `stage`: (dense, expert)."""
+    layers, norms = p.stage_layers(model)[stage], 2 if model.norm == "layernorm" else 1
+    if model.lora_rank:
+        return 8 * layers, 0  # two of each of four linear layers
+    linear = 3 if model.experts else 4  # the router's among them, its experts' not
+    biases = 4 if model.linear_bias else 0
+    ends = (1 if model.position == "rope" else 2) if stage == 0 else 0
+    if stage == p.pp - 1:
+        ends += norms + (0 if model.tied_embeddings and p.pp == 1 else 1)
+    return layers * (linear + biases + 2 * norms) + ends, layers * (2 * model.experts // p.ep)
+
+
 @lru_cache(maxsize=4096)
 def updated_tensors(model: ModelSpec, p: Parallelism, stage: int) -> float:
-    """Parameters as tensors, which the optimizer of a GPU of `stage` goes through one by one.
+    """Of these how many the optimizer of a GPU goes through, one by one.
 
     Under zero 1 and 2 replicas share what they hold alike, each a piece of the buffer that all
     tensors lie in one after another (Megatron-Core's distributed optimizer): on average a replica's
     part of them. Under zero 3 each has a part of every tensor.
     """
-    layers, norms = p.stage_layers(model)[stage], 2 if model.norm == "layernorm" else 1
-    experts = 0
-    if model.lora_rank:
-        dense = 8 * layers  # two of each of four linear layers
-    else:
-        linear = 3 if model.experts else 4  # the router's among them, its experts' not
-        biases = 4 if model.linear_bias else 0
-        experts = 2 * model.experts // p.ep * layers
-        dense = layers * (linear + biases + 2 * norms)
-        dense += (1 if model.position == "rope" else 2) if stage == 0 else 0
-        if stage == p.pp - 1:
-            dense += norms + (0 if model.tied_embeddings and p.pp == 1 else 1)
     shared = p.zero in (1, 2)
-    return sum(
-        tensors / (size if shared else 1) for _, size, tensors in _replicated(p, dense, experts)
-    )
+    every = _replicated(p, *trained_tensors(model, p, stage))
+    return sum(tensors / (size if shared else 1) for _, size, tensors in every)
 
 
 @lru_cache(maxsize=LATEST)

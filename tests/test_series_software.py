@@ -78,10 +78,7 @@ def test_frozen_weights_wait_for_no_update(calibrations: Calibrations) -> None:
     parts = estimate.breakdown_s
     assert parts["dp_exposed"] == 0.0
     assert sum(parts.values()) == pytest.approx(times[0])
-    tensors = 4 * one.model.layers
-    host = calibrations.of(one).host
-    assert parts["optimizer"] * 1e6 >= host.tensor_us * tensors
-    assert parts["other"] * 1e6 >= host.step_us
+    assert parts["other"] * 1e6 >= calibrations.of(one).host.step_us
 
 
 @pytest.mark.parametrize(
@@ -281,10 +278,10 @@ def test_overlap_of_tensor_parallelism_that_is_off(flags: str, inside: bool) -> 
 
 
 def test_no_tensor_is_updated_by_itself(calibration: Calibration) -> None:
-    """But adapters' tensors are."""
+    """Adapters' no more than others."""
     host = calibration.host.model_copy(update={"tensor_us": 50.0})
     calibrations = Calibrations(calibration.model_copy(update={"host": host}))
     found = calibrations.of(plan(row(gpus="64"))).host
     assert found.tensor_us == 0.0 < found.step_us
     frozen = plan(row(gpus="64", tp="1", pp="1", global_batch="64", notes="LoRA"))
-    assert calibrations.of(frozen).host.tensor_us == 50.0
+    assert calibrations.of(frozen).host.tensor_us == 0.0

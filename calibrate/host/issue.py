@@ -23,7 +23,7 @@ from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
-from spec.step import layer, updated_tensors
+from spec.step import layer, trained_tensors, updated_tensors
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment
 
@@ -267,7 +267,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     tensors = updated_tensors(model, p, 0)
     rest = partial(equation, row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
-        yield rest(bucket=2.0 * tensors)
+        yield rest(bucket=2.0 * sum(trained_tensors(model, p, 0)))
         return
     forward, backward = layer(model, p)
     yield equation(forward_us, forward_us, forward)

@@ -95,11 +95,9 @@ class Calibrations:
         return changed(calibration, host=slower)
 
     def _transferred(
-        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool, frozen: bool
+        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool
     ) -> Calibration:
-        calibration = calibration_for(self._measured, node)
-        if not frozen:  # `Frozen` has the adapters' tensors
-            calibration = with_joint_updates(calibration)
+        calibration = with_joint_updates(calibration_for(self._measured, node))
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
@@ -111,22 +109,19 @@ class Calibrations:
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
         row = one.row
-        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs, row.lora
+        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
 class Frozen(StepSimulator):
     """A step that trains low-rank adapters: it neither reduces nor updates any weights.
 
-    The adapters' reduction and update take next to no time of the device. The host goes through
-    their tensors, four a layer: of queries, keys and values, and of the output (MLPerf's).
+    The adapters' reduction and update take next to no time.
     """
 
     def _timeline(self, priced: PricedStep) -> tuple[Timeline, float, Array]:
         timeline, ideal_us, _ = super()._timeline(priced)
-        tensors = 4 * max(self.p.stage_layers(self.model))
-        issued_us = self.calibration.host.tensor_us * tensors * self._costs.host_spread()
-        end_us = timeline.end.max(axis=0) + priced.norm_us + priced.once_us + issued_us
+        end_us = timeline.end.max(axis=0) + priced.norm_us + priced.once_us
         return timeline, ideal_us, end_us
 
 
@@ -208,7 +203,7 @@ def _simulated(
 
 
 def _without_updates(estimate: StepEstimate) -> dict[str, float]:
-    """The breakdown of a step of `Frozen`: what is left of the update is the host's."""
+    """The breakdown of a step of `Frozen`, to whose end nothing but the norm is left."""
     parts = estimate.breakdown_s | {"dp_exposed": 0.0, "optimizer": 0.0}
     parts["tp_exposed"] = _tensor_waits_s(estimate)
     return parts | {"optimizer": float(estimate.step_time_s[0]) - sum(parts.values())}
