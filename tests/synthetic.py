@@ -112,7 +112,9 @@ def shapes(
         found |= kernels_of(small, Parallelism(tp=max(tps), sequence_parallel=max(tps) > 1))
     found |= {Kernel("copy", "forward", (2**power,)) for power in range(14, 31, 2)}
     found |= {Kernel("adam", "forward", (10**power,)) for power in range(5, 10)}
-    fitting = [kernel for kernel in found if kernel.bytes < 120e9]  # in the fake GPU's memory
+    vectors = {one for one in found if one.op == "grad_accumulate" and one.dims[0] < 2**16}
+    # in the fake GPU's memory; a vector's gradient is too short to be sustained at so much power
+    fitting = [kernel for kernel in found if kernel.bytes < 120e9 and kernel not in vectors]
     return sorted(fitting, key=lambda kernel: (kernel.op, kernel.direction, kernel.dims))
 
 

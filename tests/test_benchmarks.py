@@ -141,14 +141,19 @@ def test_every_kind_is_timed_beside_its_nil_steps(
 
 
 def test_steps_that_wait_for_their_device_are_told_at_any_length() -> None:
-    """As measured on two H200: nine lengths at which it takes 1.4 times as long as the host."""
+    """As measured on two H200: nine lengths at which it takes 1.4 times as long as the host.
+
+    Within 1 % until kernels were timed in a queue by a timeline, within 1.4 since: adapters' narrow
+    products most (docs/visits.md, the forty-first visit).
+    """
     rows = read_table(Path(waiting.__file__).with_suffix(".csv"), waiting.Timed)
     lines = list(waiting.compared(rows, RESULTS / "2x-h200" / "calibration.json"))
     assert len(lines) == sum(len(kind.lengths) for kind in waiting.KINDS if kind.gpus == 2)
     bound = [line for line in lines if float(line.split(";")[1].split()[0]) > 1.4]
     off = [float(line.rsplit(" ", 2)[1].rstrip("%")) for line in bound]
     assert len(off) == 9
-    assert max(map(abs, off)) < 1.0
+    assert max(map(abs, off)) < 1.5
+    assert sum(map(abs, off)) < 9 * 0.9
 
 
 class Event:
@@ -176,14 +181,14 @@ def test_spans_of_a_step_say_how_far_its_host_is_ahead() -> None:
 
 
 def test_layers_are_told_as_they_ran_where_their_host_is_far_ahead() -> None:
-    """On an H200 and an H100, most too short (docs/fidelity.md): within a tenth."""
+    """On an H200 and an H100, backward passes too short (docs/fidelity.md): within 6 %."""
     rows = read_table(Path(ahead.__file__).with_suffix(".csv"), ahead.Span)
     plan = read_table(RESULTS / "4x-h200" / "forecasts" / "plan-45.csv", TrainingConfig)
-    for system, models in (("4x-h200", 7), ("2x-h100", 5)):
+    for system, models in (("4x-h200", 7), ("2x-h100", 9)):
         lines = list(ahead.compared(rows, plan, RESULTS / system / "calibration.json"))
         told = [float(one) for line in lines for one in re.findall(r"told (\S+)%", line)]
         assert (len(lines), len(told)) == (models, 2 * models)
-        assert max(map(abs, told)) < 10.0
+        assert max(map(abs, told)) < 6.0
 
 
 def test_files_without_a_common_case_get_a_sentence(
