@@ -27,11 +27,11 @@ from simulate.cost.uncertainty import central
 from simulate.inputs import default_node, usual_fabric
 from simulate.step.estimate import StepSimulator
 from spec import command
+from spec.buckets import updated_tensors
 from spec.calibration import read_calibration
 from spec.errors import UserError
 from spec.files import read_table, write_table
 from spec.fitted import Finite, Positive
-from spec.step import updated_tensors
 from spec.training_records import TrainingConfig
 from topologies import load_fabric
 

@@ -1,12 +1,13 @@
 """Megatron-Core's buckets: which gradients are reduced, and parameters gathered, together."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import LATEST, layer_parameters
+from spec.step import LATEST, layer_parameters, replicated, trained_tensors
 from spec.step_ends import end_parameters
 
 
@@ -66,6 +67,26 @@ def largest_piece(model: ModelSpec, p: Parallelism, stage: int) -> float:
                     largest = max(largest, _piece(begin, begin + size, part))
                     begin += size
     return largest
+
+
+@lru_cache(maxsize=4096)
+def updated_tensors(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Tensors that the optimizer of a GPU goes through one by one, on the mean over replicas.
+
+    Under zero 1 and 2 these own equal parts of each bucket, see `largest_piece`: a share of its
+    tensors each, and of one more where it is cut. Under zero 3 each has a part of every tensor.
+    """
+    of_axis = replicated(p, *trained_tensors(model, p, stage))
+    if p.zero not in (1, 2):
+        return sum(tensors for _, _, tensors in of_axis)
+    buckets = Counter(dict.fromkeys(("dp", "edp") if p.ep > 1 else ("dp",), p.vpp))
+    if p.overlap:  # all of a later chunk is one bucket
+        buckets += Counter(one.axis for one in gradient_buckets(model, p, stage))
+        buckets -= Counter(list(buckets))
+    found = 0.0
+    for axis, size, tensors in of_axis:
+        found += min(tensors, tensors / size + buckets[axis] * (1 - 1 / size))
+    return found
 
 
 def _piece(begin: float, end: float, part: float) -> float:

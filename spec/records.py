@@ -124,6 +124,11 @@ class QueuedRow(OneKernelRow):
         """Whether it is what calls add to copies, as until the 41st visit."""
         return self.kernels is None
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether most calls took much longer than the shortest: the queue waited for its host."""
+        return self.queued_us > DISTURBED * self.queued_p10_us
+
 
 MOST_TP = 8  # heads of the nil model, see `spec.nil`; no more ranks share its sequence, either
 

@@ -156,19 +156,6 @@ def trained_tensors(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, 
     return layers * (linear + biases + 2 * norms) + ends, layers * (2 * model.experts // p.ep)
 
 
-@lru_cache(maxsize=4096)
-def updated_tensors(model: ModelSpec, p: Parallelism, stage: int) -> float:
-    """Of these how many the optimizer of a GPU goes through, one by one.
-
-    Under zero 1 and 2 replicas share what they hold alike, each a piece of the buffer that all
-    tensors lie in one after another (Megatron-Core's distributed optimizer): on average a replica's
-    part of them. Under zero 3 each has a part of every tensor.
-    """
-    shared = p.zero in (1, 2)
-    every = _replicated(p, *trained_tensors(model, p, stage))
-    return sum(tensors / (size if shared else 1) for _, size, tensors in every)
-
-
 @lru_cache(maxsize=LATEST)
 def optimizer(
     model: ModelSpec, p: Parallelism, stage: int
@@ -188,7 +175,7 @@ def optimizer(
     owned = held = scaled = 0
     reduction: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
-    for axis, size, elements in _replicated(p, *trained_parameters(model, p, stage)):
+    for axis, size, elements in replicated(p, *trained_parameters(model, p, stage)):
         owned += elements // size if p.zero else elements
         held += elements
         scaled += elements if size > 1 else 0
@@ -228,7 +215,7 @@ def copied_alone(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel, 
     if p.zero != 1:
         return ()
     found: tuple[Kernel, ...] = ()
-    for _, size, elements in _replicated(p, *trained_parameters(model, p, stage)):
+    for _, size, elements in replicated(p, *trained_parameters(model, p, stage)):
         if size == 1 and elements:
             found += (copied(8 * elements),) * 2 + (copied(4 * elements),) * 2
     return found
@@ -313,8 +300,8 @@ def sharded(
     held = {"embedding": (first, 0), "layer": layer_parameters(model, p), "head": (last, 0)}
     found = {}
     for name, (dense, expert) in held.items():
-        replicated = _replicated(p, dense, expert) if p.zero > 1 else ()
-        sent = [(axis, n) for axis, size, n in replicated if size > 1 and n]
+        alike = replicated(p, dense, expert) if p.zero > 1 else ()
+        sent = [(axis, n) for axis, size, n in alike if size > 1 and n]
         gathers = tuple(Collective("all_gather", axis, 2.0 * n) for axis, n in sent if p.zero == 3)
         scatters = tuple(Collective("reduce_scatter", axis, 4.0 * n) for axis, n in sent)
         found[name] = gathers, gathers + scatters
@@ -328,12 +315,12 @@ def shard_kernels(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Kernel,
         return ()
     owned = sum(
         elements // size
-        for _, size, elements in _replicated(p, *trained_parameters(model, p, stage))
+        for _, size, elements in replicated(p, *trained_parameters(model, p, stage))
     )
     return shard_copies(p, owned, False), shard_copies(p, owned, True)
 
 
-def _replicated(p: Parallelism, dense: int, expert: int) -> tuple[tuple[str, int, int], ...]:
+def replicated(p: Parallelism, dense: int, expert: int) -> tuple[tuple[str, int, int], ...]:
     """(axis, its size, parameters of a GPU that are replicated over it): dense, then expert."""
     replicas = p.dp * p.cp
     return ("dp", replicas, dense), ("edp", replicas // p.ep, expert)

@@ -52,6 +52,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                     Kernel("router", "backward", route),
                     Kernel("gemm", "dgrad", gate),
                     Kernel("gemm", "wgrad", gate),
+                    added(model.experts * model.hidden),
                 ),
             ),
         ),

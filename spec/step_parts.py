@@ -88,7 +88,7 @@ def norm(model: ModelSpec, rows: int) -> tuple[Part, Part]:
 
 
 def added(elements: int) -> Kernel:
-    """A parameter's gradient in bf16 added to the one in fp32 that stays; there is one for each."""
+    """A parameter's gradient in bf16 added to the one in fp32 that stays; experts' all at once."""
     return Kernel("grad_accumulate", "forward", (elements,))
 
 
@@ -103,6 +103,15 @@ def reordered(rows: int, width: int, head_dim: int) -> Kernel:
     return Kernel("reorder", "forward", (rows, width // dim, dim))
 
 
+def _of_weights(kernel: Kernel, part: Part) -> bool:
+    """Whether it can wait, as it makes a matrix's gradient or adds it up."""
+    if kernel.op == "grad_accumulate":
+        biases = [one.dims[1:] for one in part.kernels if one.op == "bias"]
+        matrix = any(one.direction == "wgrad" for one in part.kernels)
+        return matrix and kernel.dims not in biases
+    return kernel.direction == "wgrad"
+
+
 def without_weights(backward: Segment) -> tuple[Segment, Segment]:
     """A backward segment as (gradients of inputs, gradients of weights), for zero-bubble schedules.
 
@@ -111,9 +120,7 @@ def without_weights(backward: Segment) -> tuple[Segment, Segment]:
     """
     inputs, weights = [], []
     for part in backward:
-        later = tuple(
-            k for k in part.kernels if k.direction == "wgrad" or k.op == "grad_accumulate"
-        )
+        later = tuple(k for k in part.kernels if _of_weights(k, part))
         if not later:
             inputs.append(part)
             continue

@@ -35,7 +35,7 @@ def beside(elements: int, lag_us: float, alone_us: float = 0.0) -> QueuedRow:
             "shape": f"elements={elements}",
             "alone_us": alone_us,
             "queued_us": alone_us - lag_us,
-            "queued_p10_us": 1.0,
+            "queued_p10_us": 0.9 * (alone_us - lag_us),
             "queued_p90_us": 99.0,
             "kernels": 1,
             "fed_bytes": 2 * elements,
@@ -78,6 +78,7 @@ def test_one_wild_row_among_many_moves_its_neighbours_little() -> None:
         [],
         [beside(size, 3.0) for size in SIZES[: LEAST - 1]],
         [beside(size, 3.0, 2 * LONGEST_US) for size in SIZES],
+        [beside(size, 3.0).model_copy(update={"queued_p10_us": 1.0}) for size in SIZES],
     ],
 )
 def test_where_few_short_kernels_were_timed_nothing_is_taken_off(

@@ -109,7 +109,7 @@ class OnPaper(CpuTimer):
         call()
         found, now_us = [], 0.0
         for name, us in self.ran:
-            found.append(Span(name, now_us, now_us + us))
+            found.append(Span(name, now_us))
             now_us += us + 1.0
         return found
 
@@ -156,7 +156,6 @@ def test_a_timeline_has_the_operations_that_are_in_no_other() -> None:
     assert found[0].name == "aten::copy_"
     assert "aten::linear" in [span.name for span in found]
     assert not {"aten::mm", "aten::matmul"} & {span.name for span in found}
-    assert all(span.begin_us <= span.end_us for span in found)
     begins = [span.begin_us for span in found]
     assert begins == sorted(begins)
 

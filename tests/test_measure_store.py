@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from spec.manifest import Device as Described
 from spec.manifest import Host, Manifest
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.records import CollectiveRow
+from spec.records import CollectiveRow, QueuedRow
 from spec.results import find_result_sets, read_result_set
 from spec.training_records import TrainingConfig, TrainingRow
 
+ROOT = Path(__file__).parent.parent
 ROW = CollectiveRow(
     case_id="a",
     role="fit",
@@ -233,3 +235,17 @@ def test_a_changed_plan_of_an_unfinished_run_is_a_sentence(
     write_json(tmp_path / "plan.json", plan | changed)
     with pytest.raises(UserError, match=re.escape(f"plan.json: {problem}")):
         left_to_do(tmp_path)
+
+
+def test_a_table_of_an_older_version_gets_today_s_columns(tmp_path: Path) -> None:
+    """A column that its rows did not have is empty there, and what is appended fits the header."""
+    old = read_result_set(ROOT / "results" / "2x-h100" / "20261124-143234")
+    folder = tmp_path / old.path.name
+    shutil.copytree(old.path, folder)
+    assert "kernels" not in (folder / "queued.csv").read_text().partition("\n")[0]
+    store = Store.reopen(folder)
+    (new,) = read_result_set(ROOT / "results" / "2x-h100" / "20261128-013200").table(QueuedRow)[:1]
+    store.append("queued", [new.model_copy(update={"case_id": "another"})])
+    store.release()
+    assert [one.case_id for one in read_result_set(folder).table(QueuedRow)] == ["another"]
+    assert len(read_result_set(folder).cases(QueuedRow)) == len(old.cases(QueuedRow)) + 1

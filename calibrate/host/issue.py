@@ -17,13 +17,14 @@ from scipy.optimize import nnls
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
 from calibrate.host.visits import parts, single_calls, with_visits
 from calibrate.variability import spread_interval
+from spec.buckets import updated_tensors
 from spec.calibration import HostFit, HostTime
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
-from spec.step import layer, trained_tensors, updated_tensors
+from spec.step import layer, trained_tensors
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment
 
@@ -264,10 +265,11 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
 
     forward_us, backward_us = row.forward_us or 0.0, row.backward_us or 0.0
     microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
-    tensors = updated_tensors(model, p, 0)
+    # beside passes each tensor has a bucket, which replicas cut
+    tensors = sum(trained_tensors(model, p, 0)) if row.overlap else updated_tensors(model, p, 0)
     rest = partial(equation, row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
-        yield rest(bucket=2.0 * sum(trained_tensors(model, p, 0)))
+        yield rest(bucket=2.0 * tensors)
         return
     forward, backward = layer(model, p)
     yield equation(forward_us, forward_us, forward)

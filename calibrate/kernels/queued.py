@@ -91,7 +91,7 @@ def fit_queued(evidence: Evidence, ledger: Ledger) -> Queued:
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for _, row in evidence.of_gpu.rows(QueuedRow):
         kernel = row.kernel
-        if row.alone_us <= LONGEST_US:
+        if row.alone_us <= LONGEST_US and not row.disturbed:
             lag = row.alone_us - row.queued_us
             found[kernel.modelled, kernel.direction].append((kernel.bytes, lag))
     lags = {}

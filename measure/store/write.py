@@ -116,6 +116,7 @@ class Store:
                 drop_half_line(path)
             if path.exists():
                 store._done[name] = result.cases(row)
+                store._with_columns(name)
         finished = store._done["training"]
         if store._done["steps"] - finished:
             keep = [one for one in result.table(StepRow) if one.case_id in finished]
@@ -132,6 +133,16 @@ class Store:
         if self._held is not None:
             self._held.close()
             self._held = None
+
+    def _with_columns(self, name: str) -> None:
+        """Bring a table that an older version began to today's columns."""
+        from spec.files import read_table
+
+        path = self.folder / f"{name}.csv"
+        with path.open(encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), [])
+        if header and header != list(TABLES[name].model_fields):
+            self._rewrite(name, read_table(path, TABLES[name]))
 
     def _rewrite(self, name: str, rows: Sequence[Row]) -> None:
         from spec.files import write_table

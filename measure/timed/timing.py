@@ -55,7 +55,6 @@ class Span(NamedTuple):
 
     name: str
     begin_us: float
-    end_us: float
 
 
 def _timeline(call: Call, kind: str, wait: Call) -> list[Span]:
@@ -66,7 +65,7 @@ def _timeline(call: Call, kind: str, wait: Call) -> list[Span]:
         call()
         wait()
     found = [
-        Span(one.name, one.time_range.start, one.time_range.end)
+        Span(one.name, one.time_range.start)
         for one in run.events() or ()
         if one.device_type.name == kind and one.cpu_parent is None
     ]

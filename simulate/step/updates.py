@@ -12,7 +12,7 @@ from simulate.cost.works import Energy
 from simulate.step.overlap import Chunk, by_axis, waited_us
 from simulate.step.passes import Sent, StageWork
 from simulate.step.pipeline_order import BACKWARD, FORWARD
-from spec.buckets import Bucket, gradient_buckets
+from spec.buckets import Bucket, gradient_buckets, updated_tensors
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
@@ -22,16 +22,16 @@ from spec.step import (
     copied_alone,
     optimizer,
     shared_gradients,
-    updated_tensors,
 )
 
 Array = NDArray[np.float64]
 
 # Of the host time of an update's tensors, what adds to kernels however long these take: the host
 # reads the gradients' norm back tensor by tensor and issues the rest with nothing ahead
-# (Megatron-Core, no Apex). By events in steps of ten models on two H100 and an H200, each beside
-# nil steps' updates: 18 to 38 us a tensor where nil steps take 75 to 95 (`benchmarks.ahead`).
-READ_BACK = 0.3
+# (Megatron-Core, no Apex). By events in steps of ten models on two H100 and an H200 18 to 38 us a
+# tensor (`benchmarks.ahead`), 7 to 22 beside what a step takes once (`host.step_us`), which is
+# priced apart; nil steps take 75 to 95.
+READ_BACK = 0.2
 
 
 def waits_us(
