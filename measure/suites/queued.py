@@ -26,7 +26,7 @@ CACHES = 2.0  # of the last-level cache that inputs copied from, and sets of ope
 MOST_SETS, MOST_SLICES = 16, 256
 BATCHES = 3  # under the profiler
 AIM_S = 0.003  # of a batch
-SECONDS = 0.25  # a case, 57 to 65 s for all of one GPU
+SECONDS = 0.25  # a case, about a minute for all of one GPU
 LAUNCHES = 400  # that a queue takes beside the batch's copies
 
 _ROWS = (
