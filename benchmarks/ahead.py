@@ -7,8 +7,8 @@ the host's clock at the beginning and end of all layers' passes and of the updat
 from `ahead.csv` beside this file: what layers take where their host is far ahead, beside what a
 calibration says of them, what they take in a step's first pass, whose host has nothing ahead, and
 what the update lasts longer than its kernels. The rows are of an H100, by `--measure` (cut short
-in its ninth model), and of an H200, by a probe before it that marked every layer. docs/visits.md (the fortieth and the
-forty-first visit) has what came.
+in its ninth model), and of an H200, by a probe before it that marked every layer. docs/visits.md
+(the fortieth and the forty-first visit) has what came.
 """
 
 import gc
