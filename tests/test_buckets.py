@@ -1,4 +1,4 @@
-"""Buckets of gradients: what chunks hold and send in them, and how many Megatron-Core has."""
+"""Buckets of gradients: what chunks hold and send, how many there are, who updates tensors."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from simulate.cost.uncertainty import central
 from simulate.step.overlap import Chunk, exposed_us, gathers_us
-from spec.buckets import bucket_parameters, gradient_buckets, largest_piece
+from spec.buckets import bucket_parameters, gradient_buckets, largest_piece, updated_tensors
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.results import find_result_sets
@@ -116,3 +116,30 @@ def test_the_border_between_replicas_cuts_the_largest_gradient() -> None:
     for dp in (3, 8, 64):
         split = p.model_copy(update={"dp": dp})
         assert largest_piece(model, split, 1) <= 2 * half / dp + 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "p", "tensors"),
+    [
+        (3, Parallelism(), 12 * 3 + 2 + 2),  # tables of words and places, the final norm's two
+        (3, Parallelism(dp=4, global_batch=4), 40 / 4 + 3 / 4),  # a part of the buffer, cut thrice
+        (3, Parallelism(dp=2, cp=2, global_batch=2), 40 / 4 + 3 / 4),
+        (6, Parallelism(dp=4, overlap=True, global_batch=4), 76 / 4 + 2 * 3 / 4),  # two buckets
+        (3, Parallelism(dp=1024, global_batch=1024), 40 / 1024 + 1023 / 1024),
+        (3, Parallelism(dp=4, zero=0, global_batch=4), 40),
+        (3, Parallelism(dp=4, zero=3, global_batch=4), 40),  # a part of each
+        (4, Parallelism(pp=2, dp=2, global_batch=4), (12 * 2 + 2) / 2 + 1 / 2),  # the first stage's
+    ],
+)
+def test_replicas_share_the_tensors_that_are_updated(
+    layers: int, p: Parallelism, tensors: float
+) -> None:
+    model = load_model("gpt2-medium").resized(layers=layers)
+    assert updated_tensors(model, p, 0) == pytest.approx(tensors)
+
+
+def test_experts_are_updated_by_those_who_hold_them_alike() -> None:
+    model = load_model("mixtral-8x7b").resized(layers=2)
+    p = Parallelism(dp=4, ep=2, global_batch=4)
+    dense, experts = 2 * (3 + 2) + 1 + 2, 2 * (2 * 8 // 2)
+    assert updated_tensors(model, p, 0) == dense / 4 + 3 / 4 + experts / 2 + 1 / 2

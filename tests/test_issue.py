@@ -19,7 +19,6 @@ from spec.calibration import Calibration, HostFit
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, Recompute
 from spec.step import layer
-from spec.step_parts import without_weights
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node
 
@@ -369,43 +368,3 @@ def test_an_update_lasts_as_long_as_its_host_where_that_is_longer(calibration: C
     model = load_model("gpt2-medium")
     tensors = updated_tensors(model, Parallelism(global_batch=8), 0)
     assert updated_s(calibration, model, 1000.0) == pytest.approx(1e-3 * tensors)
-
-
-@pytest.mark.parametrize(
-    ("layers", "p", "tensors"),
-    [
-        (3, Parallelism(), 12 * 3 + 2 + 2),  # tables of words and places, the final norm's two
-        (3, Parallelism(dp=4, global_batch=4), 40 / 4 + 3 / 4),  # a part of the buffer, cut thrice
-        (3, Parallelism(dp=2, cp=2, global_batch=2), 40 / 4 + 3 / 4),
-        (6, Parallelism(dp=4, overlap=True, global_batch=4), 76 / 4 + 2 * 3 / 4),  # two buckets
-        (3, Parallelism(dp=1024, global_batch=1024), 40 / 1024 + 1023 / 1024),
-        (3, Parallelism(dp=4, zero=0, global_batch=4), 40),
-        (3, Parallelism(dp=4, zero=3, global_batch=4), 40),  # a part of each
-        (4, Parallelism(pp=2, dp=2, global_batch=4), (12 * 2 + 2) / 2 + 1 / 2),  # the first stage's
-    ],
-)
-def test_replicas_share_the_tensors_that_are_updated(
-    layers: int, p: Parallelism, tensors: float
-) -> None:
-    model = load_model("gpt2-medium").resized(layers=layers)
-    assert updated_tensors(model, p, 0) == pytest.approx(tensors)
-
-
-def test_experts_are_updated_by_those_who_hold_them_alike() -> None:
-    model = load_model("mixtral-8x7b").resized(layers=2)
-    p = Parallelism(dp=4, ep=2, global_batch=4)
-    dense, experts = 2 * (3 + 2) + 1 + 2, 2 * (2 * 8 // 2)
-    assert updated_tensors(model, p, 0) == dense / 4 + 3 / 4 + experts / 2 + 1 / 2
-
-
-def test_what_waits_for_the_end_of_a_pass_are_matrices_gradients() -> None:
-    """Vectors' are added up where they were made."""
-    for name in ("gpt2-medium", "llama3-8b", "mixtral-8x7b"):
-        backward = layer(load_model(name), Parallelism(global_batch=1))[1]
-        inputs, weights = without_weights(backward)
-        both = [kernel for part in (*inputs, *weights) for kernel in part.kernels]
-        assert sorted(map(str, both)) == sorted(str(k) for part in backward for k in part.kernels)
-        assert all(any(k.direction == "wgrad" for k in part.kernels) for part in weights)
-        vectors = {k.dims for part in inputs for k in part.kernels if k.op == "grad_accumulate"}
-        assert vectors
-        assert max(vectors) < (2**16,)

@@ -18,7 +18,8 @@ from measure.run import main
 from measure.suites import queued
 from measure.timed.operations import Maker
 from measure.timed.products import Refused
-from measure.timed.timing import CpuTimer, Span
+from measure.timed.timeline import Span
+from measure.timed.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
 from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel

@@ -19,6 +19,7 @@ from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import layer
 from spec.step_ends import head
+from spec.step_parts import without_weights
 from tests.made_up import calibration_json
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
 
@@ -197,3 +198,16 @@ def test_stages_send_a_message_over_each_boundary_each_way(pp: int, vpp: int) ->
     ]
     assert sum(sent) == 2 * (pp * vpp - 1) * p.microbatches
     assert sent[0] == sent[-1] == (2 * vpp - 1) * p.microbatches
+
+
+def test_what_waits_for_the_end_of_a_pass_are_matrices_gradients() -> None:
+    """Vectors' are added up where they were made."""
+    for name in ("gpt2-medium", "llama3-8b", "mixtral-8x7b"):
+        backward = layer(load_model(name), Parallelism(global_batch=1))[1]
+        inputs, weights = without_weights(backward)
+        both = [kernel for part in (*inputs, *weights) for kernel in part.kernels]
+        assert sorted(map(str, both)) == sorted(str(k) for part in backward for k in part.kernels)
+        assert all(any(k.direction == "wgrad" for k in part.kernels) for part in weights)
+        vectors = {k.dims for part in inputs for k in part.kernels if k.op == "grad_accumulate"}
+        assert vectors
+        assert max(vectors) < (2**16,)

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from measure.devices import Device
 from measure.devices.cpu import last_level_cache
 from measure.hosts import namespaces
 from measure.hosts.window import Readings, WindowResult
+from measure.timed.timeline import Span, timeline
 
 _cuda: Any = torch.cuda  # only partly annotated
 
@@ -48,28 +49,6 @@ class Timing:
     times_us: list[float]
     host_us: float | None
     state: WindowResult
-
-
-class Span(NamedTuple):
-    """What a device ran at once: one kernel, copy or fill, or one operation of a CPU."""
-
-    name: str
-    begin_us: float
-
-
-def _timeline(call: Call, kind: str, wait: Call) -> list[Span]:
-    """What ran on `CUDA` or `CPU` during a call, by a profiler that looks at nothing else."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[getattr(ProfilerActivity, kind)]) as run:
-        call()
-        wait()
-    found = [
-        Span(one.name, one.time_range.start)
-        for one in run.events() or ()
-        if one.device_type.name == kind and one.cpu_parent is None
-    ]
-    return sorted(found, key=lambda one: one.begin_us)
 
 
 def quantiles(times_us: Sequence[float]) -> dict[str, Any]:
@@ -137,7 +116,7 @@ class CpuTimer:
 
     def timeline(self, call: Call) -> list[Span]:
         """The operations of a call that are in no other one, in order."""
-        return _timeline(call, "CPU", self.synchronize)
+        return timeline(call, "CPU", self.synchronize)
 
     @staticmethod
     def probed_mhz(probes: Sequence[Any]) -> float | None:
@@ -304,7 +283,7 @@ class GpuTimer:
     def timeline(self, call: Call) -> list[Span]:
         """The kernels, copies and fills of a call, in order."""
         self.synchronize()
-        return _timeline(call, "CUDA", self.synchronize)
+        return timeline(call, "CUDA", self.synchronize)
 
     @staticmethod
     def probed_mhz(probes: Sequence[tuple[Any, Any, Any]]) -> float | None:
