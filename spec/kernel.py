@@ -92,6 +92,13 @@ AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 
 
+def class_of(op: str) -> str:
+    """What bounds an operation where it is large, and its class in profile.csv."""
+    if op in PRODUCTS:
+        return "gemm"
+    return "attention" if op in ATTENTION else "memory"
+
+
 def ceil_div(a: int, b: int) -> int:
     """The quotient of positive integers, rounded up."""
     return -(-a // b)

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.kernels.queued import LEAST, LONGEST_US, SHORTEST, Lag, Queued, fit_queued
+from calibrate.kernels.queued import (
+    CLASS_ROWS,
+    LEAST,
+    LONGEST_US,
+    NONE,
+    SHORTEST,
+    Lag,
+    Queued,
+    Rows,
+    fit_queued,
+)
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Works
 from spec.calibration import Calibration, read_calibration
@@ -22,14 +32,14 @@ ROOT = Path(__file__).parent.parent
 SIZES = tuple(2**exponent for exponent in range(18, 27))
 
 
-def beside(elements: int, lag_us: float, alone_us: float = 0.0) -> QueuedRow:
+def beside(elements: int, lag_us: float, alone_us: float = 0.0, op: str = "copy") -> QueuedRow:
     alone_us = alone_us or 10.0 + elements / 1e6
     return QueuedRow.model_validate(
         {
-            "case_id": f"queued-copy-forward-{elements}",
+            "case_id": f"queued-{op}-forward-{elements}",
             "role": "fit",
             "device": 0,
-            "op": "copy",
+            "op": op,
             "direction": "forward",
             "dtype": "bf16",
             "shape": f"elements={elements}",
@@ -69,7 +79,25 @@ def test_one_wild_row_among_many_moves_its_neighbours_little() -> None:
     lags = np.full(len(SIZES), 3.0) + 0.1 * np.arange(len(SIZES)) % 0.3
     wild = lags.copy()
     wild[4] = 300.0
-    assert Lag(nbytes, wild).at(nbytes[4]) < 5.5
+    assert Lag(Rows(np.log(nbytes), wild), NONE).at(nbytes[4]) < 5.5
+
+
+def test_an_operation_loses_what_its_class_does_beside_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row of 6 us among copies of 2 us; products and attention are others'."""
+    found, _ = fitted(
+        monkeypatch, [*(beside(size, 2.0) for size in SIZES), beside(2**20, 6.0, op="widen")]
+    )
+    at = 6.0 * 2**20  # bytes of both
+    assert found.lags["widen", "forward"].at(at) == pytest.approx(
+        (6 + 2 * CLASS_ROWS) / (1 + CLASS_ROWS)
+    )
+    assert found.lags["widen", "forward"].at(4.0 * 2**26) == pytest.approx(2.0, abs=0.01)
+    assert found.lags["residual", "backward"].at(2.0**20) == pytest.approx(2.0, abs=0.01)
+    assert found.lags["residual", "backward"].sd_us == found.lags["widen", "forward"].sd_us
+    assert ("gemm", "forward") not in found.lags
+    assert ("attention", "forward") not in found.lags
 
 
 @pytest.mark.parametrize(
@@ -108,7 +136,8 @@ def test_bursts_lose_their_lag_and_sustained_rows_do_not() -> None:
     short = row(Kernel("copy", "forward", (2**18,)), 5.0, 1980.0, "burst", device=1)
     other = row(Kernel("residual", "forward", (2048, 2048)), 9.0, 1980.0, "burst", device=2)
     runs: Any = [Run([burst, held, short, other])]
-    queued = Queued({("copy", "forward"): Lag(np.array([1e5, 1e6, 1e8]), np.full(3, 4.0))})
+    rows = Rows(np.log([1e5, 1e6, 1e8]), np.full(3, 4.0))
+    queued = Queued({("copy", "forward"): Lag(rows, NONE)})
     evidence = queued.applied(Evidence("made-up", runs))
     shown = [evidence.as_shown("run", one) for one in (burst, held, short, other)]
     for name in ("median_us", "p10_us", "p90_us", "min_us", "mean_us"):

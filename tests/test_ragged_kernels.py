@@ -7,7 +7,6 @@ import pytest
 
 from calibrate.fit import systems
 from calibrate.kernels.correction import LEARN_FROM
-from calibrate.kernels.queued import Lag, of_like
 from calibrate.kernels.shapes import by_model
 from measure.store.write import Store
 from spec.calibration import Calibration, read_calibration
@@ -192,15 +191,6 @@ def test_a_measured_shape_is_looked_up_whichever_model_has_it() -> None:
     kernels = [one for one in value["kernels"] if one["op"] != "gemm"]
     alone = Calibration.model_validate(value | {"kernels": kernels})
     assert alone.kernel(even).op == "ragged_gemm"
-
-
-def test_ragged_bursts_lose_what_plain_ones_do_in_a_queue() -> None:
-    lag = Lag(np.array([1e6, 1e7]), np.array([3.0, 3.0]))
-    found = {("gemm", "forward"): lag}
-    assert of_like(found, "ragged_gemm", "forward") is lag
-    assert of_like(found, "ragged_attention", "forward") is None
-    own = Lag(np.array([1e6, 1e7]), np.array([1.0, 1.0]))
-    assert of_like(found | {("ragged_gemm", "forward"): own}, "ragged_gemm", "forward") is own
 
 
 def test_a_calibration_with_too_few_length_scales_is_refused(tmp_path: Path) -> None:

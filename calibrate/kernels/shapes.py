@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from calibrate.alone import ABSURD
 from calibrate.evidence import Evidence, robust_sd
 from calibrate.kernels.correction import LEARN_FROM
-from calibrate.kernels.queued import of_like
 from calibrate.physics import System, fit_physics, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
 from spec.kernel import PLAIN, RAGGED, Kernel
@@ -124,7 +123,7 @@ def kernel_groups(evidence: Evidence, clock: ClockState) -> dict[Key, Group]:
     visits = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
     for key, shapes in by_model(evidence).items():
         placed = [one for timings in shapes.values() for one in timings]
-        lag_sd_us = of_like(evidence.lag_sd_us, *key[:2]) or 0.0
+        lag_sd_us = evidence.lag_sd_us.get(key[:2], 0.0)
         found = {
             kernel: _shape(kernel, [(visits[run], row) for run, row in timings], clock, lag_sd_us)
             for kernel, timings in sorted(

@@ -17,20 +17,13 @@ from simulate.step.estimate import StepEstimate
 from simulate.step.pricing import PricedStep
 from simulate.step.traffic import KINDS
 from simulate.step.updates import UpdateCost
-from spec.kernel import ATTENTION, PRODUCTS
+from spec.kernel import class_of
 from spec.training_records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
 COMPONENTS = (*COMPUTE, "optimizer", *KINDS, "waiting")
 BASELINES = {"neighbour": "nearest profile", "mean": "mean share"}
 Parts = dict[str, float]
-
-
-def class_of(op: str) -> str:
-    """A kernel's class in profile.csv."""
-    if op in PRODUCTS:
-        return "gemm"
-    return "attention" if op in ATTENTION else "memory"
 
 
 def simulated(estimate: StepEstimate) -> Parts:
