@@ -33,19 +33,21 @@ def device_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> floa
     """Persistent differences in sustained speed from one device to another.
 
     Every shape that ran sustained on several devices gives each its deviation from their mean (of
-    the clock; of the time where no clock was read); a device's median over shapes is what persists.
+    the clock; of the time where no clock was read); a device's median over shapes and runs is what
+    persists.
     """
+    hosts = {one.manifest.run: one.manifest.device_hashes for one in evidence.runs}
     by_shape: dict[tuple[str, str, str, str, str], dict[int, float]] = defaultdict(dict)
     for run, row in evidence.rows(KernelRow):
         if row.state == "sustained" and is_compute(row.op):
             speed = log(row.clock_mhz) if row.clock_mhz else -log(row.median_us)
             by_shape[run, row.op, row.direction, row.dtype, row.shape][row.device] = speed
-    deviations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    deviations: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
     for (run, *_), speeds in by_shape.items():
         if len(speeds) > 1:
             centre = sum(speeds.values()) / len(speeds)
             for device, speed in speeds.items():
-                deviations[run, device].append(speed - centre)
+                deviations[hosts[run], device].append(speed - centre)
     persistent = [median(values) for values in deviations.values()]
     name, unit = "clock.device_spread_sd", "log"
     if len(persistent) < 2:
@@ -61,7 +63,7 @@ def device_spread(evidence: Evidence, state: ClockState, ledger: Ledger) -> floa
             if state.limit_w
             else "one device",
         )
-    free = len(persistent) - len({run for run, _ in deviations})
+    free = len(persistent) - len({host for host, _ in deviations})
     value = float(np.sqrt(np.sum(np.square(persistent)) / max(free, 1)))
     low, high = spread_interval(value, free)
     rows = sum(len(values) for values in deviations.values())

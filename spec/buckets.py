@@ -52,24 +52,18 @@ def gradient_buckets(
 def largest_piece(model: ModelSpec, p: Parallelism, stage: int) -> float:
     """Parameters of the largest part of a tensor that one replica owns (distributed optimizer).
 
-    Replicas own equal parts of each bucket, one after another, whatever tensors lie there: of a
-    model chunk, all of which is one bucket unless the reduction is overlapped.
+    Replicas own equal parts of each bucket, one after another, whatever tensors lie there.
     """
-    full = bucket_parameters(p) if p.overlap and p.vpp == 1 and stage == 0 else None
-    first, last = stage == 0, stage == p.pp - 1
     largest = 0.0
-    for ends in {(first, last)} if p.vpp == 1 else {(first, False), (False, last)}:
-        owners = p.dp * p.cp, p.dp * p.cp // p.ep
-        for tensors, replicas in zip(_tensors(model, p, stage, *ends), owners, strict=True):
-            for bucket in _filled(tensors, full):
-                part, begin = sum(size for size, _, _ in bucket) / replicas, 0.0
-                for size, _, _ in bucket:
-                    largest = max(largest, _piece(begin, begin + size, part))
-                    begin += size
+    for axis, bucket in _every_bucket(model, p, stage):
+        part, begin = sum(size for size, _, _ in bucket) / _replicas(p)[axis], 0.0
+        for size, _, _ in bucket:
+            largest = max(largest, _piece(begin, begin + size, part))
+            begin += size
     return largest
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LATEST)
 def updated_tensors(model: ModelSpec, p: Parallelism, stage: int) -> float:
     """Tensors that the optimizer of a GPU goes through one by one, on the mean over replicas.
 
@@ -79,14 +73,30 @@ def updated_tensors(model: ModelSpec, p: Parallelism, stage: int) -> float:
     of_axis = replicated(p, *trained_tensors(model, p, stage))
     if p.zero not in (1, 2):
         return sum(tensors for _, _, tensors in of_axis)
-    buckets = Counter(dict.fromkeys(("dp", "edp") if p.ep > 1 else ("dp",), p.vpp))
-    if p.overlap:  # all of a later chunk is one bucket
-        buckets += Counter(one.axis for one in gradient_buckets(model, p, stage))
-        buckets -= Counter(list(buckets))
-    found = 0.0
-    for axis, size, tensors in of_axis:
-        found += min(tensors, tensors / size + buckets[axis] * (1 - 1 / size))
-    return found
+    buckets = Counter(axis for axis, _ in _every_bucket(model, p, stage))
+    return sum(
+        min(tensors, tensors / size + buckets[axis] * (1 - 1 / size))
+        for axis, size, tensors in of_axis
+    )
+
+
+def _replicas(p: Parallelism) -> dict[str, int]:
+    return {axis: size for axis, size, _ in replicated(p, 0, 0)}
+
+
+def _every_bucket(
+    model: ModelSpec, p: Parallelism, stage: int
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """The axis and the tensors of each bucket of each model chunk of `stage`.
+
+    A chunk is one bucket of either axis unless the reduction is overlapped, but for a table alone.
+    """
+    for chunk in range(p.vpp):
+        first, last = stage == 0 and chunk == 0, stage == p.pp - 1 and chunk == p.vpp - 1
+        full = bucket_parameters(p) if p.overlap and first else None
+        for axis, tensors in zip(_replicas(p), _tensors(model, p, stage, first, last), strict=True):
+            for bucket in _filled(tensors, full):
+                yield axis, bucket
 
 
 def _piece(begin: float, end: float, part: float) -> float:

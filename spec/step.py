@@ -57,14 +57,10 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     heads = model.heads // p.tp
     kv_heads = max(model.kv_heads // p.tp, 1)
     dim = model.head_dim
-    qkv_width = (heads + 2 * kv_heads) * dim
-    parts = [column("qkv", s.tokens, qkv_width, model.hidden, model, p)]
-    parts[0] = _biased(parts[0], model, (s.tokens, qkv_width))
-    # of several groups queries are copied out of the product, and all gradients joined by a copy
-    grouped = 1 < kv_heads < heads
-    queries = (reordered(s.tokens, heads * dim, dim),) if grouped else ()
-    joined = (copied(4 * s.tokens * qkv_width),)
-    parts.append((Part("split", queries), Part("split", joined)))
+    qkv_width = (model.heads + 2 * model.kv_heads) * dim // p.tp
+    qkv = column("qkv", s.tokens, qkv_width, model.hidden, model, p)
+    parts = [_biased(qkv, model, (s.tokens, qkv_width))]
+    parts.append(_gathered_split(model, s) if model.kv_heads < p.tp else _split(model, p, s))
     if model.position == "rope":
         parts.append(pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
     if p.cp > 1:
@@ -74,6 +70,38 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
         parts.append(pair("attention", "attention", core))
     parts.append(row("proj", s.tokens, model.hidden, heads * dim, model, p))
     return parts
+
+
+def _split(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Part]:
+    """Queries, keys and values out of the product.
+
+    Of several groups queries are copied, and all gradients are joined by a copy.
+    """
+    heads, kv_heads, dim = model.heads // p.tp, model.kv_heads // p.tp, model.head_dim
+    grouped = 1 < kv_heads < heads
+    queries = (reordered(s.tokens, heads * dim, dim),) if grouped else ()
+    joined = (copied(4 * s.tokens * (heads + 2 * kv_heads) * dim),)
+    return Part("split", queries), Part("split", joined)
+
+
+def _gathered_split(model: ModelSpec, s: Shapes) -> tuple[Part, Part]:
+    """The same where ranks are more than groups of queries.
+
+    Every rank gathers the products of all, puts them beside one another by a copy, and takes its
+    part; the gradients are laid into zeros, in order by a copy, and reduce-scattered. Source:
+    Megatron-Core 0.16's `transformer/attention.py`, `get_query_key_value_tensors`.
+    """
+    whole = s.tokens * (model.heads + 2 * model.kv_heads) * model.head_dim
+    beside = copied(4 * whole)
+    joined = copied(4 * whole // model.kv_heads)
+    return (
+        Part("split", (beside,), exposed=(Collective("all_gather", "tp", 2.0 * whole),)),
+        Part(
+            "split",
+            (joined, copied(2 * whole), beside),
+            exposed=(Collective("reduce_scatter", "tp", 2.0 * whole),),
+        ),
+    )
 
 
 def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
@@ -130,6 +158,12 @@ def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
     return split // p.tp + whole, experts
 
 
+def product_weights(model: ModelSpec, p: Parallelism, stage: int) -> int:
+    """Weights of the layers' products that one GPU of `stage` holds, the router's apart."""
+    mlp = model.mlp_parameters * max(model.experts, 1) // p.ep // p.tp
+    return p.stage_layers(model)[stage] * (model.attention_parameters // p.tp + mlp)
+
+
 def layer_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
     """Of a layer's parameters that one GPU holds, those that have gradients: (dense, expert)."""
     return (sum(adapter_parameters(model, p)), 0) if model.lora_rank else _whole_layer(model, p)
@@ -167,18 +201,18 @@ def optimizer(
     zero 2 and 3 the gradients were reduced in every microbatch, see `sharded`.
 
     What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
-    parameter), scaling them by the number of replicas (8 B), and clipping, which Megatron-Core
+    parameter), scaling them by the number of replicas (8 B; experts' too where each has a GPU to
+    itself), and clipping, which Megatron-Core
     without Apex does as `gradient.copy_(gradient * scale)` (16 B). Clipping is taken to happen, as
     it does early in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast
     (2 + 4 B).
     """
-    owned = held = scaled = 0
+    owned = held = 0
     reduction: tuple[Collective, ...] = ()
     gather: tuple[Collective, ...] = ()
     for axis, size, elements in replicated(p, *trained_parameters(model, p, stage)):
         owned += elements // size if p.zero else elements
         held += elements
-        scaled += elements if size > 1 else 0
         if size == 1 or not elements:
             continue
         if p.zero < 2:
@@ -193,7 +227,8 @@ def optimizer(
     update = (max(owned, 1),)
     cast: tuple[Kernel, ...] = ()
     if p.fp8:  # weights cast and transposed once a step: Transformer Engine keeps both copies
-        cast = (copied(4 * sum(stage_parameters(model, p, stage))),)
+        cast = (copied(4 * product_weights(model, p, stage)),)
+    scaled = held if p.dp * p.cp > 1 else 0
     kernels = (
         *cast,
         copied(6 * owned if p.zero == 3 else 4 * held + 8 * scaled),

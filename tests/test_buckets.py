@@ -128,7 +128,11 @@ def test_the_border_between_replicas_cuts_the_largest_gradient() -> None:
         (3, Parallelism(dp=1024, global_batch=1024), 40 / 1024 + 1023 / 1024),
         (3, Parallelism(dp=4, zero=0, global_batch=4), 40),
         (3, Parallelism(dp=4, zero=3, global_batch=4), 40),  # a part of each
-        (4, Parallelism(pp=2, dp=2, global_batch=4), (12 * 2 + 2) / 2 + 1 / 2),  # the first stage's
+        (
+            4,
+            Parallelism(pp=2, dp=2, global_batch=4),
+            (12 * 2 + 2) / 2 + 2 * 1 / 2,
+        ),  # a tied table alone
     ],
 )
 def test_replicas_share_the_tensors_that_are_updated(

@@ -7,7 +7,7 @@ import pytest
 from calibrate.clock.devices import fit_devices, placed_devices
 from calibrate.evidence import Evidence, Ledger
 from calibrate.state import ClockState
-from calibrate.variability import spread_interval
+from calibrate.variability import device_spread, spread_interval
 from simulate.power.whatif import on_devices
 from spec.clock_fit import DeviceFit
 from spec.kernel import Kernel
@@ -63,6 +63,21 @@ def test_a_device_of_several_visits_counts_once(monkeypatch: pytest.MonkeyPatch)
     state = ClockState(1980.0, 700.0, 80.0, power_exponent=1.0)
     found = fit_devices(Evidence("made-up", sets), state, Ledger())
     assert [one.power for one in found] == pytest.approx([1 / 1.1, 1.2 / 1.1], rel=1e-5)
+
+
+def test_the_same_devices_on_many_runs_are_as_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [f"run{i}" for i in range(9)]
+    abouts = [manifest("made-up", name, 4, Truth(), "2030-01-01T00:00:00Z") for name in runs]
+    sets = [ResultSet(Path("results/made-up") / one.run, one) for one in abouts]
+    clocks = (1480.0, 1500.0, 1520.0, 1500.0)
+    rows = [(run, capped(8192, 1000.0, clock, i)) for run in runs for i, clock in enumerate(clocks)]
+    state, ledger = ClockState(1980.0, 700.0, 80.0), Ledger()
+    monkeypatch.setattr(Evidence, "where", lambda *_: "made up")
+    for known in (rows[:4], rows):
+        monkeypatch.setattr(Evidence, "rows", lambda *_, known=known: known)
+        device_spread(Evidence("made-up", sets), state, ledger)
+    one, nine = ledger.parameters
+    assert (nine.value, nine.low, nine.high) == (one.value, one.low, one.high)
 
 
 def test_memory_bound_kernels_draw_what_each_device_was_read_to_draw(

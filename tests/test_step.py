@@ -17,7 +17,7 @@ from spec.errors import UserError
 from spec.files import write_json
 from spec.model import load_model
 from spec.parallelism import Parallelism
-from spec.step import layer
+from spec.step import layer, optimizer, product_weights, stage_parameters
 from spec.step_ends import head
 from spec.step_parts import without_weights
 from tests.made_up import calibration_json
@@ -211,3 +211,38 @@ def test_what_waits_for_the_end_of_a_pass_are_matrices_gradients() -> None:
         vectors = {k.dims for part in inputs for k in part.kernels if k.op == "grad_accumulate"}
         assert vectors
         assert max(vectors) < (2**16,)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("starcoder2-15b", 8), ("llama3-8b", 8), ("llama3-8b", 4)]
+)
+def test_products_hold_the_weights_that_are_counted_however_few_the_groups(
+    name: str, tp: int
+) -> None:
+    """Megatron-Core splits QKV evenly; ranks that are more than groups gather all of it."""
+    model = load_model(name)
+    p = Parallelism(tp=tp, sequence_parallel=True)
+    forward, backward = layer(model, p)
+    products = [one for part in forward for one in part.kernels if one.op == "gemm"]
+    weights = sum(one.dims[1] * one.dims[2] for one in products)
+    assert model.layers * weights == product_weights(model, p, 0)
+    sent = [one for part in (*forward, *backward) if part.name == "split" for one in part.exposed]
+    whole = 2.0 * model.seq_len * (model.heads + 2 * model.kv_heads) * model.head_dim
+    gathers = [("all_gather", whole), ("reduce_scatter", whole)] if model.kv_heads < tp else []
+    assert [(one.kind, one.bytes) for one in sent] == gathers
+
+
+def test_experts_gradients_are_scaled_though_no_other_gpu_has_them() -> None:
+    """Megatron-Core's `expert_gradient_scaling_factor`, 1 / (dp * cp): 8 bytes a parameter."""
+    model, zeroed = load_model("mixtral-8x7b").resized(layers=2), 4.0
+    for p, often in ((Parallelism(), zeroed), (Parallelism(dp=8, ep=8, global_batch=8), 12.0)):
+        kernels, _, _ = optimizer(model, p, 0)
+        assert kernels[0].bytes == often * sum(stage_parameters(model, p, 0))
+
+
+def test_only_weights_of_fp8_products_are_cast() -> None:
+    """Two bytes read and twice one written, of neither tables nor norms."""
+    model, p = load_model("llama3-8b"), Parallelism(fp8=True)
+    eight = [k for part in layer(model, p)[0] for k in part.kernels if k.dtype == "fp8"]
+    weights = model.layers * sum(one.dims[1] * one.dims[2] for one in eight)
+    assert optimizer(model, p, 0)[0][0].bytes == 4 * weights

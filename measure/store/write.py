@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spec.errors import UserError
-from spec.files import format_row, parse, read_json, read_table, write_json
+from spec.files import format_row, parse, read_json, read_table, write_json, write_table
 from spec.manifest import Host, Manifest
 from spec.records import SCHEMA, TABLES
 from spec.results import read_result_set
@@ -136,8 +136,6 @@ class Store:
 
     def _with_columns(self, name: str) -> None:
         """Bring a table that an older version began to today's columns."""
-        from spec.files import read_table
-
         path = self.folder / f"{name}.csv"
         with path.open(encoding="utf-8", newline="") as file:
             header = next(csv.reader(file), [])
@@ -145,8 +143,6 @@ class Store:
             self._rewrite(name, read_table(path, TABLES[name]))
 
     def _rewrite(self, name: str, rows: Sequence[Row]) -> None:
-        from spec.files import write_table
-
         write_table(self.folder / f"{name}.csv", TABLES[name], rows)
 
     def retry_failed_training(self) -> None:

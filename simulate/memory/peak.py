@@ -18,7 +18,7 @@ from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import stage_parameters, trained_parameters
+from spec.step import product_weights, stage_parameters, trained_parameters
 from spec.step_parts import shapes
 
 GIB = 2.0**30
@@ -61,7 +61,9 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     heads = model.heads // p.tp
     kv_heads = max(model.kv_heads // p.tp, 1)
     one_head = 2.0 * tokens * model.head_dim
-    kept = (2 * heads + 2 * kv_heads) * one_head  # the product, of which values are a view; output
+    # the product, of which values are a view: all ranks' where they gather it; and the output
+    held = p.tp if model.kv_heads < p.tp else 1
+    kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
         kept += (heads + kv_heads) * one_head
         kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
@@ -260,10 +262,7 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     if model.lora_rank:
         weights = 2.0 * (held + dense)
     if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
-        tables = (stage == 0) + (stage == p.pp - 1)
-        if model.tied_embeddings and p.pp == 1:
-            tables = 1
-        weights += 2.0 * max(held - tables * model.vocab / p.tp * model.hidden, 0.0)
+        weights += 2.0 * product_weights(model, p, stage)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2

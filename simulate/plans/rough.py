@@ -94,7 +94,7 @@ class Rough:
         """Depends on how a layer is split, not on how many layers a stage has."""
         key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            *(p.zero == 3, caught_up(p)),
+            *(p.pp == 1, caught_up(p), p.zero == 3 and p.dp * p.cp),
         )
         if key not in self._passes:
             costs = self._costs(p)

@@ -146,8 +146,11 @@ class Load(NamedTuple):
 
 
 def load(priced: PricedStep, stage: int) -> Load:
-    """The load of a stage. All communication draws power, also what is hidden (within passes: see
-    `Costs.part`)."""
+    """The load of a stage. All communication draws power, also what is hidden.
+
+    Within passes see `Costs.part`; what replicas send counts behind them, overlapped or not, which
+    measured steps agree with better (docs/power.md).
+    """
     costs, mine, update = priced.costs, priced.work[stage], priced.updates[stage].alone
     times = priced.parallelism.microbatches
     sent = sum(time * costs.communication_w(axis) for axis, time in mine.exposed_us.items())
