@@ -191,6 +191,7 @@ def with_slow_link(inputs: Inputs, gpus: int, factor: float) -> Inputs:
             "name": f"{fabric.name}, one link {factor:g} times slower",
             "nic_gbits_per_s": fabric.nic_gbits_per_s / factor,
             "link_gbits_per_s": fabric.link_gbits_per_s and fabric.link_gbits_per_s / factor,
+            "assumed": (*fabric.assumed, "nic_gbits_per_s"),
         }
     )
     networks = tuple(  # one that was measured on such nodes goes by its own rate

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from spec.hardware import GroupPath
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
@@ -43,3 +45,19 @@ def busbw_factor(kind: str, ranks: int) -> float:
         return 1.0
     share = (ranks - 1) / ranks
     return 2 * share if kind == "all_reduce" else share
+
+
+def bytes_out(kind: str, path: GroupPath, nbytes: float) -> float:
+    """What a GPU of a group sends out of its node, of a collective of `nbytes` a buffer.
+
+    A ring passes each byte once a node, a tree between two nodes sends each once, and in an
+    all-to-all every rank outside of the node gets its share directly.
+    """
+    if path.nodes == 1:
+        return 0.0
+    if kind == "all_reduce" and path.nodes == 2:
+        return nbytes / path.local_ranks
+    moved = nbytes * busbw_factor(kind, path.ranks)
+    if kind == "all_to_all":
+        return moved * (path.ranks - path.local_ranks) / (path.ranks - 1)
+    return moved / path.local_ranks

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
-from spec.collective import busbw_factor
+from spec.collective import busbw_factor, bytes_out
 from spec.collective_fit import Points
 from spec.fitted import (
     Exponent,
@@ -210,12 +210,7 @@ class NetworkFit(Record):
         rate = self.efficiency * path.gbytes_per_s
         if self.node_gbytes_per_s is not None:
             rate = self.node_gbytes_per_s / path.concurrent**self.sharing / path.local_ranks
-        moved = nbytes * busbw_factor(collective, path.ranks)
-        if collective == "all_to_all":  # what stays inside the node does not use them
-            moved *= (path.ranks - path.local_ranks) / max(path.ranks - 1, 1)
-        else:
-            moved /= path.local_ranks
-        return moved / (rate * 1e3)
+        return bytes_out(collective, path, nbytes) / (rate * 1e3)
 
     def spreads(self, collective: str, path: GroupPath, nbytes: float = 0.0) -> tuple[float, float]:
         """sd of the latency-bound and of the bandwidth-bound part of a time."""

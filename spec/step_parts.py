@@ -27,6 +27,7 @@ class Part:
     checkpoint: bool = False  # here activations begin to be computed again
     adapter: bool = False  # low-rank products of LoRA are in it beside its own
     backward: bool = False  # autograd issues it
+    later: bool = False  # weights' gradients by themselves: its host issues kernels, nothing else
 
     @property
     def issued(self) -> dict[str, int]:
@@ -35,6 +36,8 @@ class Part:
         Experts count where they run one after another; a ring's messages count with its pieces. An
         adapter counts where autograd has its gradients: forward it is little (docs/calibration.md).
         """
+        if self.later:
+            return {"collective": len(self.hidden)}
         apart = self.uneven or self.ring
         grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
         return {
@@ -128,5 +131,5 @@ def without_weights(backward: Segment) -> tuple[Segment, Segment]:
         again = tuple(one for one in part.hidden if one.kind == "all_gather")
         behind = tuple(one for one in part.hidden if one.kind != "all_gather")
         inputs.append(replace(part, kernels=now, exposed=(*behind, *part.exposed), hidden=()))
-        weights.append(Part(part.name, later, hidden=again, backward=True))
+        weights.append(Part(part.name, later, hidden=again, later=True))
     return tuple(inputs), tuple(weights)

@@ -1,5 +1,6 @@
 """A simulated step under a made-up calibration; properties of any step: test_step_properties."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,15 @@ def test_zero_bubble_exposes_what_weight_gradients_hid() -> None:
     before, after = simulate(p, clock_mhz=1980.0), simulate(zero_bubble, clock_mhz=1980.0)
     assert after.breakdown_s["tp_exposed"] > before.breakdown_s["tp_exposed"]
     assert after.traffic["tp"].bytes == before.traffic["tp"].bytes
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "llama3.2-1b"])
+def test_zero_bubble_takes_the_host_no_experts_and_no_autograd_twice(name: str) -> None:
+    backward = layer(load_model(name), Parallelism(pp=2))[1]
+    inputs, weights = without_weights(backward)
+    counts = [sum((Counter(one.issued) for one in own), Counter()) for own in (backward, inputs)]
+    assert counts[0] == counts[1]
+    assert not any(count for one in weights for count in one.issued.values())
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from topologies import load_fabric
 
 ROOT = Path(__file__).parent.parent
 NORMAL = np.zeros(1)
+ALIKE = np.zeros(1), NORMAL  # no spread among GPUs
 
 
 def plan(tp: int, pp: int, dp: int, microbatches: int) -> Parallelism:
@@ -84,7 +85,7 @@ def test_slow_gpus_somewhere_against_drawn_clusters(split: tuple[int, int, int, 
     picked = random.random((2000, p.dp, p.pp, p.tp)) < slow.share
     picked = picked[picked.any(axis=(1, 2, 3))]  # at least one is
     late = drawn_steps(p, 1 + 0.3 * picked).mean() - 1
-    assert slow.lateness(p) == pytest.approx(late, rel=0.1)
+    assert slow.lateness(p, *ALIKE) == pytest.approx(late, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,16 @@ def test_gpus_that_meet_within_a_layer_wait_for_the_slowest_of_them(fields: Any)
     picked = random.random(clusters.shape) < 0.02
     picked = picked[picked.any(axis=(1, 2, 3))]  # at least one is
     late = drawn_steps(p, 1 + 0.3 * picked).mean() - 1
-    assert SlowGpus(0.02, 1.3).lateness(p) == pytest.approx(late, rel=0.1)
+    assert SlowGpus(0.02, 1.3).lateness(p, *ALIKE) == pytest.approx(late, rel=0.1)
+
+
+def test_where_all_gpus_are_slow_a_step_is_as_much_longer() -> None:
+    """The slowest of them among others, and of one alone itself."""
+    p, spread = plan(4, 4, 4, 32), np.array([0.01])
+    natural, every = lateness(p, NORMAL) * spread, SlowGpus(1.0, 1.2).lateness(p, spread, NORMAL)
+    assert 1 + every[0] == pytest.approx(1.2 * (1 + natural[0]), rel=2e-3)  # but for filling
+    one = SlowGpus(1 / p.gpus, 1.2)
+    assert one.lateness(p, spread, NORMAL) == one.lateness(p, *ALIKE)
 
 
 def test_slow_gpus_are_asked_for_in_words_that_make_sense() -> None:
@@ -115,7 +125,7 @@ def test_slow_gpus_are_asked_for_in_words_that_make_sense() -> None:
         with pytest.raises(UserError, match="FRACTION:FACTOR"):
             read_slow_gpus(text)
     with pytest.raises(UserError, match="less than one GPU"):
-        SlowGpus(0.01, 1.2).lateness(plan(1, 1, 8, 1))
+        SlowGpus(0.01, 1.2).lateness(plan(1, 1, 8, 1), *ALIKE)
 
 
 def test_short_steps_spread_more_and_long_ones_still_do() -> None:

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from spec.collective import bytes_out
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath
 from topologies import load_node
@@ -189,16 +190,32 @@ def test_detours_and_circuits() -> None:
 def test_tiers_of_a_step() -> None:
     """One axis, by hand: a ring over 4 nodes of 8 GPUs, 50 GB/s a port, 8 GB a rank and second."""
     path = group_path(EIGHT, fabric("single-switch"), 32, 32, 1)
-    load = AxisTraffic("dp", 8e9, path, time_s=0.02)
+    load = AxisTraffic("dp", 8e9, 1e9, path, time_s=0.02)
     tiers = {one.tier: one for one in tier_utilisation([load], EIGHT, 1.0)}
     assert tiers["nic"].utilisation == pytest.approx(8e9 / 8 / 50e9)
     assert tiers["scale-up"].utilisation == pytest.approx(8e9 * 7 / 8 / 450e9)
     assert tiers["nic"].while_sending == pytest.approx(1.0)
     assert tiers["nic"].saturated
     assert not next(
-        one for one in tier_utilisation([AxisTraffic("dp", 8e9, path, 0.5)], EIGHT, 1.0)
+        one for one in tier_utilisation([AxisTraffic("dp", 8e9, 1e9, path, 0.5)], EIGHT, 1.0)
         if one.tier == "nic"
     ).saturated  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "share"),
+    [
+        ("all_reduce", 2, 1 / 8),  # a tree sends each byte once, over eight ports
+        ("all_reduce", 4, 2 * 31 / 32 / 8),  # a ring twice, but for one of 32 parts
+        ("reduce_scatter", 4, 31 / 32 / 8),
+        ("all_to_all", 4, 24 / 32),
+        ("send_recv", 2, 1 / 8),
+        ("all_reduce", 1, 0.0),
+    ],
+)
+def test_bytes_that_leave_a_node(kind: str, nodes: int, share: float) -> None:
+    path = group_path(EIGHT, fabric("single-switch"), 8 * nodes, 8 * nodes, 1)
+    assert bytes_out(kind, path, 1e9) == pytest.approx(1e9 * share)
 
 
 def test_groups_that_cannot_be_placed() -> None:

@@ -23,21 +23,9 @@ class AxisTraffic:
 
     axis: str
     bytes: float  # buffers times nccl-tests' bus-bandwidth factor
+    outside: float  # of what it sends, bytes that leave the node
     path: GroupPath
     time_s: float | None = None  # for how long of the step the axis communicates, hidden or not
-
-    @property
-    def outside(self) -> float:
-        """Bytes that leave the node, per rank. Between nodes a ring passes each byte once a node.
-
-        In an all-to-all every rank outside of the node gets its share directly.
-        """
-        path = self.path
-        if path.nodes == 1:
-            return 0.0
-        if AXIS_PATTERN.get(self.axis) == "all-to-all":
-            return self.bytes * (path.ranks - path.local_ranks) / (path.ranks - 1)
-        return self.bytes / path.local_ranks
 
     @property
     def inside(self) -> float:

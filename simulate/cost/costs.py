@@ -315,7 +315,7 @@ class Costs:
         for product, sent in zip(products, hidden, strict=True):
             alone = self.kernel_us(product)
             waits = smaller(fit.waits_us(product, alone, sent) * spread, sent)
-            own, left = own + waits, left + larger(slowed * sent - alone - waits, 0.0)
+            own, left = own + waits, left + larger(sent - (alone + waits) / slowed, 0.0)
         return own, left
 
     def _kernels(self, works: ByClock) -> tuple[Array, float, Energy]:

@@ -156,17 +156,18 @@ class Projection:
         """Use of each tier of the cluster in a step."""
         e, r = self.estimate, self.request
         paths = e.priced.costs.layout.paths
-        network, nominal = network_for(r.calibration, r.fabric), node_gbytes_per_s(r.node, r.fabric)
+        network = network_for(r.calibration, r.fabric)
 
         def measured(path: GroupPath) -> GroupPath:
             """At the rate of all groups on a node, where that was measured between such nodes."""
-            if network is None or network.node_gbytes_per_s is None:
+            if path.nodes == 1 or network is None or network.node_gbytes_per_s is None:
                 return path
             groups = path.concurrent ** (1 - network.sharing)
+            nominal = node_gbytes_per_s(r.node, r.fabric)
             return path.at_rate(groups * network.node_gbytes_per_s / nominal)
 
         loads = [
-            AxisTraffic(kind, one.sent_bytes, measured(paths[kind]), one.total_s)
+            AxisTraffic(kind, one.sent_bytes, one.outside_bytes, measured(paths[kind]), one.total_s)
             for kind, one in e.traffic.items()
             if kind in paths
         ]
@@ -344,7 +345,14 @@ def warnings(projection: Projection) -> list[str]:
             "Experts get even loads, which trained routers do not give them: see "
             "--expert-imbalance and --capacity-factor."
         )
-    if e.modelled_share > 0:
+    if r.slow_gpus:
+        same = replace(r, draws=0, slow_gpus=None).simulator().run().step_time_s[0]
+        said.append(
+            f"What if: {100 * r.slow_gpus.share:g}% of the GPUs take {r.slow_gpus.factor:g} times "
+            "as long (--slow-gpus)"
+            + ("; the slowest are as slow without." if np.isclose(same, e.step_time_s[0]) else ".")
+        )
+    if e.modelled_share >= 0.005:  # what is written as 1 % and more
         said.append(
             f"{e.modelled_share:.0%} of a layer's compute time is in shapes that were not "
             "measured; it comes from the kernel models between the measured ones."

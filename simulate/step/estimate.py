@@ -331,14 +331,15 @@ class StepSimulator:
     def _late(self, finish: Array, shape: Array) -> Array:
         """Extra time because all wait for the slowest GPU, see `simulate.step.stragglers`.
 
-        Persistent differences between devices, or the slow GPUs asked for where these are slower.
+        Persistent differences between devices, or the slow GPUs asked for, which differ as well,
+        where these are slower.
         """
         p, fit = self.p, self.calibration.clock
         draws = self._costs.draws
         spread = fit.device_spread_sd * draws.factor("spread of GPUs", stragglers.SPREAD_SD)
         share = spread * stragglers.lateness(p, shape)
         if self._slow_gpus is not None:
-            share = np.maximum(share, self._slow_gpus.lateness(p))
+            share = np.maximum(share, self._slow_gpus.lateness(p, spread, shape))
         return np.asarray(finish * share)
 
     def _jitter(self, finish: Array, capped_us: float, shape: Array) -> Array:

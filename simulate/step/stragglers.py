@@ -163,13 +163,15 @@ class SlowGpus:
     share: float
     factor: float
 
-    def lateness(self, p: Parallelism) -> float:
-        """Share of the step that it takes longer.
+    def lateness(self, p: Parallelism, spread: Array, shape: Array) -> Array:
+        """(draws,): share of the step that it takes longer.
 
-        One slow GPU sets the steady pace. While the pipeline fills, a replica is late by its slow
-        stages; all wait for the one with the most of them.
+        One slow GPU sets the steady pace: the slowest of them, as they differ by `spread` like all.
+        While the pipeline fills, a replica is late by its slow stages; all wait for the one with
+        the most of them.
         """
-        if round(self.share * p.gpus) < 1:
+        count = round(self.share * p.gpus)
+        if count < 1:
             raise UserError(
                 f"--slow-gpus {self.share:g}:{self.factor:g}: that share of {p.gpus} GPUs is less "
                 "than one GPU; give a larger one"
@@ -179,12 +181,13 @@ class SlowGpus:
         replicas = p.gpus // (layer * p.pp)
         below, within = 0.0, (1 - hit) ** p.pp  # binomial: none of the stages
         stages = 0.0
-        for count in range(1, p.pp + 1):
+        for slow in range(1, p.pp + 1):
             below += within
             stages += 1 - min(below, 1.0) ** replicas
-            within *= (p.pp - count + 1) / count * hit / max(1 - hit, 1e-300)
+            within *= (p.pp - slow + 1) / slow * hit / max(1 - hit, 1e-300)
         steady = steady_share(p)
-        return (self.factor - 1) * (steady + (1 - steady) * stages / p.pp)
+        slowest = self.factor * spread * steady * largest(count, shape)
+        return np.asarray((self.factor - 1) * (steady + (1 - steady) * stages / p.pp) + slowest)
 
 
 def read_slow_gpus(text: str | None) -> SlowGpus | None:

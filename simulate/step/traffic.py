@@ -6,7 +6,7 @@ from functools import lru_cache
 from simulate.cost.uncertainty import central
 from simulate.cost.works import Same
 from simulate.step.pricing import PricedStep
-from spec.collective import Collective, busbw_factor
+from spec.collective import Collective, busbw_factor, bytes_out
 from spec.step_parts import Segment
 
 KINDS = ("tp", "pp", "dp", "ep", "cp")  # of communication, as breakdowns have them
@@ -21,6 +21,7 @@ class Traffic:
     exposed_s: float
     bytes: float  # buffers, nccl-tests' definition
     sent_bytes: float  # over the GPU's links: buffers times the bus-bandwidth factor
+    outside_bytes: float  # out of the node
     calls: int
 
 
@@ -48,6 +49,9 @@ def traffic(priced: PricedStep, breakdown_s: dict[str, float], stage: int) -> di
             bytes=sum(one.bytes * n for one, n in mine),
             sent_bytes=sum(
                 one.bytes * busbw_factor(one.kind, paths[one.axis].ranks) * n for one, n in mine
+            ),
+            outside_bytes=sum(
+                bytes_out(one.kind, paths[one.axis], one.bytes) * n for one, n in mine
             ),
             calls=round(sum(n for _, n in mine)),
         )
