@@ -51,10 +51,13 @@ def bytes_out(kind: str, path: GroupPath, nbytes: float) -> float:
     """What a GPU of a group sends out of its node, of a collective of `nbytes` a buffer.
 
     A ring passes each byte once a node, a tree between two nodes sends each once, and in an
-    all-to-all every rank outside of the node gets its share directly.
+    all-to-all every rank outside of the node gets its share directly. Of ranks that send to the
+    next one, the last one in a node sends all of its message out.
     """
     if path.nodes == 1:
         return 0.0
+    if kind == "send_recv":
+        return nbytes
     if kind == "all_reduce" and path.nodes == 2:
         return nbytes / path.local_ranks
     moved = nbytes * busbw_factor(kind, path.ranks)

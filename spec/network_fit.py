@@ -209,7 +209,8 @@ class NetworkFit(Record):
         """How long its bytes keep its share of the ports busy, at the most these carry."""
         rate = self.efficiency * path.gbytes_per_s
         if self.node_gbytes_per_s is not None:
-            rate = self.node_gbytes_per_s / path.concurrent**self.sharing / path.local_ranks
+            rate = self.node_gbytes_per_s / path.concurrent**self.sharing
+            rate /= 1 if collective == "send_recv" else path.local_ranks
         return bytes_out(collective, path, nbytes) / (rate * 1e3)
 
     def spreads(self, collective: str, path: GroupPath, nbytes: float = 0.0) -> tuple[float, float]:

@@ -147,6 +147,15 @@ def test_a_tied_tables_groups_have_the_ports_that_others_leave() -> None:
     assert railed.gbytes_per_s == group_path(node, RAIL, 4, 2, 2).gbytes_per_s  # a port each
 
 
+@pytest.mark.parametrize("stages", range(2, 10))
+@pytest.mark.parametrize("stage", [1, 2, 4, 8])
+def test_a_tied_table_lies_in_one_node_only_if_both_its_ends_do(stages: int, stage: int) -> None:
+    node = load_node("hgx-h200")
+    path = layout(Parallelism(tp=stage, pp=stages, global_batch=stages), node, RAIL).paths["embd"]
+    apart = (stages - 1) * stage // node.gpus + 1 > 1  # of the first and the last stage's first GPU
+    assert (path.nodes > 1) == apart
+
+
 def test_a_slow_boundary_holds_up_every_microbatch() -> None:
     """Only the second of three boundaries changes nodes: its stages wait for it, not for a third.
 

@@ -80,6 +80,16 @@ def test_ports_are_busy_with_bytes_alone() -> None:
         assert large <= central(costs.collective_us(Collective(kind, "tp", 1e9)))
 
 
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_message_keeps_one_port_busy_however_many_of_its_group_are_in_a_node(tp: int) -> None:
+    node, fabric = load_node("hgx-h200"), load_fabric("ndr400-rail")
+    p = Parallelism(tp=tp, pp=16 // tp, dp=2, global_batch=32)
+    costs = Costs(CALIBRATION, node, fabric, p, Draws(0))
+    path, network = costs.layout.paths["pp"], costs.network
+    assert network is not None
+    assert network.port_us("send_recv", path, 1e9) == pytest.approx(1e6 / network.efficiency / 50)
+
+
 def test_groups_inside_a_node_leave_its_ports_free() -> None:
     for gpus, busy in ((1, True), (2, False), (4, False)):  # tensor-parallel groups cross with one
         node = ONE_GPU.model_copy(update={"gpus": gpus})

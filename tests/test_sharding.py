@@ -22,6 +22,7 @@ from spec.parallelism import Parallelism
 from spec.step import layer, layer_parameters, optimizer, sharded, trained_parameters
 from spec.step_ends import end_parameters
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, capped, simulate
+from topologies import load_fabric
 
 P = Parallelism(dp=4, zero=3, overlap=True, global_batch=8)
 
@@ -301,3 +302,16 @@ def test_only_whole_gradients_are_zeroed_and_scaled_outside_the_optimizer() -> N
         assert sum(components.simulated(estimate).values()) == pytest.approx(
             float(estimate.step_time_s[0])
         )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_messages_between_stages_do_not_wait_for_gathers_in_astra_sim(
+    overlap: bool, tmp_path: Path
+) -> None:
+    """Layer by layer, as on GPUs, though a rank of Astra-Sim sends one thing at a time."""
+    p = Parallelism(pp=4, dp=8, zero=3, overlap=overlap, global_batch=64)
+    step = simulate(p, fabric=load_fabric("ethernet-100g"))
+    emit(program(step.priced, "layer"), tmp_path / "o", whole=False)
+    assert cycles(read_trace(tmp_path / "o")).step_ns / 1e9 == pytest.approx(
+        step.ideal_step_time_s, rel=0.001
+    )

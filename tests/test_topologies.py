@@ -209,7 +209,7 @@ def test_tiers_of_a_step() -> None:
         ("all_reduce", 4, 2 * 31 / 32 / 8),  # a ring twice, but for one of 32 parts
         ("reduce_scatter", 4, 31 / 32 / 8),
         ("all_to_all", 4, 24 / 32),
-        ("send_recv", 2, 1 / 8),
+        ("send_recv", 2, 1.0),  # of the last rank in a node
         ("all_reduce", 1, 0.0),
     ],
 )

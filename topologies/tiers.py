@@ -30,10 +30,12 @@ class AxisTraffic:
     @property
     def inside(self) -> float:
         """Bytes over the scale-up links of the node, per rank."""
-        path = self.path
+        path, pattern = self.path, AXIS_PATTERN.get(self.axis)
         if path.nodes == 1:
             return self.bytes
-        if AXIS_PATTERN.get(self.axis) == "all-to-all":
+        if pattern == "send-recv":  # of a rank whose next one is here
+            return self.bytes if path.local_ranks > 1 else 0.0
+        if pattern == "all-to-all":
             return self.bytes * (path.local_ranks - 1) / (path.ranks - 1)
         return self.bytes * (path.local_ranks - 1) / path.local_ranks
 

@@ -184,11 +184,16 @@ def _paired(stages: list[list[Task]]) -> list[list[Task]]:
 def talks_inside(stages: Sequence[Sequence[Task]]) -> bool:
     """Whether passes have collectives of their own: some stage has more of them than sends."""
     return any(
-        sum(task.kind in COLLECTIVES and _INSIDE.issuperset(task.axes) for task in tasks)
+        sum(task.kind in COLLECTIVES and _within_passes(task) for task in tasks)
         > sum(task.kind == "send" for task in tasks)
         > 0
         for tasks in stages
     )
+
+
+def _within_passes(task: Task) -> bool:
+    """Also what passes wait for of sharded weights, whatever axes these lie over."""
+    return _INSIDE.issuperset(task.axes) or " shard " in task.name
 
 
 def take_turns(stages: Iterable[Iterable[Task]]) -> bool:

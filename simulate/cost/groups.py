@@ -24,15 +24,14 @@ class Layout:
 def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
     """Group paths of every axis in Megatron's rank order: tp, cp, dp (ep within), pp."""
     replicas = p.dp * p.cp
+    stage = p.tp * replicas
     groups = {
         "tp": (p.tp, 1),
         "cp": (p.cp, p.tp),
         "dp": (replicas, p.tp),
         "ep": (p.ep, p.tp),
         "edp": (replicas // p.ep, p.tp * p.ep),
-        "pp": (p.pp, p.tp * replicas),
-        # first and last stage, for a tied embedding: as far apart as stages half the way apart
-        "embd": (min(p.pp, 2), p.tp * replicas * max(p.pp // 2, 1)),
+        "pp": (p.pp, stage),
     }
     groups = {axis: placed for axis, placed in groups.items() if placed[0] > 1}
     kinds = {axis: (*one, AXIS_PATTERN.get(axis, "ring")) for axis, one in groups.items()}
@@ -41,6 +40,11 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
     )
     placed = {one: group_path(node, fabric, p.gpus, *one, leaving) for one in set(kinds.values())}
     paths = {axis: placed[one] for axis, one in kinds.items()}
-    if "embd" in paths:  # of the first and the last stage alone
-        paths["embd"] = with_senders(paths["embd"], p.tp * replicas, node, fabric)
+    if p.pp > 1:
+        # first and last stage, for a tied embedding: as far apart as stages half the way apart,
+        # where these are odd in number and on several nodes as if they were one more
+        half = p.pp // 2 if p.gpus <= node.gpus else (p.pp + 1) // 2
+        gpus = max(p.gpus, 2 * half * stage)
+        path = group_path(node, fabric, gpus, 2, half * stage, axes=leaving)
+        paths["embd"] = with_senders(path, stage, node, fabric)  # these two stages' alone
     return Layout(paths)
