@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from measure.devices import hashed
+from measure.logs.numbers import Quantity, number
 from measure.plans.cases import CollectiveCase, role_of
 from spec.collective import busbw_factor
 from spec.errors import UserError
-from spec.files import read_text
+from spec.files import parse, read_text
 from spec.manifest import Device, Host
 from spec.records import CollectiveRow
 
@@ -27,8 +28,19 @@ PROGRAMS = {
     "alltoall": "all_to_all",
     "sendrecv": "send_recv",
 }
-TYPES = {"float": "fp32", "bfloat16": "bf16", "half": "fp16", "double": "fp64"}
+TYPES = {"float": "fp32", "bfloat16": "bf16", "half": "fp16", "double": "fp64"} | {
+    name: name
+    for name in (
+        *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
+        *("f8e4m3", "f8e5m2", "fp8_e4m3", "fp8_e5m2"),  # nccl-tests' and rccl-tests'
+    )
+}
+UNITS = {"size": "(B)", "time": "(us)", "busbw": "(GB/s)"}  # of the columns that are read
+TIME = Quantity("time", "us", 1e-3, 1e12)
+BUSBW = Quantity("busbw", "GB/s", 0, 1e9)
 SAME = 0.1  # printed and computed bus bandwidth agree better than this
+WRONG = ("#wrong", "wrong", "error")  # names of the column of the check of the data
+MOST_WRONG = 1e-3  # old versions print the largest error, others how many elements are wrong
 LEAST_BUSBW = 1.0  # 1e9 bytes/s; smaller ones are printed with too few digits to compare
 
 # of mpirun --tag-output, srun --label, and kubectl logs --timestamps
@@ -77,6 +89,7 @@ class Imported:
     # that NCCL said it used, such as Socket, in files with rows across nodes
     networks: set[str] = field(default_factory=set)
     wrong: int = 0  # lines that failed nccl-tests' own check of the data
+    empty: int = 0  # lines of no bytes, of fewer elements than ranks
     passed_over: set[str] = field(default_factory=set)  # tests of collectives that no step uses
 
 
@@ -105,9 +118,9 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
     used = True  # the test that is being read
     unnamed = False  # whether a test has begun since the last name of one
     block: Block | None = None
-    for number, raw in enumerate(text.splitlines(), start=1):
+    for at, raw in enumerate(text.splitlines(), start=1):
         line = _LABEL.sub("", raw)
-        where = f"{path} line {number}"
+        where = f"{path} line {at}"
         program = _PROGRAM.search(line)
         if program and not collective:
             used, unnamed = program[1] in PROGRAMS, False
@@ -148,12 +161,25 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             if block is None:
                 raise UserError(f"{where}: results without the line '# nThread' before them")
             block.columns = words
+        elif used and block is not None and line.startswith("#") and words[1:2] == ["(elements)"]:
+            _refuse_other_units(block.columns, words, where)
         elif used and block is not None and block.columns and words and words[0].isdigit():
             row = _row(block, words, backend, where, found)
             if row is not None:
                 found.rows.append(row)
     if any(row.nodes > 1 for row in found.rows[before:]):
         found.networks |= networks
+
+
+def _refuse_other_units(columns: Sequence[str], units: Sequence[str], where: str) -> None:
+    """Raise UserError where a column that is read is in another unit than nccl-tests print."""
+    measured = [one for one in columns if one not in (*WRONG, "type", "redop", "root")]
+    for column, unit in zip(measured, units, strict=False):
+        if unit != UNITS.get(column, unit):
+            raise UserError(
+                f"{where}: {column} is in {unit}; it must be in {UNITS[column]}, as nccl-tests "
+                "print it"
+            )
 
 
 def _bus(printed: str) -> str:
@@ -199,16 +225,13 @@ def _row(
             f"{', '.join(PROGRAMS.values())}"
         )
     ranks, stride, groups, nodes = layout(block.ranks, where)
-    try:
-        first = block.columns.index("time")
-        nbytes, time = int(words[0]), float(words[first])
-        printed = float(words[block.columns.index("busbw")])
-        wrong = words[first + 3] if len(words) > first + 3 else "0"
-    except (ValueError, IndexError):
-        raise UserError(f"{where}: {' '.join(words)!r} is not a line of results") from None
-    if nbytes == 0 or time <= 0:
-        return None  # fewer elements than ranks
-    if wrong not in ("0", "N/A") and float(wrong) > 1e-3:  # old versions print the largest error
+    cells = _cells(block.columns, words, where)
+    nbytes = int(cells["size"])
+    if nbytes == 0:
+        found.empty += 1
+        return None
+    time, printed = TIME.read(cells["time"], where), BUSBW.read(cells["busbw"], where)
+    if not (number(cells["wrong"]) or 0) <= MOST_WRONG:
         found.wrong += 1
         return None
     busbw = nbytes * busbw_factor(kind, ranks) / time / 1e3
@@ -224,24 +247,45 @@ def _row(
         for name in (case.case_id, *(f"{case.case_id}-again{n}" for n in range(2, 1000)))
         if name not in known
     )
-    dtype = words[block.columns.index("type")] if "type" in block.columns else "unknown"
     times = dict.fromkeys(("median_us", "p10_us", "p90_us", "min_us", "mean_us"), time)
-    return CollectiveRow(
-        case_id=name,
-        role=role_of(f"collective {case.case_id}"),
-        collective=kind,  # type: ignore[arg-type]
-        backend=backend,
-        ranks=ranks,
-        nodes=nodes,
-        stride=stride,
-        groups=groups,
-        bytes=nbytes,
-        dtype=TYPES.get(dtype, dtype),
-        busbw_gbytes_per_s=busbw,
-        repeats=block.iterations,
-        std_us=0.0,
-        **times,
-    )
+    value = times | {
+        "case_id": name,
+        "role": role_of(f"collective {case.case_id}"),
+        "collective": kind,
+        "backend": backend,
+        "ranks": ranks,
+        "nodes": nodes,
+        "stride": stride,
+        "groups": groups,
+        "bytes": nbytes,
+        "dtype": _dtype(cells.get("type"), where),
+        "busbw_gbytes_per_s": busbw,
+        "repeats": block.iterations,
+        "std_us": 0.0,
+    }
+    return parse(CollectiveRow, value, where)
+
+
+def _cells(columns: Sequence[str], words: Sequence[str], where: str) -> dict[str, str]:
+    """A line's words by column, out-of-place ones; `wrong` is what the tool's own check found."""
+    pairs = list(zip(columns, words, strict=False))
+    cells = dict(reversed(pairs))  # of two columns of a name the first
+    after = [word for name, word in pairs if name in WRONG]
+    cells["wrong"] = after[0] if after else "N/A"
+    numbers = [cells.get(name, "") for name in ("size", "time", "busbw")]
+    numbers += [cells["wrong"]] if cells["wrong"] != "N/A" else []
+    if any(number(word) is None for word in numbers):
+        raise UserError(f"{where}: {' '.join(words)!r} is not a line of results")
+    return cells
+
+
+def _dtype(printed: str | None, where: str) -> str:
+    """The element type in our words."""
+    if printed is None:
+        return "unknown"
+    if printed not in TYPES:
+        raise UserError(f"{where}: type is {printed!r}; it must be one of {', '.join(TYPES)}")
+    return TYPES[printed]
 
 
 def layout(ranks: Sequence[Rank], where: str) -> tuple[int, int, int, int]:
@@ -260,6 +304,19 @@ def layout(ranks: Sequence[Rank], where: str) -> tuple[int, int, int, int]:
         raise UserError(f"{where}: {len(first)} ranks are listed; a collective needs two or more")
     nodes = len({one.host for one in first})
     return len(first), first[1].rank - first[0].rank, len(groups), nodes
+
+
+def left_out(found: Imported) -> list[str]:
+    """What of the output is in no row, and why; nothing where all is."""
+    notes = []
+    if found.empty:
+        notes.append(f"{found.empty} lines of no bytes (fewer elements than ranks) were left out")
+    if found.wrong:
+        notes.append(f"{found.wrong} lines failed the tool's own check and were left out")
+    if found.passed_over:
+        names = ", ".join(sorted(found.passed_over))
+        notes.append(f"{names} passed over: no training step uses that collective")
+    return notes
 
 
 def hosts(found: Imported) -> list[Host]:
