@@ -10,7 +10,7 @@ from typing import Any
 from measure.devices import hashed
 from measure.hosts import about as host
 from measure.logs import megatron as megatron_log
-from measure.logs import nccl_tests
+from measure.logs import megatron_arguments, megatron_lines, nccl_tests
 from measure.store.write import Store
 from spec.collective import COLLECTIVES
 from spec.command import Parser, add_json, emit, result_name, run
@@ -71,7 +71,7 @@ def arguments_parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="megatron-log: an argument of Megatron-LM that the log lacks",
+        help="megatron-log: an argument of Megatron-LM that the log lacks, not one that it has",
     )
     add_json(parser)
     return parser
@@ -79,12 +79,13 @@ def arguments_parser() -> Parser:
 
 def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
     """NAME=VALUE words as a dictionary."""
-    found = {}
+    found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise UserError(f"{option} is {word!r}; it must be NAME=VALUE")
-        found[name] = value
+        if found.setdefault(name, value) != value:
+            raise UserError(f"{option} gives {name} as {found[name]} and as {value}; give it once")
     return found
 
 
@@ -107,30 +108,35 @@ def main(words: Sequence[str]) -> int:
         tables, hosts = {"collectives": found.rows}, nccl_tests.hosts(found)
         software = found.software
         notes.append("each row is the mean of its iterations; quantiles are that mean")
-        if found.wrong:
-            notes.append(f"{found.wrong} lines failed the tool's own check and were left out")
-        if found.passed_over:
-            names = ", ".join(sorted(found.passed_over))
-            notes.append(f"{names} passed over: no training step uses that collective")
+        left_out = nccl_tests.left_out(found)
     else:
-        tables, hosts = megatron_tables(asked)
+        tables, hosts, left_out = megatron_tables(asked)
         software = {}
-    store = write(asked, words, tables, hosts, software, notes)
+    store = write(asked, words, tables, hosts, software, notes + left_out)
     counts = {name: len(rows) for name, rows in tables.items()}
     told = ", ".join(f"{count} rows of {name}" for name, count in counts.items())
-    value = {"schema": "imports/1", "path": str(store.folder), "rows": counts}
-    emit(asked.json, value, f"{told}: {store.folder}")
+    value = {
+        "schema": "imports/1",
+        "path": str(store.folder),
+        "rows": counts,
+        "left_out": left_out,
+    }
+    emit(asked.json, value, "\n".join((f"{told}: {store.folder}", *left_out)))
     return 0
 
 
-def megatron_tables(asked: argparse.Namespace) -> tuple[dict[str, list[Any]], list[Host]]:
-    """Rows of all logs, and hosts with as many GPUs as the largest had."""
+def megatron_tables(
+    asked: argparse.Namespace,
+) -> tuple[dict[str, list[Any]], list[Host], list[str]]:
+    """Rows of all logs, hosts with as many GPUs as the largest had, and what was left out."""
     given = pairs("--set", asked.set)
+    megatron_arguments.refuse_unread(given)
     training: list[TrainingRow] = []
     steps: list[StepRow] = []
+    left_out: list[str] = []
     for path in asked.files:
-        row, its = megatron_log.rows(
-            megatron_log.read(path, given), asked.model_name, asked.nodes, asked.skip
+        row, its, lacking = megatron_log.rows(
+            megatron_lines.read(path, given), asked.model_name, asked.nodes, asked.skip
         )
         if row.case_id in {one.case_id for one in training}:
             raise UserError(
@@ -138,6 +144,7 @@ def megatron_tables(asked: argparse.Namespace) -> tuple[dict[str, list[Any]], li
             )
         training.append(row)
         steps += its
+        left_out += lacking
     largest = max(training, key=lambda row: row.parallelism().gpus)
     gpus = largest.parallelism().gpus
     share = gpus // largest.nodes
@@ -158,7 +165,7 @@ def megatron_tables(asked: argparse.Namespace) -> tuple[dict[str, list[Any]], li
         )
         for number in range(largest.nodes)
     ]
-    return {"training": training, "steps": steps}, hosts
+    return {"training": training, "steps": steps}, hosts, left_out
 
 
 def write(

@@ -1,142 +1,29 @@
-"""Reads Megatron-LM's training log into rows of training.csv and steps.csv.
+"""Turns Megatron-LM's training log into rows of training.csv and steps.csv.
 
-What is read: the list of arguments (`  num_layers .......... 32`) for the configuration, and the
-line of each logged iteration (`elapsed time per iteration (ms): 512.3`) for the step's time; with
-it loss, memory, energy and power where the log has them. With a log interval above 1 a line is the
-mean of its iterations and counts as one step. A file may hold several runs, one after another, as a
-job that was restarted leaves: they must be of one configuration, and each warms up.
+What is read (`measure.logs.megatron_lines`): the list of arguments (`  num_layers .......... 32`)
+for the configuration, and the line of each logged iteration (`elapsed time per iteration (ms):
+512.3`) for the step's time; with it loss, memory, energy and power where the log has them. With a
+log interval above 1 a line is the mean of its iterations and counts as one step. A file may hold
+several runs, one after another, as a job that was restarted leaves: they must be of one
+configuration, and each warms up.
 """
 
-import re
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+from measure.logs.megatron_arguments import Arguments
+from measure.logs.megatron_lines import Log
 from spec.errors import UserError
-from spec.files import parse, read_text
+from spec.files import parse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.training_records import StepRow, TrainingConfig, TrainingRow
 
 MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
-_BEGIN = re.compile(r"-{3,} arguments -{3,}")  # of the list of arguments of another run
-_ARGUMENT = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*) \.{3,} (.*?)\s*$")
-_VOCABULARY = re.compile(r"padded vocab .*new size: (\d+)")
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-# milliseconds; BigScience's and DeepSpeed's print seconds, Primus the mean after a stroke
-_TIME = re.compile(r"elapsed time per iteration \((ms|s)\):\s*([\d.]+)")
-_LOSS = re.compile(r"\blm loss:?\s*([\d.E+-]+|nan)")
-_BATCH = re.compile(r"global batch size:\s*(\d+)")
-_SKIPPED = re.compile(r"number of (?:skipped|nan) iterations:\s*([1-9]\d*)")
-_ENERGY = re.compile(r"energy per GPU \(J/iter/GPU\):\s*([\d.]+)")
-_POWER = re.compile(r"power per GPU \(W/GPU\):\s*([\d.]+)")
-_MEMORY = re.compile(r"\[Rank (\d+)\].*\bmax allocated:\s*([\d.]+).*\bmax reserved:\s*([\d.]+)")
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """A logged line."""
-
-    seconds: float
-    batch: int | None
-    loss: float | None
-    energy_j: float | None  # of one GPU
-    power_w: float | None
-    run: int = 0  # of those in the file
-
-
-@dataclass(frozen=True)
-class Log:
-    """What a log holds."""
-
-    path: Path
-    arguments: dict[str, str]
-    later: list[dict[str, str]]  # of the runs after the first
-    iterations: list[Iteration]
-    memory_mib: dict[int, tuple[float, float]]  # by rank: peak allocated, peak reserved
-
-
-def read(path: Path, given: Mapping[str, str]) -> Log:
-    """Read a log; `given` arguments count before its own. Raises UserError where it is no log."""
-    runs: list[dict[str, str]] = [{}]
-    vocabulary: dict[str, str] = {}
-    iterations: list[Iteration] = []
-    memory = {}
-    for raw in read_text(path, "a Megatron-LM training log").splitlines():
-        line = _COLOUR.sub("", raw)
-        if _BEGIN.search(line):
-            runs.append({})
-        elif found := _ARGUMENT.search(line):
-            runs[-1].setdefault(found[1], found[2])
-        elif found := _VOCABULARY.search(line):
-            vocabulary = {"padded_vocab_size": found[1]}  # perhaps told by one run for all
-            runs[-1] |= vocabulary
-        elif found := _TIME.search(line):
-            if not _SKIPPED.search(line):
-                iterations.append(
-                    Iteration(
-                        float(found[2]) / (1e3 if found[1] == "ms" else 1.0),
-                        int(value) if (value := _number(_BATCH, line)) is not None else None,
-                        _number(_LOSS, line),
-                        _number(_ENERGY, line),
-                        _number(_POWER, line),
-                        len(runs) - 1,
-                    )
-                )
-        elif found := _MEMORY.search(line):
-            memory[int(found[1])] = float(found[2]), float(found[3])
-    if not iterations:
-        raise UserError(
-            f"{path}: no line with 'elapsed time per iteration'; give the output of Megatron-LM's "
-            "first or last rank"
-        )
-    ran = sorted({one.run for one in iterations})  # not those that died before their first step
-    told = [{name: text for name, text in runs[at].items() if text != "None"} for at in ran]
-    first, *later = (vocabulary | runs[0] | one | dict(given) for one in told)
-    iterations = [replace(one, run=ran.index(one.run)) for one in iterations]
-    return Log(path, first, later, iterations, memory)
-
-
-def _number(pattern: re.Pattern[str], line: str) -> float | None:
-    found = pattern.search(line)
-    return None if found is None or found[1] == "nan" else float(found[1])
-
-
-class _Arguments:
-    """The arguments, each as the type that it should have."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """As printed; `None` counts as not there."""
-        value = self._log.arguments.get(name, "None")
-        if value != "None":
-            return value
-        if default is None:
-            raise UserError(
-                f"{self._log.path}: the log does not say {name}; add it with --set {name}=VALUE"
-            )
-        return default
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number."""
-        text = self.text(name, None if default is None else str(default))
-        if not text.isdigit():
-            raise UserError(f"{self._log.path}: {name} is {text!r}; it must be a whole number")
-        return int(text)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A switch."""
-        text = self.text(name, str(default))
-        if text not in ("True", "False"):
-            raise UserError(f"{self._log.path}: {name} is {text!r}; it must be True or False")
-        return text == "True"
-
-
+_FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
+_MODULES = ("transformer_impl", "attention_backend")
 # arguments that no column of training.csv tells, and values with which they change nothing
 _UNTOLD: dict[str, tuple[str, ...]] = {
     "multi_latent_attention": ("False",),
@@ -154,9 +41,26 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
 _UNTOLD_OF_EXPERTS = {"moe_layer_freq": ("1",), "moe_shared_expert_intermediate_size": ()}
 
 
+def _arguments(log: Log) -> Arguments:
+    return Arguments(log.path, log.arguments)
+
+
+def _refuse_fp32(log: Log) -> None:
+    """Raise UserError where training was in FP32, or the log does not say in what."""
+    a = _arguments(log)
+    if not (a.flag("bf16") or a.flag("fp16")):
+        for name in ("bf16", "fp16"):
+            a.text(name)
+        raise UserError(
+            f"{log.path}: bf16 and fp16 are False; training.csv has no column for FP32, and the "
+            "step would be taken for one in BF16"
+        )
+
+
 def _refuse_untold(log: Log) -> None:
     """Raise UserError where a row would be of another model, or another split, than what ran."""
-    a = _Arguments(log)
+    _refuse_fp32(log)
+    a = _arguments(log)
     untold = dict(_UNTOLD)
     if a.whole("num_experts", 0):
         tp = a.text("tensor_model_parallel_size", "1")
@@ -179,7 +83,7 @@ def _refuse_untold(log: Log) -> None:
 
 def model_of(log: Log, name: str) -> ModelSpec:
     """The model that the arguments describe."""
-    a = _Arguments(log)
+    a = _arguments(log)
     _refuse_untold(log)
     heads, hidden = a.whole("num_attention_heads"), a.whole("hidden_size")
     experts = a.whole("num_experts", 0)
@@ -212,12 +116,11 @@ def model_of(log: Log, name: str) -> ModelSpec:
     return parse(ModelSpec, value, str(log.path))
 
 
-def _zero(a: _Arguments) -> int:
+def _zero(a: Arguments) -> int:
     """ZeRO stage: Megatron's distributed optimizer is 1, its FSDP what it is told to shard."""
-    fsdp = ("use_megatron_fsdp", "use_custom_fsdp")
     if a.flag("use_torch_fsdp2"):
         return 3
-    if any(a.flag(name) for name in fsdp):
+    if any(a.flag(name) for name in _FSDP):
         stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
         return stages.get(a.text("data_parallel_sharding_strategy", "no_shard"), 0)
     return int(a.flag("use_distributed_optimizer"))
@@ -225,7 +128,7 @@ def _zero(a: _Arguments) -> int:
 
 def parallelism_of(log: Log) -> Parallelism:
     """How the step is split."""
-    a = _Arguments(log)
+    a = _arguments(log)
     tp, cp = a.whole("tensor_model_parallel_size", 1), a.whole("context_parallel_size", 1)
     pp = a.whole("pipeline_model_parallel_size", 1)
     world = a.whole("world_size")
@@ -249,8 +152,13 @@ def parallelism_of(log: Log) -> Parallelism:
     return parse(Parallelism, value, str(log.path))
 
 
-def rows(log: Log, name: str, nodes: int | None, skip: int) -> tuple[TrainingRow, list[StepRow]]:
-    """The configuration's row and its steps, the first `skip` logged lines of a run left out."""
+def rows(
+    log: Log, name: str, nodes: int | None, skip: int
+) -> tuple[TrainingRow, list[StepRow], list[str]]:
+    """The configuration's row and its steps, the first `skip` logged lines of a run left out.
+
+    Last, in words, all that was left out.
+    """
     model, p = model_of(log, name), parallelism_of(log)
     for arguments in log.later:
         again = replace(log, arguments=arguments)
@@ -303,14 +211,28 @@ def rows(log: Log, name: str, nodes: int | None, skip: int) -> tuple[TrainingRow
         )
         for n, one in enumerate(kept)
     ]
-    return parse(TrainingRow, value, str(log.path)), steps
+    left_out = _left_out(log, len(full) - len(kept), len(log.iterations) - len(full))
+    return parse(TrainingRow, value, str(log.path)), steps, left_out
+
+
+def _left_out(log: Log, warm_up: int, of_other_batch: int) -> list[str]:
+    """What of the log is in no row, and why; nothing where all is."""
+    reasons = (
+        (log.stepless, "runs without a step that counts"),
+        (log.skipped, "lines of skipped or NaN iterations"),
+        (warm_up, "lines of warm-up (--skip)"),
+        (of_other_batch, "lines of another global batch size"),
+        (log.without_loss, "losses that are no finite number"),
+    )
+    told = ", ".join(f"{count} {what}" for count, what in reasons if count)
+    return [f"{log.path.name}: left out {told}"] if told else []
 
 
 def framework(log: Log) -> str:
     """What ran, as far as the arguments say."""
-    a = _Arguments(log)
+    a = _arguments(log)
     parts = ["Megatron-LM log"]
-    for name in ("transformer_impl", "attention_backend"):
+    for name in _MODULES:
         value = a.text(name, "")
         parts += [f"{name}={value}"] if value else []
     parts += ["bf16"] if a.flag("bf16") else ["fp16"] if a.flag("fp16") else []
