@@ -88,6 +88,20 @@ def test_a_trace_is_told_apart_by_class_and_communicator() -> None:
     assert found["gemm"].exposed_s is None
 
 
+def test_what_lies_between_steps_is_in_none() -> None:
+    """Two steps of 100 us, 80 of each a product; tokens copied and a barrier 60 us apart."""
+    events = [host("aten::mm", 5, 3, **{"External id": 1})]
+    for begin in (0.0, 160.0):
+        events.append(host(STEP, begin, 100, "user_annotation"))
+        events.append(kernel("nvjet_tst_128x256", begin + 10, 80, 1))
+    events.append(kernel("Memcpy HtoD", 110, 10))
+    events.append(kernel("ncclDevKernel_AllReduce_Sum", 130, 20))
+    found = {row.part: row.time_s for row in rows("case", [read_trace({"traceEvents": events})])}
+    assert found == {
+        part: pytest.approx(us * 1e-6) for part, us in (("step", 100), ("gemm", 80), ("idle", 20))
+    }
+
+
 def test_waiting_is_what_a_rank_takes_beyond_the_last_to_come() -> None:
     both = rows("case", [read_trace(trace()), read_trace(trace(late=30))])
     waiting = {(row.rank, row.part): row.waiting_s for row in both if row.waiting_s is not None}

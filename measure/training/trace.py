@@ -100,7 +100,9 @@ def _within(ranges: Sequence[Interval], moment: float) -> bool:
 def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     """What one rank did in the steps marked `STEP`; times in microseconds.
 
-    `window_us` and `steps`; `compute`: {class: [time, calls]}, `operations`: {class: {operation of
+    Between them, batches are made and ranks wait for one another, which is nobody's.
+
+    `window_us`, of `steps`; `compute`: {class: [time, calls]}, `operations`: {class: {operation of
     torch: time}}; `idle_us`: nothing ran; `sent`: one list for each communication [communicator,
     group, kind, bytes, time, time not hidden behind compute or other communication], in the order
     in which they began.
@@ -109,14 +111,13 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     steps = _ranges(events, STEP)
     if not steps:
         raise ValueError("the trace has no step")
-    begin, end = steps[0][0], steps[-1][1]
     on_device = [one for one in events if one.get("cat") in _DEVICE]
     of_rank = _gpu_work(events, on_device) if on_device else _cpu_work(events)
     compute: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     operations: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     busy, sent = [], []
     for part, low, high, what in sorted(of_rank, key=lambda work: work[1]):
-        if high <= begin or low >= end:
+        if not _within(steps, (low + high) / 2):
             continue
         if isinstance(what, str):
             compute[part][0] += high - low
@@ -125,20 +126,21 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
             busy.append((low, high))
         else:
             sent.append((part, *what, low, high))
-    union, until, exposed, messages = merged(busy), begin, 0.0, []
+    union, until, exposed, messages = merged(busy), steps[0][0], 0.0, []
     for part, group, kind, nbytes, low, high in sent:
         start = max(low, until)
         alone = max(high - start - overlap(union, start, high), 0.0) if high > start else 0.0
         until = max(until, high)
         exposed += alone
         messages.append([part, group, kind, nbytes, high - low, alone])
-    computing = overlap(union, begin, end)
+    window = sum(end - begin for begin, end in steps)
+    computing = sum(overlap(union, begin, end) for begin, end in steps)
     return {
-        "window_us": end - begin,
+        "window_us": window,
         "steps": len(steps),
         "compute": dict(compute),
         "operations": {part: dict(times) for part, times in operations.items()},
-        "idle_us": max(end - begin - computing - exposed, 0.0),
+        "idle_us": max(window - computing - exposed, 0.0),
         "sent": messages,
     }
 
