@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from measure.campaign import Campaign
-from measure.checks.suite import read_checks
+from measure.checks.suite import Cost, read_checks
 from measure.store import compare
 from measure.store.write import find_run, read_links
 from spec.command import Parser, add_json, emit, run
@@ -146,8 +146,7 @@ def telemetry_checks(folder: Path) -> tuple[dict[str, Any], list[str]]:
     for cost, work in ((found.on_steps, "training steps"), (found.on_products, "products")):
         if cost:
             value["overhead"] = cost.model_dump()
-            words = f"{cost.mean:+.2%} longer (95 % interval {cost.low:+.2%} to "
-            lines.append(f"with the sampler {work} took {words}{cost.high:+.2%})")
+            lines.append(f"with the sampler {work} took {_difference(cost)}")
             if cost.mean > COST or cost.high > COST_HIGH:
                 lines[-1] += f"; more than {COST:.0%}, or not known to be below {COST_HIGH:.0%}"
             break
@@ -164,6 +163,14 @@ def telemetry_checks(folder: Path) -> tuple[dict[str, Any], list[str]]:
         if apart:
             lines[-1] += f"; more than {APART:.0%} apart on device {', '.join(apart)}"
     return value, lines
+
+
+def _difference(cost: Cost) -> str:
+    """Such as `+0.10% longer (95 % interval -0.40% to +0.60%)`."""
+    ends = f"{cost.low:+.2%} to {cost.high:+.2%}"
+    if cost.mean < 0:
+        return f"{-cost.mean:.2%} shorter (95 % interval of the change {ends})"
+    return f"{cost.mean:+.2%} longer (95 % interval {ends})"
 
 
 def report(target: str | None, campaign: Campaign, seconds: float) -> int:

@@ -119,6 +119,11 @@ def test_what_telemetry_says_of_itself(tmp_path: Path) -> None:
         "with the sampler training steps took +0.10% longer (95 % interval -0.40% to +0.60%)",
         "integrated power is 0.990 to 1.020 of the energy counter",
     ]
+    _, lines = said(-0.0337, 1.0)
+    assert lines[0] == (
+        "with the sampler training steps took 3.37% shorter "
+        "(95 % interval of the change -3.87% to -2.87%)"
+    )
     _, lines = said(0.016, 0.96)
     assert lines[0].endswith("; more than 1%, or not known to be below 2%")
     assert lines[1].endswith("; more than 3% apart on device 2")
