@@ -8,8 +8,9 @@ from spec.interval import interval_text
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
-# parts of a step that are drawn, each with its colour; the rest is one grey part
-PARTS = ("compute", "bubble", "tp_exposed", "pp_exposed", "dp_exposed", "ep_exposed")
+# of the parts of a step, in their order; the yellow, of the same palette, is too faint for lines
+PART_COLOURS = (*COLOURS, "#f0e442")
+REST_COLOUR = "#888888"
 
 
 def render(value: Json) -> str:
@@ -84,16 +85,12 @@ def _breakdown(value: Json, points: Sequence[Json]) -> Figure:
     several = len({one["series"] for one in points}) > 1
     shown = names if several else [one["label"] for one in points]
     begin = [0.0] * len(points)
-    groups: dict[str, list[float]] = {}
-    for one in points:
-        step = one["step_time_s"]["median"]
-        shares = {part: one["breakdown_s"][part] / step for part in PARTS}
-        for part, share in (shares | {"other": 1 - sum(shares.values())}).items():
-            groups.setdefault(part, []).append(share * 100)
-    for number, (part, shares_of) in enumerate(groups.items()):
+    groups = _shares(points)
+    colours = dict(zip(groups, PART_COLOURS, strict=False)) | {"other": REST_COLOUR}
+    for part, shares_of in groups.items():
         if max(shares_of) < 0.05:
             continue
-        colour = COLOURS[number] if number < len(COLOURS) else "#888888"
+        colour = colours[part]
         axes.barh(range(len(points)), shares_of, left=begin, color=colour, label=part, height=0.7)
         begin = [a + b for a, b in zip(begin, shares_of, strict=True)]
     axes.set_yticks(range(len(points)), shown)
@@ -105,8 +102,21 @@ def _breakdown(value: Json, points: Sequence[Json]) -> Figure:
     rows: list[tuple[Cell, ...]] = [
         (name, *(groups[part][index] for part in groups)) for index, name in enumerate(names)
     ]
-    caption = "Parts of the central estimate; other: optimizer, stragglers, host, context ring"
+    caption = "Parts of the central estimate; other: optimizer, stragglers, host"
     return Figure(svg(figure, "breakdown"), caption, Table(("", *groups), rows))
+
+
+def _shares(points: Sequence[Json]) -> dict[str, list[float]]:
+    """In per cent of each point's step: compute, bubble, all exposed communication, the rest."""
+    parts = list(points[0]["breakdown_s"])
+    drawn = ["compute", "bubble", *(part for part in parts if part.endswith("_exposed"))]
+    groups: dict[str, list[float]] = {part: [] for part in (*drawn, "other")}
+    for one in points:
+        step = one["step_time_s"]["median"]
+        shares = {part: 100 * one["breakdown_s"][part] / step for part in drawn}
+        for part, share in (shares | {"other": 100 - sum(shares.values())}).items():
+            groups[part].append(share)
+    return groups
 
 
 def _why(points: Sequence[Json]) -> Table:

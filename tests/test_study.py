@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from reports.study import PART_COLOURS, REST_COLOUR
 from simulate import study
+from simulate.step.estimate import BREAKDOWN
 from spec.files import write_json
 from tests.commands import called
 from tests.made_up import calibration_json
@@ -72,6 +74,31 @@ def test_microbatches_are_told_apart_from_the_bubble(command: Any) -> None:
             of_bubble.setdefault(one["series"], []).append(why["bubble"])
     assert of_bubble["fixed global batch"][-1] > 0.1
     assert max(map(abs, of_bubble["fixed number of microbatches"])) < 0.05
+
+
+def test_every_exposed_communication_is_drawn(command: Any, tmp_path: Path) -> None:
+    """With what a context-parallel step waits for its ring, and no part in another's colour."""
+    words = ("--seq-len=65536", "--tp=1", "--pp=1", "--cp=8", "--microbatch=1")
+    _, value, _ = command("fabrics", *SMALL, *words)
+    exposed = [
+        part
+        for part in value["points"][0]["breakdown_s"]
+        if part.endswith("_exposed")
+        and any(
+            one["breakdown_s"][part] > 1e-3 * one["step_time_s"]["median"]
+            for one in value["points"]
+        )
+    ]
+    assert "cp_exposed" in exposed
+    page = (tmp_path / "studies/fabrics.html").read_text()
+    drawn = page[page.index("Where the time goes</h2>") : page.index("Parts of the central")]
+    for part in exposed:
+        assert f">{part}</text>" in drawn
+
+
+def test_parts_have_colours_of_their_own() -> None:
+    assert len(set(PART_COLOURS) | {REST_COLOUR}) == 8
+    assert sum(part.endswith("_exposed") for part in BREAKDOWN) + 2 <= len(PART_COLOURS)
 
 
 def test_a_switch_without_effect_is_said(command: Any) -> None:
