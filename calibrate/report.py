@@ -12,13 +12,14 @@ from calibrate.clock.clocks import draw
 from calibrate.network.between_nodes import PUBLISHED, NetworkRow, path_of
 from calibrate.network.nvls import PUBLISHED as NVLS
 from calibrate.network.nvls import NvlsRow
+from reports.log_axes import label_log_axes
 from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
 from spec.calibration import Calibration, HeldOut, Parameter
 from spec.clock_fit import ClockFit
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveFit, NvlsFit
 from spec.files import read_table, write_text
-from spec.interval import Z90
+from spec.interval import Z90, significant
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
 from spec.network_fit import NetworkFit
@@ -115,21 +116,23 @@ def _kernel(fit: KernelFit) -> Figure:
     physics = np.array([fit.physics_us(point.dims) for point in fit.points])
     model = np.array([fit.model_us(point.dims)[0] for point in fit.points])
     figure, (left, right) = new_figure(7.5, 2.9, columns=2)
-    left.loglog(physics, measured, "o", markersize=3)
+    left.plot(physics, measured, "o", markersize=3)
     ends = [min(physics.min(), measured.min()), max(physics.max(), measured.max())]
-    left.loglog(ends, ends, "--", linewidth=1)
+    left.plot(ends, ends, "--", linewidth=1)
     left.set_xlabel("physics, us")
     left.set_ylabel("measured, us")
-    right.semilogx(measured, measured / physics, "o", markersize=3, label="physics")
-    right.semilogx(measured, measured / model, "x", markersize=4, label="with correction")
+    right.plot(measured, measured / physics, "o", markersize=3, label="physics")
+    right.plot(measured, measured / model, "x", markersize=4, label="with correction")
     right.axhspan(exp(-Z90 * fit.noise), exp(Z90 * fit.noise), alpha=0.15)
     right.set_xlabel("measured, us")
     right.set_ylabel("measured / model")
     right.legend()
-    ceiling = f", {fit.tflops:,.0f} TFLOP/s" if fit.tflops else ""
+    label_log_axes(left, "xy")
+    label_log_axes(right, "x")
+    ceiling = f", {_rate(fit.tflops)} TFLOP/s" if fit.tflops else ""
     caption = (
         f"{name}: {len(fit.points)} shapes; launch {fit.launch_us:.3g} us{ceiling}, "
-        f"{fit.gbytes_per_s:,.0f} GB/s"
+        f"{_rate(fit.gbytes_per_s)} GB/s"
     )
     rows = [
         (
@@ -144,6 +147,11 @@ def _kernel(fit: KernelFit) -> Figure:
     ]
     columns = ("shape", "measured us", "physics us", "model us", "looked up us", "sd")
     return Figure(svg(figure, name), caption, _numbers(columns, rows))
+
+
+def _rate(value: float) -> str:
+    """With three significant digits, a CPU's too; more only before the point."""
+    return f"{value:,.0f}" if value >= 100 else significant(value, 3)
 
 
 def _numbers(columns: Sequence[str], rows: Sequence[tuple[str | float, ...]]) -> Table:
@@ -178,12 +186,12 @@ def _collective(fit: CollectiveFit) -> Figure:
         rate = busbw_factor(fit.collective, ranks) / 1e3
         line = [size * rate / fit.time_us(ranks, float(size))[0] for size in grid]
         dashed = ranks in others
-        (drawn,) = axes.loglog(grid, line, "--" if dashed else "-", label=f"{ranks} ranks")
+        (drawn,) = axes.plot(grid, line, "--" if dashed else "-", label=f"{ranks} ranks")
         for curve in fit.curves:
             if curve.ranks != ranks:
                 continue
             points = [(point.bytes, point.bytes * rate / point.time_us) for point in curve.points]
-            axes.loglog(*zip(*points, strict=True), "o", markersize=3, color=drawn.get_color())
+            axes.plot(*zip(*points, strict=True), "o", markersize=3, color=drawn.get_color())
             rows += [
                 (ranks, point.bytes, point.time_us, busbw, point.sd)
                 for point, (_, busbw) in zip(curve.points, points, strict=True)
@@ -191,6 +199,7 @@ def _collective(fit: CollectiveFit) -> Figure:
     axes.set_xlabel("bytes")
     axes.set_ylabel("bus bandwidth, GB/s")
     axes.legend()
+    label_log_axes(axes, "xy")
     columns = ("ranks", "bytes", "measured us", "bus bandwidth GB/s", "sd")
     return Figure(svg(figure, fit.collective), fit.collective, _numbers(columns, rows))
 
@@ -202,12 +211,13 @@ def _nvls(fit: NvlsFit, rows: Sequence[NvlsRow]) -> Figure:
         rate = busbw_factor("all_reduce", ranks) / 1e3
         line = [size * rate / fit.time_us(ranks, float(size))[0] for size in sizes]
         style = "-" if ranks == fit.curve.ranks else "--"
-        (drawn,) = axes.loglog(sizes, line, style, label=f"{ranks} ranks")
+        (drawn,) = axes.plot(sizes, line, style, label=f"{ranks} ranks")
         points = [(row.bytes, row.bytes * rate / row.time_us) for row in rows if row.gpus == ranks]
-        axes.loglog(*zip(*points, strict=True), "o", markersize=3, color=drawn.get_color())
+        axes.plot(*zip(*points, strict=True), "o", markersize=3, color=drawn.get_color())
     axes.set_xlabel("bytes")
     axes.set_ylabel("bus bandwidth, GB/s")
     axes.legend()
+    label_log_axes(axes, "xy")
     caption = (
         f"all_reduce through the switches (NVLS) on {fit.gpu}, published, for --nvls: fitted on "
         f"{fit.curve.ranks} ranks"
@@ -248,8 +258,8 @@ def _network(fit: NetworkFit, rows: Sequence[NetworkRow]) -> Figure:
             cap = same[0].scale_up_busbw_gbytes_per_s
             sizes = np.geomspace(min(row.bytes for row in same), max(row.bytes for row in same), 50)
             line = [one * rate / fit.time_us(kind, path, float(one), cap) for one in sizes]
-            (drawn,) = axes.loglog(sizes, line, label=f"{gpus} GPUs")
-            axes.loglog(
+            (drawn,) = axes.plot(sizes, line, label=f"{gpus} GPUs")
+            axes.plot(
                 [row.bytes for row in same],
                 [row.bytes * rate / row.time_us for row in same],
                 "o",
@@ -259,6 +269,7 @@ def _network(fit: NetworkFit, rows: Sequence[NetworkRow]) -> Figure:
         axes.set_title(kind, fontsize=9)
         axes.set_xlabel("bytes")
         axes.legend()
+        label_log_axes(axes, "xy")
     panels[0].set_ylabel("bus bandwidth, GB/s")
     numbers = [
         (row.system, row.collective, row.gpus, row.bytes, row.time_us, row.source, row.locator)

@@ -70,9 +70,9 @@ def bars(rows: Sequence[Bar], unit: str, line: float | None = None, dashed: bool
     )
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, at most eleven."""
-    least = (high - low) / 10
+def ticks(low: float, high: float, steps: int = 10) -> list[float]:
+    """Round numbers from `low` to `high`, with at most so many steps between them."""
+    least = (high - low) / steps
     power = 10.0 ** floor(log10(least))
     step = next(power * by for by in (1, 2, 5, 10) if power * by >= 0.999 * least)
     return [step * index for index in range(ceil(low / step), floor(high / step) + 1)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.bars import Bar, bars
+from reports.log_axes import spaced
 from reports.page import (
     Badge,
     Figure,
@@ -208,17 +209,18 @@ def _scaling(value: Json) -> list[Block]:
     if not points:
         return list(notes)
     figure, (left, right) = new_figure(7.6, 3.0, columns=2)
+    gpus = [one["gpus"] for one in points]
+    named = spaced(gpus, 6)
     for axes, name, scale, label in (
         (left, "step_time_s", 1.0, "step time, s"),
         (right, "tokens_per_s_per_gpu", 1.0, "tokens/s per GPU"),
     ):
-        gpus = [one["gpus"] for one in points]
         axes.plot(gpus, [one[name]["median"] * scale for one in points], "o-", markersize=3)
         low = [one[name]["low"] * scale for one in points]
         high = [one[name]["high"] * scale for one in points]
         axes.fill_between(gpus, low, high, alpha=0.2)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(gpus, [f"{count:,}" for count in gpus])
+        axes.set_xticks(gpus, [f"{count:,}" if count in named else "" for count in gpus])
         axes.set_xlabel("GPUs")
         axes.set_ylabel(label)
     rows = [

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reports.log_axes import label_log_axes
 from reports.page import COLOURS, INK, Figure, Table, Text, new_figure, svg
 from spec.interval import percent
 
@@ -32,8 +33,7 @@ def scatter(cases: Sequence[Json], prefix: str) -> Figure:
         )
     ends = [min(c["real_s"] for c in cases) * 0.9, max(c["real_s"] for c in cases) * 1.1]
     axes.plot(ends, ends, color=INK, linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    label_log_axes(axes, "xy")
     axes.set_xlabel("measured step time, s")
     axes.set_ylabel("simulated step time, s")
     axes.legend(fontsize=7, ncols=2)

@@ -52,6 +52,15 @@ def test_report_stands_alone_and_says_everything(small: Calibration) -> None:
     assert "90 % interval" in html
 
 
+def test_a_slow_device_s_rates_have_three_digits(small: Calibration) -> None:
+    slow = small.kernels[0].model_copy(update={"tflops": 0.006512, "gbytes_per_s": 2.7})
+    fast = small.kernels[1].model_copy(update={"tflops": 811.2, "gbytes_per_s": 4321.0})
+    update = {"networks": (), "collectives": (), "kernels": (slow, fast)}
+    html = render(small.model_copy(update=update))
+    assert "0.00651 TFLOP/s, 2.70 GB/s" in html
+    assert "811 TFLOP/s, 4,321 GB/s" in html
+
+
 def test_report_is_the_same_for_the_same_calibration(small: Calibration) -> None:
     bare = small.model_copy(
         update={"networks": (), "collectives": (), "kernels": small.kernels[:1]}
