@@ -13,7 +13,7 @@ from calibrate.network.between_nodes import PUBLISHED, NetworkRow, path_of
 from calibrate.network.nvls import PUBLISHED as NVLS
 from calibrate.network.nvls import NvlsRow
 from reports.log_axes import label_log_axes
-from reports.page import Badge, Figure, Section, Table, Text, new_figure, page, svg
+from reports.page import Badge, Detail, Figure, Section, Table, Text, new_figure, page, svg
 from spec.calibration import Calibration, HeldOut, Parameter
 from spec.clock_fit import ClockFit
 from spec.collective import busbw_factor
@@ -319,7 +319,7 @@ def _parameters(parameters: Sequence[Parameter]) -> Table:
                 f"{one.low:.4g} to {one.high:.4g}",
                 one.unit,
                 Badge(one.source),
-                one.detail,
+                Detail(one.detail),
             )
             for one in sorted(parameters, key=lambda one: order[one.source])
         ],

@@ -15,8 +15,10 @@
 - Blocks: `Text(text, kind="plain" | "note" | "warning")`, `Table(columns, rows, caption="")`,
   `Figure(svg, caption, numbers=None)`. A figure's `numbers` fold out under it with one click.
 - A cell is a string, a number (set right, four significant digits), None (an empty cell), a
-  `Badge` or a tuple of these. `Badge("measured" | "published" | "assumed" | "simulated")` labels
-  where a number comes from.
+  `Badge`, a `Detail` or a tuple of these. `Badge("measured" | "published" | "assumed" |
+  "simulated")` labels where a number comes from. `Detail(text)` shows a long text's beginning, and
+  the whole with one click; a table with one takes the page's width, its text wrapped, and on a
+  phone shows each row as lines.
 - `svg(figure, name)` turns a matplotlib figure into inline SVG that follows the page's colours;
   draw on a figure from `new_figure()`, whose text and axes take the page's text colour.
   Bars come from `reports.bars`, which needs no matplotlib.
@@ -32,6 +34,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from reports.brief import brief
+
 if TYPE_CHECKING:
     from jinja2 import Template
     from matplotlib.figure import Figure as Drawing
@@ -42,6 +46,8 @@ Source = Literal["measured", "published", "assumed", "simulated"]
 INK = "#010203"
 # one per series, told apart in both themes and by colour-blind readers (Okabe & Ito 2008)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# as small as a figure is drawn, so that its text of 9 points can be read; then it scrolls sideways
+LEAST_PX_PER_INCH = 85
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,19 @@ class Badge:
     source: Source
 
 
-Cell = str | int | float | None | Badge | tuple[Any, ...]
+@dataclass(frozen=True)
+class Detail:
+    """A text of any length, of which no more than `brief` of it is seen until it is opened."""
+
+    text: str
+
+    @property
+    def brief(self) -> str:
+        """What is seen at first."""
+        return brief(self.text)
+
+
+Cell = str | int | float | None | Badge | Detail | tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -122,10 +140,29 @@ def _template() -> "Template":
     )
     environment.filters["cell"] = _cell
     environment.filters["kind"] = lambda block: type(block).__name__
-    environment.filters["numeric"] = lambda cell: isinstance(cell, (int, float))
-    environment.filters["badge"] = lambda cell: isinstance(cell, Badge)
+    environment.filters["numeric"] = _numeric
+    environment.filters["columns"] = _columns
+    environment.filters["detailed"] = lambda table: any(
+        isinstance(cell, Detail) for row in table.rows for cell in row
+    )
     environment.filters["parts"] = lambda cell: cell if isinstance(cell, tuple) else (cell,)
     return environment.get_template("page.html")
+
+
+def _numeric(cell: Cell) -> bool:
+    return isinstance(cell, (int, float))
+
+
+def _columns(table: Table) -> list[tuple[str, str]]:
+    """Each column's name, and its class, as most of its cells are: they are set alike."""
+    shown = []
+    for place, name in enumerate(table.columns):
+        cells = [row[place] for row in table.rows if row[place] is not None]
+        if 2 * sum(map(_numeric, cells)) > len(cells):
+            shown.append((name, "number"))
+        else:
+            shown.append((name, "detail" if any(isinstance(c, Detail) for c in cells) else ""))
+    return shown
 
 
 def _cell(value: Cell) -> str:
@@ -203,5 +240,6 @@ def svg(figure: "Drawing", name: str) -> str:
     text = re.sub(r'\bid="', f'id="{slug}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{slug}-", text)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", text, count=1)
-    text = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", text, count=1)
+    least = f'style="min-width:{LEAST_PX_PER_INCH * figure.get_figwidth():.0f}px"'
+    text = re.sub(r'<svg ([^>]*?)height="[^"]*"', rf"<svg {least} \1", text, count=1)
     return text.replace(INK, "currentColor")

@@ -7,6 +7,7 @@ from reports.bars import Bar, bars
 from reports.log_axes import spaced
 from reports.page import (
     Badge,
+    Detail,
     Figure,
     Section,
     Table,
@@ -316,7 +317,7 @@ def _provenance(value: Json) -> list[Block]:
             one["high"],
             one["unit"],
             Badge(one["source"]),
-            one["detail"],
+            Detail(one["detail"]),
         )
         for one in listed
     ]

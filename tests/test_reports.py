@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from reports.bars import Bar, bars, ticks
-from reports.page import Section, new_figure, page, svg
+from reports.brief import MOST_LETTERS, brief
+from reports.page import Detail, Section, Table, new_figure, page, svg
 from reports.projection import render as render_projection
 from reports.validation import render as render_validation
 from simulate.project import main
@@ -175,6 +176,63 @@ def test_judged_forecast_says_when_and_from_what() -> None:
     text = " ".join(Page(render_validation(value)).words)
     assert "2026-01-01T00:00:00Z" in text
     assert "1 never measured: b. 2 repeats on other devices not counted." in text
+
+
+RUNS = ", ".join(f"{system}/2026112{day}-083154/kernels.csv" for system in "ab" for day in range(9))
+
+
+def test_lists_of_files_are_counted() -> None:
+    assert brief(f"spread; {RUNS} (9 rows): gemm") == (
+        "spread; kernels.csv of 18 runs on a and b (9 rows): gemm"
+    )
+    two = "a/20261121-083154/kernels.csv, a/20261122-083154/kernels.csv (2 rows)"
+    assert brief(two) == two
+
+
+def test_long_texts_are_cut_at_a_word() -> None:
+    words = "word, " * 100
+    cut = brief(words)
+    assert len(cut) <= MOST_LETTERS + 2
+    assert cut.endswith("word\u00a0…")
+    assert brief("x" * 500).startswith("x" * 100)
+
+
+def test_a_detail_folds_and_loses_nothing() -> None:
+    rows = [("long", 1.0, Detail(f"{RUNS} {HOSTILE}")), ("short", None, Detail("a datasheet"))]
+    html = page("Details", [Section("All", [Table(("name", "value", "from"), rows)])])
+    read = Page(html)
+    assert not read.open
+    assert read.tags.count("details") == read.tags.count("summary") == 1
+    assert "script" not in read.tags
+    assert f"kernels.csv of 18 runs on a and b {HOSTILE}" in read.words
+    assert f"{RUNS} {HOSTILE}" in " ".join(read.words)
+    assert " ".join(read.words).count("a datasheet") == 1
+
+
+def test_every_parameter_s_origin_is_whole(projection: dict[str, Any]) -> None:
+    text = " ".join(" ".join(Page(render_projection(projection)).words).split())
+    for parameter in projection["provenance"]:
+        assert " ".join(parameter["detail"].split()) in text
+
+
+def test_a_header_is_set_as_its_column() -> None:
+    rows = [("a", 1.5, 2, "3 %"), ("b", None, 3, None)]
+    html = page("Set", [Section("All", [Table(("name", "low", "count", "share"), rows)])])
+    assert re.findall(r"<th scope=\"col\"([^>]*)>(\w+)", html) == [
+        ("", "name"),
+        (' class="number"', "low"),
+        (' class="number"', "count"),
+        ("", "share"),
+    ]
+
+
+def test_a_wide_figure_is_not_shrunk_until_it_cannot_be_read() -> None:
+    """On a phone: text of 9 points takes 10 pixels at least, and the figure scrolls sideways."""
+    for width in (5.0, 10.0):
+        drawn = svg(new_figure(width)[0], "wide")
+        least = re.match(r'<svg style="min-width:(\d+)px"', drawn)
+        assert least
+        assert int(least[1]) * 9 / (72 * width) >= 10
 
 
 def test_drawn_text_follows_the_page() -> None:
