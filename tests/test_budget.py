@@ -54,7 +54,10 @@ def test_budget_is_steps_times_the_step(tmp_path: Path) -> None:
     [
         (0.0, None, "--tokens is 0; it must be a number above 0"),
         (float("nan"), None, "--tokens is nan"),
+        (1e300, None, r"--tokens is 1e\+300; .* above 0 and at most 1e\+18"),
         (1e9, -1.0, "--price-per-gpu-hour is -1"),
+        (1e15, 1e300, r"--price-per-gpu-hour is 1e\+300; .* above 0 and at most 1e\+06"),
+        (1e15, float("inf"), "--price-per-gpu-hour is inf"),
         (None, 2.0, "needs --tokens"),
     ],
 )

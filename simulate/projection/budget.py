@@ -1,6 +1,6 @@
 """Time, energy and cost of training on a budget of tokens, from a projected step."""
 
-from math import ceil, isfinite
+from math import ceil
 from typing import Any
 
 from simulate.cost.uncertainty import interval
@@ -11,13 +11,20 @@ from spec.interval import interval_text
 DAY_S = 86_400.0
 HOUR_S = 3_600.0
 MWH_J = 3.6e9
+MOST_TOKENS = 1e18  # beyond any training; a typing error is likelier
+MOST_PRICE = 1e6  # of a GPU hour, in any currency
 
 
 def check_budget(tokens: float | None, price: float | None) -> None:
     """Refuse budgets that make no sense."""
-    for name, value in (("--tokens", tokens), ("--price-per-gpu-hour", price)):
-        if value is not None and not (isfinite(value) and value > 0):
-            raise UserError(f"{name} is {value:g}; it must be a number above 0")
+    for name, value, most in (
+        ("--tokens", tokens, MOST_TOKENS),
+        ("--price-per-gpu-hour", price, MOST_PRICE),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise UserError(
+                f"{name} is {value:g}; it must be a number above 0 and at most {most:g}"
+            )
     if price is not None and tokens is None:
         raise UserError("--price-per-gpu-hour needs --tokens, the tokens to train on")
 
