@@ -7,8 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from reports.projection import render
 from simulate.astra.engines import through_astra_sim
 from simulate.inputs import (
@@ -20,7 +18,7 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
-from simulate.plans.find import search, stages
+from simulate.plans.find import checked, search, stages
 from simulate.power.energy import refuse_without_effect
 from simulate.power.whatif import WhatIf, change
 from simulate.projection.budget import budget, check_budget, lines
@@ -43,7 +41,7 @@ from spec.command import (
     whole,
 )
 from spec.errors import UserError
-from spec.files import first_problem, write_json, write_text
+from spec.files import write_json, write_text
 from spec.fitted import changed
 from spec.parallelism import Parallelism
 
@@ -142,12 +140,7 @@ def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Paral
         fields.setdefault("layers_per_stage", stages(inputs.model.layers, fields["pp"]))
     fields.setdefault("sequence_parallel", fields["tp"] > 1)
     fields.setdefault("overlap", fields["dp"] * fields.get("cp", 1) > 1)
-    try:
-        parallelism = Parallelism(global_batch=batch, **fields)
-    except ValidationError as error:
-        raise UserError(first_problem(error)) from None
-    parallelism.check(inputs.model, gpus)
-    return parallelism
+    return checked(inputs.model, gpus, batch, fields)
 
 
 def project_at(

@@ -48,20 +48,9 @@ class Parallelism(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_degrees(self) -> Self:
         if self.pp > LARGEST_PP:
             raise ValueError(f"pp is {self.pp}; at most {LARGEST_PP} stages are simulated")
-        share = self.dp * self.microbatch
-        if self.global_batch % share:
-            raise ValueError(
-                f"global_batch {self.global_batch} is not a multiple of dp * microbatch "
-                f"= {self.dp} * {self.microbatch}"
-            )
-        if self.microbatches * self.pp * self.vpp > MOST_PASSES:
-            raise ValueError(
-                f"{self.microbatches} microbatches through {self.pp * self.vpp} model chunks are "
-                f"more than {MOST_PASSES:,} passes; use a smaller global_batch or more replicas"
-            )
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep {self.ep} does not divide dp * cp = {self.dp * self.cp}")
         if self.sequence_parallel and self.tp == 1:
@@ -72,11 +61,6 @@ class Parallelism(BaseModel):
             raise ValueError(f"zero {self.zero} has no effect with dp 1; use 0 or 1")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp {self.vpp} has no effect with pp 1; use vpp 1")
-        if self.vpp > 1 and self.microbatches % self.pp:
-            raise ValueError(
-                f"the interleaved schedule needs microbatches ({self.microbatches}) "
-                f"to be a multiple of pp ({self.pp})"
-            )
         if self.schedule != "1f1b":
             if self.pp == 1 or self.vpp > 1:
                 raise ValueError(
@@ -94,6 +78,27 @@ class Parallelism(BaseModel):
                 )
             if self.vpp > 1:
                 raise ValueError("layers_per_stage with vpp > 1 is not supported; use vpp 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        """After the degrees, as what is wrong with a degree is not mended by another batch."""
+        share = self.dp * self.microbatch
+        if self.global_batch % share:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of dp * microbatch "
+                f"= {self.dp} * {self.microbatch}"
+            )
+        if self.microbatches * self.pp * self.vpp > MOST_PASSES:
+            raise ValueError(
+                f"{self.microbatches} microbatches through {self.pp * self.vpp} model chunks are "
+                f"more than {MOST_PASSES:,} passes; use a smaller global_batch or more replicas"
+            )
+        if self.vpp > 1 and self.microbatches % self.pp:
+            raise ValueError(
+                f"the interleaved schedule needs microbatches ({self.microbatches}) "
+                f"to be a multiple of pp ({self.pp})"
+            )
         return self
 
     @property

@@ -51,6 +51,10 @@ from topologies import load_fabric, load_node
         (("--seed", "-1"), "'-1' is not a whole number"),
         (("--gpus", "64", "--tp", "1", "--sequence-parallel"), "has no effect with tp 1"),
         (("--gpus", "64", "--ep", "2"), "which has no experts"),
+        (("--ep", "2"), "which has no experts"),  # whatever the batch of 8,192 GPUs
+        (("--tp", "1", "--pp", "1", "--ep", "2"), "which has no experts"),
+        (("--vpp", "2", "--pp", "1"), "vpp 2 has no effect with pp 1; use vpp 1"),
+        (("--tp", "1", "--pp", "1"), "global_batch 2048 is not a multiple of dp * microbatch"),
         (("--gpus", "64", "--pp", "2", "--layers-per-stage", "40,41"), "adds up to 81"),
         (("--model", "../" * 2000), "is neither a file nor a named model"),
         (("--model", "results"), "error: results: is a folder; a model was expected there"),

@@ -141,6 +141,21 @@ def candidates(
                         yield p.model_copy(update={"overlap": False})
 
 
+def checked(model: ModelSpec, gpus: int, global_batch: int, fields: dict[str, Any]) -> Parallelism:
+    """The parallelism of these fields; raises UserError where there is none such.
+
+    The fields are checked against each other and the model first, with a batch that suits them:
+    what is wrong with them is not mended by another batch.
+    """
+    suits = fields["dp"] * fields.get("microbatch", 1) * fields["pp"]
+    try:
+        Parallelism(global_batch=suits, **fields).check(model, gpus)
+        found = Parallelism(global_batch=global_batch, **fields)
+    except ValidationError as error:
+        raise UserError(first_problem(error)) from None
+    return found
+
+
 def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, Any]) -> str:
     """What is wrong with the simplest parallelism that has the degrees given."""
     fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
@@ -149,9 +164,7 @@ def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, A
         return f"their product does not divide {gpus}"
     fields = {"dp": max(rest, 1), "sequence_parallel": fields["tp"] > 1} | fields
     try:
-        Parallelism(global_batch=global_batch, **fields).check(model, gpus)
-    except ValidationError as error:
-        return first_problem(error)
+        checked(model, gpus, global_batch, fields)
     except UserError as error:
         return str(error)
     return "leave more of them to the search or change the batch"
