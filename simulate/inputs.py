@@ -15,7 +15,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node, same_device
-from spec.model import ModelSpec, load_model, model_names
+from spec.model import ModelSpec, limits, load_model, model_names
 from spec.parallelism import Schedule
 from topologies import fabric_names, load_fabric, load_node, node_names
 
@@ -85,23 +85,7 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
     path = find_calibration(arguments)
     calibration = read_calibration(path)
     on_cpu = calibration.kind == "cpu"
-    model = load_model(arguments.model or (CPU_MODEL if on_cpu else DEFAULT_MODEL))
-    if arguments.seq_len is not None:
-        if arguments.seq_len < 1:
-            raise UserError(f"--seq-len is {arguments.seq_len}; it must be at least 1")
-        model = model.resized(seq_len=arguments.seq_len)
-    experts = {name: getattr(arguments, name) for name in ("expert_imbalance", "capacity_factor")}
-    try:
-        model = model.resized(**{k: value for k, value in experts.items() if value is not None})
-    except ValidationError as error:
-        raise UserError(f"{model.name}: {first_problem(error)}") from None
-    if arguments.lora_rank is not None:
-        if not 1 <= arguments.lora_rank <= model.hidden:
-            raise UserError(
-                f"--lora-rank is {arguments.lora_rank}; it must be between 1 and the model's "
-                f"width, {model.hidden}"
-            )
-        model = model.resized(lora_rank=arguments.lora_rank)
+    model = _read_model(arguments, CPU_MODEL if on_cpu else DEFAULT_MODEL)
     node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
     calibration = calibration_for(calibration, node, arguments.nvls)
     return Inputs(
@@ -111,6 +95,28 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         calibration=calibration,
         calibration_path=path,
     )
+
+
+def _read_model(arguments: argparse.Namespace, default: str) -> ModelSpec:
+    """The model that the options name, with what they change of it."""
+    model = load_model(arguments.model or default)
+    names = ("seq_len", "expert_imbalance", "capacity_factor")
+    changes = {name: getattr(arguments, name) for name in names}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    for name, value in changes.items():
+        _check_range(f"--{name.replace('_', '-')}", value, *limits(name))
+    try:
+        model = model.resized(**changes)
+    except ValidationError as error:
+        raise UserError(f"{model.name}: {first_problem(error)}") from None
+    if arguments.lora_rank is not None:
+        if not 1 <= arguments.lora_rank <= model.hidden:
+            raise UserError(
+                f"--lora-rank is {arguments.lora_rank}; it must be between 1 and the model's "
+                f"width, {model.hidden}"
+            )
+        model = model.resized(lora_rank=arguments.lora_rank)
+    return model
 
 
 def usual_fabric(node: Node) -> str:
@@ -137,18 +143,21 @@ def find_calibration(arguments: argparse.Namespace, read: Collection[str] = ()) 
                 )
         return Path(arguments.calibration)
     root = Path(arguments.results)
+    if not root.is_dir():
+        found = "is no folder" if root.exists() else "does not exist"
+        raise UserError(f"the results folder {root} {found}; name one that measure.run has written")
     if arguments.system is not None:
         path = root / str(arguments.system) / "calibration.json"
         if not path.is_file():
             known = sorted(found.parent.name for found in root.glob("*/calibration.json"))
             raise UserError(
                 f"{path}: no such calibration; "
-                + (f"calibrated systems are {', '.join(known)}" if known else _HOW)
+                + (f"calibrated systems are {', '.join(known)}" if known else _how(root))
             )
         return path
-    found = sorted(root.glob("*/calibration.json"))
-    if not found:
-        raise UserError(f"{root}: no system in it is calibrated; {_HOW}")
+    calibrations = sorted(root.glob("*/calibration.json"))
+    if not calibrations:
+        raise UserError(f"{root}: no system in it is calibrated; {_how(root)}")
 
     def rank(path: Path) -> tuple[bool, bool, int, str]:
         found = _read_extent(path)
@@ -157,7 +166,7 @@ def find_calibration(arguments: argparse.Namespace, read: Collection[str] = ()) 
         most = max((curve.ranks for fit in found.collectives for curve in fit.curves), default=1)
         return found.kind in ("cpu", "fake"), sockets, -most, path.parent.name
 
-    return min(found, key=rank)
+    return min(calibrations, key=rank)
 
 
 class _Curve(BaseModel):
@@ -194,11 +203,13 @@ def calibration_of(given: str | None, system: Path) -> Path:
     """The calibration for the result sets of one system's folder, or the one that was given."""
     path = Path(given or system / "calibration.json")
     if not path.is_file():
-        raise UserError(f"{path}: no such calibration; {_HOW}")
+        raise UserError(f"{path}: no such calibration; {_how(system)}")
     return path
 
 
-_HOW = "run `python -m calibrate.fit results/` first"
+def _how(measured: Path) -> str:
+    """How what was measured under a folder is calibrated."""
+    return f"run `python -m calibrate.fit {measured}/` first"
 
 
 def default_node(calibration: Calibration) -> Node:
@@ -283,6 +294,12 @@ def check_gpus(gpus: int, option: str = "--gpus") -> None:
     """Refuse GPU counts that make no sense."""
     if not 1 <= gpus <= LARGEST:
         raise UserError(f"{option} is {gpus}; it must be between 1 and {LARGEST}")
+
+
+def _check_range(option: str, value: float, low: float, high: float) -> None:
+    """Refuse a value of an option that is not from `low` to `high`; NaN is not."""
+    if not low <= value <= high:
+        raise UserError(f"{option} is {value:.10g}; it must be between {low:.10g} and {high:.10g}")
 
 
 PARALLELISM_OPTIONS: tuple[tuple[str, type, str], ...] = (

@@ -248,7 +248,10 @@ def main(words: Sequence[str]) -> int:
     counts = scaling_counts(arguments.scaling)
     fixed = fixed_parallelism(arguments)
     if arguments.gpu_mtbf_hours is not None and not 1 <= arguments.gpu_mtbf_hours <= 1e12:
-        raise UserError(f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give 1 hour or more")
+        raise UserError(
+            f"--gpu-mtbf-hours is {arguments.gpu_mtbf_hours:g}; give 1 hour or more, and at most "
+            "1e+12"
+        )
     what, caps = read_power(arguments)
     inputs = read_inputs(arguments)
     check_caps(caps, what, inputs.calibration, inputs.node)

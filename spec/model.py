@@ -1,5 +1,6 @@
 """A transformer model: its shape, parameters and FLOPs. Named models are YAML files of it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -147,6 +148,13 @@ class ModelSpec(BaseModel):
     def resized(self, **changes: int | float | str) -> "ModelSpec":
         """The same model with some fields changed, checked again."""
         return ModelSpec.model_validate(self.model_dump() | changes)
+
+
+def limits(field: str) -> tuple[float, float]:
+    """The least and the most that a number of a model may be."""
+    bounds = [asdict(one) for one in ModelSpec.model_fields[field].metadata]
+    low, high = (next(one[key] for one in bounds if key in one) for key in ("ge", "le"))
+    return low, high
 
 
 def model_names() -> list[str]:

@@ -40,6 +40,10 @@ from topologies import load_fabric, load_node
         (("--zero", "7"), "--zero is 7"),
         (("--draws", "0"), "--draws: '0' is not a whole number between 20 and 100000"),
         (("--seq-len", "-1"), "--seq-len is -1"),
+        (("--seq-len", "1000000000"), "--seq-len is 1000000000; it must be between 1 and 1000000"),
+        (("--expert-imbalance", "nan"), "--expert-imbalance is nan; it must be between 0 and 10"),
+        (("--capacity-factor", "0.5"), "--capacity-factor is 0.5; it must be between 1 and 1000"),
+        (("--gpu-mtbf-hours", "inf"), "--gpu-mtbf-hours is inf; give 1 hour or more, and at most"),
         (("--global-batch", "-5"), "--global-batch is -5"),
         (("--gpus", "1"), "does not fit 1 GPUs"),
         (("--json", "."), ".: is a folder; name a file"),
@@ -245,6 +249,17 @@ def test_nothing_calibrated(command: Any, calibration: Path) -> None:
     code, _, err = command("project")
     assert code == 2
     assert "run `python -m calibrate.fit results/` first" in err
+    (calibration.parents[2] / "mine").mkdir()
+    for words in ((), ("--system", "x")):
+        code, _, err = command("project", "--results", "mine", *words)
+        assert code == 2
+        assert "run `python -m calibrate.fit mine/` first" in err
+        assert command("project", "--results", "nowhere", *words) == (
+            2,
+            "",
+            "error: the results folder nowhere does not exist; name one that measure.run has "
+            "written\n",
+        )
 
 
 @pytest.mark.parametrize(
