@@ -296,6 +296,12 @@ def main(words: Sequence[str]) -> int:
         "points": [point(case, first) for case in bar],
         "warnings": unmeasured(inputs.calibration, inputs.node),
     }
+    if all("impossible" in one for one in value["points"]):
+        last = value["points"][-1]  # of most GPUs, where that is what varies
+        raise UserError(
+            f"no point of study {arguments.study} is possible; {axis} {last['label']}: "
+            f"{last['impossible']}"
+        )
     report = Path(arguments.report or f"studies/{arguments.study}.html")
     write_text(report, render(value))
     notes = "".join(f"\nnote: {one}" for one in value["warnings"])

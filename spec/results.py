@@ -91,15 +91,10 @@ def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
     if not root.is_dir():
         found = "is no folder" if root.exists() else "no such folder"
         raise UserError(f"{root}: {found}; give one that measure.run has written")
-    manifests = sorted(
-        path
-        for pattern in ("manifest.json", "*/manifest.json", "*/*/manifest.json")
-        for path in root.glob(pattern)
-    )
-    runs = {path.parent for path in manifests}
-    for table in sorted((*root.glob("*.csv"), *root.glob("*/*.csv"), *root.glob("*/*/*.csv"))):
-        if table.stem in TABLES and table.parent not in runs:
-            raise UserError(f"{table.parent}: has {table.name} but no manifest.json; restore it")
+    patterns = ("", "*/", "*/*/")
+    manifests = sorted(path for one in patterns for path in root.glob(f"{one}manifest.json"))
+    for one in patterns:
+        refuse_without_manifest(root, one)
     every = [read_result_set(path.parent) for path in manifests]
     sets = [one for one in every if one.manifest.invalid is None]
     if every and not sets:
@@ -117,6 +112,13 @@ def find_result_sets(root: Path, system: str | None = None) -> list[ResultSet]:
     sets.sort(key=lambda one: one.manifest.started)
     _refuse_mixed(sets)
     return sets
+
+
+def refuse_without_manifest(root: Path, folders: str = "") -> None:
+    """Raise UserError where a folder, `root` or by a pattern below, has tables but no manifest."""
+    for table in sorted(root.glob(f"{folders}*.csv")):
+        if table.stem in TABLES and not table.with_name("manifest.json").exists():
+            raise UserError(f"{table.parent}: has {table.name} but no manifest.json; restore it")
 
 
 def _refuse_mixed(sets: Sequence[ResultSet]) -> None:

@@ -164,6 +164,11 @@ def test_a_run_is_found_by_id_system_or_path(tmp_path: Path) -> None:
             find_run(tmp_path, name)
     with pytest.raises(UserError, match="name another with --run"):
         new_store(tmp_path)
+    store.append("collectives", [ROW])
+    (store.folder / "manifest.json").unlink()
+    for name in ("r1", "fake/r1", str(store.folder)):
+        with pytest.raises(UserError, match=r"r1: has collectives.csv but no manifest.json; rest"):
+            find_run(tmp_path, name)
 
 
 def described(device: FakeDevice, name: str) -> Described:

@@ -196,6 +196,7 @@ def test_speeds_of_every_gpu_are_grouped_first(tmp_path: Path) -> None:
         ("--slowness 1,nan --gpus 2 --pp 2", "^--slowness is .*numbers above 0"),
         ("--slowness 1,1,1 --gpus 2 --pp 2", "^--slowness has 3 numbers"),
         ("--slowness 1,9 --gpus 2 --pp 2", "^--slowness is from 1 to 9; .*broken"),
+        ("--slowness gpus.txt --gpus 2 --pp 2", "^--slowness is 'gpus.txt', and no such file"),
         ("--slowness 1,1 --gpus 3 --pp 2", "does not divide"),
         ("--slowness 1,1 --gpus 2 --pp 2 --layers-per-stage 80", "names 1 stages; pp is 2"),
         ("--slowness 1,1 --gpus 2 --pp 2 --layers-per-stage 40.5,39.5", "whole numbers"),

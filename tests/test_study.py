@@ -115,6 +115,7 @@ def test_a_switch_without_effect_is_said(command: Any) -> None:
         (("scaling", "--draws", "0"), "--draws"),
         (("schedules", "--schedule", "gpipe"), "the study varies --schedule itself"),
         (("schedules", "--vpp", "4"), "the study varies --vpp itself"),
+        (("scaling", "--tp", "3"), "no point of study scaling is possible; GPUs 131,072: no par"),
     ],
 )
 def test_wrong_requests_get_a_sentence(command: Any, words: Any, sentence: str) -> None:
@@ -123,3 +124,4 @@ def test_wrong_requests_get_a_sentence(command: Any, words: Any, sentence: str) 
     assert sentence in err
     assert err.count("\n") == 1
     assert out == ""
+    assert not Path("studies").exists()

@@ -17,7 +17,7 @@ from spec.errors import UserError
 from spec.files import format_row, parse, read_json, read_table, write_json, write_table
 from spec.manifest import Host, Manifest
 from spec.records import SCHEMA, TABLES
-from spec.results import read_result_set
+from spec.results import read_result_set, refuse_without_manifest
 from spec.row import Row
 from spec.training_records import StepRow, TrainingRow
 
@@ -300,6 +300,7 @@ def find_run(root: Path, run: str) -> Path:
     for folder in (named, root / run):
         if (folder / "manifest.json").exists():
             return folder
+        refuse_without_manifest(folder)
         runs = sorted(path.parent.name for path in folder.glob("*/manifest.json"))
         if runs:
             older = f", and {len(runs) - NAMED} older" if len(runs) > NAMED else ""
@@ -307,6 +308,8 @@ def find_run(root: Path, run: str) -> Path:
                 f"{folder}: is a system; name one of its runs: {', '.join(runs[-NAMED:])}{older}"
             )
     found = sorted(path.parent for path in root.glob(f"*/{named.name}/manifest.json"))
+    if not found:
+        refuse_without_manifest(root, f"*/{named.name}/")
     if len(found) == 1:
         return found[0]
     if found:

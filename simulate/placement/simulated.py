@@ -39,11 +39,17 @@ class BothWays:
 def numbers(text: str) -> list[float]:
     """The numbers of --slowness: comma-separated, or a file with one on each line."""
     path = Path(text)
+    is_file = len(text) < 1000 and path.is_file()
     try:
-        words = path.read_text().split() if len(text) < 1000 and path.is_file() else text.split(",")
+        words = path.read_text().split() if is_file else text.split(",")
         found = [float(word) for word in words]
     except ValueError:
         found = []
+        if "," not in text and not is_file:
+            raise UserError(
+                f"--slowness is {text[:60]!r}, and no such file exists; give numbers above 0 such "
+                "as 1,1.05, or a file with one a line"
+            ) from None
     if not found or not all(isfinite(one) and one > 0 for one in found):
         raise UserError(
             f"--slowness is {text[:60]!r}; give numbers above 0 such as 1,1.05, or a file with one "
