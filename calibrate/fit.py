@@ -47,7 +47,16 @@ from calibrate.network.own import fit_networks
 from calibrate.state import ClockState, Key
 from calibrate.telemetry import read_telemetry
 from spec.calibration import SCHEMA, Calibration, HeldOut
-from spec.command import Parser, add_json, add_progress, emit, new_file, progress, run
+from spec.command import (
+    Parser,
+    add_json,
+    add_progress,
+    emit,
+    new_calibration,
+    new_file,
+    progress,
+    run,
+)
 from spec.errors import UserError
 from spec.files import write_text
 from spec.kernel_fit import KernelFit
@@ -164,12 +173,17 @@ def _lend(
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write calibration.json, whole or not at all; innermost lists and records take a line each."""
+    """Write calibration.json, whole or not at all."""
+    write_text(path, calibration_text(calibration))
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """A calibration as JSON; innermost lists and records take a line each."""
     value = calibration.model_dump(mode="json", by_alias=True)
     text = json.dumps(value, indent=1, allow_nan=False)
     text = re.sub(r"\[\n([^][{}]*)\n *\]", lambda found: f"[{_one_line(found[1])}]", text)
     text = re.sub(r"\{\n([^{}]*)\n *\}", lambda found: f"{{{_one_line(found[1])}}}", text)
-    write_text(path, text + "\n")
+    return text + "\n"
 
 
 def _one_line(values: str) -> str:
@@ -280,7 +294,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--system", metavar="NAME", help="fit only this system (default: all)")
     parser.add_argument(
-        "--out", type=new_file, metavar="FILE", help="default: results/<system>/calibration.json"
+        "--out",
+        type=new_calibration,
+        metavar="FILE",
+        help="default: results/<system>/calibration.json",
     )
     parser.add_argument(
         "--kernels-from",
@@ -304,18 +321,20 @@ def main(arguments: Sequence[str]) -> int:
     found = fittable(found, options.results, options.kernels_from)
     fitted = fit_all(found, options.progress)
     values, texts = [], []
+    files: dict[Path, str] = {}
     for evidence, calibration in zip(found, fitted, strict=True):
         out = Path(options.out or evidence.runs[-1].path.parent / "calibration.json")
-        write_calibration(out, calibration)
+        files[out] = calibration_text(calibration)
         values.append(result(calibration, out))
         texts.append(f"written: {out}")
         if options.report:
-            from calibrate.report import write_report
+            from calibrate.report import render
 
-            write_report(Path(options.report), calibration)
+            files[Path(options.report)] = render(calibration)
             texts.append(f"report: {options.report}")
     text = overview(fitted) if len(fitted) > 1 else summary(fitted[0])
-    emit(options.json, {"schema": "fit/1", "systems": values}, "\n".join([text, *texts]))
+    value = {"schema": "fit/1", "systems": values}
+    emit(options.json, value, "\n".join([text, *texts]), files)
     return 0
 
 

@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from math import exp
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from spec.calibration import Calibration, HeldOut, Parameter
 from spec.clock_fit import ClockFit
 from spec.collective import busbw_factor
 from spec.collective_fit import CollectiveFit, NvlsFit
-from spec.files import read_table, write_text
+from spec.files import read_table
 from spec.interval import Z90, significant
 from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
@@ -26,11 +25,6 @@ from spec.network_fit import NetworkFit
 
 # Rows of numbers under a figure at most: what is left out stands in the calibration file.
 MOST_NUMBERS = 400
-
-
-def write_report(path: Path, calibration: Calibration) -> None:
-    """Write the report, whole or not at all."""
-    write_text(path, render(calibration))
 
 
 def render(calibration: Calibration) -> str:

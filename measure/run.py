@@ -38,7 +38,7 @@ from measure.store.write import PLAN, Store, find_run
 from measure.telemetry.handle import Sampler
 from measure.timed import cpu_memory
 from measure.wanted import Options, list_cases, planned, write_plan
-from spec.command import Parser, add_json, add_progress, new_file, result_name, run, whole
+from spec.command import Parser, add_json, add_progress, new_plan, result_name, run, whole
 from spec.errors import UserError, WorkError
 
 EXAMPLES = """\
@@ -108,7 +108,7 @@ def arguments_parser() -> Parser:
     )
     parser.add_argument(
         "--write-plan",
-        type=new_file,
+        type=new_plan,
         metavar="FILE.csv",
         help="write the training steps that would run as a plan, and stop",
     )

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,18 @@ from spec.command import (
     add_json,
     add_progress,
     counter,
-    emit,
+    json_file,
     new_file,
     new_folder,
     progress,
     run,
+    show,
     whole,
 )
 from spec.errors import UserError
-from spec.files import write_json, write_text
+from spec.files import json_text, write_all
 from spec.fitted import changed
+from spec.outputs import refuse_replaced
 from spec.parallelism import Parallelism
 
 EXAMPLES = """examples:
@@ -227,14 +229,41 @@ def scaling_point(
     } | {name: value[name] for name in keep}
 
 
-def check_apart(emitted: Path, symmetric: Path) -> None:
-    """Raise UserError where one of two emissions would lie in the other's folder."""
-    one, other = emitted.resolve(), symmetric.resolve()
-    if one.is_relative_to(other) or other.is_relative_to(one):
-        raise UserError(
-            f"--emit is {emitted}, but {symmetric} gets the configs of the symmetric step; "
-            "name a folder apart from it"
-        )
+@dataclass(frozen=True)
+class Outputs:
+    """Where a projection is written."""
+
+    out: Path
+    report: Path
+    whole: Path | None  # configs of every rank
+
+    @property
+    def symmetric(self) -> Path:
+        """The folder of Astra-Sim's configs."""
+        return self.out / "astra-sim"
+
+    @property
+    def projection(self) -> Path:
+        """The file of the whole result."""
+        return self.out / "projection.json"
+
+
+def read_outputs(arguments: Any, name: str) -> Outputs:
+    """Where the options have a projection written; raises UserError where one is lost to another.
+
+    As JSON it may be asked for where it is written anyway.
+    """
+    out = Path(arguments.out or f"projections/{name}")
+    whole = Path(arguments.emit) if arguments.emit else None
+    found = Outputs(out, Path(arguments.report or out / "report.html"), whole)
+    others = {"the configs of the symmetric step": found.symmetric}
+    every = {**others, "the projection": found.projection, "the report": found.report}
+    refuse_replaced("--emit", arguments.emit, every, "folder")
+    if whole:
+        others["the configs of every rank"] = whole
+    refuse_replaced("--json", arguments.json, {**others, "the report": found.report})
+    refuse_replaced("--report", arguments.report, {**others, "the projection": found.projection})
+    return found
 
 
 def main(words: Sequence[str]) -> int:
@@ -257,10 +286,7 @@ def main(words: Sequence[str]) -> int:
     check_caps(caps, what, inputs.calibration, inputs.node)
     if arguments.slow_link is not None:
         inputs = with_slow_link(inputs, arguments.gpus, arguments.slow_link)
-    out = Path(arguments.out or f"projections/{inputs.model.name}-{arguments.gpus}")
-    symmetric = out / "astra-sim"
-    if arguments.emit:
-        check_apart(Path(arguments.emit), symmetric)
+    outputs = read_outputs(arguments, f"{inputs.model.name}-{arguments.gpus}")
     projection = project_at(inputs, arguments.gpus, arguments, fixed, what)
     value = projection.as_json()
     refuse_without_effect(what, value)
@@ -269,18 +295,18 @@ def main(words: Sequence[str]) -> int:
     others = progress(counts, len(counts), "scaling", arguments.progress)
     value["scaling"] = [scaling_point(inputs, count, arguments, fixed, what) for count in others]
     value["power_caps"] = sweep_caps(projection, inputs.calibration, caps)
-    value["astra_sim"] = through_astra_sim(
+    with through_astra_sim(
         projection,
-        symmetric,
+        outputs.symmetric,
         engine=arguments.engine,
         granularity=arguments.granularity,
         binary=arguments.astra_sim,
-        whole=Path(arguments.emit) if arguments.emit else None,
+        whole=outputs.whole,
         progress=counter("Astra-Sim", arguments.progress),
-    )
-    report = Path(arguments.report or out / "report.html")
-    write_text(report, render(value, projection.picture()))
-    write_json(out / "projection.json", value)
+    ) as value["astra_sim"]:
+        files = {outputs.report: render(value, projection.picture())}
+        files |= {outputs.projection: json_text(value)} | json_file(arguments.json, value)
+        write_all(files)
     text = "\n".join(
         [
             summary(value),
@@ -288,12 +314,12 @@ def main(words: Sequence[str]) -> int:
             *(lines(value["training"]) if "training" in value else []),
         ]
     )
-    text += f"\nwritten           {out}/"
+    text += f"\nwritten           {outputs.out}/"
     if arguments.report:
-        text += f", {report}"
+        text += f", {outputs.report}"
     if arguments.emit:
         text += f", every rank in {arguments.emit}/"
-    emit(arguments.json, value, text)
+    show(arguments.json, value, text)
     return 0
 
 

@@ -36,7 +36,6 @@ from simulate.projection.projected import Projection, Request, project, warnings
 from spec.calibration import read_calibration
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
-from spec.files import write_text
 from spec.parallelism import describe
 from topologies import fabric_names, load_fabric, load_node, node_names
 
@@ -323,9 +322,8 @@ def main(words: Sequence[str]) -> int:
     }
     if arguments.against:
         value["against"] = against(best[0], values[0], arguments, inputs)
-    if arguments.report:
-        write_text(Path(arguments.report), render(value))
-    emit(arguments.json, value, table(value))
+    files = {Path(arguments.report): render(value)} if arguments.report else {}
+    emit(arguments.json, value, table(value), files)
     return 0
 
 

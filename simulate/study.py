@@ -28,8 +28,9 @@ from simulate.projection.attribution import per_sequence
 from simulate.projection.projected import Projection, Request, project
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
-from spec.files import first_problem, write_text
+from spec.files import first_problem
 from spec.hardware import Fabric
+from spec.outputs import refuse_replaced
 from spec.parallelism import Parallelism
 from topologies import fabric_names, load_fabric
 
@@ -279,6 +280,8 @@ def main(words: Sequence[str]) -> int:
     if arguments.study not in STUDIES:
         raise UserError(f"study {arguments.study!r} is none of {', '.join(STUDIES)}")
     check_gpus(arguments.gpus)
+    report = Path(arguments.report or f"studies/{arguments.study}.html")
+    refuse_replaced("--json", arguments.json, {"the report": report})
     inputs = read_inputs(arguments)
     axis, work = STUDIES[arguments.study]
     cases = list(work(inputs, arguments))
@@ -302,10 +305,9 @@ def main(words: Sequence[str]) -> int:
             f"no point of study {arguments.study} is possible; {axis} {last['label']}: "
             f"{last['impossible']}"
         )
-    report = Path(arguments.report or f"studies/{arguments.study}.html")
-    write_text(report, render(value))
     notes = "".join(f"\nnote: {one}" for one in value["warnings"])
-    emit(arguments.json, value, f"{table(value)}\n{notes}\nwritten {report}")
+    text = f"{table(value)}\n{notes}\nwritten {report}"
+    emit(arguments.json, value, text, {report: render(value)})
     return 0
 
 

@@ -23,9 +23,9 @@ from simulate.step.estimate import StepSimulator
 from simulate.step.traffic import KINDS
 from simulate.twins.judge import main_judge
 from simulate.twins.shrink import ALIKE, evidence, twin, unlike
-from spec.command import Parser, add_json, aligned, emit, new_file, run
+from spec.command import Parser, add_json, aligned, emit, new_plan, run
 from spec.errors import UserError
-from spec.files import write_table
+from spec.files import table_text
 from spec.measurable import refuse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -52,7 +52,7 @@ def parser() -> Parser:
     )
     options.add_argument("--layers", type=int, metavar="N", help="of the twin, fewer than it keeps")
     options.add_argument(
-        "--plan-out", type=new_file, metavar="PLAN.csv", help="write the twin for measure.run"
+        "--plan-out", type=new_plan, metavar="PLAN.csv", help="write the twin for measure.run"
     )
     add_inputs(options)
     add_parallelism(options)
@@ -127,14 +127,14 @@ def main(words: Sequence[str]) -> int:
     batch = read_batch(arguments, arguments.gpus)
     p, _ = choose(inputs, arguments.gpus, batch, fixed_parallelism(arguments))
     value = compared(inputs, p, arguments.on, arguments.layers)
-    text = table(value)
+    text, files = table(value), dict[Path, str]()
     if arguments.plan_out:
         small = twin(inputs.model, p, arguments.on, arguments.layers)
         refuse(*small)
         config = TrainingConfig.of(TrainingConfig.name_of(*small), *small)
-        write_table(Path(arguments.plan_out), TrainingConfig, [config])
+        files[Path(arguments.plan_out)] = table_text(TrainingConfig, [config])
         text += f"\nwritten {arguments.plan_out}"
-    emit(arguments.json, value, text)
+    emit(arguments.json, value, text, files)
     return 0
 
 

@@ -21,7 +21,7 @@ from simulate.validation.text import table
 from spec.calibration import Calibration, read_calibration
 from spec.command import emit, progress, run
 from spec.errors import UserError
-from spec.files import sha256, write_table, write_text
+from spec.files import sha256, write_table
 from spec.hardware import Node
 from spec.interval import interval_text
 from spec.records import KernelRow
@@ -83,13 +83,13 @@ def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case],
 
 def finish(arguments: Any, value: dict[str, Any], title: str) -> int:
     """Write report and JSON, print the table."""
-    text = f"{title}\n{table(value)}"
+    text, files = f"{title}\n{table(value)}", dict[Path, str]()
     if arguments.report:
         from reports.validation import render
 
-        write_text(Path(arguments.report), render(value))
+        files[Path(arguments.report)] = render(value)
         text += f"\nwritten {arguments.report}"
-    emit(arguments.json, value, text)
+    emit(arguments.json, value, text, files)
     return 0
 
 

@@ -2,20 +2,20 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
 from spec.errors import UserError, WorkError
-from spec.files import check_writable, first_problem, write_json
+from spec.files import check_writable, first_problem, json_text, write_all
 from spec.names import MOST_NAME, NAME
+from spec.outputs import is_file, why_kept
 
 T = TypeVar("T")
 
@@ -32,13 +32,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; raises UserError where an output is another one, or an input.
+        """As argparse does; raises UserError where an output is another one, an input, or kept.
 
         Nor is a value empty, which commands would take for none: a shell's unset variable is that.
         """
         found = super().parse_args(args, namespace)
         named: dict[Path, str] = {}
-        outputs = [one for one in self._actions if one.type is new_file]
+        outputs = [one for one in self._actions if one.type in OUTPUTS]
         for action in (*outputs, *(one for one in self._actions if one not in outputs)):
             value = getattr(found, action.dest, None)
             if value == [] and action.default != []:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             for one in value if isinstance(value, list | tuple) else [value]:
                 if one == "":
                     raise UserError(f"{_said(action)} is empty; give a value, or leave it out")
-                if not isinstance(one, str | Path) or (action not in outputs and not _is_file(one)):
+                if not isinstance(one, str | Path) or (action not in outputs and not is_file(one)):
                     continue
                 path = Path(one).resolve()
                 if path in named:
@@ -56,6 +56,11 @@ class Parser(argparse.ArgumentParser):
                     )
                 if action in outputs:
                     named[path] = _said(action)
+        for action in outputs:
+            value = getattr(found, action.dest)
+            why = value and why_kept(Path(value), calibration=action.type is new_calibration)
+            if why:
+                raise UserError(f"{_said(action)}: {value}: {why}")
         return found
 
     def refuse_given(self, arguments: argparse.Namespace, names: Sequence[str], where: str) -> None:
@@ -68,13 +73,6 @@ class Parser(argparse.ArgumentParser):
 
 def _said(action: argparse.Action) -> str:
     return action.option_strings[-1] if action.option_strings else action.dest
-
-
-def _is_file(text: str | Path) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # too long, or with a NUL: no path
-        return False
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
@@ -109,21 +107,32 @@ def new_file(text: str) -> str:
     """An argparse type: a file to write, checked before any work is done."""
     if Path(text).is_dir() or text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
-    if _is_measured(Path(text)):
-        raise argparse.ArgumentTypeError(
-            f"{text}: is part of a result set, which it would replace; give another path"
-        )
     try:
         check_writable(Path(text))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; give another path") from None
+    except RuntimeError:  # of Path.resolve
+        raise argparse.ArgumentTypeError(
+            f"{text}: is a link that leads to itself; give another path"
+        ) from None
     return text
 
 
-def _is_measured(path: Path) -> bool:
-    """Whether a file that is there is a run's manifest, or one of its tables or its telemetry."""
-    ours = path.name == "manifest.json" or path.suffix in (".csv", ".parquet")
-    return ours and _is_file(path) and _is_file(path.with_name("manifest.json"))
+def new_calibration(text: str) -> str:
+    """An argparse type: a calibration to write, over an older one perhaps."""
+    return new_file(text)
+
+
+def new_plan(text: str) -> str:
+    """An argparse type: a plan of training steps to write, which is read as CSV by its suffix."""
+    if Path(text).suffix != ".csv":
+        raise argparse.ArgumentTypeError(
+            f"{text}: is no name of a CSV file, which a plan is; end it in .csv"
+        )
+    return new_file(text)
+
+
+OUTPUTS = (new_file, new_calibration, new_plan)
 
 
 def new_folder(text: str) -> str:
@@ -170,14 +179,25 @@ def add_progress(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def emit(target: str | None, value: dict[str, Any], text: str) -> None:
-    """Print `text`, or write `value` where --json asked for it (then standard output is pure)."""
-    if target == "-":
-        print(json.dumps(value, indent=1, allow_nan=False))
-        return
-    if target is not None:
-        write_json(Path(target), value)
-    print(plain(text))
+def emit(
+    target: str | None, value: dict[str, Any], text: str, files: Mapping[Path, str] | None = None
+) -> None:
+    """Print `text`, or write `value` where --json asked for it (then standard output is pure).
+
+    `files` are written with it: all of them, or none.
+    """
+    write_all({**(files or {}), **json_file(target, value)})
+    show(target, value, text)
+
+
+def json_file(target: str | None, value: dict[str, Any]) -> dict[Path, str]:
+    """The file that --json asked for, if it did."""
+    return {} if target in (None, "-") else {Path(target): json_text(value)}
+
+
+def show(target: str | None, value: dict[str, Any], text: str) -> None:
+    """Print `value` where --json asked for it on standard output, else `text`."""
+    print(json_text(value)[:-1] if target == "-" else plain(text))
 
 
 def plain(text: str) -> str:

@@ -3,12 +3,13 @@
 import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import reprlib
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,18 +34,33 @@ def replacing(path: Path) -> Iterator[Path]:
         with _naming(path):
             yield path
         return
-    with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
+    with ExitStack() as folder:
         with _naming(path):
-            temporary.chmod(0o644)
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            folder.enter_context(making(path.parent))
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with _naming(path):
+                temporary.chmod(0o644)
+                temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Make a folder and those that hold it; on failure those made here go, where they are empty."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]  # innermost first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for one in made:
+            with suppress(OSError):  # somebody else wrote there meanwhile
+                one.rmdir()
+        raise
 
 
 def check_writable(path: Path) -> None:
@@ -79,13 +95,29 @@ def last_parts(path: str | Path) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_all({path: text})
+
+
+def write_all(texts: Mapping[Path, str]) -> None:
+    """Write each text to its path, all of them or none.
+
+    What is no regular file (a pipe, a device) is written last: of that nothing can be taken back.
+    """
+    with ExitStack() as together:
+        for path in sorted(texts, key=lambda one: one.exists() and not one.is_file()):
+            temporary = together.enter_context(replacing(path))
+            with _naming(path):
+                temporary.write_text(texts[path], encoding="utf-8", newline="")
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON; NaN and infinity are refused (they are not JSON)."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """`value` as the indented JSON of a file."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def sha256(path: Path) -> str:
@@ -284,8 +316,14 @@ def format_row(record: BaseModel) -> dict[str, str]:
 
 def write_table(path: Path, row: type[BaseModel], records: Sequence[BaseModel]) -> None:
     """Write a whole CSV of `row` records, in the column order of the schema."""
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row.model_fields), lineterminator="\n")
-        writer.writeheader()
-        for record in records:
-            writer.writerow(format_row(record))
+    write_text(path, table_text(row, records))
+
+
+def table_text(row: type[BaseModel], records: Sequence[BaseModel]) -> str:
+    """The CSV of `row` records."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(row.model_fields), lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow(format_row(record))
+    return text.getvalue()

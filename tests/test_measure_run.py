@@ -152,6 +152,7 @@ def test_list_measures_nothing(
         ("--write-plan p.csv --budget 3", "--budget has no effect with --write-plan"),
         ("--write-plan p.csv --json", "--json has no effect with --write-plan"),
         ("--write-plan p.csv --resume RUN", "--resume has no effect with --write-plan"),
+        ("--gpus 4 --write-plan p.yaml", "p.yaml: is no name of a CSV file, which a plan is"),
     ],
 )
 def test_what_measures_nothing_takes_no_option_of_a_run(

@@ -2,7 +2,8 @@
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ def wanted_binary(engine: Engine, flag: str | None) -> tuple[Binary | None, str]
     return found, "" if found else absent()
 
 
+@contextmanager
 def through_astra_sim(
     projection: Projection,
     directory: Path,
@@ -50,20 +52,25 @@ def through_astra_sim(
     binary: str | None,
     whole: Path | None,
     progress: Callable[[int, int], None] | None,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Write the symmetric configs to `directory` (and all ranks to `whole`); run the former.
 
-    Returns the projection's `astra_sim` object. Raises UserError where `engine` demands a binary
-    that is not there, WorkError where Astra-Sim does not end well; then nothing is written.
+    Yields the projection's `astra_sim` object; the configs stay if what is done with it succeeds.
+    Raises UserError where `engine` demands a binary that is not there, WorkError where Astra-Sim
+    does not end well; then nothing is written.
     """
     found, why_not = wanted_binary(engine, binary)
     estimate = projection.estimate
+    graph, note = None, ""
     try:
         graph = program(estimate.priced, granularity)
     except UserError as error:
         if engine == "astra-sim" or whole is not None:
             raise
-        return {"ran": False, "note": str(error), "directory": None, "folded": "nothing"}
+        note = str(error)
+    if graph is None:
+        yield {"ran": False, "note": note, "directory": None, "folded": "nothing"}
+        return
     extra = {
         "model": projection.request.model.name,
         "parallelism": projection.request.parallelism.model_dump(),
@@ -79,7 +86,8 @@ def through_astra_sim(
         "ran": False,
         "note": why_not,
     }
-    with replacing_folder(directory) as symmetric:  # where it must run and does not, none is left
+    with ExitStack() as folders:  # where it must run and does not, none is left
+        symmetric = folders.enter_context(replacing_folder(directory))
         manifest = emit(graph, symmetric, whole=False, manifest_extra=extra)
         value["command"] = manifest["command"]
         try:
@@ -91,8 +99,9 @@ def through_astra_sim(
                 raise
             value["note"] = str(error)
         if whole is not None:
-            emit(graph, whole, whole=True, manifest_extra=extra)
-    return value
+            every_rank = folders.enter_context(replacing_folder(whole))
+            emit(graph, every_rank, whole=True, manifest_extra=extra)
+        yield value
 
 
 def astra_sim_s(estimate: StepEstimate, binary: Binary) -> float:

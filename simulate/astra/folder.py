@@ -4,11 +4,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from simulate.astra.configs import Files
 from spec.errors import UserError
+from spec.files import making
 
 SCHEMA = "astra-emission/1"
 # what a directory of ours holds; Astra-Sim writes its log beside it
@@ -27,19 +28,15 @@ def replacing_folder(directory: Path) -> Iterator[Path]:
     """
     directory = directory.absolute()
     _replaceable(directory)
-    made = [one for one in directory.parents if not one.exists()]  # innermost first
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _swap(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):  # somebody else wrote there meanwhile
-                folder.rmdir()
-        raise
+    with making(directory.parent):
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        try:
+            yield temporary
+            temporary.chmod(0o755)
+            _swap(temporary, directory)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def _replaceable(directory: Path) -> None:

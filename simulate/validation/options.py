@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from simulate.inputs import CPU_FABRIC, DEFAULT_FABRIC, RESULTS
-from spec.command import Parser, add_draws, add_json, add_progress, new_file
+from spec.command import Parser, add_draws, add_json, add_progress, new_file, new_plan
 from spec.errors import UserError
 from topologies import node_names
 
@@ -64,7 +64,7 @@ def add_predict(options: argparse.ArgumentParser) -> None:
     options.add_argument("--draw", type=int, metavar="N", help="draw N configurations of a grid")
     options.add_argument("--seed", metavar="COMMIT", help="of the draw: the commit it is made at")
     options.add_argument(
-        "--plan-out", type=new_file, metavar="PLAN.csv", help="where to write the drawn plan"
+        "--plan-out", type=new_plan, metavar="PLAN.csv", help="where to write the drawn plan"
     )
     options.add_argument(
         "--out",
