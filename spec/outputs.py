@@ -45,6 +45,8 @@ def _why_of_a_run(path: Path) -> str | None:
         return None
     if is_file(path):
         return "is part of a result set, which it would replace; give another path"
+    if path.name == PREDICTION:  # the run itself asks `simulate.place` for it
+        return None
     return "would be taken for part of the result set in its folder; give another path"
 
 

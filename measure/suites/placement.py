@@ -258,6 +258,7 @@ def predict(probe: Path, store: Store) -> dict[str, Any]:
     Stages of the project meet in files only, so it runs as the command that it is.
     """
     target = store.folder / PREDICTION
+    target.unlink(missing_ok=True)  # of a comparison that was cut short
     root = store.folder.parent.parent
     words = ["--probe", str(probe), "--json", str(target), "--results", str(root)]
     if (root / store.manifest.system / "calibration.json").exists():
