@@ -285,7 +285,7 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
     printed = batch
     fewer = gcd(batch, dp)
     context = cp * dp // fewer
-    none = row.whole("cp") or context > MOST_CONTEXT or seq_len % (2 * context)
+    none = row.early or row.whole("cp") or context > MOST_CONTEXT or seq_len % (2 * context)
     if fewer < dp and (none or batch > dp):
         batch = -(-batch // dp) * dp
         fill.assumed.append(f"a step lasts as long as the largest share of {printed} over dp {dp}")
