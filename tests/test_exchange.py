@@ -156,6 +156,13 @@ def test_a_tied_table_lies_in_one_node_only_if_both_its_ends_do(stages: int, sta
     assert (path.nodes > 1) == apart
 
 
+def test_three_stages_fill_a_fabric_that_has_no_room_for_a_fourth() -> None:
+    node = load_node("hgx-h200")
+    full = load_fabric("single-switch").model_copy(update={"radix": 24})
+    paths = layout(Parallelism(tp=8, pp=3, global_batch=3), node, full).paths
+    assert paths["embd"].nodes == 2
+
+
 def test_a_slow_boundary_holds_up_every_microbatch() -> None:
     """Only the second of three boundaries changes nodes: its stages wait for it, not for a third.
 

@@ -1,7 +1,9 @@
 """Where each parallel group of a step lies on the cluster."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
+from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
 from spec.parallelism import Parallelism
 from topologies.placement import AXIS_PATTERN, group_path, with_senders
@@ -41,10 +43,19 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
     placed = {one: group_path(node, fabric, p.gpus, *one, leaving) for one in set(kinds.values())}
     paths = {axis: placed[one] for axis, one in kinds.items()}
     if p.pp > 1:
-        # first and last stage, for a tied embedding: as far apart as stages half the way apart,
-        # where these are odd in number and on several nodes as if they were one more
-        half = p.pp // 2 if p.gpus <= node.gpus else (p.pp + 1) // 2
-        gpus = max(p.gpus, 2 * half * stage)
-        path = group_path(node, fabric, gpus, 2, half * stage, axes=leaving)
-        paths["embd"] = with_senders(path, stage, node, fabric)  # these two stages' alone
+        paths["embd"] = with_senders(_ends(p, node, fabric, leaving), stage, node, fabric)
     return Layout(paths)
+
+
+def _ends(p: Parallelism, node: Node, fabric: Fabric, leaving: int) -> GroupPath:
+    """First and last stage, for a tied embedding: as far apart as stages half the way apart.
+
+    Where stages are odd in number and on several nodes, as if they were one more; but where the
+    fabric has no room for that, one stage nearer.
+    """
+    stage = p.gpus // p.pp
+    if p.pp % 2 and p.gpus > node.gpus:
+        half = (p.pp + 1) // 2
+        with suppress(UserError):
+            return group_path(node, fabric, 2 * half * stage, 2, half * stage, axes=leaving)
+    return group_path(node, fabric, p.gpus, 2, p.pp // 2 * stage, axes=leaving)
