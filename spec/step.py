@@ -60,7 +60,7 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     qkv_width = (model.heads + 2 * model.kv_heads) * dim // p.tp
     qkv = column("qkv", s.tokens, qkv_width, model.hidden, model, p)
     parts = [_biased(qkv, model, (s.tokens, qkv_width))]
-    parts.append(_gathered_split(model, s) if model.kv_heads < p.tp else _split(model, p, s))
+    parts.append((_gathered_split if model.kv_heads < p.tp else _split)(model, p, s))
     if model.position == "rope":
         parts.append(pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
     if p.cp > 1:
@@ -84,23 +84,27 @@ def _split(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Part]:
     return Part("split", queries), Part("split", joined)
 
 
-def _gathered_split(model: ModelSpec, s: Shapes) -> tuple[Part, Part]:
+def _gathered_split(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Part]:
     """The same where ranks are more than groups of queries.
 
     Every rank gathers the products of all, puts them beside one another by a copy, and takes its
-    part; the gradients are laid into zeros, in order by a copy, and reduce-scattered. Source:
-    Megatron-Core 0.16's `transformer/attention.py`, `get_query_key_value_tensors`.
+    group's, and of its queries its own. The gradients of queries, and then of the group, are copied
+    into zeros; all are put in order by a copy, and reduce-scattered. Source: Megatron-Core 0.16's
+    `transformer/attention.py`, `get_query_key_value_tensors`, and autograd's of slices.
     """
     whole = s.tokens * (model.heads + 2 * model.kv_heads) * model.head_dim
+    group = whole // model.kv_heads
+    queries = s.tokens * model.heads // model.kv_heads * model.head_dim
+    own = s.tokens * model.heads // p.tp * model.head_dim
     beside = copied(4 * whole)
-    joined = copied(4 * whole // model.kv_heads)
+    of_queries = copied(2 * queries), copied(4 * own)
+    of_group = copied(4 * group), copied(2 * whole), copied(4 * group)  # joined; zeros, laid into
+    gather, scatter = (
+        (Collective(kind, "tp", 2.0 * whole),) for kind in ("all_gather", "reduce_scatter")
+    )
     return (
-        Part("split", (beside,), exposed=(Collective("all_gather", "tp", 2.0 * whole),)),
-        Part(
-            "split",
-            (joined, copied(2 * whole), beside),
-            exposed=(Collective("reduce_scatter", "tp", 2.0 * whole),),
-        ),
+        Part("split", (beside,), exposed=gather),
+        Part("split", (*of_queries, *of_group, beside), exposed=scatter),
     )
 
 
@@ -202,10 +206,9 @@ def optimizer(
 
     What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
     parameter), scaling them by the number of replicas (8 B; experts' too where each has a GPU to
-    itself), and clipping, which Megatron-Core
-    without Apex does as `gradient.copy_(gradient * scale)` (16 B). Clipping is taken to happen, as
-    it does early in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast
-    (2 + 4 B).
+    itself), and clipping, which Megatron-Core without Apex does as
+    `gradient.copy_(gradient * scale)` (16 B). Clipping is taken to happen, as it does early in
+    training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast (2 + 4 B).
     """
     owned = held = 0
     reduction: tuple[Collective, ...] = ()

@@ -69,9 +69,12 @@ def test_a_lag_goes_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert lag.at(4.0 * at) == pytest.approx(expected, abs=0.2)
     assert 2 < lag.at(4.0) < 3  # beyond all: the nearest ones count most
     assert 5 < lag.at(2.0**42) < 6
-    (noted,) = ledger.parameters
+    noted, of_class = ledger.parameters
     assert noted.name == "kernel.copy.forward.burst_lag_us"
     assert (noted.source, noted.unit, noted.value) == ("measured", "us", pytest.approx(4.0))
+    assert noted.low < lag.at(4.0 * 2**18) < lag.at(4.0 * 2**26) < noted.high
+    assert of_class.name == "kernel.memory_class.burst_lag_us"  # for what was never timed
+    assert of_class.value == pytest.approx(4.0)
 
 
 def test_one_wild_row_among_many_moves_its_neighbours_little() -> None:

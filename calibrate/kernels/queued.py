@@ -134,23 +134,36 @@ def fit_queued(evidence: Evidence, ledger: Ledger) -> Queued:
     for _, row in evidence.of_gpu.rows(QueuedRow):
         kernel = row.kernel
         if row.alone_us <= LONGEST_US and not row.disturbed:
-            lag = row.alone_us - row.queued_us
-            found[kernel.modelled, kernel.direction].append((log(kernel.bytes), lag))
+            longer_us = row.alone_us - row.queued_us
+            found[kernel.modelled, kernel.direction].append((log(kernel.bytes), longer_us))
     lags = _lags(found)
     where = evidence.of_gpu.where(QueuedRow, sum(map(len, found.values())))
-    for key in sorted(found.keys() & lags.keys()):
-        own, sd = lags[key].own, lags[key].sd_us
-        median = float(np.median(own.tame_us))
-        ledger.note(
-            f"kernel.{key[0]}.{key[1]}.burst_lag_us",
-            median,
-            "us",
-            (median - Z90 * sd, median + Z90 * sd),
-            "measured",
-            f"{where}, {len(own.lag_us)} of this operation: bursts beside the same kernels in a "
-            "queue; taken off bursts, by bytes, beside what its class's others say",
-        )
+    for op, way in sorted(found.keys() & lags.keys()):
+        lag = lags[op, way]
+        rows = f"{where}, {len(lag.own.lag_us)} of this operation"
+        _note(ledger, f"kernel.{op}.{way}.burst_lag_us", lag, lag.own, rows)
+    for kind in sorted({class_of(op) for op, _ in lags}):
+        of_class = [key for key in lags if class_of(key[0]) == kind]
+        every = _rows(found, of_class)
+        lag = Lag(NONE, every, lags[of_class[0]].class_sd_us)
+        rows = f"{where}, {len(every.lag_us)} of this class, for operations without rows"
+        _note(ledger, f"kernel.{kind}_class.burst_lag_us", lag, every, rows)
     return Queued(lags)
+
+
+def _note(ledger: Ledger, name: str, lag: Lag, rows: Rows, where: str) -> None:
+    """What is taken off at the rows' sizes: the middle; from least to most, with what is open."""
+    taken = [lag.at(exp(one)) for one in rows.log_bytes]
+    open_us = Z90 * lag.sd_us
+    ledger.note(
+        name,
+        float(np.median(taken)),
+        "us",
+        (min(taken) - open_us, max(taken) + open_us),
+        "measured",
+        f"{where}: bursts beside the same kernels in a queue; taken off bursts by bytes, middle "
+        "and span over the sizes timed",
+    )
 
 
 def _lags(found: Mapping[Key, list[tuple[float, float]]]) -> dict[Key, Lag]:
