@@ -58,7 +58,6 @@ from spec.command import (
     run,
 )
 from spec.errors import UserError
-from spec.files import write_text
 from spec.kernel_fit import KernelFit
 from spec.records import KernelRow
 from spec.results import find_result_sets
@@ -170,11 +169,6 @@ def _lend(
     lacking = [key for key in wanted if key not in own]
     models = tuple(one.whole for one in fit_kernels(theirs, their_state, notes, lacking))
     return models, {k: at_clock(groups[k], their_state, state) for k in wanted if k in own}, notes
-
-
-def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write calibration.json, whole or not at all."""
-    write_text(path, calibration_text(calibration))
 
 
 def calibration_text(calibration: Calibration) -> str:

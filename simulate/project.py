@@ -44,7 +44,7 @@ from spec.command import (
 from spec.errors import UserError
 from spec.files import json_text, write_all
 from spec.fitted import changed
-from spec.outputs import refuse_replaced
+from spec.outputs import refuse_kept, refuse_replaced
 from spec.parallelism import Parallelism
 
 EXAMPLES = """examples:
@@ -256,6 +256,7 @@ def read_outputs(arguments: Any, name: str) -> Outputs:
     out = Path(arguments.out or f"projections/{name}")
     whole = Path(arguments.emit) if arguments.emit else None
     found = Outputs(out, Path(arguments.report or out / "report.html"), whole)
+    refuse_kept("--out", out, (found.report, found.projection))
     others = {"the configs of the symmetric step": found.symmetric}
     every = {**others, "the projection": found.projection, "the report": found.report}
     refuse_replaced("--emit", arguments.emit, every, "folder")

@@ -30,7 +30,7 @@ from spec.command import Parser, add_draws, add_json, add_progress, emit, new_fi
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric
-from spec.outputs import refuse_replaced
+from spec.outputs import refuse_kept, refuse_replaced
 from spec.parallelism import Parallelism
 from topologies import fabric_names, load_fabric
 
@@ -281,6 +281,7 @@ def main(words: Sequence[str]) -> int:
         raise UserError(f"study {arguments.study!r} is none of {', '.join(STUDIES)}")
     check_gpus(arguments.gpus)
     report = Path(arguments.report or f"studies/{arguments.study}.html")
+    refuse_kept("--report", report, (report,))
     refuse_replaced("--json", arguments.json, {"the report": report})
     inputs = read_inputs(arguments)
     axis, work = STUDIES[arguments.study]

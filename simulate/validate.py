@@ -14,14 +14,22 @@ from simulate.inputs import (
 from simulate.validation import record
 from simulate.validation.cases import Case, predict, validation
 from simulate.validation.draw import draw
-from simulate.validation.forecast import Drawn, limits, match, read_forecast, refuse_sealed, seal
+from simulate.validation.forecast import (
+    Drawn,
+    Forecast,
+    limits,
+    match,
+    read_forecast,
+    refuse_sealed,
+    seal,
+)
 from simulate.validation.measured import Settings, fabric_of, hashes_of, mean_steps_s
 from simulate.validation.options import parser, refuse_unheeded
 from simulate.validation.text import table
 from spec.calibration import Calibration, read_calibration
 from spec.command import emit, progress, run
 from spec.errors import UserError
-from spec.files import sha256, write_table
+from spec.files import none_left, sha256, write_table
 from spec.hardware import Node
 from spec.interval import interval_text
 from spec.records import KernelRow
@@ -215,19 +223,33 @@ def main_predict(words: Sequence[str]) -> int:
     calibration = calibration_for(calibration, node)
     refuse_sealed(Path(arguments.out))  # before a plan is drawn, which is written once too
     devices = measured_last(arguments, calibration) if arguments.same_devices else ()
-    plan, drawn = Path(arguments.plan), None
     if arguments.draw is None:
         options.refuse_given(arguments, ("seed", "plan_out"), "without --draw N")
-    else:
-        plan = draw_plan(arguments, calibration, node)
-        grid = Path(arguments.plan)
+    with none_left(Path(one) for one in (arguments.out, arguments.plan_out) if one):
+        forecast = sealed(arguments, calibration, path, node, devices)
+        lines = [
+            f"{one.config.case_id}: {interval_text(one.step_time_s, 's', digits=4)}"
+            for one in forecast.cases
+        ]
+        value = forecast.model_dump(mode="json", by_alias=True)
+        emit(arguments.json, value, "\n".join([*lines, f"sealed in {arguments.out}"]))
+    return 0
+
+
+def sealed(
+    arguments: Any, calibration: Calibration, path: Path, node: Node, devices: Sequence[str]
+) -> Forecast:
+    """The forecast of the plan that is given, or drawn from it, written down."""
+    plan, drawn = Path(arguments.plan), None
+    if arguments.draw is not None:
+        grid, plan = plan, draw_plan(arguments, calibration, node)
         drawn = Drawn(
             grid=grid.as_posix(),
             sha256=sha256(grid),
             seed=arguments.seed,
             count=arguments.draw,
         )
-    forecast = seal(
+    return seal(
         plan,
         Path(arguments.out),
         calibration,
@@ -238,13 +260,6 @@ def main_predict(words: Sequence[str]) -> int:
         devices,
         drawn,
     )
-    lines = [
-        f"{one.config.case_id}: {interval_text(one.step_time_s, 's', digits=4)}"
-        for one in forecast.cases
-    ]
-    value = forecast.model_dump(mode="json", by_alias=True)
-    emit(arguments.json, value, "\n".join([*lines, f"sealed in {arguments.out}"]))
-    return 0
 
 
 def main_compare(words: Sequence[str]) -> int:

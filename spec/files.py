@@ -63,6 +63,18 @@ def making(folder: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def none_left(files: Iterable[Path]) -> Iterator[None]:
+    """Of these files those that are not there yet are removed if what is done here fails."""
+    new = [one for one in files if not one.exists()]
+    try:
+        yield
+    except BaseException:
+        for one in new:
+            one.unlink(missing_ok=True)
+        raise
+
+
 def check_writable(path: Path) -> None:
     """Raise OSError where `replacing` could not write `path`; nothing is left behind."""
     path = path.resolve() if path.is_symlink() else path

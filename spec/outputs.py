@@ -1,7 +1,7 @@
 """Where commands may write: never over what they read, and no output over another."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from spec.errors import UserError
@@ -73,6 +73,18 @@ def is_file(text: str | Path) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):  # too long, or with a NUL: no path
         return False
+
+
+def refuse_kept(option: str, path: Path, files: Iterable[Path]) -> None:
+    """Raise UserError where files of what an option names would be written over what is kept.
+
+    Nor may that be a run's folder, among whose files a reader would not look for them.
+    """
+    if is_file(path / MANIFEST):
+        raise UserError(f"{option}: {path}: is the folder of a result set; give another path")
+    for file in files:
+        if why := why_kept(file):
+            raise UserError(f"{option}: {file}: {why}")
 
 
 def refuse_replaced(

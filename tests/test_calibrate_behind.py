@@ -18,6 +18,7 @@ from simulate.cost.uncertainty import Draws
 from simulate.hardware.transfer import transfer
 from spec.behind_fit import BehindFit, waves
 from spec.calibration import Calibration, read_calibration
+from spec.fitted import changed
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.records import BehindRow
@@ -189,6 +190,21 @@ def test_a_layer_waits_before_its_products_and_nothing_is_lost() -> None:
     assert cost.kernels == pytest.approx(own + rest)
     assert max(sum(cost.hidden) - cost.kernels, 0.0) == pytest.approx(left)
     assert own > sum(costs.kernel_us(one) for one in products)
+
+
+def test_what_is_left_behind_a_product_is_slowed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it 3 ms of a collective advance by what they are slowed there, 1.4 times."""
+    p = Parallelism(tp=4, sequence_parallel=True, microbatch=8, global_batch=8)
+    costs = Costs(changed(with_fit(sd=0.0), communication_slowed=0.4), NODE, FABRIC, p, Draws(0))
+    monkeypatch.setattr(Costs, "collective_us", lambda *_: np.array([3000.0]))
+    fc1 = next(part for part in layer(MODEL, p)[1] if part.name == "fc1")
+    left = 0.0
+    for product in (one for one in fc1.kernels if one.op == "gemm"):
+        alone_us = float(costs.kernel_us(product))
+        left += 3000 - (alone_us + HOPPER.waits_us(product, alone_us, 3000.0)) / 1.4
+    cost = costs.part(fc1)
+    assert sum(cost.hidden) - cost.kernels == pytest.approx(left)
+    assert 0 < left < 6000
 
 
 def test_software_that_waits_has_no_product_beside_its_communication() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from calibrate import diff
-from calibrate.fit import fit, systems, write_calibration
+from calibrate.fit import calibration_text, fit, systems
 from calibrate.report import render
 from spec.calibration import Calibration
 from spec.command import run
+from spec.files import write_text
 from tests.synthetic import Truth
 from tests.test_calibrate_fit import write_small
 
@@ -22,7 +23,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, truth in (("a", Truth()), ("b", Truth(memory_gbytes_per_s=3200.0))):
         write_small(root / name, ("copy", "rope"), truth)
         path = root / f"{name}.json"
-        write_calibration(path, fit(systems(root / name)[0]))
+        write_text(path, calibration_text(fit(systems(root / name)[0])))
         paths.append(path)
     return paths[0], paths[1]
 

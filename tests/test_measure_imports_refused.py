@@ -23,6 +23,16 @@ def with_last(old: str, new: str) -> str:
     return log() + ITERATION.replace(old, new)
 
 
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *asked: str) -> str:
+    """The complaint about a tool's text; nothing is written."""
+    tool, text, *more = asked
+    out = tmp_path / "out"
+    words = [tool, write(tmp_path, text), "--system", "x", "--out", str(out), *more]
+    assert run(main, words) == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -123,13 +133,9 @@ def test_a_number_that_cannot_be_is_refused_by_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, complaint: str
 ) -> None:
     text = with_last(old, new)
-    out = tmp_path / "out"
-    words = ["megatron-log", write(tmp_path, text), "--system", "x", "--out", str(out)]
-    assert run(main, [*words, "--nodes", "2"]) == 2
-    printed = capsys.readouterr().err
+    printed = refused(tmp_path, capsys, "megatron-log", text, "--nodes", "2")
     assert f"out.txt line {len(text.splitlines())}: " in printed
     assert complaint in printed
-    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +149,11 @@ def test_a_number_that_cannot_be_is_refused_by_its_line(
         ("(us)", "(ms)", "line 13: time is in (ms); it must be in (us)"),
         ("(GB/s)", "(Gb/s)", "line 13: busbw is in (Gb/s); it must be in (GB/s)"),
         ("(B)", "(KB)", "line 13: size is in (KB); it must be in (B)"),
+        (
+            "1048576        262144",
+            "  1e6        262144",
+            "line 16: size is '1e6'; it must be a whole",
+        ),
         ("float ", "floot ", "line 15: type is 'floot'; it must be one of float, bfloat16, half"),
         ("50.00   20.97   31.46      0", "50.00   20.97   31.46   none", "line of results"),
     ],
@@ -151,12 +162,9 @@ def test_what_nccl_tests_cannot_have_printed_is_refused_by_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, complaint: str
 ) -> None:
     assert old in ALL_REDUCE
-    path, out = write(tmp_path, ALL_REDUCE.replace(old, new)), tmp_path / "out"
-    assert run(main, ["nccl-tests", path, "--system", "x", "--out", str(out)]) == 2
-    printed = capsys.readouterr().err
+    printed = refused(tmp_path, capsys, "nccl-tests", ALL_REDUCE.replace(old, new))
     assert "out.txt line " in printed
     assert complaint in printed
-    assert not out.exists()
 
 
 def test_a_passed_over_test_may_print_other_units(tmp_path: Path) -> None:

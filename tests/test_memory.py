@@ -294,3 +294,13 @@ def test_activations_match_korthikantis_formula(tp: int, sequence_parallel: bool
     assert layer_activation_bytes(model, p) == pytest.approx(expected)
     full = p.model_copy(update={"recompute": "full"})
     assert layer_activation_bytes(model, full) == 2 * sbh / (tp if sequence_parallel else 1)
+
+
+def test_ranks_that_gather_queries_keys_and_values_keep_all_of_them() -> None:
+    """Values are a view of what all ranks' products gathered into (transformer/attention.py)."""
+    few = load_model("starcoder2-15b")
+    many = few.resized(kv_heads=8)
+    p = Parallelism(tp=8, sequence_parallel=True)
+    head = 2.0 * few.seq_len * few.head_dim
+    more = layer_activation_bytes(few, p) - layer_activation_bytes(many, p)
+    assert more == pytest.approx((few.heads + 2 * 4 - (few.heads + 2 * 8) / 8) * head)

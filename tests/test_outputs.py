@@ -197,3 +197,33 @@ def test_a_link_to_itself_is_no_output(command: Any, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("link")
     code, _, err = command("project", "--json", "link")
     assert (code, "link: is a link that leads to itself; give another path" in err) == (2, True)
+
+
+def test_files_that_no_option_names_are_not_written_over_what_is_kept(
+    command: Any, calibration: Path, tmp_path: Path
+) -> None:
+    """A folder's own files, through a link too, and a run's folder."""
+    before = calibration.read_bytes()
+    (tmp_path / "O").mkdir()
+    (tmp_path / "O" / "projection.json").symlink_to(calibration)
+    code, _, err = command("project", *PLAN, "--out", "O")
+    assert (code, KEPT in err) == (2, True)
+    assert calibration.read_bytes() == before
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "manifest.json", {})
+    code, _, err = command("project", *PLAN, "--out", "run")
+    assert (code, "--out: run: is the folder of a result set" in err) == (2, True)
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["manifest.json"]
+
+
+def test_a_forecast_without_its_json_is_not_left(
+    calibration: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It could not be sealed again."""
+    monkeypatch.chdir(calibration.parents[2])
+    plan = ROOT / "results" / "2x-h200" / "forecasts" / "plan-48.csv"
+    words = ["predict", str(plan), "--draws", "20", "--out", "sealed.json", "--json"]
+    assert called(validate.main, [*words, "/dev/full"], capsys)[0] == 2
+    assert not Path("sealed.json").exists()
+    assert called(validate.main, [*words, "value.json"], capsys)[0] == 0
+    assert Path("sealed.json").exists()

@@ -44,3 +44,10 @@ def test_a_pipeline_that_does_not_divide_the_layers_is_as_even_as_the_search_has
     words = "--gpus 24 --model llama3-70b --tp 8 --pp 3 --global-batch 48 --system 8x-h200"
     found = projected(tmp_path, words)["inputs"]["parallelism"]
     assert found["layers_per_stage"] == [27, 27, 26]
+
+
+def test_one_node_without_ports_projects_by_itself(tmp_path: Path) -> None:
+    words = "--node 4x-h200 --gpus 4 --model llama3-8b --tp 4 --pp 1 --global-batch 8"
+    value = projected(tmp_path, words)
+    assert [one["tier"] for one in value["fabric"]] == ["scale-up"]
+    assert value["inputs"]["node_gbits_per_s"] is None

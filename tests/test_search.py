@@ -14,7 +14,6 @@ from simulate.inputs import Inputs
 from simulate.plans import sweep
 from simulate.plans.find import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans.find import search as quick_search
-from simulate.plans.rough import Rough
 from simulate.plans.sweep import Point, Workers
 from simulate.plans.text import _parts
 from simulate.projection.attribution import attribution
@@ -401,19 +400,3 @@ def test_attribution_sums_and_tells_places_apart(inputs: Inputs) -> None:
     assert total == pytest.approx(float(far.estimate.step_time_s[0] - near.estimate.step_time_s[0]))
     same = attribution(near, near)
     assert all(row["seconds"] == 0 for row in same)
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_a_plans_rank_does_not_hang_on_what_was_asked_before(zero: int) -> None:
-    """A tied table's head is another in stages; shards of several replicas wait for a gather."""
-    model, fabric = load_model("llama3.2-1b"), load_fabric("ndr400-rail")
-    plans = [
-        Parallelism(dp=8, global_batch=64, zero=zero),
-        Parallelism(dp=4, pp=2, vpp=2 if zero < 2 else 1, global_batch=64, zero=zero),
-        Parallelism(dp=2, cp=2, global_batch=64, zero=zero),
-        Parallelism(dp=4, global_batch=64, zero=zero),
-    ]
-    together = Rough(model, NODE, fabric, CALIBRATION)
-    for one in (*plans[1:], plans[0]):
-        alone = Rough(model, NODE, fabric, CALIBRATION).step_us(one)
-        assert together.step_us(one) == alone

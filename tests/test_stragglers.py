@@ -110,13 +110,25 @@ def test_gpus_that_meet_within_a_layer_wait_for_the_slowest_of_them(fields: Any)
     assert SlowGpus(0.02, 1.3).lateness(p, *ALIKE) == pytest.approx(late, rel=0.1)
 
 
-def test_where_all_gpus_are_slow_a_step_is_as_much_longer() -> None:
-    """The slowest of them among others, and of one alone itself."""
-    p, spread = plan(4, 4, 4, 32), np.array([0.01])
-    natural, every = lateness(p, NORMAL) * spread, SlowGpus(1.0, 1.2).lateness(p, spread, NORMAL)
-    assert 1 + every[0] == pytest.approx(1.2 * (1 + natural[0]), rel=2e-3)  # but for filling
+@pytest.mark.parametrize("split", [(4, 4, 4, 32), (2, 1, 128, 1), (1, 8, 2, 8)])
+def test_where_all_gpus_are_slow_a_step_is_as_much_longer(
+    split: tuple[int, int, int, int],
+) -> None:
+    """By any factor: they differ among themselves as all do. One alone is as slow as it is said."""
+    p, spread = plan(*split), np.array([0.01])
+    natural = float(lateness(p, NORMAL)[0] * spread[0])
+    for factor in (1.001, 1.2):
+        every = SlowGpus(1.0, factor).lateness(p, spread, NORMAL)
+        assert 1 + every[0] == pytest.approx(factor * (1 + natural))
     one = SlowGpus(1 / p.gpus, 1.2)
     assert one.lateness(p, spread, NORMAL) == one.lateness(p, *ALIKE)
+
+
+def test_what_if_gpus_were_slow_is_said(tmp_path: Path) -> None:
+    words = "--gpus 8 --model llama3-8b --tp 2 --pp 1 --global-batch 4 --microbatch 1"
+    for asked, said in (("1:1.2", " (--slow-gpus)."), ("0.125:1.0001", "slowest are as slow")):
+        value = projected(tmp_path, f"{words} --slow-gpus {asked}")
+        assert sum("What if: " in one and said in one for one in value["warnings"]) == 1
 
 
 def test_slow_gpus_are_asked_for_in_words_that_make_sense() -> None:
@@ -270,6 +282,13 @@ def test_every_what_if_of_a_projection_does_something(tmp_path: Path) -> None:
     assert "failures.gpu_mtbf" in names[0] - names[1]
     assert link["step_time_s"]["median"] > plain["step_time_s"]["median"]
     assert "4 times slower" in link["inputs"]["fabric"]["name"]
+    rates = [
+        one["source"]
+        for value in (plain, link)
+        for one in value["provenance"]
+        if one["name"] == "fabric.nic_gbits_per_s"
+    ]
+    assert rates == ["published", "assumed"]
     assert 0 < plain["step_spread"]["low"] < plain["step_spread"]["high"] < 0.1
 
 

@@ -130,7 +130,7 @@ class Arguments:
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number."""
         text = self.text(name, None if default is None else str(default))
-        if not text.isdigit():
+        if not (text.isascii() and text.isdigit()):
             raise UserError(f"{self._path}: {name} is {text!r}; it must be a whole number")
         return int(text)
 

@@ -163,12 +163,23 @@ def _read_file(path: Path, collective: str | None, found: Imported) -> None:
             block.columns = words
         elif used and block is not None and line.startswith("#") and words[1:2] == ["(elements)"]:
             _refuse_other_units(block.columns, words, where)
-        elif used and block is not None and block.columns and words and words[0].isdigit():
+        elif used and block is not None and _is_result(words, block):
             row = _row(block, words, backend, where, found)
             if row is not None:
                 found.rows.append(row)
     if any(row.nodes > 1 for row in found.rows[before:]):
         found.networks |= networks
+
+
+def _is_result(words: Sequence[str], block: Block) -> bool:
+    """Whether a line is of results; other programs' lines may stand between them.
+
+    It begins with a size; what is as long and begins with another number has a size that cannot be.
+    """
+    if not block.columns or not words:
+        return False
+    whole = len(words) >= len(block.columns)
+    return words[0].isdigit() or (whole and number(words[0]) is not None)
 
 
 def _refuse_other_units(columns: Sequence[str], units: Sequence[str], where: str) -> None:
@@ -226,6 +237,8 @@ def _row(
         )
     ranks, stride, groups, nodes = layout(block.ranks, where)
     cells = _cells(block.columns, words, where)
+    if not cells["size"].isdigit():
+        raise UserError(f"{where}: size is {cells['size']!r}; it must be a whole number of bytes")
     nbytes = int(cells["size"])
     if nbytes == 0:
         found.empty += 1

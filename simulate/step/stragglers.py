@@ -115,11 +115,16 @@ def layer_group(p: Parallelism) -> int:
 
 def lateness(p: Parallelism, shape: Array) -> Array:
     """(draws,): how much later a step is than its mean, in deviations of one GPU's speed."""
-    steady, layer = steady_share(p), layer_group(p)
-    filling = largest(layer, shape)
-    replicas = p.gpus // (layer * p.pp)
-    filling = filling + spread_of_largest(layer) / sqrt(p.pp) * largest(replicas, shape)
-    return np.asarray(steady * largest(p.gpus, shape) + (1 - steady) * filling)
+    steady = steady_share(p)
+    return np.asarray(steady * largest(p.gpus, shape) + (1 - steady) * _filling(p, p.gpus, shape))
+
+
+def _filling(p: Parallelism, gpus: int, shape: Array) -> Array:
+    """(draws,): the same of filling the pipeline alone, where `gpus` of all GPUs count."""
+    layer = min(layer_group(p), gpus)
+    replicas = gpus // (layer * p.pp)
+    alike = spread_of_largest(layer) / sqrt(p.pp) * largest(replicas, shape)
+    return np.asarray(largest(layer, shape) + alike)
 
 
 def left_of_hunting(window_us: Array) -> Array:
@@ -166,9 +171,8 @@ class SlowGpus:
     def lateness(self, p: Parallelism, spread: Array, shape: Array) -> Array:
         """(draws,): share of the step that it takes longer.
 
-        One slow GPU sets the steady pace: the slowest of them, as they differ by `spread` like all.
-        While the pipeline fills, a replica is late by its slow stages; all wait for the one with
-        the most of them.
+        One slow GPU sets the steady pace. While the pipeline fills, a replica is late by its slow
+        stages; all wait for the one with the most of them. Slow GPUs differ by `spread` like all.
         """
         count = round(self.share * p.gpus)
         if count < 1:
@@ -186,8 +190,9 @@ class SlowGpus:
             stages += 1 - min(below, 1.0) ** replicas
             within *= (p.pp - slow + 1) / slow * hit / max(1 - hit, 1e-300)
         steady = steady_share(p)
-        slowest = self.factor * spread * steady * largest(count, shape)
-        return np.asarray((self.factor - 1) * (steady + (1 - steady) * stages / p.pp) + slowest)
+        filling = (1 - steady) * stages / p.pp
+        apart = steady * largest(count, shape) + filling * _filling(p, count, shape)
+        return np.asarray((self.factor - 1) * (steady + filling) + self.factor * spread * apart)
 
 
 def read_slow_gpus(text: str | None) -> SlowGpus | None:
