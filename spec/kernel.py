@@ -40,7 +40,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rope": (("rows", "heads", "head_dim"), PASSES),
     "swiglu": (("rows", "width"), PASSES),  # width of the output
     "gelu": (("rows", "width"), PASSES),
-    "residual": (("rows", "width"), PASSES),  # dropout-add
+    "residual": (("rows", "width"), PASSES),  # dropout-add; backward: a sum out of place
+    "gradient_sum": (("rows", "width"), ("forward",)),  # one gradient of a tensor += another
     "bias": (("rows", "width"), PASSES),  # added to every row; backward: summed over rows
     "embedding": (("rows", "width", "vocab"), PASSES),
     # a rank's `vocab` rows of a table: what the others' words look up is masked, both ways
@@ -72,6 +73,7 @@ _TOUCHED = {
     "swiglu": (3, 5),
     "gelu": (2, 3),
     "residual": (3, 1),
+    "gradient_sum": (3, 3),
     "bias": (2, 1),
     "permute": (2, 2),
 }
@@ -150,7 +152,8 @@ class Kernel:
         A block without mask: causal attention of as many products. FSDP's copies, a bias's gradient
         and the gradients' norm: a plain copy of as many bytes. What is around a ring's pieces, and
         a bias: the one kernel of a step's others that torch does not vectorise either, of as many
-        bytes. A rank's part of a table: a table without masks.
+        bytes. A rank's part of a table: a table without masks. A sum in place: one out of place,
+        as visits until the 41st timed.
         """
         d = self.named
         if self.op == "attention_block":
@@ -164,6 +167,8 @@ class Kernel:
             return Kernel("grad_accumulate", "forward", (max(int(self.bytes) // 10, 1),))
         if self.op == "vocab_parallel_embedding":
             return Kernel("embedding", self.direction, self.dims[:3], self.dtype)
+        if self.op == "gradient_sum":
+            return Kernel("residual", "backward", self.dims, self.dtype)
         return None
 
     @cached_property

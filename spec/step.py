@@ -128,8 +128,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     """
     s = shapes(model, p)
     before = norm(model, s.local_tokens)
-    residual = pair("residual", "residual", (s.local_tokens, model.hidden))
-    residual = _biased(residual, model, (s.local_tokens, model.hidden))  # proj's and fc2's
+    residual = _biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     attention = _attention(model, p, s)
     mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
     pairs = [before, *attention, residual, before, *mlp, residual]
@@ -140,6 +139,15 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
         first, *more = (part for part in forward if whole or part.name == "attention")
         backward = (replace(first, checkpoint=True), *more, *backward)
     return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
+
+
+def _residual(tokens: int, model: ModelSpec) -> tuple[Part, Part]:
+    """The sum with what a block was given, whose gradients autograd sums in place."""
+    dims = tokens, model.hidden
+    return (
+        Part("residual", (Kernel("residual", "forward", dims),)),
+        Part("residual", (Kernel("gradient_sum", "forward", dims),)),
+    )
 
 
 @lru_cache(maxsize=LATEST)

@@ -39,6 +39,7 @@ SMALL = {
     "swiglu": (16, 32),
     "gelu": (16, 32),
     "residual": (16, 32),
+    "gradient_sum": (16, 32),
     "bias": (16, 32),
     "permute": (16, 32),
     "cross_entropy": (16, 64),

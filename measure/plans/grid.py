@@ -83,7 +83,8 @@ _CPU_ROWS = ((8, 64), (128, 128), (256, 256), (256, 1024))
 # operations whose time goes by width in steps of its own, at further hidden sizes
 _GPU_WIDTHS = ((4096, 3072), (4096, 5120), (8192, 6144), (2048, 12288))
 _BY_WIDTH = ("rmsnorm", "layernorm", "gelu", "bias")
-_WIDE = ("rmsnorm", "layernorm", "swiglu", "gelu", "residual", "bias")
+_WIDE = ("rmsnorm", "layernorm", "swiglu", "gelu", "bias")
+_SUMS = ("residual", "gradient_sum")  # a residual's, and its backward pass's
 
 
 def kernels(gpu: bool, quick: bool) -> list[Kernel]:
@@ -96,6 +97,7 @@ def kernels(gpu: bool, quick: bool) -> list[Kernel]:
     found = [Kernel("gemm", way, dims) for dims in gemm for way in GEMM_DIRECTIONS]
     found += [Kernel("attention", way, dims) for dims in attention for way in PASSES]
     found += [Kernel(op, way, dims) for op in _WIDE for dims in rows for way in PASSES]
+    found += [Kernel(op, "forward", dims) for op in _SUMS for dims in rows]
     if gpu and not quick:
         found += [
             Kernel(op, way, dims) for op in _BY_WIDTH for dims in _GPU_WIDTHS for way in PASSES

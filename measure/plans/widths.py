@@ -68,7 +68,10 @@ def kernels() -> list[Kernel]:
     for number, width in enumerate(_HIDDEN):
         rows, words = _ROWS[number % 2], _VOCAB[number % 4]
         found += [
-            Kernel(op, way, (rows, width)) for op in ("permute", "residual") for way in PASSES
+            Kernel("permute", "forward", (rows, width)),
+            Kernel("permute", "backward", (rows, width)),
+            Kernel("residual", "forward", (rows, width)),
+            *(Kernel("gradient_sum", "forward", (some, width)) for some in _ROWS),
         ]
         found += [
             Kernel("embedding", way, (some, width, words)) for some in _ROWS for way in PASSES

@@ -37,7 +37,6 @@ _BOTH_WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("rope", (_ROWS, 40, 128)),
     ("swiglu", (_ROWS, 14336)),
     ("gelu", (_ROWS, 16384)),
-    ("residual", (_ROWS, 8192)),
     ("bias", (_ROWS, 16384)),
     ("embedding", (_ROWS, 4096, 64128)),
     ("vocab_parallel_embedding", (_ROWS, 4096, 64128, 2)),
@@ -45,6 +44,8 @@ _BOTH_WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("permute", (_ROWS, 8192)),
 )
 _ONE_WAY: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("residual", (_ROWS, 8192)),
+    ("gradient_sum", (_ROWS, 8192)),
     ("grad_accumulate", (2**27,)),
     ("adam", (2**26,)),
     ("grad_norm", (2**28,)),

@@ -49,9 +49,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[int, ...], ...]] = {
         (1, 8192, 16, 4, 128),
     ),
     "attention_block": ((1, 1024, 512, 32, 8, 128), (1, 4096, 2048, 32, 8, 128)),
-    **dict.fromkeys(
-        ("rmsnorm", "layernorm", "swiglu", "gelu", "residual", "bias", "permute"), _ROWS
-    ),
+    **dict.fromkeys(("rmsnorm", "layernorm", "swiglu", "gelu", "bias", "permute"), _ROWS),
     "rope": (
         (1024, 16, 128),
         (2048, 20, 128),
@@ -69,6 +67,7 @@ _ONE_WAY: dict[str, tuple[tuple[int, ...], ...]] = {
         ("grad_accumulate", "copy", "widen", "accumulate"),
         tuple((2**exponent,) for exponent in (18, 20, 22, 23, 24, 25, 26, 28)),
     ),
+    **dict.fromkeys(("residual", "gradient_sum"), _ROWS),
     "gather_copy_out": ((2**22, 2), (2**24, 4), (2**26, 2)),
     "reorder": ((1024, 8, 128), (4096, 16, 128), (4096, 40, 128), (8192, 64, 128)),
     "rescale": ((2**13, 128), (2**16, 128), (2**19, 128)),

@@ -186,13 +186,20 @@ class Maker(Products):
         return self._differentiable(kernel, F.gelu, self._normal(rows, width, dtype=dtype))
 
     def _residual(self, kernel: Kernel, dtype: torch.dtype) -> Call:
-        """Forward: dropout of probability 0 runs nothing, then the sum. Backward: the gradients
-        of both branches meet in one sum."""
+        """Forward: dropout of probability 0 runs nothing, then the sum. Backward: two gradients
+        summed out of place, as a step sums none (see `_gradient_sum`)."""
         self.fed = a = self._normal(*kernel.dims, dtype=dtype)
         b = self._normal(*kernel.dims, dtype=dtype)
         if kernel.direction == "backward":
             return lambda: a + b
         return lambda: b + F.dropout(a, p=0.0, training=True)
+
+    def _gradient_sum(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Gradients of both branches meet in the one that came first: torch's
+        autograd/input_buffer.cpp, `accumulate`, where nothing else holds that one."""
+        kept = self._normal(*kernel.dims, dtype=dtype)
+        self.fed = other = self._normal(*kernel.dims, dtype=dtype)
+        return lambda: kept.add_(other)
 
     def _bias(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         self.fed = rows = self._normal(*kernel.dims, dtype=dtype)
