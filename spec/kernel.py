@@ -48,7 +48,9 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vocab_parallel_embedding": (("rows", "width", "vocab", "ranks"), PASSES),
     "cross_entropy": (("rows", "vocab"), PASSES),
     "router": (("rows", "experts", "top_k"), PASSES),
-    "permute": (("rows", "width"), PASSES),
+    "permute": (("rows", "width"), PASSES),  # tokens to experts' rows
+    "unpermute": (("rows", "width"), PASSES),  # experts' rows added to their tokens
+    "weigh": (("rows", "width"), PASSES),  # each row times its probability; both gradients
     "grad_accumulate": (("elements",), ("forward",)),  # fp32 main_grad += bf16 weight gradient
     "adam": (("elements",), ("forward",)),
     "grad_norm": (("elements",), ("forward",)),
@@ -76,6 +78,8 @@ _TOUCHED = {
     "gradient_sum": (3, 3),
     "bias": (2, 1),
     "permute": (2, 2),
+    "unpermute": (3, 2),
+    "weigh": (2, 6),
 }
 
 
@@ -150,10 +154,11 @@ class Kernel:
         """What a system that never measured this operation takes its time from, if anything.
 
         A block without mask: causal attention of as many products. FSDP's copies, a bias's gradient
-        and the gradients' norm: a plain copy of as many bytes. What is around a ring's pieces, and
-        a bias: the one kernel of a step's others that torch does not vectorise either, of as many
-        bytes. A rank's part of a table: a table without masks. A sum in place: one out of place,
-        as visits until the 41st timed.
+        and the gradients' norm: a plain copy of as many bytes. What is around a ring's pieces, rows
+        times their factors, and a bias: the one kernel of a step's others that torch does not
+        vectorise either, of as many bytes. A rank's part of a table: a table without masks. A sum
+        in place: one out of place, as visits until the 41st timed. Rows added to their tokens: a
+        permutation's gradient.
         """
         d = self.named
         if self.op == "attention_block":
@@ -163,12 +168,15 @@ class Kernel:
         summed = (self.op, self.direction) == ("bias", "backward")
         if summed or self.op in ("gather_copy_out", "scatter_copy_in", "grad_norm"):
             return Kernel("copy", "forward", (max(int(self.bytes) // 4, 1),))
-        if self.op in (*AROUND_BLOCKS, "bias"):
+        if self.op in (*AROUND_BLOCKS, "weigh", "bias"):
             return Kernel("grad_accumulate", "forward", (max(int(self.bytes) // 10, 1),))
         if self.op == "vocab_parallel_embedding":
             return Kernel("embedding", self.direction, self.dims[:3], self.dtype)
         if self.op == "gradient_sum":
             return Kernel("residual", "backward", self.dims, self.dtype)
+        if self.op == "unpermute":
+            way = "backward" if self.direction == "forward" else "forward"
+            return Kernel("permute", way, self.dims, self.dtype)
         return None
 
     @cached_property

@@ -1,7 +1,7 @@
 """The operations of a mixture of experts' MLP, as Megatron-Core 0.16 runs it, see `spec.step`."""
 
 from spec.collective import Collective
-from spec.kernel import Kernel
+from spec.kernel import PASSES, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, added, copied, shapes
@@ -18,7 +18,9 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     Sources in megatron/core/transformer: moe/token_dispatcher.py (MoEAlltoAllTokenDispatcher:
     counts gathered over tp and ep, probabilities exchanged beside the tokens, tokens sorted by
     local expert), moe/experts.py (SequentialMLP: outputs of several experts joined), mlp.py (each
-    row multiplied by its probability in fp32 and cast back). The host reads how many tokens each
+    row multiplied by its probability, which is in bf16 unless `moe_router_dtype` is set:
+    moe_utils.py, `type_as(logits)`), moe_utils.py `unpermute` (rows added to their tokens by
+    `scatter_add_`; its gradient gathers them). The host reads how many tokens each
     expert gets before it issues their exchange (moe_utils.py `permute`: `masked_select`). What an
     uneven exchange takes the host goes with neither ranks nor messages, see docs/calibration.md.
     """
@@ -38,6 +40,8 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     uneven = p.tp > 1 or p.ep > 1
     moved = Kernel("permute", "forward", (rows, model.hidden))
     moved_back = Kernel("permute", "backward", (rows, model.hidden))
+    added_up = Kernel("unpermute", "forward", (rows, model.hidden))
+    gathered = Kernel("unpermute", "backward", (rows, model.hidden))
     # split by local expert and source, and joined again: read and written once
     sorted_ = (copied(4 * expert_rows * model.hidden),) if model.experts // p.ep > 1 else ()
     forward, backward = _kernels(model, p, expert_rows)
@@ -52,6 +56,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                     Kernel("router", "backward", route),
                     Kernel("gemm", "dgrad", gate),
                     Kernel("gemm", "wgrad", gate),
+                    Kernel("gradient_sum", "forward", (s.local_tokens, model.hidden)),
                     added(model.experts * model.hidden),
                 ),
             ),
@@ -76,9 +81,8 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
             Part(EXPERTS, (*sorted_, *backward)),
         ),
         (
-            # back to their tokens by adding, which is what a gather's gradient is
-            Part("combine", (*sorted_, moved_back), exposed=scatter + exchange, uneven=uneven),
-            Part("combine", (moved, *sorted_), exposed=gather + exchange, uneven=uneven),
+            Part("combine", (*sorted_, added_up), exposed=scatter + exchange, uneven=uneven),
+            Part("combine", (gathered, *sorted_), exposed=gather + exchange, uneven=uneven),
         ),
     ]
 
@@ -95,9 +99,7 @@ def _kernels(
     # as in spec.step_linear, both inputs and both gradients of outputs
     casts = (copied(4 * rows * (model.hidden + ffn)),) if p.fp8 else ()
     casts_back = (copied(4 * rows * (model.hidden + up)),) if p.fp8 else ()
-    # times its probability into fp32 (2 + 4 B), cast to bf16 (4 + 2 B); backward: cast up (2 + 4),
-    # times the probability (4 + 4), cast down (4 + 2), times the activation (4 + 2 + 4), summed (4)
-    weighed, weighed_back = copied(12 * rows * ffn), copied(34 * rows * ffn)
+    weighed, weighed_back = (Kernel("weigh", way, act) for way in PASSES)
     forward = (
         *casts,
         Kernel("grouped_gemm", "forward", first, dtype),

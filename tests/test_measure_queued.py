@@ -42,6 +42,8 @@ SMALL = {
     "gradient_sum": (16, 32),
     "bias": (16, 32),
     "permute": (16, 32),
+    "unpermute": (16, 32),
+    "weigh": (16, 32),
     "cross_entropy": (16, 64),
     "router": (16, 8, 2),
     "grad_accumulate": (256,),
@@ -186,7 +188,7 @@ def test_directions_are_those_of_each_operation() -> None:
     for one in queued.kernels(gpu=True):
         assert one.direction in (GEMM_DIRECTIONS if "gemm" in one.op else PASSES)
         assert one.bytes > 0
-    assert len({one.case_id for one in queued.cases("nvidia", quick=False)}) == 273
+    assert len({one.case_id for one in queued.cases("nvidia", quick=False)}) == 305
     assert len(queued.cases("nvidia", quick=True)) < 40
 
 

@@ -212,7 +212,7 @@ def kernel_cases(
     wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
     if gpu and not quick and not asked:
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
-        keep = ("grouped_gemm", "router", "permute")
+        keep = ("grouped_gemm", "router", "permute", "unpermute", "weigh")
         wanted.update(dict.fromkeys(one for one in experts if one.op in keep))
         grouped = [one for one in experts if one.op == "grouped_gemm"]
         wanted.update(dict.fromkeys(replace(one, op="fused_grouped_gemm") for one in grouped))

@@ -68,8 +68,11 @@ def kernels() -> list[Kernel]:
     for number, width in enumerate(_HIDDEN):
         rows, words = _ROWS[number % 2], _VOCAB[number % 4]
         found += [
-            Kernel("permute", "forward", (rows, width)),
-            Kernel("permute", "backward", (rows, width)),
+            *(
+                Kernel(op, way, (rows, width))
+                for op in ("permute", "unpermute", "weigh")
+                for way in PASSES
+            ),
             Kernel("residual", "forward", (rows, width)),
             *(Kernel("gradient_sum", "forward", (some, width)) for some in _ROWS),
         ]

@@ -42,6 +42,8 @@ _BOTH_WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("vocab_parallel_embedding", (_ROWS, 4096, 64128, 2)),
     ("cross_entropy", (2048, 64128)),
     ("permute", (_ROWS, 8192)),
+    ("unpermute", (_ROWS, 8192)),
+    ("weigh", (_ROWS, 16384)),
 )
 _ONE_WAY: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("residual", (_ROWS, 8192)),

@@ -49,7 +49,9 @@ _BOTH_WAYS: dict[str, tuple[tuple[int, ...], ...]] = {
         (1, 8192, 16, 4, 128),
     ),
     "attention_block": ((1, 1024, 512, 32, 8, 128), (1, 4096, 2048, 32, 8, 128)),
-    **dict.fromkeys(("rmsnorm", "layernorm", "swiglu", "gelu", "bias", "permute"), _ROWS),
+    **dict.fromkeys(
+        ("rmsnorm", "layernorm", "swiglu", "gelu", "bias", "permute", "unpermute", "weigh"), _ROWS
+    ),
     "rope": (
         (1024, 16, 128),
         (2048, 20, 128),

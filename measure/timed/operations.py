@@ -293,6 +293,26 @@ class Maker(Products):
         order = torch.randperm(rows, device=self.device)
         return self._differentiable(kernel, lambda t: t.index_select(0, order), x)
 
+    def _unpermute(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Rows of two experts a token added to it; backward gathers the token's gradient twice."""
+        rows, width = kernel.dims
+        x = self._normal(rows, width, dtype=dtype)
+        tokens = max(rows // 2, 1)
+        order = torch.randperm(rows, device=self.device) % tokens
+
+        def add_up(t: Tensor) -> Tensor:
+            out = torch.zeros((tokens, width), dtype=t.dtype, device=t.device)
+            return out.scatter_add_(0, order.unsqueeze(1).expand(-1, width), t)
+
+        return self._differentiable(kernel, add_up, x)
+
+    def _weigh(self, kernel: Kernel, dtype: torch.dtype) -> Call:
+        """Both inputs learn: a row's factor is its token's probability of that expert."""
+        rows, width = kernel.dims
+        x = self._normal(rows, width, dtype=dtype)
+        factors = torch.rand(rows, 1, device=self.device).to(dtype)
+        return self._differentiable(kernel, torch.mul, x, factors)
+
     def _grad_accumulate(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         (elements,) = kernel.dims
         main = self._normal(elements, dtype=torch.float32)
