@@ -5,6 +5,9 @@ of variation; a capacity cuts each expert's load (Switch Transformer, arXiv 2101
 Megatron-Core's `moe_expert_capacity_factor`, which drops the rest). All ranks wait for the fullest
 one in every layer and microbatch, so a step's time goes by the mean of the maximum, and memory by
 nearly the largest. Every share is one where nothing is uneven.
+
+Experts that are as full as one another on the mean still get other numbers of tokens each, which
+tiles do not divide.
 """
 
 from functools import lru_cache
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from simulate.cost.uncertainty import Draws
+from spec.kernel import LARGE_TILE, Kernel, ceil_div, tiles
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -25,6 +29,21 @@ SAMPLES = 2048
 IMBALANCE_SD = 0.5
 LARGEST = 0.99  # quantile that memory must hold
 GRID = np.exp(np.linspace(-2.0, 2.0, 9))  # multiples of the coefficient at which shares are drawn
+
+
+@lru_cache(maxsize=8192)
+def unequal_rows(products: Kernel, multiprocessors: int) -> float:
+    """How much longer experts' products last than those of equally many rows each, which are timed.
+
+    Where tokens pick their experts, rows are no whole tiles: half a tile of each expert's is empty
+    on average. Products of less than a wave of tiles have multiprocessors to spare for it.
+    """
+    groups, rows, n, k = products.dims
+    product = Kernel("gemm", products.direction, (max(rows // groups, 1), n, k))
+    if products.direction == "wgrad" or tiles(product) <= multiprocessors:
+        return 1.0
+    tile = LARGE_TILE[0]
+    return max(rows / groups + tile / 2, tile) / (ceil_div(product.dims[0], tile) * tile)
 
 
 @lru_cache(maxsize=512)

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from simulate.cost.imbalance import unequal_rows
 from simulate.cost.uncertainty import Draws
 from spec.calibration import Calibration
 from spec.kernel import TILED_PRODUCTS, Kernel
@@ -124,8 +125,16 @@ class Works:
                 new.setdefault((id(fit), op, way), (fit, []))[1].append((kernel, known))
         for (_, op, way), (fit, alike) in new.items():
             times = self._times(fit, f"kernel {op} {way}", [known.dims for _, known in alike])
-            for (kernel, known), both in zip(alike, times, strict=True):
-                self._kernels[kernel] = self._work(fit, known, *both)
+            for (kernel, known), (central_us, time) in zip(alike, times, strict=True):
+                longer = self._longer(kernel)
+                self._kernels[kernel] = self._work(fit, known, central_us * longer, time * longer)
+
+    def _longer(self, kernel: Kernel) -> float:
+        """How much longer than by itself, as it is timed; `behind` knows the GPU's tiles."""
+        behind = self._calibration.behind
+        if kernel.op != "grouped_gemm" or behind is None:
+            return 1.0
+        return unequal_rows(kernel, behind.multiprocessors)
 
     def _times(
         self, fit: KernelFit, name: str, shapes: Sequence[tuple[int, ...]]
