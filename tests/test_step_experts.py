@@ -1,14 +1,111 @@
-"""Experts in a simulated step: what they exchange, and the fullest rank of them."""
+"""Experts in a simulated step: what they run and exchange, and the fullest rank of them."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from simulate.astra.workload import program
-from simulate.cost.imbalance import shares
+from simulate.cost.imbalance import shares, unequal_rows
 from simulate.memory.peak import stage_memory
+from spec.behind_fit import BehindFit
+from spec.kernel import Kernel
 from spec.parallelism import Parallelism
-from tests.simulated_steps import MOE, simulate
+from spec.step import layer
+from tests.real_steps import LLAMA, logged
+from tests.simulated_steps import CALIBRATION, MOE, simulate
+
+
+@contextlib.contextmanager
+def moved_and_weighed(log: list[Any]) -> Iterator[None]:
+    """(operation, type, rows, width) of what takes tokens to experts and back, and weighs them."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def ran(name: str, args: Any, out: Any) -> list[Any]:
+        first, second, *_ = *(one for one in args if isinstance(one, torch.Tensor)), None, None
+        if second is None or not isinstance(out, torch.Tensor) or out.dim() != 2:
+            return []
+        kind, (rows, wide) = str(first.dtype), out.shape
+        if name in ("scatter_add_", "index_add"):
+            rows = second.shape[0]
+        elif name == "mul" and second.shape[-1] == 1 and second.dim() == 2:
+            kind += f" by {second.dtype}"
+        elif name not in ("gather", "index_select"):
+            return []
+        return [(name, kind, rows, wide)]
+
+    class Noting(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            log.extend(ran(str(func).split(".")[1], args, out))
+            return out
+
+    with Noting():
+        yield
+
+
+def test_what_moves_and_weighs_tokens_in_a_real_step() -> None:
+    """Rows of one microbatch: by `permute`, `weigh` and `unpermute`, forward and backward, in bf16
+    as the router's probabilities are, and none else."""
+    pytest.importorskip("megatron.core")
+    model = LLAMA.resized(name="tiny-moe", layers=1, experts=4, top_k=2, ffn_hidden=192)
+    p = Parallelism(global_batch=1)
+    (log,) = logged(model, p, moved_and_weighed)
+    found: Counter[tuple[str, str, int]] = Counter()
+    for name, kind, rows, width in map(tuple, log):
+        found[name, kind, width] += rows
+    told = Counter(
+        {
+            (kernel.op, kernel.direction, kernel.named["width"]): kernel.named["rows"]
+            for segment in layer(model, p)
+            for part in segment
+            for kernel in part.kernels
+            if kernel.op in ("permute", "unpermute", "weigh")
+        }
+    )
+    tokens, weighed = "torch.bfloat16", "torch.bfloat16 by torch.bfloat16"
+    rows, hidden, ffn = model.seq_len * model.top_k, model.hidden, model.ffn_hidden
+    assert found["index_select", tokens, hidden] == told["permute", "forward", hidden] == rows
+    assert found["index_add", tokens, hidden] == told["permute", "backward", hidden] == rows
+    assert found["scatter_add_", tokens, hidden] == told["unpermute", "forward", hidden] == rows
+    assert found["gather", tokens, hidden] == told["unpermute", "backward", hidden] == rows
+    both = told["weigh", "forward", ffn] + told["weigh", "backward", ffn]
+    assert found["mul", weighed, ffn] == both == 2 * rows
+    assert not [kind for name, kind, width in found if "float32" in kind and width == ffn]
+
+
+def test_half_a_tile_of_an_experts_rows_is_empty() -> None:
+    def longer(direction: str, rows: int, groups: int = 8, n: int = 28672) -> float:
+        return unequal_rows(Kernel("grouped_gemm", direction, (groups, rows, n, 4096)), 132)
+
+    assert longer("forward", 8 * 1024) == pytest.approx(1 + 64 / 1024)
+    assert longer("dgrad", 8 * 4096) == pytest.approx(1 + 64 / 4096)
+    assert longer("wgrad", 8 * 1024) == 1  # tokens are what it sums over
+    assert longer("forward", 8 * 512, n=1536) == 1  # less than a wave
+    assert longer("forward", 8 * 16) == 1  # one tile, timed and in a step
+    assert longer("forward", 8 * 1030) == pytest.approx((1030 + 64) / 1152)  # nine tiles when timed
+
+
+def test_a_steps_experts_have_unequal_rows() -> None:
+    """Their products alone last longer, and only where the GPU's tiles are known."""
+    p = Parallelism(dp=8, ep=2, global_batch=8)
+    known = CALIBRATION.model_copy(
+        update={"behind": BehindFit(held=24, multiprocessors=132, sd=0.1)}
+    )
+    even, uneven = (simulate(p, one, model=MOE).breakdown_s for one in (CALIBRATION, known))
+    assert uneven["compute"] > 1.005 * even["compute"]
+    dense = [
+        simulate(Parallelism(dp=8, global_batch=8), one).step_time_s[0]
+        for one in (CALIBRATION, known)
+    ]
+    assert dense[0] == dense[1]
 
 
 @pytest.mark.parametrize(
