@@ -152,7 +152,9 @@ def test_the_printed_global_batch_is_trusted() -> None:
     """Data-parallel size follows from the GPUs, micro-batch and the rest from the batch."""
     one = plan(row(dp="7", micro_batch="3", grad_accum="5", global_batch="64"))
     p = one.parallelism
-    assert (p.dp, p.global_batch, p.microbatch) == (2, 64, 2)
+    assert (p.dp, p.global_batch, p.microbatch) == (2, 64, 4)  # 8 passes: 3 a pass are 11, not 16
+    for said in ("dp 2, not 7", "8 micro-batches, not 5", "micro-batch 4, not 3"):
+        assert said in " ".join(one.assumed)
     fewer = plan(row(tp="1", pp="1", cp="", gpus="64", global_batch="8")).parallelism
     assert (fewer.dp, fewer.cp, fewer.gpus) == (8, 8, 64)
     # but context parallelism that is printed, or would be over more GPUs than anyone's, is not made
@@ -206,6 +208,8 @@ def test_racks_are_filled_with_powers_of_two() -> None:
     assert gpus_of(gpus="128", tp="1") == 64
     assert gpus_of(gpus="144", tp="8", global_batch="144") == 72
     assert gpus_of(gpus="96", tp="1", global_batch="96") == 32
+    assert gpus_of(gpus="132", tp="1", global_batch="132") == 44  # eleven trays of three racks
+    assert gpus_of(gpus="80", tp="8", global_batch="80") == 40
 
 
 @pytest.mark.parametrize(
@@ -343,3 +347,22 @@ def test_nodes_and_fabrics_from_their_words() -> None:
         fabric, printed = fabric_of(words, load_node("hgx-h100"))
         assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (rate, ports, True)
     assert fabric_of("Storage: 2x 400Gb/s; 1x 100Gb/s", load_node("hgx-h100"))[1] is False
+
+
+def test_sequences_of_many_gpus_are_no_tokens() -> None:
+    """As many as replicas share are sequences, however many: sharded ones, and printed ones."""
+    cells = {"gpus": "16384", "global_batch": "32768", "seq_len": "8192", "tp": "", "pp": ""}
+    for more in ({"sharding": "FSDP"}, {"sharding": "", "dp": "16384"}):
+        one = plan(row(**cells | {"vpp": ""} | more, value="20"))
+        assert one.batch.printed == 32768
+    tokens = plan(row(**cells | {"vpp": "", "sharding": "FSDP", "global_batch": str(2**27)}))
+    assert tokens.batch.printed == 2**27 // 8192
+
+
+def test_early_software_had_no_context_parallelism() -> None:
+    """Replicas beyond the batch have no sequence there, and share one elsewhere."""
+    cells = {"tp": "8", "pp": "1", "cp": "", "vpp": "", "gpus": "256", "global_batch": "16"}
+    late = plan(row(**cells)).parallelism
+    early = plan(row(**cells, source="arXiv 2104.04473")).parallelism
+    assert (late.dp, late.cp) == (16, 2)
+    assert (early.dp, early.cp) == (32, 1)

@@ -92,7 +92,8 @@ class Filling:
 def in_sequences(fill: Filling, seq_len: int) -> None:
     """Read a printed global batch as tokens: where it says so or has too many as sequences.
 
-    What would leave replicas of a printed split without a sequence is none in tokens.
+    What would leave replicas of a printed split, or sharded ones, without a sequence is none in
+    tokens.
     """
     row = fill.row
     batch, text = row.whole("global_batch"), row.text("global_batch")
@@ -108,7 +109,8 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     sequences = max(round(batch / seq_len), 1)
     split = [row.whole(name) for name in ("tp", "pp", "cp")]
     replicas = (row.whole("gpus") or 1) / prod(size or 1 for size in split)
-    if not tokens and any(split) and sequences < replicas:
+    told = any(split) or row.whole("dp") or sharded(row)
+    if not tokens and told and sequences < (row.whole("dp") or replicas):
         return
     fill.row = SeriesRow({**row.cells, "global_batch": str(sequences)})
     fill.assumed.append(f"global batch {text} is in tokens: {sequences} sequences of {seq_len}")
@@ -166,16 +168,32 @@ def zero(fill: Filling) -> int:
     return int(fill.choose("zero"))
 
 
+def printed_degree(row: SeriesRow) -> int | None:
+    """On how many GPUs sharding keeps one copy, in its cell or in what names a table's column."""
+    for text in (_sharding(row), row.text("source_locator").lower()):
+        sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
+        sizes = sizes or re.findall(
+            r"(?:\b|dp_|parallel_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text
+        )
+        if sizes:
+            return prod(map(int, sizes))
+    return None
+
+
 def shard_degree(row: SeriesRow, node: Node) -> int | None:
     """On how many GPUs hybrid sharding keeps one copy: as printed, else on a node's."""
-    text = _sharding(row)
-    sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
-    sizes = sizes or re.findall(
-        r"(?:\b|dp_|parallel_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text
-    )
-    if sizes:
-        return prod(map(int, sizes))
-    return node.gpus if says(_HYBRID, text) else None
+    return printed_degree(row) or (node.gpus if says(_HYBRID, _sharding(row)) else None)
+
+
+def group(p: Parallelism, degree: int) -> Parallelism:
+    """The replicas that share one copy in groups of `degree`, with their part of the batch.
+
+    `p` itself where such groups do not make up the replicas, or do not hold experts' ranks.
+    """
+    dp = max(degree // p.cp, 1)
+    if p.dp % dp or (dp * p.cp) % p.ep:
+        return p
+    return p.model_copy(update={"zero": 3, "dp": dp, "global_batch": p.global_batch // p.dp * dp})
 
 
 def held(row: SeriesRow, p: Parallelism, node: Node) -> Parallelism:
@@ -183,33 +201,48 @@ def held(row: SeriesRow, p: Parallelism, node: Node) -> Parallelism:
     degree = shard_degree(row, node) if sharded(row) and p.pp == 1 else None
     if degree is None or degree >= p.dp * p.cp or degree * p.tp > node.gpus:
         return p
-    dp = max(degree // p.cp, 1)
-    return p.model_copy(update={"zero": 3, "dp": dp, "global_batch": p.global_batch // p.dp * dp})
+    return group(p, degree)
 
 
-def unsharded(
+def hybrid(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """Hybrid sharding as ZeRO-1 where its share fits memory: as much crosses nodes once a step.
+    """What hybrid sharding is simulated as: ZeRO-3 over one group, see `.copies`, or ZeRO-1.
 
-    Not where a group lies on several nodes, between which it sends the parameters in every pass.
+    Groups on several nodes send the parameters between them in every pass. Inside a node as much
+    crosses nodes as with ZeRO-1 over all, once a step; the other way that is tried is ZeRO-3 over a
+    group. A degree that is printed holds whatever memory says; where none is, the fewest nodes that
+    hold a copy share it.
     """
-    degree, replicas = shard_degree(fill.row, node), p.dp * p.cp
+    row, replicas, degree = fill.row, p.dp * p.cp, shard_degree(fill.row, node)
     if p.zero != 3 or degree is None or degree >= replicas:
         return p
-    whole = p.model_copy(update={"zero": 1})
-    said = f"sharded over {degree} of {replicas} replicas"
+    if printed_degree(row) is None and not row.lora:
+        degree = _least_group(p, model, node, fabric)
+    one, said = group(p, degree), f"sharded over {degree} of {replicas} replicas"
+    if one is p:
+        why = "its share does not fit memory" if degree >= replicas else "no whole groups"
+        fill.assumed.append(f"{said}: ZeRO-3 over all, {why}")
+        return p
     if degree * p.tp > node.gpus:
-        fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over all")
-        return p
-    inside = memory(model, held(fill.row, p, node), node, fabric).peak_gib
-    if not fill.row.lora and inside > MEMORY_SLACK * node.memory_gib:
-        fill.assumed.append(f"{said}: ZeRO-3 over all, as its share does not fit memory")
-        return p
+        fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over each group")
+        return one
     fill.open.add("hybrid")
     stage = fill.choices.get("hybrid", DEFAULTS["hybrid"])
     fill.assumed.append(f"{said}: as ZeRO-{stage}")
-    return whole if stage == 1 else p
+    return p.model_copy(update={"zero": 1}) if stage == 1 else one
+
+
+def _least_group(p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric) -> int:
+    """Replicas on the fewest nodes that hold a copy; all of them where no part does."""
+    inside = max(node.gpus // p.tp, 1)
+    for degree in range(inside, p.dp * p.cp, inside):
+        one = group(p, degree)
+        if one is not p:
+            peak_gib = memory(model, one, node, fabric).peak_gib
+            if peak_gib <= MEMORY_SLACK * node.memory_gib:
+                return degree
+    return p.dp * p.cp
 
 
 def recompute(fill: Filling) -> Any:

@@ -131,7 +131,7 @@ class Fitted:
                 for name, value, sd in zip(FACTORS, self.factors.tolist(), sds, strict=True)
             },
             "anchors": [
-                {"id": one.row.row_id, "gpus": one.parallelism.gpus, "left": exp(left) - 1}
+                {"id": one.row.row_id, "gpus": one.gpus, "left": exp(left) - 1}
                 for one, left in zip(self.anchors, self.residuals, strict=True)
             ],
             "correction": None if self.correction is None else str(self.correction.process.kernel_),
@@ -225,8 +225,8 @@ def _weights(left: Array, noise: float, count: int) -> Array:
 
 def doublings(one: Plan, anchors: Sequence[Plan]) -> float:
     """Doublings of the GPU count beyond the nearest anchor; 0 where there is none."""
-    gpus = one.parallelism.gpus
-    return min((abs(log2(gpus / other.parallelism.gpus)) for other in anchors), default=0.0)
+    gpus = one.gpus
+    return min((abs(log2(gpus / other.gpus)) for other in anchors), default=0.0)
 
 
 def changes(one: Plan, other: Plan) -> int:
@@ -263,7 +263,7 @@ def attention_share(estimate: StepEstimate) -> float:
 def least_s(one: Plan) -> float:
     """Seconds of a step at all that the GPU's peak allows."""
     # where shares differ, of the largest
-    flops = one.model.step_flops(one.batch.simulated) / one.parallelism.gpus
+    flops = one.model.step_flops(one.batch.simulated) / one.gpus
     return flops / (one.node.peak_bf16_tflops * 1e12 * rate_limit(one.row))
 
 

@@ -256,7 +256,7 @@ def _entry(
         "id": row.row_id,
         "kind": row.source + (f", {OF_FP8}" if row.fp8 else ""),
         "model": row.text("model") or "unnamed",
-        "gpus": one.parallelism.gpus,
+        "gpus": one.gpus,
         "gpu": one.node.gpu,
         "series": series.name,
         "real_s": one.real_s,

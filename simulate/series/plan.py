@@ -9,7 +9,7 @@ search for what fits memory, or from what the software does by default: each a s
 import itertools
 import re
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, log2
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -76,6 +76,16 @@ class Plan:
         return self.real_s
 
     @property
+    def copies(self) -> int:
+        """Of the model, between which hybrid sharding sums gradients; `parallelism` is of one."""
+        return self.batch.dp // self.parallelism.dp
+
+    @property
+    def gpus(self) -> int:
+        """Of all copies together."""
+        return self.parallelism.gpus * self.copies
+
+    @property
     def microbatches(self) -> int:
         """Of a replica; `parallelism` has a multiple of its stages where these are interleaved."""
         return self.batch.simulated // (self.batch.dp * self.batch.microbatch)
@@ -114,7 +124,7 @@ def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
     fabric, printed = fabric_of(row.text("interconnect"), node)
     try:
         model, p, searched, sizes = _parallelism(fill, model, node, fabric, gpus)
-        p.check(model, gpus)
+        p.check(model, gpus * p.dp // sizes.dp)
     except (ValidationError, UserError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise TooLittle(problem) from None
@@ -161,13 +171,15 @@ def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
 def _domain(fill: Filling, node: Node, gpus: int) -> Node:
     """The part of a rack's NVLink domain that jobs of several racks have in each.
 
-    Clusters of 72 GPUs a rack give jobs 64 or fewer of each, so that powers of two fill them.
+    Clusters of 72 GPUs a rack give jobs 64 or 32 of each where powers of two fill them, else as
+    many trays of 4 as make up the job.
     """
     row = fill.row
     together = (row.whole("tp") or 1) * (row.whole("cp") or 1) * (row.whole("ep") or 1)
-    size = gcd(gpus, 64)
+    sizes = (gcd(gpus, 64), *range(node.gpus, 3, -4)) if gpus % 32 == 0 else range(node.gpus, 3, -4)
+    size = next((n for n in sizes if gpus % n == 0 and (n % together == 0 or together > n)), 0)
     fills = gpus % node.gpus == 0 and (node.gpus % together == 0 or together > node.gpus)
-    if node.gpus != RACK or gpus <= RACK or fills or size < 4:
+    if node.gpus != RACK or gpus <= RACK or fills or not size:
         return node
     fill.assumed.append(f"{size} of a rack's {RACK} GPUs used")
     return node.model_copy(update={"gpus": size, "nics": size})
@@ -220,6 +232,7 @@ def _parallelism(
         fill.assumed.append(f"ep {ep} assumed")
     vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
     microbatches = batch // (dp * microbatch)
+    _contradicted(fill, dp, cp, microbatches)
     if vpp > 1 and microbatches < pp and not row.whole("vpp"):
         fill.assumed.append(f"vpp 1, not {vpp}: {microbatches} microbatches over pp {pp}")
         vpp = 1  # Megatron-Core refuses it
@@ -254,7 +267,17 @@ def _parallelism(
         why = f"without chunks {pp} stages would gather in turn"
         fill.assumed.append(f"overlap {turned.overlap}, not {p.overlap}: {why}")
         p = turned
-    return model, ways.unsharded(fill, p, model, node, fabric), searched, sizes
+    return model, ways.hybrid(fill, p, model, node, fabric), searched, sizes
+
+
+def _contradicted(fill: Filling, dp: int, cp: int, microbatches: int) -> None:
+    """Say which printed numbers others do not come to."""
+    row, said = fill.row, fill.row.whole("dp")
+    if said and said not in (dp, dp * cp):
+        fill.assumed.append(f"dp {dp}, not {said}: the GPUs, tp, pp and cp are trusted")
+    said = row.whole("grad_accum")
+    if said and said != microbatches:
+        fill.assumed.append(f"{microbatches} micro-batches, not {said}: global batch is trusted")
 
 
 def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
@@ -300,7 +323,9 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
         known = steps is not None and share % steps == 0
         microbatch = share // (steps or 1) if known else fill.choose("microbatch")
     if share % microbatch:
-        usable = max(size for size in range(1, microbatch + 1) if share % size == 0)
+        passes = -(-share // microbatch)  # as many with the last one smaller
+        sizes = (size for size in range(1, share + 1) if share % size == 0)
+        usable = min(sizes, key=lambda size: abs(log2(share / size / passes)))
         fill.assumed.append(f"micro-batch {usable}, not {microbatch}: global batch is trusted")
         microbatch = usable
     return Batch(printed, batch, microbatch, dp)

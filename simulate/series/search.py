@@ -93,7 +93,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     """Tensor-, pipeline- and context-parallel sizes to try where none is printed."""
     if "split" not in one.open or "split" in choices:
         return [None]
-    gpus, model, row = one.parallelism.gpus, one.model, one.row
+    gpus, model, row = one.gpus, one.model, one.row
     printed = choices.get("printed")
     batch, steps = one.batch.printed, row.whole("grad_accum")
     cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
@@ -129,7 +129,7 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
         }
         choices |= {"printed": frozenset(known)} if known else {}
     if searched and not any(one.row.whole("grad_accum") for one in searched):
-        first = min(searched, key=lambda one: one.parallelism.gpus)
+        first = min(searched, key=lambda one: one.gpus)
         choices |= {
             name: value
             for name, value in fastest(replanned(first, choices), choices, by).items()

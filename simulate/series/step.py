@@ -14,6 +14,7 @@ from simulate.hardware.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
 from simulate.series.attention import with_flash_attention, with_unfused_attention
 from simulate.series.context import fused_joins, longer_us
+from simulate.series.copies import waited_s
 from simulate.series.plan import Plan
 from simulate.series.software import (
     flash_attention,
@@ -175,7 +176,7 @@ def _simulated(
         one.fabric,
         calibration,
         draws=Shifts(points, *spreads, _free(one)),
-        measured_gpus=one.parallelism.gpus,
+        measured_gpus=one.gpus,
         clock_mhz=calibration.clock.reference_mhz if at_reference else None,
         widths=sent_widths(one.row, one.model, one.fp8),
         tp_waits=waits_for_all(one.row),
@@ -183,6 +184,12 @@ def _simulated(
     times = estimate.step_time_s
     if frozen:
         estimate = replace(estimate, breakdown_s=_without_updates(estimate))
+    elif one.copies > 1:
+        summed_s = waited_s(one, estimate)
+        times = times + summed_s
+        parts = dict(estimate.breakdown_s)
+        parts["dp_exposed"] += float(summed_s[0])
+        estimate = replace(estimate, breakdown_s=parts)
     if one.parallelism.cp > 1 and fused_joins(one.row):
         kernels, left = (time / 1e6 for time in longer_us(estimate, one.row))
         times = times - kernels - left

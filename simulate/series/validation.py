@@ -99,7 +99,7 @@ def _planned(row: SeriesRow) -> Plan | str:
     """A row's plan, or the reason why it has none; with the recomputation that FLOP/s count."""
     try:
         one = plan(row)
-        said = counts_recomputation(row, one.model, one.batch.printed, one.parallelism.gpus)
+        said = counts_recomputation(row, one.model, one.batch.printed, one.gpus)
         if said is None or not ("recompute" in one.open or one.parallelism.recompute == "full"):
             return one
         return plan(SeriesRow({**row.cells, "counted": said, "recompute": "full"}))
@@ -117,7 +117,7 @@ def _with_series_batch(plans: Sequence[Plan], rows: Sequence[SeriesRow]) -> list
     for one in sorted(plans, key=lambda one: -one.batch.printed):
         row = one.row
         if row.pair_id and row.text("global_batch"):
-            known[row.pair_id, row.text("seq_len")][one.parallelism.gpus] = one.batch.printed
+            known[row.pair_id, row.text("seq_len")][one.gpus] = one.batch.printed
     found = []
     for row in rows:
         mine, gpus = known.get((row.pair_id, row.text("seq_len"))), row.whole("gpus")
@@ -158,7 +158,7 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
     shapes: dict[tuple[int, ...], list[Plan]] = defaultdict(list)
     for one in members:
         shapes[_shape(one)].append(one)
-    several = sum(len({one.parallelism.gpus for one in group}) > 1 for group in shapes.values())
+    several = sum(len({one.gpus for one in group}) > 1 for group in shapes.values())
     split = len(shapes) > 1 and several * 2 > len(shapes)
     groups = shapes if split else {(): members}
     every = [one for one in members if one.row.use == "anchor"]
@@ -171,8 +171,8 @@ def _of_pair(pair: str, members: list[Plan], anchor: Anchor, has_use: bool) -> l
         elif anchor == "none":
             anchors, tests = [], group
         else:
-            told = [one.parallelism.gpus for one in group if one.real_s is not None]
-            anchors = [one for one in group if one.real_s and one.parallelism.gpus == min(told)]
+            told = [one.gpus for one in group if one.real_s is not None]
+            anchors = [one for one in group if one.real_s and one.gpus == min(told)]
             tests = [one for one in group if one not in anchors]
         borrowed = has_use and not anchors and bool(every)
         found.append(Series(name, every if borrowed else anchors, tests, borrowed))
