@@ -229,11 +229,19 @@ def main_predict(words: Sequence[str]) -> int:
         forecast = sealed(arguments, calibration, path, node, devices)
         lines = [
             f"{one.config.case_id}: {interval_text(one.step_time_s, 's', digits=4)}"
+            f"{beyond(one.allocated_gib, node)}"
             for one in forecast.cases
         ]
         value = forecast.model_dump(mode="json", by_alias=True)
         emit(arguments.json, value, "\n".join([*lines, f"sealed in {arguments.out}"]))
     return 0
+
+
+def beyond(allocated_gib: float, node: Node) -> str:
+    """A remark on a step that its GPUs do not hold, by what the framework alone hands out."""
+    if allocated_gib <= node.memory_gib:
+        return ""
+    return f"; does not fit: {allocated_gib:.1f} GiB of {node.memory_gib:g}"
 
 
 def sealed(

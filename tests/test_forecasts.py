@@ -361,3 +361,18 @@ def test_steps_that_cannot_be_measured_are_not_sealed(tmp_path: Path) -> None:
     write_table(plan, TrainingConfig, [one])
     with pytest.raises(UserError, match=r"plan\.csv: line 2, .* zero 2 steps are not measured"):
         read_steps(plan)
+
+
+def test_a_step_that_gpus_do_not_hold_is_forecast_and_said(
+    results: Path, tmp_path: Path, capsys: Any
+) -> None:
+    small = configs()[0]
+    large = small.model_copy(update={"case_id": "large", "layers": 128})
+    write_table(tmp_path / "plan.csv", TrainingConfig, [small, large])
+    code, out, err = call(capsys, "predict", "plan.csv", "--out", "sealed.json")
+    assert code == 0, err
+    of_small, of_large, _ = out.strip().splitlines()
+    assert "does not fit" not in of_small
+    said = re.search(r"^large: .* s; does not fit: ([\d.]+) GiB of 140\.4$", of_large)
+    assert said
+    assert float(said[1]) > 140.4
