@@ -43,7 +43,7 @@ def test_words_of_recomputation_that_are_not_understood(cell: str) -> None:
     [
         ("ZeRO++", 3, "zero++ as ZeRO-3, without what it does beside that"),
         ("DeepSpeed ZeRO-Infinity", 3, "zero-infinity as ZeRO-3, without what it does beside that"),
-        ("hybrid-shard", 1, "sharded over 8 of 32 replicas: as ZeRO-1"),
+        ("hybrid-shard", 3, "ZeRO-3 over each group, gradients summed between them"),
         ("GSPMD", 1, "sharding 'GSPMD' not understood, taken as not printed"),
     ],
 )
@@ -126,8 +126,8 @@ def test_words_of_overlap(flags: str, taken: bool, left_open: bool) -> None:
     [
         *(("Fully Sharded Data Parallel", 3, None), ("fully_sharded", 3, None)),
         *(("dp_shard=-1", 3, None), ("dp_shard=32, dp_replicate=1", 3, 32)),
-        *(("HSDP (dp_replicate=2, dp_shard=16)", 3, 16), ("dp_shard 8, dp_replicate 4", 1, 8)),
-        ("data_parallel_shard_degree=8", 1, 8),
+        *(("HSDP (dp_replicate=2, dp_shard=16)", 3, 16), ("dp_shard 8, dp_replicate 4", 3, 8)),
+        ("data_parallel_shard_degree=8", 3, 8),
         *(("no distributed optimizer", 0, None), ("use_distributed_optimizer=False", 0, None)),
         *(("without ZeRO", 0, None), ("distributed optimizer", 1, None)),
     ],

@@ -19,7 +19,6 @@ DEFAULTS: dict[str, Any] = {
     "sequence_parallel": True,
     "overlap": True,
     "zero": 1,
-    "hybrid": 1,
     "vpp": 1,
     "microbatch": 1,
     "seq_len": 2048,
@@ -31,7 +30,6 @@ OTHERS: dict[str, Any] = {
     "sequence_parallel": False,
     "overlap": False,
     "zero": 0,
-    "hybrid": 3,
     "vpp": 4,
     "microbatch": 2,
     "seq_len": 4096,
@@ -196,23 +194,13 @@ def group(p: Parallelism, degree: int) -> Parallelism:
     return p.model_copy(update={"zero": 3, "dp": dp, "global_batch": p.global_batch // p.dp * dp})
 
 
-def held(row: SeriesRow, p: Parallelism, node: Node) -> Parallelism:
-    """What a GPU's memory holds: under hybrid sharding inside a node, ZeRO-3 over a group of it."""
-    degree = shard_degree(row, node) if sharded(row) and p.pp == 1 else None
-    if degree is None or degree >= p.dp * p.cp or degree * p.tp > node.gpus:
-        return p
-    return group(p, degree)
-
-
 def hybrid(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """What hybrid sharding is simulated as: ZeRO-3 over one group, see `.copies`, or ZeRO-1.
+    """Hybrid sharding as what it is: ZeRO-3 over one group, whose copies are summed, see `.copies`.
 
-    Groups on several nodes send the parameters between them in every pass. Inside a node as much
-    crosses nodes as with ZeRO-1 over all, once a step; the other way that is tried is ZeRO-3 over a
-    group. A degree that is printed holds whatever memory says; where none is, the fewest nodes that
-    hold a copy share it.
+    A degree that is printed holds whatever memory says; where none is, the fewest nodes that hold a
+    copy share it.
     """
     row, replicas, degree = fill.row, p.dp * p.cp, shard_degree(fill.row, node)
     if p.zero != 3 or degree is None or degree >= replicas:
@@ -223,14 +211,9 @@ def hybrid(
     if one is p:
         why = "its share does not fit memory" if degree >= replicas else "no whole groups"
         fill.assumed.append(f"{said}: ZeRO-3 over all, {why}")
-        return p
-    if degree * p.tp > node.gpus:
-        fill.assumed.append(f"{said}, on several nodes of {node.gpus} GPUs: ZeRO-3 over each group")
-        return one
-    fill.open.add("hybrid")
-    stage = fill.choices.get("hybrid", DEFAULTS["hybrid"])
-    fill.assumed.append(f"{said}: as ZeRO-{stage}")
-    return p.model_copy(update={"zero": 1}) if stage == 1 else one
+    else:
+        fill.assumed.append(f"{said}: ZeRO-3 over each group, gradients summed between them")
+    return one
 
 
 def _least_group(p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric) -> int:

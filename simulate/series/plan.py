@@ -134,7 +134,7 @@ def _plan(row: SeriesRow, choices: Choices, checked: bool) -> Plan:
         fill.assumed.append(f"fabric {fabric.name} assumed")
     if row.graphs:
         fill.assumed.append("captured graphs assumed: no host time but the optimizer's")
-    if not memory(model, ways.held(row, p, node), node, fabric).fits and not row.lora:
+    if not memory(model, p, node, fabric).fits and not row.lora:
         fill.assumed.append("does not fit memory as understood")
     if (wrong := contradiction(fill.row, model, sizes.printed, gpus)) is not None:
         raise TooLittle(wrong)

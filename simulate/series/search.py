@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from simulate.memory.peak import memory
-from simulate.series.choices import MEMORY_SLACK, Choices, held
+from simulate.series.choices import MEMORY_SLACK, Choices
 from simulate.series.fit import fit
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import TooLittle
@@ -31,7 +31,7 @@ def fits(one: Plan, slack: float = 1.0) -> bool:
     p, capacity = one.parallelism, one.node.memory_gib * slack
     if one.row.lora:  # frozen bf16 weights; everything else is small or recomputed
         return 2 * one.model.parameters() / (p.tp * p.pp) <= 0.9 * capacity * 2**30
-    return memory(one.model, held(one.row, p, one.node), one.node, one.fabric).peak_gib <= capacity
+    return memory(one.model, p, one.node, one.fabric).peak_gib <= capacity
 
 
 def replanned(one: Plan, choices: Choices, checked: bool = False) -> Plan:
