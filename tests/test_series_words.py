@@ -43,7 +43,11 @@ def test_words_of_recomputation_that_are_not_understood(cell: str) -> None:
     [
         ("ZeRO++", 3, "zero++ as ZeRO-3, without what it does beside that"),
         ("DeepSpeed ZeRO-Infinity", 3, "zero-infinity as ZeRO-3, without what it does beside that"),
-        ("hybrid-shard", 3, "ZeRO-3 over each group, gradients summed between them"),
+        (
+            "hybrid-shard",
+            3,
+            "sharded over 8 of 32 replicas: ZeRO-3 over each group, gradients summed between them",
+        ),
         ("GSPMD", 1, "sharding 'GSPMD' not understood, taken as not printed"),
     ],
 )

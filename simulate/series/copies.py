@@ -26,7 +26,7 @@ def waited_s(one: Plan, estimate: StepEstimate) -> NDArray[np.float64]:
     what it sends itself; those of its last layer come behind it.
     """
     p, costs = one.parallelism, estimate.priced.costs
-    path = group_path(one.node, one.fabric, one.gpus, one.copies, p.gpus)
+    path = group_path(one.node, one.fabric, one.gpus, one.copies, p.gpus // p.pp)
     between = costs.with_(layout=Layout({"dp": path}), _sent={})
     nbytes = 4.0 * sum(trained_parameters(one.model, p, 0)) / (p.dp * p.cp)
     summed = Collective("all_reduce", "dp", nbytes)
