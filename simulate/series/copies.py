@@ -1,4 +1,4 @@
-"""Hybrid sharding over several nodes: gradients summed between copies of a model.
+"""Hybrid sharding: gradients summed between copies of a model.
 
 Each group of replicas shares one copy and is simulated as ZeRO-3 (`Plan.parallelism`). A GPU then
 sums its shard's gradients with those that hold the same shard in other groups, once a step: PyTorch
@@ -33,6 +33,6 @@ def waited_s(one: Plan, estimate: StepEstimate) -> NDArray[np.float64]:
     sent_s: NDArray[np.float64] = between.collective_us(summed) / 1e6
     if not p.overlap:
         return sent_s
-    beside_s = estimate.breakdown_s["compute"] - estimate.traffic["dp"].total_s
-    beside_s *= BACKWARD / p.microbatches
-    return np.maximum(sent_s / one.model.layers, sent_s - max(beside_s, 0.0))
+    busy_s = estimate.traffic["dp"].total_s if "dp" in estimate.traffic else 0.0
+    beside_s = BACKWARD / p.microbatches * max(estimate.breakdown_s["compute"] - busy_s, 0.0)
+    return np.maximum(sent_s / one.model.layers, sent_s - beside_s)
