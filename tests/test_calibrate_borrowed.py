@@ -128,7 +128,7 @@ def test_another_gpu_lends_nothing(results: Path) -> None:
 
 
 def test_what_eight_h200_lack_is_what_two_have() -> None:
-    """Pulses ran on four, with whose runs eight are pooled; turns and a ring's kernels on two."""
+    """Pulses ran on four, with whose runs eight are pooled; turns, a ring's and mixtures' kernels on two."""
     (found,) = fittable(systems(RESULTS, "8x-h200"), RESULTS, None)
     assert {one.manifest.system for one in found.same_gpu} == {"2x-h200"}
     ((other, lacking),) = found.lent
@@ -136,7 +136,8 @@ def test_what_eight_h200_lack_is_what_two_have() -> None:
     own = set(kernel_keys(found))
     assert {"router", "attention_block"} <= {op for op, *_ in lacking}  # few shapes
     assert "gemm" not in {op for op, _, dtype in lacking if dtype == "bf16"}  # hundreds
-    assert {key[0] for key in lacking if key not in own} <= {"reorder", "rescale"}
+    alone = {key[0] for key in lacking if key not in own}
+    assert alone <= {"reorder", "rescale", "unpermute", "weigh"}
 
 
 def test_who_lends_is_not_who_was_measured_last(results: Path) -> None:
