@@ -128,7 +128,8 @@ def test_another_gpu_lends_nothing(results: Path) -> None:
 
 
 def test_what_eight_h200_lack_is_what_two_have() -> None:
-    """Pulses ran on four, with whose runs eight are pooled; turns, a ring's and mixtures' kernels on two."""
+    """Pulses ran on four, with whose runs eight are pooled; turns, and kernels of a ring and of
+    mixtures, on two."""
     (found,) = fittable(systems(RESULTS, "8x-h200"), RESULTS, None)
     assert {one.manifest.system for one in found.same_gpu} == {"2x-h200"}
     ((other, lacking),) = found.lent
