@@ -324,7 +324,8 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
         microbatch = share // (steps or 1) if known else fill.choose("microbatch")
     if share % microbatch:
         passes = -(-share // microbatch)  # as many with the last one smaller
-        sizes = (size for size in range(1, share + 1) if share % size == 0)
+        most = min(2 * microbatch, share)
+        sizes = (size for size in range(1, most + 1) if share % size == 0)
         usable = min(sizes, key=lambda size: abs(log2(share / size / passes)))
         fill.assumed.append(f"micro-batch {usable}, not {microbatch}: global batch is trusted")
         microbatch = usable
