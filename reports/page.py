@@ -149,7 +149,13 @@ def _template() -> "Template":
     return environment.get_template("page.html")
 
 
+_SHARE = re.compile(r"[-+]?[\d.,]+ ?%|-")
+
+
 def _numeric(cell: Cell) -> bool:
+    """Whether a cell is set like a number: one, a share in percent, or the dash for none."""
+    if isinstance(cell, str):
+        return _SHARE.fullmatch(cell) is not None
     return isinstance(cell, (int, float))
 
 

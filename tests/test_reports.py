@@ -216,13 +216,16 @@ def test_every_parameter_s_origin_is_whole(projection: dict[str, Any]) -> None:
 
 
 def test_a_header_is_set_as_its_column() -> None:
-    rows = [("a", 1.5, 2, "3 %"), ("b", None, 3, None)]
-    html = page("Set", [Section("All", [Table(("name", "low", "count", "share"), rows)])])
+    """Shares in percent like numbers, and the dash that stands for one; words are not."""
+    rows = [("a", 1.5, 2, "-3.5%", "4 % of it"), ("b", None, 3, "-", "-")]
+    columns = ("name", "low", "count", "share", "words")
+    html = page("Set", [Section("All", [Table(columns, rows)])])
     assert re.findall(r"<th scope=\"col\"([^>]*)>(\w+)", html) == [
         ("", "name"),
         (' class="number"', "low"),
         (' class="number"', "count"),
-        ("", "share"),
+        (' class="number"', "share"),
+        ("", "words"),
     ]
 
 
