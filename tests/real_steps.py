@@ -2,8 +2,8 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +18,23 @@ GPT = LLAMA.resized(
 )  # fmt: skip
 
 Watch = Callable[[list[Any]], AbstractContextManager[None]]
+
+
+@contextmanager
+def noted(log: list[Any], ran: Callable[[str, Any, Any], list[Any]]) -> Iterator[None]:
+    """Notes what `ran` makes of each operation of torch: its name, arguments and result."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Noting(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            log.extend(ran(str(func).split(".")[1], args, out))
+            return out
+
+    with Noting():
+        yield
 
 
 def _rank(model: ModelSpec, p: Parallelism, rank: int, pipe: Connection, watch: Watch) -> None:

@@ -1,8 +1,7 @@
 """Biases, lookups, masks and copies that change the order: what real steps run of them."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import layer
 from spec.step_ends import embedding, head
-from tests.real_steps import GPT, LLAMA, logged
+from tests.real_steps import GPT, LLAMA, logged, noted
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
-
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 Ran = tuple[str, str, int, int]  # operation, pass, rows, width
 SP = {"tp": 2, "sequence_parallel": True}
@@ -48,18 +45,8 @@ def _ran(name: str, args: Any, out: Any) -> list[Ran]:
     return []
 
 
-@contextlib.contextmanager
-def operations(log: list[Any]) -> Iterator[None]:
-    class Noting(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            log.extend(_ran(str(func).split(".")[1], args, out))
-            return out
-
-    with Noting():
-        yield
+def operations(log: list[Any]) -> AbstractContextManager[None]:
+    return noted(log, _ran)
 
 
 def _expected(kernel: Kernel, way: str) -> list[Ran]:

@@ -1,8 +1,7 @@
 """Experts in a simulated step: what they run and exchange, and the fullest rank of them."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,39 +15,29 @@ from spec.behind_fit import BehindFit
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step import layer
-from tests.real_steps import LLAMA, logged
+from tests.real_steps import LLAMA, logged, noted
 from tests.simulated_steps import CALIBRATION, MOE, simulate
 
 
-@contextlib.contextmanager
-def moved_and_weighed(log: list[Any]) -> Iterator[None]:
+def _moved_or_weighed(name: str, args: Any, out: Any) -> list[Any]:
     """(operation, type, rows, width) of what takes tokens to experts and back, and weighs them."""
-    torch = pytest.importorskip("torch")
-    from torch.utils._python_dispatch import TorchDispatchMode
+    import torch
 
-    def ran(name: str, args: Any, out: Any) -> list[Any]:
-        first, second, *_ = *(one for one in args if isinstance(one, torch.Tensor)), None, None
-        if second is None or not isinstance(out, torch.Tensor) or out.dim() != 2:
-            return []
-        kind, (rows, wide) = str(first.dtype), out.shape
-        if name in ("scatter_add_", "index_add"):
-            rows = second.shape[0]
-        elif name == "mul" and second.shape[-1] == 1 and second.dim() == 2:
-            kind += f" by {second.dtype}"
-        elif name not in ("gather", "index_select"):
-            return []
-        return [(name, kind, rows, wide)]
+    first, second, *_ = *(one for one in args if isinstance(one, torch.Tensor)), None, None
+    if second is None or not isinstance(out, torch.Tensor) or out.dim() != 2:
+        return []
+    kind, (rows, wide) = str(first.dtype), out.shape
+    if name in ("scatter_add_", "index_add"):
+        rows = second.shape[0]
+    elif name == "mul" and second.shape[-1] == 1 and second.dim() == 2:
+        kind += f" by {second.dtype}"
+    elif name not in ("gather", "index_select"):
+        return []
+    return [(name, kind, rows, wide)]
 
-    class Noting(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            log.extend(ran(str(func).split(".")[1], args, out))
-            return out
 
-    with Noting():
-        yield
+def moved_and_weighed(log: list[Any]) -> AbstractContextManager[None]:
+    return noted(log, _moved_or_weighed)
 
 
 def test_what_moves_and_weighs_tokens_in_a_real_step() -> None:
