@@ -46,9 +46,12 @@ class Parser(argparse.ArgumentParser):
             for one in value if isinstance(value, list | tuple) else [value]:
                 if one == "":
                     raise UserError(f"{_said(action)} is empty; give a value, or leave it out")
-                if not isinstance(one, str | Path) or (action not in outputs and not is_file(one)):
+                if not isinstance(one, str | Path):
                     continue
-                path = Path(one).resolve()
+                file = one if action in outputs else _file(str(one))
+                if file is None:
+                    continue
+                path = Path(file).resolve()
                 if path in named:
                     raise UserError(
                         f"{one} is given as {named[path]} and as {_said(action)}; one of them "
@@ -69,6 +72,12 @@ class Parser(argparse.ArgumentParser):
             if getattr(arguments, name) != self.get_default(name):
                 action = next(one for one in self._actions if one.dest == name)
                 raise UserError(f"{_said(action)} has no effect {where}; leave it out")
+
+
+def _file(value: str) -> str | None:
+    """The file that an input names, alone or before `:GPUS`; None where it names none."""
+    named = (value, value.rpartition(":")[0])
+    return next((one for one in named if one and is_file(one)), None)
 
 
 def _said(action: argparse.Action) -> str:

@@ -9,6 +9,7 @@ from calibrate import fit, report
 from simulate import search, study, twin, validate
 from spec.calibration import read_calibration
 from spec.command import run
+from spec.errors import UserError
 from spec.files import write_all, write_json
 from spec.outputs import OF_A_RUN, ROOT, why_kept
 from tests.commands import called
@@ -227,3 +228,12 @@ def test_a_forecast_without_its_json_is_not_left(
     assert not Path("sealed.json").exists()
     assert called(validate.main, [*words, "value.json"], capsys)[0] == 0
     assert Path("sealed.json").exists()
+
+
+def test_a_node_with_a_number_of_gpus_is_an_input(tmp_path: Path) -> None:
+    """A file before a colon is read as well, and no report may take its place."""
+    node = tmp_path / "node.yaml"
+    node.write_text("not looked at\n")
+    for words in (["--against", f"{node}:64"], ["--against", str(node)]):
+        with pytest.raises(UserError, match=r"given as --report and as --against; one of them"):
+            search.parser().parse_args([*words, "--gpus", "8", "--report", str(node)])
