@@ -251,7 +251,7 @@ def test_products_in_32_bits_are_refused(precision: str) -> None:
 )
 def test_how_many_gpus_share_a_copy(text: str, degree: int | None) -> None:
     """As printed, else a node's."""
-    assert shard_degree(row(sharding=text), load_node("hgx-h200")) == degree
+    assert shard_degree(row(sharding=text, tp="1"), load_node("hgx-h200")) == degree
 
 
 def test_hybrid_sharding_shares_a_copy_in_each_group() -> None:

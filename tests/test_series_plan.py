@@ -355,6 +355,8 @@ def test_sequences_of_many_gpus_are_no_tokens() -> None:
     for more in ({"sharding": "FSDP"}, {"sharding": "", "dp": "16384"}):
         one = plan(row(**cells | {"vpp": ""} | more, value="20"))
         assert one.batch.printed == 32768
+    few = {"gpus": "1024", "global_batch": "4194304", "sharding": "FSDP", "vpp": ""}
+    assert plan(row(**cells | few)).batch.printed == 512  # 33 million tokens a GPU otherwise
     tokens = plan(row(**cells | {"vpp": "", "sharding": "FSDP", "global_batch": str(2**27)}))
     assert tokens.batch.printed == 2**27 // 8192
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from simulate.cost.uncertainty import Draws
-from spec.kernel import LARGE_TILE, Kernel, ceil_div, tiles
+from spec.kernel import LARGE_TILE, Kernel, tiles
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -33,17 +33,17 @@ GRID = np.exp(np.linspace(-2.0, 2.0, 9))  # multiples of the coefficient at whic
 
 @lru_cache(maxsize=8192)
 def unequal_rows(products: Kernel, multiprocessors: int) -> float:
-    """How much longer experts' products last than those of equally many rows each, which are timed.
+    """How much longer experts' products last than those of whole tiles of rows, which are timed.
 
-    Where tokens pick their experts, rows are no whole tiles: half a tile of each expert's is empty
-    on average. Products of less than a wave of tiles have multiprocessors to spare for it.
+    Where tokens pick their experts, half a tile of each expert's rows is empty on average. An
+    expert's product of less than a wave of tiles has multiprocessors to spare for it.
     """
     groups, rows, n, k = products.dims
     product = Kernel("gemm", products.direction, (max(rows // groups, 1), n, k))
     if products.direction == "wgrad" or tiles(product) <= multiprocessors:
         return 1.0
-    tile = LARGE_TILE[0]
-    return max(rows / groups + tile / 2, tile) / (ceil_div(product.dims[0], tile) * tile)
+    own, tile = rows / groups, LARGE_TILE[0]
+    return max(own + tile / 2, tile) / max(own, tile)
 
 
 @lru_cache(maxsize=512)

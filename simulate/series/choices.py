@@ -40,6 +40,7 @@ OTHERS: dict[str, Any] = {
 MEMORY_SLACK = 1.25
 _OF_TOKENS = re.compile(r"([\d,]+)\s*(?:seq\w*|samples?)?\s*[x\u00d7*]\s*([\d,]+k?)(?:\s*tok\w*)?")
 MOST_TOKENS = 2e8  # of a step; more sequences than that has are tokens
+MOST_OF_GPU = 2**21  # tokens of a GPU's step, likewise
 _ZERO = r"zero(?:_optimization)?[-_ .]*(?:stage)?[-_ =:]*"
 _NO_ZERO = r"\b(no|without|w/o)\s+(deepspeed\s+)?zero\b"
 _OPTIMIZER = r"distributed.?optimizer"
@@ -108,7 +109,8 @@ def in_sequences(fill: Filling, seq_len: int) -> None:
     split = [row.whole(name) for name in ("tp", "pp", "cp")]
     replicas = (row.whole("gpus") or 1) / prod(size or 1 for size in split)
     told = any(split) or row.whole("dp") or sharded(row)
-    if not tokens and told and sequences < (row.whole("dp") or replicas):
+    few = batch * seq_len <= MOST_OF_GPU * (row.whole("gpus") or 1)
+    if not tokens and few and told and sequences < (row.whole("dp") or replicas):
         return
     fill.row = SeriesRow({**row.cells, "global_batch": str(sequences)})
     fill.assumed.append(f"global batch {text} is in tokens: {sequences} sequences of {seq_len}")
@@ -129,6 +131,12 @@ def sharded(row: SeriesRow) -> bool:
     return says(_SHARDED, _sharding(row)) and bool(own or (row.whole("pp") or 1) == 1)
 
 
+def of_pytorch(row: SeriesRow) -> bool:
+    """Whether what shards the parameters is PyTorch's FSDP."""
+    other = re.search(r"megatron|maxtext|pax|jax", row.words)
+    return says(_FSDP, _sharding(row)) and other is None
+
+
 def zero(fill: Filling) -> int:
     """ZeRO stage.
 
@@ -142,8 +150,7 @@ def zero(fill: Filling) -> int:
     if says(rf"shard_grad_op|{_ZERO}2(?!\d)", text):
         return 2
     if sharded(fill.row):
-        pytorch = says(_FSDP, text) and not re.search(r"megatron|maxtext|jax", fill.row.words)
-        if pytorch and (fill.row.whole("pp") or 1) > 1:
+        if of_pytorch(fill.row) and (fill.row.whole("pp") or 1) > 1:
             fill.assumed.append(
                 "FSDP beside a pipeline keeps parameters gathered through a step and reduces "
                 "gradients once, as ZeRO-1"
@@ -167,31 +174,34 @@ def zero(fill: Filling) -> int:
 
 
 def printed_degree(row: SeriesRow) -> int | None:
-    """On how many GPUs sharding keeps one copy, in its cell or in what names a table's column."""
-    for text in (_sharding(row), row.text("source_locator").lower()):
-        sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
-        sizes = sizes or re.findall(
-            r"(?:\b|dp_|parallel_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text
-        )
-        if sizes:
-            return prod(map(int, sizes))
-    return None
+    """On how many GPUs sharding keeps one copy: in a row's own words, or in its table's column."""
+    text = _sharding(row)
+    sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text) or re.findall(
+        r"(?:\b|dp_|parallel_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text
+    )
+    if not sizes:  # a column may be named beside another one: then it is not known
+        sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", row.text("source_locator").lower())
+        sizes = sizes if len(sizes) == 1 else []
+    return prod(map(int, sizes)) or None if sizes else None
 
 
 def shard_degree(row: SeriesRow, node: Node) -> int | None:
-    """On how many GPUs hybrid sharding keeps one copy: as printed, else on a node's."""
-    return printed_degree(row) or (node.gpus if says(_HYBRID, _sharding(row)) else None)
+    """On how many GPUs hybrid sharding keeps one copy: as printed, else replicas of a node."""
+    inside = max(node.gpus // (row.whole("tp") or 1), 1)
+    return printed_degree(row) or (inside if says(_HYBRID, _sharding(row)) else None)
 
 
-def group(p: Parallelism, degree: int) -> Parallelism:
-    """The replicas that share one copy in groups of `degree`, with their part of the batch.
+def one_group(p: Parallelism, degree: int) -> Parallelism | None:
+    """The `degree` replicas that share one copy, with their part of the batch.
 
-    `p` itself where such groups do not make up the replicas, or do not hold experts' ranks.
+    None where such groups do not make up the replicas, or do not hold rings or experts' ranks.
     """
-    dp = max(degree // p.cp, 1)
-    if p.dp % dp or (dp * p.cp) % p.ep:
-        return p
-    return p.model_copy(update={"zero": 3, "dp": dp, "global_batch": p.global_batch // p.dp * dp})
+    dp = degree // p.cp
+    if degree % p.cp or p.dp % dp or degree % p.ep:
+        return None
+    zero = 3 if degree > 1 else 0
+    batch = p.global_batch // p.dp * dp
+    return p.model_copy(update={"zero": zero, "dp": dp, "global_batch": batch})
 
 
 def hybrid(
@@ -206,26 +216,29 @@ def hybrid(
     if p.zero != 3 or degree is None or degree >= replicas:
         return p
     if printed_degree(row) is None and not row.lora:
-        degree = _least_group(p, model, node, fabric)
-    one, said = group(p, degree), f"sharded over {degree} of {replicas} replicas"
-    if one is p:
-        why = "its share does not fit memory" if degree >= replicas else "no whole groups"
-        fill.assumed.append(f"{said}: ZeRO-3 over all, {why}")
-    else:
-        fill.assumed.append(f"{said}: ZeRO-3 over each group, gradients summed between them")
+        degree = _least_group(p, degree, model, node, fabric)
+        if degree == replicas:
+            fill.assumed.append("ZeRO-3 over all replicas, as no group of some holds a copy")
+            return p
+    said = f"sharded over {degree} of {replicas} replicas"
+    one = one_group(p, degree)
+    if one is None:
+        fill.assumed.append(f"{said}: ZeRO-3 over all, as they are no whole groups")
+        return p
+    fill.assumed.append(f"{said}: ZeRO-3 over each group, gradients summed between them")
     return one
 
 
-def _least_group(p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric) -> int:
-    """Replicas on the fewest nodes that hold a copy; all of them where no part does."""
-    inside = max(node.gpus // p.tp, 1)
-    for degree in range(inside, p.dp * p.cp, inside):
-        one = group(p, degree)
-        if one is not p:
+def _least_group(p: Parallelism, inside: int, model: ModelSpec, node: Node, fabric: Fabric) -> int:
+    """Replicas on the fewest nodes, of `inside` each, that hold a copy; all where no part does."""
+    replicas = p.dp * p.cp
+    for degree in range(inside, replicas, inside):
+        one = one_group(p, degree)
+        if one is not None:
             peak_gib = memory(model, one, node, fabric).peak_gib
             if peak_gib <= MEMORY_SLACK * node.memory_gib:
                 return degree
-    return p.dp * p.cp
+    return replicas
 
 
 def recompute(fill: Filling) -> Any:

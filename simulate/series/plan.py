@@ -174,12 +174,15 @@ def _domain(fill: Filling, node: Node, gpus: int) -> Node:
     Clusters of 72 GPUs a rack give jobs 64 or 32 of each where powers of two fill them, else as
     many trays of 4 as make up the job.
     """
+    if node.gpus != RACK or gpus <= RACK:
+        return node
     row = fill.row
     together = (row.whole("tp") or 1) * (row.whole("cp") or 1) * (row.whole("ep") or 1)
-    sizes = (gcd(gpus, 64), *range(node.gpus, 3, -4)) if gpus % 32 == 0 else range(node.gpus, 3, -4)
-    size = next((n for n in sizes if gpus % n == 0 and (n % together == 0 or together > n)), 0)
-    fills = gpus % node.gpus == 0 and (node.gpus % together == 0 or together > node.gpus)
-    if node.gpus != RACK or gpus <= RACK or fills or not size:
+    trays = range(RACK, 3, -4)
+    sizes = (RACK, gcd(gpus, 64), *trays) if gpus % 32 == 0 else trays
+    held = (n for n in sizes if gpus % n == 0 and (n % together == 0 or together > n))
+    size = next(held, RACK)
+    if size == RACK:
         return node
     fill.assumed.append(f"{size} of a rack's {RACK} GPUs used")
     return node.model_copy(update={"gpus": size, "nics": size})

@@ -180,6 +180,7 @@ def _simulated(
         clock_mhz=calibration.clock.reference_mhz if at_reference else None,
         widths=sent_widths(one.row, one.model, one.fp8),
         tp_waits=waits_for_all(one.row),
+        copies=one.copies,
     ).run()
     times = estimate.step_time_s
     if frozen:
@@ -189,7 +190,7 @@ def _simulated(
         times = times + summed_s
         parts = dict(estimate.breakdown_s)
         parts["dp_exposed"] += float(summed_s[0])
-        estimate = replace(estimate, breakdown_s=parts)
+        estimate = replace(estimate, breakdown_s=parts, step_time_s=times)
     if one.parallelism.cp > 1 and fused_joins(one.row):
         kernels, left = (time / 1e6 for time in longer_us(estimate, one.row))
         times = times - kernels - left

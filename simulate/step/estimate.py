@@ -107,9 +107,15 @@ class StepSimulator:
         slow_gpus: SlowGpus | None = None,
         widths: Widths = AS_WRITTEN,
         tp_waits: bool = False,
+        copies: int = 1,
     ) -> None:
-        """Check the combination; nothing is simulated yet."""
+        """Check the combination; nothing is simulated yet.
+
+        Of a job of several `copies` of it, which wait for each other's slowest GPU, one is priced.
+        """
         parallelism.check(model)
+        every = {name: copies * getattr(parallelism, name) for name in ("dp", "global_batch")}
+        self._job = parallelism.model_copy(update=every)
         if parallelism.fp8:
             calibration = with_fp8_products(calibration, node)
         self.model, self.p, self.calibration = model, parallelism, calibration
@@ -279,7 +285,7 @@ class StepSimulator:
     @property
     def doublings(self) -> float:
         """Doublings of the GPU count beyond the measured one."""
-        return max(log2(self.p.gpus / self.measured_gpus), 0.0)
+        return max(log2(self._job.gpus / self.measured_gpus), 0.0)
 
     def _assumptions(self) -> tuple[Parameter, ...]:
         scale = sd_per_doubling() * self.doublings
@@ -334,7 +340,7 @@ class StepSimulator:
         Persistent differences between devices, or the slow GPUs asked for, which differ as well,
         where these are slower.
         """
-        p, fit = self.p, self.calibration.clock
+        p, fit = self._job, self.calibration.clock
         draws = self._costs.draws
         spread = fit.device_spread_sd * draws.factor("spread of GPUs", stragglers.SPREAD_SD)
         share = spread * stragglers.lateness(p, shape)
@@ -345,7 +351,9 @@ class StepSimulator:
     def _jitter(self, finish: Array, capped_us: float, shape: Array) -> Array:
         """What the cap makes of products, `capped_us` long, from one moment to the next."""
         products = min(capped_us / float(finish[0]), 1.0)
-        late = finish * products * stragglers.jitter(self.p, self.calibration.clock, finish, shape)
+        late = (
+            finish * products * stragglers.jitter(self._job, self.calibration.clock, finish, shape)
+        )
         return np.asarray(late)
 
     def _capped(self, stage: int) -> bool:
@@ -356,5 +364,5 @@ class StepSimulator:
     def _step_spread(self, step_s: Array, capped_us: float) -> Array:
         """95th percentile over median of a run's steps, less 1."""
         sd = self.calibration.clock.jitter_sd * min(capped_us / (float(step_s[0]) * 1e6), 1.0)
-        layer = stragglers.layer_group(self.p)
-        return stragglers.step_spread(self.p.gpus, layer, sd, step_s, self._costs.draws)
+        layer = stragglers.layer_group(self._job)
+        return stragglers.step_spread(self._job.gpus, layer, sd, step_s, self._costs.draws)
