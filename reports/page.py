@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 Source = Literal["measured", "published", "assumed", "simulated"]
 
 # drawn in this colour, a line takes the page's text colour (light or dark)
+_SHARE = re.compile(r"[-+]?[\d.,]+ ?%|-")  # in percent; or the dash for none
 INK = "#010203"
 # one per series, told apart in both themes and by colour-blind readers (Okabe & Ito 2008)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -149,11 +150,8 @@ def _template() -> "Template":
     return environment.get_template("page.html")
 
 
-_SHARE = re.compile(r"[-+]?[\d.,]+ ?%|-")
-
-
 def _numeric(cell: Cell) -> bool:
-    """Whether a cell is set like a number: one, a share in percent, or the dash for none."""
+    """Whether a cell is set like a number: one, a share, or the dash for none."""
     if isinstance(cell, str):
         return _SHARE.fullmatch(cell) is not None
     return isinstance(cell, (int, float))

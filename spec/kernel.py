@@ -94,6 +94,8 @@ ATTENTION = ("attention", "ragged_attention", "attention_block")
 # sum of each word's rows is written in fp32 and read back, so many bytes for each column. (PyTorch
 # sums ten rows at a time: a word that occurs oftener has more such sums, which are not counted.)
 SORTED_FROM, SUM_BYTES = 3073, 8.0
+# what takes tokens to experts and back, and weighs their rows
+OF_TOKENS = ("permute", "unpermute", "weigh")
 AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 

@@ -18,11 +18,11 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     Sources in megatron/core/transformer: moe/token_dispatcher.py (MoEAlltoAllTokenDispatcher:
     counts gathered over tp and ep, probabilities exchanged beside the tokens, tokens sorted by
     local expert), moe/experts.py (SequentialMLP: outputs of several experts joined), mlp.py (each
-    row multiplied by its probability, which is in bf16 unless `moe_router_dtype` is set:
-    moe_utils.py, `type_as(logits)`), moe_utils.py `unpermute` (rows added to their tokens by
-    `scatter_add_`; its gradient gathers them). The host reads how many tokens each
-    expert gets before it issues their exchange (moe_utils.py `permute`: `masked_select`). What an
-    uneven exchange takes the host goes with neither ranks nor messages, see docs/calibration.md.
+    row multiplied by its probability) and moe_utils.py: probabilities are in bf16 unless
+    `moe_router_dtype` is set (`type_as(logits)`), rows are added to their tokens by `scatter_add_`,
+    whose gradient gathers them (`unpermute`), and the host reads how many tokens each expert gets
+    before it issues their exchange (`permute`: `masked_select`). What an uneven exchange takes the
+    host goes with neither ranks nor messages, see docs/calibration.md.
     """
     s = shapes(model, p)
     rows = s.local_tokens * model.top_k

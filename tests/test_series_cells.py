@@ -2,14 +2,13 @@
 
 import pytest
 
-from simulate.series.choices import Filling, sequence, shard_degree, zero
+from simulate.series.choices import Filling, sequence, zero
 from simulate.series.metric_names import metric_kind
 from simulate.series.metrics import metric_of
 from simulate.series.models import is_mixture, named_shape
 from simulate.series.plan import plan
 from simulate.series.rows import TooLittle, number, whole
 from tests.made_up_series import WHOLE, row
-from topologies import load_node
 
 
 @pytest.mark.parametrize(
@@ -237,49 +236,6 @@ def test_products_in_32_bits_are_refused(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "degree"),
-    [
-        ("HSDP", 8),
-        ("FSDP HYBRID_SHARD", 8),
-        ("FSDP+DP", 8),
-        ("FSDP=8", 8),
-        ("dcn_FSDP=16;ici_FSDP=8", 128),
-        ("HSDP (shard 4)", 4),
-        ("FSDP FULL_SHARD", None),
-        ("FSDP2", None),
-    ],
-)
-def test_how_many_gpus_share_a_copy(text: str, degree: int | None) -> None:
-    """As printed, else a node's."""
-    assert shard_degree(row(sharding=text, tp="1"), load_node("hgx-h200")) == degree
-
-
-def test_hybrid_sharding_shares_a_copy_in_each_group() -> None:
-    """A node's GPUs share one where they hold it, else the fewest nodes' that do."""
-    cells = {"sharding": "HSDP", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
-    one = plan(row(**cells))
-    assert (one.parallelism.zero, one.parallelism.dp, one.copies) == (3, 8, 4)
-    assert (
-        "sharded over 8 of 32 replicas: ZeRO-3 over each group, gradients summed between them"
-        in one.assumed
-    )
-    small = plan(row(**cells | {"gpus": "8"}))
-    assert (small.parallelism.zero, small.parallelism.dp, small.copies) == (3, 8, 1)
-    cells |= {"layers": "80", "hidden": "8192", "heads": "64", "ffn_hidden": "28672", "value": "9"}
-    large = plan(row(**cells))
-    assert (large.parallelism.zero, large.parallelism.dp, large.copies) == (3, 16, 2)
-
-
-@pytest.mark.parametrize("changes", [{}, {"gpu_type": "H200 (4 per node)"}, {"tp": "2"}])
-def test_a_printed_degree_is_taken_on_any_number_of_nodes(changes: dict[str, str]) -> None:
-    """Groups of 8 replicas: on one board, on two of 4 GPUs, or on two nodes with two GPUs each."""
-    cells = {"sharding": "FSDP=8", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
-    one = plan(row(**cells | changes))
-    assert (one.parallelism.zero, one.parallelism.dp) == (3, 8)
-    assert one.gpus == 32
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "DeepSeek V3",
@@ -411,12 +367,3 @@ def test_experts_are_as_wide_as_published_beside_a_dense_layers_width() -> None:
     one, other = (plan(row(**cells, ffn_hidden=width)) for width in ("6144", "768"))
     assert one.model == other.model
     assert "experts of width 768, not 6144" in one.assumed
-
-
-def test_hybrid_sharding_holds_a_groups_share() -> None:
-    """Of parameters and optimizer states an eighth, with or without recomputation."""
-    cells = {"model": "Llama 3 8B", "layers": "32", "vocab": "128256", "seq_len": "8192"}
-    cells |= {"tp": "1", "pp": "1", "vpp": "", "gpus": "4096", "global_batch": "8192"}
-    for recompute in ("none", "full"):
-        one = plan(row(**cells, recompute=recompute, sharding="HSDP", gpu_type="H100"))
-        assert (one.parallelism.zero, one.parallelism.dp, one.copies) == (3, 8, 512)

@@ -13,7 +13,7 @@ from simulate.astra.workload import program
 from simulate.cost.imbalance import shares, unequal_rows
 from simulate.memory.peak import stage_memory
 from spec.behind_fit import BehindFit
-from spec.kernel import Kernel
+from spec.kernel import OF_TOKENS, Kernel
 from spec.parallelism import Parallelism
 from spec.step import layer
 from tests.real_steps import LLAMA, logged, noted
@@ -53,7 +53,7 @@ def test_what_moves_and_weighs_tokens_in_a_real_step() -> None:
         found[name, kind, width] += rows
     told: Counter[tuple[str, str, int]] = Counter()
     for kernel in (k for one in layer(model, p) for part in one for k in part.kernels):
-        if kernel.op in ("permute", "unpermute", "weigh"):
+        if kernel.op in OF_TOKENS:
             told[kernel.op, kernel.direction, kernel.named["width"]] += kernel.named["rows"]
     tokens, weighed = "torch.bfloat16", "torch.bfloat16 by torch.bfloat16"
     rows, hidden, ffn = model.seq_len * model.top_k, model.hidden, model.ffn_hidden

@@ -16,7 +16,7 @@ from measure.plans import grid
 from measure.plans.file import PlanFile, State
 from measure.plans.shapes import model_kernels, ordered
 from spec.collective import COLLECTIVES
-from spec.kernel import Kernel, parse_kernel
+from spec.kernel import OF_TOKENS, Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 
@@ -212,7 +212,7 @@ def kernel_cases(
     wanted.update(dict.fromkeys(grid.kernels(gpu, quick)))
     if gpu and not quick and not asked:
         experts = model_kernels([load_model("mixtral-8x7b")], (1, 2), (4096,), (1,))
-        keep = ("grouped_gemm", "router", "permute", "unpermute", "weigh")
+        keep = ("grouped_gemm", "router", *OF_TOKENS)
         wanted.update(dict.fromkeys(one for one in experts if one.op in keep))
         grouped = [one for one in experts if one.op == "grouped_gemm"]
         wanted.update(dict.fromkeys(replace(one, op="fused_grouped_gemm") for one in grouped))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from measure.plans import widths
-from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
+from spec.kernel import GEMM_DIRECTIONS, OF_TOKENS, PASSES, Kernel
 from spec.model import load_model
 
 
@@ -129,11 +129,7 @@ def _experts(gpu: bool) -> list[Kernel]:
     shapes = ((1024, 1024, 2048), (4096, 4096, 4096)) if gpu else ((128, 128, 256),)
     for count, width, ffn in shapes:
         found += [Kernel("router", way, (count, 8, 2)) for way in PASSES]
-        found += [
-            Kernel(op, way, (2 * count, width))
-            for op in ("permute", "unpermute", "weigh")
-            for way in PASSES
-        ]
+        found += [Kernel(op, way, (2 * count, width)) for op in OF_TOKENS for way in PASSES]
         for groups in (2, 8):
             dims = (groups, 2 * count, ffn, width)
             found += [Kernel("grouped_gemm", way, dims) for way in GEMM_DIRECTIONS]

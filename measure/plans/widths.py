@@ -5,7 +5,7 @@ widths that no model of the default plan has, gradients of tables, pieces of rin
 grouped products, and sizes of copies between others. GPUs only.
 """
 
-from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
+from spec.kernel import GEMM_DIRECTIONS, OF_TOKENS, PASSES, Kernel
 
 _ROWS = (2048, 8192)
 # hidden sizes of published models, from 0.1B to 500B, and a few that none has
@@ -68,11 +68,7 @@ def kernels() -> list[Kernel]:
     for number, width in enumerate(_HIDDEN):
         rows, words = _ROWS[number % 2], _VOCAB[number % 4]
         found += [
-            *(
-                Kernel(op, way, (rows, width))
-                for op in ("permute", "unpermute", "weigh")
-                for way in PASSES
-            ),
+            *(Kernel(op, way, (rows, width)) for op in OF_TOKENS for way in PASSES),
             Kernel("residual", "forward", (rows, width)),
             *(Kernel("gradient_sum", "forward", (some, width)) for some in _ROWS),
         ]

@@ -15,7 +15,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from measure.suites.one_kernel import OneKernel
-from spec.kernel import GEMM_DIRECTIONS, PASSES, Kernel
+from spec.kernel import GEMM_DIRECTIONS, OF_TOKENS, PASSES, Kernel
 from spec.records import QueuedRow
 
 if TYPE_CHECKING:  # the parent, which plans, does without torch
@@ -49,9 +49,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[int, ...], ...]] = {
         (1, 8192, 16, 4, 128),
     ),
     "attention_block": ((1, 1024, 512, 32, 8, 128), (1, 4096, 2048, 32, 8, 128)),
-    **dict.fromkeys(
-        ("rmsnorm", "layernorm", "swiglu", "gelu", "bias", "permute", "unpermute", "weigh"), _ROWS
-    ),
+    **dict.fromkeys(("rmsnorm", "layernorm", "swiglu", "gelu", "bias", *OF_TOKENS), _ROWS),
     "rope": (
         (1024, 16, 128),
         (2048, 20, 128),

@@ -207,7 +207,9 @@ def one_group(p: Parallelism, degree: int) -> Parallelism | None:
 def hybrid(
     fill: Filling, p: Parallelism, model: ModelSpec, node: Node, fabric: Fabric
 ) -> Parallelism:
-    """Hybrid sharding as what it is: ZeRO-3 over one group, whose copies are summed, see `.copies`.
+    """Hybrid sharding as what it is: ZeRO-3 over one group, of which there are several.
+
+    What sums gradients between them is in `.hybrid_sharding`.
 
     A degree that is printed holds whatever memory says; where none is, the fewest nodes that hold a
     copy share it.

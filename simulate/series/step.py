@@ -14,7 +14,7 @@ from simulate.hardware.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
 from simulate.series.attention import with_flash_attention, with_unfused_attention
 from simulate.series.context import fused_joins, longer_us
-from simulate.series.copies import waited_s
+from simulate.series.hybrid_sharding import waited_s
 from simulate.series.plan import Plan
 from simulate.series.software import (
     flash_attention,

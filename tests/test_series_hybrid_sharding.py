@@ -1,4 +1,4 @@
-"""Hybrid sharding over several nodes: a copy of its own in each group of replicas."""
+"""Hybrid sharding: a copy of its own in each group of replicas, and sums between them."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulate.series.choices import printed_degree
-from simulate.series.copies import waited_s
+from simulate.series.choices import printed_degree, shard_degree
+from simulate.series.hybrid_sharding import waited_s
 from simulate.series.plan import Plan, plan
 from simulate.series.step import Calibrations, simulate
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.made_up_series import row
+from topologies import load_node
 
 ONE = np.zeros((1, 5))
 CELLS = {"tp": "1", "pp": "1", "vpp": "", "sharding": "HSDP dp_shard=64", "gpu_type": "H100"}
@@ -117,3 +118,55 @@ def test_a_group_of_one_shards_nothing(calibration: Calibration) -> None:
     assert (one.parallelism.zero, one.parallelism.dp, one.copies) == (0, 1, 16)
     estimate = simulate(one, Calibrations(calibration), ONE)[1]
     assert sum(estimate.breakdown_s.values()) == pytest.approx(float(estimate.step_time_s[0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "degree"),
+    [
+        ("HSDP", 8),
+        ("FSDP HYBRID_SHARD", 8),
+        ("FSDP+DP", 8),
+        ("FSDP=8", 8),
+        ("dcn_FSDP=16;ici_FSDP=8", 128),
+        ("HSDP (shard 4)", 4),
+        ("FSDP FULL_SHARD", None),
+        ("FSDP2", None),
+    ],
+)
+def test_how_many_gpus_share_a_copy(text: str, degree: int | None) -> None:
+    """As printed, else a node's."""
+    assert shard_degree(row(sharding=text, tp="1"), load_node("hgx-h200")) == degree
+
+
+def test_hybrid_sharding_shares_a_copy_in_each_group() -> None:
+    """A node's GPUs share one where they hold it, else the fewest nodes' that do."""
+    cells = {"sharding": "HSDP", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
+    one = plan(row(**cells))
+    assert (one.parallelism.zero, one.parallelism.dp, one.copies) == (3, 8, 4)
+    assert (
+        "sharded over 8 of 32 replicas: ZeRO-3 over each group, gradients summed between them"
+        in one.assumed
+    )
+    small = plan(row(**cells | {"gpus": "8"}))
+    assert (small.parallelism.zero, small.parallelism.dp, small.copies) == (3, 8, 1)
+    cells |= {"layers": "80", "hidden": "8192", "heads": "64", "ffn_hidden": "28672", "value": "9"}
+    large = plan(row(**cells))
+    assert (large.parallelism.zero, large.parallelism.dp, large.copies) == (3, 16, 2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gpu_type": "H200 (4 per node)"}, {"tp": "2"}])
+def test_a_printed_degree_is_taken_on_any_number_of_nodes(changes: dict[str, str]) -> None:
+    """Groups of 8 replicas: on one board, on two of 4 GPUs, or on two nodes with two GPUs each."""
+    cells = {"sharding": "FSDP=8", "tp": "1", "pp": "1", "gpus": "32", "vpp": ""}
+    one = plan(row(**cells | changes))
+    assert (one.parallelism.zero, one.parallelism.dp) == (3, 8)
+    assert one.gpus == 32
+
+
+def test_hybrid_sharding_holds_a_groups_share() -> None:
+    """Of parameters and optimizer states an eighth, with or without recomputation."""
+    cells = {"model": "Llama 3 8B", "layers": "32", "vocab": "128256", "seq_len": "8192"}
+    cells |= {"tp": "1", "pp": "1", "vpp": "", "gpus": "4096", "global_batch": "8192"}
+    for recompute in ("none", "full"):
+        one = plan(row(**cells, recompute=recompute, sharding="HSDP", gpu_type="H100"))
+        assert (one.parallelism.zero, one.parallelism.dp, one.copies) == (3, 8, 512)
