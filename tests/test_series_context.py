@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from simulate.cost.works import Works
-from simulate.series.context import fused_joins
+from simulate.series.context import fused_joins, ring_of
 from simulate.series.plan import plan
 from simulate.series.step import Calibrations, Shifts, simulate
 from spec.fitted import changed
 from spec.kernel import AROUND_BLOCKS, OPS, Kernel
+from spec.step import layer
 from tests.made_up import write_calibration
 from tests.made_up_series import row
 from tests.simulated_steps import CALIBRATION
@@ -48,3 +49,25 @@ def test_a_rings_sums_take_time_where_weight_gradients_are_free() -> None:
     works = Works(changed(CALIBRATION, kernels=tuple(without)), free)
     gradients, *ring = (float(works.of(one)[1].time[0]) for one in kernels)
     assert gradients < 1e-3 < 1 < min(ring)
+
+
+def test_a_step_that_waits_for_its_host_saves_launches_alone(tmp_path: Path) -> None:
+    """Fused joins are fewer launches; what they save the device, it waits for its host instead."""
+    calibration = write_calibration(tmp_path / "calibration.json")
+
+    def times(kernel_us: float, **changes: str) -> np.ndarray:
+        host = calibration.host.model_copy(update={"ring_us": 20_000.0})
+        kernels = tuple(changed(one, host_us=kernel_us) for one in calibration.kernels)
+        slow = changed(calibration, host=host, kernels=kernels)
+        points = np.vstack([np.zeros(5), [0.1, 0.0, 0.0, 0.0, 0.0]])
+        return simulate(plan(row(**LONG, **changes)), Calibrations(slow), points)[0]
+
+    fused = {"source": "some/where NeMo"}
+    assert times(0.0, **fused) == pytest.approx(times(0.0), rel=2e-3)
+    # of each layer's ring of 4 in either pass, of one microbatch: what is in the list but not there
+    joins, launches = plan(row(**LONG)), 0
+    for part in (one for way in layer(joins.model, joins.parallelism) for one in way if one.ring):
+        launches += len(part.kernels) - len(ring_of(row(**fused))(part, joins.parallelism).kernels)
+    saved = times(10.0) - times(10.0, **fused)
+    sequences = joins.parallelism.microbatches
+    assert saved[0] == pytest.approx(10e-6 * launches * joins.model.layers * sequences, rel=0.1)

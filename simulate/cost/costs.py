@@ -1,6 +1,6 @@
 """What the parts of a step cost under a calibration, for a vector of uncertainty draws at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import hypot
@@ -34,6 +34,7 @@ from spec.step_parts import Part, Segment
 
 Array = NDArray[np.float64]
 
+Ring = Callable[[Part, Parallelism], Part]
 BEHIND = {True: 4, False: 2}  # products behind collectives in a layer, by sequence parallelism
 
 
@@ -53,6 +54,7 @@ class Costs:
     clock_ratio: float = 1.0  # reference clock over the clock that the step runs at
     widths: Widths = AS_WRITTEN  # of what replicas send
     tp_waits: bool = False  # no product runs beside tensor-parallel communication
+    ring: Ring | None = None  # what stands for a ring's part of attention
     _factors: dict[Slowed, float] = field(default_factory=dict)  # see `_slower`
     # these two hold at any clock; segments by identity, for hashing them is slow
     _sent: dict[Collective, Array] = field(default_factory=dict)

@@ -9,13 +9,10 @@ keeps them in 16 bits and joins them with one fused kernel for each later piece.
 import re
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from simulate.cost.costs import Costs
+from simulate.cost.costs import Ring
 from simulate.series.rows import SeriesRow
-from simulate.step.estimate import StepEstimate
 from spec.collective import Collective
+from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied
 
 _ENGINE = re.compile(r"megatron|nemo|dgxc|mlcommons|transformer.?engine")
@@ -39,36 +36,11 @@ def exchanges(row: SeriesRow) -> bool:
     return row.mlperf >= 5.0 and row.lora and not row.amd and not old
 
 
-def longer_us(
-    estimate: StepEstimate, row: SeriesRow
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What a step's attention is longer for its own joins, per draw: kernels, and what they hide.
-
-    Of a step, in microseconds, with the pipeline's ends; the second is negative where kernels that
-    are shorter leave more of the communication exposed.
-    """
-    priced = estimate.priced
-    p, prices = priced.parallelism, priced.stages[0]
-    kernels = hidden = prices.costs.draws.zero
-    for segment in prices.segments["layer"]:
-        for part in segment.parts:
-            if part.hidden and part.hidden[0].axis == "cp":
-                kv_heads = part.kernels[_own(part)].dims[3]
-                swapped = exchanges(row) and kv_heads % p.cp == 0
-                other = _exchanged(part, p.cp) if swapped else _fused(part)
-                before, left_before = _lasting(prices.costs, part)
-                after, left = _lasting(prices.costs, other)
-                kernels, hidden = kernels + before - after, hidden + left_before - left
-    passes = priced.model.layers / p.pp * (p.microbatches + (p.pp - 1) / p.vpp)
-    return kernels * passes, hidden * passes
-
-
-def _lasting(costs: Costs, part: Part) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Kernels of a part, and its communication that they do not hide."""
-    cost = costs.part(part)
-    zero = costs.draws.zero
-    left = np.maximum(sum(cost.hidden, zero) - cost.kernels, 0.0)
-    return cost.kernels, sum(cost.exposed, left)
+def ring_of(row: SeriesRow) -> Ring | None:
+    """What a row's software runs for a part of attention over a ring, if it is not ours."""
+    if not fused_joins(row):
+        return None
+    return _exchanged if exchanges(row) else _fused
 
 
 def _own(part: Part) -> int:
@@ -76,23 +48,26 @@ def _own(part: Part) -> int:
     return next(place for place, one in enumerate(part.kernels) if one.op == "attention")
 
 
-def _exchanged(part: Part, cp: int) -> Part:
+def _exchanged(part: Part, p: Parallelism) -> Part:
     """The same attention of all tokens and a `cp`-th of the heads, between two exchanges.
 
     Queries, keys, values and the output go around in either pass. Each is laid out by rank before
-    or after and by place in the sequence on the other side.
+    or after and by place in the sequence on the other side. Where heads are too few, the ring.
     """
-    own = part.kernels[_own(part)]
+    own, cp = part.kernels[_own(part)], p.cp
     batch, length, heads, kv_heads, dim = own.dims
+    if kv_heads % cp:
+        return _fused(part, p)
     sizes = [batch * length * each * dim for each in (heads, kv_heads, kv_heads, heads)]
     laid_out = tuple(copied(4 * size) for size in sizes for _ in range(2))
     whole = replace(own, dims=(batch, length * cp, heads // cp, kv_heads // cp, dim))
     sent = tuple(Collective("all_to_all", "cp", 2.0 * size) for size in sizes)
-    return replace(part, kernels=(*laid_out, whole), exposed=sent, hidden=())
+    return replace(part, kernels=(*laid_out, whole), exposed=sent, hidden=(), ring=0)
 
 
-def _fused(part: Part) -> Part:
+def _fused(part: Part, p: Parallelism) -> Part:
     """The same piece of attention as Transformer Engine runs it; see `spec.step_context`."""
+    del p  # its kernels say it all
     own, *blocks = (one for one in part.kernels if one.op in ("attention", "attention_block"))
     batch, length, heads, kv_heads, dim = own.dims
     rows = batch * length

@@ -13,7 +13,7 @@ from simulate.cost.uncertainty import Draws, central
 from simulate.hardware.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
 from simulate.series.attention import with_flash_attention, with_unfused_attention
-from simulate.series.context import fused_joins, longer_us
+from simulate.series.context import ring_of
 from simulate.series.hybrid_sharding import waited_s
 from simulate.series.plan import Plan
 from simulate.series.software import (
@@ -181,6 +181,7 @@ def _simulated(
         widths=sent_widths(one.row, one.model, one.fp8),
         tp_waits=waits_for_all(one.row),
         copies=one.copies,
+        ring=ring_of(one.row),
     ).run()
     times = estimate.step_time_s
     if frozen:
@@ -191,13 +192,6 @@ def _simulated(
         parts = dict(estimate.breakdown_s)
         parts["dp_exposed"] += float(summed_s[0])
         estimate = replace(estimate, breakdown_s=parts, step_time_s=times)
-    if one.parallelism.cp > 1 and fused_joins(one.row):
-        kernels, left = (time / 1e6 for time in longer_us(estimate, one.row))
-        times = times - kernels - left
-        parts = dict(estimate.breakdown_s)
-        parts["compute"] -= float(kernels[0])
-        parts["cp_exposed"] -= float(left[0])
-        estimate = replace(estimate, breakdown_s=parts)
     sent = (_tensor_exposure(one, estimate) - 1) * _tensor_waits_s(estimate)
     if sent:
         more = sent * np.exp(points[:, 2] - points[0, 2])

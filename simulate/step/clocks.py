@@ -53,7 +53,7 @@ def layer_clock(model: ModelSpec, p: Parallelism, costs: Costs) -> LayerClock:
     Plans whose layers are split and placed alike share it.
     """
     point = costs.with_(draws=Draws(0)) if costs.draws.count > 1 else costs
-    segments, paths = parts_of(model, p)["layer"], costs.layout.paths
+    segments, paths = parts_of(model, p, costs.ring)["layer"], costs.layout.paths
     placed = tuple(paths.get(axis) for axis in ("tp", "cp", "ep"))
     place = Same(costs.node), Same(costs.fabric)
     where = Same(segments), placed, caught_up(p), costs.tp_waits, *place
@@ -112,7 +112,7 @@ def layer_us(model: ModelSpec, p: Parallelism, costs: Costs) -> float:
     """Central time of one layer's forward and backward pass at the step's clock."""
     clock = layer_clock(model, p, costs).clock_mhz
     costs = costs.with_(clock_ratio=costs.calibration.clock.reference_mhz / clock)
-    return sum(repeated_us(parts_of(model, p)["layer"], costs))
+    return sum(repeated_us(parts_of(model, p, costs.ring)["layer"], costs))
 
 
 class Load(NamedTuple):

@@ -8,7 +8,7 @@ from math import exp, hypot, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.cost.costs import Costs
+from simulate.cost.costs import Costs, Ring
 from simulate.cost.exchange import COPIED_OUT_SD, HELD_SD
 from simulate.cost.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.cost.uncertainty import Draws, assumed_factor, central
@@ -108,10 +108,12 @@ class StepSimulator:
         widths: Widths = AS_WRITTEN,
         tp_waits: bool = False,
         copies: int = 1,
+        ring: Ring | None = None,
     ) -> None:
         """Check the combination; nothing is simulated yet.
 
         Of a job of several `copies` of it, which wait for each other's slowest GPU, one is priced.
+        `ring` gives what other software runs for a part of attention over a ring of GPUs.
         """
         parallelism.check(model)
         every = {name: copies * getattr(parallelism, name) for name in ("dp", "global_batch")}
@@ -131,6 +133,7 @@ class StepSimulator:
             share_of_fullest(model, parallelism, drawn),
             widths=widths,
             tp_waits=tp_waits,
+            ring=ring,
         )
 
     @cached_property

@@ -12,7 +12,7 @@ from operator import add
 import numpy as np
 from numpy.typing import NDArray
 
-from simulate.cost.costs import Costs
+from simulate.cost.costs import Costs, Ring
 from simulate.cost.issue import bucket_waits
 from simulate.cost.works import Same
 from simulate.step.passes import PassCost, PricedSegment, Shared, StagePrices, StageWork, work
@@ -104,15 +104,28 @@ class _Split:
         return isinstance(other, _Split) and self._key == other._key
 
 
-def parts_of(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, ...]]:
-    """Each way of what a step repeats for every microbatch; plans that split alike share it."""
-    return _shared_parts(Same(model), _Split(p))
+def parts_of(
+    model: ModelSpec, p: Parallelism, ring: Ring | None = None
+) -> dict[str, tuple[Segment, ...]]:
+    """Each way of what a step repeats for every microbatch; plans that split alike share it.
+
+    `ring` gives what stands for a part of attention over a ring of GPUs.
+    """
+    return _shared_parts(Same(model), _Split(p), ring)
 
 
 @lru_cache(maxsize=1024)
-def _shared_parts(same: Same[ModelSpec], split: _Split) -> dict[str, tuple[Segment, ...]]:
+def _shared_parts(
+    same: Same[ModelSpec], split: _Split, ring: Ring | None
+) -> dict[str, tuple[Segment, ...]]:
     model, p = same.held, split.p
-    both = {"layer": layer(model, p), "embedding": embedding(model, p), "head": head(model, p)}
+    ways_of = layer(model, p)
+    if ring is not None:
+        forward, backward = (
+            tuple(ring(part, p) if part.ring else part for part in way) for way in ways_of
+        )
+        ways_of = forward, backward
+    both = {"layer": ways_of, "embedding": embedding(model, p), "head": head(model, p)}
     if ways(p.schedule) == 2:
         return dict(both)
     return {name: (first, *without_weights(second)) for name, (first, second) in both.items()}
@@ -133,7 +146,7 @@ def price(
     reference = costs.calibration.clock.reference_mhz
     ends = {"embedding": of_stage[0], "head": of_stage[-1]}
     known = known or Known()
-    priced, every = {}, parts_of(model, p).items()
+    priced, every = {}, parts_of(model, p, costs.ring).items()
     for clock in dict.fromkeys(of_stage):
         at, segments = costs.with_(clock_ratio=reference / clock), known.shared.at(clock)
         priced[clock] = StagePrices(clock, at, segments)
