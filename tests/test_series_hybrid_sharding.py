@@ -69,10 +69,10 @@ def test_what_a_row_is_taken_for() -> None:
     least = of(256, sharding="FSDP+DP", **large)
     assert 8 < least.parallelism.dp == 256 // least.copies < 256
     for uneven in (
-        of(96, sharding="HSDP dp_shard=64"),
-        of(96, sharding="HSDP dp_shard=12", cp="8"),
+        of(192, sharding="HSDP dp_shard=128"),
+        of(192, sharding="HSDP (shard 12)", cp="8"),
     ):
-        assert (uneven.copies, uneven.gpus) == (1, 96)
+        assert (uneven.copies, uneven.gpus) == (1, 192)
         assert any("no whole groups" in said for said in uneven.assumed)
 
 
@@ -83,6 +83,23 @@ def test_a_degree_in_a_columns_name() -> None:
     assert (one.parallelism.dp, one.copies) == (128, 4)
     both = 'table "FSDP=8 baseline" row of "FSDP=128"'
     assert printed_degree(row(sharding="", flags="", source_locator=both)) is None
+
+
+@pytest.mark.parametrize(
+    ("sharding", "degree"),
+    [
+        ("HSDP dp_shard=8, dp_replicate=4", 16),
+        ("data_parallel_shard_degree: 32", 64),
+        ("FSDP=32", 64),  # with rings of two it is all there are
+        ("FSDP=16", 16),
+        ("HSDP (shard 16)", 16),
+    ],
+)
+def test_whether_a_degree_counts_rings(sharding: str, degree: int) -> None:
+    """torchtitan shares parameters over `dp_shard` and rings together."""
+    one = of(64, sharding=sharding, cp="2")
+    assert printed_degree(one.row) == degree
+    assert one.copies == 64 // degree
 
 
 def test_experts_of_copies_are_summed_by_fewer(calibration: Calibration) -> None:

@@ -174,15 +174,25 @@ def zero(fill: Filling) -> int:
 
 
 def printed_degree(row: SeriesRow) -> int | None:
-    """On how many GPUs sharding keeps one copy: in a row's own words, or in its table's column."""
+    """On how many GPUs sharding keeps one copy: in a row's own words, or in its table's column.
+
+    torchtitan's `data_parallel_shard_degree` counts a ring of GPUs as one, and so does a degree
+    that makes up all GPUs with the others that are printed; copies are shared over rings, too.
+    """
     text = _sharding(row)
-    sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text) or re.findall(
-        r"(?:\b|dp_|parallel_)shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", text
+    sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
+    named = re.findall(
+        r"(?:\b|(dp_|parallel_))shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", "" if sizes else text
     )
+    sizes += [size for _, size in named]
     if not sizes:  # a column may be named beside another one: then it is not known
         sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", row.text("source_locator").lower())
         sizes = sizes if len(sizes) == 1 else []
-    return prod(map(int, sizes)) or None if sizes else None
+    if not (degree := prod(map(int, sizes)) if sizes else 0):
+        return None
+    tp, pp, cp = (row.whole(name) or 1 for name in ("tp", "pp", "cp"))
+    of_rings = any(prefix for prefix, _ in named) or degree * tp * pp * cp == row.whole("gpus")
+    return degree * cp if of_rings else degree
 
 
 def shard_degree(row: SeriesRow, node: Node) -> int | None:
