@@ -57,6 +57,9 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "host":
             each = devices // options.hosts
             cases[suite] = host_time.cases(kind, each, options.share or 1.0, options.quick)
+            if options.plan.training:
+                shapes = planned_shapes(options, kind, devices)
+                cases[suite] = host_time.in_order(cases[suite], shapes)
         elif suite == "collectives":
             cases[suite] = list(
                 collective_cases(

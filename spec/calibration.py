@@ -94,6 +94,7 @@ HostTime = Literal[
     "collective_us",
     "uneven_us",
     "expert_us",
+    "routing_us",
     "ring_us",
     "checkpoint_us",
     "adapter_us",
@@ -126,7 +127,11 @@ class HostFit(Record):
         default=0.0, description="autograd around one in the backward pass"
     )
     collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
-    expert_us: Micros = Field(default=0.0, description="around one expert, in either pass")
+    expert_us: Micros = Field(default=0.0, description="around one expert, in the forward pass")
+    routing_us: Micros = Field(
+        default=0.0,
+        description="to choose a layer's experts and find their tokens, in the forward pass",
+    )
     ring_us: Micros = Field(
         default=0.0,
         description="around one piece of ring attention and its messages; backward has two of each",

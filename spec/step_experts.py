@@ -7,6 +7,9 @@ from spec.parallelism import Parallelism
 from spec.step_parts import Part, added, copied, shapes
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
+# Of the host's time from the router to the first expert, that behind its reading of how many tokens
+# each gets: 41 % in traces of steps of Mixtral and Phi-3.5 on one H100, 47 over ep 2 on two H200.
+BEHIND_READING = 0.4
 
 
 def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
@@ -49,7 +52,11 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     gate = (s.local_tokens, model.experts, model.hidden)
     return [
         (
-            Part("router", (Kernel("gemm", "forward", gate), Kernel("router", "forward", route))),
+            Part(
+                "router",
+                (Kernel("gemm", "forward", gate), Kernel("router", "forward", route)),
+                routing=1 - BEHIND_READING,
+            ),
             Part(
                 "router",
                 (
@@ -68,6 +75,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                 exposed=counts + exchange + weights_sent + gather,
                 waits=True,
                 uneven=uneven,
+                routing=BEHIND_READING,
             ),
             Part(
                 "dispatch",

@@ -19,6 +19,8 @@ from spec.calibration import Calibration, HostFit
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, Recompute
 from spec.step import layer
+from spec.step_experts import BEHIND_READING
+from spec.step_parts import EXPERT_BACKWARD
 from tests.made_up import write_calibration
 from topologies import load_fabric, load_node
 
@@ -61,12 +63,27 @@ def test_the_device_stands_still_where_the_host_reads_from_it(calibration: Calib
         waiting = [part for part in parts[0] if part.waits]
         assert len(waiting) == (1 if model.experts else 0)
         assert after - before == pytest.approx(longer_us)
+        choosing = _costs(calibration, _host(routing_us=100.0), p)
+        waited = 100.0 * BEHIND_READING if model.experts else 0.0
+        assert sum(repeated_us(parts, choosing)) - before == pytest.approx(waited)
+
+
+def test_experts_are_chosen_once_a_forward_pass_and_take_autograd_longer() -> None:
+    model = load_model("mixtral-8x7b")
+    for recompute, again in (("none", 0.0), ("full", 1.0)):
+        passes = layer(model, Parallelism(recompute=recompute))
+        counts = [
+            [sum(one.issued[name] for one in way) for name in ("routing", "expert")]
+            for way in passes
+        ]
+        assert counts == [[1.0, 8.0], [again, 8 * (again + EXPERT_BACKWARD)]]
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("part_us", "backward_part_us", "collective_us", "uneven_us", "expert_us", "tensor_us"),
+        "routing_us",
         "ring_us",
         "checkpoint_us",
     ],

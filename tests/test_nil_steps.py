@@ -18,6 +18,7 @@ from calibrate.host.issue import (
 from measure.suites import host_time
 from measure.training.plan import TrainingCase
 from measure.training.steps import StepTimes, step_times
+from spec.model import load_model
 from spec.nil import LAYERS, ON_CPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow
@@ -28,6 +29,7 @@ TAKES = {
     "collective": 150.0,
     "uneven": 170.0,
     "expert": 300.0,
+    "routing": 1700.0,
     "ring": 250.0,
     "checkpoint": 500.0,
     "adapter": 90.0,
@@ -175,6 +177,21 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
+
+
+def test_what_a_plans_steps_have_comes_first() -> None:
+    """And nothing is left out; without a plan the order stays."""
+    found = host_time.cases("nvidia", 2)
+    mixture = load_model("mixtral-8x7b"), Parallelism(dp=2, ep=2, recompute="full", global_batch=2)
+    ordered = host_time.in_order(found, [mixture])
+    first, rest = ordered[:6], ordered[6:]
+    assert {(case.experts, case.ep, case.recompute) for case in first} == {
+        *((0, 1, "none"), (0, 1, "full"), (8, 1, "none"), (8, 2, "none"), (32, 1, "none")),
+    }
+    assert all(case.tp * case.cp > 1 or case.shows - {"none", "full"} for case in rest)
+    assert sorted(case.case_id for case in ordered) == sorted(case.case_id for case in found)
+    planned = (load_model("llama3-8b"), Parallelism(tp=2, sequence_parallel=True))
+    assert host_time.in_order(found, [planned])[1].tp == 2
 
 
 @pytest.mark.parametrize("rank", [0, 16])

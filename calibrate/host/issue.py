@@ -32,13 +32,15 @@ from spec.step_parts import Segment
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 # A ring's, a bucket's and a checkpoint's: the means of two systems of two GPUs, four hosts with
 # rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16;
-# with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6).
+# with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6). An expert's, routing's and
+# an exchange's of tokens: the middle of two H100, two H200 and four (16 to 18, 87 to 97, 28 to 39).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
     "collective": 15.0,
-    "uneven": 63.0,
-    "expert": 26.0,
+    "uneven": 36.0,
+    "expert": 17.0,
+    "routing": 92.0,
     "ring": 20.0,
     "checkpoint": 15.0,
     "adapter": 6.0,
@@ -52,7 +54,8 @@ WHAT = {
     "backward_part": "autograd around a part in the backward pass",
     "collective": "issuing a collective of a layer",
     "uneven": "exchanging experts' tokens with other ranks, in either direction",
-    "expert": "Python and autograd around an expert, in either pass",
+    "expert": "Python around an expert in the forward pass",
+    "routing": "choosing a layer's experts and finding their tokens",
     "ring": "Python around a piece of ring attention and its messages; backward has two of each",
     "checkpoint": "setting out to compute activations again, in a layer's backward pass",
     "adapter": "autograd around an adapter of a frozen layer in the backward pass",

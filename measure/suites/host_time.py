@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from measure.hosts.emulation import rank_environment
 from measure.timed import cpu_memory
 from measure.training.plan import WARM_UP, TrainingCase
 from spec.errors import WorkError
+from spec.model import ModelSpec
 from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
 from spec.parallelism import Parallelism, Recompute
 from spec.records import MOST_TP, HostRow
@@ -78,6 +79,11 @@ class HostCase:
         """Data-parallel ranks."""
         return self.gpus // (self.tp * self.cp)
 
+    @property
+    def shows(self) -> set[str]:
+        """What its host has to do that others' have not."""
+        return _has(self.split(1), self.experts, self.lora_rank)
+
     def split(self, microbatches: int) -> Parallelism:
         """How a step of so many microbatches is split."""
         return Parallelism(
@@ -90,6 +96,20 @@ class HostCase:
             recompute=self.recompute,
             global_batch=self.replicas * microbatches,
         )
+
+
+def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
+    found = {name for name in ("tp", "cp", "ep") if getattr(p, name) > 1}
+    told = {"experts": experts, "lora": lora_rank, "overlap": p.overlap}
+    return found | {name for name, has in told.items() if has} | {p.recompute}
+
+
+def in_order(
+    cases: Sequence[HostCase], steps: Iterable[tuple[ModelSpec, Parallelism]]
+) -> list[HostCase]:
+    """The cases, those first that show nothing else than the steps of a plan have."""
+    wanted = {"none"}.union(*(_has(p, model.experts, model.lora_rank) for model, p in steps))
+    return sorted(cases, key=lambda case: not case.shows <= wanted)
 
 
 def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) -> list[HostCase]:

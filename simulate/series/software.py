@@ -46,7 +46,7 @@ def with_graphs(calibration: Calibration) -> Calibration:
         kernels.append(with_points(fit, less))
     issued = (
         *("part_us", "backward_part_us", "collective_us", "uneven_us"),
-        *("expert_us", "ring_us", "checkpoint_us", "adapter_us", "pass_us"),
+        *("expert_us", "routing_us", "ring_us", "checkpoint_us", "adapter_us", "pass_us"),
     )
     host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
     return changed(calibration, kernels=tuple(kernels), host=host)
