@@ -32,8 +32,9 @@ from spec.step_parts import Segment
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
 # A ring's, a bucket's and a checkpoint's: the means of two systems of two GPUs, four hosts with
 # rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16;
-# with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6). An expert's, routing's and
-# an exchange's of tokens: the middle of two H100, two H200 and four (16 to 18, 87 to 97, 28 to 39).
+# with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6). An expert's,
+# routing's and a token exchange's: the middle of two H100, two H200 and four (16 to 18, 87 to 97,
+# 28 to 39).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
