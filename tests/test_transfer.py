@@ -284,6 +284,24 @@ def test_without_a_switch_a_pair_has_its_own_links_only(calibration: Calibration
     assert moved.kernels == calibration.kernels
 
 
+def test_a_pair_that_does_not_fill_a_switchs_links_fills_its_own(calibration: Calibration) -> None:
+    """All-gathers of two get half of the rate of four's: on the board two thirds, not a third."""
+    fit = calibration.collective_fits["all_gather"]
+    curves = {curve.ranks: curve for curve in fit.curves}
+    big = 2.0**34  # where latency is nothing
+    whole = fit.time_us(4, big)[0] / busbw_factor("all_gather", 4) * busbw_factor("all_gather", 2)
+    points = tuple(
+        one.model_copy(update={"bytes": big, "time_us": 2 * whole}) for one in curves[2].points[-1:]
+    )
+    slow = curves[2].model_copy(update={"points": (*curves[2].points, *points)})
+    held = changed(fit, curves=(slow, *(curves[n] for n in curves if n != 2)), structure=None)
+    others = tuple(one for one in calibration.collectives if one.collective != "all_gather")
+    board = load_node("4x-h200").model_copy(update={"mesh": True, "calibration": None})
+    moved = calibration_for(changed(calibration, collectives=(*others, held)), board)
+    after = moved.collective_fits["all_gather"].time_us(2, big)[0]
+    assert after == pytest.approx(3 * whole, rel=0.03)
+
+
 def test_the_default_is_the_system_with_the_most_gpus(tmp_path: Path) -> None:
     """Not the first by name: `2x-h100` has groups of two only."""
     whole = write_calibration(tmp_path / "4x-h200" / "calibration.json")

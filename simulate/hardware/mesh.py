@@ -18,7 +18,9 @@ def meshed(calibration: Calibration, node: Node) -> Calibration:
     """The calibration on a node whose GPUs no switch joins; the same object where one does.
 
     A switch gives a group of any size all links of its GPUs. Without one a pair has its own links
-    only, so a collective of n GPUs uses (n - 1) / (gpus - 1) of them, and a message one share.
+    only, so a collective of n GPUs uses (n - 1) / (gpus - 1) of them, and a message one share. What
+    of the links some group gets by a collective any does: a smaller one that gets less through a
+    switch is held by its copies, and by links only where these are fewer than it fills.
     (NVIDIA HGX H100 and A100 4-GPU boards: "NVLink, GPU to GPU", 300 and 200 GB/s of 900 and 600;
     AMD Instinct MI300X: 7 links of 128 GB/s, one to each peer.)
     """
@@ -54,9 +56,15 @@ def _without_switch(fit: CollectiveFit, node: Node) -> CollectiveFit:
     They need no structure, which would draw them back to a switch's.
     """
     sizes = sorted({point.bytes for curve in fit.curves for point in curve.points})
+    groups = range(2, node.gpus + 1)
+    rates = {
+        ranks: busbw_factor(fit.collective, ranks) / fit.time_us(ranks, sizes[-1])[0]
+        for ranks in groups
+    }
     curves = []
-    for ranks in range(2, node.gpus + 1):
-        share = node.links_of(1 if fit.collective == "send_recv" else ranks - 1)
+    for ranks in groups:
+        links = node.links_of(1 if fit.collective == "send_recv" else ranks - 1)
+        share = min(links * max(rates.values()) / rates[ranks], 1.0)
         times = [fit.time_us(ranks, size) for size in sizes]
         least = min(time for time, _ in times)
         points = tuple(
