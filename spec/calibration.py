@@ -300,4 +300,10 @@ def read_calibration(path: Path) -> Calibration:
                 f"{where}: length_scales are not {count} numbers; a calibration of another version "
                 "must be fitted again, with `python -m calibrate.fit`"
             )
+    host = calibration.host
+    if host.expert_us and "routing_us" not in host.model_fields_set:
+        raise UserError(
+            f"{path}: host.expert_us without host.routing_us holds what that is now; a calibration "
+            "of another version must be fitted again, with `python -m calibrate.fit`"
+        )
     return calibration

@@ -8,7 +8,8 @@ from spec.step_parts import Part, added, copied, shapes
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
 # Of the host's time from the router to the first expert, that behind its reading of how many tokens
-# each gets: 41 % in traces of steps of Mixtral and Phi-3.5 on one H100, 47 over ep 2 on two H200.
+# each gets: 41 % in traces of steps of Mixtral and Phi-3.5 on one H100, where the model
+# has 39 with it (over ep 2 on two H200 47 and 54).
 BEHIND_READING = 0.4
 
 

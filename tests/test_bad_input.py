@@ -281,6 +281,17 @@ def test_broken_calibrations(command: Any, calibration: Path, text: str, sentenc
     assert "calibration.json" in err
 
 
+def test_a_calibration_of_before_must_be_fitted_again(command: Any, calibration: Path) -> None:
+    value = json.loads(calibration.read_text())
+    value["host"] |= {"expert_us": 400.0}
+    value["host"].pop("routing_us", None)
+    calibration.write_text(json.dumps(value))
+    code, _, err = command("project")
+    assert code == 2
+    assert "host.expert_us without host.routing_us" in err
+    assert "calibrate.fit" in err
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -1,13 +1,16 @@
 """Nil steps: their cases and rows, and what they tell of a host that issues a step."""
 
-from typing import Any
+import csv
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from calibrate.evidence import Ledger
 from calibrate.host.issue import (
+    CALLS,
     HOST_SD,
+    WHAT,
     Equation,
     beside_issue,
     beside_kernels,
@@ -15,13 +18,19 @@ from calibrate.host.issue import (
     host_sd,
     on_middle_host,
 )
+from measure.plans.file import read_plan
 from measure.suites import host_time
 from measure.training.plan import TrainingCase
 from measure.training.steps import StepTimes, step_times
+from measure.wanted import Options, planned
+from spec.calibration import HostFit, HostTime
 from spec.model import load_model
 from spec.nil import LAYERS, ON_CPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow
+from spec.step import layer
+from spec.step_parts import EXPERT_BACKWARD
+from tests.commands import RESULTS
 
 TAKES = {
     "part": 100.0,
@@ -184,14 +193,51 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     found = host_time.cases("nvidia", 2)
     mixture = load_model("mixtral-8x7b"), Parallelism(dp=2, ep=2, recompute="full", global_batch=2)
     ordered = host_time.in_order(found, [mixture])
-    first, rest = ordered[:6], ordered[6:]
-    assert {(case.experts, case.ep, case.recompute) for case in first} == {
-        *((0, 1, "none"), (0, 1, "full"), (8, 1, "none"), (8, 2, "none"), (32, 1, "none")),
-    }
-    assert all(case.tp * case.cp > 1 or case.shows - {"none", "full"} for case in rest)
+    seen = [(case.layers > LAYERS, case.recompute, case.experts, case.ep) for case in ordered]
+    assert seen[:5] == [
+        *((False, "none", 0, 1), (False, "selective", 0, 1), (True, "none", 0, 1)),
+        *((False, "none", 8, 1), (False, "none", 8, 2)),
+    ]
+    assert set(seen[5:7]) == {(False, "full", 0, 1), (False, "none", 32, 1)}
+    assert all(case.shows & {"tp", "cp", "lora", "overlap"} for case in ordered[7:])
     assert sorted(case.case_id for case in ordered) == sorted(case.case_id for case in found)
-    planned = (load_model("llama3-8b"), Parallelism(tp=2, sequence_parallel=True))
-    assert host_time.in_order(found, [planned])[1].tp == 2
+    rings = (load_model("llama3-8b"), Parallelism(cp=2))
+    enough = host_time.in_order(found, [rings])[:3]
+    rows = [nil_row(case, slower=1.0) for case in enough]
+    told = beside_kernels([one for row in rows for one in equations(row, (), 1.0)])
+    assert told.keys() == {"part", "backward_part", "pass", "step", "tensor", "ring"}
+    mixtures = read_plan(RESULTS / "2x-h200" / "forecasts" / "plan-51.csv")
+    options = Options(suites=("host",), models=(), quick=False, plan=mixtures)
+    first = planned(options, "nvidia", 2)["host"][:7]
+    assert [case.shows for case in first] == [
+        *(set(), {"recompute"}, {"tp"}, {"layers"}, {"experts"}),
+        *({"layers", "overlap"}, {"experts", "ep"}),
+    ]
+
+
+def test_every_time_of_a_host_is_fitted_and_named() -> None:
+    """What parts of a step issue, what is fitted, and what a calibration holds are the same."""
+    p = Parallelism(tp=2, ep=2, cp=2, dp=2, recompute="full", global_batch=2)
+    passes = layer(load_model("mixtral-8x7b"), p)
+    issued = {name for way in passes for one in way for name in one.issued}
+    assert issued | {"pass", "tensor", "bucket", "step"} == CALLS.keys() == WHAT.keys()
+    assert {f"{name}_us" for name in CALLS} == set(get_args(HostTime)) <= set(HostFit.model_fields)
+
+
+def test_autograd_takes_an_expert_longer_as_measured() -> None:
+    """Kernels are issued as often for 8 experts as for 32, in what nil steps' equations count."""
+    found = []
+    for path in RESULTS.glob("*/*/host.csv"):
+        rows = {
+            row["experts"]: (float(row["forward_us"]), float(row["backward_us"]))
+            for row in csv.DictReader(path.open())
+            if row.get("forward_us") and row["tp"] == row.get("ep") == "1"
+        }
+        if {"8", "32"} <= rows.keys():
+            forward, backward = np.subtract(rows["32"], rows["8"])
+            found.append(backward / forward)
+    assert len(found) >= 13
+    assert np.median(found) == pytest.approx(EXPERT_BACKWARD, rel=0.03)
 
 
 @pytest.mark.parametrize("rank", [0, 16])

@@ -5,10 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Works
 from simulate.series.context import fused_joins, ring_of
 from simulate.series.plan import plan
 from simulate.series.step import Calibrations, Shifts, simulate
+from simulate.step.clocks import layer_us
 from spec.fitted import changed
 from spec.kernel import AROUND_BLOCKS, OPS, Kernel
 from spec.step import layer
@@ -16,6 +19,7 @@ from tests.made_up import write_calibration
 from tests.made_up_series import row
 from tests.simulated_steps import CALIBRATION
 
+SWAPPED = "mlcommons/training_results_v5.0 Some/results/n1_nemo/llama2_70b_lora/result"
 LONG = {"seq_len": "16384", "tp": "1", "pp": "1", "cp": "4", "global_batch": "4"}
 
 
@@ -71,3 +75,17 @@ def test_a_step_that_waits_for_its_host_saves_launches_alone(tmp_path: Path) -> 
     saved = times(10.0) - times(10.0, **fused)
     sequences = joins.parallelism.microbatches
     assert saved[0] == pytest.approx(10e-6 * launches * joins.model.layers * sequences, rel=0.1)
+
+
+def test_an_exchange_has_no_ring_and_a_clock_is_of_what_runs() -> None:
+    """A layer's clock and time are those of the attention that stands in the step."""
+    one = plan(row(**LONG | {"cp": "2"}))
+    swapped = ring_of(row(source=SWAPPED))
+    assert swapped is not None
+    parts = [part for way in layer(one.model, one.parallelism) for part in way if part.ring]
+    assert [swapped(part, one.parallelism).ring for part in parts] == [0, 0]
+    costs = Costs(CALIBRATION, one.node, one.fabric, one.parallelism, Draws(0))
+    times = [
+        layer_us(one.model, one.parallelism, costs.with_(ring=ring)) for ring in (None, swapped)
+    ]
+    assert times[1] != pytest.approx(times[0], rel=0.05)

@@ -93,6 +93,9 @@ def test_a_degree_in_a_columns_name() -> None:
         ("FSDP=32", 64),  # with rings of two it is all there are
         ("FSDP=16", 16),
         ("HSDP (shard 16)", 16),
+        ("HSDP (shard 16, replicate 2)", 32),
+        ("HSDP (shard 16, replicate 4)", 16),
+        ("HSDP dp-shard 8", 16),
     ],
 )
 def test_whether_a_degree_counts_rings(sharding: str, degree: int) -> None:

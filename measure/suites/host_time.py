@@ -82,7 +82,8 @@ class HostCase:
     @property
     def shows(self) -> set[str]:
         """What its host has to do that others' have not."""
-        return _has(self.split(1), self.experts, self.lora_rank)
+        found = _has(self.split(1), self.experts, self.lora_rank)
+        return found | ({"layers"} if self.layers > LAYERS else set())
 
     def split(self, microbatches: int) -> Parallelism:
         """How a step of so many microbatches is split."""
@@ -101,15 +102,28 @@ class HostCase:
 def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     found = {name for name in ("tp", "cp", "ep") if getattr(p, name) > 1}
     told = {"experts": experts, "lora": lora_rank, "overlap": p.overlap}
-    return found | {name for name, has in told.items() if has} | {p.recompute}
+    told["recompute"] = p.recompute != "none"
+    return found | {name for name, has in told.items() if has}
 
 
 def in_order(
     cases: Sequence[HostCase], steps: Iterable[tuple[ModelSpec, Parallelism]]
 ) -> list[HostCase]:
-    """The cases, those first that show nothing else than the steps of a plan have."""
-    wanted = {"none"}.union(*(_has(p, model.experts, model.lora_rank) for model, p in steps))
-    return sorted(cases, key=lambda case: not case.shows <= wanted)
+    """The cases as a plan needs them: one for each thing that its steps have, the others of these.
+
+    Last come those that show what no step of it has.
+    """
+    wanted = {"layers"}.union(*(_has(p, model.experts, model.lora_rank) for model, p in steps))
+    needed: list[HostCase] = []
+    again: list[HostCase] = []
+    others: list[HostCase] = []
+    for case in sorted(cases, key=lambda one: len(one.shows)):
+        shown = set[str]().union(*(one.shows for one in needed))
+        if not case.shows <= wanted:
+            others.append(case)
+        else:
+            (again if needed and case.shows <= shown else needed).append(case)
+    return [*needed, *again, *others]
 
 
 def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) -> list[HostCase]:

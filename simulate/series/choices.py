@@ -48,6 +48,7 @@ _BEYOND = r"zero(\+\+|[-_ ]?infinity)"
 _HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
 # PyTorch's own name for it, and torchtitan's degree of it (`data_parallel_shard_degree`)
 _SPELT = r"fully[-_ ]sharded(?![-_ ]optim)|(?:\bdp|data[-_]parallel)[-_]shard(?![-_ a-z]*[ =:]+1\b)"
+_COUNT = r"(?:[-_ ](?:degree|size))?[ =:]+(\d+)"
 _FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_SPELT}|{_HYBRID}"
 _SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"
 _UNSHARDED = rf"no_shard|fsdp|{_ZERO}0(?!\d)|\bddp\b|^(no|off|false)\b"
@@ -181,9 +182,7 @@ def printed_degree(row: SeriesRow) -> int | None:
     """
     text = _sharding(row)
     sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", text)
-    named = re.findall(
-        r"(?:\b|(dp_|parallel_))shard(?:[-_ ](?:degree|size))?[ =:]+(\d+)", "" if sizes else text
-    )
+    named = re.findall(rf"(?:\b|(dp[-_]|parallel[-_]))shard{_COUNT}", "" if sizes else text)
     sizes += [size for _, size in named]
     if not sizes:  # a column may be named beside another one: then it is not known
         sizes = re.findall(r"fsdp2?\s*=\s*(\d+)", row.text("source_locator").lower())
@@ -191,7 +190,9 @@ def printed_degree(row: SeriesRow) -> int | None:
     if not (degree := prod(map(int, sizes)) if sizes else 0):
         return None
     tp, pp, cp = (row.whole(name) or 1 for name in ("tp", "pp", "cp"))
-    of_rings = any(prefix for prefix, _ in named) or degree * tp * pp * cp == row.whole("gpus")
+    copies = prod(map(int, re.findall(rf"replicate{_COUNT}", text)))
+    of_rings = any(prefix for prefix, _ in named)
+    of_rings = of_rings or degree * copies * tp * pp * cp == row.whole("gpus")
     return degree * cp if of_rings else degree
 
 
