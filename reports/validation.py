@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from reports.page import Badge, Section, Table, Text, page
 from reports.series import answered, headline
@@ -238,12 +239,22 @@ def _summary(summary: Mapping[str, Json], label: str = "kind") -> Table:
         "memory",
         "nearest",
     )
+    shown, kept = filled(columns, rows)
+    more = ", of energy, of torch's memory" if "memory" in shown else ""
     return Table(
-        columns,
-        rows,
-        "MAPE of step time with both baselines on the same rows, of energy, of torch's memory; "
+        shown,
+        kept,
+        f"MAPE of step time with both baselines on the same rows{more}; "
         "half-width: median of the 90 % intervals",
     )
+
+
+def filled(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """A table without the columns in which no row has anything: published rows have no energy."""
+    kept = [place for place in range(len(columns)) if any(row[place] != "-" for row in rows)]
+    return tuple(columns[place] for place in kept), [tuple(row[n] for n in kept) for row in rows]
 
 
 def _power(value: Json) -> Table:

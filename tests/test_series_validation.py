@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reports.validation import render
+from reports.validation import filled, render
 from simulate.series.plan import plan
 from simulate.series.rows import TooLittle, read_rows
 from simulate.series.validation import MEAN, UNLIKE, series_validation, summaries
@@ -55,6 +55,13 @@ def test_the_published_rows(calibration: Calibration, tmp_path: Path, capsys: An
     for words in ("Fitted systems", "T01553", "assumed or searched", "Growth of the error"):
         assert words in page
     assert page == render(value)
+    assert "half-width" in page
+    assert ">energy<" not in page  # which no published row has
+
+
+def test_columns_that_no_row_fills_are_left_out() -> None:
+    rows = [("x", "-", 1), ("y", "-", "-")]
+    assert filled(("a", "b", "c"), rows) == (("a", "c"), [("x", 1), ("y", "-")])
 
 
 def test_rows_unlike_their_anchors_are_summarised_beside_all() -> None:

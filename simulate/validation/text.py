@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reports.series import answered
-from reports.validation import systems_of
+from reports.validation import filled, systems_of
 from reports.validation_plots import off_most
 from simulate.validation.aims import SERIES
 from simulate.validation.components import BASELINES
@@ -23,12 +23,13 @@ def table(value: Json) -> str:
     """Errors by system and kind with their baselines, components that are off, worst cases."""
     systems = systems_of(value)
     several = len(systems) > 1
-    lines: list[tuple[str, ...]] = [COLUMNS]
+    lines: list[tuple[str, ...]] = []
     for name, one in systems.items():
         for kind, mine in one["summary"].items():
             own = (name if kind == "all" else f"  {kind}") if several else kind
             lines.append(cells(own, mine))
-    text = aligned(lines)
+    columns, lines = filled(COLUMNS, lines)
+    text = aligned([columns, *lines])
     for name, one in systems.items():
         found = [
             *(*_quantities(one), *_peaks(one), *_components(one), *_intervals(one)),
