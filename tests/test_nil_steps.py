@@ -195,8 +195,8 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     ordered = host_time.in_order(found, [mixture])
     seen = [(case.layers > LAYERS, case.recompute, case.experts, case.ep) for case in ordered]
     assert seen[:5] == [
-        *((False, "none", 0, 1), (False, "selective", 0, 1), (True, "none", 0, 1)),
-        *((False, "none", 8, 1), (False, "none", 8, 2)),
+        *((False, "none", 0, 1), (False, "selective", 0, 1), (False, "none", 8, 1)),
+        *((True, "none", 0, 1), (False, "none", 8, 2)),
     ]
     assert set(seen[5:7]) == {(False, "full", 0, 1), (False, "none", 32, 1)}
     assert all(case.shows & {"tp", "cp", "lora", "overlap"} for case in ordered[7:])
@@ -210,8 +210,8 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     options = Options(suites=("host",), models=(), quick=False, plan=mixtures)
     first = planned(options, "nvidia", 2)["host"][:7]
     assert [case.shows for case in first] == [
-        *(set(), {"recompute"}, {"tp"}, {"layers"}, {"experts"}),
-        *({"layers", "overlap"}, {"experts", "ep"}),
+        *(set(), {"recompute"}, {"tp"}, {"experts"}, {"layers"}),
+        *({"experts", "ep"}, {"layers", "overlap"}),
     ]
 
 

@@ -117,7 +117,7 @@ def in_order(
     needed: list[HostCase] = []
     again: list[HostCase] = []
     others: list[HostCase] = []
-    for case in sorted(cases, key=lambda one: len(one.shows)):
+    for case in sorted(cases, key=lambda one: (len(one.shows), one.seconds)):
         shown = set[str]().union(*(one.shows for one in needed))
         if not case.shows <= wanted:
             others.append(case)
