@@ -21,6 +21,7 @@ from simulate.series.software import (
 from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.scale import sd_per_doubling
 from spec.calibration import Calibration, HostFit
+from spec.fitted import changed
 from tests.made_up import write_calibration
 from tests.made_up_series import row
 
@@ -67,6 +68,28 @@ def test_narrower_gradients_leave_less_exposed(calibrations: Calibrations) -> No
     wide = simulate(plan(row(**far)), calibrations, HERE)[1].breakdown_s
     half = simulate(plan(row(**far, **DGXC)), calibrations, HERE)[1].breakdown_s
     assert 0 < half["dp_exposed"] < 0.7 * wide["dp_exposed"]
+
+
+@pytest.mark.parametrize(
+    ("source", "as_one"),
+    [
+        ("NVIDIA-NeMo/Megatron-Bridge docs", 4),
+        (DGXC["source"], 4),
+        ("pytorch/torchtitan", 4),
+        ("bigscience-workshop/bigscience", 1),
+    ],
+)
+def test_grouped_experts_take_the_host_what_one_does(
+    source: str, as_one: int, tmp_path: Path
+) -> None:
+    made_up = write_calibration(tmp_path / "calibration.json")
+    host = changed(made_up.host, expert_us=300.0, routing_us=1500.0)
+    own = Calibrations(changed(made_up, host=host))
+    cells = {"model": "Mixtral 8x7B", "tp": "1", "pp": "1", "ep": "2", "gpus": "16"}
+    mixture, dense = (plan(row(source=source, **more)) for more in (cells, {}))
+    assert own.of(mixture).host.expert_us == 300.0 / as_one
+    assert own.of(dense).host.expert_us == 300.0
+    assert own.of(mixture).host.routing_us == 1500.0
 
 
 def test_frozen_weights_wait_for_no_update(calibrations: Calibrations) -> None:

@@ -29,6 +29,10 @@ _SECOND = re.compile(r"torchtitan|fms-fsdp|nanotron")
 _DGXC, _OTHER_DGXC = re.compile(r"dgxc-benchmarking"), re.compile(r"maxtext|paxml")
 _NEMO_2 = re.compile(r"dgxc:v(25\.(0[4-9]|1)|2[6-9])")
 
+# All experts of a GPU in one grouped product: `moe_grouped_gemm`, true in the mixtures of NeMo and
+# Megatron-Bridge, and torchtitan's `use_grouped_mm`.
+_GROUPED = re.compile(r"nemo|megatron[-_ ]bridge|dgxc|torchtitan")
+
 # Between kernels of a captured graph, assumed from NVIDIA's 1.3 us of device time a node
 # ("Constant time launch for straight-line CUDA graphs", 2024).
 GRAPH_LAUNCH_US = 1.5
@@ -50,6 +54,17 @@ def with_graphs(calibration: Calibration) -> Calibration:
     )
     host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
     return changed(calibration, kernels=tuple(kernels), host=host)
+
+
+def grouped_experts(row: SeriesRow, model: ModelSpec, p: Parallelism) -> int:
+    """How many experts of a GPU its host issues as one; 1 where they run one after another."""
+    return max(model.experts // p.ep, 1) if _GROUPED.search(row.words) else 1
+
+
+def with_grouped_experts(calibration: Calibration, experts: int) -> Calibration:
+    """The calibration where so many experts take the host what one does."""
+    host = calibration.host
+    return changed(calibration, host=changed(host, expert_us=host.expert_us / experts))
 
 
 def with_joint_updates(calibration: Calibration) -> Calibration:

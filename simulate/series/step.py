@@ -20,10 +20,12 @@ from simulate.series.software import (
     flash_attention,
     fused_biases,
     fused_gradients,
+    grouped_experts,
     sent_widths,
     tensor_exposure,
     waits_for_all,
     with_graphs,
+    with_grouped_experts,
     with_joint_updates,
 )
 from simulate.step.estimate import StepEstimate, StepSimulator
@@ -96,9 +98,10 @@ class Calibrations:
         return changed(calibration, host=slower)
 
     def _transferred(
-        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool
+        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool, experts: int
     ) -> Calibration:
         calibration = with_joint_updates(calibration_for(self._measured, node))
+        calibration = with_grouped_experts(calibration, experts)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
@@ -110,7 +113,8 @@ class Calibrations:
     def of(self, one: Plan, issue: float = 0.0) -> Calibration:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
         row = one.row
-        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs
+        experts = grouped_experts(row, one.model, one.parallelism)
+        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs, experts
         return self._issued(issue, *of) if issue else self._for(*of)
 
 
