@@ -101,8 +101,8 @@ class HostCase:
 
 def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     found = {name for name in ("tp", "cp", "ep") if getattr(p, name) > 1}
-    told = {"experts": experts, "lora": lora_rank, "overlap": p.overlap}
-    told["recompute"] = p.recompute != "none"
+    again = p.recompute != "none"
+    told = {"experts": experts, "lora": lora_rank, "overlap": p.overlap, "recompute": again}
     return found | {name for name, has in told.items() if has}
 
 
