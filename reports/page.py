@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 Source = Literal["measured", "published", "assumed", "simulated"]
 
-# drawn in this colour, a line takes the page's text colour (light or dark)
 _SHARE = re.compile(r"[-+]?[\d.,]+ ?%|-")  # in percent; or the dash for none
+# drawn in this colour, a line takes the page's text colour (light or dark)
 INK = "#010203"
 # one per series, told apart in both themes and by colour-blind readers (Okabe & Ito 2008)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -253,8 +253,9 @@ def filled(
     columns: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """A table without the columns in which no row has anything: published rows have no energy."""
-    kept = [place for place in range(len(columns)) if any(row[place] != "-" for row in rows)]
-    return tuple(columns[place] for place in kept), [tuple(row[n] for n in kept) for row in rows]
+    places = range(len(columns))
+    kept = [n for n in places if not rows or any(row[n] != "-" for row in rows)]
+    return tuple(columns[n] for n in kept), [tuple(row[n] for n in kept) for row in rows]
 
 
 def _power(value: Json) -> Table:

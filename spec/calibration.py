@@ -127,7 +127,10 @@ class HostFit(Record):
         default=0.0, description="autograd around one in the backward pass"
     )
     collective_us: Micros = Field(default=0.0, description="to issue one collective of a layer")
-    expert_us: Micros = Field(default=0.0, description="around one expert, in the forward pass")
+    expert_us: Micros = Field(
+        default=0.0,
+        description="around one expert in the forward pass; see EXPERT_BACKWARD",
+    )
     routing_us: Micros = Field(
         default=0.0,
         description="to choose a layer's experts and find their tokens, in the forward pass",

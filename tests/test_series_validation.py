@@ -62,6 +62,7 @@ def test_the_published_rows(calibration: Calibration, tmp_path: Path, capsys: An
 def test_columns_that_no_row_fills_are_left_out() -> None:
     rows = [("x", "-", 1), ("y", "-", "-")]
     assert filled(("a", "b", "c"), rows) == (("a", "c"), [("x", 1), ("y", "-")])
+    assert filled(("a", "b"), []) == (("a", "b"), [])
 
 
 def test_rows_unlike_their_anchors_are_summarised_beside_all() -> None:

@@ -43,8 +43,9 @@ def meshed(calibration: Calibration, node: Node) -> Calibration:
                     low=rate * exp(-Z90 * last.sd),
                     high=rate * exp(Z90 * last.sd),
                     source="assumed",
-                    detail=f"a switch's times, the bandwidth part by the links that reach "
-                    f"{'a peer' if fit.collective == 'send_recv' else 'the group'}; see {MESH}",
+                    detail="a switch's times, the bandwidth part by the links that reach "
+                    f"{'a peer' if fit.collective == 'send_recv' else 'the group'}, where it would "
+                    f"fill them; see {MESH}",
                 )
             )
     return changed(calibration, collectives=fits, parameters=tuple(listed))

@@ -48,6 +48,7 @@ _BEYOND = r"zero(\+\+|[-_ ]?infinity)"
 _HYBRID = r"hsdp|hybrid[-_ ]?shard|fsdp ?\+ ?dp\b"
 # PyTorch's own name for it, and torchtitan's degree of it (`data_parallel_shard_degree`)
 _SPELT = r"fully[-_ ]sharded(?![-_ ]optim)|(?:\bdp|data[-_]parallel)[-_]shard(?![-_ a-z]*[ =:]+1\b)"
+# after a degree's name: how many GPUs, or copies
 _COUNT = r"(?:[-_ ](?:degree|size))?[ =:]+(\d+)"
 _FSDP = rf"full_shard|fsdp(?!2?\s*=\s*1\b)|{_SPELT}|{_HYBRID}"
 _SHARDED = rf"{_FSDP}|{_ZERO}3(?!\d)|{_BEYOND}"

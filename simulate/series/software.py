@@ -61,12 +61,6 @@ def grouped_experts(row: SeriesRow, model: ModelSpec, p: Parallelism) -> int:
     return max(model.experts // p.ep, 1) if _GROUPED.search(row.words) else 1
 
 
-def with_grouped_experts(calibration: Calibration, experts: int) -> Calibration:
-    """The calibration where so many experts take the host what one does."""
-    host = calibration.host
-    return changed(calibration, host=changed(host, expert_us=host.expert_us / experts))
-
-
 def with_joint_updates(calibration: Calibration) -> Calibration:
     """The calibration where one kernel clips or updates many tensors, and one norm is read back.
 

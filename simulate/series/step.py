@@ -25,7 +25,6 @@ from simulate.series.software import (
     tensor_exposure,
     waits_for_all,
     with_graphs,
-    with_grouped_experts,
     with_joint_updates,
 )
 from simulate.step.estimate import StepEstimate, StepSimulator
@@ -91,17 +90,20 @@ class Calibrations:
         self._for = lru_cache(maxsize=64)(self._transferred)
         self._issued = lru_cache(maxsize=64)(self._issuing)
 
-    def _issuing(self, issue: float, *of: Any) -> Calibration:
+    def _issuing(self, issue: float, experts: int, *of: Any) -> Calibration:
+        """Where collectives take the host longer, and so many experts what one does."""
         calibration = self._for(*of)
         host = calibration.host
-        slower = changed(host, collective_us=host.collective_us * exp(issue))
-        return changed(calibration, host=slower)
+        times = {
+            "collective_us": host.collective_us * exp(issue),
+            "expert_us": host.expert_us / experts,
+        }
+        return changed(calibration, host=changed(host, **times))
 
     def _transferred(
-        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool, experts: int
+        self, node: Node, fp4: bool, unfused: bool, flash: int, graphs: bool
     ) -> Calibration:
         calibration = with_joint_updates(calibration_for(self._measured, node))
-        calibration = with_grouped_experts(calibration, experts)
         if graphs:
             calibration = with_graphs(calibration)
         if unfused:
@@ -114,8 +116,8 @@ class Calibrations:
         """The calibration that a plan is simulated with; `issue` is that factor's logarithm."""
         row = one.row
         experts = grouped_experts(row, one.model, one.parallelism)
-        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs, experts
-        return self._issued(issue, *of) if issue else self._for(*of)
+        of = one.node, one.fp4, row.early, flash_attention(row), row.graphs
+        return self._issued(issue, experts, *of) if issue or experts > 1 else self._for(*of)
 
 
 class Frozen(StepSimulator):
