@@ -16,6 +16,7 @@ from calibrate.host.issue import (
     beside_kernels,
     equations,
     host_sd,
+    middles,
     on_middle_host,
 )
 from measure.plans.file import read_plan
@@ -121,11 +122,28 @@ def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
     assert beside_issue(seen, same, {("a",): 1.0, ("a", "d"): 1.2}) == []
 
 
+def test_the_middle_hosts_passes_are_told_as_long_as_they_take() -> None:
+    """Middles of what one host cannot tell apart would add up to less."""
+    shares = {("a",): (0.0, 12.0), ("b",): (1.0, 9.0), ("c",): (9.0, 2.0)}  # 12, 10 and 11
+    own = {host: {"part": part, "expert": expert} for host, (part, expert) in shares.items()}
+    counts = {"part": 1.0, "expert": 1.0}
+    seen = {
+        host: [Equation(sum(both) + 5.0, 5.0, counts, 20.0), Equation(1.0, 0.0, {"step": 1.0}, 1.0)]
+        for host, both in shares.items()
+    }
+    assert sum(middles(own, {}).values()) == 10.0
+    found = on_middle_host(seen, own, {})
+    assert found == pytest.approx({"part": 1.1, "expert": 9.9})
+    # a host of unknown speed scales nothing where others' is known, nor one that tells nothing
+    assert sum(on_middle_host(seen, own, {("b",): 1.0}).values()) == pytest.approx(10.0)
+    assert on_middle_host(seen | {("d",): []}, own | {("d",): {}}, {}) == found
+
+
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
     own = {("a",): {"ring": 2.0, "pass": 9.0}, ("b",): {"ring": 4.0}, ("c",): {"ring": 90.0}}
     known = {("a",): 1.0, ("b",): 1.2}
-    assert on_middle_host(own, known) == {"ring": 3.0, "pass": 9.0}
-    assert on_middle_host({("c",): {"ring": 90.0}}, known) == {"ring": 90.0}
+    assert middles(own, known) == {"ring": 3.0, "pass": 9.0}
+    assert middles({("c",): {"ring": 90.0}}, known) == {"ring": 90.0}
 
 
 def test_steps_are_off_by_what_nil_steps_leave() -> None:
@@ -299,7 +317,7 @@ def test_an_impossible_host_row_is_refused(changed: dict[str, float], words: str
 def test_one_hosts_slow_moment_moves_no_other() -> None:
     """As on an H100 whose step with adapters took twice as long as the one beside it."""
     own = {(name,): {"adapter": us} for name, us in (("a", 66.0), ("b", 172.6), ("c", 725.4))}
-    assert on_middle_host(own, dict.fromkeys(own, 1.0)) == {"adapter": 172.6}
+    assert middles(own, dict.fromkeys(own, 1.0)) == {"adapter": 172.6}
 
 
 def test_an_update_of_no_time_tells_nothing() -> None:

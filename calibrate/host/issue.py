@@ -5,7 +5,7 @@ and autograd take: around a part of a layer, around an expert, to start a collec
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import log, sqrt
 from statistics import median
@@ -68,8 +68,10 @@ WHAT = {
 # What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
 # and would count for more than all others.
 LEAST_UPDATE = 0.01
-# Least spread of what a host takes for a step: the same nil steps differ by a fifth within minutes.
-HOST_SD = 0.2
+# Least spread of what a host takes for a step. Means of six steps of one kind, nil or of mixtures
+# that wait, differ by 0.12 (log) from one turn to the next, ten seconds later, on two H200 hosts
+# (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
+HOST_SD = 0.15
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
 DEFAULT_HOST_US = 10.0
 
@@ -106,7 +108,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
     own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
-    shown = on_middle_host(own, slower)
+    shown = on_middle_host(by_devices, own, slower)
     found = {}
     for name, calls in CALLS.items():
         spread = STEP_SD if name == "step" else sd if name in shown else UNSEEN_SD
@@ -161,7 +163,7 @@ def beside_issue(
     found = []
     for visit in (one for one in seen if one in slower):
         apart = [one for one in own if one in slower and not set(one) & set(visit)]
-        others = on_middle_host({one: own[one] for one in apart}, slower)
+        others = on_middle_host(seen, {one: own[one] for one in apart}, slower)
         passes = [
             one
             for one in seen[visit]
@@ -174,6 +176,28 @@ def beside_issue(
 
 
 def on_middle_host(
+    seen: Mapping[tuple[str, ...], Sequence[Equation]],
+    own: Mapping[tuple[str, ...], Mapping[str, float]],
+    slower: Mapping[tuple[str, ...], float],
+) -> dict[str, float]:
+    """Time of each of CALLS on the middle host, us; seen, own, slower: as of `beside_issue`.
+
+    `middles`, all scaled alike so that the middle host's passes are told as long as they take.
+    Middles of each by itself add up to less: where a host's numbers err, one is too small by what
+    another is too large, and none is less than nothing.
+    """
+    shown = middles(own, slower)
+    longer = []
+    for visit in _known([visit for visit, takes in own.items() if takes], slower):
+        passes = [one for one in seen[visit] if "step" not in one.counts]
+        told = _sum(passes, lambda one: _told(one, shown) - one.kernels_us)
+        if told > 0:
+            longer.append(_sum(passes, lambda one: one.time_us - one.kernels_us) / told)
+    factor = median(longer) if longer else 1.0
+    return {name: factor * time_us for name, time_us in shown.items()}
+
+
+def middles(
     own: Mapping[tuple[str, ...], Mapping[str, float]], slower: Mapping[tuple[str, ...], float]
 ) -> dict[str, float]:
     """Middle time of each of CALLS, us, over hosts by their devices: some had a slow moment.
@@ -183,11 +207,21 @@ def on_middle_host(
     """
     shown = {}
     for name in CALLS:
-        told = {visit: takes[name] for visit, takes in own.items() if name in takes}
-        known = [time for visit, time in told.items() if visit in slower] or list(told.values())
-        if known:
-            shown[name] = median(known)
+        hosts = _known([visit for visit, takes in own.items() if name in takes], slower)
+        if hosts:
+            shown[name] = median(own[visit][name] for visit in hosts)
     return shown
+
+
+def _known(
+    visits: Sequence[tuple[str, ...]], slower: Mapping[tuple[str, ...], float]
+) -> Sequence[tuple[str, ...]]:
+    return [visit for visit in visits if visit in slower] or visits
+
+
+def _sum(passes: Sequence[Equation], time_us: Callable[[Equation], float]) -> float:
+    """Of times in passes, each as a share of the time that it was seen in."""
+    return sum(time_us(one) / one.of_us for one in passes)
 
 
 def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:
@@ -231,7 +265,7 @@ def host_sd(
         spread_interval(value, max(count - fitted, 4)),
         "measured" if left > HOST_SD else "assumed",
         (f"{fitted} numbers leave {left:.2f} of {count} times of nil steps; " if shown else "")
-        + f"at least {HOST_SD:g}, by which nil steps differ within minutes",
+        + f"at least {HOST_SD:g}, as steps differ from one moment to the next",
     )
 
 
