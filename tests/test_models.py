@@ -13,8 +13,8 @@ from spec.parallelism import Parallelism
 # printed by their authors: arXiv 2005.14165 and 2104.04473 (GPT-3), 2407.21783, 2307.09288 and
 # the model cards (Llama), 2302.13971 (LLaMA 33B), 2401.04088 and the model cards (Mixtral, Mistral
 # NeMo), 2403.04652, 2401.02954 and the model cards (Yi, DeepSeek; llama-160m, SmolLM2, StarCoder2,
-# Phi-3, DBRX, Granite 3.0, OPT, Mistral Large, Falcon), and by AI21 (Jurassic-1), Microsoft
-# (Turing-NLG), Google (arXiv 2503.19786, table 1: Gemma 3's text model)
+# Phi-3, Phi-mini, DBRX, Granite 3.0, Qwen3, Skywork-MoE, OPT, Mistral Large, Falcon), and by AI21
+# (Jurassic-1), Microsoft (Turing-NLG), Google (arXiv 2503.19786, table 1: Gemma 3's text model)
 PUBLISHED = {
     "gpt3-175b": 174.6e9,
     "llama3-8b": 8.03e9,

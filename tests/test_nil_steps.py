@@ -136,7 +136,12 @@ def test_the_middle_hosts_passes_are_told_as_long_as_they_take() -> None:
     assert found == pytest.approx({"part": 1.1, "expert": 9.9})
     # a host of unknown speed scales nothing where others' is known, nor one that tells nothing
     assert sum(on_middle_host(seen, own, {("b",): 1.0}).values()) == pytest.approx(10.0)
-    assert on_middle_host(seen | {("d",): []}, own | {("d",): {}}, {}) == found
+    dumb = {("d",): [Equation(90.0, 0.0, {"ring": 1.0}, 90.0)]}
+    assert on_middle_host(seen | dumb, own | {("d",): {}}, {}) == found
+    # nor one whose kernels alone are told longer than its passes took
+    longer = {("d",): [Equation(1.0, 50.0, counts, 20.0)]}
+    again = on_middle_host(seen | longer, own | {("d",): own["c",]}, {})
+    assert sum(again.values()) == pytest.approx(11.0)
 
 
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:

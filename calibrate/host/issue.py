@@ -68,8 +68,8 @@ WHAT = {
 # What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
 # and would count for more than all others.
 LEAST_UPDATE = 0.01
-# Least spread of what a host takes for a step. Means of six steps of one kind, nil or of mixtures
-# that wait, differ by 0.12 (log) from one turn to the next, ten seconds later, on two H200 hosts
+# Least spread of what a host takes for a step. Turns of one kind of step, nil or of mixtures that
+# wait, differ by 0.12 and 0.14 (log) on two hosts of H200, a turn a second long and ten apart
 # (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
 HOST_SD = 0.15
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
@@ -183,16 +183,17 @@ def on_middle_host(
     """Time of each of CALLS on the middle host, us; seen, own, slower: as of `beside_issue`.
 
     `middles`, all scaled alike so that the middle host's passes are told as long as they take.
-    Middles of each by itself add up to less: where a host's numbers err, one is too small by what
-    another is too large, and none is less than nothing.
+    Middles of each by itself need not add up to that: numbers of one host make up for each other.
+    What a step has once is scaled by the same, though no pass has it.
     """
     shown = middles(own, slower)
     longer = []
     for visit in _known([visit for visit, takes in own.items() if takes], slower):
         passes = [one for one in seen[visit] if "step" not in one.counts]
+        took = _sum(passes, lambda one: one.time_us - one.kernels_us)
         told = _sum(passes, lambda one: _told(one, shown) - one.kernels_us)
-        if told > 0:
-            longer.append(_sum(passes, lambda one: one.time_us - one.kernels_us) / told)
+        if took > 0 and told > 0:
+            longer.append(took / told)
     factor = median(longer) if longer else 1.0
     return {name: factor * time_us for name, time_us in shown.items()}
 
