@@ -114,26 +114,27 @@ def in_line(
 
     alone: (stages, chunks, draws), without that. took: by stage and chunk, a backward pass. sent:
     likewise, a reduction. delays: of a message, by boundary or one for all. All in us, (draws,).
-    Between two of a stage's last passes lie as many as there are stages.
+    A chunk's last passes are as many as there are stages, one after another, each with the message
+    of the same microbatch's pass on the stage behind it.
     """
     stages, chunks = alone.shape[:2]
     waited: list[list[Array]] = [[] for _ in range(stages)]
-    end = [alone[stage, -1] for stage in range(stages)]
+    end = [np.zeros(1)] * stages
     reduced = [np.zeros(1)] * stages
-    left: Array | None = None  # when the message that the next one of these passes needs does
+    left: list[Array] = []  # when the messages that the next ones of these passes need do
     for chunk in reversed(range(chunks)):
         for stage in reversed(range(stages)):
-            mine = took[stage][chunk]
-            begun, end[stage] = end[stage], alone[stage, chunk]
-            if chunk < chunks - 1:
-                begun = begun + waited[stage][0]
-                end[stage] = larger(end[stage], begun + stages * mine)
-            if left is not None:
-                end[stage] = larger(end[stage], left + of_boundary(delays, stage) + mine)
-            left = larger(end[stage], reduced[stage])
-            waited[stage].insert(0, left - end[stage])
+            ends, at = [], end[stage] + waited[stage][0] if waited[stage] else end[stage]
+            for microbatch in range(stages):
+                if left:
+                    at = larger(at, left[microbatch] + of_boundary(delays, stage))
+                at = at + took[stage][chunk]
+                ends.append(at)
+            end[stage] = larger(at, alone[stage, chunk])
+            left = [*ends[:-1], larger(end[stage], reduced[stage])]
+            waited[stage].insert(0, left[-1] - end[stage])
             if chunk:
-                reduced[stage] = left + sent[stage][chunk]
+                reduced[stage] = left[-1] + sent[stage][chunk]
     return Line(waited, end, reduced)
 
 
