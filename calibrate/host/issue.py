@@ -5,7 +5,7 @@ and autograd take: around a part of a layer, around an expert, to start a collec
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import log, sqrt
 from statistics import median
@@ -164,11 +164,7 @@ def beside_issue(
     for visit in (one for one in seen if one in slower):
         apart = [one for one in own if one in slower and not set(one) & set(visit)]
         others = on_middle_host(seen, {one: own[one] for one in apart}, slower)
-        passes = [
-            one
-            for one in seen[visit]
-            if "step" not in one.counts and one.counts.keys() <= others.keys()
-        ]
+        passes = [one for one in _passes(seen[visit]) if one.counts.keys() <= others.keys()]
         if passes:
             told = sum(_told(one, others) for one in passes)
             found.append(log(told / sum(one.time_us for one in passes)))
@@ -189,9 +185,9 @@ def on_middle_host(
     shown = middles(own, slower)
     longer = []
     for visit in _known([visit for visit, takes in own.items() if takes], slower):
-        passes = [one for one in seen[visit] if "step" not in one.counts]
-        took = _sum(passes, lambda one: one.time_us - one.kernels_us)
-        told = _sum(passes, lambda one: _told(one, shown) - one.kernels_us)
+        passes = _passes(seen[visit])
+        took = sum((one.time_us - one.kernels_us) / one.of_us for one in passes)
+        told = sum((_told(one, shown) - one.kernels_us) / one.of_us for one in passes)
         if took > 0 and told > 0:
             longer.append(took / told)
     factor = median(longer) if longer else 1.0
@@ -217,12 +213,13 @@ def middles(
 def _known(
     visits: Sequence[tuple[str, ...]], slower: Mapping[tuple[str, ...], float]
 ) -> Sequence[tuple[str, ...]]:
+    """Those whose slowness is known; all, where it is of none."""
     return [visit for visit in visits if visit in slower] or visits
 
 
-def _sum(passes: Sequence[Equation], time_us: Callable[[Equation], float]) -> float:
-    """Of times in passes, each as a share of the time that it was seen in."""
-    return sum(time_us(one) / one.of_us for one in passes)
+def _passes(seen: Sequence[Equation]) -> list[Equation]:
+    """What a microbatch has, without what a step has once."""
+    return [one for one in seen if "step" not in one.counts]
 
 
 def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:

@@ -119,12 +119,13 @@ def in_line(
     """
     stages, chunks = alone.shape[:2]
     waited: list[list[Array]] = [[] for _ in range(stages)]
-    end = [np.zeros(1)] * stages
+    end = [np.zeros(1)] * stages  # no earlier: of the last chunk `alone` says when
     reduced = [np.zeros(1)] * stages
     left: list[Array] = []  # when the messages that the next ones of these passes need do
     for chunk in reversed(range(chunks)):
         for stage in reversed(range(stages)):
-            ends, at = [], end[stage] + waited[stage][0] if waited[stage] else end[stage]
+            at = end[stage] + waited[stage][0] if waited[stage] else end[stage]
+            ends = []
             for microbatch in range(stages):
                 if left:
                     at = larger(at, left[microbatch] + of_boundary(delays, stage))
