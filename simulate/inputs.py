@@ -16,7 +16,7 @@ from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node, same_device
 from spec.model import ModelSpec, limits, load_model, model_names
-from spec.parallelism import Schedule
+from spec.parallelism import Schedule, TransformerImpl
 from topologies import fabric_names, load_fabric, load_node, node_names
 
 if TYPE_CHECKING:
@@ -335,6 +335,12 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     group.add_argument(
+        "--transformer-impl",
+        choices=get_args(TransformerImpl),
+        help="what Megatron-Core's layers are built from: its own modules, or Transformer Engine "
+        "with Megatron-LM's fusions (default: local)",
+    )
+    group.add_argument(
         "--layers-per-stage",
         metavar="N,N,...",
         help="uneven pipeline stages, first to last (default: as even as can be)",
@@ -345,7 +351,7 @@ def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Parallelism` that the user has set (global_batch apart)."""
     names = [name.replace("-", "_") for name, _, _ in PARALLELISM_OPTIONS]
     names = [name for name in names if name != "global_batch"]
-    names += ["recompute", "schedule", "sequence_parallel", "overlap", "fp8"]
+    names += ["recompute", "schedule", "sequence_parallel", "overlap", "fp8", "transformer_impl"]
     fixed = {name: getattr(arguments, name) for name in names}
     for name, value in fixed.items():
         low = 0 if name == "zero" else 1

@@ -10,6 +10,7 @@ from spec.model import ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "zb-h1"]
+TransformerImpl = Literal["local", "transformer_engine"]
 
 
 LARGEST_PP = 1024
@@ -39,6 +40,9 @@ class Parallelism(BaseModel):
     )
     fp8: bool = Field(
         default=False, description="products of layers in FP8, as Transformer Engine runs them"
+    )
+    transformer_impl: TransformerImpl = Field(
+        default="local", description="what Megatron-Core's layers are built from"
     )
     layers_per_stage: tuple[PositiveInt, ...] | None = Field(
         default=None, description="uneven pipeline stages, first to last"
@@ -169,6 +173,22 @@ class Parallelism(BaseModel):
             raise UserError(
                 "LoRA of a mixture of experts is not supported; use lora_rank 0 or a dense model"
             )
+        if self.transformer_impl == "transformer_engine":
+            self._check_engine(model)
+
+    def _check_engine(self, model: ModelSpec) -> None:
+        """Raise UserError for what Transformer Engine runs in kernels that are not simulated."""
+        for noun, found in (
+            ("cp above 1", self.cp > 1),
+            ("zero 3", self.zero == 3),
+            ("LoRA", model.lora_rank),
+            ("a mixture of experts", model.experts),
+        ):
+            if found:
+                raise UserError(
+                    f"transformer_impl transformer_engine with {noun} is not supported: its "
+                    "kernels for that are not simulated; use local"
+                )
 
 
 def describe(parallelism: Parallelism) -> str:
@@ -191,5 +211,6 @@ def describe(parallelism: Parallelism) -> str:
     parts += [f"recompute={p.recompute}"] if p.recompute != "none" else []
     parts += ["overlap"] if p.overlap else []
     parts += ["FP8"] if p.fp8 else []
+    parts += ["TE"] if p.transformer_impl == "transformer_engine" else []
     parts += [p.schedule] if p.schedule != "1f1b" else []
     return " ".join(parts)

@@ -22,6 +22,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_context import ring_attention
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
+from spec.step_engine import on_engine
 from spec.step_experts import expert_mlp
 from spec.step_linear import adapter_parameters, column, row
 from spec.step_parts import (
@@ -131,7 +132,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     residual = _biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     attention = _attention(model, p, s)
     mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
-    pairs = [before, *attention, residual, before, *mlp, residual]
+    pairs = on_engine([before, *attention, residual, before, *mlp, residual], p)
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute != "none":
@@ -215,8 +216,9 @@ def optimizer(
     What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
     parameter), scaling them by the number of replicas (8 B; experts' too where each has a GPU to
     itself), and clipping, which Megatron-Core without Apex does as
-    `gradient.copy_(gradient * scale)` (16 B). Clipping is taken to happen, as it does early in
-    training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast (2 + 4 B).
+    `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B). Clipping is
+    taken to happen, as it does early in training. Under zero 3 only shards have fp32 gradients:
+    bf16 ones, cast (2 + 4 B).
     """
     owned = held = 0
     reduction: tuple[Collective, ...] = ()
@@ -244,7 +246,7 @@ def optimizer(
         *cast,
         copied(6 * owned if p.zero == 3 else 4 * held + 8 * scaled),
         Kernel("grad_norm", "forward", update),
-        copied(16 * owned),
+        copied((16 if p.transformer_impl == "local" else 8) * owned),
         Kernel("adam", "forward", update),
     )
     return kernels, reduction, gather

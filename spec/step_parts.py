@@ -113,7 +113,7 @@ def reordered(rows: int, width: int, head_dim: int) -> Kernel:
     return Kernel("reorder", "forward", (rows, width // dim, dim))
 
 
-def _of_weights(kernel: Kernel, part: Part) -> bool:
+def of_weights(kernel: Kernel, part: Part) -> bool:
     """Whether it can wait, as it makes a matrix's gradient or adds it up."""
     if kernel.op == "grad_accumulate":
         biases = [one.dims[1:] for one in part.kernels if one.op == "bias"]
@@ -130,7 +130,7 @@ def without_weights(backward: Segment) -> tuple[Segment, Segment]:
     """
     inputs, weights = [], []
     for part in backward:
-        later = tuple(k for k in part.kernels if _of_weights(k, part))
+        later = tuple(k for k in part.kernels if of_weights(k, part))
         if not later:
             inputs.append(part)
             continue

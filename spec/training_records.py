@@ -16,7 +16,7 @@ from pydantic import (
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.model import ModelName, ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, TransformerImpl
 from spec.row import NonNegative, Numbers, Positive, Row, refuse_uneven
 
 
@@ -70,6 +70,8 @@ class TrainingConfig(Row):
     global_batch: PositiveInt
     recompute: Literal["none", "selective", "full"]
     overlap: bool
+    fp8: bool = False
+    transformer_impl: TransformerImpl = "local"
     layers_per_stage: Stages | None = Field(default=None, description="uneven stages, as 19,21")
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
 
@@ -118,6 +120,8 @@ class TrainingConfig(Row):
         parts += [f"z{p.zero}"]
         parts += [p.recompute] if p.recompute != "none" else []
         parts += ["overlap"] if p.overlap else []
+        parts += ["FP8"] if p.fp8 else []
+        parts += ["TE"] if p.transformer_impl == "transformer_engine" else []
         if p.layers_per_stage is not None:
             parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
         parts += [f"{nodes}nodes"] if nodes > 1 else []

@@ -1,11 +1,12 @@
 """Builds a model of ours with Megatron-Core and runs its steps; only this folder knows it.
 
-Where Transformer Engine can be imported, a GPU's layers are Megatron-Core's on it. Without it and
-Apex, Megatron-Core 0.16 runs from its local layer spec, in which
-three modules are replaced: the norm (torch's, but marked for sequence parallelism, which Megatron
-refuses for torch's own), the core attention (torch's fused attention instead of an unfused softmax)
-and Adam (torch's fused kernel on GPUs). Everything else is Megatron-Core's: tensor-parallel
-layers, embedding, cross-entropy, pipeline schedules, DistributedDataParallel, the optimizers.
+With `transformer_impl` transformer_engine layers are Megatron-Core's on Transformer Engine, with
+the fusions that Megatron-LM turns on by default. Without it and Apex, Megatron-Core 0.16 runs from
+its local layer spec, in which three modules are replaced: the norm (torch's, but marked for
+sequence parallelism, which Megatron refuses for torch's own), the core attention (torch's fused
+attention instead of an unfused softmax) and Adam (torch's fused kernel on GPUs). Everything else is
+Megatron-Core's: tensor-parallel layers, embedding, cross-entropy, pipeline schedules,
+DistributedDataParallel, the optimizers.
 """
 
 import os
@@ -36,9 +37,9 @@ from measure.megatron.context import ContextAttention, own_part
 from measure.megatron.layers import (
     Attention,
     Modules,
+    accumulate_in_products,
     attention_backend,
     engine_modules,
-    fits_transformer_engine,
     local_modules,
     seed_weights,
 )
@@ -64,9 +65,17 @@ CLIP_GRADIENT = 1.0
 Tensor = torch.Tensor
 
 
-def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool, implementation: str) -> Any:
+def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     """Megatron-Core's TransformerConfig of a model split this way."""
     more: dict[str, Any] = {}
+    if p.transformer_impl == "transformer_engine":  # Megatron-LM's defaults
+        more |= {
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+            "apply_rope_fusion": model.position == "rope",
+        }
+    if p.fp8:  # Megatron-LM's defaults with --fp8-format hybrid
+        more |= {"fp8": "hybrid", "fp8_recipe": "delayed"}
     if model.experts:
         more |= {
             "num_moe_experts": model.experts,
@@ -116,7 +125,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool, implementati
         # NCCL's streams keep a sent output alive; gloo reads it after it would be gone
         deallocate_pipeline_outputs=p.pp > 1 and (gpu or p.vpp == 1),
         gradient_accumulation_fusion=False,
-        transformer_impl=implementation,
+        transformer_impl=p.transformer_impl,
         **more,
     )
 
@@ -258,11 +267,12 @@ def build(
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    if fits_transformer_engine(model, p, device):
-        modules = engine_modules(model)
+    engine = p.transformer_impl == "transformer_engine"
+    if engine:
+        modules = engine_modules(device)
     else:
         modules = local_modules(model, *_core_attention(model, p, device))
-    config = transformer_config(model, p, device.type == "cuda", modules.implementation)
+    config = transformer_config(model, p, device.type == "cuda")
     # interleaved: a chunk's parameters are gathered beside the passes of the one before it
     early_gather = p.overlap and p.zero == 1 and p.vpp > 1
     ddp = DistributedDataParallelConfig(
@@ -281,6 +291,8 @@ def build(
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if seeded:
             seed_weights(chunk, parallel_state.get_tensor_model_parallel_rank(), p.tp)
+        if engine:
+            accumulate_in_products(chunk)
         chunk = Float16Module(config, chunk.to(device))
         wrap = Sharded if p.zero == 3 else DistributedDataParallel
         chunks.append(
@@ -300,7 +312,9 @@ def build(
         f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, {DTYPE}; "
         f"{modules.name}, {adam}, learning rate {LEARNING_RATE[device.type]:g}"
     )
-    if p.cp > 1 and modules.implementation == "local":
+    if p.fp8:
+        framework += f", FP8 {config.fp8} {config.fp8_recipe}"
+    if p.cp > 1:
         framework += ", ring attention over context-parallel ranks"
     if p.zero == 3:
         framework += ", Megatron's wrapper of PyTorch's FSDP, gradients reduced in fp32"

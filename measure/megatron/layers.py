@@ -19,6 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from measure.megatron.lora import adapt
 from measure.timed.attention import first_backend
+from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -89,33 +90,34 @@ class Modules:
 
     layer: Any
     final_norm: Any
-    implementation: str  # TransformerConfig's transformer_impl
     name: str  # as `framework` says it
 
 
-def fits_transformer_engine(model: ModelSpec, p: Parallelism, device: torch.device) -> bool:
-    """Whether Megatron-Core's own layers on Transformer Engine run this step here.
-
-    Adapters are ours and made for the local layers; the wrapper of PyTorch's FSDP runs with them.
-    """
-    importable = bool(transformer_engine.HAVE_TE)
-    return importable and device.type == "cuda" and not model.lora_rank and p.zero < 3
-
-
-def engine_modules(model: ModelSpec) -> Modules:
-    """Megatron-Core's layers on Transformer Engine, nothing replaced."""
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=model.experts or None, moe_grouped_gemm=False
-    )
+def engine_modules(device: torch.device) -> Modules:
+    """Megatron-Core's layers on Transformer Engine, nothing replaced; WorkError where it isn't."""
+    if not transformer_engine.HAVE_TE or device.type != "cuda":
+        raise WorkError("transformer_impl transformer_engine needs Transformer Engine, and a GPU")
+    layer = get_gpt_layer_with_transformer_engine_spec()
     version = transformer_engine.get_te_version()
     name = f"Transformer Engine {version} layers"
-    return Modules(layer, transformer_engine.TENorm, "transformer_engine", name)
+    return Modules(layer, transformer_engine.TENorm, name)
+
+
+def accumulate_in_products(chunk: Any) -> None:
+    """Have products of Transformer Engine add weight gradients to the fp32 ones themselves.
+
+    As `gradient_accumulation_fusion` does, which for the output layer, Megatron-Core's own, asks
+    for a kernel of Apex's.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def local_modules(model: ModelSpec, core_attention: Any, attention: str) -> Modules:
     """Megatron-Core's local layers with our norm and attention (whose kernel is `attention`)."""
     name = f"local spec with torch norms, torch attention ({attention})"
-    return Modules(_local_layer(model, core_attention), Norm, "local", name)
+    return Modules(_local_layer(model, core_attention), Norm, name)
 
 
 def _local_layer(model: ModelSpec, core_attention: Any) -> Any:

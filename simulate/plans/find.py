@@ -117,6 +117,7 @@ def candidates(
                 eps = divisors(model.experts, dp * cp) if model.experts else [1]
                 chunks = divisors(model.layers // pp, MOST_CHUNKS) if pp > 1 and not uneven else [1]
                 schedule = fixed.get("schedule", "1f1b")
+                kept = {key: fixed[key] for key in ("fp8", "transformer_impl") if key in fixed}
                 for ep, microbatch, vpp, recompute, zero in itertools.product(
                     options("ep", eps),
                     options("microbatch", [1, 2, 4, 8]),
@@ -130,7 +131,7 @@ def candidates(
                         p = Parallelism(
                             tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, microbatch=microbatch,
                             global_batch=global_batch, recompute=recompute, zero=zero,
-                            layers_per_stage=uneven, schedule=schedule, fp8=fixed.get("fp8", False),
+                            layers_per_stage=uneven, schedule=schedule, **kept,
                             **switches,
                         )  # fmt: skip
                         p.check(model, gpus)

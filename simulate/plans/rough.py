@@ -15,7 +15,7 @@ from simulate.cost.exchange import neighbours, of_boundary
 from simulate.cost.imbalance import share_of_fullest
 from simulate.cost.issue import caught_up, repeated_us
 from simulate.cost.uncertainty import Array, Draws, central
-from simulate.hardware.fp8 import with_fp8_products
+from simulate.hardware.engine import as_run
 from simulate.step.clocks import layer_us
 from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.step.passes import Pieces, chunks
@@ -81,12 +81,10 @@ class Rough:
         return pipeline + self._update_us(p, one)
 
     def _costs(self, p: Parallelism) -> Costs:
-        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8, caught_up(p))
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8, p.transformer_impl, caught_up(p))
         if key not in self._layouts:
             fullest = share_of_fullest(self.model, p, Draws(0))
-            calibration = (
-                with_fp8_products(self.calibration, self.node) if p.fp8 else self.calibration
-            )
+            calibration = as_run(self.calibration, p, self.node)
             self._layouts[key] = Costs(calibration, self.node, self.fabric, p, Draws(0), fullest)
         return self._layouts[key]
 
@@ -94,7 +92,7 @@ class Rough:
         """Depends on how a layer is split, not on how many layers a stage has."""
         key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            *(p.pp == 1, caught_up(p), p.zero == 3 and p.dp * p.cp),
+            *(p.transformer_impl, p.pp == 1, caught_up(p), p.zero == 3 and p.dp * p.cp),
         )
         if key not in self._passes:
             costs = self._costs(p)
@@ -121,7 +119,7 @@ class Rough:
 
     def _slower(self, p: Parallelism, costs: Costs, whole_us: float) -> float:
         """What the clock that power leaves makes of a layer; much the same for all microbatches."""
-        key = (p.tp, p.cp, p.ep, p.sequence_parallel, p.fp8, caught_up(p))
+        key = (p.tp, p.cp, p.ep, p.sequence_parallel, p.fp8, p.transformer_impl, caught_up(p))
         if key not in self._clocks:
             self._clocks[key] = layer_us(self.model, p, costs) / whole_us
         return self._clocks[key]
@@ -197,7 +195,10 @@ class Rough:
 
     def _of_ends(self, p: Parallelism) -> list[Update]:
         """Of the first and the last stage."""
-        key = (p.tp, p.pp, p.vpp, p.cp, p.dp, p.ep, p.zero, p.overlap, p.layers_per_stage, p.fp8)
+        key = (
+            *(p.tp, p.pp, p.vpp, p.cp, p.dp, p.ep, p.zero, p.overlap, p.layers_per_stage),
+            *(p.fp8, p.transformer_impl),
+        )
         if key not in self._updates:
             costs, found = self._costs(p), []
             for stage in sorted({0, p.pp - 1}):

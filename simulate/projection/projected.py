@@ -9,7 +9,7 @@ import numpy as np
 
 from simulate.cost.costs import network_for
 from simulate.cost.uncertainty import OneAtATime, interval
-from simulate.hardware.fp8 import with_fp8_products
+from simulate.hardware.engine import as_run
 from simulate.hardware.nvls import has_nvls
 from simulate.inputs import unmeasured
 from simulate.memory.overhead import KEPT
@@ -225,9 +225,7 @@ def sensitivity(request: Request, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def project(request: Request) -> Projection:
     """Simulate a request; raises UserError where it cannot run or does not make sense."""
-    r = request
-    if r.parallelism.fp8:
-        r = replace(r, calibration=with_fp8_products(r.calibration, r.node))
+    r = replace(request, calibration=as_run(request.calibration, request.parallelism, request.node))
     estimate = r.simulator().run()
     if r.changed is not None and r.changed.what.asked:
         estimate = widened(estimate, r.changed, r.model, r.parallelism, r.node, r.fabric)

@@ -12,7 +12,7 @@ from simulate.cost.costs import Costs, Ring
 from simulate.cost.exchange import COPIED_OUT_SD, HELD_SD
 from simulate.cost.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.cost.uncertainty import Draws, assumed_factor, central
-from simulate.hardware.fp8 import with_fp8_products
+from simulate.hardware.engine import as_run
 from simulate.step import stragglers
 from simulate.step.clocks import load, mean_clock_mhz, stage_clocks
 from simulate.step.overlap import gather_in_turn
@@ -118,8 +118,7 @@ class StepSimulator:
         parallelism.check(model)
         every = {name: copies * getattr(parallelism, name) for name in ("dp", "global_batch")}
         self._job = parallelism.model_copy(update=every)
-        if parallelism.fp8:
-            calibration = with_fp8_products(calibration, node)
+        calibration = as_run(calibration, parallelism, node)
         self.model, self.p, self.calibration = model, parallelism, calibration
         self.measured_gpus = measured_gpus
         self._fixed_clock_mhz, self._slow_gpus = clock_mhz, slow_gpus

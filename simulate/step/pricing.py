@@ -94,7 +94,7 @@ class _Split:
         self.p = p
         self._key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            *(ways(p.schedule), p.pp == 1, p.zero == 3 and p.dp * p.cp),
+            *(p.transformer_impl, ways(p.schedule), p.pp == 1, p.zero == 3 and p.dp * p.cp),
         )
 
     def __hash__(self) -> int:
