@@ -1,0 +1,277 @@
+"""What Transformer Engine's kernels and hosts take, beside copies and Megatron-Core's local layers.
+
+    python -m benchmarks.engine [FILE] [--measure FILE]
+
+`--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
+another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
+add weight gradients up, beside the same three products by torch; and nil steps (`spec.nil`) by
+local layers, on Transformer Engine and there in FP8, of which layers' passes count. Then, by
+default from `engine.csv` beside this file, the ratios that `spec.step_engine` and
+`simulate.hardware.engine` have as constants.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import exp, log, prod
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from pydantic import BaseModel
+
+from spec import command
+from spec.errors import UserError
+from spec.files import read_table, write_table
+from spec.fitted import Positive
+from spec.kernel import Kernel
+from spec.nil import ON_GPU, nil_model
+from spec.parallelism import Parallelism
+
+Call = Callable[[], Any]
+Item = tuple[str, str, str, str, Call]  # what, way, shape, by, call
+ROUNDS, CALLS = 7, 20
+MICROBATCHES = 5
+ROWS = (
+    ("rmsnorm", ((8192, 4096), (8192, 8192), (16384, 8192))),
+    ("layernorm", ((8192, 4096), (8192, 7168), (16384, 8192))),
+    ("swiglu", ((4096, 14336), (8192, 14336), (8192, 28672))),
+    ("gelu", ((4096, 14336), (8192, 14336), (8192, 28672))),
+    ("rope", ((8192, 40, 128), (16384, 40, 128), (8192, 72, 128))),
+)
+CASTS = ((8192, 4096), (8192, 14336), (8192, 28672))
+PRODUCTS = ((4096, 6144, 4096), (4096, 28672, 4096), (8192, 28672, 4096), (8192, 8192, 28672))
+NIL = ({"layers": 3}, {"layers": 12}, {"layers": 3, "recompute": "full"})
+
+
+class Timed(BaseModel):
+    """One time: of what, which way, at which shape, by whom."""
+
+    gpu: str
+    what: str  # an operation, `cast`, `linear` or `nil`
+    way: str
+    shape: str
+    by: str  # copy, local, engine or engine_fp8
+    time_us: Positive
+
+
+def measured() -> Iterator[Timed]:
+    """All of it, on the first GPU."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if not cuda.is_available():
+        raise UserError("--measure needs a GPU, and torch finds none here")
+    gpu = cuda.get_device_name(0)
+    for what, way, shape, by, time_us in _nil_steps():
+        yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
+    for make in _makers(torch):
+        try:
+            for what, way, shape, by, call in make():
+                time_us = _time_us(cuda, call)
+                yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
+        except (AttributeError, TypeError, RuntimeError) as error:  # another version's calls
+            print(f"not timed: {error}", file=sys.stderr)
+
+
+def _time_us(cuda: Any, call: Call) -> float:
+    """Median over rounds of the mean of calls that follow each other."""
+    for _ in range(3):
+        call()
+    found = []
+    for _ in range(ROUNDS):
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        cuda.synchronize()
+        begin.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * begin.elapsed_time(end) / CALLS)
+    return sorted(found)[ROUNDS // 2]
+
+
+def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
+    """What is timed, shape by shape, each beside a copy of the bytes that it must move."""
+    makers = _kernels(torch)
+
+    def both_ways(op: str, dims: tuple[int, ...]) -> Iterator[Item]:
+        for way, call in zip(("forward", "backward"), makers[op](*dims), strict=True):
+            kernel = Kernel(op, way, dims)
+            yield op, way, kernel.shape, "engine", call
+            yield op, way, kernel.shape, "copy", _copy(torch, kernel.bytes)
+
+    def cast(dims: tuple[int, ...]) -> Iterator[Item]:
+        shape = "x".join(map(str, dims))
+        yield "cast", "forward", shape, "engine", makers["cast"](*dims)
+        yield "cast", "forward", shape, "copy", _copy(torch, 4 * prod(dims))
+
+    def linear(m: int, n: int, k: int) -> Iterator[Item]:
+        shape = Kernel("gemm", "forward", (m, n, k)).shape
+        for by, call in _linear(torch, m, n, k).items():
+            yield "linear", "both", shape, by, call
+        yield "linear", "both", shape, "copy", _copy(torch, 6 * n * k)
+
+    for op, shapes in ROWS:
+        yield from (partial(both_ways, op, dims) for dims in shapes)
+    yield from (partial(cast, dims) for dims in CASTS)
+    yield from (partial(linear, *dims) for dims in PRODUCTS)
+
+
+def _copy(torch: Any, nbytes: float) -> Call:
+    source = torch.randn(int(nbytes) // 8, device="cuda")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:
+    """By name: of dims, the calls forward and backward; of `cast` one."""
+    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
+    import transformer_engine_torch as tex
+    from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_back
+    from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+
+    def norm(forward: Any, backward: Any, biased: bool, rows: int, width: int) -> tuple[Call, Call]:
+        x, dy = torch.randn(rows, width, **half), torch.randn(rows, width, **half)
+        w = (torch.ones(width, **half), torch.zeros(width, **half))[: 1 + biased]
+        kind = tex.DType.kBFloat16
+        _, *kept = forward(x, *w, 1e-5, None, None, kind, 0, False)
+        kept = [one for one in kept if one is not None]
+        return (
+            lambda: forward(x, *w, 1e-5, None, None, kind, 0, False),
+            lambda: backward(dy, x, *kept, w[0], 0, False),
+        )
+
+    def gated(rows: int, width: int) -> tuple[Call, Call]:
+        x, dy = torch.randn(rows, 2 * width, **half), torch.randn(rows, width, **half)
+        return lambda: swiglu(x), lambda: swiglu_back(dy, x)
+
+    def gelu(rows: int, width: int) -> tuple[Call, Call]:
+        x, dy = torch.randn(rows, width, **half), torch.randn(rows, width, **half)
+        bias = torch.randn(width, **half)
+        return lambda: bias_gelu(bias, x), lambda: bias_gelu_back(dy, bias, x)
+
+    def rope(rows: int, heads: int, dim: int) -> tuple[Call, Call]:
+        keys = heads // 9 if heads % 9 == 0 else heads // 5
+        freqs = torch.randn(rows, 1, 1, dim, device="cuda")
+        both = [torch.randn(rows, 1, n, dim, **half).requires_grad_() for n in (heads - keys, keys)]
+        out = [fused_apply_rotary_pos_emb(one, freqs) for one in both]
+        dy = [torch.randn_like(one) for one in out]
+        return (
+            lambda: [fused_apply_rotary_pos_emb(one, freqs) for one in both],
+            lambda: torch.autograd.grad(out, both, dy, retain_graph=True),
+        )
+
+    def cast(rows: int, width: int) -> Call:
+        x = torch.randn(rows, width, **half)
+        one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+        to = Float8Quantizer(one, amax, tex.DType.kFloat8E4M3, rowwise=True, columnwise=True)
+        return lambda: to(x)
+
+    return {
+        "rmsnorm": partial(norm, tex.rmsnorm_fwd, tex.rmsnorm_bwd, False),
+        "layernorm": partial(norm, tex.layernorm_fwd, tex.layernorm_bwd, True),
+        "swiglu": gated,
+        "gelu": gelu,
+        "rope": rope,
+        "cast": cast,
+    }
+
+
+def _linear(torch: Any, m: int, n: int, k: int) -> dict[str, Call]:
+    """Forward and backward of a linear layer: products by torch, and the layer in bf16 and FP8."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    x, w, dy = (torch.randn(*shape, **half) for shape in ((m, k), (n, k), (m, n)))
+
+    def products() -> None:
+        x @ w.t(), dy @ w, dy.t() @ x
+
+    layer = te.Linear(
+        k, n, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, device="cuda"
+    )
+    layer.weight.main_grad = torch.zeros(n, k, device="cuda")
+    layer.weight.grad_added_to_main_grad = False
+    layer.weight.overwrite_main_grad = False
+    recipe = DelayedScaling(fp8_format=Format.HYBRID)
+    inputs = x.detach().requires_grad_()
+    count = {"fp8": 0}
+
+    def both(fp8: bool) -> None:
+        with te.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+            out = layer(inputs, is_first_microbatch=(count["fp8"] == 0) if fp8 else None)
+        count["fp8"] += fp8
+        out.backward(dy)
+        inputs.grad = layer.weight.grad = None
+
+    return {"local": products, "engine": partial(both, False), "engine_fp8": partial(both, True)}
+
+
+def _nil_steps() -> Iterator[tuple[str, str, str, str, float]]:
+    """Passes of nil layers, by each, in turn: (what, way, shape, by, us)."""
+    from measure.training.plan import WARM_UP, TrainingCase
+    from measure.training.steps import step_times
+
+    engine = {"transformer_impl": "transformer_engine"}
+    for case in NIL:
+        again = case.get("recompute", "none")
+        layers = int(str(case["layers"]))
+        model = nil_model(ON_GPU).resized(layers=layers)
+        split = {"global_batch": MICROBATCHES, "recompute": again}
+        for by, more in (
+            ("local", {}),
+            ("engine", engine),
+            ("engine_fp8", engine | {"fp8": True}),
+        ):
+            p = Parallelism(**split, **more)  # type: ignore[arg-type]
+            steps = TrainingCase(model, p, 10, WARM_UP, 12.0, f"nil-{by}")
+            (found,) = step_times(steps, (MICROBATCHES,), 3, device_kind="nvidia")
+            for way in ("forward", "backward"):
+                times = sorted(1e6 * one[f"layers_{way}_s"] for one in found.passes)
+                each = times[len(times) // 2] / (layers * MICROBATCHES)
+                yield "nil", way, f"layers={layers},recompute={again}", by, each
+            yield "nil", "update", f"layers={layers}", by, 1e6 * sorted(found.updates_s)[0]
+
+
+def summary(rows: Sequence[Timed]) -> str:
+    """Ratios by GPU, what, way and by whom: geometric mean, sd of the logarithm, how many."""
+    times = {(one.gpu, one.what, one.way, one.shape, one.by): one.time_us for one in rows}
+    ratios: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for (gpu, what, way, shape, by), time_us in times.items():
+        for other in ("copy", "local"):
+            base = times.get((gpu, what, way, shape, other))
+            if base and by.startswith("engine"):
+                ratios[gpu, what, way, f"{by} / {other}"].append(log(time_us / base))
+    lines = []
+    for (gpu, what, way, which), found in ratios.items():
+        spread = stdev(found) if len(found) > 1 else 0.0
+        lines.append(
+            f"{gpu:22s} {what:10s} {way:9s} {which:18s} {exp(fmean(found)):6.2f} "
+            f"{spread:5.2f} {len(found):3d}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, where that is asked for, and print the ratios."""
+    parser = command.Parser(prog="python -m benchmarks.engine", description=__doc__)
+    own = Path(__file__).with_suffix(".csv")
+    parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
+    parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
+    options = parser.parse_args(arguments)
+    rows: list[Timed] = []
+    for row in measured() if options.measure else ():
+        rows.append(row)
+        write_table(Path(options.measure), Timed, rows)
+    print(summary(rows if options.measure else read_table(options.file, Timed)))
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
