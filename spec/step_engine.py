@@ -2,21 +2,46 @@
 
 What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 
-- Norms, activations and rotary embedding are one kernel each way. None of them is measured by
-  itself: it is taken to last as long as a copy of the bytes that it must move.
-- Products add their weight gradients to the fp32 ones themselves (`fuse_wgrad_accumulation`), and
-  biases in or out of them: no kernels of their own.
-- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`).
+- Norms, activations and rotary embedding are one kernel each way. It is taken to last as long as a
+  copy of the bytes that it must move, times what `benchmarks.engine` found on an H200.
+- Products add their weight gradients to the fp32 ones themselves (`fuse_wgrad_accumulation`): they
+  read those and write them in fp32, which takes what a copy of these bytes does.
+- Biases are added by the product or the kernel behind it. Their gradients are summed by a kernel of
+  their own but for the first product's, which has them from its own.
+- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), and other casts
+  write two copies, one of them transposed.
 
 Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensions` and `fusions`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied, of_weights
 
-FUSED = ("rmsnorm", "layernorm", "rope", "swiglu", "gelu")
+# Times of a copy of as many bytes, forward and backward; on an H200, medians of two or three shapes
+# (`benchmarks/engine.csv`).
+OF_A_COPY = {
+    "rmsnorm": (1.11, 1.1),
+    "layernorm": (1.33, 1.32),
+    "rope": (2.0, 2.07),
+    "swiglu": (1.0, 1.51),
+    "gelu": (1.4, 1.13),
+}
+CAST = 1.18
+# Widths that norms have kernels for, `common/normalization/*/*_fwd_cuda_kernel.cu`; others take a
+# general one.
+TUNED = {
+    "rmsnorm": {512, 768, 1024, 2048, 4096, 8192},
+    "layernorm": {
+        *(768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800),
+        *(15360, 16384, 18432, 20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536),
+    },
+}
+GENERAL = 2.8
+ACCUMULATED_BYTES = 6  # of a weight's gradient: fp32 read and written, where bf16 would be written
 BEHIND_NORM = ("qkv", "fc1")
 
 Pair = tuple[Part, Part]
@@ -35,9 +60,22 @@ def _forward(part: Part, p: Parallelism) -> Part:
 
 
 def _fused(part: Part) -> Part:
-    kept = (
-        copied(int(kernel.bytes)) if kernel.op in FUSED else kernel
-        for kernel in part.kernels
-        if kernel.op != "bias" and not (kernel.op == "grad_accumulate" and of_weights(kernel, part))
-    )
-    return replace(part, kernels=tuple(kept))
+    return replace(part, kernels=tuple(one for each in part.kernels for one in _run(each, part)))
+
+
+def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
+    """What takes the place of a kernel."""
+    backward = kernel.direction == "backward"
+    if kernel.op == "bias":
+        if backward and part.name != "qkv":
+            yield kernel
+    elif kernel.op == "grad_accumulate" and of_weights(kernel, part):
+        yield copied(ACCUMULATED_BYTES * kernel.dims[0])
+    elif kernel.op in OF_A_COPY:
+        tuned = TUNED.get(kernel.op)
+        general = tuned is not None and kernel.dims[1] not in tuned
+        yield copied(int(kernel.bytes * (GENERAL if general else OF_A_COPY[kernel.op][backward])))
+    elif kernel.op == "copy" and any(one.dtype == "fp8" for one in part.kernels):
+        yield copied(int(kernel.bytes * CAST))
+    else:
+        yield kernel
