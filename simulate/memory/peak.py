@@ -50,9 +50,14 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.recompute == "full":
         return outside
     # both norms' inputs and outputs; a gathered input is gathered again, not kept
-    kept = 4 * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    kept = (2 + 2 * _of_input(p)) * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
     # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
+
+
+def _of_input(p: Parallelism) -> float:
+    """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
+    return 0.5 if p.fp8 and p.transformer_impl == "transformer_engine" else 1.0
 
 
 def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -64,6 +69,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     # the product, of which values are a view: all ranks' where they gather it; and the output
     held = p.tp if model.kv_heads < p.tp else 1
     kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
+    if _of_input(p) < 1:  # beside the output, which attention keeps
+        kept += _of_input(p) * heads * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
         kept += (heads + kv_heads) * one_head
         kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
@@ -82,8 +89,9 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     rows = s.tokens * max(model.top_k, 1)
     wide = 2.0 * rows * (model.ffn_hidden // p.tp)
     # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
-    # else the product with its bias and its activation
-    kept = 5 * wide if model.gated else 2 * wide
+    # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
+    gated = 5 if p.transformer_impl == "local" else 3
+    kept = ((gated if model.gated else 2) - 1 + _of_input(p)) * wide
     wide *= largest_share(model, p)
     kept *= largest_share(model, p)
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
@@ -105,6 +113,8 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
         return local + _experts_bytes(model, p)
     wide = 2.0 * s.tokens * model.ffn_hidden / p.tp
     weight = wide if model.lora_rank else 2.0 * model.ffn_hidden / p.tp * model.hidden
+    if p.transformer_impl == "transformer_engine":  # added to the fp32 one by the product
+        weight = 0.0
     gathered = 2.0 * s.tokens * model.hidden if p.sequence_parallel else 0.0  # the gradient
     return local + max(gathered + wide + weight, 2 * wide if model.gated else 0.0)
 
@@ -112,7 +122,7 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
 def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
     """As `_passing_bytes`, at a dense gated layer's first product's weight gradient: activations
     between the products, of which five widths were kept, are gone."""
-    if model.experts or model.lora_rank or not model.gated:
+    if model.experts or model.lora_rank or not model.gated or p.transformer_impl != "local":
         return 0.0
     s = shapes(model, p)
     widths = 2.0 * model.ffn_hidden / p.tp * (2 * model.hidden + (2 - 5) * s.tokens)
@@ -263,6 +273,10 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         weights = 2.0 * (held + dense)
     if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
         weights += 2.0 * product_weights(model, p, stage)
+    if p.transformer_impl == "transformer_engine":
+        # what autograd gets for a gradient that a product has added up: one for every shape, kept
+        # (pytorch/module/base.py, get_dummy_wgrad)
+        weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
