@@ -41,7 +41,8 @@ TUNED = {
     },
 }
 GENERAL = (2.9, 2.4)
-ACCUMULATED_BYTES = 6  # of a weight's gradient: fp32 read and written, where bf16 would be written
+# of what a kernel of its own moves (10 B): fp32 read and written, where bf16 would be written
+ACCUMULATED = 0.6
 BEHIND_NORM = ("qkv", "fc1")
 
 Pair = tuple[Part, Part]
@@ -70,7 +71,7 @@ def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
         if backward and part.name != "qkv":
             yield kernel
     elif kernel.op == "grad_accumulate" and of_weights(kernel, part):
-        yield copied(ACCUMULATED_BYTES * kernel.dims[0])
+        yield replace(kernel, dims=(max(int(ACCUMULATED * kernel.dims[0]), 1),))
     elif kernel.op in OF_A_COPY:
         tuned = TUNED.get(kernel.op)
         general = tuned is not None and kernel.dims[1] not in tuned

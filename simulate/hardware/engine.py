@@ -7,6 +7,7 @@ from simulate.cost.uncertainty import assumed_factor
 from simulate.cost.works import Same
 from simulate.hardware.fp8 import with_fp8_products
 from spec.calibration import Calibration
+from spec.errors import UserError
 from spec.fitted import changed
 from spec.hardware import Node
 from spec.parallelism import Parallelism
@@ -25,11 +26,17 @@ COMPOSITION_SD = 0.01
 def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
     """The calibration with what the split asks for; itself where that is nothing, or there.
 
-    Raises UserError where the node's GPUs have no products in FP8 and it asks for them.
+    Raises UserError where it asks for products in FP8, or for Transformer Engine, and the
+    calibration's devices have none.
     """
     if p.fp8:
         calibration = with_fp8_products(calibration, node)
     if p.transformer_impl == "transformer_engine":
+        if calibration.kind == "cpu":
+            raise UserError(
+                f"transformer_impl transformer_engine: system {calibration.system} is a CPU, and "
+                "Transformer Engine needs GPUs; use local"
+            )
         calibration = _on_engine(Same(calibration), p.fp8)
     return calibration
 
