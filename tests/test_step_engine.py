@@ -1,0 +1,184 @@
+"""Steps whose layers are Megatron-Core's on Transformer Engine."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import Timed, summary
+from measure.megatron.build import transformer_config
+from simulate.hardware.engine import OF_LOCAL, OF_LOCAL_FP8, as_run
+from simulate.memory.peak import memory
+from simulate.validation.cases import node_of
+from spec.calibration import Calibration
+from spec.errors import UserError
+from spec.measurable import read_steps, refuse
+from spec.model import ModelSpec, load_model
+from spec.parallelism import Parallelism, describe
+from spec.results import read_result_set
+from spec.step import layer, optimizer
+from spec.step_engine import ACCUMULATED, CAST, GENERAL, OF_A_COPY
+from spec.step_parts import Part
+from spec.training_records import TrainingConfig, TrainingRow
+from tests.commands import RESULTS
+from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
+from topologies import load_node
+
+LLAMA, GPT = load_model("llama3-8b"), load_model("gpt3-30b")
+P = Parallelism(dp=2, global_batch=4)
+TE = P.model_copy(update={"transformer_impl": "transformer_engine"})
+TE_FP8 = TE.model_copy(update={"fp8": True})
+MEASURED = RESULTS / "2x-h200" / "20261128-185610"
+
+
+def parts(model: ModelSpec, p: Parallelism) -> dict[tuple[str, int], Part]:
+    """Of a layer, by name (of two alike the last) and whether backward."""
+    return {(one.name, way): one for way in (0, 1) for one in layer(model, p)[way]}
+
+
+def ops(part: Part) -> list[str]:
+    return [one.op for one in part.kernels]
+
+
+def test_what_is_one_kernel_there_takes_a_copys_time_of_its_bytes() -> None:
+    local, engine = parts(LLAMA, P), parts(LLAMA, TE)
+    for name, op in (("norm", "rmsnorm"), ("rope", "rope"), ("swiglu", "swiglu")):
+        for way in (0, 1):
+            told = next(one for one in local[name, way].kernels if one.op == op)
+            runs = engine[name, way].kernels[0]
+            assert runs.op == "copy"
+            assert runs.bytes == pytest.approx(OF_A_COPY[op][way] * told.bytes, rel=1e-6)
+
+
+def test_a_width_without_a_kernel_of_its_own_takes_the_general_one() -> None:
+    """7,168 is in neither of Transformer Engine's lists of tuned kernels, 4,096 in both."""
+    for name, general in (("gpt3-30b", True), ("yi-34b", True), ("llama3-8b", False)):
+        model = load_model(name)
+        local, engine = parts(model, P), parts(model, TE)
+        ratio = engine["norm", 0].kernels[0].bytes / local["norm", 0].kernels[0].bytes
+        assert (ratio == pytest.approx(GENERAL[0], rel=1e-6)) == general
+
+
+def test_products_add_their_weights_gradients_up_and_biases_are_no_kernels() -> None:
+    local, engine = parts(GPT, P), parts(GPT, TE)
+    for name in ("qkv", "proj", "fc1", "fc2"):
+        before = [one for one in local[name, 1].kernels if one.op == "grad_accumulate"]
+        after = [one for one in engine[name, 1].kernels if one.op == "grad_accumulate"]
+        assert after[0].bytes == pytest.approx(ACCUMULATED * before[0].bytes, rel=1e-6)
+        assert after[1:] == before[1:]  # the bias's
+        assert "bias" not in ops(engine[name, 0])
+    assert "bias" not in ops(engine["qkv", 1])  # summed by the product itself
+    assert ops(engine["fc1", 1]).count("bias") == 1
+
+
+def test_in_fp8_a_norm_casts_what_it_writes_and_other_casts_take_their_time() -> None:
+    local = parts(LLAMA, P.model_copy(update={"fp8": True}))
+    engine = parts(LLAMA, TE_FP8)
+    for name in ("qkv", "fc1"):
+        assert ops(local[name, 0]) == ["copy", "gemm"]
+        assert ops(engine[name, 0]) == ["gemm"]
+    for name, way in (("proj", 0), ("fc2", 0), ("qkv", 1), ("fc1", 1)):
+        cast, told = engine[name, way].kernels[0], local[name, way].kernels[0]
+        assert cast.op == told.op == "copy"
+        assert cast.bytes == pytest.approx(CAST * told.bytes, rel=1e-6)
+
+
+def test_gradients_are_clipped_in_place() -> None:
+    clipping = [optimizer(LLAMA, p, 0)[0][-2] for p in (P, TE)]
+    assert clipping[0].op == clipping[1].op == "copy"
+    assert clipping[1].bytes == pytest.approx(clipping[0].bytes / 2)
+
+
+def test_steps_are_shorter_and_less_sure_and_say_so() -> None:
+    local, engine = simulate(P), simulate(TE)
+    assert engine.breakdown_s["compute"] < local.breakdown_s["compute"]
+    priced = as_run(CALIBRATION, TE, NODE)
+    assert priced.composition_sd > CALIBRATION.composition_sd
+    assert priced.host.sd > CALIBRATION.host.sd
+    names = {one.name: one.source for one in priced.parameters}
+    assert names["host.transformer_engine"] == names["kernel.transformer_engine"] == "assumed"
+
+
+def test_a_host_takes_longer_in_fp8_longer_still_and_not_twice() -> None:
+    slower = {p.fp8: as_run(CALIBRATION, p, NODE) for p in (TE, TE_FP8)}
+    assert slower[False].host.slower == pytest.approx(OF_LOCAL * CALIBRATION.host.slower)
+    assert slower[True].host.slower == pytest.approx(OF_LOCAL_FP8 * CALIBRATION.host.slower)
+    assert slower[True].host.pass_us > slower[False].host.pass_us == CALIBRATION.host.pass_us
+    assert as_run(slower[True], TE_FP8, NODE).host == slower[True].host
+    assert as_run(CALIBRATION, P, NODE) is CALIBRATION
+
+
+def test_a_cpu_has_no_transformer_engine() -> None:
+    cpu = CALIBRATION.model_copy(update={"kind": "cpu"})
+    assert isinstance(cpu, Calibration)
+    with pytest.raises(UserError, match="needs GPUs; use local"):
+        as_run(cpu, TE, NODE)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "noun"),
+    [
+        (MOE, {"dp": 2}, "a mixture of experts"),
+        (MODEL, {"cp": 2, "dp": 1, "global_batch": 2}, "cp above 1"),
+        (MODEL, {"zero": 3, "overlap": True}, "zero 3"),
+        (MODEL.model_copy(update={"lora_rank": 8}), {}, "LoRA"),
+    ],
+)
+def test_what_is_not_simulated_there_is_refused(
+    model: ModelSpec, more: dict[str, Any], noun: str
+) -> None:
+    with pytest.raises(UserError, match=f"transformer_engine with {noun} is not supported"):
+        TE.model_copy(update=more).check(model)
+
+
+def test_fp8_steps_of_local_layers_are_not_measured() -> None:
+    with pytest.raises(UserError, match="use transformer_impl transformer_engine, or fp8 false"):
+        refuse(LLAMA, P.model_copy(update={"fp8": True}))
+    refuse(LLAMA, TE_FP8)
+
+
+def test_a_row_keeps_what_runs_its_layers() -> None:
+    row = TrainingConfig.of("one", LLAMA, TE_FP8)
+    assert row.parallelism() == TE_FP8
+    assert TrainingConfig.name_of(LLAMA, TE_FP8).endswith("-FP8-TE")
+    assert describe(TE_FP8).endswith("FP8 TE")
+    plan = RESULTS / "2x-h200" / "forecasts" / "plan-53.csv"  # of before these columns
+    assert {one.transformer_impl for one in read_steps(plan)} == {"local"}
+
+
+def test_megatron_core_gets_megatron_lms_fusions_there_alone() -> None:
+    """Of a model without rotary embeddings, whose fusion asks for Transformer Engine itself."""
+    local, engine, eight = (transformer_config(GPT, p, True) for p in (P, TE, TE_FP8))
+    names = ("bias_activation_fusion", "bias_dropout_fusion")
+    assert not any(getattr(local, name) for name in names)
+    assert all(getattr(engine, name) for name in names)
+    assert (local.fp8, engine.fp8, eight.fp8) == (None, None, "hybrid")
+    assert eight.fp8_recipe == "delayed"
+
+
+def test_measured_peaks_are_within_two_percent() -> None:
+    """Of ten steps on an H200 whose memory was forecast before they ran."""
+    node = load_node("4x-h200")
+    for row in read_result_set(MEASURED).table(TrainingRow):
+        told = memory(row.model_spec(), row.parallelism(), node_of(row, node), FABRIC)
+        peak = max(map(float, (row.peak_allocated_gib or "").split(",")))
+        assert max(told.allocated_by_stage_gib) == pytest.approx(peak, rel=0.02), row.case_id
+
+
+def test_the_benchmark_sets_each_time_beside_a_copys_or_local_layers() -> None:
+    one = Timed(gpu="a GPU", what="rope", way="forward", shape="1", by="engine", time_us=20.0)
+    copies = one.model_copy(update={"by": "copy", "time_us": 10.0})
+    nil = one.model_copy(update={"what": "nil", "by": "engine_fp8", "time_us": 30.0})
+    local = nil.model_copy(update={"by": "local", "time_us": 15.0})
+    lines = summary([one, copies, nil, local]).splitlines()
+    assert [line.split()[-3:] for line in lines] == [["2.00", "0.00", "1"]] * 2
+    assert "engine / copy" in lines[0]
+    assert "engine_fp8 / local" in lines[1]
+
+
+def test_a_kernel_that_only_moves_memory_is_never_lost() -> None:
+    """What is not fused, summed or cast stays as it is."""
+    for way in (0, 1):
+        kept = {"gemm", "attention", "reorder", "residual", "gradient_sum"}
+        before = [k for one in layer(LLAMA, P)[way] for k in one.kernels if k.op in kept]
+        after = [k for one in layer(LLAMA, TE)[way] for k in one.kernels if k.op in kept]
+        assert before == after
