@@ -35,7 +35,7 @@ def refuse(model: ModelSpec, p: Parallelism, bucket: int | None = None) -> None:
                     "column; leave it out"
                 )
     _refuse_without_effect(model, p, bucket)
-    if p.fp8 and p.transformer_impl == "local":
+    if p.fp8 and not p.on_engine:
         raise UserError(
             "fp8 steps of local layers are not measured: Megatron-Core has FP8 in Transformer "
             "Engine's; use transformer_impl transformer_engine, or fp8 false"

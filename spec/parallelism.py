@@ -106,6 +106,11 @@ class Parallelism(BaseModel):
         return self
 
     @property
+    def on_engine(self) -> bool:
+        """Whether its layers are Megatron-Core's on Transformer Engine."""
+        return self.transformer_impl == "transformer_engine"
+
+    @property
     def gpus(self) -> int:
         """GPUs that the step runs on."""
         return self.tp * self.pp * self.cp * self.dp
@@ -173,7 +178,7 @@ class Parallelism(BaseModel):
             raise UserError(
                 "LoRA of a mixture of experts is not supported; use lora_rank 0 or a dense model"
             )
-        if self.transformer_impl == "transformer_engine":
+        if self.on_engine:
             self._check_engine(model)
 
     def _check_engine(self, model: ModelSpec) -> None:
@@ -211,6 +216,6 @@ def describe(parallelism: Parallelism) -> str:
     parts += [f"recompute={p.recompute}"] if p.recompute != "none" else []
     parts += ["overlap"] if p.overlap else []
     parts += ["FP8"] if p.fp8 else []
-    parts += ["TE"] if p.transformer_impl == "transformer_engine" else []
+    parts += ["TE"] if p.on_engine else []
     parts += [p.schedule] if p.schedule != "1f1b" else []
     return " ".join(parts)

@@ -246,7 +246,7 @@ def optimizer(
         *cast,
         copied(6 * owned if p.zero == 3 else 4 * held + 8 * scaled),
         Kernel("grad_norm", "forward", update),
-        copied((16 if p.transformer_impl == "local" else 8) * owned),
+        copied((8 if p.on_engine else 16) * owned),
         Kernel("adam", "forward", update),
     )
     return kernels, reduction, gather

@@ -8,6 +8,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
   read those and write them in fp32, which takes what a copy of these bytes does.
 - Biases are added by the product or the kernel behind it. Their gradients are summed by a kernel of
   their own but for the first product's, which has them from its own.
+- Values are copied out of the first product where queries and keys are rotated, as attention takes
+  all of them from one tensor or none (`get_qkv_layout`).
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), and other casts
   write two copies, one of them transposed.
 
@@ -50,12 +52,16 @@ Pair = tuple[Part, Part]
 
 def on_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
     """Forward and backward parts of a layer as Transformer Engine runs them."""
-    if p.transformer_impl == "local":
+    if not p.on_engine:
         return pairs
-    return [(_forward(first, p), _fused(second)) for first, second in pairs]
+    rotated = any(first.name == "rope" for first, _ in pairs)
+    return [(_forward(first, p, rotated), _fused(second)) for first, second in pairs]
 
 
-def _forward(part: Part, p: Parallelism) -> Part:
+def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
+    if part.name == "attention" and rotated:
+        batch, seq, _, kv_heads, dim = part.kernels[0].dims
+        return replace(part, kernels=(copied(4 * batch * seq * kv_heads * dim), *part.kernels))
     cast = part.kernels[:1] if p.fp8 and part.name in BEHIND_NORM else ()
     return _fused(replace(part, kernels=part.kernels[len(cast) :]))
 

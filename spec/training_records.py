@@ -99,6 +99,11 @@ class TrainingConfig(Row):
         """What is run, whatever it is called: a name does not say all, such as the vocabulary."""
         return tuple(getattr(self, name) for name in _CONFIGURATION)
 
+    @property
+    def on_engine(self) -> bool:
+        """Whether its layers are Megatron-Core's on Transformer Engine."""
+        return self.transformer_impl == "transformer_engine"
+
     def parallelism(self) -> Parallelism:
         """How it is split over the GPUs."""
         fields = self.model_dump(include=set(Parallelism.model_fields) - {"layers_per_stage"})
@@ -121,7 +126,7 @@ class TrainingConfig(Row):
         parts += [p.recompute] if p.recompute != "none" else []
         parts += ["overlap"] if p.overlap else []
         parts += ["FP8"] if p.fp8 else []
-        parts += ["TE"] if p.transformer_impl == "transformer_engine" else []
+        parts += ["TE"] if p.on_engine else []
         if p.layers_per_stage is not None:
             parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
         parts += [f"{nodes}nodes"] if nodes > 1 else []

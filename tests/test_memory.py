@@ -33,12 +33,15 @@ Case = tuple[TrainingRow, int, Peaks, str]
 
 
 @lru_cache
-def measured(system: str) -> list[Case]:
-    """(row, stage, peaks, run) of every stage of every measured configuration."""
+def measured(system: str, engine: bool = False) -> list[Case]:
+    """(row, stage, peaks, run) of every stage of every configuration measured so.
+
+    `engine`: with layers on Transformer Engine, not local ones.
+    """
     found = []
     for one in find_result_sets(RESULTS, system):
         for row in one.table(TrainingRow):
-            if row.status != "done" or not row.peak_allocated_gib:
+            if row.status != "done" or not row.peak_allocated_gib or row.on_engine != engine:
                 continue
             p = row.parallelism()
             node = load_node("hgx-h200").model_copy(update={"gpus": p.gpus // row.nodes})

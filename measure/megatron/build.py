@@ -68,7 +68,7 @@ Tensor = torch.Tensor
 def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     """Megatron-Core's TransformerConfig of a model split this way."""
     more: dict[str, Any] = {}
-    if p.transformer_impl == "transformer_engine":  # Megatron-LM's defaults
+    if p.on_engine:  # Megatron-LM's defaults
         more |= {
             "bias_activation_fusion": True,
             "bias_dropout_fusion": True,
@@ -267,7 +267,7 @@ def build(
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    engine = p.transformer_impl == "transformer_engine"
+    engine = p.on_engine
     if engine:
         modules = engine_modules(device)
     else:

@@ -31,7 +31,7 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
     """
     if p.fp8:
         calibration = with_fp8_products(calibration, node)
-    if p.transformer_impl == "transformer_engine":
+    if p.on_engine:
         if calibration.kind == "cpu":
             raise UserError(
                 f"transformer_impl transformer_engine: system {calibration.system} is a CPU, and "

@@ -98,6 +98,8 @@ def communicators(
     yield group(replicas, p.tp, receives=int(p.zero == 3 and p.tp > 1))
     if p.tp > 1 or last:  # alone for the loss
         yield group(p.tp, 1)
+    if p.fp8 and p.on_engine and each > 1:
+        yield group(each, 1)  # largest values of tensors (get_amax_reduction_group)
     if p.cp > 1:  # the ring of attention
         yield group(p.cp, p.tp, collectives=False, sends=1, receives=1)
     if p.pp > 1 and p.vpp == 1:

@@ -57,7 +57,7 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
 
 def _of_input(p: Parallelism) -> float:
     """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
-    return 0.5 if p.fp8 and p.transformer_impl == "transformer_engine" else 1.0
+    return 0.5 if p.fp8 and p.on_engine else 1.0
 
 
 def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -72,7 +72,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     if _of_input(p) < 1:  # beside the output, which attention keeps
         kept += _of_input(p) * heads * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
-        kept += (heads + kv_heads) * one_head
+        if not p.on_engine:  # where values are no view there, but copied beside these
+            kept += (heads + kv_heads) * one_head
         kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
     elif heads != kv_heads:  # grouped queries are reshaped, which copies them
         kept += heads * one_head
@@ -90,7 +91,7 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     wide = 2.0 * rows * (model.ffn_hidden // p.tp)
     # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
     # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
-    gated = 5 if p.transformer_impl == "local" else 3
+    gated = 3 if p.on_engine else 5
     kept = ((gated if model.gated else 2) - 1 + _of_input(p)) * wide
     wide *= largest_share(model, p)
     kept *= largest_share(model, p)
@@ -113,7 +114,7 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
         return local + _experts_bytes(model, p)
     wide = 2.0 * s.tokens * model.ffn_hidden / p.tp
     weight = wide if model.lora_rank else 2.0 * model.ffn_hidden / p.tp * model.hidden
-    if p.transformer_impl == "transformer_engine":  # added to the fp32 one by the product
+    if p.on_engine:  # added to the fp32 one by the product
         weight = 0.0
     gathered = 2.0 * s.tokens * model.hidden if p.sequence_parallel else 0.0  # the gradient
     return local + max(gathered + wide + weight, 2 * wide if model.gated else 0.0)
@@ -122,7 +123,7 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
 def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
     """As `_passing_bytes`, at a dense gated layer's first product's weight gradient: activations
     between the products, of which five widths were kept, are gone."""
-    if model.experts or model.lora_rank or not model.gated or p.transformer_impl != "local":
+    if model.experts or model.lora_rank or not model.gated or p.on_engine:
         return 0.0
     s = shapes(model, p)
     widths = 2.0 * model.ffn_hidden / p.tp * (2 * model.hidden + (2 - 5) * s.tokens)
@@ -273,7 +274,7 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         weights = 2.0 * (held + dense)
     if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
         weights += 2.0 * product_weights(model, p, stage)
-    if p.transformer_impl == "transformer_engine":
+    if p.on_engine:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
         weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp

@@ -119,10 +119,14 @@ def step_of(
 
 
 def kind_of(config: TrainingConfig) -> str:
-    """Which parallelism a configuration uses, such as `TP+PP`; `1 GPU` for none."""
+    """Which parallelism a configuration uses, such as `TP+PP`; `1 GPU` for none.
+
+    On Transformer Engine that stands beside it: `TP+PP, FP8 TE`.
+    """
     degrees = {"TP": config.tp, "PP": config.pp, "DP": config.dp, "CP": config.cp, "EP": config.ep}
     used = [name for name, size in degrees.items() if size > 1]
-    return "+".join(used) or "1 GPU"
+    beside = ", " + "FP8 " * config.fp8 + "TE" if config.on_engine else ""
+    return ("+".join(used) or "1 GPU") + beside
 
 
 def flops_per_gpu(config: TrainingConfig) -> float:
@@ -137,12 +141,16 @@ def measured_s(row: TrainingRow) -> float:
 
 
 def constant_rate(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow | None:
-    """The row whose model-FLOP/s per GPU the first baseline carries over."""
-    return min(
-        others,
-        key=lambda other: (other.model != row.model, other.parallelism().gpus, other.case_id),
-        default=None,
-    )
+    """The row whose model-FLOP/s per GPU the first baseline carries over.
+
+    Of the same model, on layers of the same kind where there is one, and of these the fewest GPUs.
+    """
+
+    def order(other: TrainingRow) -> tuple[bool, bool, int, str]:
+        unlike = (other.fp8, other.on_engine) != (row.fp8, row.on_engine)
+        return other.model != row.model, unlike, other.parallelism().gpus, other.case_id
+
+    return min(others, key=order, default=None)
 
 
 _SHAPE = (
@@ -159,6 +167,7 @@ def nearest(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow |
         apart += 2 * (row.recompute != other.recompute) + 4 * (
             bool(row.experts) != bool(other.experts)
         )
+        apart += 4 * (row.fp8 != other.fp8) + 2 * (row.on_engine != other.on_engine)
         return apart, other.case_id
 
     return min(others, key=distance, default=None)
