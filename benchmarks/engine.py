@@ -4,20 +4,20 @@
 
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
-add weight gradients up, beside the same three products by torch; and nil steps (`spec.nil`) by
-local layers, on Transformer Engine and there in FP8, of which layers' passes count. Then, by
-default from `engine.csv` beside this file, the ratios that `spec.step_engine` and
-`simulate.hardware.engine` have as constants.
+add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; and nil
+steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes and a
+step's update. Then, by default from `engine.csv` beside this file, each time's ratio to the copy's or
+to local layers', from which `spec.step_engine` and `simulate.hardware.engine` have their constants
+(docs/visits.md, the forty-fifth visit). Its H200 rows of SwiGLU and GELU at 8192 x 28672 are of
+kernels compiled for any width, which a step's are not; those of H100 are not.
 """
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import exp, log, prod
+from math import prod
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -52,7 +52,7 @@ class Timed(BaseModel):
     what: str  # an operation, `cast`, `linear` or `nil`
     way: str
     shape: str
-    by: str  # copy, local, engine or engine_fp8
+    by: Literal["copy", "local", "engine", "engine_fp8"]
     time_us: Positive
 
 
@@ -238,26 +238,30 @@ def _nil_steps() -> Iterator[tuple[str, str, str, str, float]]:
                 times = sorted(1e6 * one[f"layers_{way}_s"] for one in found.passes)
                 each = times[len(times) // 2] / (layers * MICROBATCHES)
                 yield "nil", way, f"layers={layers},recompute={again}", by, each
-            yield "nil", "update", f"layers={layers}", by, 1e6 * sorted(found.updates_s)[0]
+            yield (
+                "nil",
+                "update",
+                f"layers={layers},recompute={again}",
+                by,
+                1e6 * sorted(found.updates_s)[0],
+            )
 
 
 def summary(rows: Sequence[Timed]) -> str:
-    """Ratios by GPU, what, way and by whom: geometric mean, sd of the logarithm, how many."""
+    """Each time beside a copy's or local layers', and both passes of nil layers together."""
     times = {(one.gpu, one.what, one.way, one.shape, one.by): one.time_us for one in rows}
-    ratios: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for (gpu, what, way, shape, by), time_us in list(times.items()):
+        back_us = times.get((gpu, what, "backward", shape, by))
+        if what == "nil" and way == "forward" and back_us:
+            times[gpu, what, "both", shape, by] = time_us + back_us
+    lines = []
     for (gpu, what, way, shape, by), time_us in times.items():
         for other in ("copy", "local"):
             base = times.get((gpu, what, way, shape, other))
             if base and by.startswith("engine"):
-                ratios[gpu, what, way, f"{by} / {other}"].append(log(time_us / base))
-    lines = []
-    for (gpu, what, way, which), found in ratios.items():
-        spread = stdev(found) if len(found) > 1 else 0.0
-        lines.append(
-            f"{gpu:22s} {what:10s} {way:9s} {which:18s} {exp(fmean(found)):6.2f} "
-            f"{spread:5.2f} {len(found):3d}"
-        )
-    return "\n".join(lines)
+                which = f"{by} / {other}"
+                lines.append((gpu, what, way, shape, which, f"{time_us / base:.2f}"))
+    return "\n".join(command.aligned(lines))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -5,13 +5,17 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 - Norms, activations and rotary embedding are one kernel each way. It is taken to last as long as a
   copy of the bytes that it must move, times what `benchmarks.engine` found on an H200.
 - Products add their weight gradients to the fp32 ones themselves (`fuse_wgrad_accumulation`): they
-  read those and write them in fp32, which takes what a copy of these bytes does.
+  read those and write them in fp32, which takes what a kernel that adds them would for these bytes.
 - Biases are added by the product or the kernel behind it. Their gradients are summed by a kernel of
   their own but for the first product's, which has them from its own.
 - Values are copied out of the first product where queries and keys are rotated, as attention takes
   all of them from one tensor or none (`get_qkv_layout`).
-- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), and other casts
-  write two copies, one of them transposed.
+- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), other casts write
+  two copies, one of them transposed, and what tensor-parallel ranks gather for a product is cast
+  before it is sent (`distributed.py`, `_all_gather_fp8`).
+
+Its optimizer clips in place (`spec.step.optimizer`); what its host takes is in
+`simulate.hardware.engine`.
 
 Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensions` and `fusions`.
 """
@@ -19,12 +23,14 @@ Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensio
 from collections.abc import Iterator
 from dataclasses import replace
 
+from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied, of_weights
 
 # Times of a copy of as many bytes, forward and backward; on an H200, medians of two or three shapes
-# (`benchmarks/engine.csv`). On an H100 SwiGLU's and GELU's are 1.0 to 1.1, rotary embedding's 1.6.
+# (`benchmarks/engine.csv`; of SwiGLU and GELU two, as the third was compiled for any width). On an
+# H100 SwiGLU's and GELU's are 1.0 to 1.1, rotary embedding's 1.6.
 OF_A_COPY = {
     "rmsnorm": (1.11, 1.1),
     "layernorm": (1.33, 1.32),
@@ -42,6 +48,8 @@ TUNED = {
         *(15360, 16384, 18432, 20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536),
     },
 }
+# Chosen: one LayerNorm of 7,168 takes 3.0 and 2.6 on H200, three norms 2.2 to 2.3 and 1.5 to 2.0 on
+# H100, whose copies take 1.4 times as long.
 GENERAL = (2.9, 2.4)
 # of what a kernel of its own moves (10 B): fp32 read and written, where bf16 would be written
 ACCUMULATED = 0.6
@@ -67,7 +75,20 @@ def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
 
 
 def _fused(part: Part) -> Part:
-    return replace(part, kernels=tuple(one for each in part.kernels for one in _run(each, part)))
+    kernels = tuple(one for each in part.kernels for one in _run(each, part))
+    if not _in_fp8(part):
+        return replace(part, kernels=kernels)
+    exposed, hidden = (tuple(map(_sent, sent)) for sent in (part.exposed, part.hidden))
+    return replace(part, kernels=kernels, exposed=exposed, hidden=hidden)
+
+
+def _in_fp8(part: Part) -> bool:
+    return any(one.dtype == "fp8" for one in part.kernels)
+
+
+def _sent(one: Collective) -> Collective:
+    """What is gathered for a product in FP8 is cast before; sums stay in bf16."""
+    return one._replace(bytes=one.bytes / 2) if one.kind == "all_gather" else one
 
 
 def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
@@ -82,7 +103,7 @@ def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
         tuned = TUNED.get(kernel.op)
         general = tuned is not None and kernel.dims[1] not in tuned
         yield copied(int(kernel.bytes * (GENERAL if general else OF_A_COPY[kernel.op])[backward]))
-    elif kernel.op == "copy" and any(one.dtype == "fp8" for one in part.kernels):
+    elif kernel.op == "copy" and _in_fp8(part):
         yield copied(int(kernel.bytes * CAST))
     else:
         yield kernel

@@ -149,7 +149,7 @@ def test_a_megatron_log_becomes_a_configuration_and_its_steps(tmp_path: Path) ->
     words = ["megatron-log", path, "--model-name", "llama3-8b", "--nodes", "2"]
     found = imported(tmp_path, *words, "--base-system", "8x-h100", "--device", "NVIDIA H100")
     (row,) = found.table(TrainingRow)
-    assert row.case_id == ("llama3-8b-L32-s8192-TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-2nodes")
+    assert row.case_id == ("llama3-8b-L32-s8192-TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-TE-2nodes")
     model, split = row.model_spec(), row.parallelism()
     assert model.parameters() == pytest.approx(8.03e9, rel=0.01)
     assert (split.tp, split.pp, split.dp, split.zero, split.overlap) == (2, 2, 4, 1, True)
@@ -204,7 +204,9 @@ SAYS_MORE = {
     ("changes", "complaint"),
     [
         ({"multi_latent_attention": "True"}, "multi_latent_attention is True"),
-        ({"fp8": "hybrid"}, "fp8 is hybrid"),
+        ({"fp8": "hybrid", "transformer_impl": "local"}, "fp8 is hybrid"),
+        ({"fp8": "hybrid", "num_experts": "8"}, "fp8 is hybrid"),
+        ({"fp8": "hybrid"}, None),
         ({"decoder_first_pipeline_num_layers": "14"}, "first_pipeline_num_layers is 14"),
         ({"moe_layer_freq": "[0, 1]", "num_experts": "8"}, "moe_layer_freq is [0, 1]"),
         ({"expert_tensor_parallel_size": "1", "num_experts": "8"}, "parallel_size is 1"),
@@ -256,6 +258,14 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
     (row,) = imported(tmp_path, "megatron-log", path, "--nodes", "2", *words).table(TrainingRow)
     assert (row.experts, row.top_k, row.ep, row.vpp) == (8, 2, 4, 4)
     assert (row.recompute, row.zero, row.sequence_parallel) == ("full", 0, True)
+    assert not row.on_engine  # whose mixtures are not simulated
+
+
+def test_a_log_of_transformer_engine_in_fp8_is_a_row_of_it(tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--set", "fp8=hybrid"]
+    (row,) = imported(tmp_path, "megatron-log", write(tmp_path, log()), *words).table(TrainingRow)
+    assert row.fp8
+    assert row.on_engine
 
 
 @pytest.mark.parametrize(
@@ -283,7 +293,7 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
             "megatron-log",
             log() + log(tensor_model_parallel_size="4", pipeline_model_parallel_size="1"),
             ["--nodes", "2"],
-            "TP2-PP2-DP4-mb1-gb128-SP-z1-overlap and imported-L32-s8192-TP4-PP1-DP4-mb1",
+            "TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-TE and imported-L32-s8192-TP4-PP1-DP4-mb1",
         ),
         ("megatron-log", log(hidden_size="None"), [], "add it with --set hidden_size=VALUE"),
         ("megatron-log", log(num_layers="many"), [], "num_layers is 'many'"),

@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.engine import Timed, summary
 from measure.megatron.build import transformer_config
-from simulate.hardware.engine import OF_LOCAL, OF_LOCAL_FP8, as_run
+from measure.training.plan import case_of
+from measure.training.steps import prepared
+from simulate.hardware.engine import OF_LOCAL, OF_LOCAL_FP8, TENSOR_US, as_run
 from simulate.memory.overhead import context_gib
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -101,15 +103,45 @@ def test_a_host_takes_longer_in_fp8_longer_still_and_not_twice() -> None:
     assert slower[False].host.slower == pytest.approx(OF_LOCAL * CALIBRATION.host.slower)
     assert slower[True].host.slower == pytest.approx(OF_LOCAL_FP8 * CALIBRATION.host.slower)
     assert slower[True].host.pass_us > slower[False].host.pass_us == CALIBRATION.host.pass_us
+    for one in slower.values():  # an update goes by its tensors, and no slower
+        assert one.host.slower * one.host.step_us == pytest.approx(CALIBRATION.host.step_us)
+        assert one.host.slower * one.host.tensor_us == pytest.approx(TENSOR_US)
     assert as_run(slower[True], TE_FP8, NODE).host == slower[True].host
     assert as_run(CALIBRATION, P, NODE) is CALIBRATION
 
 
-def test_a_cpu_has_no_transformer_engine() -> None:
+def test_neither_a_cpu_nor_amds_gpus_are_priced_there() -> None:
     cpu = CALIBRATION.model_copy(update={"kind": "cpu"})
     assert isinstance(cpu, Calibration)
-    with pytest.raises(UserError, match="needs GPUs; use local"):
-        as_run(cpu, TE, NODE)
+    for calibration, node in ((cpu, NODE), (CALIBRATION, load_node("mi300x-node"))):
+        with pytest.raises(UserError, match=r"timed on NVIDIA's GPUs, and node .* has .*; use"):
+            as_run(calibration, TE, node)
+
+
+def test_in_fp8_what_is_gathered_for_a_product_is_half_as_wide() -> None:
+    """Transformer Engine casts before it gathers; sums stay in bf16."""
+    p = {"tp": 2, "sequence_parallel": True}
+    wide, narrow = (parts(LLAMA, one.model_copy(update=p)) for one in (TE, TE_FP8))
+    for key, part in wide.items():
+        for before, after in zip(
+            (*part.exposed, *part.hidden), (*narrow[key].exposed, *narrow[key].hidden), strict=True
+        ):
+            half = before.kind == "all_gather"
+            assert after.bytes == pytest.approx(before.bytes / (2 if half else 1))
+
+
+def test_sizes_that_fp8_refuses_are_said_before_a_step_runs() -> None:
+    odd = LLAMA.model_copy(update={"ffn_hidden": 14344})
+    with pytest.raises(UserError, match="multiples of 16; ffn_hidden / tp of llama3-8b is 14344"):
+        refuse(odd, TE_FP8)
+    short = LLAMA.model_copy(update={"seq_len": 4100})
+    with pytest.raises(UserError, match="multiples of 8; a micro-batch leaves a GPU 4100"):
+        refuse(short, TE_FP8)
+
+
+def test_a_machine_without_transformer_engine_says_so_before_a_case_starts() -> None:
+    with pytest.raises(UserError, match="needs Transformer Engine, which is not installed"):
+        prepared(case_of(LLAMA, TE, "nvidia"))
 
 
 @pytest.mark.parametrize(
@@ -178,10 +210,17 @@ def test_the_benchmark_sets_each_time_beside_a_copys_or_local_layers() -> None:
     copies = one.model_copy(update={"by": "copy", "time_us": 10.0})
     nil = one.model_copy(update={"what": "nil", "by": "engine_fp8", "time_us": 30.0})
     local = nil.model_copy(update={"by": "local", "time_us": 15.0})
-    lines = summary([one, copies, nil, local]).splitlines()
-    assert [line.split()[-3:] for line in lines] == [["2.00", "0.00", "1"]] * 2
-    assert "engine / copy" in lines[0]
-    assert "engine_fp8 / local" in lines[1]
+    back, local_back = (
+        each.model_copy(update={"way": "backward", "time_us": time_us})
+        for each, time_us in ((nil, 60.0), (local, 15.0))
+    )
+    lines = summary([one, copies, nil, local, back, local_back]).splitlines()
+    assert [line.split()[-4:] for line in lines] == [
+        ["engine", "/", "copy", "2.00"],
+        ["engine_fp8", "/", "local", "2.00"],
+        ["engine_fp8", "/", "local", "4.00"],
+        ["engine_fp8", "/", "local", "3.00"],  # both passes
+    ]
 
 
 def test_a_kernel_that_only_moves_memory_is_never_lost() -> None:

@@ -62,6 +62,8 @@ def _refuse_untold(log: Log) -> None:
     _refuse_fp32(log)
     a = _arguments(log)
     untold = dict(_UNTOLD)
+    if _on_engine(a):
+        untold.pop("fp8")
     if a.whole("num_experts", 0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= _UNTOLD_OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
@@ -116,6 +118,15 @@ def model_of(log: Log, name: str) -> ModelSpec:
     return parse(ModelSpec, value, str(log.path))
 
 
+def _on_engine(a: Arguments) -> bool:
+    """Whether a row is of layers on Transformer Engine: dense ones alone are simulated there.
+
+    What else ran on it is taken for local layers, as `framework` says.
+    """
+    apart = a.whole("num_experts", 0) or a.whole("context_parallel_size", 1) > 1 or _zero(a) == 3
+    return a.text("transformer_impl", "") == "transformer_engine" and not apart
+
+
 def _zero(a: Arguments) -> int:
     """ZeRO stage: Megatron's distributed optimizer is 1, its FSDP what it is told to shard."""
     if a.flag("use_torch_fsdp2"):
@@ -148,6 +159,8 @@ def parallelism_of(log: Log) -> Parallelism:
         "global_batch": a.whole("global_batch_size"),
         "recompute": a.text("recompute_granularity", "none"),
         "overlap": dp * cp > 1 and a.flag("overlap_grad_reduce"),
+        "fp8": bool(a.text("fp8", "")),
+        "transformer_impl": "transformer_engine" if _on_engine(a) else "local",
     }
     return parse(Parallelism, value, str(log.path))
 

@@ -57,6 +57,11 @@ def prepared(case: TrainingCase) -> None:
             "training steps need torch and megatron-core; pip install '.[measure]' brings both"
         )
     refuse(case.model, case.parallelism, case.bucket_parameters)
+    if case.parallelism.on_engine and importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"{case.case_id} needs Transformer Engine, which is not installed; install "
+            "transformer-engine[pytorch], or plan transformer_impl local"
+        )
 
 
 def profiled(

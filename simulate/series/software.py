@@ -61,6 +61,15 @@ def grouped_experts(row: SeriesRow, model: ModelSpec, p: Parallelism) -> int:
     return max(model.experts // p.ep, 1) if _GROUPED.search(row.words) else 1
 
 
+def with_joint_updates(calibration: Calibration) -> Calibration:
+    """The calibration where one kernel clips or updates many tensors, and one norm is read back.
+
+    Apex's and Transformer Engine's `multi_tensor_applier`, which Megatron-Core takes where they are
+    installed (`optimizer/clip_grads.py`), and PyTorch's foreach and fused updates elsewhere.
+    """
+    return changed(calibration, host=changed(calibration.host, tensor_us=0.0))
+
+
 def flash_attention(row: SeriesRow) -> int:
     """The version of FlashAttention that attention is, see `.attention`; 0: what is measured."""
     if _TRITON.search(row.words):

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from simulate.cost.issue import caught_up
 from simulate.cost.uncertainty import Draws, central
-from simulate.hardware.engine import with_joint_updates
 from simulate.hardware.fp8 import with_fp4, with_fp8_products
 from simulate.inputs import calibration_for
 from simulate.series.attention import with_flash_attention, with_unfused_attention
@@ -26,6 +25,7 @@ from simulate.series.software import (
     tensor_exposure,
     waits_for_all,
     with_graphs,
+    with_joint_updates,
 )
 from simulate.step.estimate import StepEstimate, StepSimulator
 from simulate.step.pricing import PricedStep

@@ -42,6 +42,7 @@ KEPT = (
     *("model", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "gated"),
     *("norm", "position", "linear_bias", "tied_embeddings", "experts", "top_k", "lora_rank"),
     *("tp", "cp", "microbatch", "recompute", "sequence_parallel", "one_queue"),
+    *("fp8", "transformer_impl"),
 )
 WAYS = {
     "predicted_s": "twin x simulated ratio",
