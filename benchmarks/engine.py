@@ -5,11 +5,11 @@
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
 add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; and nil
-steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes and a
-step's update. Then, by default from `engine.csv` beside this file, each time's ratio to the copy's or
-to local layers', from which `spec.step_engine` and `simulate.hardware.engine` have their constants
-(docs/visits.md, the forty-fifth visit). Its H200 rows of SwiGLU and GELU at 8192 x 28672 are of
-kernels compiled for any width, which a step's are not; those of H100 are not.
+steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes and
+a step's update. Then, by default from `engine.csv` beside this file, each time's ratio to the
+copy's or to local layers', from which `spec.step_engine` and `simulate.hardware.engine` have their
+constants (docs/visits.md, the forty-fifth visit). Its H200 rows of SwiGLU and GELU at 8192 x 28672
+are of kernels compiled for any width, which a step's are not; those of H100 are not.
 """
 
 import sys
