@@ -45,12 +45,15 @@ def newest_profiles(
 
     Of a system's case the newest profile counts. It names no configuration, so it stands beside the
     last run of that case before it or its own; beside the first one after it where there is none.
+    One whose trace took products on Transformer Engine for what moves memory, as before
+    29 November 2026, stands beside none.
     """
     profiles: dict[tuple[Path, str], tuple[ResultSet, list[ProfileRow]]] = {}
     for found in sets:
         rows_of: dict[str, list[ProfileRow]] = {}
         for one in found.table(ProfileRow):
             rows_of.setdefault(one.case_id, []).append(one)
+        rows_of = {name: mine for name, mine in rows_of.items() if not any(map(_mistaken, mine))}
         for case_id, mine in rows_of.items():
             profiles[found.path.parent, case_id] = found, mine
     placed = {}
@@ -62,6 +65,11 @@ def newest_profiles(
         if runs:
             placed[until[-1] if until else runs[0], case_id] = mine
     return placed
+
+
+def _mistaken(row: ProfileRow) -> bool:
+    """Whether products on Transformer Engine are among what moves memory."""
+    return row.part == "memory" and "LinearBackward" in (row.operations or "")
 
 
 def simulate_all(arguments: Any, sets: Sequence[ResultSet]) -> tuple[list[Case], dict[str, str]]:

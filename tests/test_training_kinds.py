@@ -6,9 +6,9 @@ import pytest
 import torch
 from megatron.core.extensions import transformer_engine
 
-from measure.megatron.layers import fits_transformer_engine
+from measure.megatron.layers import engine_modules
 from measure.training.plan import TrainingCase
-from spec.parallelism import Parallelism
+from spec.errors import WorkError
 from tests.test_training_steps import GPT, SMALL, WHOLE, case, losses, measured
 
 ADAPTED = SMALL.resized(lora_rank=4)
@@ -56,12 +56,10 @@ def test_adapters_learn_the_same(split: dict[str, Any]) -> None:
     assert norms(other) == pytest.approx(norms(whole), rel=0.02)
 
 
-def test_transformer_engine_runs_where_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, cpu, whole = torch.device("cuda"), torch.device("cpu"), Parallelism()
-    assert not fits_transformer_engine(SMALL, whole, gpu)
+def test_layers_on_transformer_engine_need_it_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    with pytest.raises(WorkError, match="needs Transformer Engine, and a GPU"):
+        engine_modules(gpu)
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
-    assert fits_transformer_engine(SMALL, whole, gpu)
-    assert not fits_transformer_engine(SMALL, whole, cpu)
-    assert not fits_transformer_engine(ADAPTED, whole, gpu)
-    sharded = Parallelism(dp=2, zero=3, global_batch=2, overlap=True)
-    assert not fits_transformer_engine(SMALL, sharded, gpu)
+    with pytest.raises(WorkError, match="needs Transformer Engine, and a GPU"):
+        engine_modules(cpu)

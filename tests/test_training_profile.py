@@ -88,6 +88,25 @@ def test_a_trace_is_told_apart_by_class_and_communicator() -> None:
     assert found["gemm"].exposed_s is None
 
 
+def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
+    """One operation of its holds a norm, a cast and a product; local ones go by the operation."""
+    operations = ("_LayerNormLinear", "_LayerNormLinear", "FusedAttnFuncBackward", "aten::add_")
+    names = (
+        "void transformer_engine::rmsnorm_fwd_tuned_kernel",
+        "nvjet_qqtst_128x256",
+        "cudnn_generated_fort_native_sdpa_sm90_bprop",
+        "void cutlass::Kernel2",
+    )
+    events = [host(STEP, 0, 100, "user_annotation")]
+    for number, (operation, name) in enumerate(zip(operations, names, strict=True), start=1):
+        events.append(host(operation, number, 1, **{"External id": number}))
+        events.append(kernel(name, 10 * number, number, number))
+    found = {row.part: row.time_s for row in rows("case", [read_trace({"traceEvents": events})])}
+    assert found["gemm"] == pytest.approx(2e-6)
+    assert found["attention"] == pytest.approx(3e-6)
+    assert found["memory"] == pytest.approx((1 + 4) * 1e-6)
+
+
 def test_what_lies_between_steps_is_in_none() -> None:
     """Two steps of 100 us, 80 of each a product; tokens copied and a barrier 60 us apart."""
     events = [host("aten::mm", 5, 3, **{"External id": 1})]

@@ -2,9 +2,10 @@
 
 A kernel's class is that of the operation that launched it, which the trace links by "External id",
 so that a copy inside attention is no attention and no name of a kernel is guessed at, unless the
-link is missing. A collective's communicator is its process group's description, which
-Megatron-Core gives and the NCCL kernels of a trace carry. Batched messages and gloo's do not, so
-process groups mark what they send; on a CPU only the time that a rank blocks for counts.
+link is missing or the operation is one of Transformer Engine's, which hold several. A collective's
+communicator is its process group's description, which Megatron-Core gives and the NCCL kernels of a
+trace carry. Batched messages and gloo's do not, so process groups mark what they send; on a CPU
+only the time that a rank blocks for counts.
 """
 
 import bisect
@@ -38,6 +39,8 @@ AXES = {
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ep",
 }
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
+# of Transformer Engine and its backward passes: products and what is fused with them, attention
+_ENGINE = ("_LayerNormLinear", "_Linear", "FusedAttnFunc")
 _ITEM_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8}
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -47,7 +50,7 @@ def class_of(operation: str) -> str:
     name = operation.lower()
     if operation in _PRODUCTS or "gemm" in name or "nvjet" in name or "cutlass" in name:
         return "gemm"
-    if "scaled_dot_product" in name or "attention" in name or "fmha" in name or "flash" in name:
+    if any(one in name for one in ("scaled_dot_product", "attention", "fmha", "flash", "sdpa")):
         return "attention"
     return "memory"
 
@@ -178,7 +181,8 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
         number = arguments.get("External id")
         operation, label, moment = launched.get(number, (name, name, begin))
         inside = number in launched and _within(optimizer, moment)
-        yield OPTIMIZER if inside else class_of(operation), begin, end, label
+        part = class_of(name if operation.startswith(_ENGINE) else operation)
+        yield OPTIMIZER if inside else part, begin, end, label
 
 
 def _named(operation: Event) -> str:
