@@ -22,7 +22,6 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_context import ring_attention
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
-from spec.step_engine import on_engine
 from spec.step_experts import expert_mlp
 from spec.step_linear import adapter_parameters, column, row
 from spec.step_parts import (
@@ -38,6 +37,7 @@ from spec.step_parts import (
     shapes,
 )
 from spec.step_sharded import of_shards, shard_copies
+from spec.step_transformer_engine import on_engine
 
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 

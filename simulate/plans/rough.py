@@ -15,7 +15,7 @@ from simulate.cost.exchange import neighbours, of_boundary
 from simulate.cost.imbalance import share_of_fullest
 from simulate.cost.issue import caught_up, repeated_us
 from simulate.cost.uncertainty import Array, Draws, central
-from simulate.hardware.engine import as_run
+from simulate.hardware.transformer_engine import as_run
 from simulate.step.clocks import layer_us
 from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.step.passes import Pieces, chunks

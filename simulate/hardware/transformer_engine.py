@@ -15,7 +15,7 @@ from spec.parallelism import Parallelism
 NAME = "host.transformer_engine"
 # What a host takes to issue a layer on Transformer Engine, in what it takes for a local one, in
 # bf16 and in FP8: nil steps in turn on a host of an H200 and on one of an H100, 1.2 to 1.8 and 1.4
-# to 2.3 times by their kind (`benchmarks/engine.csv`).
+# to 2.3 times by their kind (`benchmarks/transformer_engine.csv`).
 OF_LOCAL, OF_LOCAL_FP8, HOST_SD = 1.55, 1.9, 0.15
 FP8_PASS_US = 5e3  # beside layers, once a microbatch: scales of all tensors, likewise
 TENSOR_US = 40.0  # once a step, of a tensor: updates of 3 and 12 layers, likewise (34 and 46)

@@ -3,7 +3,7 @@
 What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 
 - Norms, activations and rotary embedding are one kernel each way. It is taken to last as long as a
-  copy of the bytes that it must move, times what `benchmarks.engine` found on an H200.
+  copy of the bytes that it must move, times what `benchmarks.transformer_engine` found on an H200.
 - Products add their weight gradients to the fp32 ones themselves (`fuse_wgrad_accumulation`): they
   read those and write them in fp32, which takes what a kernel that adds them would for these bytes.
 - Biases are added by the product or the kernel behind it. Their gradients are summed by a kernel of
@@ -15,7 +15,7 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
   before it is sent (`distributed.py`, `_all_gather_fp8`).
 
 Its optimizer clips in place (`spec.step.optimizer`); what its host takes is in
-`simulate.hardware.engine`.
+`simulate.hardware.transformer_engine`.
 
 Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensions` and `fusions`.
 """
@@ -29,8 +29,8 @@ from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied, of_weights
 
 # Times of a copy of as many bytes, forward and backward; on an H200, medians of two or three shapes
-# (`benchmarks/engine.csv`; of SwiGLU and GELU two, as the third was compiled for any width). On an
-# H100 SwiGLU's and GELU's are 1.0 to 1.1, rotary embedding's 1.6.
+# (`benchmarks/transformer_engine.csv`; of SwiGLU and GELU two, as the third was compiled for any
+# width). On an H100 SwiGLU's and GELU's are 1.0 to 1.1, rotary embedding's 1.6.
 OF_A_COPY = {
     "rmsnorm": (1.11, 1.1),
     "layernorm": (1.33, 1.32),

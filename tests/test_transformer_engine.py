@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import Timed, summary
+from benchmarks.transformer_engine import Timed, summary
 from measure.megatron.build import transformer_config
 from measure.training.plan import case_of
 from measure.training.steps import prepared
-from simulate.hardware.engine import OF_LOCAL, OF_LOCAL_FP8, TENSOR_US, as_run
+from simulate.hardware.transformer_engine import OF_LOCAL, OF_LOCAL_FP8, TENSOR_US, as_run
 from simulate.memory.overhead import context_gib
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -16,8 +16,8 @@ from spec.measurable import read_steps, refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, describe
 from spec.step import layer, optimizer
-from spec.step_engine import ACCUMULATED, CAST, GENERAL, OF_A_COPY
 from spec.step_parts import Part
+from spec.step_transformer_engine import ACCUMULATED, CAST, GENERAL, OF_A_COPY
 from spec.training_records import TrainingConfig
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate

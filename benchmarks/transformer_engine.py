@@ -1,15 +1,16 @@
 """What Transformer Engine's kernels and hosts take, beside copies and Megatron-Core's local layers.
 
-    python -m benchmarks.engine [FILE] [--measure FILE]
+    python -m benchmarks.transformer_engine [FILE] [--measure FILE]
 
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
 add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; and nil
 steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes and
-a step's update. Then, by default from `engine.csv` beside this file, each time's ratio to the
-copy's or to local layers', from which `spec.step_engine` and `simulate.hardware.engine` have their
-constants (docs/visits.md, the forty-fifth visit). Its H200 rows of SwiGLU and GELU at 8192 x 28672
-are of kernels compiled for any width, which a step's are not; those of H100 are not.
+a step's update. Then, by default from `transformer_engine.csv` beside this file, each time's ratio
+to the copy's or to local layers'. The constants of `spec.step_transformer_engine` and
+`simulate.hardware.transformer_engine` are from these (docs/visits.md, the forty-fifth visit). H200's
+rows of SwiGLU and GELU at 8192 x 28672 are of kernels compiled for any width, which a step's are
+not; those of H100 are not.
 """
 
 import sys
@@ -266,7 +267,7 @@ def summary(rows: Sequence[Timed]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, where that is asked for, and print the ratios."""
-    parser = command.Parser(prog="python -m benchmarks.engine", description=__doc__)
+    parser = command.Parser(prog="python -m benchmarks.transformer_engine", description=__doc__)
     own = Path(__file__).with_suffix(".csv")
     parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
