@@ -46,8 +46,9 @@ def column(
     `layers` is false for the output layer, which has no adapter and stays in bf16.
     """
     frozen = model.lora_rank > 0
-    forward, backward = _products(m, n, k, frozen, p.fp8 and layers)
-    gather = _sent("all_gather", m * k)
+    fp8 = p.fp8 and layers
+    forward, backward = _products(m, n, k, frozen, fp8)
+    gather = _sent("all_gather", m * k, fp8)
     scatter, reduce = _sent("reduce_scatter", m * k), _sent("all_reduce", m * k)
     if p.tp == 1:
         pair = Part(name, forward), Part(name, backward)
@@ -83,7 +84,7 @@ def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> 
     elif p.sequence_parallel:
         pair = (
             Part(name, forward, exposed=(_sent("reduce_scatter", m * n),)),
-            Part(name, backward, exposed=(_sent("all_gather", m * n),)),
+            Part(name, backward, exposed=(_sent("all_gather", m * n, p.fp8),)),
         )
     else:
         reduce = _sent("all_reduce", m * n)
@@ -99,9 +100,13 @@ def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> 
     )
 
 
-def _sent(kind: str, elements: int) -> Collective:
-    """A collective of bf16 activations over the tensor-parallel group."""
-    return Collective(kind, "tp", 2.0 * elements)
+def _sent(kind: str, elements: int, fp8: bool = False) -> Collective:
+    """A collective of activations over the tensor-parallel group, in bf16.
+
+    What is gathered for a product in FP8 is cast before it is sent: Transformer Engine's
+    `pytorch/distributed.py`, `_all_gather_fp8`.
+    """
+    return Collective(kind, "tp", (1.0 if fp8 else 2.0) * elements)
 
 
 def _narrow(p: Parallelism, elements: int) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

@@ -10,9 +10,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
   their own but for the first product's, which has them from its own.
 - Values are copied out of the first product where queries and keys are rotated, as attention takes
   all of them from one tensor or none (`get_qkv_layout`).
-- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), other casts write
-  two copies, one of them transposed, and what tensor-parallel ranks gather for a product is cast
-  before it is sent (`distributed.py`, `_all_gather_fp8`).
+- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
+  two copies, one of them transposed.
 
 Its optimizer clips in place (`spec.step.optimizer`); what its host takes is in
 `simulate.hardware.transformer_engine`.
@@ -23,7 +22,6 @@ Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensio
 from collections.abc import Iterator
 from dataclasses import replace
 
-from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied, of_weights
@@ -75,20 +73,7 @@ def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
 
 
 def _fused(part: Part) -> Part:
-    kernels = tuple(one for each in part.kernels for one in _run(each, part))
-    if not _in_fp8(part):
-        return replace(part, kernels=kernels)
-    exposed, hidden = (tuple(map(_sent, sent)) for sent in (part.exposed, part.hidden))
-    return replace(part, kernels=kernels, exposed=exposed, hidden=hidden)
-
-
-def _in_fp8(part: Part) -> bool:
-    return any(one.dtype == "fp8" for one in part.kernels)
-
-
-def _sent(one: Collective) -> Collective:
-    """What is gathered for a product in FP8 is cast before; sums stay in bf16."""
-    return one._replace(bytes=one.bytes / 2) if one.kind == "all_gather" else one
+    return replace(part, kernels=tuple(one for each in part.kernels for one in _run(each, part)))
 
 
 def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
@@ -103,7 +88,7 @@ def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
         tuned = TUNED.get(kernel.op)
         general = tuned is not None and kernel.dims[1] not in tuned
         yield copied(int(kernel.bytes * (GENERAL if general else OF_A_COPY[kernel.op])[backward]))
-    elif kernel.op == "copy" and _in_fp8(part):
+    elif kernel.op == "copy" and any(one.dtype == "fp8" for one in part.kernels):
         yield copied(int(kernel.bytes * CAST))
     else:
         yield kernel

@@ -160,7 +160,7 @@ def test_fp8_products_are_faster_and_casts_cost() -> None:
     eight = p.model_copy(update={"fp8": True})
     wide, narrow = simulate(p, clock_mhz=1980.0), simulate(eight, clock_mhz=1980.0)
     assert 0.5 < narrow.step_time_s[0] / wide.step_time_s[0] < 0.95
-    assert narrow.traffic["tp"].bytes == wide.traffic["tp"].bytes  # what is sent stays bf16
+    assert narrow.traffic["tp"].bytes < wide.traffic["tp"].bytes  # what is gathered is cast first
     dtypes = {
         (part.name, kernel.dtype)
         for segments in (layer(MODEL, eight), head(MODEL, eight))
@@ -171,6 +171,20 @@ def test_fp8_products_are_faster_and_casts_cost() -> None:
     }
     assert dtypes == {(n, "fp8") for n in ("qkv", "proj", "fc1", "fc2")} | {("logits", "bf16")}
     assert stage_memory(MODEL, eight, 0).weights > stage_memory(MODEL, p, 0).weights
+
+
+def test_in_fp8_what_is_gathered_for_a_product_is_half_as_wide() -> None:
+    """Transformer Engine casts before it gathers; sums, and the output layer's, stay in bf16."""
+    wide = Parallelism(tp=2, sequence_parallel=True)
+    narrow = wide.model_copy(update={"fp8": True})
+    for build, gathered in ((layer, 2.0), (head, 1.0)):
+        for before, after in zip(build(MODEL, wide), build(MODEL, narrow), strict=True):
+            for one, other in zip(before, after, strict=True):
+                for sent, now in zip(
+                    (*one.exposed, *one.hidden), (*other.exposed, *other.hidden), strict=True
+                ):
+                    ratio = gathered if sent.kind == "all_gather" else 1.0
+                    assert sent.bytes == pytest.approx(ratio * now.bytes)
 
 
 def test_fp8_that_was_not_measured_is_assumed_and_listed(tmp_path: Path) -> None:
