@@ -134,7 +134,8 @@ def _notes(value: Json) -> list[Block]:
         return blocks
     blocks.append(
         Text(
-            "Constant rate: the model-FLOP/s per GPU of the same model's row with the fewest GPUs. "
+            "Constant rate: the model-FLOP/s per GPU of the same model's row with the fewest GPUs, "
+            "on layers of the same kind. "
             "Nearest row: the row with the most similar configuration. Both are scaled with the "
             "model FLOPs per GPU, and neither uses the row that it is judged on."
         )

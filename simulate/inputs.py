@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from simulate.hardware.mesh import meshed
 from simulate.hardware.nvls import has_nvls, with_nvls
 from simulate.hardware.transfer import transfer
+from simulate.hardware.transformer_engine import PARAMETER
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem
@@ -261,6 +262,11 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
             "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
             "published sweeps have it: nothing here was measured so. What sequence parallelism "
             "gathers and scatters does not."
+        )
+    if any(one.name == PARAMETER for one in calibration.parameters):
+        said.append(
+            "Layers on Transformer Engine ran on up to two H200 and one H100 alone, and steps there "
+            "that wait for their host took up to 1.4 times what is told (docs/training-steps.md)."
         )
     if any(one.name.startswith("transfer.") for one in calibration.parameters):
         said.append(

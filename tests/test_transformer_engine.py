@@ -9,6 +9,7 @@ from measure.megatron.build import transformer_config
 from measure.training.plan import case_of
 from measure.training.steps import prepared
 from simulate.hardware.transformer_engine import OF_LOCAL, OF_LOCAL_FP8, TENSOR_US, as_run
+from simulate.inputs import unmeasured
 from simulate.memory.overhead import context_gib
 from spec.calibration import Calibration
 from spec.errors import UserError
@@ -96,6 +97,8 @@ def test_steps_are_shorter_and_less_sure_and_say_so() -> None:
     assert priced.host.sd > CALIBRATION.host.sd
     names = {one.name: one.source for one in priced.parameters}
     assert names["host.transformer_engine"] == names["kernel.transformer_engine"] == "assumed"
+    assert any("on up to two H200 and one H100 alone" in one for one in unmeasured(priced, NODE))
+    assert not unmeasured(CALIBRATION, NODE)
 
 
 def test_a_host_takes_longer_in_fp8_longer_still_and_not_twice() -> None:

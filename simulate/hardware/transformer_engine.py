@@ -12,7 +12,7 @@ from spec.fitted import changed
 from spec.hardware import Node
 from spec.parallelism import Parallelism
 
-NAME = "host.transformer_engine"
+PARAMETER = "host.transformer_engine"
 # What a host takes to issue a layer on Transformer Engine, in what it takes for a local one, in
 # bf16 and in FP8: nil steps in turn on a host of an H200 and on one of an H100, 1.2 to 1.8 and 1.4
 # to 2.3 times by their kind (`benchmarks/transformer_engine.csv`).
@@ -46,11 +46,13 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
 def _on_engine(same: Same[Calibration], fp8: bool) -> Calibration:
     """With a host as nil steps on Transformer Engine have it, and a spread for what layers take."""
     calibration = same.held
-    if any(one.name == NAME for one in calibration.parameters):
+    if any(one.name == PARAMETER for one in calibration.parameters):
         return calibration
     host, slower = calibration.host, OF_LOCAL_FP8 if fp8 else OF_LOCAL
     assumed = (
-        assumed_factor(NAME, slower, HOST_SD, "over issuing local layers: nil steps on two hosts"),
+        assumed_factor(
+            PARAMETER, slower, HOST_SD, "over issuing local layers: nil steps on two hosts"
+        ),
         assumed_factor(
             "kernel.transformer_engine",
             1.0,
