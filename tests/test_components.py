@@ -126,9 +126,11 @@ def test_a_profile_stands_beside_the_steps_before_it(tmp_path: Path) -> None:
     def run(name: str, rows: list[Any]) -> Any:
         return SimpleNamespace(path=tmp_path / "system" / name, table=lambda kind: rows)
 
-    profile = SimpleNamespace(case_id="case")
+    profile = SimpleNamespace(case_id="case", part="memory", operations="aten::add_ 0.1")
     profiled = run("2", [profile])
     todo = [(run(name, []), SimpleNamespace(case_id="case")) for name in ("1", "3")]
     assert newest_profiles([profiled], todo) == {(todo[0][0].path, "case"): [profile]}
     assert newest_profiles([profiled], todo[1:]) == {(todo[1][0].path, "case"): [profile]}
     assert newest_profiles([profiled], []) == {}
+    profile.operations = "_LayerNormLinearBackward 217.849; aten::add_ 0.1"  # products among them
+    assert newest_profiles([profiled], todo) == {}
