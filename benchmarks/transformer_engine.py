@@ -5,12 +5,12 @@
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
 add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; and nil
-steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes and
-a step's update. Then, by default from `transformer_engine.csv` beside this file, each time's ratio
-to the copy's or to local layers'. The constants of `spec.step_transformer_engine` and
-`simulate.hardware.transformer_engine` are from these (docs/visits.md, the forty-fifth visit). Of
-H200 SwiGLU's and GELU's rows at 8192 x 28672 are of kernels compiled for any width, which a step's
-are not.
+steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes
+(medians) and a step's shortest update. Then, by default from `transformer_engine.csv` beside this
+file, each time's ratio to the copy's or to local layers'. The constants of
+`spec.step_transformer_engine` and `simulate.hardware.transformer_engine` are from these
+(docs/visits.md, the forty-fifth visit). Of H200 SwiGLU's and GELU's rows at 8192 x 28672 are of
+kernels compiled for any width, which a step's are not.
 """
 
 import sys
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -33,6 +34,7 @@ from spec.parallelism import Parallelism
 Call = Callable[[], Any]
 Item = tuple[str, str, str, str, Call]  # what, way, shape, by, call
 ROUNDS, CALLS = 7, 20
+KEYS = 8  # of the heads that are rotated
 MICROBATCHES = 5
 ROWS = (
     ("rmsnorm", ((8192, 4096), (8192, 8192), (16384, 8192), (8192, 5120), (8192, 7168))),
@@ -90,7 +92,7 @@ def _time_us(cuda: Any, call: Call) -> float:
         end.record()
         end.synchronize()
         found.append(1e3 * begin.elapsed_time(end) / CALLS)
-    return sorted(found)[ROUNDS // 2]
+    return median(found)
 
 
 def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
@@ -159,9 +161,8 @@ def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:
         return lambda: bias_gelu(bias, x), lambda: bias_gelu_back(dy, bias, x)
 
     def rope(rows: int, heads: int, dim: int) -> tuple[Call, Call]:
-        keys = heads // 9 if heads % 9 == 0 else heads // 5
         freqs = torch.randn(rows, 1, 1, dim, device="cuda")
-        both = [torch.randn(rows, 1, n, dim, **half).requires_grad_() for n in (heads - keys, keys)]
+        both = [torch.randn(rows, 1, n, dim, **half).requires_grad_() for n in (heads - KEYS, KEYS)]
         out = [fused_apply_rotary_pos_emb(one, freqs) for one in both]
         dy = [torch.randn_like(one) for one in out]
         return (
@@ -235,17 +236,11 @@ def _nil_steps() -> Iterator[tuple[str, str, str, str, float]]:
             p = Parallelism(**split, **more)  # type: ignore[arg-type]
             steps = TrainingCase(model, p, 10, WARM_UP, 12.0, f"nil-{by}")
             (found,) = step_times(steps, (MICROBATCHES,), 3, device_kind="nvidia")
+            shape = f"layers={layers},recompute={again}"
             for way in ("forward", "backward"):
-                times = sorted(1e6 * one[f"layers_{way}_s"] for one in found.passes)
-                each = times[len(times) // 2] / (layers * MICROBATCHES)
-                yield "nil", way, f"layers={layers},recompute={again}", by, each
-            yield (
-                "nil",
-                "update",
-                f"layers={layers},recompute={again}",
-                by,
-                1e6 * sorted(found.updates_s)[0],
-            )
+                took = median(one[f"layers_{way}_s"] for one in found.passes)
+                yield "nil", way, shape, by, 1e6 * took / (layers * MICROBATCHES)
+            yield "nil", "update", shape, by, 1e6 * min(found.updates_s)
 
 
 def summary(rows: Sequence[Timed]) -> str:

@@ -178,22 +178,23 @@ class Parallelism(BaseModel):
             raise UserError(
                 "LoRA of a mixture of experts is not supported; use lora_rank 0 or a dense model"
             )
-        if self.on_engine:
-            self._check_engine(model)
+        apart = not_on_engine(self.cp, self.zero, model.experts, model.lora_rank)
+        if self.on_engine and apart:
+            raise UserError(
+                f"transformer_impl transformer_engine with {apart} is not supported: its kernels "
+                "for that are not simulated; use local"
+            )
 
-    def _check_engine(self, model: ModelSpec) -> None:
-        """Raise UserError for what Transformer Engine runs in kernels that are not simulated."""
-        for noun, found in (
-            ("cp above 1", self.cp > 1),
-            ("zero 3", self.zero == 3),
-            ("LoRA", model.lora_rank),
-            ("a mixture of experts", model.experts),
-        ):
-            if found:
-                raise UserError(
-                    f"transformer_impl transformer_engine with {noun} is not supported: its "
-                    "kernels for that are not simulated; use local"
-                )
+
+def not_on_engine(cp: int, zero: int, experts: int, lora_rank: int) -> str | None:
+    """What of a step Transformer Engine runs in kernels that are not simulated; None: nothing."""
+    found = {
+        "cp above 1": cp > 1,
+        "zero 3": zero == 3,
+        "LoRA": lora_rank > 0,
+        "a mixture of experts": experts > 0,
+    }
+    return next((noun for noun, has in found.items() if has), None)
 
 
 def describe(parallelism: Parallelism) -> str:

@@ -37,7 +37,7 @@ from spec.step_parts import (
     shapes,
 )
 from spec.step_sharded import of_shards, shard_copies
-from spec.step_transformer_engine import on_engine
+from spec.step_transformer_engine import on_transformer_engine
 
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 
@@ -132,7 +132,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     residual = _biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     attention = _attention(model, p, s)
     mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
-    pairs = on_engine([before, *attention, residual, before, *mlp, residual], p)
+    pairs = on_transformer_engine([before, *attention, residual, before, *mlp, residual], p)
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute != "none":

@@ -56,7 +56,7 @@ BEHIND_NORM = ("qkv", "fc1")
 Pair = tuple[Part, Part]
 
 
-def on_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
+def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
     """Forward and backward parts of a layer as Transformer Engine runs them."""
     if not p.on_engine:
         return pairs

@@ -255,10 +255,12 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
     )
     words = ["--set", "moe_router_topk=2", "--set", "expert_model_parallel_size=4"]
     path = write(tmp_path, text)
-    (row,) = imported(tmp_path, "megatron-log", path, "--nodes", "2", *words).table(TrainingRow)
+    found = imported(tmp_path, "megatron-log", path, "--nodes", "2", *words)
+    (row,) = found.table(TrainingRow)
     assert (row.experts, row.top_k, row.ep, row.vpp) == (8, 2, 4, 4)
     assert (row.recompute, row.zero, row.sequence_parallel) == ("full", 0, True)
     assert not row.on_engine  # whose mixtures are not simulated
+    assert any("with a mixture of experts they are" in one for one in found.manifest.notes)
 
 
 def test_a_log_of_transformer_engine_in_fp8_is_a_row_of_it(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_adapters_learn_the_same(split: dict[str, Any]) -> None:
 
 def test_layers_on_transformer_engine_need_it_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
     with pytest.raises(WorkError, match="needs Transformer Engine, and a GPU"):
         engine_modules(gpu)
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)

@@ -17,7 +17,7 @@ from measure.logs.megatron_lines import Log
 from spec.errors import UserError
 from spec.files import parse
 from spec.model import ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, not_on_engine
 from spec.training_records import StepRow, TrainingConfig, TrainingRow
 
 MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
@@ -118,13 +118,19 @@ def model_of(log: Log, name: str) -> ModelSpec:
     return parse(ModelSpec, value, str(log.path))
 
 
-def _on_engine(a: Arguments) -> bool:
-    """Whether a row is of layers on Transformer Engine: dense ones alone are simulated there.
+def _ran_on_engine(a: Arguments) -> bool:
+    return a.text("transformer_impl", "") == "transformer_engine"
 
-    What else ran on it is taken for local layers, as `framework` says.
-    """
-    apart = a.whole("num_experts", 0) or a.whole("context_parallel_size", 1) > 1 or _zero(a) == 3
-    return a.text("transformer_impl", "") == "transformer_engine" and not apart
+
+def _apart(a: Arguments) -> str | None:
+    """What a row has that is not simulated on Transformer Engine, but as of local layers."""
+    cp, experts = a.whole("context_parallel_size", 1), a.whole("num_experts", 0)
+    return not_on_engine(cp, _zero(a), experts, lora_rank=0)
+
+
+def _on_engine(a: Arguments) -> bool:
+    """Whether a row is of layers on Transformer Engine."""
+    return _ran_on_engine(a) and _apart(a) is None
 
 
 def _zero(a: Arguments) -> int:
@@ -225,6 +231,12 @@ def rows(
         for n, one in enumerate(kept)
     ]
     left_out = _left_out(log, len(full) - len(kept), len(log.iterations) - len(full))
+    apart = _apart(_arguments(log))
+    if _ran_on_engine(_arguments(log)) and apart:
+        left_out.append(
+            f"{log.path.name}: left out that its layers are Transformer Engine's: with {apart} "
+            "they are simulated as local ones"
+        )
     return parse(TrainingRow, value, str(log.path)), steps, left_out
 
 

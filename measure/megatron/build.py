@@ -267,8 +267,7 @@ def build(
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    engine = p.on_engine
-    if engine:
+    if p.on_engine:
         modules = engine_modules(device)
     else:
         modules = local_modules(model, *_core_attention(model, p, device))
@@ -291,7 +290,7 @@ def build(
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if seeded:
             seed_weights(chunk, parallel_state.get_tensor_model_parallel_rank(), p.tp)
-        if engine:
+        if p.on_engine:
             accumulate_in_products(chunk)
         chunk = Float16Module(config, chunk.to(device))
         wrap = Sharded if p.zero == 3 else DistributedDataParallel
