@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,18 @@ def test_weak_scaling_gets_no_faster(tmp_path: Path, capsys: Any) -> None:
     for near, far in itertools.pairwise(times):
         assert near["median"] * 0.999 < far["median"] < 1.2 * near["median"]
         assert far["high"] / far["low"] > near["high"] / near["low"]
+
+
+def test_what_is_held_at_the_peak_is_above_it(tmp_path: Path, capsys: Any) -> None:
+    """Three sequences on eight GPUs ask for more than the peak of thirty-two: no time is at it."""
+    few = {"global_batch": "3", "tp": "", "vpp": ""}
+    code, out, err = judge(
+        tmp_path, [BASE | few, BASE | few | {"row_id": "b", "gpus": "32"}], capsys
+    )
+    assert code == 0, err
+    (case,) = json.loads(out)["cases"]
+    time = case["predicted_s"]
+    assert time["low"] < time["median"] < time["high"]
+    # of a half normal: 5, 50 and 95 % lie at 0.063, 0.674 and 1.960 sd above it
+    logs = [math.log(time[name] / time["low"]) for name in ("median", "high")]
+    assert logs[0] / logs[1] == pytest.approx((0.6745 - 0.0627) / (1.9600 - 0.0627), rel=1e-3)

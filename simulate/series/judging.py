@@ -7,7 +7,7 @@ the same GPU ask for other kernels, that is tried, too.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
-from statistics import median
+from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from simulate.series.plan import Plan
 from simulate.series.search import own_choices, replanned, shared_choices
 from simulate.series.step import FACTORS, Calibrations
 from simulate.step.scale import ROW_SD
-from spec.interval import Z90
+from spec.interval import LEVEL, Z90
 
 OF_FP8 = "FP8"  # behind the names of kinds
 ALONE = (
@@ -246,12 +246,24 @@ def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices], checked: boo
     return replanned(one, dict(own) | turned, checked)
 
 
+def _quantiles(value: float, sd: float, least: float) -> tuple[float, float, float]:
+    """Low, median and high of a step, s, whose logarithm is `value` and which takes `least`.
+
+    One that is held at the least is not as likely shorter as longer: what is above it alone can be.
+    """
+    if value > log(least):
+        return max(exp(value - Z90 * sd), least), exp(value), exp(value + Z90 * sd)
+    above = NormalDist(log(least), sd)
+    low, middle, high = (exp(above.inv_cdf(0.75 + part * LEVEL / 4)) for part in (-1, 0, 1))
+    return low, middle, high
+
+
 def _entry(
     one: Plan, projected: Projected, sd: float, anchors: Sequence[Plan], series: Series
 ) -> dict[str, Any]:
-    row, median, metric = one.row, exp(projected.value), metric_of(one.row)
+    row, metric = one.row, metric_of(one.row)
     assert metric is not None  # a row without one has no plan
-    low, high = max(median * exp(-Z90 * sd), least_s(one)), median * exp(Z90 * sd)
+    low, median, high = _quantiles(projected.value, sd, least_s(one))
     entry: dict[str, Any] = {
         "id": row.row_id,
         "kind": row.source + (f", {OF_FP8}" if row.fp8 else ""),
