@@ -249,13 +249,13 @@ def _other_way(one: Plan, name: str, chosen: Mapping[str, Choices], checked: boo
 def _quantiles(value: float, sd: float, least: float) -> tuple[float, float, float]:
     """Low, median and high of a step, s, whose logarithm is `value` and which takes `least`.
 
-    One that is held at the least is not as likely shorter as longer: what is above it alone can be.
+    Of one that is held at the least, only what is above it can be: a half normal, all of which
+    below `high` the interval holds.
     """
     if value > log(least):
         return max(exp(value - Z90 * sd), least), exp(value), exp(value + Z90 * sd)
     above = NormalDist(log(least), sd)
-    low, middle, high = (exp(above.inv_cdf(0.75 + part * LEVEL / 4)) for part in (-1, 0, 1))
-    return low, middle, high
+    return least, exp(above.inv_cdf(0.75)), exp(above.inv_cdf(0.75 + LEVEL / 4))
 
 
 def _entry(
