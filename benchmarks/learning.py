@@ -102,7 +102,8 @@ class Model:
         try:
             import torch
 
-            from measure.megatron.build import build, of_torch
+            from measure.megatron.build import build
+            from measure.megatron.optimizer import of_torch
             from measure.training.rank import Ranks
         except ImportError as error:
             raise UserError(f"{error.name} is missing; pip install -e '.[measure]'") from None

@@ -19,6 +19,7 @@ from measure.plans.late import late_cases
 from measure.suites import awake, clocks, heat, host_time, placement, pulses, queued, turns
 from measure.training.plan import TrainingCase, case_of_config
 from measure.training.plan import cases as training_cases
+from measure.training.steps import has_transformer_engine
 from spec.command import emit
 from spec.errors import UserError
 from spec.files import write_table
@@ -56,7 +57,9 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
             )
         elif suite == "host":
             each = devices // options.hosts
-            cases[suite] = host_time.cases(kind, each, options.share or 1.0, options.quick)
+            cases[suite] = host_time.cases(
+                kind, each, options.share or 1.0, options.quick, engine=has_transformer_engine()
+            )
             if options.plan.training:
                 shapes = planned_shapes(options, kind, devices)
                 cases[suite] = host_time.in_order(cases[suite], shapes)

@@ -102,6 +102,14 @@ HostTime = Literal[
     "pass_us",
     "tensor_us",
     "step_us",
+    "te_part_us",
+    "te_backward_part_us",
+    "te_checkpoint_us",
+    "te_tensor_us",
+    "fp8_part_us",
+    "fp8_backward_part_us",
+    "fp8_checkpoint_us",
+    "fp8_pass_us",
 ]
 
 
@@ -161,6 +169,16 @@ class HostFit(Record):
         "parameters",
     )
     step_us: Micros = Field(description="once a step: zeroed gradients, their norm, scalars")
+    te_part_us: Micros = Field(default=0.0, description="part_us on Transformer Engine; 0: unknown")
+    te_backward_part_us: Micros = Field(default=0.0, description="backward_part_us there")
+    te_checkpoint_us: Micros = Field(default=0.0, description="checkpoint_us there")
+    te_tensor_us: Micros = Field(default=0.0, description="tensor_us there, in bf16 and in FP8")
+    fp8_part_us: Micros = Field(default=0.0, description="part_us there, in FP8")
+    fp8_backward_part_us: Micros = Field(default=0.0, description="backward_part_us likewise")
+    fp8_checkpoint_us: Micros = Field(default=0.0, description="checkpoint_us likewise")
+    fp8_pass_us: Micros = Field(
+        default=0.0, description="once a microbatch, in FP8, beside pass_us: scales of all tensors"
+    )
     sd: Spread = Field(description="what a step on a host whose nil steps were timed is off by")
     python_sd: Spread = Field(
         default=0.0,
@@ -181,6 +199,10 @@ class HostFit(Record):
     )
     bucket_sd: Spread = Field(
         default=0.0, description="of bucket_us likewise, where none of them sent beside its passes"
+    )
+    te_sd: Spread = Field(
+        default=0.0,
+        description="of all of it on Transformer Engine, where no nil step there was timed",
     )
     slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
     visits: tuple[HostVisit, ...] = ()
@@ -207,9 +229,9 @@ class HostFit(Record):
                     for name, own in (visit.times_us | {"slower": visit.slower}).items()
                 }
                 spreads = ["python", "visit"]
-                spreads += [
-                    one for one in ("ring", "adapter", "bucket") if f"{one}_us" in visit.times_us
-                ]
+                shown = {"ring": "ring_us", "adapter": "adapter_us", "bucket": "bucket_us"}
+                shown |= {"te": "te_part_us"}
+                spreads += [one for one, by in shown.items() if by in visit.times_us]
                 return self.model_copy(update=known | {f"{one}_sd": 0.0 for one in spreads})
         return self
 

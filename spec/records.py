@@ -19,7 +19,7 @@ from pydantic import (
 from spec.errors import UserError
 from spec.kernel import Kernel, parse_kernel
 from spec.load_records import AwakeRow, HeatRow, PulseRow, TurnRow
-from spec.parallelism import Recompute
+from spec.parallelism import Recompute, TransformerImpl, not_on_engine
 from spec.row import ClockMhz, CollectiveName, NonNegative, OfDevice, Positive, Repeated, Row
 from spec.training_records import PlacementRow, ProfileRow, StepRow, TrainingRow
 
@@ -156,6 +156,8 @@ class HostRow(Repeated):
         description="every tensor is a bucket, gathered and reduced beside passes",
     )
     recompute: Recompute = Field(default="none", description="activations computed again")
+    transformer_impl: TransformerImpl = Field(default="local", description="what layers run on")
+    fp8: bool = Field(default=False, description="products in FP8")
     layers: Annotated[int, Field(ge=1, le=1000)]
     microbatches: Annotated[int, Field(ge=2, le=1000)] = Field(
         description="of the steps that the quantiles are of"
@@ -180,6 +182,11 @@ class HostRow(Repeated):
     def _possible(self) -> Self:
         if self.gpus % self.tp or MOST_TP % self.tp:
             raise ValueError(f"tp is {self.tp}; it must divide gpus, {self.gpus}, and {MOST_TP}")
+        if self.fp8 and self.transformer_impl == "local":
+            raise ValueError("fp8 is true; with transformer_impl local it must be false")
+        apart = not_on_engine(self.cp, 0, self.experts, self.lora_rank)
+        if self.transformer_impl == "transformer_engine" and apart:
+            raise ValueError(f"transformer_impl must be local with {apart}")
         dp, left = divmod(self.gpus // self.tp, self.cp)
         if left or MOST_TP % self.cp:
             of = f"gpus / tp, {self.gpus // self.tp}, and {MOST_TP}"

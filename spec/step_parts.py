@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Literal
 
 from spec.collective import Collective
 from spec.kernel import Kernel
@@ -32,6 +33,7 @@ class Part:
     checkpoint: bool = False  # here activations begin to be computed again
     adapter: bool = False  # low-rank products of LoRA are in it beside its own
     backward: bool = False  # autograd issues it
+    on: Literal["", "te_", "fp8_"] = ""  # on Transformer Engine, whose Python takes longer
     later: bool = False  # weights' gradients by themselves: its host issues kernels, nothing else
 
     @property
@@ -47,13 +49,13 @@ class Part:
         grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
         experts = max(grouped, default=0)
         return {
-            "backward_part" if self.backward else "part": 1,
+            self.on + ("backward_part" if self.backward else "part"): 1,
             "collective": 0 if apart else len(self.exposed) + len(self.hidden),
             "uneven": int(self.uneven),
             "expert": experts * (EXPERT_BACKWARD if self.backward else 1.0),
             "routing": self.routing,
             "ring": self.ring,
-            "checkpoint": int(self.checkpoint),
+            f"{self.on}checkpoint": int(self.checkpoint),
             "adapter": int(self.adapter and self.backward),
         }
 

@@ -13,14 +13,15 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
   two copies, one of them transposed.
 
-Its optimizer clips in place (`spec.step.optimizer`); what its host takes is in
-`simulate.hardware.transformer_engine`.
+Its optimizer clips in place (`spec.step.optimizer`). What its host takes beside the kernels has
+names of its own (`Part.issued`).
 
 Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensions` and `fusions`.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
@@ -61,7 +62,11 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
     if not p.on_engine:
         return pairs
     rotated = any(first.name == "rope" for first, _ in pairs)
-    return [(_forward(first, p, rotated), _fused(second)) for first, second in pairs]
+    on: Literal["fp8_", "te_"] = "fp8_" if p.fp8 else "te_"
+    return [
+        (replace(_forward(first, p, rotated), on=on), replace(_fused(second), on=on))
+        for first, second in pairs
+    ]
 
 
 def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:

@@ -47,6 +47,14 @@ TAKES = {
     "pass": 2000.0,
     "step": 1500.0,
     "tensor": 50.0,
+    "te_part": 220.0,
+    "te_backward_part": 130.0,
+    "te_checkpoint": 800.0,
+    "te_tensor": 30.0,
+    "fp8_part": 290.0,
+    "fp8_backward_part": 180.0,
+    "fp8_checkpoint": 900.0,
+    "fp8_pass": 2500.0,
 }
 MICROBATCHES = 5
 
@@ -57,6 +65,7 @@ def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> H
     sizes = {"gpus": case.gpus, "tp": case.tp, "cp": case.cp, "ep": case.ep}
     sizes |= {"experts": case.experts, "overlap": case.overlap, "recompute": case.recompute}
     sizes |= {"lora_rank": case.lora_rank}
+    sizes |= {"transformer_impl": case.transformer_impl, "fp8": case.fp8}
     once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
     row = HostRow(
         case_id=case.case_id,
@@ -85,13 +94,15 @@ def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> H
     return row.model_copy(update=found | dict.fromkeys(names, several_us))
 
 
+@pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_what_nil_steps_take_is_told_apart(gpus: int) -> None:
-    rows = [nil_row(case, slower=2.0) for case in host_time.cases("nvidia", gpus)]
+def test_what_nil_steps_take_is_told_apart(gpus: int, engine: bool) -> None:
+    rows = [nil_row(case, slower=2.0) for case in host_time.cases("nvidia", gpus, engine=engine)]
     found = beside_kernels([one for row in rows for one in equations(row, (), 2.0)])
-    expected = TAKES if gpus > 1 else {k: v for k, v in TAKES.items() if k in found}
-    assert found == pytest.approx(expected)
-    assert {"part", "expert", "pass", "step", "tensor"} <= found.keys()
+    there = {name for name in TAKES if name.startswith(("te_", "fp8_"))}
+    alone = {"collective", "uneven", "ring", "bucket"} if gpus == 1 else set[str]()
+    assert found.keys() == TAKES.keys() - alone - (set() if engine else there)
+    assert found == pytest.approx({name: TAKES[name] for name in found})
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))
     assert alone == {}  # a step and its tensors cannot be told apart
 
@@ -206,6 +217,13 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     ]
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
     assert host_time.cases("nvidia", 4, quick=True) == []
+    on = [case for case in host_time.cases("nvidia", 4, engine=True) if case not in found]
+    assert [(c.tp, c.recompute, c.fp8, c.case_id.endswith("TE")) for c in on] == [
+        (tp, again, fp8, True)
+        for tp, again in ((1, "none"), (1, "full"), (4, "none"))
+        for fp8 in (False, True)
+    ]
+    assert len(host_time.cases("nvidia", 1, engine=True)) == 4 + len(host_time.cases("nvidia", 1))
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
@@ -229,6 +247,13 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     rows = [nil_row(case, slower=1.0) for case in enough]
     told = beside_kernels([one for row in rows for one in equations(row, (), 1.0)])
     assert told.keys() == {"part", "backward_part", "pass", "step", "tensor", "ring"}
+    eight = Parallelism(transformer_impl="transformer_engine", fp8=True)
+    on = host_time.in_order(
+        host_time.cases("nvidia", 2, engine=True), [(load_model("llama3-8b"), eight)]
+    )
+    assert [case.shows for case in on[:4]] == [
+        *(set(), {"transformer_engine"}, {"layers"}, {"transformer_engine", "fp8"}),
+    ]
     mixtures = read_plan(RESULTS / "2x-h200" / "forecasts" / "plan-51.csv")
     options = Options(suites=("host",), models=(), quick=False, plan=mixtures)
     first = planned(options, "nvidia", 2)["host"][:7]
@@ -243,7 +268,12 @@ def test_every_time_of_a_host_is_fitted_and_named() -> None:
     p = Parallelism(tp=2, ep=2, cp=2, dp=2, recompute="full", global_batch=2)
     passes = layer(load_model("mixtral-8x7b"), p)
     issued = {name for way in passes for one in way for name in one.issued}
-    assert issued | {"pass", "tensor", "bucket", "step"} == CALLS.keys() == WHAT.keys()
+    for fp8 in (False, True):
+        there = {"cp": 1, "fp8": fp8, "transformer_impl": "transformer_engine"}
+        passes = layer(load_model("llama3-8b"), p.model_copy(update=there))
+        issued |= {name for way in passes for one in way for name in one.issued}
+    once = {"pass", "tensor", "bucket", "step", "te_tensor", "fp8_pass"}
+    assert issued | once == CALLS.keys() == WHAT.keys()
     assert {f"{name}_us" for name in CALLS} == set(get_args(HostTime)) <= set(HostFit.model_fields)
 
 
@@ -307,6 +337,11 @@ def test_steps_of_two_batches_take_turns() -> None:
         ({"experts": 10**30}, "experts"),
         ({"layers": 10**6}, "layers"),
         ({"microbatches": 1}, "microbatches"),
+        ({"fp8": True}, "fp8 is true; with transformer_impl local it must be false"),
+        (
+            {"transformer_impl": "transformer_engine"},
+            "transformer_impl must be local with a mixture of experts",
+        ),
         ({"single_us": 1e9}, "single_us is 1e+09"),
         ({"update_us": 1.0, "single_us": 0.5}, "update_us is 1; it must be shorter than"),
         ({"forward_us": None}, "forward_us and backward_us must be given"),

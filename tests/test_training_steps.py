@@ -19,7 +19,8 @@ from spec.step import stage_parameters
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from measure.megatron.build import LEARNING_RATE, Trainer
+from measure.megatron.build import Trainer
+from measure.megatron.optimizer import LEARNING_RATE
 
 SMALL = load_model("tiny").resized(layers=2, seq_len=32, hidden=64, head_dim=16, ffn_hidden=96)
 GPT = SMALL.resized(

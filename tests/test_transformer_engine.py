@@ -1,18 +1,23 @@
 """Steps whose layers are Megatron-Core's on Transformer Engine."""
 
 from importlib.util import find_spec
+from math import hypot
 from typing import Any
 
 import pytest
+from torch.optim import AdamW
 
 from benchmarks.transformer_engine import Timed, summary
 from measure.megatron.build import transformer_config
+from measure.megatron.optimizer import update_by_torch
 from measure.training.plan import case_of
 from measure.training.steps import prepared
-from simulate.hardware.transformer_engine import OF_LOCAL, OF_LOCAL_FP8, TENSOR_US, as_run
+from simulate.hardware.transformer_engine import as_run
 from simulate.inputs import unmeasured
 from simulate.memory.overhead import context_gib
-from spec.errors import UserError
+from spec.calibration import HostVisit
+from spec.errors import UserError, WorkError
+from spec.fitted import changed
 from spec.measurable import read_steps, refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, describe
@@ -96,21 +101,62 @@ def test_steps_are_shorter_and_less_sure_and_say_so() -> None:
     assert priced.composition_sd > CALIBRATION.composition_sd
     assert priced.host.sd > CALIBRATION.host.sd
     names = {one.name: one.source for one in priced.parameters}
-    assert names["host.transformer_engine"] == names["kernel.transformer_engine"] == "assumed"
+    assert names["kernel.transformer_engine"] == "assumed"
     assert any("on up to two H200 and one H100 alone" in one for one in unmeasured(priced, NODE))
     assert not unmeasured(CALIBRATION, NODE)
 
 
-def test_a_host_takes_longer_in_fp8_longer_still_and_not_twice() -> None:
-    slower = {p.fp8: as_run(CALIBRATION, p, NODE) for p in (TE, TE_FP8)}
-    assert slower[False].host.slower == pytest.approx(OF_LOCAL * CALIBRATION.host.slower)
-    assert slower[True].host.slower == pytest.approx(OF_LOCAL_FP8 * CALIBRATION.host.slower)
-    assert slower[True].host.pass_us > slower[False].host.pass_us == CALIBRATION.host.pass_us
-    for one in slower.values():  # an update goes by its tensors, and no slower
-        assert one.host.slower * one.host.step_us == pytest.approx(CALIBRATION.host.step_us)
-        assert one.host.slower * one.host.tensor_us == pytest.approx(TENSOR_US)
-    assert as_run(slower[True], TE_FP8, NODE).host == slower[True].host
-    assert as_run(CALIBRATION, P, NODE) is CALIBRATION
+def issued_us(p: Parallelism) -> tuple[float, ...]:
+    """What a layer's passes take their host beside kernels, us."""
+    host = CALIBRATION.host
+    return tuple(
+        sum(getattr(host, f"{name}_us") * n for one in way for name, n in one.issued.items())
+        for way in layer(LLAMA, p)
+    )
+
+
+def test_a_hosts_times_there_are_its_own_and_collectives_as_anywhere() -> None:
+    """Not local layers' times a ratio: kernels there are fewer, and take their host less."""
+    host = CALIBRATION.host
+    for p, part, backward, checkpoint in (
+        (P, host.part_us, host.backward_part_us, host.checkpoint_us),
+        (TE, host.te_part_us, host.te_backward_part_us, host.te_checkpoint_us),
+        (TE_FP8, host.fp8_part_us, host.fp8_backward_part_us, host.fp8_checkpoint_us),
+    ):
+        count = len(layer(LLAMA, p)[0])
+        assert issued_us(p) == pytest.approx((count * part, count * backward))
+        again = issued_us(p.model_copy(update={"recompute": "full"}))
+        assert again[1] == pytest.approx(count * (part + backward) + checkpoint)
+    split = {"tp": 2, "dp": 1, "sequence_parallel": True}
+    collectives = [
+        sum(one.issued["collective"] for way in layer(LLAMA, p) for one in way)
+        for p in (P.model_copy(update=split), TE.model_copy(update=split))
+    ]
+    assert collectives[0] == collectives[1] > 0
+    older = changed(CALIBRATION, host=changed(host, te_part_us=0.0))
+    with pytest.raises(UserError, match=r"no host\.te_part_us, as it is older; run calibrate.fit"):
+        as_run(older, TE, NODE)
+
+
+def test_a_host_whose_nil_steps_ran_there_is_known_there() -> None:
+    visit = HostVisit(devices=("a",), slower=1.0, times_us={"te_part_us": 20.0})
+    other = HostVisit(devices=("b",), slower=1.0, times_us={"part_us": 5.0})
+    spread = {"visit_sd": 0.3, "python_sd": 0.4}
+    host = changed(CALIBRATION.host, visits=(visit, other), **spread)
+    known, unknown = (changed(CALIBRATION, host=host.on_devices([one])) for one in "ab")
+    assert 12.0 < known.host.te_part_us < 20.0
+    assert unknown.host.te_part_us == 12.0
+    assert as_run(known, TE, NODE).host.sd == pytest.approx(host.sd)
+    assert as_run(unknown, TE, NODE).host.sd == pytest.approx(hypot(host.sd, 0.15))
+
+
+@pytest.mark.parametrize("name", ["te_tensor_us", "fp8_pass_us"])
+def test_an_update_and_fp8s_scales_take_their_host(name: str) -> None:
+    """Once a step, and once a microbatch in FP8 alone; local layers' steps stay as they are."""
+    slow = changed(CALIBRATION, host=changed(CALIBRATION.host, **{name: 1e6}))
+    for p, longer in ((P, False), (TE, name == "te_tensor_us"), (TE_FP8, True)):
+        before, after = (float(simulate(p, one).step_time_s[0]) for one in (CALIBRATION, slow))
+        assert (after > 1.5 * before) == longer, p
 
 
 def test_neither_a_cpu_nor_amds_gpus_are_priced_there() -> None:
@@ -155,6 +201,26 @@ def test_fp8_steps_of_local_layers_are_not_measured() -> None:
     with pytest.raises(UserError, match="use transformer_impl transformer_engine, or fp8 false"):
         refuse(LLAMA, P.model_copy(update={"fp8": True}))
     refuse(LLAMA, TE_FP8)
+
+
+def test_local_layers_are_updated_by_torch_wherever_they_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron-Core takes Transformer Engine's Adam, norm and clipping where it can import it."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import clip_grads
+
+    kept = optimizer.Adam, clip_grads.l2_norm_impl
+    monkeypatch.setattr(optimizer, "Adam", None)
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", None)
+    update_by_torch()
+    if find_spec("transformer_engine") is None:
+        assert (optimizer.Adam, clip_grads.l2_norm_impl) == kept
+    assert optimizer.Adam is AdamW
+    assert optimizer.USING_PYTORCH_OPTIMIZER
+    monkeypatch.delattr(clip_grads, "l2_norm_impl")
+    with pytest.raises(WorkError, match=r"clip_grads has no l2_norm_impl; 0\.16 has"):
+        update_by_torch()
 
 
 def test_a_row_keeps_what_runs_its_layers() -> None:

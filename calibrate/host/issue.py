@@ -34,7 +34,9 @@ from spec.step_parts import Segment
 # rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16;
 # with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6). An expert's,
 # routing's and a token exchange's: the middle of two H100, two H200 and four (16 to 18, 87 to 97,
-# 28 to 39).
+# 28 to 39). On Transformer Engine: the means of a host of H200 and one of H100, each scaled so
+# that its local layers take what the middle host's do (`benchmarks.transformer_engine`: parts 11 to
+# 13 and 7 to 8, in FP8 15 to 16 and 9 to 10; checkpoints 37 to 100, FP8's scales 70 to 370).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -49,6 +51,14 @@ CALLS = {
     "pass": 210.0,
     "tensor": 1.7,
     "step": 175.0,
+    "te_part": 12.0,
+    "te_backward_part": 7.5,
+    "te_checkpoint": 60.0,
+    "te_tensor": 2.3,
+    "fp8_part": 16.0,
+    "fp8_backward_part": 9.5,
+    "fp8_checkpoint": 75.0,
+    "fp8_pass": 210.0,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
@@ -64,6 +74,14 @@ WHAT = {
     "pass": "schedule and loss of a microbatch, both passes",
     "tensor": "updating a tensor of parameters, once a step",
     "step": "the norm's scalars and what else an update has once, zeroed gradients among it",
+    "te_part": "Python around a part of a layer on Transformer Engine in the forward pass",
+    "te_backward_part": "autograd around such a part in the backward pass",
+    "te_checkpoint": "setting out to compute activations of such a layer again",
+    "te_tensor": "updating a tensor of parameters by Transformer Engine's optimizer, once a step",
+    "fp8_part": "Python around a part of a layer in FP8 in the forward pass",
+    "fp8_backward_part": "autograd around such a part in the backward pass",
+    "fp8_checkpoint": "setting out to compute activations of such a layer again",
+    "fp8_pass": "scales of all tensors in FP8, once a microbatch",
 }
 # What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
 # and would count for more than all others.
@@ -73,6 +91,9 @@ LEAST_UPDATE = 0.01
 # (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
 HOST_SD = 0.15
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
+# On Transformer Engine, of a host whose nil steps were all by local layers: those two hosts' layers
+# took 1.2 to 1.8 times their local ones, in FP8 1.4 to 2.3.
+TE_SD = 0.15
 DEFAULT_HOST_US = 10.0
 
 
@@ -122,19 +143,15 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             "measured" if name in shown else "assumed",
             f"{WHAT[name]}; {why if name in shown else f'{calls:g} issue times'}",
         )
-    for name, lacked in (
-        ("ring", "on a host whose nil steps had no ring"),
-        ("checkpoint", "on any host: nil steps hardly tell it"),
-        ("adapter", "on a host whose nil steps had none"),
-        ("bucket", "on a host whose nil steps sent nothing beside their passes"),
+    for name, sd, lacked in (
+        ("ring", UNSEEN_SD, "host.ring_us, on a host whose nil steps had no ring"),
+        ("checkpoint", UNSEEN_SD, "host.checkpoint_us, on any host: nil steps hardly tell it"),
+        ("adapter", UNSEEN_SD, "host.adapter_us, on a host whose nil steps had none"),
+        ("bucket", UNSEEN_SD, "host.bucket_us, where nil steps sent nothing beside their passes"),
+        ("te", TE_SD, "a host's times on Transformer Engine, where no nil step there was timed"),
     ):
         found[f"{name}_sd"] = ledger.note(
-            f"host.{name}_sd",
-            UNSEEN_SD,
-            "log",
-            (UNSEEN_SD / 2, 2 * UNSEEN_SD),
-            "assumed",
-            f"of host.{name}_us, {lacked}",
+            f"host.{name}_sd", sd, "log", (sd / 2, 2 * sd), "assumed", f"of {lacked}"
         )
     runs = {run for table in (KernelRow, HostRow) for run, _ in evidence.rows(table)}
     return with_visits(
@@ -288,6 +305,8 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
         sequence_parallel=row.tp > 1,
         overlap=row.overlap,
         recompute=row.recompute,
+        transformer_impl=row.transformer_impl,
+        fp8=row.fp8,
         global_batch=dp,
     )
     model = nil_model(ON_GPU, row.experts, row.lora_rank).resized(layers=row.layers)
@@ -303,7 +322,8 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
     # beside passes each tensor has a bucket, which replicas cut
     tensors = sum(trained_tensors(model, p, 0)) if row.overlap else updated_tensors(model, p, 0)
-    rest = partial(equation, row.single_us - microbatch_us, row.single_us, step=1.0, tensor=tensors)
+    once = {"step": 1.0, "te_tensor" if p.on_engine else "tensor": float(tensors)}
+    rest = partial(equation, row.single_us - microbatch_us, row.single_us, **once)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
         yield rest(bucket=2.0 * tensors)
         return
@@ -312,10 +332,11 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     yield equation(backward_us, backward_us, backward)
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
-    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
+    scales = {"fp8_pass": 1.0} if p.on_engine and p.fp8 else {}
+    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0}, **scales)
     if row.update_us and row.update_us > LEAST_UPDATE * row.single_us:
         # nearly all that a step has once, by the update itself
-        yield equation(row.update_us, row.update_us, step=1.0, tensor=tensors)
+        yield equation(row.update_us, row.update_us, **once)
     yield rest()
 
 

@@ -23,7 +23,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -44,6 +43,7 @@ from measure.megatron.layers import (
     seed_weights,
 )
 from measure.megatron.lora import freeze
+from measure.megatron.optimizer import LEARNING_RATE, build_optimizer, of_torch
 from measure.megatron.sharded import Sharded
 from measure.timed.attention import choose
 from spec.errors import WorkError
@@ -55,13 +55,6 @@ from spec.parallelism import Parallelism
 # The kernels of `spec.step` are bf16 on all devices, so that a CPU's steps are made of them too.
 DTYPE = "bf16"
 ROTARY_BASE = 500_000  # Llama 3's; it changes values, not work
-# On random tokens a model learns to say the same of all of them, within ten steps without gates and
-# within forty with. Its steps were up to 3.8 % faster under a power cap then, presumably because
-# products of like rows draw less. So on GPUs steps change the optimizer's fp32 weights, and hardly
-# a bf16 one; on a CPU models learn, which tests of their splits look at.
-LEARNING_RATE = {"cuda": 1e-7, "cpu": 1e-4}
-CLIP_GRADIENT = 1.0
-
 Tensor = torch.Tensor
 
 
@@ -305,7 +298,7 @@ def build(
     if early_gather:
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
-    optimizer, adam = _optimizer(chunks, p, device)
+    optimizer, adam = build_optimizer(chunks, p, device)
     config.grad_scale_func = optimizer.scale_loss
     framework = (
         f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, {DTYPE}; "
@@ -344,31 +337,3 @@ def _core_attention(model: ModelSpec, p: Parallelism, device: torch.device) -> t
     length = model.seq_len // p.cp
     kernels = choose(heads, kv_heads, model.head_dim, length, p.microbatch, device)
     return partial(ContextAttention, kernels), kernels.name
-
-
-def of_torch(optimizer: Any) -> list[Any]:
-    """The optimizers of torch in one of Megatron-Core's; a part without parameters has none."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None]
-
-
-def _optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple[Any, str]:
-    """Megatron-Core's optimizer around torch's AdamW, fused on GPUs; and the latter's name."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=LEARNING_RATE[device.type],
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=p.zero == 1,
-        overlap_param_gather=p.overlap and p.zero == 1,
-        clip_grad=CLIP_GRADIENT,
-    )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    kind = "nothing to update"
-    for inner in of_torch(optimizer):
-        kind = f"{type(inner).__module__.partition('.')[0]} {type(inner).__name__}"
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and device.type == "cuda":
-            kind = "torch fused AdamW"
-            for group in inner.param_groups:  # before the first step, which makes its state so
-                group["fused"], group["foreach"] = True, False
-    return optimizer, kind

@@ -8,8 +8,8 @@ never faster than that. All GPUs of the host take part, as all of its processors
 each with a replica (of few layers and of more: what the optimizer takes for a tensor), all with a
 share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
 activations computed again (what a checkpoint takes), with adapters on frozen layers, with every
-tensor sent beside the passes by itself (what a bucket takes), and with a mixture of experts, of few
-and of more.
+tensor sent beside the passes by itself (what a bucket takes), with a mixture of experts, of few
+and of more, and where it is installed with layers on Transformer Engine, in bf16 and FP8.
 What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
@@ -37,7 +37,7 @@ from measure.training.plan import WARM_UP, TrainingCase
 from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
-from spec.parallelism import Parallelism, Recompute
+from spec.parallelism import Parallelism, Recompute, TransformerImpl
 from spec.records import MOST_TP, HostRow
 
 MICROBATCHES, EXPERTS, MORE_EXPERTS, MORE_LAYERS = 5, 8, 32, 4 * LAYERS
@@ -61,6 +61,8 @@ class HostCase:
     overlap: bool = False
     recompute: Recompute = "none"
     lora_rank: int = 0
+    transformer_impl: TransformerImpl = "local"
+    fp8: bool = False
 
     @property
     def case_id(self) -> str:
@@ -72,6 +74,7 @@ class HostCase:
         split += mixture + "-overlap" * self.overlap
         split += f"-lora{self.lora_rank}" if self.lora_rank else ""
         split += f"-{self.recompute}" if self.recompute != "none" else ""
+        split += "-FP8" * self.fp8 + "-TE" * (self.transformer_impl == "transformer_engine")
         return f"nil-{self.layers}layers-{MICROBATCHES}microbatches{split}"
 
     @property
@@ -95,6 +98,8 @@ class HostCase:
             sequence_parallel=self.tp > 1,
             overlap=self.overlap,
             recompute=self.recompute,
+            transformer_impl=self.transformer_impl,
+            fp8=self.fp8,
             global_batch=self.replicas * microbatches,
         )
 
@@ -103,6 +108,7 @@ def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     found = {name for name in ("tp", "cp", "ep") if getattr(p, name) > 1}
     again = p.recompute != "none"
     told = {"experts": experts, "lora": lora_rank, "overlap": p.overlap, "recompute": again}
+    told |= {"transformer_engine": p.on_engine, "fp8": p.fp8}
     return found | {name for name, has in told.items() if has}
 
 
@@ -126,10 +132,13 @@ def in_order(
     return [*needed, *again, *others]
 
 
-def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) -> list[HostCase]:
+def cases(
+    kind: str, devices: int = 1, share: float = 1.0, quick: bool = False, engine: bool = False
+) -> list[HostCase]:
     """Those of a host of so many devices; on a CPU one of them has `share` of a core.
 
-    None in a quick run of GPUs: they only tell something together, in three minutes.
+    None in a quick run of GPUs: they only tell something together, in three minutes. With `engine`
+    also by layers on Transformer Engine.
     """
     if kind == "cpu":
         return [HostCase(round(15.0 + 2.0 / share, 1))]
@@ -146,8 +155,17 @@ def cases(kind: str, devices: int = 1, share: float = 1.0, quick: bool = False) 
         dense += [{"tp": several} | adapted]
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
+    on: list[dict[str, Any]] = []
+    if engine:
+        splits: list[dict[str, Any]] = [{}, {"recompute": "full"}]
+        splits += [{"tp": several}] if several > 1 else []
+        on = [
+            {"transformer_impl": "transformer_engine", "fp8": fp8} | split
+            for split in splits
+            for fp8 in (False, True)
+        ]
     return [
-        *(HostCase(GPU_S, devices, **one) for one in dense),
+        *(HostCase(GPU_S, devices, **one) for one in (*dense, *on)),
         *(HostCase(2 * GPU_S, devices, layers=MORE_LAYERS, **one) for one in deep),
         *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in mixed),
         HostCase(2 * GPU_S, devices, experts=MORE_EXPERTS),
@@ -170,6 +188,8 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         overlap=case.overlap,
         recompute=case.recompute,
         lora_rank=case.lora_rank,
+        transformer_impl=case.transformer_impl,
+        fp8=case.fp8,
         layers=case.layers,
         microbatches=MICROBATCHES,
         single_us=statistics.median(found.pop("single_us")),

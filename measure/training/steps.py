@@ -57,7 +57,7 @@ def prepared(case: TrainingCase) -> None:
             "training steps need torch and megatron-core; pip install '.[measure]' brings both"
         )
     refuse(case.model, case.parallelism, case.bucket_parameters)
-    if case.parallelism.on_engine and importlib.util.find_spec("transformer_engine") is None:
+    if case.parallelism.on_engine and not has_transformer_engine():
         raise UserError(
             f"{case.case_id} needs Transformer Engine, which is not installed; install "
             "transformer-engine[pytorch], or plan transformer_impl local"
@@ -114,6 +114,11 @@ def has_megatron() -> bool:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
         return False
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _measure(

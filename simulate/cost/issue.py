@@ -40,7 +40,8 @@ def host_waits(
     if fit.serial:
         return inside, [zero] * len(ways), zero
     p = costs.parallelism
-    once = fit.pass_us / (len(ways) * p.vpp) * costs.host_spread()
+    pass_us = fit.pass_us + (fit.fp8_pass_us if p.on_engine and p.fp8 else 0.0)
+    once = pass_us / (len(ways) * p.vpp) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
     late = late_us(ahead, p)
     behind = larger(-_least(ways[0], zero), -ahead[0])

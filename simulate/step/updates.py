@@ -40,7 +40,8 @@ def waits_us(
     """What a stage's update, whose kernels last so long, waits for its host, us, (draws,)."""
     host = costs.calibration.host
     tensors = updated_tensors(model, p, stage)
-    tensors_us = costs.draws.zero + host.tensor_us * tensors * costs.host_spread()
+    each_us = host.te_tensor_us if p.on_engine else host.tensor_us
+    tensors_us = costs.draws.zero + each_us * tensors * costs.host_spread()
     if host.serial:
         return tensors_us
     return larger(tensors_us - kernels_us, READ_BACK * tensors_us)
