@@ -18,6 +18,7 @@ from calibrate.host.issue import (
     host_sd,
     middles,
     on_middle_host,
+    told_apart,
 )
 from measure.plans.file import read_plan
 from measure.suites import host_time
@@ -218,12 +219,12 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
     assert host_time.cases("nvidia", 4, quick=True) == []
     on = [case for case in host_time.cases("nvidia", 4, engine=True) if case not in found]
-    assert [(c.tp, c.recompute, c.fp8, c.case_id.endswith("TE")) for c in on] == [
-        (tp, again, fp8, True)
-        for tp, again in ((1, "none"), (1, "full"), (4, "none"))
-        for fp8 in (False, True)
+    assert [(c.tp, c.layers, c.recompute, c.fp8) for c in on] == [
+        *((1, 3, "none", False), (1, 3, "none", True), (1, 3, "full", False)),
+        *((1, 3, "full", True), (4, 3, "none", False), (1, 12, "none", True)),
     ]
-    assert len(host_time.cases("nvidia", 1, engine=True)) == 4 + len(host_time.cases("nvidia", 1))
+    assert all(case.case_id.endswith("-TE") for case in on)
+    assert len(host_time.cases("nvidia", 1, engine=True)) == 5 + len(host_time.cases("nvidia", 1))
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
@@ -251,9 +252,18 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     on = host_time.in_order(
         host_time.cases("nvidia", 2, engine=True), [(load_model("llama3-8b"), eight)]
     )
-    assert [case.shows for case in on[:4]] == [
+    assert [case.shows for case in on[:5]] == [
         *(set(), {"transformer_engine"}, {"layers"}, {"transformer_engine", "fp8"}),
+        {"transformer_engine", "fp8", "layers", "scales"},
     ]
+    rows = [nil_row(case, slower=1.0) for case in on[:5]]
+    told = told_apart([one for row in rows for one in equations(row, (), 1.0)])
+    assert told == pytest.approx({name: TAKES[name] for name in told})
+    eight = {"fp8_part", "fp8_backward_part", "fp8_pass"}
+    there = {"te_part", "te_backward_part", "te_tensor"}
+    assert told.keys() == {"part", "backward_part", "pass", "step", "tensor"} | there | eight
+    fewer = told_apart([one for row in rows[:4] for one in equations(row, (), 1.0)])
+    assert fewer.keys() == told.keys() - eight  # of one depth alone they say nothing of FP8
     mixtures = read_plan(RESULTS / "2x-h200" / "forecasts" / "plan-51.csv")
     options = Options(suites=("host",), models=(), quick=False, plan=mixtures)
     first = planned(options, "nvidia", 2)["host"][:7]

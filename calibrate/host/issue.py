@@ -128,7 +128,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for run, row in rows_seen:
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
-    own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
+    own = {visit: told_apart(some) for visit, some in by_devices.items()}
     shown = on_middle_host(by_devices, own, slower)
     found = {}
     for name, calls in CALLS.items():
@@ -239,6 +239,14 @@ def _passes(seen: Sequence[Equation]) -> list[Equation]:
     return [one for one in seen if "step" not in one.counts]
 
 
+def told_apart(seen: Sequence[Equation]) -> dict[str, float]:
+    """`beside_kernels`; of a host whose nil steps in FP8 were all of one depth without FP8's."""
+    eights = [any(name.startswith("fp8_") for name in one.counts) for one in seen]
+    return beside_kernels(seen) or beside_kernels(
+        [one for one, eight in zip(seen, eights, strict=True) if not eight]
+    )
+
+
 def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:
     """What each of CALLS takes, us, of those that the equations tell apart.
 
@@ -328,12 +336,13 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
         yield rest(bucket=2.0 * tensors)
         return
     forward, backward = layer(model, p)
-    yield equation(forward_us, forward_us, forward)
+    # once a pass of all layers, on the device within it
+    scales = {"fp8_pass": 1.0 / row.layers} if p.on_engine and p.fp8 else {}
+    yield equation(forward_us, forward_us, forward, **scales)
     yield equation(backward_us, backward_us, backward)
     ends_us = microbatch_us - row.layers * (forward_us + backward_us)
     ends = (*embedding(model, p), *head(model, p))
-    scales = {"fp8_pass": 1.0} if p.on_engine and p.fp8 else {}
-    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0}, **scales)
+    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
     if row.update_us and row.update_us > LEAST_UPDATE * row.single_us:
         # nearly all that a step has once, by the update itself
         yield equation(row.update_us, row.update_us, **once)

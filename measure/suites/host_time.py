@@ -86,7 +86,9 @@ class HostCase:
     def shows(self) -> set[str]:
         """What its host has to do that others' have not."""
         found = _has(self.split(1), self.experts, self.lora_rank)
-        return found | ({"layers"} if self.layers > LAYERS else set())
+        if self.layers > LAYERS:
+            found |= {"layers", "scales"} if self.fp8 else {"layers"}
+        return found
 
     def split(self, microbatches: int) -> Parallelism:
         """How a step of so many microbatches is split."""
@@ -119,7 +121,9 @@ def in_order(
 
     Last come those that show what no step of it has.
     """
-    wanted = {"layers"}.union(*(_has(p, model.experts, model.lora_rank) for model, p in steps))
+    wanted = {"layers", "scales"}.union(
+        *(_has(p, model.experts, model.lora_rank) for model, p in steps)
+    )
     needed: list[HostCase] = []
     again: list[HostCase] = []
     others: list[HostCase] = []
@@ -148,24 +152,21 @@ def cases(
     adapted: dict[str, Any] = {"lora_rank": LORA_RANK}
     dense = [{}, {"recompute": "selective"}, {"recompute": "full"}, adapted]
     deep: list[dict[str, Any]] = [{}]
+    on: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    if engine:
+        eight = on | {"fp8": True}
+        dense += [on, eight, on | {"recompute": "full"}, eight | {"recompute": "full"}]
+        deep += [eight]
     mixed: list[dict[str, Any]] = [{}]
     if several > 1:
         for split in ("tp", "cp"):
             dense += [{split: several}, {split: several, "recompute": "selective"}]
         dense += [{"tp": several} | adapted]
+        dense += [{"tp": several} | on] if engine else []
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
-    on: list[dict[str, Any]] = []
-    if engine:
-        splits: list[dict[str, Any]] = [{}, {"recompute": "full"}]
-        splits += [{"tp": several}] if several > 1 else []
-        on = [
-            {"transformer_impl": "transformer_engine", "fp8": fp8} | split
-            for split in splits
-            for fp8 in (False, True)
-        ]
     return [
-        *(HostCase(GPU_S, devices, **one) for one in (*dense, *on)),
+        *(HostCase(GPU_S, devices, **one) for one in dense),
         *(HostCase(2 * GPU_S, devices, layers=MORE_LAYERS, **one) for one in deep),
         *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in mixed),
         HostCase(2 * GPU_S, devices, experts=MORE_EXPERTS),
