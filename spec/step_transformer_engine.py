@@ -2,8 +2,9 @@
 
 What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 
-- Norms, activations and rotary embedding are one kernel each way. It is taken to last as long as a
-  copy of the bytes that it must move, times what `benchmarks.transformer_engine` found on an H200.
+- Norms, activations (GELU with its bias alone) and rotary embedding are one kernel each way. It is
+  taken to last as long as a copy of the bytes that it must move, times what
+  `benchmarks.transformer_engine` found on an H200.
 - Products add their weight gradients to the fp32 ones themselves (`fuse_wgrad_accumulation`): they
   read those and write them in fp32, which takes what a kernel that adds them would for these bytes.
 - Biases are added by the product or the kernel behind it. Their gradients are summed by a kernel of
@@ -63,8 +64,11 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
         return pairs
     rotated = any(first.name == "rope" for first, _ in pairs)
     on: Literal["fp8_", "te_"] = "fp8_" if p.fp8 else "te_"
+    biased = any(one.op == "bias" for first, _ in pairs for one in first.kernels)
     return [
-        (replace(_forward(first, p, rotated), on=on), replace(_fused(second), on=on))
+        (replace(first, on=on), replace(second, on=on))
+        if first.name == "gelu" and not biased
+        else (replace(_forward(first, p, rotated), on=on), replace(_fused(second), on=on))
         for first, second in pairs
     ]
 

@@ -17,8 +17,8 @@ from calibrate.host.issue import (
     equations,
     host_sd,
     middles,
+    of_two_depths,
     on_middle_host,
-    told_apart,
 )
 from measure.plans.file import read_plan
 from measure.suites import host_time
@@ -257,12 +257,14 @@ def test_what_a_plans_steps_have_comes_first() -> None:
         {"transformer_engine", "fp8", "layers", "scales"},
     ]
     rows = [nil_row(case, slower=1.0) for case in on[:5]]
-    told = told_apart([one for row in rows for one in equations(row, (), 1.0)])
+    told = beside_kernels([one for row in rows for one in equations(row, (), 1.0)])
     assert told == pytest.approx({name: TAKES[name] for name in told})
     eight = {"fp8_part", "fp8_backward_part", "fp8_pass"}
     there = {"te_part", "te_backward_part", "te_tensor"}
     assert told.keys() == {"part", "backward_part", "pass", "step", "tensor"} | there | eight
-    fewer = told_apart([one for row in rows[:4] for one in equations(row, (), 1.0)])
+    fewer = beside_kernels(
+        of_two_depths([one for row in rows[:4] for one in equations(row, (), 1.0)])
+    )
     assert fewer.keys() == told.keys() - eight  # of one depth alone they say nothing of FP8
     mixtures = read_plan(RESULTS / "2x-h200" / "forecasts" / "plan-51.csv")
     options = Options(suites=("host",), models=(), quick=False, plan=mixtures)

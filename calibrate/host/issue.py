@@ -128,7 +128,8 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for run, row in rows_seen:
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
-    own = {visit: told_apart(some) for visit, some in by_devices.items()}
+    by_devices = {visit: of_two_depths(some) for visit, some in by_devices.items()}
+    own = {visit: beside_kernels(some) for visit, some in by_devices.items()}
     shown = on_middle_host(by_devices, own, slower)
     found = {}
     for name, calls in CALLS.items():
@@ -239,12 +240,11 @@ def _passes(seen: Sequence[Equation]) -> list[Equation]:
     return [one for one in seen if "step" not in one.counts]
 
 
-def told_apart(seen: Sequence[Equation]) -> dict[str, float]:
-    """`beside_kernels`; of a host whose nil steps in FP8 were all of one depth without FP8's."""
-    eights = [any(name.startswith("fp8_") for name in one.counts) for one in seen]
-    return beside_kernels(seen) or beside_kernels(
-        [one for one, eight in zip(seen, eights, strict=True) if not eight]
-    )
+def of_two_depths(seen: Sequence[Equation]) -> list[Equation]:
+    """Without those in FP8 where all are of one depth: layers' times and FP8's scales are one."""
+    if len({one.counts["fp8_pass"] for one in seen if "fp8_pass" in one.counts}) > 1:
+        return list(seen)
+    return [one for one in seen if not any(name.startswith("fp8_") for name in one.counts)]
 
 
 def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:

@@ -63,7 +63,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     more: dict[str, Any] = {}
     if p.on_engine:  # Megatron-LM's defaults
         more |= {
-            "bias_activation_fusion": True,
+            "bias_activation_fusion": model.gated or model.linear_bias,
             "bias_dropout_fusion": True,
             "apply_rope_fusion": model.position == "rope",
         }

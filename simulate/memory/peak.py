@@ -69,8 +69,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     # the product, of which values are a view: all ranks' where they gather it; and the output
     held = p.tp if model.kv_heads < p.tp else 1
     kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
-    if _of_input(p) < 1:  # beside the output, which attention keeps
-        kept += _of_input(p) * heads * one_head
+    if _of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
+        kept += (_of_input(p) - (p.recompute == "selective")) * heads * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
         if not p.on_engine:  # where values are no view there, but copied beside these
             kept += (heads + kv_heads) * one_head
