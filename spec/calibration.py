@@ -204,7 +204,9 @@ class HostFit(Record):
         default=0.0,
         description="of all of it on Transformer Engine, where no nil step there was timed",
     )
-    slower: PositiveShare = Field(default=1.0, description="all of that, on the devices at hand")
+    slower: PositiveShare = Field(
+        default=1.0, description="all of that on the devices at hand, beside the mean host's"
+    )
     visits: tuple[HostVisit, ...] = ()
     serial: bool = Field(
         default=False, description="the host is the device: part_us adds to what kernels take"

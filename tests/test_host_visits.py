@@ -67,10 +67,25 @@ def test_unlike_visits_widen_what_another_may_be() -> None:
     ledger = Ledger()
     with_visits(HOST, {FIRST: 1.0}, ledger)
     assert [(row.name, row.source) for row in ledger.parameters] == [
+        ("host.slower", "assumed"),
         ("host.visit_sd", "assumed"),
         ("host.python_sd", "assumed"),
     ]
     assert one.python_sd == apart.python_sd == PYTHON_SD
+
+
+def test_a_host_that_nobody_visited_is_the_middle_one() -> None:
+    """A few quick hosts move the mean, and no more the middle than any other would."""
+    slower = {("a",): 0.5, ("b",): 1.1, ("c",): 1.2, ("d",): None}
+    ledger = Ledger()
+    host = with_visits(HOST, slower, ledger)
+    assert host.slower == host.on_devices(["new"]).slower == pytest.approx(1.1)
+    assert [visit.slower for visit in host.visits] == pytest.approx([0.5, 1.1, 1.2, 1.1])
+    assert host.on_devices(["c"]).slower == pytest.approx(1.2)
+    noted = next(row for row in ledger.parameters if row.name == "host.slower")
+    assert (noted.value, noted.source) == (pytest.approx(1.1), "measured")
+    assert noted.low < 1.1 < noted.high
+    assert with_visits(HOST, {("d",): None}, Ledger()).slower == 1.0
 
 
 def test_hosts_judged_by_others_replace_what_was_assumed_of_python() -> None:

@@ -156,6 +156,26 @@ def test_the_middle_hosts_passes_are_told_as_long_as_they_take() -> None:
     assert sum(again.values()) == pytest.approx(11.0)
 
 
+def test_what_few_hosts_show_is_told_as_of_the_middle_one() -> None:
+    """One that was slow throughout says nothing of rings by that."""
+    own = {(name,): {"part": pace * 10.0} for name, pace in (("a", 1.0), ("b", 1.1), ("c", 1.6))}
+    own["c",]["ring"] = 1.6 * 300.0
+    seen = {
+        host: [
+            Equation(12.0 * takes["part"], 0.0, {"part": 12.0}, 12.0 * takes["part"]),
+            *(
+                [Equation(takes["ring"], 0.0, {"ring": 1.0}, takes["ring"])]
+                if "ring" in takes
+                else []
+            ),
+        ]
+        for host, takes in own.items()
+    }
+    found = on_middle_host(seen, own, {})
+    assert found["part"] == pytest.approx(11.0)
+    assert found["ring"] == pytest.approx(1.1 * 300.0)
+
+
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
     own = {("a",): {"ring": 2.0, "pass": 9.0}, ("b",): {"ring": 4.0}, ("c",): {"ring": 90.0}}
     known = {("a",): 1.0, ("b",): 1.2}

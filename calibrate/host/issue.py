@@ -34,9 +34,10 @@ from spec.step_parts import Segment
 # rings, two with buckets, two with checkpoints (of H100 and H200: 17 and 24, 9 and 11, 14 and 16;
 # with one host more 15 and 20). An adapter's: of two hosts (8.5 and 2.6). An expert's,
 # routing's and a token exchange's: the middle of two H100, two H200 and four (16 to 18, 87 to 97,
-# 28 to 39). On Transformer Engine: the means of a host of H200 and one of H100, each scaled so
-# that its local layers take what the middle host's do (`benchmarks.transformer_engine`: parts 11 to
-# 13 and 7 to 8, in FP8 15 to 16 and 9 to 10; checkpoints 37 to 100, FP8's scales 70 to 370).
+# 28 to 39). On Transformer Engine: of two hosts of H200 and two of H100, those
+# of `benchmarks.transformer_engine` each scaled so that its local layers take what the middle
+# host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
+# 50 to 100, FP8's scales 45 to 370).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -53,12 +54,12 @@ CALLS = {
     "step": 175.0,
     "te_part": 12.0,
     "te_backward_part": 7.5,
-    "te_checkpoint": 60.0,
+    "te_checkpoint": 30.0,
     "te_tensor": 2.3,
     "fp8_part": 16.0,
     "fp8_backward_part": 9.5,
     "fp8_checkpoint": 75.0,
-    "fp8_pass": 210.0,
+    "fp8_pass": 150.0,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
@@ -91,8 +92,8 @@ LEAST_UPDATE = 0.01
 # (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
 HOST_SD = 0.15
 ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
-# On Transformer Engine, of a host whose nil steps were all by local layers: those two hosts' layers
-# took 1.2 to 1.8 times their local ones, in FP8 1.4 to 2.3.
+# On Transformer Engine, of a host whose nil steps were all by local layers: five hosts' layers took
+# 1.2 to 1.8 times their local ones, in FP8 1.4 to 2.6.
 TE_SD = 0.15
 DEFAULT_HOST_US = 10.0
 
@@ -196,20 +197,42 @@ def on_middle_host(
 ) -> dict[str, float]:
     """Time of each of CALLS on the middle host, us; seen, own, slower: as of `beside_issue`.
 
-    `middles`, all scaled alike so that the middle host's passes are told as long as they take.
-    Middles of each by itself need not add up to that: numbers of one host make up for each other.
-    What a step has once is scaled by the same, though no pass has it.
+    `middles` of what each host takes beside how slow its passes of what all hosts have were, so
+    that what few hosts show is not theirs alone; all scaled alike so that the middle host's passes
+    are told as long as they take. Middles of each by itself need not add up to that: numbers of
+    one host make up for each other. What a step has once is scaled by the same, though no pass has
+    it.
     """
-    shown = middles(own, slower)
-    longer = []
-    for visit in _known([visit for visit, takes in own.items() if takes], slower):
-        passes = _passes(seen[visit])
+    paces = _paces(seen, own, middles(own, slower), slower)
+    shown = middles(
+        {
+            visit: {name: time_us / paces.get(visit, 1.0) for name, time_us in takes.items()}
+            for visit, takes in own.items()
+        },
+        slower,
+    )
+    factor = median(_paces(seen, own, shown, slower).values() or [1.0])
+    return {name: factor * time_us for name, time_us in shown.items()}
+
+
+def _paces(
+    seen: Mapping[tuple[str, ...], Sequence[Equation]],
+    own: Mapping[tuple[str, ...], Mapping[str, float]],
+    shown: Mapping[str, float],
+    slower: Mapping[tuple[str, ...], float],
+) -> dict[tuple[str, ...], float]:
+    """How much longer what goes with issuing took each host than `shown` says, in its passes of
+    what all hosts have."""
+    hosts = _known([visit for visit, takes in own.items() if takes], slower)
+    common = set(shown).intersection(*(own[visit] for visit in hosts))
+    found = {}
+    for visit in hosts:
+        passes = [one for one in _passes(seen[visit]) if one.counts.keys() <= common]
         took = sum((one.time_us - one.kernels_us) / one.of_us for one in passes)
         told = sum((_told(one, shown) - one.kernels_us) / one.of_us for one in passes)
         if took > 0 and told > 0:
-            longer.append(took / told)
-    factor = median(longer) if longer else 1.0
-    return {name: factor * time_us for name, time_us in shown.items()}
+            found[visit] = took / told
+    return found
 
 
 def middles(

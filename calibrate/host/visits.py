@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, log, sqrt
+from statistics import median
 
 from calibrate.apart import apart, groups
-from calibrate.evidence import Evidence, Ledger, rounded
+from calibrate.evidence import Evidence, Ledger, log_interval, rounded
 from calibrate.network.visits import Visited, by_visit, pooled_sd
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime, HostVisit
@@ -83,6 +84,17 @@ def with_visits(
     """
     compared = [log(value) for value in slower.values() if value is not None]
     count = max(len(compared), 1)
+    # the middle, as of all that a host takes: a few hosts are much quicker than all others
+    middle = exp(median(compared)) if compared else 1.0
+    ledger.note(
+        "host.slower",
+        middle,
+        "share",
+        log_interval(middle, VISIT_SD / sqrt(count)),
+        "measured" if len(compared) > 1 else "assumed",
+        f"the middle of {count} visit{'s' if count > 1 else ''} beside their mean (geometric), by "
+        "which hosts that no visit knew issue",
+    )
     sd, free = pooled_sd(compared, VISIT_SD, VISITS, in_parts)
     ledger.note(
         "host.visit_sd",
@@ -107,11 +119,12 @@ def with_visits(
     )
     visits = tuple(
         HostVisit(
-            devices=devices, slower=rounded(value or 1.0), times_us=(own or {}).get(devices, {})
+            devices=devices, slower=rounded(value or middle), times_us=(own or {}).get(devices, {})
         )
         for devices, value in slower.items()
     )
     update = {
+        "slower": rounded(middle),
         "visit_sd": rounded(sd, 3),
         "python_sd": rounded(python_sd, 3),
         "visits": visits,
