@@ -8,9 +8,10 @@ add weight gradients up, beside the same three products by torch and a copy of 6
 steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes
 (medians) and a step's shortest update. Then, by default from `transformer_engine.csv` beside this
 file, each time's ratio to the copy's or to local layers'. The constants of
-`spec.step_transformer_engine` and `simulate.hardware.transformer_engine` are from these
-(docs/visits.md, the forty-fifth visit). Of H200 SwiGLU's and GELU's rows at 8192 x 28672 are of
-kernels compiled for any width, which a step's are not.
+`spec.step_transformer_engine` are from these, and in part what `calibrate.host.issue` assumes of
+Transformer Engine (docs/visits.md, the forty-fifth visit). Local updates in the file are by its
+Adam; since the forty-sixth visit local layers are updated by torch. Of H200 SwiGLU's and GELU's
+rows at 8192 x 28672 are of kernels compiled for any width, which a step's are not.
 """
 
 import sys

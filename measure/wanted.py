@@ -58,7 +58,11 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
         elif suite == "host":
             each = devices // options.hosts
             cases[suite] = host_time.cases(
-                kind, each, options.share or 1.0, options.quick, engine=has_transformer_engine()
+                kind,
+                each,
+                options.share or 1.0,
+                options.quick,
+                engine=kind == "nvidia" and has_transformer_engine(),
             )
             if options.plan.training:
                 shapes = planned_shapes(options, kind, devices)

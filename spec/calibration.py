@@ -204,6 +204,7 @@ class HostFit(Record):
         default=0.0,
         description="of all of it on Transformer Engine, where no nil step there was timed",
     )
+    fp8_sd: Spread = Field(default=0.0, description="of all of it there in FP8, likewise")
     slower: PositiveShare = Field(
         default=1.0, description="all of that on the devices at hand, beside the mean host's"
     )
@@ -232,7 +233,7 @@ class HostFit(Record):
                 }
                 spreads = ["python", "visit"]
                 shown = {"ring": "ring_us", "adapter": "adapter_us", "bucket": "bucket_us"}
-                shown |= {"te": "te_part_us"}
+                shown |= {"te": "te_part_us", "fp8": "fp8_part_us"}
                 spreads += [one for one, by in shown.items() if by in visit.times_us]
                 return self.model_copy(update=known | {f"{one}_sd": 0.0 for one in spreads})
         return self

@@ -22,6 +22,7 @@ ON_ENGINE = {
     "fp8_checkpoint_us": 40.0,
     "fp8_pass_us": 90.0,
     "te_sd": 0.15,
+    "fp8_sd": 0.15,
 }
 
 

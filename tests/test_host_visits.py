@@ -82,6 +82,8 @@ def test_a_host_that_nobody_visited_is_the_middle_one() -> None:
     assert host.slower == host.on_devices(["new"]).slower == pytest.approx(1.1)
     assert [visit.slower for visit in host.visits] == pytest.approx([0.5, 1.1, 1.2, 1.1])
     assert host.on_devices(["c"]).slower == pytest.approx(1.2)
+    own = {("d",): {"part_us": 9.0}}  # as timed, so that it is not slower yet
+    assert with_visits(HOST, slower, Ledger(), own).visits[3].slower == 1.0
     noted = next(row for row in ledger.parameters if row.name == "host.slower")
     assert (noted.value, noted.source) == (pytest.approx(1.1), "measured")
     assert noted.low < 1.1 < noted.high

@@ -17,8 +17,8 @@ from calibrate.host.issue import (
     equations,
     host_sd,
     middles,
-    of_two_depths,
     on_middle_host,
+    told_apart,
 )
 from measure.plans.file import read_plan
 from measure.suites import host_time
@@ -58,6 +58,7 @@ TAKES = {
     "fp8_pass": 2500.0,
 }
 MICROBATCHES = 5
+FULL_THERE = {"recompute", "transformer_engine"}
 
 
 def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> HostRow:
@@ -83,6 +84,8 @@ def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> H
     *layers, step_us = (
         slower * sum(TAKES[name] * count for name, count in one.items()) for one in counts
     )
+    if case.recompute == "full" and case.transformer_impl == "transformer_engine":
+        layers = [1.0, *layers]  # a forward pass that keeps nothing is not read
     forward_us, backward_us, ends_us = layers or (1.0, 1.0, 1.0)  # those with buckets are not read
     microbatch_us = case.layers * (forward_us + backward_us) + ends_us
     several_us = step_us + MICROBATCHES * microbatch_us
@@ -157,23 +160,22 @@ def test_the_middle_hosts_passes_are_told_as_long_as_they_take() -> None:
 
 
 def test_what_few_hosts_show_is_told_as_of_the_middle_one() -> None:
-    """One that was slow throughout says nothing of rings by that."""
-    own = {(name,): {"part": pace * 10.0} for name, pace in (("a", 1.0), ("b", 1.1), ("c", 1.6))}
-    own["c",]["ring"] = 1.6 * 300.0
+    """One that was slow throughout says nothing of rings by that; nor one of unknown slowness."""
+    paces = {"a": 1.0, "b": 1.1, "c": 1.6, "d": 3.0}
+    own = {
+        (name,): {one: pace * TAKES[one] for one in ("part", "backward_part", "pass")}
+        for name, pace in paces.items()
+    }
+    own["c",]["ring"], own["d",]["adapter"] = 1.6 * 300.0, 3.0 * 80.0
     seen = {
-        host: [
-            Equation(12.0 * takes["part"], 0.0, {"part": 12.0}, 12.0 * takes["part"]),
-            *(
-                [Equation(takes["ring"], 0.0, {"ring": 1.0}, takes["ring"])]
-                if "ring" in takes
-                else []
-            ),
-        ]
+        host: [Equation(us, 0.0, {name: 1.0}, us) for name, us in takes.items()]
         for host, takes in own.items()
     }
-    found = on_middle_host(seen, own, {})
-    assert found["part"] == pytest.approx(11.0)
+    found = on_middle_host(seen, own, {("a",): 1.0, ("b",): 1.0, ("c",): 1.0})
+    for name in ("part", "backward_part", "pass"):
+        assert found[name] == pytest.approx(1.1 * TAKES[name])
     assert found["ring"] == pytest.approx(1.1 * 300.0)
+    assert found["adapter"] == pytest.approx(1.1 * 80.0)
 
 
 def test_a_host_of_unknown_speed_is_no_part_of_the_mean() -> None:
@@ -282,10 +284,12 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     eight = {"fp8_part", "fp8_backward_part", "fp8_pass"}
     there = {"te_part", "te_backward_part", "te_tensor"}
     assert told.keys() == {"part", "backward_part", "pass", "step", "tensor"} | there | eight
-    fewer = beside_kernels(
-        of_two_depths([one for row in rows[:4] for one in equations(row, (), 1.0)])
-    )
+    fewer = beside_kernels(told_apart([e for row in rows[:4] for e in equations(row, (), 1.0)]))
     assert fewer.keys() == told.keys() - eight  # of one depth alone they say nothing of FP8
+    again = [case for case in host_time.cases("nvidia", 2, engine=True) if case.shows == FULL_THERE]
+    alone = [rows[0], rows[2], *(nil_row(case, slower=1.0) for case in again)]
+    local = beside_kernels(told_apart([one for row in alone for one in equations(row, (), 1.0)]))
+    assert local.keys() == fewer.keys() - there  # nor does it cost what local layers say
     mixtures = read_plan(RESULTS / "2x-h200" / "forecasts" / "plan-51.csv")
     options = Options(suites=("host",), models=(), quick=False, plan=mixtures)
     first = planned(options, "nvidia", 2)["host"][:7]
@@ -373,6 +377,10 @@ def test_steps_of_two_batches_take_turns() -> None:
         (
             {"transformer_impl": "transformer_engine"},
             "transformer_impl must be local with a mixture of experts",
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "experts": 0, "kernels_us": 1.0},
+            "transformer_impl must be local with a CPU's kernels_us",
         ),
         ({"single_us": 1e9}, "single_us is 1e+09"),
         ({"update_us": 1.0, "single_us": 0.5}, "update_us is 1; it must be shorter than"),

@@ -2,14 +2,15 @@
 
 from importlib.util import find_spec
 from math import hypot
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.optim import AdamW
+import torch
 
 from benchmarks.transformer_engine import Timed, summary
+from measure.megatron import optimizer as megatron_optimizer
 from measure.megatron.build import transformer_config
-from measure.megatron.optimizer import update_by_torch
 from measure.training.plan import case_of
 from measure.training.steps import prepared
 from simulate.hardware.transformer_engine import as_run
@@ -159,6 +160,7 @@ def test_a_host_whose_nil_steps_ran_there_is_known_there() -> None:
     assert 12.0 < known.host.te_part_us < 20.0
     assert unknown.host.te_part_us == 12.0
     assert as_run(known, TE, NODE).host.sd == pytest.approx(host.sd)
+    assert as_run(known, TE_FP8, NODE).host.sd == pytest.approx(hypot(host.sd, 0.15))
     assert as_run(unknown, TE, NODE).host.sd == pytest.approx(hypot(host.sd, 0.15))
 
 
@@ -215,24 +217,46 @@ def test_fp8_steps_of_local_layers_are_not_measured() -> None:
     refuse(LLAMA, TE_FP8)
 
 
+@pytest.mark.parametrize("p", [P, TE])
 def test_local_layers_are_updated_by_torch_wherever_they_run(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, p: Parallelism
 ) -> None:
     """Megatron-Core takes Transformer Engine's Adam, norm and clipping where it can import it."""
-    from megatron.core import optimizer
-    from megatron.core.optimizer import clip_grads
-
-    kept = optimizer.Adam, clip_grads.l2_norm_impl
-    monkeypatch.setattr(optimizer, "Adam", None)
-    monkeypatch.setattr(clip_grads, "l2_norm_impl", None)
-    update_by_torch()
-    if find_spec("transformer_engine") is None:
-        assert (optimizer.Adam, clip_grads.l2_norm_impl) == kept
-    assert optimizer.Adam is AdamW
-    assert optimizer.USING_PYTORCH_OPTIMIZER
-    monkeypatch.delattr(clip_grads, "l2_norm_impl")
+    of_it = {
+        name: [one for one in vars(module) if one in switches]
+        for name, module, switches in (
+            ("built", megatron_optimizer.built, {"Adam", "USING_PYTORCH_OPTIMIZER"}),
+            (
+                "distrib_optimizer",
+                megatron_optimizer.distrib_optimizer,
+                {"Adam", "USING_TE_OPTIMIZER"},
+            ),
+            (
+                "clip_grads",
+                megatron_optimizer.clip_grads,
+                {"l2_norm_impl", "multi_tensor_scale_impl"},
+            ),
+            ("mixed_precision", megatron_optimizer.mixed_precision, {"multi_tensor_scale_impl"}),
+        )
+    }
+    for module, names in of_it.items():
+        for name in names:
+            monkeypatch.setattr(getattr(megatron_optimizer, module), name, "Transformer Engine's")
+    monkeypatch.setattr(
+        megatron_optimizer, "get_megatron_optimizer", lambda *_, **__: SimpleNamespace()
+    )
+    monkeypatch.setattr(megatron_optimizer, "of_torch", lambda _: [])
+    megatron_optimizer.build_optimizer([], p, torch.device("cpu"))
+    left = {
+        (module, name)
+        for module, names in of_it.items()
+        for name in names
+        if getattr(getattr(megatron_optimizer, module), name) == "Transformer Engine's"
+    }
+    assert len(left) == (7 if p.on_engine else 0)
+    monkeypatch.delattr(megatron_optimizer.clip_grads, "l2_norm_impl")
     with pytest.raises(WorkError, match=r"clip_grads has no l2_norm_impl; 0\.16 has"):
-        update_by_torch()
+        megatron_optimizer.update_by_torch()
 
 
 def test_a_row_keeps_what_runs_its_layers() -> None:
@@ -254,18 +278,20 @@ def test_megatron_core_gets_megatron_lms_fusions_there_alone() -> None:
     assert eight.fp8_recipe == "delayed"
 
 
-@pytest.mark.parametrize(("system", "least", "later"), [("2x-h200", 44, 11), ("2x-h100", 14, 10)])
+@pytest.mark.parametrize(("system", "least", "later"), [("2x-h200", 44, 22), ("2x-h100", 14, 10)])
 def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later: int) -> None:
     """Allocated, and what lies beside the reserved: 0.13 GiB less than is counted in pipelines.
 
-    Rows of the forty-sixth visit, small steps of narrow models, have up to 0.15 GiB more.
+    Of rows of the forty-sixth visit OPT and GPT-2 XL over DP 2 have up to 0.15 GiB more.
     """
     cases = measured(system, engine=True)
     new = [run > FORTY_FIFTH for *_, run in cases]
-    assert (new.count(False), new.count(True)) >= (least, later)
+    assert new.count(False) >= least
+    assert new.count(True) >= later
     for (row, stage, peaks, _), of_new in zip(cases, new, strict=True):
         real, told = peaks["allocated"]
-        most = max(0.006 * real, 0.15) if of_new else 0.006 * real
+        less = of_new and row.dp > 1 and row.model in ("opt-2.7b", "gpt2-xl")
+        most = 0.15 if less else (0.008 if of_new else 0.006) * real
         assert told["median"] == pytest.approx(real, abs=most), f"{row.case_id} stage {stage}"
         beside = peaks["device"][0] - peaks["reserved"][0]
         node = load_node("hgx-h200").model_copy(update={"gpus": row.parallelism().gpus})

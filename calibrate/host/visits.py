@@ -117,9 +117,13 @@ def with_visits(
         "what goes with issuing, for its time, on a host whose nil steps were not timed: nil steps "
         f"of {len(python)} hosts, each by the others, and {PYTHON_SD:g} as of {PYTHON_VISITS}",
     )
+    times = own or {}
+    # times of one whose slowness is unknown are as they were timed
     visits = tuple(
         HostVisit(
-            devices=devices, slower=rounded(value or middle), times_us=(own or {}).get(devices, {})
+            devices=devices,
+            slower=rounded(value or (1.0 if times.get(devices) else middle)),
+            times_us=times.get(devices, {}),
         )
         for devices, value in slower.items()
     )

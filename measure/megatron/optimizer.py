@@ -62,7 +62,8 @@ def update_by_torch() -> None:
 
 
 def build_optimizer(chunks: list[Any], p: Parallelism, device: torch.device) -> tuple[Any, str]:
-    """Megatron-Core's optimizer around torch's AdamW, fused on GPUs; and the latter's name."""
+    """Megatron-Core's optimizer around torch's AdamW, fused on GPUs, or on Transformer Engine
+    around its own; and the name of what it is around."""
     if not p.on_engine:
         update_by_torch()
     config = OptimizerConfig(

@@ -20,7 +20,7 @@ from simulate.cost.exchange import (
 from simulate.cost.groups import Layout, layout
 from simulate.cost.segment_cost import Cost, PartCost, joined
 from simulate.cost.uncertainty import Draws, central, larger, smaller, where
-from simulate.cost.works import ByClock, Energy, Same, Slowed, Works, works
+from simulate.cost.works import APART, ByClock, Energy, Same, Slowed, Works, works
 from spec.calibration import Calibration
 from spec.collective import AS_WRITTEN, Collective, Widths, busbw_factor
 from spec.collective_fit import CollectiveFit
@@ -365,8 +365,9 @@ class Costs:
             return Cost(compute, exposed, len(parts) * fit.part_us * spread, zero, energy)
         host = (issue_us + beside_us) * spread
         for name, time_us in apart_us.items():
-            sd = getattr(fit, f"{name}_sd")
-            host = host + time_us * spread * self.draws.factor(f"host.{name}", sd)
+            whose = APART[name]
+            factor = self.draws.factor(f"host.{whose}", getattr(fit, f"{whose}_sd"))
+            host = host + time_us * spread * factor
         if any(part.waits for part in parts):
             return Cost(compute, exposed, host, zero, energy)
         return Cost(compute, exposed, zero, sum(exposed.values(), compute) - host, energy)

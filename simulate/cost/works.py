@@ -23,8 +23,10 @@ from spec.step_experts import EXPERTS
 from spec.step_parts import Part, Segment
 
 Array = NDArray[np.float64]
-# of what `Part.issued` counts, that whose time has a spread of its own
-APART = ("ring", "checkpoint", "adapter")
+# of what `Part.issued` counts, that whose time has a spread of its own, and whose that is
+APART = {"ring": "ring", "adapter": "adapter"} | {
+    f"{on}checkpoint": "checkpoint" for on in ("", "te_", "fp8_")
+}
 
 
 class Energy(NamedTuple):

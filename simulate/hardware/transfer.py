@@ -67,7 +67,7 @@ SCALE_UP_SD = 0.15
 SWEEP_SD = 0.05
 HOST_SD = 0.5
 COOLING_SD = 0.2  # of degrees per watt in another maker's node; assumed
-OF_HOSTS = {"sd": HOST_SD, "python_sd": 0.0, "visit_sd": 0.0}
+OF_HOSTS = {"sd": HOST_SD, "python_sd": 0.0, "visit_sd": 0.0, "te_sd": 0.0, "fp8_sd": 0.0}
 # What two GPUs of one chip have in common.
 CHIP = ("peak_bf16_tflops", "multiprocessors", "max_clock_mhz")
 

@@ -37,12 +37,12 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
                 "transformer_impl transformer_engine: calibration.json has no host.te_part_us, as "
                 "it is older; run calibrate.fit again"
             )
-        calibration = _on_engine(Same(calibration))
+        calibration = _on_engine(Same(calibration), p.fp8)
     return calibration
 
 
 @lru_cache(maxsize=8)
-def _on_engine(same: Same[Calibration]) -> Calibration:
+def _on_engine(same: Same[Calibration], fp8: bool) -> Calibration:
     """With more spread for what layers take there, and its host if nothing was timed on it."""
     calibration = same.held
     if any(one.name == PARAMETER for one in calibration.parameters):
@@ -56,7 +56,7 @@ def _on_engine(same: Same[Calibration]) -> Calibration:
     host = calibration.host
     return changed(
         calibration,
-        host=changed(host, sd=hypot(host.sd, host.te_sd), te_sd=0.0),
+        host=changed(host, sd=hypot(host.sd, host.fp8_sd if fp8 else host.te_sd)),
         composition_sd=hypot(calibration.composition_sd, COMPOSITION_SD),
         parameters=(*calibration.parameters, assumed),
     )

@@ -5,10 +5,11 @@ to do, cited; none was fitted.
 """
 
 import re
+from typing import get_args
 
 from simulate.hardware.transfer import with_points
 from simulate.series.rows import SeriesRow, says
-from spec.calibration import Calibration
+from spec.calibration import Calibration, HostTime
 from spec.collective import Widths
 from spec.fitted import changed
 from spec.model import ModelSpec
@@ -48,10 +49,8 @@ def with_graphs(calibration: Calibration) -> Calibration:
     for fit in calibration.kernels:
         less = changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US), host_us=0.0)
         kernels.append(with_points(fit, less))
-    issued = (
-        *("part_us", "backward_part_us", "collective_us", "uneven_us"),
-        *("expert_us", "routing_us", "ring_us", "checkpoint_us", "adapter_us", "pass_us"),
-    )
+    once = {"bucket_us", "tensor_us", "te_tensor_us", "step_us"}
+    issued = [name for name in get_args(HostTime) if name not in once]
     host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
     return changed(calibration, kernels=tuple(kernels), host=host)
 
