@@ -266,8 +266,8 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
     if any(one.name == PARAMETER for one in calibration.parameters):
         said.append(
             "Layers on Transformer Engine ran on up to two H200 and one H100 alone, and steps "
-            "there that wait for their host took up to 1.4 times what is told "
-            "(docs/training-steps.md)."
+            "there that wait for their host were told up to 25% too fast and 17% too slow "
+            "from other hosts (docs/training-steps.md)."
         )
     if any(one.name.startswith("transfer.") for one in calibration.parameters):
         said.append(
