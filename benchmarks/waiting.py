@@ -144,7 +144,7 @@ def compared(rows: Sequence[Timed], calibration: Path) -> Iterator[str]:
                 f"{kind.name} {seq_len}: {took * 1e3:.0f} ms, nil {host * 1e3:.0f}, device "
                 f"{device * 1e3:.0f}, told {whole * 1e3:.0f}; {took / host:.2f} of nil, layers "
                 f"{fmean(one.layers_s for one in mine) / fmean(one.layers_s for one in nil):.2f}; "
-                f"{took / max(host, device):.2f} of the longer; told {whole / took - 1:+.1%} off"
+                f"{took / max(host, device):.2f} of the longer; told {whole / took - 1:+.2%} off"
             )
 
 
