@@ -33,7 +33,8 @@ class Part:
     checkpoint: bool = False  # here activations begin to be computed again
     adapter: bool = False  # low-rank products of LoRA are in it beside its own
     backward: bool = False  # autograd issues it
-    on: Literal["", "te_", "fp8_"] = ""  # on Transformer Engine, whose Python takes longer
+    # what its names in `HostFit` begin with: on Transformer Engine, in FP8 there
+    on: Literal["", "te_", "fp8_"] = ""
     later: bool = False  # weights' gradients by themselves: its host issues kernels, nothing else
 
     @property
