@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
+from simulate.hardware.as_run import PARAMETER
 from simulate.hardware.mesh import meshed
 from simulate.hardware.nvls import has_nvls, with_nvls
 from simulate.hardware.transfer import transfer
-from simulate.hardware.transformer_engine import PARAMETER
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node, same_device
 from spec.model import ModelSpec, limits, load_model, model_names
-from spec.parallelism import Schedule, TransformerImpl
+from spec.parallelism import AS_RUN, Schedule, TransformerImpl
 from topologies import fabric_names, load_fabric, load_node, node_names
 
 if TYPE_CHECKING:
@@ -339,6 +339,7 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         ("sequence-parallel", "split activations outside tensor-parallel regions too"),
         ("overlap", "hide data-parallel communication behind the backward pass"),
         ("fp8", "products of layers in FP8 (default: bf16)"),
+        ("cuda-graphs", "passes replayed from a CUDA graph, not issued by the host (default: no)"),
     ):
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     group.add_argument(
@@ -358,7 +359,7 @@ def fixed_parallelism(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Parallelism` that the user has set (global_batch apart)."""
     names = [name.replace("-", "_") for name, _, _ in PARALLELISM_OPTIONS]
     names = [name for name in names if name != "global_batch"]
-    names += ["recompute", "schedule", "sequence_parallel", "overlap", "fp8", "transformer_impl"]
+    names += ["recompute", "schedule", "sequence_parallel", "overlap", *AS_RUN]
     fixed = {name: getattr(arguments, name) for name in names}
     for name, value in fixed.items():
         low = 0 if name == "zero" else 1

@@ -13,6 +13,8 @@ Schedule = Literal["1f1b", "gpipe", "zb-h1"]
 TransformerImpl = Literal["local", "transformer_engine"]
 
 
+# fields of `Parallelism` that say what runs a step's kernels, however it is split
+AS_RUN = ("fp8", "transformer_impl", "cuda_graphs")
 LARGEST_PP = 1024
 MOST_PASSES = 2_000_000  # of a pipeline in a step: beyond that a typing error is likelier
 
@@ -43,6 +45,11 @@ class Parallelism(BaseModel):
     )
     transformer_impl: TransformerImpl = Field(
         default="local", description="what Megatron-Core's layers are built from"
+    )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="passes captured once and replayed, all of a step's in one graph "
+        "(Megatron-Core's cuda_graph_scope full_iteration); the optimizer is issued",
     )
     layers_per_stage: tuple[PositiveInt, ...] | None = Field(
         default=None, description="uneven pipeline stages, first to last"
@@ -184,6 +191,12 @@ class Parallelism(BaseModel):
                 f"transformer_impl transformer_engine with {apart} is not supported: its kernels "
                 "for that are not simulated; use local"
             )
+        for noun, found, why in (
+            ("a mixture of experts", model.experts, "its host reads how many tokens experts have"),
+            ("zero 3", self.zero == 3, "it is only known of ZeRO 0 to 2"),
+        ):
+            if self.cuda_graphs and found:
+                raise UserError(f"cuda_graphs with {noun} is not supported: {why}; leave it off")
 
 
 def not_on_engine(cp: int, zero: int, experts: int, lora_rank: int) -> str | None:
@@ -218,5 +231,6 @@ def describe(parallelism: Parallelism) -> str:
     parts += ["overlap"] if p.overlap else []
     parts += ["FP8"] if p.fp8 else []
     parts += ["TE"] if p.on_engine else []
+    parts += ["graphs"] if p.cuda_graphs else []
     parts += [p.schedule] if p.schedule != "1f1b" else []
     return " ".join(parts)

@@ -72,6 +72,7 @@ class TrainingConfig(Row):
     overlap: bool
     fp8: bool = False
     transformer_impl: TransformerImpl = "local"
+    cuda_graphs: bool = False
     layers_per_stage: Stages | None = Field(default=None, description="uneven stages, as 19,21")
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
 
@@ -127,6 +128,7 @@ class TrainingConfig(Row):
         parts += ["overlap"] if p.overlap else []
         parts += ["FP8"] if p.fp8 else []
         parts += ["TE"] if p.on_engine else []
+        parts += ["graphs"] if p.cuda_graphs else []
         if p.layers_per_stage is not None:
             parts.append("stages" + "+".join(map(str, p.layers_per_stage)))
         parts += [f"{nodes}nodes"] if nodes > 1 else []

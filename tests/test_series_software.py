@@ -16,7 +16,6 @@ from simulate.series.software import (
     sent_widths,
     tensor_exposure,
     waits_for_all,
-    with_graphs,
 )
 from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.scale import sd_per_doubling
@@ -209,7 +208,7 @@ def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
     host = HostFit.model_validate(
         {f"{name}_us": 1.0 for name in CALLS} | {"sd": 0.1, "serial": False}
     )
-    issued = with_graphs(calibration.model_copy(update={"host": host})).host
+    issued = replayed(calibration.model_copy(update={"host": host})).host
     once = {"bucket", "tensor", "te_tensor", "step"}  # that the host does between graphs
     assert {name for name in CALLS if getattr(issued, f"{name}_us")} == once
 

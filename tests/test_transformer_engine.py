@@ -13,7 +13,7 @@ from measure.megatron import optimizer as megatron_optimizer
 from measure.megatron.build import transformer_config
 from measure.training.plan import case_of
 from measure.training.steps import prepared
-from simulate.hardware.transformer_engine import as_run
+from simulate.hardware.as_run import as_run
 from simulate.inputs import unmeasured
 from simulate.memory.overhead import context_gib
 from spec.calibration import HostVisit
@@ -192,7 +192,7 @@ def test_sizes_that_fp8_refuses_are_said_before_a_step_runs() -> None:
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is installed here")
 def test_a_machine_without_transformer_engine_says_so_before_a_case_starts() -> None:
     with pytest.raises(UserError, match="needs Transformer Engine, which is not installed"):
-        prepared(case_of(LLAMA, TE, "nvidia"))
+        prepared(case_of(LLAMA, TE, "nvidia"), "nvidia")
 
 
 @pytest.mark.parametrize(

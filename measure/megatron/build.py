@@ -23,7 +23,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
@@ -32,6 +31,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch.profiler import record_function
 
+from measure.megatron import graphs
 from measure.megatron.context import ContextAttention, own_part
 from measure.megatron.layers import (
     Attention,
@@ -56,11 +56,12 @@ from spec.parallelism import Parallelism
 DTYPE = "bf16"
 ROTARY_BASE = 500_000  # Llama 3's; it changes values, not work
 Tensor = torch.Tensor
+Batch = dict[str, Tensor]  # tokens, their labels and positions; [microbatch, seq / cp] each
 
 
 def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     """Megatron-Core's TransformerConfig of a model split this way."""
-    more: dict[str, Any] = {}
+    more = graphs.config_of(p)
     if p.on_engine:  # Megatron-LM's defaults
         more |= {
             "bias_activation_fusion": model.gated or model.linear_bias,
@@ -155,10 +156,10 @@ def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return mean / parallel_state.get_context_parallel_world_size(), found
 
 
-def _forward(batches: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+def _forward(batches: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
     """What a schedule calls for one microbatch."""
-    tokens, labels, positions = next(batches)
-    return chunk(tokens, positions, None, labels=labels), _loss
+    one = next(batches)
+    return chunk(one["tokens"], one["positions"], None, labels=one["labels"]), _loss
 
 
 @dataclass
@@ -174,14 +175,14 @@ class Trainer:
     framework: str
     replica: int  # this rank's data-parallel rank
 
-    def batches(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def batches(self, step: int) -> list[Batch]:
         """This replica's microbatches of one step: random tokens, the same however it is split."""
         m, p = self.model, self.parallelism
         generator = torch.Generator().manual_seed(1000 + step)
         text = torch.randint(m.vocab, (p.global_batch, m.seq_len + 1), generator=generator)
         return self.cut(text)
 
-    def cut(self, text: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def cut(self, text: Tensor) -> list[Batch]:
         """This replica's microbatches of tokens (global_batch, seq_len + 1).
 
         Microbatch i of replica r holds the sequences from (i * dp + r) * microbatch on.
@@ -194,10 +195,10 @@ class Trainer:
             first = (index * p.dp + self.replica) * p.microbatch
             mine = text[first : first + p.microbatch].to(self.device)
             tokens, labels = (own_part(one).contiguous() for one in (mine[:, :-1], mine[:, 1:]))
-            found.append((tokens, labels, positions))
+            found.append({"tokens": tokens, "labels": labels, "positions": positions})
         return found
 
-    def step(self, batches: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], float]:
+    def step(self, batches: list[Batch]) -> tuple[list[Tensor], float]:
         """One training step: the losses of its microbatches (on a last stage), and gradient norm.
 
         The norm is Megatron-Core's, over all parameters and replicas, before clipping.
@@ -258,7 +259,7 @@ def build(
         expert_model_parallel_size=p.ep,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    graphs.seed(p, 1234)
     torch.manual_seed(1234)
     if p.on_engine:
         modules = engine_modules(device)
@@ -287,9 +288,10 @@ def build(
             accumulate_in_products(chunk)
         chunk = Float16Module(config, chunk.to(device))
         wrap = Sharded if p.zero == 3 else DistributedDataParallel
-        chunks.append(
-            wrap(config=config, ddp_config=ddp, module=chunk, disable_bucketing=number > 0)
-        )
+        with graphs.wrapping(p):
+            chunks.append(
+                wrap(config=config, ddp_config=ddp, module=chunk, disable_bucketing=number > 0)
+            )
     for chunk in chunks:
         chunk.train()
     if p.overlap and p.zero < 3:
@@ -312,6 +314,8 @@ def build(
         framework += ", Megatron's wrapper of PyTorch's FSDP, gradients reduced in fp32"
     if model.lora_rank:
         framework += ", LoRA modules of ours on all linear layers"
+    if p.cuda_graphs:
+        framework += ", passes of a step replayed from one CUDA graph"
     if model.experts:
         framework += ", sequential experts, forced even routing"
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -322,7 +326,7 @@ def build(
         device,
         chunks,
         optimizer,
-        get_forward_backward_func(),
+        graphs.schedule_of(p),
         framework,
         parallel_state.get_data_parallel_rank(),
     )

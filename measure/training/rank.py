@@ -34,6 +34,7 @@ from spec.parallelism import Parallelism
 with warnings.catch_warnings():  # about Transformer Engine and Apex, once per import
     warnings.simplefilter("ignore")
     from measure.megatron.build import build
+    from measure.megatron.graphs import EAGER_STEPS
 
 STABLE = 0.05  # warm-up ends when two steps in a row differ by less
 MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
@@ -175,6 +176,7 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
     if ranks.gpu:
         _cuda.reset_peak_memory_stats()
     before, number = 0.0, 0
+    least = case["warmup"] + (EAGER_STEPS if parallelism.cuda_graphs else 0)
     warm_losses, warm_norms = [], []
     weights = trainer.sample()
     while True:
@@ -184,7 +186,7 @@ def run(case: dict[str, Any], rank: int, pipe: Connection, messages: "queue.Queu
         seconds = ranks.slowest(seconds)
         number += 1
         stable = abs(seconds / before - 1) < STABLE if before else False
-        if number >= case["warmup"] and (stable or number >= case["warmup"] + MORE_WARM_UP):
+        if number >= least and (stable or number >= least + MORE_WARM_UP):
             break
         before = seconds
     if weights and all(map(torch.equal, weights, trainer.sample())):

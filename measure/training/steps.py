@@ -41,16 +41,16 @@ def run_case(
     A case that dies or hangs gives a row with status `failed` and its error. Raises UserError
     where the case cannot run here at all, with the reason.
     """
-    prepared(case)
+    kind = device_kind.partition(":")[0]
+    prepared(case, kind)
     try:
-        kind = device_kind.partition(":")[0]
         reports, state = again(partial(_measure, case, window, kind, devices))
         return _row(case, reports, state), _steps(case, reports)
     except Failed as error:
         return _failed(case, str(error)), []
 
 
-def prepared(case: TrainingCase) -> None:
+def prepared(case: TrainingCase, kind: str) -> None:
     """Raise UserError, with the reason, where the case cannot run here at all."""
     if importlib.util.find_spec("torch") is None or not has_megatron():
         raise UserError(
@@ -62,6 +62,8 @@ def prepared(case: TrainingCase) -> None:
             f"{case.case_id} needs Transformer Engine, which is not installed; install "
             "transformer-engine[pytorch], or plan transformer_impl local"
         )
+    if case.parallelism.cuda_graphs and kind == "cpu":
+        raise UserError(f"{case.case_id} needs GPUs; a CPU has no cuda_graphs, leave it off")
 
 
 def profiled(
@@ -89,11 +91,11 @@ def step_times(
 
     Raises WorkError where it fails, UserError where it cannot run here.
     """
-    prepared(case)
+    kind = device_kind.partition(":")[0]
+    prepared(case, kind)
 
     def run() -> list[StepTimes]:
         found = [StepTimes([], [], []) for _ in batches]
-        kind = device_kind.partition(":")[0]
         with started(case, kind, devices, passes=True) as (ranks, slowest):
             for _ in range(rounds):
                 for one, batch in zip(found, batches, strict=True):

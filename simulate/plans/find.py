@@ -17,7 +17,7 @@ from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import AS_RUN, Parallelism
 
 NARROW = ["none", "full"]  # recomputation that is searched for
 MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
@@ -117,7 +117,7 @@ def candidates(
                 eps = divisors(model.experts, dp * cp) if model.experts else [1]
                 chunks = divisors(model.layers // pp, MOST_CHUNKS) if pp > 1 and not uneven else [1]
                 schedule = fixed.get("schedule", "1f1b")
-                kept = {key: fixed[key] for key in ("fp8", "transformer_impl") if key in fixed}
+                kept = {key: fixed[key] for key in AS_RUN if key in fixed}
                 for ep, microbatch, vpp, recompute, zero in itertools.product(
                     options("ep", eps),
                     options("microbatch", [1, 2, 4, 8]),

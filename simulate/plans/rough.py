@@ -7,7 +7,7 @@ before the promising ones are simulated.
 """
 
 from dataclasses import dataclass
-from operator import add
+from operator import add, attrgetter
 from typing import Any
 
 from simulate.cost.costs import Costs
@@ -15,7 +15,7 @@ from simulate.cost.exchange import neighbours, of_boundary
 from simulate.cost.imbalance import share_of_fullest
 from simulate.cost.issue import caught_up, repeated_us
 from simulate.cost.uncertainty import Array, Draws, central
-from simulate.hardware.transformer_engine import as_run
+from simulate.hardware.as_run import as_run
 from simulate.step.clocks import layer_us
 from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
 from simulate.step.passes import Pieces, chunks
@@ -27,11 +27,12 @@ from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import AS_RUN, Parallelism
 from spec.step import by_chunk, copied_alone, layer, optimizer, shard_kernels
 from spec.step_ends import embedding, head
 from spec.step_parts import shapes
 
+as_asked = attrgetter(*AS_RUN)
 Times = tuple[float, ...]  # by boundary of stages, or one for all
 
 
@@ -81,7 +82,7 @@ class Rough:
         return pipeline + self._update_us(p, one)
 
     def _costs(self, p: Parallelism) -> Costs:
-        key = (p.tp, p.pp, p.cp, p.dp, p.ep, p.fp8, p.transformer_impl, caught_up(p))
+        key = (p.tp, p.pp, p.cp, p.dp, p.ep, as_asked(p), caught_up(p))
         if key not in self._layouts:
             fullest = share_of_fullest(self.model, p, Draws(0))
             calibration = as_run(self.calibration, p, self.node)
@@ -91,8 +92,8 @@ class Rough:
     def _pass(self, p: Parallelism) -> Pass:
         """Depends on how a layer is split, not on how many layers a stage has."""
         key = (
-            *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            *(p.transformer_impl, p.pp == 1, caught_up(p), p.zero == 3 and p.dp * p.cp),
+            *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel),
+            *(as_asked(p), p.pp == 1, caught_up(p), p.zero == 3 and p.dp * p.cp),
         )
         if key not in self._passes:
             costs = self._costs(p)
@@ -119,7 +120,7 @@ class Rough:
 
     def _slower(self, p: Parallelism, costs: Costs, whole_us: float) -> float:
         """What the clock that power leaves makes of a layer; much the same for all microbatches."""
-        key = (p.tp, p.cp, p.ep, p.sequence_parallel, p.fp8, p.transformer_impl, caught_up(p))
+        key = (p.tp, p.cp, p.ep, p.sequence_parallel, as_asked(p), caught_up(p))
         if key not in self._clocks:
             self._clocks[key] = layer_us(self.model, p, costs) / whole_us
         return self._clocks[key]
@@ -197,7 +198,7 @@ class Rough:
         """Of the first and the last stage."""
         key = (
             *(p.tp, p.pp, p.vpp, p.cp, p.dp, p.ep, p.zero, p.overlap, p.layers_per_stage),
-            *(p.fp8, p.transformer_impl),
+            as_asked(p),
         )
         if key not in self._updates:
             costs, found = self._costs(p), []

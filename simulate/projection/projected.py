@@ -9,8 +9,8 @@ import numpy as np
 
 from simulate.cost.costs import network_for
 from simulate.cost.uncertainty import OneAtATime, interval
+from simulate.hardware.as_run import as_run
 from simulate.hardware.nvls import has_nvls
-from simulate.hardware.transformer_engine import as_run
 from simulate.inputs import unmeasured
 from simulate.memory.overhead import KEPT
 from simulate.memory.peak import Memory, memory

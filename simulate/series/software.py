@@ -5,11 +5,10 @@ to do, cited; none was fitted.
 """
 
 import re
-from typing import get_args
 
-from simulate.hardware.transfer import with_points
+from simulate.hardware.graphs import UPDATE, with_graphs
 from simulate.series.rows import SeriesRow, says
-from spec.calibration import Calibration, HostTime
+from spec.calibration import Calibration
 from spec.collective import Widths
 from spec.fitted import changed
 from spec.model import ModelSpec
@@ -39,20 +38,14 @@ _GROUPED = re.compile(r"nemo|megatron[-_ ]bridge|dgxc|torchtitan")
 GRAPH_LAUNCH_US = 1.5
 
 
-def with_graphs(calibration: Calibration) -> Calibration:
+def replayed(calibration: Calibration) -> Calibration:
     """The calibration where passes are replayed from captured graphs, not issued by the host.
 
     What the host does once a step stays: both of NVIDIA's graphs, of layers and of a whole
-    iteration (Megatron-Core's `cuda_graph_scope`), end before the optimizer.
+    iteration (Megatron-Core's `cuda_graph_scope`), end before the optimizer, and those of layers
+    leave it the buckets of gradients.
     """
-    kernels = []
-    for fit in calibration.kernels:
-        less = changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US), host_us=0.0)
-        kernels.append(with_points(fit, less))
-    once = {"bucket_us", "tensor_us", "te_tensor_us", "step_us"}
-    issued = [name for name in get_args(HostTime) if name not in once]
-    host = changed(calibration.host, **dict.fromkeys(issued, 0.0))
-    return changed(calibration, kernels=tuple(kernels), host=host)
+    return with_graphs(calibration, UPDATE | {"bucket_us"}, GRAPH_LAUNCH_US)
 
 
 def grouped_experts(row: SeriesRow, model: ModelSpec, p: Parallelism) -> int:

@@ -21,10 +21,10 @@ from simulate.series.software import (
     fused_biases,
     fused_gradients,
     grouped_experts,
+    replayed,
     sent_widths,
     tensor_exposure,
     waits_for_all,
-    with_graphs,
     with_joint_updates,
 )
 from simulate.step.estimate import StepEstimate, StepSimulator
@@ -105,7 +105,7 @@ class Calibrations:
     ) -> Calibration:
         calibration = with_joint_updates(calibration_for(self._measured, node))
         if graphs:
-            calibration = with_graphs(calibration)
+            calibration = replayed(calibration)
         if unfused:
             calibration = with_unfused_attention(calibration)
         if flash:

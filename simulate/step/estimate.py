@@ -12,7 +12,7 @@ from simulate.cost.costs import Costs, Ring
 from simulate.cost.exchange import COPIED_OUT_SD, HELD_SD
 from simulate.cost.imbalance import IMBALANCE_SD, share_of_fullest
 from simulate.cost.uncertainty import Draws, assumed_factor, central
-from simulate.hardware.transformer_engine import as_run
+from simulate.hardware.as_run import as_run
 from simulate.step import stragglers
 from simulate.step.clocks import load, mean_clock_mhz, stage_clocks
 from simulate.step.overlap import gather_in_turn

@@ -30,6 +30,7 @@ from simulate.validation.scores import coverage, median_of
 from spec.command import Parser, add_draws, add_json, add_progress, aligned, emit, progress
 from spec.errors import UserError
 from spec.interval import LEVEL
+from spec.parallelism import AS_RUN
 from spec.results import ResultSet, find_result_sets
 from spec.training_records import TrainingConfig, TrainingRow
 
@@ -42,7 +43,7 @@ KEPT = (
     *("model", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "gated"),
     *("norm", "position", "linear_bias", "tied_embeddings", "experts", "top_k", "lora_rank"),
     *("tp", "cp", "microbatch", "recompute", "sequence_parallel", "one_queue"),
-    *("fp8", "transformer_impl"),
+    *AS_RUN,
 )
 WAYS = {
     "predicted_s": "twin x simulated ratio",

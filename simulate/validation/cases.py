@@ -24,6 +24,7 @@ from simulate.validation.scores import grouped, peaks, summarise
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node
 from spec.interval import LEVEL
+from spec.parallelism import AS_RUN
 from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 
 SCHEMA = "validation/1"
@@ -121,12 +122,13 @@ def step_of(
 def kind_of(config: TrainingConfig) -> str:
     """Which parallelism a configuration uses, such as `TP+PP`; `1 GPU` for none.
 
-    On Transformer Engine that stands beside it: `TP+PP, FP8 TE`.
+    On Transformer Engine that stands beside it, and so do CUDA graphs: `TP+PP, FP8 TE graphs`.
     """
     degrees = {"TP": config.tp, "PP": config.pp, "DP": config.dp, "CP": config.cp, "EP": config.ep}
     used = [name for name, size in degrees.items() if size > 1]
-    beside = ", " + "FP8 " * config.fp8 + "TE" if config.on_engine else ""
-    return ("+".join(used) or "1 GPU") + beside
+    switches = {"FP8": config.fp8, "TE": config.on_engine, "graphs": config.cuda_graphs}
+    beside = " ".join(name for name, on in switches.items() if on)
+    return ("+".join(used) or "1 GPU") + (f", {beside}" if beside else "")
 
 
 def flops_per_gpu(config: TrainingConfig) -> float:
@@ -147,7 +149,7 @@ def constant_rate(row: TrainingConfig, others: Iterable[TrainingRow]) -> Trainin
     """
 
     def order(other: TrainingRow) -> tuple[bool, bool, int, str]:
-        unlike = (other.fp8, other.on_engine) != (row.fp8, row.on_engine)
+        unlike = any(getattr(other, name) != getattr(row, name) for name in AS_RUN)
         return other.model != row.model, unlike, other.parallelism().gpus, other.case_id
 
     return min(others, key=order, default=None)
@@ -168,6 +170,7 @@ def nearest(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow |
             bool(row.experts) != bool(other.experts)
         )
         apart += 4 * (row.fp8 != other.fp8) + 2 * (row.on_engine != other.on_engine)
+        apart += 2 * (row.cuda_graphs != other.cuda_graphs)
         return apart, other.case_id
 
     return min(others, key=distance, default=None)

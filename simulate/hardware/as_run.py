@@ -6,6 +6,7 @@ from math import hypot
 from simulate.cost.uncertainty import assumed_factor
 from simulate.cost.works import Same
 from simulate.hardware.fp8 import with_fp8_products
+from simulate.hardware.graphs import with_graphs
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.fitted import changed
@@ -38,7 +39,7 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
                 "it is older; run calibrate.fit again"
             )
         calibration = _on_engine(Same(calibration), p.fp8)
-    return calibration
+    return with_graphs(calibration) if p.cuda_graphs else calibration
 
 
 @lru_cache(maxsize=8)
