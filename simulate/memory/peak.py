@@ -13,6 +13,7 @@ from typing import NamedTuple
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
 from simulate.memory.between_stages import tensors_held
+from simulate.memory.captured import handed_over_bytes
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
 from spec.buckets import largest_piece
 from spec.hardware import Fabric, Node
@@ -23,7 +24,8 @@ from spec.step_parts import shapes
 
 GIB = 2.0**30
 # cuBLAS's of Hopper, for each thread that runs products: the passes, forward and backward
-# (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones.
+# (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones. A graph is captured on
+# a stream of its own, which has as many again.
 WORKSPACES = 2 * 32 * 2.0**20
 
 
@@ -289,7 +291,7 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     update = _clipping_bytes(model, p, stage, owned)
     if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
         update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
-    temporary = max(temporary, update - activations) + WORKSPACES
+    temporary = max(temporary, update - activations) + (1 + p.cuda_graphs) * WORKSPACES
     return StageMemory(weights, gradients, optimizer, activations, temporary)
 
 
@@ -341,10 +343,11 @@ def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memo
         context = contexts[ends]
         allocated.append(held.allocated / GIB)
         apart = blocks_apart_bytes(model, p, stage) / GIB
+        captured = handed_over_bytes(model, p, stage) / GIB
         kept = overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB)
-        reserved.append(kept + apart)
+        reserved.append(kept + apart + captured)
         device.append(reserved[-1] + context)
-        needed.append(overhead.needed_gib(allocated[-1]) + context)
+        needed.append(overhead.needed_gib(allocated[-1]) + captured + context)
     fullest = device.index(max(device))
     return Memory(
         tuple(allocated),

@@ -6,7 +6,8 @@ to do, cited; none was fitted.
 
 import re
 
-from simulate.hardware.graphs import UPDATE, with_graphs
+from simulate.hardware.graphs import UPDATE_TIMES, with_graphs
+from simulate.hardware.transfer import with_points
 from simulate.series.rows import SeriesRow, says
 from spec.calibration import Calibration
 from spec.collective import Widths
@@ -45,7 +46,12 @@ def replayed(calibration: Calibration) -> Calibration:
     iteration (Megatron-Core's `cuda_graph_scope`), end before the optimizer, and those of layers
     leave it the buckets of gradients.
     """
-    return with_graphs(calibration, UPDATE | {"bucket_us"}, GRAPH_LAUNCH_US)
+    graphs = with_graphs(calibration, UPDATE_TIMES | {"bucket_us"})
+    kernels = []
+    for fit in graphs.kernels:
+        fused = fit if fit.tflops else changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US))
+        kernels.append(with_points(fit, fused))
+    return changed(graphs, kernels=tuple(kernels))
 
 
 def grouped_experts(row: SeriesRow, model: ModelSpec, p: Parallelism) -> int:
