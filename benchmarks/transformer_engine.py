@@ -17,6 +17,7 @@ rows at 8192 x 28672 are of kernels compiled for any width, which a step's are n
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -44,6 +45,10 @@ ROWS = (
     ("gelu", ((4096, 14336), (8192, 14336), (8192, 28672))),
     ("rope", ((8192, 40, 128), (16384, 40, 128), (8192, 72, 128))),
 )
+# of widths that norms have no kernel of their own for, see `spec.step_transformer_engine.TUNED`
+GENERAL_ROWS = (2048, 4096, 8192, 16384)
+GENERAL_WIDTHS = {"layernorm": (1600, 2560, 4608, 7168), "rmsnorm": (1536, 2560, 3072, 5120)}
+JOINED = ((2048, 25, 64), (8192, 32, 80), (4096, 56, 128), (8192, 16, 64))
 CASTS = ((8192, 4096), (8192, 14336), (8192, 28672))
 PRODUCTS = ((4096, 6144, 4096), (4096, 28672, 4096), (8192, 28672, 4096), (8192, 8192, 28672))
 NIL = ({"layers": 3}, {"layers": 12}, {"layers": 3, "recompute": "full"})
@@ -53,7 +58,7 @@ class Timed(BaseModel):
     """One time: of what, which way, at which shape, by whom."""
 
     gpu: str
-    what: str  # an operation, `cast`, `linear` or `nil`
+    what: str  # an operation, `joined`, `cast`, `linear` or `nil`
     way: str
     shape: str
     by: Literal["copy", "local", "engine", "engine_fp8"]
@@ -112,6 +117,12 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
         yield "cast", "forward", shape, "engine", makers["cast"](*dims)
         yield "cast", "forward", shape, "copy", _copy(torch, 4 * prod(dims))
 
+    def joined(dims: tuple[int, ...]) -> Iterator[Item]:
+        rows, heads, dim = dims
+        shape = f"rows={rows} heads={heads} head_dim={dim}"
+        yield "joined", "backward", shape, "engine", makers["joined"](*dims)
+        yield "joined", "backward", shape, "copy", _copy(torch, 12 * rows * heads * dim)
+
     def linear(m: int, n: int, k: int) -> Iterator[Item]:
         shape = Kernel("gemm", "forward", (m, n, k)).shape
         for by, call in _linear(torch, m, n, k).items():
@@ -120,6 +131,9 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
 
     for op, shapes in ROWS:
         yield from (partial(both_ways, op, dims) for dims in shapes)
+    for op, widths in GENERAL_WIDTHS.items():
+        yield from (partial(both_ways, op, dims) for dims in product(GENERAL_ROWS, widths))
+    yield from (partial(joined, dims) for dims in JOINED)
     yield from (partial(cast, dims) for dims in CASTS)
     yield from (partial(linear, *dims) for dims in PRODUCTS)
 
@@ -171,6 +185,11 @@ def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:
             lambda: torch.autograd.grad(out, both, dy, retain_graph=True),
         )
 
+    def joined(rows: int, heads: int, dim: int) -> Call:
+        # gradients of queries, keys and values as attention leaves them, next to each other
+        each = torch.randn(rows, 1, heads, 3, dim, **half).unbind(3)
+        return lambda: torch.cat(each, dim=3)
+
     def cast(rows: int, width: int) -> Call:
         x = torch.randn(rows, width, **half)
         one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
@@ -183,6 +202,7 @@ def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:
         "swiglu": gated,
         "gelu": gelu,
         "rope": rope,
+        "joined": joined,
         "cast": cast,
     }
 

@@ -64,6 +64,23 @@ def largest_piece(model: ModelSpec, p: Parallelism, stage: int) -> float:
 
 
 @lru_cache(maxsize=LATEST)
+def owned_pieces(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float, ...]:
+    """Parameters of each tensor, or part of one, that the first replica's optimizer has a copy of.
+
+    Under zero 1 and 2 its equal part of each bucket, see `largest_piece`; none of zero 3's shards.
+    """
+    if p.zero == 3:
+        return ()
+    found = []
+    for axis, bucket in _every_bucket(model, p, stage):
+        left = sum(size for size, _, _ in bucket) / (_replicas(p)[axis] if p.zero else 1)
+        for size, _, _ in bucket:
+            found.append(min(size, left))
+            left -= found[-1]
+    return tuple(one for one in found if one > 0)
+
+
+@lru_cache(maxsize=LATEST)
 def updated_tensors(model: ModelSpec, p: Parallelism, stage: int) -> float:
     """Tensors that the optimizer of a GPU goes through one by one, on the mean over replicas.
 

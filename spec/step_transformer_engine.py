@@ -10,7 +10,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 - Biases are added by the product or the kernel behind it. Their gradients are summed by a kernel of
   their own but for the first product's, which has them from its own.
 - Values are copied out of the first product where queries and keys are rotated, as attention takes
-  all of them from one tensor or none (`get_qkv_layout`).
+  all of them from one tensor or none (`get_qkv_layout`). Where they are not, it takes them, and
+  leaves gradients, side by side for each head, and joining these takes `JOINED` copies.
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
   two copies, one of them transposed.
 
@@ -22,6 +23,7 @@ Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensio
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import log
 from typing import Literal
 
 from spec.kernel import Kernel
@@ -48,9 +50,24 @@ TUNED = {
         *(15360, 16384, 18432, 20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536),
     },
 }
-# Chosen: one LayerNorm of 7,168 takes 3.0 and 2.6 on H200, three norms 2.2 to 2.3 and 1.5 to 2.0 on
-# H100, whose copies take 1.4 times as long.
-GENERAL = (2.9, 2.4)
+# By width: copies forward and backward, and bytes whose copy backward takes as long as the kernel
+# behind it that sums over rows in parts. Read off 2,048 to 16,384 rows on an H200; an H100's norms
+# take as long there as an H200's, its copies 1.4 times.
+GENERAL = {
+    "layernorm": {
+        1600: (3.3, 1.31, 157_000_000),
+        2560: (3.6, 2.03, 80_000_000),
+        4608: (3.3, 3.17, 25_000_000),
+        7168: (3.0, 2.59, 25_000_000),
+    },
+    "rmsnorm": {
+        1536: (2.2, 1.09, 164_000_000),
+        2560: (3.3, 1.45, 105_000_000),
+        3072: (3.0, 1.3, 103_000_000),
+        5120: (2.86, 2.06, 88_000_000),
+    },
+}
+JOINED = 3.9  # of four shapes, 3.7 to 4.0
 # of what a kernel of its own moves (10 B): fp32 read and written, where bf16 would be written
 ACCUMULATED = 0.6
 BEHIND_NORM = ("qkv", "fc1")
@@ -63,6 +80,8 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
     if not p.on_engine:
         return pairs
     rotated = any(first.name == "rope" for first, _ in pairs)
+    if not rotated:
+        pairs = [(first, _joined(second)) for first, second in pairs]
     on: Literal["fp8_", "te_"] = "fp8_" if p.fp8 else "te_"
     biased = any(one.op == "bias" for first, _ in pairs for one in first.kernels)
     return [
@@ -81,8 +100,24 @@ def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
     return _fused(replace(part, kernels=part.kernels[len(cast) :]))
 
 
+def _joined(part: Part) -> Part:
+    """The part, or where it joins gradients of queries, keys and values as they lie there."""
+    if part.name != "split":
+        return part
+    longer = (copied(int(JOINED * one.bytes)) for one in part.kernels)
+    return replace(part, kernels=tuple(longer))
+
+
 def _fused(part: Part) -> Part:
     return replace(part, kernels=tuple(one for each in part.kernels for one in _run(each, part)))
+
+
+def _general(kernel: Kernel, backward: bool) -> tuple[float, int]:
+    """Copies, and bytes beside, of a norm whose width has no kernel of its own."""
+    widths = GENERAL[kernel.op]
+    nearest = min(widths, key=lambda width: abs(log(width / kernel.dims[1])))
+    forward, back, beside = widths[nearest]
+    return (back, beside) if backward else (forward, 0)
 
 
 def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
@@ -94,9 +129,10 @@ def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
     elif kernel.op == "grad_accumulate" and of_weights(kernel, part):
         yield replace(kernel, dims=(max(int(ACCUMULATED * kernel.dims[0]), 1),))
     elif kernel.op in OF_A_COPY:
-        tuned = TUNED.get(kernel.op)
-        general = tuned is not None and kernel.dims[1] not in tuned
-        yield copied(int(kernel.bytes * (GENERAL if general else OF_A_COPY[kernel.op])[backward]))
+        copies, beside = OF_A_COPY[kernel.op][backward], 0
+        if kernel.op in TUNED and kernel.dims[1] not in TUNED[kernel.op]:
+            copies, beside = _general(kernel, backward)
+        yield copied(int(kernel.bytes * copies) + beside)
     elif kernel.op == "copy" and any(one.dtype == "fp8" for one in part.kernels):
         yield copied(int(kernel.bytes * CAST))
     else:

@@ -197,6 +197,9 @@ SAYS_MORE = {
     "recompute_method": "None",
     "recompute_num_layers": "None",
     "recompute_modules": "['core_attn']",
+    "enable_cuda_graph": "False",
+    "cuda_graph_impl": "none",
+    "cuda_graph_scope": "[]",
 }
 
 
@@ -216,6 +219,10 @@ SAYS_MORE = {
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, None),
         ({"recompute_method": "block", "recompute_num_layers": "16"}, None),
         ({"num_experts": "8"}, None),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is local"),
+        ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl is transformer_engine"),
+        ({"enable_cuda_graph": "True"}, "enable_cuda_graph is True"),
+        ({"enable_cuda_graph": "True", "cuda_graph_scope": "full_iteration"}, None),
     ],
 )
 def test_what_no_column_tells_is_refused(
@@ -268,6 +275,13 @@ def test_a_log_of_transformer_engine_in_fp8_is_a_row_of_it(tmp_path: Path) -> No
     (row,) = imported(tmp_path, "megatron-log", write(tmp_path, log()), *words).table(TrainingRow)
     assert row.fp8
     assert row.on_engine
+
+
+@pytest.mark.parametrize("scope", ["[<CudaGraphScope.full_iteration: 1>]", "full_iteration"])
+def test_a_log_of_a_captured_iteration_is_a_row_of_it(tmp_path: Path, scope: str) -> None:
+    words = ["--nodes", "2", "--set", "cuda_graph_impl=local", "--set", f"cuda_graph_scope={scope}"]
+    (row,) = imported(tmp_path, "megatron-log", write(tmp_path, log()), *words).table(TrainingRow)
+    assert row.cuda_graphs
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def test_communicators_are_what_lies_beside_the_reserved_memory(
         )
         where = (node, load_fabric("loopback"))
         counted = context_gib(row.model_spec(), row.parallelism(), stage, *where)
-        assert counted == pytest.approx(real, abs=worst_gib), f"{run}/{row.case_id} stage {stage}"
+        worst = 0.035 if row.cuda_graphs else worst_gib
+        assert counted == pytest.approx(real, abs=worst), f"{run}/{row.case_id} stage {stage}"
 
 
 def test_a_rank_alone_takes_more_than_a_connection_in_the_node() -> None:

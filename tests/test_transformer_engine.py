@@ -1,13 +1,17 @@
 """Steps whose layers are Megatron-Core's on Transformer Engine."""
 
+from collections import defaultdict
 from importlib.util import find_spec
 from math import hypot
+from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import benchmarks.transformer_engine
 from benchmarks.transformer_engine import Timed, summary
 from measure.megatron import optimizer as megatron_optimizer
 from measure.megatron.build import transformer_config
@@ -18,13 +22,14 @@ from simulate.inputs import unmeasured
 from simulate.memory.overhead import context_gib
 from spec.calibration import HostVisit
 from spec.errors import UserError, WorkError
+from spec.files import read_table
 from spec.fitted import changed
 from spec.measurable import read_steps, refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, describe
 from spec.step import layer, optimizer
 from spec.step_parts import Part
-from spec.step_transformer_engine import ACCUMULATED, CAST, GENERAL, OF_A_COPY
+from spec.step_transformer_engine import ACCUMULATED, CAST, GENERAL, JOINED, OF_A_COPY
 from spec.training_records import TrainingConfig
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
@@ -74,7 +79,50 @@ def test_a_width_without_a_kernel_of_its_own_takes_the_general_one() -> None:
         model = load_model(name)
         local, engine = parts(model, P), parts(model, TE)
         ratio = engine["norm", 0].kernels[0].bytes / local["norm", 0].kernels[0].bytes
-        assert (ratio == pytest.approx(GENERAL[0], rel=1e-6)) == general
+        widths = GENERAL[local["norm", 0].kernels[0].op]
+        forward, back, beside = widths[7168 if 7168 in widths else 5120]
+        assert (ratio == pytest.approx(forward, rel=1e-6)) == general
+        told, runs = local["norm", 1].kernels[0].bytes, engine["norm", 1].kernels[0].bytes
+        assert (runs == pytest.approx(back * told + beside, rel=1e-6)) == general
+
+
+def test_general_norms_and_joined_gradients_take_what_the_benchmark_has() -> None:
+    """Beside its copies; from 14 us of a copy on, which its host issues in time."""
+    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
+    rows = {
+        (one.what, one.way, one.shape, one.by): one.time_us
+        for one in read_table(own, Timed)
+        if one.gpu == "NVIDIA H200"
+    }
+    off = defaultdict(list)
+    for (what, way, shape, by), time_us in rows.items():
+        copy_us = rows.get((what, way, shape, "copy"), 0.0)
+        if by != "engine" or copy_us < 14 or what not in (*GENERAL, "joined"):
+            continue
+        width = int(shape.split()[1].partition("=")[2])
+        if what == "joined":
+            off[what, way].append(JOINED * copy_us / time_us)
+        elif width in GENERAL[what]:
+            forward, back, beside = GENERAL[what][width]
+            told_us = forward * copy_us if way == "forward" else back * copy_us + beside / 4.1e6
+            off[what, way].append(told_us / time_us)
+    assert {key: len(found) for key, found in off.items()} == {
+        ("layernorm", "forward"): 11,
+        ("layernorm", "backward"): 14,
+        ("rmsnorm", "forward"): 8,
+        ("rmsnorm", "backward"): 13,
+        ("joined", "backward"): 3,
+    }
+    for key, found in off.items():
+        assert median(found) == pytest.approx(1, abs=0.04), key
+        assert all(0.85 < one < 1.15 for one in found), (key, found)
+
+
+def test_gradients_beside_each_other_are_joined_by_a_slow_copy() -> None:
+    """Where nothing is rotated: else attention has them from tensors of their own."""
+    for model, times in ((GPT, JOINED), (LLAMA, 1.0)):
+        before, after = (parts(model, p)["split", 1].kernels[0].bytes for p in (P, TE))
+        assert after == pytest.approx(times * before, rel=1e-6)
 
 
 def test_products_add_their_weights_gradients_up_and_biases_are_no_kernels() -> None:
@@ -284,7 +332,7 @@ def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later:
 
     Of rows of the forty-sixth visit OPT and GPT-2 XL over DP 2 have up to 0.15 GiB more.
     """
-    cases = measured(system, engine=True)
+    cases = [one for one in measured(system, engine=True) if not one[0].cuda_graphs]
     new = [run > FORTY_FIFTH for *_, run in cases]
     assert new.count(False) >= least
     assert new.count(True) >= later
@@ -296,7 +344,8 @@ def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later:
         beside = peaks["device"][0] - peaks["reserved"][0]
         node = load_node("hgx-h200").model_copy(update={"gpus": row.parallelism().gpus})
         counted = context_gib(row.model_spec(), row.parallelism(), stage, node, FABRIC)
-        assert counted == pytest.approx(beside, abs=0.13 if row.pp > 1 else 0.01), row.case_id
+        worst = 0.13 if row.pp > 1 else 0.035 if row.cuda_graphs else 0.01
+        assert counted == pytest.approx(beside, abs=worst), row.case_id
 
 
 def test_values_are_copied_beside_rotated_queries_and_keys() -> None:

@@ -24,6 +24,7 @@ MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
 _FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 _MODULES = ("transformer_impl", "attention_backend")
+_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 # arguments that no column of training.csv tells, and values with which they change nothing
 _UNTOLD: dict[str, tuple[str, ...]] = {
     "multi_latent_attention": ("False",),
@@ -37,6 +38,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "pipeline_model_parallel_layout": (),
     "account_for_embedding_in_pipeline_split": ("False",),
     "account_for_loss_in_pipeline_split": ("False",),
+    **dict.fromkeys(_GRAPHS, ("False", "none")),
 }
 _UNTOLD_OF_EXPERTS = {"moe_layer_freq": ("1",), "moe_shared_expert_intermediate_size": ()}
 
@@ -64,6 +66,9 @@ def _refuse_untold(log: Log) -> None:
     untold = dict(_UNTOLD)
     if _on_engine(a):
         untold.pop("fp8")
+    if _captured(a):
+        for name in ("cuda_graph_impl", "enable_cuda_graph"):
+            untold.pop(name)
     if a.whole("num_experts", 0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= _UNTOLD_OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
@@ -133,6 +138,12 @@ def _on_engine(a: Arguments) -> bool:
     return _ran_on_engine(a) and _apart(a) is None
 
 
+def _captured(a: Arguments) -> bool:
+    """Whether one CUDA graph holds all passes; no column tells of graphs of layers."""
+    local = a.text("cuda_graph_impl", "none") == "local" or a.flag("enable_cuda_graph")
+    return local and "full_iteration" in a.text("cuda_graph_scope", "")
+
+
 def _zero(a: Arguments) -> int:
     """ZeRO stage: Megatron's distributed optimizer is 1, its FSDP what it is told to shard."""
     if a.flag("use_torch_fsdp2"):
@@ -167,6 +178,7 @@ def parallelism_of(log: Log) -> Parallelism:
         "overlap": dp * cp > 1 and a.flag("overlap_grad_reduce"),
         "fp8": bool(a.text("fp8", "")),
         "transformer_impl": "transformer_engine" if _on_engine(a) else "local",
+        "cuda_graphs": _captured(a),
     }
     return parse(Parallelism, value, str(log.path))
 

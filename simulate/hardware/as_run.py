@@ -6,7 +6,7 @@ from math import hypot
 from simulate.cost.uncertainty import assumed_factor
 from simulate.cost.works import Same
 from simulate.hardware.fp8 import with_fp8_products
-from simulate.hardware.graphs import with_graphs
+from simulate.hardware.graphs import has_graphs, with_graphs
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.fitted import changed
@@ -33,7 +33,7 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
                 "transformer_impl transformer_engine: its kernels were timed on NVIDIA's GPUs, "
                 f"and node {node.name} has {node.gpu}; use local"
             )
-        if not calibration.host.te_part_us:
+        if not calibration.host.te_part_us and not has_graphs(calibration):
             raise UserError(
                 "transformer_impl transformer_engine: calibration.json has no host.te_part_us, as "
                 "it is older; run calibrate.fit again"

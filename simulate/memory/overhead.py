@@ -7,6 +7,7 @@ was read off the same stages. Others are judged in `tests/test_memory.py` and by
 `simulate.validate`.
 """
 
+from simulate.memory.captured import graph_bytes
 from simulate.memory.communicators import Network, communicator_mib, communicators
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -53,7 +54,7 @@ def context_gib(model: ModelSpec, p: Parallelism, stage: int, node: Node, fabric
         mib += NCCL_MIB
     if any(one.sends or one.receives for one in found):
         mib += MESSAGES_MIB
-    return mib / 1024
+    return mib / 1024 + graph_bytes(model, p, stage) / 2**30
 
 
 def intervals(allocated: float, reserved: float, device: float) -> dict[str, dict[str, float]]:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import overhead
+from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
 from simulate.memory.captured import handed_over_bytes
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
-from spec.buckets import largest_piece
+from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -247,6 +248,15 @@ def _freed_chunks(p: Parallelism) -> int:
     return 1 + before - min(before, p.microbatches * p.vpp - _chunks_in_flight(p, 0))
 
 
+def _owned(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Parameters that a GPU of `stage` updates."""
+    dense, expert = trained_parameters(model, p, stage)
+    if not p.zero:
+        return float(dense + expert)
+    replicas = p.dp * p.cp
+    return dense / replicas + expert / (replicas // p.ep)
+
+
 def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) -> float:
     """The scaled copy of the largest gradient, fp32, that clipping makes (optimizer/clip_grads.py:
     without Apex `gradient.copy_(gradient * scale)`); nothing is kept for a backward pass then.
@@ -268,9 +278,7 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     dense, expert = trained_parameters(model, p, stage)
     held = sum(stage_parameters(model, p, stage))
     replicas = p.dp * p.cp
-    owned = float(dense + expert)
-    if p.zero:
-        owned = dense / replicas + expert / (replicas // p.ep)
+    owned = _owned(model, p, stage)
     weights = 2.0 * (owned if p.zero >= 3 else held)
     if model.lora_rank:
         weights = 2.0 * (held + dense)
@@ -283,7 +291,9 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
+    # master weights and both moments, each a tensor of its own
     optimizer = 12.0 * owned
+    optimizer += 3 * sum(uncut_bytes(4.0 * one) for one in owned_pieces(model, p, stage))
     layers = p.stage_layers(model)[stage]
     kept = layer_activation_bytes(model, p)
     activations = _chunks_in_flight(p, stage) / p.vpp * layers * kept
@@ -336,7 +346,7 @@ def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memo
     contexts: dict[tuple[bool, bool], float] = {}  # stages between the first and the last are alike
     for stage in range(p.pp):
         held = stage_memory(model, p, stage)
-        clipping = _clipping_bytes(model, p, stage, held.optimizer / 12) / GIB
+        clipping = _clipping_bytes(model, p, stage, _owned(model, p, stage)) / GIB
         ends = (stage == 0, stage == p.pp - 1)
         if ends not in contexts:
             contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)

@@ -1,0 +1,228 @@
+"""Steps whose passes are replayed from one CUDA graph."""
+
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+from benchmarks.graphs import Timed, shapes, summary
+from measure.megatron.build import transformer_config
+from measure.training.plan import case_of
+from measure.training.profile import run_profile
+from measure.training.steps import prepared
+from simulate.hardware.as_run import as_run
+from simulate.hardware.graphs import KERNELS, PARAMETER, SAVED_US, UPDATES, with_graphs
+from simulate.inputs import unmeasured
+from simulate.memory.allocator import MIB, uncut_bytes
+from simulate.memory.captured import handed_over_bytes
+from simulate.memory.peak import memory, stage_memory
+from simulate.plans.find import candidates
+from simulate.plans.rough import Rough
+from simulate.validation.cases import kind_of
+from spec.buckets import owned_pieces
+from spec.calibration import Calibration, read_calibration
+from spec.errors import UserError
+from spec.files import read_table
+from spec.fitted import changed
+from spec.kernel import ATTENTION, PRODUCTS
+from spec.measurable import refuse
+from spec.model import ModelSpec
+from spec.parallelism import AS_RUN, Parallelism, describe
+from spec.step import trained_parameters
+from spec.training_records import TrainingConfig
+from tests.commands import RESULTS, projected
+from tests.simulated_steps import CALIBRATION, FABRIC, LORA, MODEL, MOE, NODE, simulate
+from tests.test_memory import Case, errors, measured
+
+P = Parallelism(microbatch=2, global_batch=8)
+GRAPHS = P.model_copy(update={"cuda_graphs": True})
+TE = GRAPHS.model_copy(update={"transformer_impl": "transformer_engine"})
+BENCHMARK = RESULTS.parent / "benchmarks" / "graphs.csv"
+
+
+def slow_host() -> Calibration:
+    """One that every pass waits for."""
+    host = changed(CALIBRATION.host, part_us=500.0, backward_part_us=500.0)
+    return changed(CALIBRATION, host=host)
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"tp": 2}, {"pp": 2}, {"dp": 2}])
+def test_nobody_waits_for_the_host_but_the_update(more: dict[str, Any]) -> None:
+    issued = simulate(P.model_copy(update=more), slow_host())
+    replayed = simulate(GRAPHS.model_copy(update=more), slow_host())
+    assert issued.breakdown_s["other"] > 10 * replayed.breakdown_s["other"] > 0
+    assert replayed.step_time_s[0] < issued.step_time_s[0]
+    assert sum(replayed.breakdown_s.values()) == pytest.approx(replayed.step_time_s[0])
+
+
+def test_a_host_that_is_ahead_leaves_kernels_a_little_shorter() -> None:
+    """Kernels of 30 us and more save 1.6 us at most, as the benchmark has it."""
+    host = changed(CALIBRATION.host, **dict.fromkeys(("part_us", "pass_us", "collective_us"), 0.0))
+    quick = changed(CALIBRATION, host=host)
+    issued, replayed = simulate(P, quick).step_time_s[0], simulate(GRAPHS, quick).step_time_s[0]
+    assert 0.9 * issued < replayed < issued
+
+
+def test_the_update_is_issued_as_ever() -> None:
+    replayed = with_graphs(CALIBRATION)
+    for before, after in zip(CALIBRATION.kernels, replayed.kernels, strict=True):
+        assert (after == before) == (before.op in UPDATES)
+        assert 0 < after.launch_us <= before.launch_us
+    assert replayed.host.step_us == CALIBRATION.host.step_us
+    assert replayed.host.pass_us == 0
+
+
+def test_what_a_split_asks_for_is_there_once() -> None:
+    once = as_run(CALIBRATION, TE, NODE)
+    assert as_run(once, TE, NODE) is once
+    assert once.parameters.count(PARAMETER) == 1
+    assert any("CUDA graph ran on one H200" in one for one in unmeasured(once, NODE))
+    assert not any("CUDA graph" in one for one in unmeasured(CALIBRATION, NODE))
+
+
+def test_counts_and_times_are_the_benchmarks() -> None:
+    """Of each operation's middle shape, which comes second."""
+    middle = {(one.op, one.direction): one for one in read_table(BENCHMARK, Timed)}
+    saved = defaultdict(list)
+    for (op, way), one in middle.items():
+        if op not in (*UPDATES, "gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm"):
+            assert KERNELS.get((op, way), 1) == one.kernels, (op, way)
+    counted = defaultdict(list)
+    for one in read_table(BENCHMARK, Timed):
+        counted[one.op, one.direction, one.dtype].append(one)
+    for (op, _, _), (*_, one) in counted.items():
+        kind = "product" if op in PRODUCTS else "attention" if op in ATTENTION else "other"
+        saved[kind].append((one.queued_us - one.replayed_us) / one.kernels)
+    assert {kind: round(median(some), 2) for kind, some in saved.items()} == SAVED_US
+    inside = [PARAMETER.low <= one <= PARAMETER.high for one in saved["other"]]
+    assert fmean(inside) == pytest.approx(0.9, abs=0.05)
+
+
+def test_the_benchmark_takes_a_quick_and_a_middle_shape_and_prints_what_is_saved() -> None:
+    fits = read_calibration(RESULTS / "2x-h200" / "calibration.json").kernel_fits
+    quick, middle = shapes(fits["gemm", "forward", "bf16"])
+    times = dict.fromkeys(fits["gemm", "forward", "bf16"].points)
+    assert len(times) > 2
+    assert quick == (256, 256, 256) != middle
+    one = Timed(
+        gpu="a GPU", op="copy", direction="forward", dtype="bf16", shape="1",
+        kernels=2, queued_us=5.0, replayed_us=3.0,
+    )  # fmt: skip
+    first, second = summary([one, one.model_copy(update={"queued_us": 7.0})]).splitlines()
+    assert first.split() == ["all", "2", "shapes", "1.50", "us", "0.75", "to", "2.25"]
+    assert second.split() == ["copy", "forward", "1.50", "us", "2"]
+
+
+def test_a_plan_and_its_names_say_so() -> None:
+    row = TrainingConfig.of("one", MODEL, TE)
+    assert row.parallelism() == TE
+    assert TrainingConfig.name_of(MODEL, TE).endswith("-TE-graphs")
+    assert describe(GRAPHS).endswith(" graphs")
+    assert kind_of(row) == "1 GPU, TE graphs"
+    assert kind_of(TrainingConfig.of("one", MODEL, P)) == "1 GPU"
+    assert set(AS_RUN) <= set(TrainingConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "noun"),
+    [
+        (MOE, {}, "a mixture of experts is not supported: its host reads"),
+        (MODEL, {"dp": 2, "zero": 3, "overlap": True}, "zero 3 is not supported"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(
+    model: ModelSpec, more: dict[str, Any], noun: str
+) -> None:
+    with pytest.raises(UserError, match=f"cuda_graphs with {noun}"):
+        GRAPHS.model_copy(update=more).check(model)
+
+
+def test_what_is_not_measured_is_said_before_a_step_runs() -> None:
+    with pytest.raises(UserError, match="cuda_graphs with pp 2 is not measured"):
+        refuse(MODEL, GRAPHS.model_copy(update={"pp": 2}))
+    case = case_of(MODEL, GRAPHS, "nvidia")
+    with pytest.raises(UserError, match="a CPU has no cuda_graphs, leave it off"):
+        prepared(case, "cpu")
+    with pytest.raises(UserError, match=r"is not profiled: .*; leave cuda_graphs off"):
+        run_profile(case, device_kind="nvidia")
+
+
+def test_megatron_core_is_told_to_capture_an_iteration() -> None:
+    config = transformer_config(MODEL, GRAPHS, False)
+    assert config.cuda_graph_impl == "local"
+    assert [one.name for one in config.cuda_graph_scope] == ["full_iteration"]
+    assert transformer_config(MODEL, P, False).cuda_graph_impl == "none"
+
+
+def test_a_search_keeps_them_and_ranks_by_them() -> None:
+    found = list(candidates(MODEL, 8, 64, NODE, {"cuda_graphs": True}))
+    assert found
+    assert all(one.cuda_graphs for one in found)
+    rough = Rough(MODEL, NODE, FABRIC, slow_host())
+    assert rough.step_us(GRAPHS) < rough.step_us(P)
+    assert rough.step_us(P) == Rough(MODEL, NODE, FABRIC, slow_host()).step_us(P)
+
+
+def test_each_microbatch_keeps_its_gradients() -> None:
+    """In bf16; on Transformer Engine those of the table alone, and of norms."""
+    table = MODEL.vocab * MODEL.hidden
+    assert handed_over_bytes(MODEL, P, 0) == 0
+    assert handed_over_bytes(MODEL, GRAPHS, 0) == 4 * 2 * MODEL.parameters()
+    few = handed_over_bytes(MODEL, TE, 0)
+    assert few == pytest.approx(4 * 2 * 2 * table, rel=0.001)
+    tied = MODEL.resized(tied_embeddings=True)
+    assert handed_over_bytes(tied, TE, 0) == few  # one gradient of it from either end
+    assert handed_over_bytes(LORA, GRAPHS, 0) == 4 * 2 * sum(trained_parameters(LORA, GRAPHS, 0))
+    issued, replayed = (memory(MODEL, one, NODE, FABRIC) for one in (P, GRAPHS))
+    more = replayed.reserved_by_stage_gib[0] - issued.reserved_by_stage_gib[0]
+    held = handed_over_bytes(MODEL, GRAPHS, 0) / 2**30
+    assert more == pytest.approx(held + 0.0625)  # and what the stream's products work in
+    beside = replayed.context_gib - issued.context_gib
+    tensors = 8 * 6 + 3  # of layers, and both tables and the last norm
+    assert beside == pytest.approx(4 * tensors * 92 / 2**20)
+    needed = replayed.needed_gib - issued.needed_gib
+    assert needed == pytest.approx(held + 1.05 * 0.0625 + beside)
+
+
+def test_a_tensor_has_what_is_left_of_its_segment_up_to_a_mebibyte() -> None:
+    """GPT-2 XL's weights, and Llama 3 8B's, in fp32."""
+    assert uncut_bytes(4 * 1600 * 6400) == 40 * MIB - 4 * 1600 * 6400
+    assert uncut_bytes(4 * 1600 * 1600) == (20 * MIB - 2 * 4 * 1600 * 1600) / 2
+    assert uncut_bytes(4 * 4096 * 14336) == 0
+    assert uncut_bytes(10.5 * MIB) == 0  # what is left is larger, and is cut off
+    for nbytes in (1, MIB, 3 * MIB, 10 * MIB, 11 * MIB, 123_456_789):
+        assert 0 <= uncut_bytes(nbytes) <= MIB
+
+
+@pytest.mark.parametrize("more", [{}, {"zero": 0}, {"dp": 2}, {"dp": 2, "overlap": True}])
+def test_pieces_of_tensors_are_what_the_optimizer_owns(more: dict[str, Any]) -> None:
+    p = P.model_copy(update=more)
+    pieces = owned_pieces(MODEL, p, 0)
+    owned = sum(trained_parameters(MODEL, p, 0)) / (p.dp if p.zero else 1)
+    assert sum(pieces) == pytest.approx(owned)
+    assert stage_memory(MODEL, p, 0).optimizer == pytest.approx(12 * owned, rel=1e-3)
+    assert stage_memory(MODEL, p, 0).optimizer >= 12 * owned
+
+
+def captured(engine: bool) -> list[Case]:
+    return [one for one in measured("2x-h200", engine=engine) if one[0].cuda_graphs]
+
+
+def test_measured_peaks_of_captured_steps() -> None:
+    """The first seven were in view."""
+    cases = captured(False) + captured(True)
+    assert len(cases) >= 36
+    assert fmean(errors(cases, "allocated")) < 0.005
+    assert max(errors(cases, "allocated")) < 0.013
+    assert fmean(errors(cases, "device")) < 0.03
+    assert max(errors(cases, "device")) < 0.11
+
+
+def test_a_projection_says_what_was_replayed(tmp_path: Path) -> None:
+    words = "--model llama3-8b --gpus 8 --tp 2 --pp 1 --global-batch 16 --cuda-graphs"
+    value = projected(tmp_path, words)
+    assert value["inputs"]["parallelism"]["cuda_graphs"] is True
+    names = {one["name"]: one["source"] for one in value["provenance"]}
+    assert names["kernel.saved_in_graph_us"] == "measured"
