@@ -127,6 +127,8 @@ def _captured(cuda: Any, stream: Any, call: Call, count: int) -> Call:
 
 def summary(rows: Sequence[Timed]) -> str:
     """What a kernel saves, by operations of so many kernels, and each operation's kernels."""
+    if len(rows) < 2:
+        raise UserError(f"{len(rows)} shapes were timed; the quartiles of what they save take two")
     lines = []
     saved = [(one.queued_us - one.replayed_us) / one.kernels for one in rows]
     low, middle, high = quantiles(saved, n=4)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from simulate.hardware.as_run import PARAMETER
-from simulate.hardware.graphs import has_graphs
+from simulate.hardware.as_run import ENGINE, GRAPHS, has
 from simulate.hardware.mesh import meshed
 from simulate.hardware.nvls import has_nvls, with_nvls
 from simulate.hardware.transfer import transfer
@@ -264,13 +263,13 @@ def unmeasured(calibration: Calibration, node: Node) -> list[str]:
             "published sweeps have it: nothing here was measured so. What sequence parallelism "
             "gathers and scatters does not."
         )
-    if any(one.name == PARAMETER for one in calibration.parameters):
+    if has(calibration, ENGINE):
         said.append(
             "Layers on Transformer Engine ran on up to two H200 and one H100 alone, and steps "
             "there that wait for their host were told up to 25% too fast and 17% too slow "
             "from other hosts (docs/training-steps.md)."
         )
-    if has_graphs(calibration):
+    if has(calibration, GRAPHS):
         said.append(
             "Passes replayed from a CUDA graph ran on one H200 at a time: none was measured with "
             "communication or stages in it."

@@ -67,9 +67,10 @@ def largest_piece(model: ModelSpec, p: Parallelism, stage: int) -> float:
 def owned_pieces(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float, ...]:
     """Parameters of each tensor, or part of one, that the first replica's optimizer has a copy of.
 
-    Under zero 1 and 2 its equal part of each bucket, see `largest_piece`; none of zero 3's shards.
+    Under zero 1 and 2 its equal part of each bucket, see `largest_piece`; none of zero 3's shards,
+    nor of adapters, whose tensors are not told apart.
     """
-    if p.zero == 3:
+    if p.zero == 3 or model.lora_rank:
         return ()
     found = []
     for axis, bucket in _every_bucket(model, p, stage):

@@ -43,11 +43,6 @@ def refuse(model: ModelSpec, p: Parallelism, bucket: int | None = None) -> None:
         )
     if p.fp8:
         _refuse_odd_sizes(model, p)
-    if p.cuda_graphs and p.pp > 1:
-        raise UserError(
-            f"cuda_graphs with pp {p.pp} is not measured: Megatron-Core waits for the device "
-            "behind messages between stages, which cannot be captured; use pp 1"
-        )
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "

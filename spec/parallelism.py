@@ -194,6 +194,11 @@ class Parallelism(BaseModel):
         for noun, found, why in (
             ("a mixture of experts", model.experts, "its host reads how many tokens experts have"),
             ("zero 3", self.zero == 3, "it is only known of ZeRO 0 to 2"),
+            (
+                "stages that are not interleaved",
+                self.pp > 1 and self.vpp == 1,
+                "Megatron-Core waits for the device behind their messages",
+            ),
         ):
             if self.cuda_graphs and found:
                 raise UserError(f"cuda_graphs with {noun} is not supported: {why}; leave it off")

@@ -187,6 +187,7 @@ def test_lines_of_other_versions(tmp_path: Path, old: str, new: str) -> None:
     assert found.table(StepRow)[0].loss == 11.0
 
 
+INTERLEAVED = {"virtual_pipeline_model_parallel_size": "4"}
 SAYS_MORE = {
     "multi_latent_attention": "False",
     "fp8": "None",
@@ -222,7 +223,20 @@ SAYS_MORE = {
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl is local"),
         ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl is transformer_engine"),
         ({"enable_cuda_graph": "True"}, "enable_cuda_graph is True"),
-        ({"enable_cuda_graph": "True", "cuda_graph_scope": "full_iteration"}, None),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration_inference"},
+            "cuda_graph_impl is local",
+        ),
+        (
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full_iteration"},
+            "cuda_graph_impl is transformer_engine",
+        ),
+        ({"cuda_graph_impl": "full_iteration"} | INTERLEAVED, None),
+        ({"cuda_graph_impl": "full_iteration"}, "stages that are not interleaved"),
+        (
+            {"enable_cuda_graph": "True", "cuda_graph_scope": "full_iteration"} | INTERLEAVED,
+            None,
+        ),
     ],
 )
 def test_what_no_column_tells_is_refused(
@@ -280,7 +294,8 @@ def test_a_log_of_transformer_engine_in_fp8_is_a_row_of_it(tmp_path: Path) -> No
 @pytest.mark.parametrize("scope", ["[<CudaGraphScope.full_iteration: 1>]", "full_iteration"])
 def test_a_log_of_a_captured_iteration_is_a_row_of_it(tmp_path: Path, scope: str) -> None:
     words = ["--nodes", "2", "--set", "cuda_graph_impl=local", "--set", f"cuda_graph_scope={scope}"]
-    (row,) = imported(tmp_path, "megatron-log", write(tmp_path, log()), *words).table(TrainingRow)
+    path = write(tmp_path, log(**INTERLEAVED))
+    (row,) = imported(tmp_path, "megatron-log", path, *words).table(TrainingRow)
     assert row.cuda_graphs
 
 

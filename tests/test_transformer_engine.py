@@ -224,7 +224,9 @@ def test_an_update_and_fp8s_scales_take_their_host(name: str) -> None:
 def test_neither_a_cpu_nor_amds_gpus_are_priced_there() -> None:
     cpu = CALIBRATION.model_copy(update={"kind": "cpu"})
     for calibration, node in ((cpu, NODE), (CALIBRATION, load_node("mi300x-node"))):
-        with pytest.raises(UserError, match=r"timed on NVIDIA's GPUs, and node .* has .*; use"):
+        with pytest.raises(
+            UserError, match=r"timed on NVIDIA's GPUs, and node .* has .*; leave it"
+        ):
             as_run(calibration, TE, node)
 
 

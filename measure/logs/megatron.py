@@ -8,6 +8,7 @@ several runs, one after another, as a job that was restarted leaves: they must b
 configuration, and each warms up.
 """
 
+import re
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -67,8 +68,7 @@ def _refuse_untold(log: Log) -> None:
     if _on_engine(a):
         untold.pop("fp8")
     if _captured(a):
-        for name in ("cuda_graph_impl", "enable_cuda_graph"):
-            untold.pop(name)
+        untold = {name: usual for name, usual in untold.items() if name not in _GRAPHS[:2]}
     if a.whole("num_experts", 0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= _UNTOLD_OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
@@ -140,8 +140,13 @@ def _on_engine(a: Arguments) -> bool:
 
 def _captured(a: Arguments) -> bool:
     """Whether one CUDA graph holds all passes; no column tells of graphs of layers."""
-    local = a.text("cuda_graph_impl", "none") == "local" or a.flag("enable_cuda_graph")
-    return local and "full_iteration" in a.text("cuda_graph_scope", "")
+    implementation = a.text("cuda_graph_impl", "none")
+    if implementation == "none" and a.flag("enable_cuda_graph"):
+        implementation = "local"
+    # as printed: a word, a list of words or of `<CudaGraphScope.full_iteration: 1>`
+    scopes = re.findall(r"[a-z_]+", a.text("cuda_graph_scope", "").replace("CudaGraphScope", ""))
+    whole = implementation == "local" and scopes == ["full_iteration"]
+    return whole or implementation == "full_iteration"
 
 
 def _zero(a: Arguments) -> int:

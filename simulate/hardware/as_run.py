@@ -6,58 +6,83 @@ from math import hypot
 from simulate.cost.uncertainty import assumed_factor
 from simulate.cost.works import Same
 from simulate.hardware.fp8 import with_fp8_products
-from simulate.hardware.graphs import has_graphs, with_graphs
+from simulate.hardware.graphs import with_graphs
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.fitted import changed
 from spec.hardware import Node
 from spec.parallelism import Parallelism
 
-PARAMETER = "kernel.transformer_engine"
-# Of what steps on Transformer Engine are made of, beside local layers' `composition_sd`. Chosen
-# with the first 34 that hardly wait in view, all of which it holds (docs/visits.md).
-COMPOSITION_SD = 0.01
+# Names of what is assumed of such steps, and the sd of what they are made of beside other steps'
+# `composition_sd`. Chosen: the first 34 on Transformer Engine that hardly wait are all held, and 47
+# of the first 48 with graphs, each of one H200; there are none of several GPUs or of others.
+ENGINE, GRAPHS = "kernel.transformer_engine", "kernel.cuda_graphs"
+ENGINE_SD, GRAPHS_SD, GRAPHS_ELSEWHERE_SD = 0.01, 0.01, 0.02
+GRAPHS_MEASURED_ON = "NVIDIA H200"
+
+
+def has(calibration: Calibration, name: str) -> bool:
+    """Whether it is of such steps: `ENGINE` or `GRAPHS`."""
+    return any(one.name == name for one in calibration.parameters)
 
 
 def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
     """The calibration with what the split asks for; itself where that is nothing, or there.
 
-    Raises UserError where it asks for products in FP8, or for Transformer Engine, and the
-    calibration's devices have none.
+    Raises UserError where it asks for products in FP8, for Transformer Engine or for CUDA graphs,
+    and the calibration's devices have none.
     """
     if p.fp8:
         calibration = with_fp8_products(calibration, node)
-    if p.on_engine:
-        if calibration.kind == "cpu" or "AMD" in node.gpu.upper():
+    asked = {"transformer_impl transformer_engine": p.on_engine, "cuda_graphs": p.cuda_graphs}
+    for noun, so in asked.items():
+        if so and (calibration.kind == "cpu" or "AMD" in node.gpu.upper()):
             raise UserError(
-                "transformer_impl transformer_engine: its kernels were timed on NVIDIA's GPUs, "
-                f"and node {node.name} has {node.gpu}; use local"
+                f"{noun}: its kernels were timed on NVIDIA's GPUs, and node {node.name} has "
+                f"{node.gpu}; leave it out"
             )
-        if not calibration.host.te_part_us and not has_graphs(calibration):
+    graphs = has(calibration, GRAPHS)
+    if p.on_engine and not has(calibration, ENGINE):
+        if not calibration.host.te_part_us:
             raise UserError(
                 "transformer_impl transformer_engine: calibration.json has no host.te_part_us, as "
                 "it is older; run calibrate.fit again"
             )
         calibration = _on_engine(Same(calibration), p.fp8)
-    return with_graphs(calibration) if p.cuda_graphs else calibration
+    if p.cuda_graphs and not graphs:
+        known = p.gpus == 1 and node.gpu == GRAPHS_MEASURED_ON
+        calibration = _replayed(Same(calibration), GRAPHS_SD if known else GRAPHS_ELSEWHERE_SD)
+    return calibration
 
 
 @lru_cache(maxsize=8)
 def _on_engine(same: Same[Calibration], fp8: bool) -> Calibration:
-    """With more spread for what layers take there, and its host if nothing was timed on it."""
-    calibration = same.held
-    if any(one.name == PARAMETER for one in calibration.parameters):
-        return calibration
-    assumed = assumed_factor(
-        PARAMETER,
-        1.0,
-        COMPOSITION_SD,
+    """Its host is less sure, too, where nothing was timed on it."""
+    host = same.held.host
+    sd = hypot(host.sd, host.fp8_sd if fp8 else host.te_sd)
+    return _less_sure(
+        changed(same.held, host=changed(host, sd=sd)),
+        ENGINE,
+        ENGINE_SD,
         "of a step whose norms, activations and rotary embeddings are told by copies",
     )
-    host = calibration.host
+
+
+@lru_cache(maxsize=16)
+def _replayed(same: Same[Calibration], sd: float) -> Calibration:
+    return _less_sure(
+        with_graphs(same.held),
+        GRAPHS,
+        sd,
+        "of a step whose kernels follow each other as in graphs of one H200, without communication "
+        "(benchmarks/graphs.csv)",
+    )
+
+
+def _less_sure(calibration: Calibration, name: str, sd: float, detail: str) -> Calibration:
+    """With more spread for what a step is made of."""
     return changed(
         calibration,
-        host=changed(host, sd=hypot(host.sd, host.fp8_sd if fp8 else host.te_sd)),
-        composition_sd=hypot(calibration.composition_sd, COMPOSITION_SD),
-        parameters=(*calibration.parameters, assumed),
+        composition_sd=hypot(calibration.composition_sd, sd),
+        parameters=(*calibration.parameters, assumed_factor(name, 1.0, sd, detail)),
     )

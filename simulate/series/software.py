@@ -6,7 +6,7 @@ to do, cited; none was fitted.
 
 import re
 
-from simulate.hardware.graphs import UPDATE_TIMES, with_graphs
+from simulate.hardware.graphs import UPDATE_TIMES, UPDATES, with_graphs
 from simulate.hardware.transfer import with_points
 from simulate.series.rows import SeriesRow, says
 from spec.calibration import Calibration
@@ -34,8 +34,9 @@ _NEMO_2 = re.compile(r"dgxc:v(25\.(0[4-9]|1)|2[6-9])")
 # Megatron-Bridge, and torchtitan's `use_grouped_mm`.
 _GROUPED = re.compile(r"nemo|megatron[-_ ]bridge|dgxc|torchtitan")
 
-# Between kernels of a captured graph, assumed from NVIDIA's 1.3 us of device time a node
-# ("Constant time launch for straight-line CUDA graphs", 2024).
+# At most, of what is one fused kernel in a captured graph: NVIDIA has 1.3 us of device time a node
+# ("Constant time launch for straight-line CUDA graphs", 2024), an H200's quickest kernels take 1.1
+# to 2.5 each (benchmarks/graphs.csv).
 GRAPH_LAUNCH_US = 1.5
 
 
@@ -44,13 +45,16 @@ def replayed(calibration: Calibration) -> Calibration:
 
     What the host does once a step stays: both of NVIDIA's graphs, of layers and of a whole
     iteration (Megatron-Core's `cuda_graph_scope`), end before the optimizer, and those of layers
-    leave it the buckets of gradients.
+    leave it the buckets of gradients. What ours runs as several kernels is one there.
     """
     graphs = with_graphs(calibration, UPDATE_TIMES | {"bucket_us"})
     kernels = []
-    for fit in graphs.kernels:
-        fused = fit if fit.tflops else changed(fit, launch_us=min(fit.launch_us, GRAPH_LAUNCH_US))
-        kernels.append(with_points(fit, fused))
+    for queued, captured in zip(calibration.kernels, graphs.kernels, strict=True):
+        if queued.tflops or queued.op in UPDATES:
+            kernels.append(captured)
+        else:
+            launch_us = min(queued.launch_us, GRAPH_LAUNCH_US)
+            kernels.append(with_points(queued, changed(captured, launch_us=launch_us)))
     return changed(graphs, kernels=tuple(kernels))
 
 
