@@ -135,9 +135,10 @@ def _notes(value: Json) -> list[Block]:
     blocks.append(
         Text(
             "Constant rate: the model-FLOP/s per GPU of the same model's row with the fewest GPUs, "
-            "on layers of the same kind. Nearest row: the row with the most similar configuration. "
-            "Both are scaled with the model FLOPs per GPU, and neither uses the row that it is "
-            "judged on. TE: layers on Transformer Engine; others are Megatron-Core's own."
+            "on layers of the same kind and replayed likewise. Nearest row: the row with the most "
+            "similar configuration. Both are scaled with the model FLOPs per GPU, and neither uses "
+            "the row that it is judged on. TE: layers on Transformer Engine; others are "
+            "Megatron-Core's own. Graphs: passes are replayed from a CUDA graph."
         )
     )
     return blocks

@@ -145,7 +145,7 @@ def measured_s(row: TrainingRow) -> float:
 def constant_rate(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow | None:
     """The row whose model-FLOP/s per GPU the first baseline carries over.
 
-    Of the same model, on layers of the same kind where there is one, and of these the fewest GPUs.
+    Of the same model, where there is one run alike (`AS_RUN`), and of these the fewest GPUs.
     """
 
     def order(other: TrainingRow) -> tuple[bool, bool, int, str]:
