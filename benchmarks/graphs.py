@@ -5,16 +5,16 @@
 `--measure` takes of every operation of a system's calibration its quickest measured shape and a
 middle one, counts the device's kernels in a call, and times calls that follow each other both ways,
 on the first GPU. Then, by default from `graphs.csv` beside this file, it prints what a kernel saves
-in a graph, and the kernels of each operation: the constants of `simulate.hardware.graphs`.
+in a graph, what a call of an operation does at its middle shape, which are the constants of
+`simulate.hardware.graphs`, and both shapes' kernels and what they save, operation by operation.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, PositiveInt
 
@@ -23,7 +23,7 @@ from spec.calibration import read_calibration
 from spec.errors import UserError, WorkError
 from spec.files import read_table, write_table
 from spec.fitted import Positive
-from spec.kernel import Kernel
+from spec.kernel import PRODUCTS, Kernel
 from spec.kernel_fit import KernelFit
 
 Call = Callable[[], Any]
@@ -125,23 +125,50 @@ def _captured(cuda: Any, stream: Any, call: Call, count: int) -> Call:
     return replay
 
 
+class Saved(NamedTuple):
+    """What a call saves in a graph at its operation's middle shape, us."""
+
+    product: float  # the median, a kernel
+    one_kernel: float  # of operations that are one kernel, the median
+    several: dict[tuple[str, str], float]  # of the others, by operation and direction
+
+
+def saved(rows: Sequence[Timed]) -> Saved:
+    """What is told of products, of single kernels and of each operation of several.
+
+    The copy's middle shape, a copy of the driver's, took 7 us longer in a graph: left out.
+    """
+    middle = {(one.op, one.direction, one.dtype): one for one in rows}  # it comes last
+    products, single, several = [], [], {}
+    for (op, direction, _), one in middle.items():
+        if op in PRODUCTS:
+            products.append(_saved_us(one) / one.kernels)
+        elif one.kernels > 1:
+            several[op, direction] = _saved_us(one)
+        elif op != "copy":
+            single.append(_saved_us(one))
+    return Saved(median(products or [0.0]), median(single or [0.0]), several)
+
+
+def _saved_us(one: Timed) -> float:
+    return one.queued_us - one.replayed_us
+
+
 def summary(rows: Sequence[Timed]) -> str:
-    """What a kernel saves, by operations of so many kernels, and each operation's kernels."""
+    """What a kernel saves, what calls do (`saved`), and each operation's shapes."""
     if len(rows) < 2:
         raise UserError(f"{len(rows)} shapes were timed; the quartiles of what they save take two")
-    lines = []
-    saved = [(one.queued_us - one.replayed_us) / one.kernels for one in rows]
-    low, middle, high = quantiles(saved, n=4)
-    lines.append(("all", f"{len(rows)} shapes", f"{middle:.2f} us", f"{low:.2f} to {high:.2f}"))
-
-    def name(one: Timed) -> tuple[str, str]:
-        return one.op, one.direction
-
-    for (op, direction), some in groupby(sorted(rows, key=name), key=name):
-        found = list(some)
-        kernels = sorted({one.kernels for one in found})
-        each = median((one.queued_us - one.replayed_us) / one.kernels for one in found)
-        lines.append((op, direction, f"{each:.2f} us", "/".join(map(str, kernels))))
+    low, middle, high = quantiles([_saved_us(one) / one.kernels for one in rows], n=4)
+    product, one_kernel, several = saved(rows)
+    lines = [
+        ("a kernel of all shapes", f"{middle:.2f} us", f"{low:.2f} to {high:.2f}"),
+        ("a product", f"{product:.2f} us", ""),
+        ("a call of one kernel", f"{one_kernel:.2f} us", ""),
+        *((f"a call of {' '.join(which)}", f"{us:.1f} us", "") for which, us in several.items()),
+    ]
+    for one in rows:
+        name = f"{one.op} {one.direction} {one.dtype} {one.shape}"
+        lines.append((name, f"{_saved_us(one):.2f} us", f"{one.kernels} kernels"))
     return "\n".join(command.aligned(lines))
 
 

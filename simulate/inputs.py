@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from simulate.hardware.as_run import ENGINE, GRAPHS, has
 from simulate.hardware.mesh import meshed
-from simulate.hardware.nvls import has_nvls, with_nvls
+from simulate.hardware.nvls import with_nvls
 from simulate.hardware.transfer import transfer
 from spec.calibration import Calibration, read_calibration
 from spec.errors import UserError
@@ -252,35 +251,6 @@ def calibration_for(calibration: Calibration, node: Node, nvls: bool = False) ->
     """
     found = _on_node(calibration, node)
     return with_nvls(found, node) if nvls else found
-
-
-def unmeasured(calibration: Calibration, node: Node) -> list[str]:
-    """What nobody measured of a node's GPU, one sentence each."""
-    said = []
-    if has_nvls(calibration):
-        said.append(
-            "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
-            "published sweeps have it: nothing here was measured so. What sequence parallelism "
-            "gathers and scatters does not."
-        )
-    if has(calibration, ENGINE):
-        said.append(
-            "Layers on Transformer Engine ran on up to two H200 and one H100 alone, and steps "
-            "there that wait for their host were told up to 25% too fast and 17% too slow "
-            "from other hosts (docs/training-steps.md)."
-        )
-    if has(calibration, GRAPHS):
-        said.append(
-            "Passes replayed from a CUDA graph ran on one H200 at a time: none was measured with "
-            "communication or stages in it."
-        )
-    if any(one.name.startswith("transfer.") for one in calibration.parameters):
-        said.append(
-            f"Nothing was measured on {node.gpu} as node {node.name} has it: the calibration of "
-            f"{calibration.system} is transferred to it by datasheet rates, its efficiencies "
-            "assumed to carry over; see the parameters named transfer."
-        )
-    return said
 
 
 def _on_node(calibration: Calibration, node: Node) -> Calibration:

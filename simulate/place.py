@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from simulate.hardware.unmeasured import unmeasured
 from simulate.inputs import (
     add_inputs,
     check_gpus,
     find_calibration,
     read_inputs,
     read_stages,
-    unmeasured,
 )
 from simulate.placement.assignment import Placement, fastest
 from simulate.placement.probe import Probed, Speeds

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from reports.study import render
+from simulate.hardware.unmeasured import unmeasured
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -20,7 +21,6 @@ from simulate.inputs import (
     fixed_parallelism,
     read_batch,
     read_inputs,
-    unmeasured,
 )
 from simulate.memory.peak import memory
 from simulate.plans.find import search
@@ -298,7 +298,12 @@ def main(words: Sequence[str]) -> int:
         "fabric": None if arguments.study == "fabrics" else inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
         "points": [point(case, first) for case in bar],
-        "warnings": unmeasured(inputs.calibration, inputs.node),
+        "warnings": unmeasured(
+            inputs.calibration,
+            inputs.node,
+            on_engine=arguments.transformer_impl == "transformer_engine",
+            cuda_graphs=bool(arguments.cuda_graphs),
+        ),
     }
     if all("impossible" in one for one in value["points"]):
         last = value["points"][-1]  # of most GPUs, where that is what varies

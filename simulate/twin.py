@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from simulate.hardware.unmeasured import unmeasured
 from simulate.inputs import (
     Inputs,
     add_inputs,
@@ -16,7 +17,6 @@ from simulate.inputs import (
     fixed_parallelism,
     read_batch,
     read_inputs,
-    unmeasured,
 )
 from simulate.project import choose
 from simulate.step.estimate import StepSimulator
@@ -80,7 +80,9 @@ def compared(
         "full": full,
         "twin": shrunk,
         "unlike": unlike(full, shrunk),
-        "warnings": unmeasured(inputs.calibration, inputs.node),
+        "warnings": unmeasured(
+            inputs.calibration, inputs.node, on_engine=p.on_engine, cuda_graphs=p.cuda_graphs
+        ),
     }
 
 

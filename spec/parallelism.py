@@ -193,7 +193,7 @@ class Parallelism(BaseModel):
             )
         for noun, found, why in (
             ("a mixture of experts", model.experts, "its host reads how many tokens experts have"),
-            ("zero 3", self.zero == 3, "it is only known of ZeRO 0 to 2"),
+            ("zero 3", self.zero == 3, "no such step was ever captured"),
             (
                 "stages that are not interleaved",
                 self.pp > 1 and self.vpp == 1,

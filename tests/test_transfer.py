@@ -10,7 +10,8 @@ import pytest
 from simulate import project
 from simulate.hardware.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
 from simulate.hardware.transfer import same_gpu, transfer
-from simulate.inputs import calibration_for, default_node, find_calibration, unmeasured
+from simulate.hardware.unmeasured import unmeasured
+from simulate.inputs import calibration_for, default_node, find_calibration
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.clock_fit import DeviceFit
 from spec.collective import busbw_factor

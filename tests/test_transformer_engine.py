@@ -18,7 +18,7 @@ from measure.megatron.build import transformer_config
 from measure.training.plan import case_of
 from measure.training.steps import prepared
 from simulate.hardware.as_run import as_run
-from simulate.inputs import unmeasured
+from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.overhead import context_gib
 from spec.calibration import HostVisit
 from spec.errors import UserError, WorkError
@@ -163,7 +163,8 @@ def test_steps_are_shorter_and_less_sure_and_say_so() -> None:
     assert priced.host.sd > CALIBRATION.host.sd
     names = {one.name: one.source for one in priced.parameters}
     assert names["kernel.transformer_engine"] == "assumed"
-    assert any("on up to two H200 and one H100 alone" in one for one in unmeasured(priced, NODE))
+    said = unmeasured(CALIBRATION, NODE, on_engine=True)
+    assert any("on up to two H200 and one H100 alone" in one for one in said)
     assert not unmeasured(CALIBRATION, NODE)
 
 

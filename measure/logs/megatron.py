@@ -25,7 +25,7 @@ MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
 _FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 _MODULES = ("transformer_impl", "attention_backend")
-_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+_OF_ONE_GRAPH = ("cuda_graph_impl", "enable_cuda_graph")  # or of graphs of layers, see `_captured`
 # arguments that no column of training.csv tells, and values with which they change nothing
 _UNTOLD: dict[str, tuple[str, ...]] = {
     "multi_latent_attention": ("False",),
@@ -39,7 +39,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "pipeline_model_parallel_layout": (),
     "account_for_embedding_in_pipeline_split": ("False",),
     "account_for_loss_in_pipeline_split": ("False",),
-    **dict.fromkeys(_GRAPHS, ("False", "none")),
+    **dict.fromkeys((*_OF_ONE_GRAPH, "external_cuda_graph"), ("False", "none")),
 }
 _UNTOLD_OF_EXPERTS = {"moe_layer_freq": ("1",), "moe_shared_expert_intermediate_size": ()}
 
@@ -68,7 +68,8 @@ def _refuse_untold(log: Log) -> None:
     if _on_engine(a):
         untold.pop("fp8")
     if _captured(a):
-        untold = {name: usual for name, usual in untold.items() if name not in _GRAPHS[:2]}
+        for name in _OF_ONE_GRAPH:
+            untold.pop(name)
     if a.whole("num_experts", 0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= _UNTOLD_OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}

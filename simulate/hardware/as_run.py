@@ -1,4 +1,4 @@
-"""The calibration that a split's step is priced with, by what its layers are built from."""
+"""The calibration that a split's step is priced with: its kernels, and what issues them."""
 
 from functools import lru_cache
 from math import hypot
@@ -14,7 +14,7 @@ from spec.hardware import Node
 from spec.parallelism import Parallelism
 
 # Names of what is assumed of such steps, and the sd of what they are made of beside other steps'
-# `composition_sd`. Chosen: the first 34 on Transformer Engine that hardly wait are all held, and 47
+# `composition_sd`. Chosen: the first 34 on Transformer Engine that hardly wait are all held, and 46
 # of the first 48 with graphs, each of one H200; there are none of several GPUs or of others.
 ENGINE, GRAPHS = "kernel.transformer_engine", "kernel.cuda_graphs"
 ENGINE_SD, GRAPHS_SD, GRAPHS_ELSEWHERE_SD = 0.01, 0.01, 0.02
@@ -41,7 +41,6 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
                 f"{noun}: its kernels were timed on NVIDIA's GPUs, and node {node.name} has "
                 f"{node.gpu}; leave it out"
             )
-    graphs = has(calibration, GRAPHS)
     if p.on_engine and not has(calibration, ENGINE):
         if not calibration.host.te_part_us:
             raise UserError(
@@ -49,7 +48,7 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
                 "it is older; run calibrate.fit again"
             )
         calibration = _on_engine(Same(calibration), p.fp8)
-    if p.cuda_graphs and not graphs:
+    if p.cuda_graphs and not has(calibration, GRAPHS):
         known = p.gpus == 1 and node.gpu == GRAPHS_MEASURED_ON
         calibration = _replayed(Same(calibration), GRAPHS_SD if known else GRAPHS_ELSEWHERE_SD)
     return calibration

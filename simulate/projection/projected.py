@@ -11,7 +11,7 @@ from simulate.cost.costs import network_for
 from simulate.cost.uncertainty import OneAtATime, interval
 from simulate.hardware.as_run import as_run
 from simulate.hardware.nvls import has_nvls
-from simulate.inputs import unmeasured
+from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.overhead import KEPT
 from simulate.memory.peak import Memory, memory
 from simulate.plans.find import fewest_gpus
@@ -384,7 +384,7 @@ def warnings(projection: Projection) -> list[str]:
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
     said += _gathered_in_turn(r)
-    said += unmeasured(r.calibration, r.node)
+    said += unmeasured(r.calibration, r.node, on_engine=p.on_engine, cuda_graphs=p.cuda_graphs)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
     said.append(

@@ -35,8 +35,8 @@ _NEMO_2 = re.compile(r"dgxc:v(25\.(0[4-9]|1)|2[6-9])")
 _GROUPED = re.compile(r"nemo|megatron[-_ ]bridge|dgxc|torchtitan")
 
 # At most, of what is one fused kernel in a captured graph: NVIDIA has 1.3 us of device time a node
-# ("Constant time launch for straight-line CUDA graphs", 2024), an H200's quickest kernels take 1.1
-# to 2.5 each (benchmarks/graphs.csv).
+# ("Constant time launch for straight-line CUDA graphs", 2024), short kernels of an H200's graphs
+# take 1.1 to 2.7 each (benchmarks/graphs.csv).
 GRAPH_LAUNCH_US = 1.5
 
 

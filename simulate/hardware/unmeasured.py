@@ -1,0 +1,39 @@
+"""What nobody measured of what a report is of, as it says it."""
+
+from simulate.hardware.nvls import has_nvls
+from spec.calibration import Calibration
+from spec.hardware import Node
+
+
+def unmeasured(
+    calibration: Calibration, node: Node, *, on_engine: bool = False, cuda_graphs: bool = False
+) -> list[str]:
+    """What nobody measured of a node's GPU, one sentence each.
+
+    on_engine, cuda_graphs: whether steps ask for these, as in `Parallelism`.
+    """
+    said = []
+    if has_nvls(calibration):
+        said.append(
+            "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
+            "published sweeps have it: nothing here was measured so. What sequence parallelism "
+            "gathers and scatters does not."
+        )
+    if on_engine:
+        said.append(
+            "Layers on Transformer Engine ran on up to two H200 and one H100 alone, and steps "
+            "there that wait for their host were told up to 25% too fast and 17% too slow "
+            "from other hosts (docs/training-steps.md)."
+        )
+    if cuda_graphs:
+        said.append(
+            "Passes replayed from a CUDA graph ran on one H200 at a time: none was measured with "
+            "communication or stages in it."
+        )
+    if any(one.name.startswith("transfer.") for one in calibration.parameters):
+        said.append(
+            f"Nothing was measured on {node.gpu} as node {node.name} has it: the calibration of "
+            f"{calibration.system} is transferred to it by datasheet rates, its efficiencies "
+            "assumed to carry over; see the parameters named transfer."
+        )
+    return said
