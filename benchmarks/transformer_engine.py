@@ -4,10 +4,12 @@
 
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
-add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; and nil
-steps (`spec.nil`) by local layers, on Transformer Engine and there in FP8, by a layer's passes
-(medians) and a step's shortest update. Then, by default from `transformer_engine.csv` beside this
-file, each time's ratio to the copy's or to local layers'. The constants of
+add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; one
+such product that adds to an fp32 gradient, beside one that writes it in bf16 and a copy of the 10 B
+a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
+there in FP8, by a layer's passes (medians) and a step's shortest update. Then, by default from
+`transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
+what adding takes, in such copies. The constants of
 `spec.step_transformer_engine` are from these, and in part what `calibrate.host.issue` assumes of
 Transformer Engine (docs/visits.md, the forty-fifth visit). Local updates in the file are by its
 Adam; since the forty-sixth visit local layers are updated by torch. Of H200 SwiGLU's and GELU's
@@ -17,7 +19,7 @@ rows at 8192 x 28672 are of kernels compiled for any width, which a step's are n
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from benchmarks.graphs import HOLD_CYCLES
 from spec import command
 from spec.errors import UserError
 from spec.files import read_table, write_table
@@ -51,6 +54,12 @@ GENERAL_WIDTHS = {"layernorm": (1600, 2560, 4608, 7168), "rmsnorm": (1536, 2560,
 JOINED = ((2048, 25, 64), (8192, 32, 80), (4096, 56, 128), (8192, 16, 64))
 CASTS = ((8192, 4096), (8192, 14336), (8192, 28672))
 PRODUCTS = ((4096, 6144, 4096), (4096, 28672, 4096), (8192, 28672, 4096), (8192, 8192, 28672))
+SUM_ROWS = (1024, 2048, 4096, 8192, 16384)
+SUM_WIDTHS = (  # of weights, out and in
+    *((1600, 1600), (6400, 1600), (2048, 2048), (2048, 8192), (16384, 2048), (4096, 4096)),
+    *((6144, 4096), (4096, 14336), (28672, 4096), (27648, 9216)),
+)
+FAR = 1 << 29  # bytes of gradients that take turns: each was written over in the caches
 NIL = ({"layers": 3}, {"layers": 12}, {"layers": 3, "recompute": "full"})
 
 
@@ -58,7 +67,7 @@ class Timed(BaseModel):
     """One time: of what, which way, at which shape, by whom."""
 
     gpu: str
-    what: str  # an operation, `joined`, `cast`, `linear` or `nil`
+    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad` or `nil`
     way: str
     shape: str
     by: Literal["copy", "local", "engine", "engine_fp8"]
@@ -92,6 +101,7 @@ def _time_us(cuda: Any, call: Call) -> float:
     for _ in range(ROUNDS):
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         cuda.synchronize()
+        cuda._sleep(HOLD_CYCLES)
         begin.record()
         for _ in range(CALLS):
             call()
@@ -129,6 +139,12 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
             yield "linear", "both", shape, by, call
         yield "linear", "both", shape, "copy", _copy(torch, 6 * n * k)
 
+    def wgrad(m: int, weights: tuple[int, int]) -> Iterator[Item]:
+        shape = Kernel("gemm", "wgrad", (m, *weights)).shape
+        for way, by, call in _weight_gradients(torch, m, *weights):
+            yield "wgrad", way, shape, by, call
+        yield "wgrad", "sum", shape, "copy", _copy(torch, 10 * prod(weights))
+
     for op, shapes in ROWS:
         yield from (partial(both_ways, op, dims) for dims in shapes)
     for op, widths in GENERAL_WIDTHS.items():
@@ -136,6 +152,7 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     yield from (partial(joined, dims) for dims in JOINED)
     yield from (partial(cast, dims) for dims in CASTS)
     yield from (partial(linear, *dims) for dims in PRODUCTS)
+    yield from (partial(wgrad, *dims) for dims in product(SUM_ROWS, SUM_WIDTHS))
 
 
 def _copy(torch: Any, nbytes: float) -> Call:
@@ -238,6 +255,36 @@ def _linear(torch: Any, m: int, n: int, k: int) -> dict[str, Call]:
     return {"local": products, "engine": partial(both, False), "engine_fp8": partial(both, True)}
 
 
+def _weight_gradients(torch: Any, m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
+    """Products (n, m) x (m, k): (`sum` with an fp32 gradient or `write` one in bf16, by, call)."""
+    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    count = max(FAR // (4 * n * k), 2)
+    x, dy = (torch.randn(m, width, dtype=torch.bfloat16, device="cuda") for width in (k, n))
+    grads = [torch.zeros(n, k, device="cuda") for _ in range(count)]
+    halves = [torch.zeros(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(2 * count)]
+
+    def into(outs: list[Any], a: Any, b: Any, **more: Any) -> Call:
+        among, kind = cycle(outs), outs[0].dtype
+        return lambda: general_gemm(a, b, kind, layout="NT", grad=True, out=next(among), **more)
+
+    outs = cycle(halves)
+    yield "write", "local", lambda: torch.mm(dy.t(), x, out=next(outs))
+    yield "sum", "engine", into(grads, x, dy, accumulate=True)
+    yield "write", "engine", into(halves, x, dy)
+    kinds = (tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2)
+    in_fp8 = [
+        Float8Quantizer(torch.ones(1, device="cuda"), torch.zeros(1, device="cuda"), kind)(one)
+        for one, kind in zip((x, dy), kinds, strict=True)
+    ]
+    precise = {"use_split_accumulator": True}
+    yield "sum", "engine_fp8", into(grads, *in_fp8, accumulate=True, **precise)
+    yield "write", "engine_fp8", into(halves, *in_fp8, **precise)
+
+
 def _nil_steps() -> Iterator[tuple[str, str, str, str, float]]:
     """Passes of nil layers, by each, in turn: (what, way, shape, by, us)."""
     from measure.training.plan import WARM_UP, TrainingCase
@@ -278,6 +325,11 @@ def summary(rows: Sequence[Timed]) -> str:
             if base and by.startswith("engine"):
                 which = f"{by} / {other}"
                 lines.append((gpu, what, way, shape, which, f"{time_us / base:.2f}"))
+    for (gpu, what, way, shape, by), time_us in times.items():
+        write_us = times.get((gpu, what, "write", shape, by))
+        if way == "sum" and write_us:
+            sums = (time_us - write_us) / times[gpu, what, way, shape, "copy"]
+            lines.append((gpu, what, way, shape, f"{by} - write", f"{sums:.2f}"))
     return "\n".join(command.aligned(lines))
 
 

@@ -195,7 +195,9 @@ def test_what_is_not_measured_is_said_before_a_step_runs() -> None:
     with pytest.raises(UserError, match="a CPU has no cuda_graphs, leave it off"):
         prepared(case, "cpu")
     with pytest.raises(UserError, match=r"is not profiled: .*; leave cuda_graphs off"):
-        run_profile(case, device_kind="nvidia")
+        run_profile(
+            case_of(MODEL, GRAPHS.model_copy(update={"dp": 2}), "nvidia"), device_kind="nvidia"
+        )
 
 
 def test_megatron_core_is_told_to_capture_an_iteration() -> None:

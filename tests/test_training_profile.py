@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from measure.training.profile import rows, run_profile
-from measure.training.trace import MARK, OPTIMIZER, STEP, overlap, read_trace
+from measure.training.trace import ISSUED, MARK, OPTIMIZER, STEP, overlap, read_trace
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import optimizer
@@ -105,6 +105,32 @@ def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
     assert found["gemm"] == pytest.approx(2e-6)
     assert found["attention"] == pytest.approx(3e-6)
     assert found["memory"] == pytest.approx((1 + 4) * 1e-6)
+
+
+def test_replayed_kernels_are_of_what_launched_them_where_they_were_issued() -> None:
+    """The n-th of a name of the n-th; in a replay itself nothing but the graph is launched."""
+    operations = ("aten::mm", "aten::mul", "aten::native_layer_norm")
+    names = ("nvjet_tst", "elementwise", "elementwise")
+    events = [
+        host(ISSUED, 0, 100, "user_annotation"),
+        host("aten::add", 105, 1, **{"External id": 8}),  # the step's last, which is not replayed
+        host(OPTIMIZER, 80, 20, "user_annotation"),
+        host("aten::_fused_adamw_", 85, 1, **{"External id": 4}),
+        kernel("elementwise", 90, 2, 4),
+    ]
+    for number, (operation, name) in enumerate(zip(operations, names, strict=True), start=1):
+        events.append(host(operation, number, 1, **{"External id": number}))
+        events.append(kernel(name, 10 * number, 9, number))
+    for replay, begin in ((8, 200.0), (9, 300.0)):
+        events.append(host(STEP, begin, 100, "user_annotation"))
+        events.append(host("cudaGraphLaunch", begin, 1, "cuda_runtime", correlation=replay))
+        for number, name in enumerate((*names, "unheard-of nvjet"), start=1):
+            events.append(kernel(name, begin + 10 * number, number, replay))
+    found = {row.part: row for row in rows("case", [read_trace({"traceEvents": events})])}
+    assert found["gemm"].operations == "unheard-of nvjet 0.004; aten::mm 0.001"
+    assert found["memory"].operations == "aten::native_layer_norm 0.003; aten::mul 0.002"
+    assert found["memory"].calls == 2
+    assert found["optimizer"].time_s == 0
 
 
 def test_what_lies_between_steps_is_in_none() -> None:

@@ -64,3 +64,13 @@ def schedule_of(p: Parallelism) -> Any:
         return [{name: loss.clone() for name, loss in one.items()} for one in captured(**step)]
 
     return replayed
+
+
+@contextmanager
+def issued(trainer: Any) -> Iterator[None]:
+    """A trainer whose passes are issued meanwhile, not replayed."""
+    replayed, trainer.schedule = trainer.schedule, get_forward_backward_func()
+    try:
+        yield
+    finally:
+        trainer.schedule = replayed

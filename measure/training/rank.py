@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from measure.hosts import emulation, namespaces
 from measure.megatron import cpu as megatron_cpu
 from measure.timed import cpu_memory
-from measure.training.trace import STEP, record
+from measure.training.trace import ISSUED, STEP, record
 from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -34,7 +34,7 @@ from spec.parallelism import Parallelism
 with warnings.catch_warnings():  # about Transformer Engine and Apex, once per import
     warnings.simplefilter("ignore")
     from measure.megatron.build import build
-    from measure.megatron.graphs import EAGER_STEPS
+    from measure.megatron.graphs import EAGER_STEPS, issued
 
 STABLE = 0.05  # warm-up ends when two steps in a row differ by less
 MORE_WARM_UP = 3  # steps that warming up may take beyond those asked for
@@ -134,6 +134,10 @@ class Ranks:
         """What `steps` steps were made of, behind `SETTLING` others (`measure.training.trace`)."""
 
         def run() -> None:
+            if trainer.parallelism.cuda_graphs:
+                with issued(trainer), record_function(ISSUED):
+                    trainer.step(trainer.batches(number))
+                    _cuda.synchronize()
             for index in range(SETTLING + steps):
                 batches = trainer.batches(number + index)
                 self.barrier()

@@ -5,7 +5,9 @@ so that a copy inside attention is no attention and no name of a kernel is guess
 link is missing or the operation is one of Transformer Engine's, which hold several. A collective's
 communicator is its process group's description, which Megatron-Core gives and the NCCL kernels of a
 trace carry. Batched messages and gloo's do not, so process groups mark what they send; on a CPU
-only the time that a rank blocks for counts.
+only the time that a rank blocks for counts. Kernels of a replayed CUDA graph have no operation: the
+n-th of a name in a replay is taken to be of what launched the n-th of that name in the step marked
+`ISSUED`.
 """
 
 import bisect
@@ -22,6 +24,7 @@ Event = dict[str, Any]
 Interval = tuple[float, float]
 
 STEP, OPTIMIZER, MARK = "profiled step", "optimizer", "communication of "
+ISSUED = "issued step"  # ahead of those that are replayed from a CUDA graph, the same without it
 # Megatron-Core's process groups (parallel_state.py); what is not here is for the gradient norm
 AXES = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -43,6 +46,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_gr
 _ENGINE = ("_LayerNormLinear", "_Linear", "FusedAttnFunc")
 _ITEM_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8}
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+REPLAY = "cudaGraphLaunch"
 
 
 def class_of(operation: str) -> str:
@@ -170,18 +174,35 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
         for one in events
         if one["name"].startswith(MARK) and one.get("cat") == "user_annotation"
     )
-    for one in on_device:
+    replays = {
+        one["args"]["correlation"]
+        for one in events
+        if one["name"] == REPLAY and "correlation" in one.get("args", {})
+    }
+    issued = _ranges(events, ISSUED)
+    issued_as: dict[str, list[tuple[str, str]]] = defaultdict(list)  # by kernel: part, operation
+    ran: dict[tuple[int, str], int] = defaultdict(int)  # kernels of a replay so far, by name
+    for one in sorted(on_device, key=lambda event: event["ts"]):
         arguments, name = one.get("args", {}), one["name"]
         begin, end = one["ts"], one["ts"] + one["dur"]
+        correlation = arguments.get("correlation", -1)
         if "nccl" in name.lower():
-            launch = started.get(arguments.get("correlation", -1)) or begin
+            launch = started.get(correlation) or begin
             axis, message = _sent(name, arguments, launch, marks)
             yield axis, begin, end, message
             continue
-        number = arguments.get("External id")
+        known = issued_as.get(name, ()) if correlation in replays else ()
+        if known:
+            part, label = known[ran[correlation, name] % len(known)]
+            ran[correlation, name] += 1
+            yield part, begin, end, label
+            continue
+        number = arguments.get("External id") if correlation not in replays else None
         operation, label, moment = launched.get(number, (name, name, begin))
         inside = number in launched and _within(optimizer, moment)
         part = class_of(name if operation.startswith(_ENGINE) else operation)
+        if not inside and _within(issued, (begin + end) / 2):
+            issued_as[name].append((part, label))
         yield OPTIMIZER if inside else part, begin, end, label
 
 
