@@ -198,9 +198,11 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
             yield part, begin, end, label
             continue
         number = arguments.get("External id") if correlation not in replays else None
-        operation, label, moment = launched.get(number, (name, name, begin))
-        inside = number in launched and _within(optimizer, moment)
-        part = class_of(name if operation.startswith(_ENGINE) else operation)
+        operation, label, moment = launched.get(number, (name, name, started.get(correlation)))
+        inside = moment is not None and _within(optimizer, moment)
+        engine = operation.startswith(_ENGINE)
+        part = class_of(name if engine else operation)
+        label = name if engine and part == "memory" else label
         if not inside and _within(issued, (begin + end) / 2):
             issued_as[name].append((part, label))
         yield OPTIMIZER if inside else part, begin, end, label
