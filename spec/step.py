@@ -37,7 +37,7 @@ from spec.step_parts import (
     shapes,
 )
 from spec.step_sharded import of_shards, shard_copies
-from spec.step_transformer_engine import on_transformer_engine
+from spec.step_transformer_engine import CLIP_TIMES, NORM_TIMES, on_transformer_engine
 
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 
@@ -216,8 +216,9 @@ def optimizer(
     What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
     parameter), scaling them by the number of replicas (8 B; experts' too where each has a GPU to
     itself), and clipping, which Megatron-Core without Apex does as
-    `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B). Clipping is
-    taken to happen, as it does early in training. Under zero 3 only shards have fp32 gradients:
+    `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B, by kernels that
+    take `NORM_TIMES` and `CLIP_TIMES` as long). Clipping is taken to happen, as it does early in
+    training. Under zero 3 only shards have fp32 gradients:
     bf16 ones, cast (2 + 4 B).
     """
     owned = held = 0
@@ -242,11 +243,12 @@ def optimizer(
     if p.fp8:  # weights cast and transposed once a step: Transformer Engine keeps both copies
         cast = (copied(4 * product_weights(model, p, stage)),)
     scaled = held if p.dp * p.cp > 1 else 0
+    norm_times, clip_bytes = (NORM_TIMES, 8 * CLIP_TIMES) if p.on_engine else (1.0, 16)
     kernels = (
         *cast,
         copied(6 * owned if p.zero == 3 else 4 * held + 8 * scaled),
-        Kernel("grad_norm", "forward", update),
-        copied((8 if p.on_engine else 16) * owned),
+        Kernel("grad_norm", "forward", (max(int(norm_times * owned), 1),)),
+        copied(int(clip_bytes * owned)),
         Kernel("adam", "forward", update),
     )
     return kernels, reduction, gather

@@ -15,8 +15,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
   two copies, one of them transposed.
 
-Its optimizer clips in place (`spec.step.optimizer`). What its host takes beside the kernels has
-names of its own (`Part.issued`).
+Its optimizer reads norms and clips in place by kernels of its own (`spec.step.optimizer`). What its
+host takes beside the kernels has names of its own (`Part.issued`).
 
 Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensions` and `fusions`.
 """
@@ -71,6 +71,9 @@ JOINED = 3.9  # of four shapes, 3.7 to 4.0
 # Of what a kernel of their own takes to add gradients up, and what is more by rows of the product:
 # 0.44 and 0.38 (FP8) at 1,024 rows, 0.18 and 0.16 at 16,384, medians of ten widths on an H200.
 ACCUMULATED, ACCUMULATED_ROWS = 0.17, 276
+# Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
+# fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645).
+NORM_TIMES, CLIP_TIMES = 1.1, 1.17
 BEHIND_NORM = ("qkv", "fc1")
 
 Pair = tuple[Part, Part]

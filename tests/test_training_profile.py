@@ -94,7 +94,7 @@ def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
     names = (
         "void transformer_engine::rmsnorm_fwd_tuned_kernel",
         "nvjet_qqtst_128x256",
-        "cudnn_generated_fort_native_sdpa_sm90_bprop",
+        "cudnn::fusion::compute_dot_do_o_specialized",
         "void cutlass::Kernel2",
     )
     events = [host(STEP, 0, 100, "user_annotation")]

@@ -29,7 +29,15 @@ from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, describe
 from spec.step import layer, optimizer
 from spec.step_parts import Part
-from spec.step_transformer_engine import ACCUMULATED, CAST, GENERAL, JOINED, OF_A_COPY
+from spec.step_transformer_engine import (
+    CAST,
+    CLIP_TIMES,
+    GENERAL,
+    JOINED,
+    NORM_TIMES,
+    OF_A_COPY,
+    accumulated,
+)
 from spec.training_records import TrainingConfig
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
@@ -130,7 +138,8 @@ def test_products_add_their_weights_gradients_up_and_biases_are_no_kernels() -> 
     for name in ("qkv", "proj", "fc1", "fc2"):
         before = [one for one in local[name, 1].kernels if one.op == "grad_accumulate"]
         after = [one for one in engine[name, 1].kernels if one.op == "grad_accumulate"]
-        assert after[0].bytes == pytest.approx(ACCUMULATED * before[0].bytes, rel=1e-6)
+        (rows,) = {one.dims[0] for one in local[name, 1].kernels if one.direction == "wgrad"}
+        assert after[0].bytes == pytest.approx(accumulated(rows) * before[0].bytes, rel=1e-6)
         assert after[1:] == before[1:]  # the bias's
         assert "bias" not in ops(engine[name, 0])
     assert "bias" not in ops(engine["qkv", 1])  # summed by the product itself
@@ -149,10 +158,11 @@ def test_in_fp8_a_norm_casts_what_it_writes_and_other_casts_take_their_time() ->
         assert cast.bytes == pytest.approx(CAST * told.bytes, rel=1e-6)
 
 
-def test_gradients_are_clipped_in_place() -> None:
-    clipping = [optimizer(LLAMA, p, 0)[0][-2] for p in (P, TE)]
-    assert clipping[0].op == clipping[1].op == "copy"
-    assert clipping[1].bytes == pytest.approx(clipping[0].bytes / 2)
+def test_gradients_are_clipped_in_place_by_kernels_that_take_longer() -> None:
+    (norm, clip), (own_norm, own_clip) = (optimizer(LLAMA, p, 0)[0][-3:-1] for p in (P, TE))
+    assert (norm.op, clip.op) == (own_norm.op, own_clip.op) == ("grad_norm", "copy")
+    assert own_norm.bytes == pytest.approx(NORM_TIMES * norm.bytes)
+    assert own_clip.bytes == pytest.approx(CLIP_TIMES * clip.bytes / 2)
 
 
 def test_steps_are_shorter_and_less_sure_and_say_so() -> None:

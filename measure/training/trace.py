@@ -42,8 +42,8 @@ AXES = {
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ep",
 }
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
-# of Transformer Engine and its backward passes: products and what is fused with them, attention
-_ENGINE = ("_LayerNormLinear", "_Linear", "FusedAttnFunc")
+# of Transformer Engine and its backward passes: products and what is fused with them
+_ENGINE = ("_LayerNormLinear", "_Linear")
 _ITEM_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8}
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 REPLAY = "cudaGraphLaunch"
@@ -54,7 +54,10 @@ def class_of(operation: str) -> str:
     name = operation.lower()
     if operation in _PRODUCTS or "gemm" in name or "nvjet" in name or "cutlass" in name:
         return "gemm"
-    if any(one in name for one in ("scaled_dot_product", "attention", "fmha", "flash", "sdpa")):
+    if any(
+        one in name
+        for one in ("scaled_dot_product", "attention", "fmha", "flash", "sdpa", "fusedattn")
+    ):
         return "attention"
     return "memory"
 

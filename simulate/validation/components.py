@@ -8,7 +8,7 @@ than the timed one is taken off the waiting.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +17,8 @@ from simulate.step.estimate import StepEstimate
 from simulate.step.pricing import PricedStep
 from simulate.step.traffic import KINDS
 from simulate.step.updates import UpdateCost
-from spec.kernel import class_of
+from spec.kernel import Kernel, class_of
+from spec.step_parts import Part, of_weights
 from spec.training_records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
@@ -36,9 +37,9 @@ def simulated(estimate: StepEstimate) -> Parts:
         last = name == "head" and stage < priced.parallelism.pp - 1
         if last or (name == "embedding" and stage > 0):
             continue
-        for kernel in (k for one in both for part in one.parts for k in part.kernels):
+        for kernel, kind in (kernel_of for one in both for kernel_of in _classes(one.parts)):
             often = layers if name == "layer" else 1
-            classes[class_of(kernel.op)] += often * central(prices.costs.kernel_us(kernel))
+            classes[kind] += often * central(prices.costs.kernel_us(kernel))
     whole = sum(classes.values()) or 1.0
     # slower beside communication, all alike
     found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
@@ -51,6 +52,14 @@ def simulated(estimate: StepEstimate) -> Parts:
     found["waiting"] = sum(parts[name] for name in ("bubble", "straggler", "other"))
     found["waiting"] += parts["optimizer"] - update_s
     return found
+
+
+def _classes(parts: Iterable[Part]) -> Iterator[tuple[Kernel, str]]:
+    """Kernels and their class; what Transformer Engine's products add up is theirs."""
+    for part in parts:
+        for kernel in part.kernels:
+            inside = part.on and kernel.op == "grad_accumulate" and of_weights(kernel, part)
+            yield kernel, "gemm" if inside else class_of(kernel.op)
 
 
 def _outside_s(priced: PricedStep, update: UpdateCost) -> float:
