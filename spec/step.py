@@ -216,10 +216,9 @@ def optimizer(
     What only moves memory is written as a copy of as many bytes: zeroing the fp32 gradients (4 B a
     parameter), scaling them by the number of replicas (8 B; experts' too where each has a GPU to
     itself), and clipping, which Megatron-Core without Apex does as
-    `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B), by kernels that
-    take `NORM_TIMES` and `CLIP_TIMES` as long. Clipping is taken to happen, as it does early in
-    training. Under zero 3 only shards have fp32 gradients:
-    bf16 ones, cast (2 + 4 B).
+    `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B), by kernels
+    that take `NORM_TIMES` and `CLIP_TIMES` as long. Clipping is taken to happen, as it does early
+    in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast (2 + 4 B).
     """
     owned = held = 0
     reduction: tuple[Collective, ...] = ()

@@ -69,8 +69,8 @@ GENERAL = {
 }
 JOINED = 3.9  # of four shapes, 3.7 to 4.0
 # Of what a kernel of their own takes to add gradients up, and what is more by rows of the product:
-# 0.44 and 0.38 (FP8) at 1,024 rows, 0.18 and 0.16 at 16,384, medians of ten widths on an H200.
-ACCUMULATED, ACCUMULATED_ROWS = 0.17, 276
+# 0.47 and 0.41 (FP8) at 1,024 rows, 0.19 and 0.17 at 16,384, medians of ten widths on an H200.
+ACCUMULATED, ACCUMULATED_ROWS = 0.18, 300
 # Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
 # fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645).
 NORM_TIMES, CLIP_TIMES = 1.1, 1.17

@@ -146,6 +146,27 @@ def test_products_add_their_weights_gradients_up_and_biases_are_no_kernels() -> 
     assert ops(engine["fc1", 1]).count("bias") == 1
 
 
+def test_what_adding_takes_is_what_the_benchmark_has() -> None:
+    """Beside the kernel that does only that, by rows; medians of ten widths."""
+    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
+    rows = {
+        (one.shape, one.way, one.by): one.time_us
+        for one in read_table(own, Timed)
+        if one.what == "wgrad"
+    }
+    fit = CALIBRATION.kernel_fits["grad_accumulate", "forward", "bf16"]
+    found = defaultdict(list)
+    for (shape, way, by), time_us in rows.items():
+        if way == "sum" and by != "copy":
+            m, n, k = (int(one.partition("=")[2]) for one in shape.split())
+            (own_us,) = fit.central_us(((n * k,),))
+            found[m, by].append((time_us - rows[shape, "write", by]) / own_us)
+    assert len(found) == 2 * 5
+    for (m, by), ratios in found.items():
+        assert len(ratios) == 10
+        assert median(ratios) == pytest.approx(accumulated(m), abs=0.065), (m, by)
+
+
 def test_in_fp8_a_norm_casts_what_it_writes_and_other_casts_take_their_time() -> None:
     local = parts(LLAMA, P.model_copy(update={"fp8": True}))
     engine = parts(LLAMA, TE_FP8)
