@@ -14,6 +14,7 @@ from calibrate.host.issue import (
     Equation,
     beside_issue,
     beside_kernels,
+    by_depths,
     equations,
     host_sd,
     middles,
@@ -109,6 +110,18 @@ def test_what_nil_steps_take_is_told_apart(gpus: int, engine: bool) -> None:
     assert found == pytest.approx({name: TAKES[name] for name in found})
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))
     assert alone == {}  # a step and its tensors cannot be told apart
+
+
+def test_steps_of_one_depth_do_not_tell_what_an_update_has_once() -> None:
+    """A second off in one of them would be all of the other; passes are told as ever."""
+    cases = host_time.cases("nvidia", 1, engine=True)
+    shallow = [case for case in cases if case.layers == LAYERS]
+    for some, told in ((cases, True), (shallow, False)):
+        rows = [nil_row(case, slower=2.0, updates=True) for case in some]
+        seen = told_apart([one for row in rows for one in equations(row, (), 2.0)])
+        takes = beside_kernels(by_depths(seen))
+        assert ({"step", "tensor", "te_tensor"} <= takes.keys()) == told
+        assert takes["part"] == pytest.approx(TAKES["part"])
 
 
 def test_updates_by_themselves_tell_what_a_tensor_takes() -> None:
