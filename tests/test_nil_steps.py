@@ -7,19 +7,21 @@ import numpy as np
 import pytest
 
 from calibrate.evidence import Ledger
+from calibrate.host.equations import (
+    Equation,
+    beside_kernels,
+    by_depths,
+    equations,
+    told_apart,
+)
 from calibrate.host.issue import (
     CALLS,
     HOST_SD,
     WHAT,
-    Equation,
     beside_issue,
-    beside_kernels,
-    by_depths,
-    equations,
     host_sd,
     middles,
     on_middle_host,
-    told_apart,
 )
 from measure.plans.file import read_plan
 from measure.suites import host_time

@@ -4,30 +4,19 @@ Their host issues kernels (`host_us` of the kernels' rows) and, beside each, wha
 and autograd take: around a part of a layer, around an expert, to start a collective, once a step.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from math import log, sqrt
 from statistics import median
-from typing import NamedTuple, cast
-
-import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import nnls
+from typing import cast
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
+from calibrate.host.equations import Equation, beside_kernels, by_depths, equations, told_apart
 from calibrate.host.visits import parts, single_calls, with_visits
 from calibrate.variability import spread_interval
-from spec.buckets import updated_tensors
 from spec.calibration import HostFit, HostTime
-from spec.kernel import Kernel
 from spec.kernel_fit import KernelFit
-from spec.nil import ON_GPU, nil_model
-from spec.parallelism import Parallelism
 from spec.records import HostRow, KernelRow
-from spec.step import layer, trained_tensors
-from spec.step_ends import embedding, head
-from spec.step_parts import Segment
 
 # Where no row shows it, in issue times of one short operation: the means of three hosts of four
 # H200. They differed by 1.1 to 2.4 times in them, and the same steps by a fifth within minutes.
@@ -85,10 +74,6 @@ WHAT = {
     "fp8_checkpoint": "setting out to compute activations of such a layer again",
     "fp8_pass": "scales of all tensors in FP8, once a microbatch",
 }
-# What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
-# and would count for more than all others.
-LEAST_UPDATE = 0.01
-APART = 2.0  # chosen: nil steps of 12 layers have 3.6 times the tensors of those of 3
 # Least spread of what a host takes for a step. Turns of one kind of step, nil or of mixtures that
 # wait, differ by 0.12 and 0.14 (log) on two hosts of H200, a turn a second long and ten apart
 # (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
@@ -98,15 +83,6 @@ ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
 # 1.2 to 1.8 times their local ones, in FP8 1.4 to 2.6.
 TE_SD = 0.15
 DEFAULT_HOST_US = 10.0
-
-
-class Equation(NamedTuple):
-    """A time of nil steps on the mean visit's host: so much for kernels, and so many of each."""
-
-    time_us: float
-    kernels_us: float
-    counts: Mapping[str, float]  # of what CALLS names
-    of_us: float  # the longer time that it was seen in, with which its error goes
 
 
 def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) -> HostFit:
@@ -267,51 +243,6 @@ def _passes(seen: Sequence[Equation]) -> list[Equation]:
     return [one for one in seen if "step" not in one.counts]
 
 
-def told_apart(seen: Sequence[Equation]) -> list[Equation]:
-    """Without those in FP8, or all on Transformer Engine, if it takes that to tell numbers apart.
-
-    Nil steps in FP8 of one depth do not: layers' times and FP8's scales are one there.
-    """
-    for left_out in ((), ("fp8_",), ("fp8_", "te_")):
-        some = [one for one in seen if not any(name.startswith(left_out) for name in one.counts)]
-        if _counted(some)[1] is not None:
-            return some
-    return list(seen)
-
-
-def by_depths(seen: Sequence[Equation]) -> list[Equation]:
-    """Without those of updates, if no two have numbers of tensors that are `APART` times apart.
-
-    Steps of one depth hardly tell what an update has once from what it has for each tensor.
-    """
-    tensors = [n for one in seen for name, n in one.counts.items() if name.endswith("tensor")]
-    if tensors and max(tensors) < APART * min(tensors):
-        return [one for one in seen if "step" not in one.counts]
-    return list(seen)
-
-
-def _counted(seen: Sequence[Equation]) -> tuple[list[str], NDArray[np.float64] | None]:
-    """Names, and how many of each an equation has, (equations, names); None: not told apart."""
-    names = list(dict.fromkeys(name for one in seen for name in one.counts))
-    counts = np.array([[one.counts.get(name, 0.0) for name in names] for one in seen])
-    apart = bool(names) and np.linalg.matrix_rank(counts) == len(names)
-    return names, counts if apart else None
-
-
-def beside_kernels(seen: Sequence[Equation]) -> dict[str, float]:
-    """What each of CALLS takes, us, of those that the equations tell apart.
-
-    Non-negative least squares of the errors relative to the times that they were seen in.
-    """
-    names, counts = _counted(seen)
-    if counts is None:
-        return {}
-    weights = np.array([1 / one.of_us for one in seen])
-    left = np.array([one.time_us - one.kernels_us for one in seen])
-    takes, _ = nnls(counts * weights[:, None], left * weights)
-    return dict(zip(names, map(float, takes), strict=True))
-
-
 def host_sd(
     seen: Mapping[tuple[str, ...], Sequence[Equation]],
     own: Mapping[tuple[str, ...], Mapping[str, float]],
@@ -350,61 +281,3 @@ def _left(one: Equation, takes: Mapping[str, float]) -> float:
 def _told(one: Equation, takes: Mapping[str, float]) -> float:
     """What its time would be with these, us."""
     return one.kernels_us + sum(takes[name] * count for name, count in one.counts.items())
-
-
-def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iterator[Equation]:
-    """What a row of a host that is so many times slower than the mean visit's says."""
-    dp = row.gpus // row.tp // row.cp
-    p = Parallelism(
-        tp=row.tp,
-        cp=row.cp,
-        dp=dp,
-        ep=row.ep,
-        sequence_parallel=row.tp > 1,
-        overlap=row.overlap,
-        recompute=row.recompute,
-        transformer_impl=row.transformer_impl,
-        fp8=row.fp8,
-        global_batch=dp,
-    )
-    model = nil_model(ON_GPU, row.experts, row.lora_rank).resized(layers=row.layers)
-    by_name = {(fit.op, fit.direction, fit.dtype): fit.host_us for fit in kernels}
-
-    def equation(time_us: float, of_us: float, *segments: Segment, **more: float) -> Equation:
-        parts = [part for segment in segments for part in segment]
-        counts = +sum((Counter(part.issued) for part in parts), Counter(more))
-        kernels_us = sum(_host_us(kernel, by_name) for part in parts for kernel in part.kernels)
-        return Equation(time_us / slower, kernels_us, counts, of_us / slower)
-
-    forward_us, backward_us = row.forward_us or 0.0, row.backward_us or 0.0
-    microbatch_us = (row.median_us - row.single_us) / (row.microbatches - 1)
-    # beside passes each tensor has a bucket, which replicas cut
-    tensors = sum(trained_tensors(model, p, 0)) if row.overlap else updated_tensors(model, p, 0)
-    once = {"step": 1.0, "te_tensor" if p.on_engine else "tensor": float(tensors)}
-    rest = partial(equation, row.single_us - microbatch_us, row.single_us, **once)
-    if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
-        yield rest(bucket=2.0 * tensors)
-        return
-    forward, backward = layer(model, p)
-    # Once a pass of all layers, on the device within it. A forward pass there whose activations are
-    # computed again keeps nothing for autograd, and takes 0.75 and 0.86 of the others' time.
-    scales = {"fp8_pass": 1.0 / row.layers} if p.on_engine and p.fp8 else {}
-    if not p.on_engine or p.recompute != "full":
-        yield equation(forward_us, forward_us, forward, **scales)
-    yield equation(backward_us, backward_us, backward)
-    ends_us = microbatch_us - row.layers * (forward_us + backward_us)
-    ends = (*embedding(model, p), *head(model, p))
-    yield equation(ends_us, microbatch_us, *ends, **{"pass": 1.0})
-    if row.update_us and row.update_us > LEAST_UPDATE * row.single_us:
-        # nearly all that a step has once, by the update itself
-        yield equation(row.update_us, row.update_us, **once)
-    yield rest()
-
-
-def _host_us(kernel: Kernel, by_name: Mapping[tuple[str, str, str], float]) -> float:
-    """Of the kernel, or of what stands for one that was never measured; 0 where nothing does."""
-    for one in (kernel, kernel.stand_in):
-        found = one and by_name.get((one.op, one.direction, one.dtype))
-        if found:
-            return found
-    return 0.0
