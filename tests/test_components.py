@@ -14,7 +14,9 @@ from simulate.validation.cases import Case, predict, validation
 from simulate.validation.text import table
 from spec.calibration import read_calibration
 from spec.files import write_table
+from spec.model import load_model
 from spec.parallelism import Parallelism
+from spec.step import layer
 from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 from tests.commands import call
 from tests.made_up import write_calibration
@@ -132,5 +134,21 @@ def test_a_profile_stands_beside_the_steps_before_it(tmp_path: Path) -> None:
     assert newest_profiles([profiled], todo) == {(todo[0][0].path, "case"): [profile]}
     assert newest_profiles([profiled], todo[1:]) == {(todo[1][0].path, "case"): [profile]}
     assert newest_profiles([profiled], []) == {}
-    profile.operations = "_LayerNormLinearBackward 217.849; aten::add_ 0.1"  # products among them
-    assert newest_profiles([profiled], todo) == {}
+    # products on Transformer Engine among them, and its update
+    for mistaken in ("_LayerNormLinearBackward", "multi_tensor_adam::AdamFunctor"):
+        profile.operations = f"{mistaken} 217.849; aten::add_ 0.1"
+        assert newest_profiles([profiled], todo) == {}
+
+
+def test_what_products_add_up_on_transformer_engine_is_theirs() -> None:
+    """Matrices' gradients: vectors' are added by kernels of their own, the first product's too."""
+    model = load_model("gpt2-medium")
+    for engine in (False, True):
+        p = Parallelism(transformer_impl="transformer_engine" if engine else "local")
+        sums = [
+            (kernel.dims, kind)
+            for kernel, kind in components.classes(layer(model, p)[1])
+            if kernel.op == "grad_accumulate"
+        ]
+        assert [kind for _, kind in sums].count("gemm") == (4 if engine else 0)
+        assert ((3 * model.hidden,), "memory") in sums

@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.profiler import record_function
 
 from spec.parallelism import Parallelism
 
@@ -67,9 +68,15 @@ def schedule_of(p: Parallelism) -> Any:
 
 
 @contextmanager
-def issued(trainer: Any) -> Iterator[None]:
-    """A trainer whose passes are issued meanwhile, not replayed."""
-    replayed, trainer.schedule = trainer.schedule, get_forward_backward_func()
+def issued(trainer: Any, mark: str) -> Iterator[None]:
+    """A trainer whose passes, which a graph holds, are issued meanwhile, and marked so."""
+    replayed, schedule = trainer.schedule, get_forward_backward_func()
+
+    def marked(**step: Any) -> Any:
+        with record_function(mark):
+            return schedule(**step)
+
+    trainer.schedule = marked
     try:
         yield
     finally:

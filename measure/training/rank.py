@@ -135,9 +135,9 @@ class Ranks:
 
         def run() -> None:
             if trainer.parallelism.cuda_graphs:
-                with issued(trainer), record_function(ISSUED):
+                with issued(trainer, ISSUED):
                     trainer.step(trainer.batches(number))
-                    _cuda.synchronize()
+                _cuda.synchronize()
             for index in range(SETTLING + steps):
                 batches = trainer.batches(number + index)
                 self.barrier()

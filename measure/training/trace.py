@@ -6,8 +6,8 @@ link is missing or the operation is one of Transformer Engine's, which hold seve
 communicator is its process group's description, which Megatron-Core gives and the NCCL kernels of a
 trace carry. Batched messages and gloo's do not, so process groups mark what they send; on a CPU
 only the time that a rank blocks for counts. Kernels of a replayed CUDA graph have no operation: the
-n-th of a name in a replay is taken to be of what launched the n-th of that name in the step marked
-`ISSUED`.
+n-th of a name in a replay is taken to be of what launched the n-th of that name in the passes
+marked `ISSUED`.
 """
 
 import bisect
@@ -24,7 +24,7 @@ Event = dict[str, Any]
 Interval = tuple[float, float]
 
 STEP, OPTIMIZER, MARK = "profiled step", "optimizer", "communication of "
-ISSUED = "issued step"  # ahead of those that are replayed from a CUDA graph, the same without it
+ISSUED = "issued passes"  # of a step ahead of those that are replayed: what a CUDA graph holds
 # Megatron-Core's process groups (parallel_state.py); what is not here is for the gradient norm
 AXES = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -194,19 +194,19 @@ def _gpu_work(events: Sequence[Event], on_device: Sequence[Event]) -> Iterator[W
             axis, message = _sent(name, arguments, launch, marks)
             yield axis, begin, end, message
             continue
-        known = issued_as.get(name, ()) if correlation in replays else ()
-        if known:
-            part, label = known[ran[correlation, name] % len(known)]
+        if correlation in replays:
+            known, before = issued_as.get(name, []), ran[correlation, name]
             ran[correlation, name] += 1
+            part, label = known[before] if before < len(known) else (class_of(name), name)
             yield part, begin, end, label
             continue
-        number = arguments.get("External id") if correlation not in replays else None
+        number = arguments.get("External id")
         operation, label, moment = launched.get(number, (name, name, started.get(correlation)))
         inside = moment is not None and _within(optimizer, moment)
         engine = operation.startswith(_ENGINE)
         part = class_of(name if engine else operation)
         label = name if engine and part == "memory" else label
-        if not inside and _within(issued, (begin + end) / 2):
+        if moment is not None and _within(issued, moment):
             issued_as[name].append((part, label))
         yield OPTIMIZER if inside else part, begin, end, label
 

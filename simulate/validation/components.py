@@ -18,7 +18,7 @@ from simulate.step.pricing import PricedStep
 from simulate.step.traffic import KINDS
 from simulate.step.updates import UpdateCost
 from spec.kernel import Kernel, class_of
-from spec.step_parts import Part, of_weights
+from spec.step_parts import Part
 from spec.training_records import ProfileRow
 
 COMPUTE = ("gemm", "attention", "memory")
@@ -32,17 +32,17 @@ def simulated(estimate: StepEstimate) -> Parts:
     parts, priced = estimate.breakdown_s, estimate.priced
     stage = int(estimate.stage_busy_s.argmax())
     prices, layers = priced.stages[stage], priced.parallelism.stage_layers(priced.model)[stage]
-    classes: dict[str, float] = defaultdict(float)
+    kernels_us: dict[str, float] = defaultdict(float)
     for name, both in prices.segments.items():
         last = name == "head" and stage < priced.parallelism.pp - 1
         if last or (name == "embedding" and stage > 0):
             continue
-        for kernel, kind in (kernel_of for one in both for kernel_of in _classes(one.parts)):
+        for kernel, kind in (found for one in both for found in classes(one.parts)):
             often = layers if name == "layer" else 1
-            classes[kind] += often * central(prices.costs.kernel_us(kernel))
-    whole = sum(classes.values()) or 1.0
+            kernels_us[kind] += often * central(prices.costs.kernel_us(kernel))
+    whole_us = sum(kernels_us.values()) or 1.0
     # slower beside communication, all alike
-    found = {name: parts["compute"] * classes[name] / whole for name in COMPUTE}
+    found = {name: parts["compute"] * kernels_us[name] / whole_us for name in COMPUTE}
     update = priced.updates[stage]
     update_s = min(central(update.alone.kernels_us) / 1e6, parts["optimizer"])
     outside_s = _outside_s(priced, update)
@@ -54,12 +54,13 @@ def simulated(estimate: StepEstimate) -> Parts:
     return found
 
 
-def _classes(parts: Iterable[Part]) -> Iterator[tuple[Kernel, str]]:
-    """Kernels and their class; what Transformer Engine's products add up is theirs."""
+def classes(parts: Iterable[Part]) -> Iterator[tuple[Kernel, str]]:
+    """Kernels and their class; matrices that Transformer Engine's products add up are theirs."""
     for part in parts:
+        vectors = [one.dims[1] for one in part.kernels if one.direction == "wgrad"]
         for kernel in part.kernels:
-            inside = part.on and kernel.op == "grad_accumulate" and of_weights(kernel, part)
-            yield kernel, "gemm" if inside else class_of(kernel.op)
+            matrix = vectors and kernel.op == "grad_accumulate" and kernel.dims[0] not in vectors
+            yield kernel, "gemm" if part.on and matrix else class_of(kernel.op)
 
 
 def _outside_s(priced: PricedStep, update: UpdateCost) -> float:
