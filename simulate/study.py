@@ -40,6 +40,7 @@ EXAMPLES = """examples:
   python -m simulate.study fabrics --gpus 1024 --model mixtral-8x7b --json
   python -m simulate.study microbatch --gpus 64 --tp 8 --pp 4 --report microbatch.html
 """
+GPUS = 1024
 COUNTS = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072)
 MICROBATCHES = (1, 2, 4, 8)
 
@@ -91,13 +92,21 @@ def scaling(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
 
 
 def fabrics(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
-    """The same job on every named fabric: what the network costs, and which tier saturates."""
+    """The same job on every named fabric: what the network costs, and which tier saturates.
+
+    It is split as is fastest on --fabric, which is a point too where it is none of the named ones.
+    """
     p = fastest(inputs, arguments.gpus, arguments)
     protocols = {network.protocol for network in inputs.calibration.networks}
-    for name in fabric_names():
-        fabric = load_fabric(name)
-        if fabric.protocol not in protocols or fabric.protocol == "tcp":  # emulated nodes
-            continue
+    every = {name: load_fabric(name) for name in fabric_names()}
+    named = {
+        name: fabric
+        for name, fabric in every.items()
+        if fabric.protocol in protocols and fabric.protocol != "tcp"  # of emulated nodes
+    }
+    if inputs.fabric not in named.values():
+        named = {arguments.fabric or inputs.fabric.name: inputs.fabric} | named
+    for name, fabric in named.items():
 
         def at(fabric: Fabric = fabric) -> Request:
             return request(replace(inputs, fabric=fabric), p, arguments.draws)
@@ -153,9 +162,6 @@ def switches(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
 
 def schedules(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
     """What the order of passes costs in bubble and memory: 1F1B, interleaved, GPipe, ZB-H1."""
-    for name in ("schedule", "vpp"):
-        if getattr(arguments, name) is not None:
-            raise UserError(f"the study varies --{name} itself; leave it out")
     base = _with_stages(inputs, arguments)
     for name, fields in (
         ("1f1b", {}),
@@ -175,6 +181,8 @@ def schedules(inputs: Inputs, arguments: argparse.Namespace) -> Cases:
 
 def _with_stages(inputs: Inputs, arguments: argparse.Namespace) -> Parallelism:
     """The fastest parallelism with a pipeline, of a size that is usual where none was asked for."""
+    if arguments.pp is not None:
+        return fastest(inputs, arguments.gpus, arguments, vpp=1)
     for stages in (8, 4, 2):
         with suppress(UserError):
             return fastest(inputs, arguments.gpus, arguments, pp=stages, vpp=1)
@@ -189,6 +197,14 @@ STUDIES: dict[str, tuple[str, Callable[[Inputs, argparse.Namespace], Cases]]] = 
     "schedules": ("schedule", schedules),
 }
 
+# Options that a study varies itself, and which would therefore change nothing.
+VARIED = {
+    "scaling": ("gpus",),
+    "microbatch": ("microbatch",),
+    "switches": ("recompute", "overlap"),
+    "schedules": ("schedule", "vpp"),
+}
+
 # Studies of one plan with something changed: each point is compared with the first of its series.
 COMPARED = ("microbatch", "switches")
 
@@ -198,7 +214,7 @@ def parser() -> Parser:
     options = Parser(prog="python -m simulate.study", description=__doc__, epilog=EXAMPLES)
     options.add_argument("study", nargs="?", metavar="NAME", help=", ".join(STUDIES))
     options.add_argument("--list", action="store_true", help="the studies and their questions")
-    options.add_argument("--gpus", type=int, default=1024, metavar="N", help="default: %(default)s")
+    options.add_argument("--gpus", type=int, metavar="N", help=f"default: {GPUS}")
     add_inputs(options)
     add_parallelism(options)
     add_draws(options)
@@ -208,6 +224,14 @@ def parser() -> Parser:
     add_json(options)
     add_progress(options)
     return options
+
+
+def refuse_varied(arguments: argparse.Namespace) -> None:
+    """Raise UserError on an option that the study varies itself."""
+    varies = VARIED.get(arguments.study, ())
+    given = [name for name in varies if getattr(arguments, name) is not None]
+    if given:
+        raise UserError(f"the study varies --{given[0]} itself; leave it out")
 
 
 def point(case: Case, first: dict[str, Projection] | None = None) -> dict[str, Any]:
@@ -279,7 +303,10 @@ def main(words: Sequence[str]) -> int:
         return 0
     if arguments.study not in STUDIES:
         raise UserError(f"study {arguments.study!r} is none of {', '.join(STUDIES)}")
-    check_gpus(arguments.gpus)
+    if arguments.gpus is not None:
+        check_gpus(arguments.gpus)
+    refuse_varied(arguments)
+    arguments.gpus = arguments.gpus or GPUS
     report = Path(arguments.report or f"studies/{arguments.study}.html")
     refuse_kept("--report", report, (report,))
     refuse_replaced("--json", arguments.json, {"the report": report})

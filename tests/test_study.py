@@ -12,8 +12,10 @@ from simulate.step.estimate import BREAKDOWN
 from spec.files import write_json
 from tests.commands import called
 from tests.made_up import calibration_json
+from topologies import load_fabric
 
-SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--draws=20", "--json")
+TINY = ("--model=llama3-8b", "--seq-len=2048", "--draws=20", "--json")
+SMALL = ("--gpus=16", *TINY)
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_every_study_answers(
     command: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "COUNTS", (8, 64, 1024))
-    code, value, err = command(name, *SMALL)
+    code, value, err = command(name, *(TINY if name == "scaling" else SMALL))
     assert code == 0, err
     assert value["schema"] == "study/1"
     points = [one for one in value["points"] if "impossible" not in one]
@@ -101,6 +103,19 @@ def test_parts_have_colours_of_their_own() -> None:
     assert sum(part.endswith("_exposed") for part in BREAKDOWN) + 2 <= len(PART_COLOURS)
 
 
+def test_a_fabric_of_ones_own_is_compared_too(command: Any, tmp_path: Path) -> None:
+    fabric = load_fabric("ndr400-rail")
+    write_json(tmp_path / "mine.yaml", fabric.model_dump() | {"nic_gbits_per_s": 100})
+    split = ("--tp=8", "--pp=1", "--microbatch=1", "--recompute=none", "--no-overlap")
+    _, named, _ = command("fabrics", *SMALL, *split)
+    _, value, _ = command("fabrics", *SMALL, *split, "--fabric=mine.yaml")
+    mine, *others = value["points"]
+    assert mine["label"] == "mine.yaml"
+    assert others == named["points"]
+    (same,) = (one for one in others if one["label"] == "ndr400-rail")
+    assert mine["step_time_s"]["median"] > 1.05 * same["step_time_s"]["median"]
+
+
 def test_a_switch_without_effect_is_said(command: Any) -> None:
     _, value, _ = command("switches", *SMALL, "--tp=8", "--pp=2", "--microbatch=1")
     impossible = {one["series"]: one["impossible"] for one in value["points"][3:]}
@@ -115,6 +130,11 @@ def test_a_switch_without_effect_is_said(command: Any) -> None:
         (("scaling", "--draws", "0"), "--draws"),
         (("schedules", "--schedule", "gpipe"), "the study varies --schedule itself"),
         (("schedules", "--vpp", "4"), "the study varies --vpp itself"),
+        (("switches", "--recompute", "full"), "the study varies --recompute itself"),
+        (("switches", "--no-overlap"), "the study varies --overlap itself"),
+        (("microbatch", "--microbatch", "4"), "the study varies --microbatch itself"),
+        (("scaling", "--gpus", "1024"), "the study varies --gpus itself"),
+        (("schedules", "--gpus", "64", "--pp", "7"), "their product does not divide 64"),
         (("scaling", "--tp", "3"), "no point of study scaling is possible; GPUs 131,072: no par"),
     ],
 )
