@@ -9,12 +9,13 @@ import pytest
 from simulate.memory.communicators import Communicator, Network, communicator_mib
 from simulate.memory.overhead import FITTED_ON, context_gib, intervals
 from simulate.memory.peak import GIB, WORKSPACES, layer_activation_bytes, memory, stage_memory
-from simulate.plans.find import fewest_gpus, fitting
+from simulate.plans.find import fitting, instead, smallest
 from simulate.plans.remedies import FIELDS, remedies
+from simulate.projection.projected import Request, project, warnings
 from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.model import load_model
-from spec.parallelism import Parallelism
+from spec.parallelism import Parallelism, describe
 from spec.results import find_result_sets
 from spec.training_records import TrainingRow
 from tests.made_up import calibration_json
@@ -217,9 +218,36 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
         assert len(differing) == 1
     with pytest.raises(UserError, match=r"GiB too many; use at least 16 GPUs or a smaller model"):
         fitting(model, 4, 128, node, fabric, calibration)
-    assert fewest_gpus(model, 4, 128, node, fabric) == 16
+    four = Parallelism(tp=4, global_batch=128)
+    enough = smallest(model, four, node, fabric)
+    assert enough is not None
+    assert enough.gpus == 16
+    assert instead(enough, four) == "at least 16 GPUs or a smaller model"
     with pytest.raises(UserError, match=r"GiB too many; use (tp 4|zero 3|pp 4) instead of 1; or "):
         fitting(model, 64, 128, node, fabric, calibration, {"tp": 1, "pp": 1})
+
+
+def test_where_no_like_plan_fits_its_gpus_are_not_called_too_few() -> None:
+    """Captured steps cannot have plain stages, so the pipeline that fits is not a like plan."""
+    calibration = Calibration.model_validate(calibration_json())
+    node, fabric = load_node("hgx-h200"), load_fabric("ndr400-rail")
+    model = load_model("llama3-405b")
+    p = Parallelism(
+        tp=8, dp=128, global_batch=2048, sequence_parallel=True, overlap=True, recompute="full",
+        cuda_graphs=True,
+    )  # fmt: skip
+    assert not remedies(model, p, node, fabric, calibration)
+    other = smallest(model, p, node, fabric)
+    assert other is not None
+    assert memory(model, other, node, fabric).fits
+    assert (other.gpus, other.global_batch, other.cuda_graphs) == (1024, 2048, False)
+    use = instead(other, p)
+    assert use == f"another split of them without CUDA graphs, such as {describe(other)}"
+    request = Request(model, p, node, fabric, calibration, Path("unread.json"), draws=20)
+    said = " ".join(warnings(project(request)))
+    assert f"No like plan fits 1024 GPUs; use {use}." in said
+    assert "1024 GPUs or" not in said
+    assert instead(None, p) == "a smaller model or a larger global batch"
 
 
 def test_a_layer_keeps_what_autograd_needs() -> None:

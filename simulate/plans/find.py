@@ -17,7 +17,7 @@ from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
-from spec.parallelism import AS_RUN, Parallelism
+from spec.parallelism import AS_RUN, Parallelism, describe
 
 NARROW = ["none", "full"]  # recomputation that is searched for
 MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
@@ -171,21 +171,32 @@ def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, A
     return "leave more of them to the search or change the batch"
 
 
-def fewest_gpus(
-    model: ModelSpec, gpus: int, global_batch: int, node: Node, fabric: Fabric
-) -> int | None:
-    """How many times two as many GPUs the smallest plan fits; None where a thousand times do not.
+def smallest(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Parallelism | None:
+    """A plan of any degrees that fits as many GPUs as `p` has, or the fewest times two of them.
 
-    Replicas must divide the batch, so more of them may not help.
+    None where a thousand times do not: replicas must divide the batch, so more may not help. CUDA
+    graphs, which hold memory and rule plans out, are given up where nothing fits with them.
     """
-    least = {"recompute": "full", "microbatch": 1, "vpp": 1, "ep": model.experts or 1}
+    least = {key: getattr(p, key) for key in AS_RUN} | {"recompute": "full", "microbatch": 1}
+    kinds = [least] if p.cuda_graphs else []
+    kinds.append(least | {"vpp": 1, "cuda_graphs": False})
     for power in range(11):
-        more: int = 2**power
-        for fixed in (least, least | {"ep": 1}):
-            plans = candidates(model, gpus * more, global_batch, node, fixed)
-            if any(memory(model, p, node, fabric).fits for p in plans):
-                return gpus * more
+        gpus: int = p.gpus * 2**power
+        for kind, ep in itertools.product(kinds, (model.experts or 1, 1)):
+            for other in candidates(model, gpus, p.global_batch, node, kind | {"ep": ep}):
+                if memory(model, other, node, fabric).fits:
+                    return other
     return None
+
+
+def instead(found: Parallelism | None, p: Parallelism) -> str:
+    """What to use where no plan like `p` fits: what `smallest` found, in words."""
+    if found is None:
+        return "a smaller model or a larger global batch"
+    without = " without CUDA graphs" if p.cuda_graphs and not found.cuda_graphs else ""
+    if found.gpus > p.gpus:
+        return f"at least {found.gpus} GPUs{without} or a smaller model"
+    return f"another split of them{without}, such as {describe(found)}"
 
 
 @dataclass(frozen=True)
@@ -228,9 +239,7 @@ def fitting(
         needed = used.needed_gib
         use = any_of(remedies(model, p, node, fabric, calibration))
         if not use:
-            enough = fewest_gpus(model, gpus, global_batch, node, fabric)
-            use = f"at least {enough} GPUs" if enough else "more GPUs"
-            use = "other degrees" if enough == gpus else f"{use} or a smaller model"
+            use = instead(smallest(model, p, node, fabric), p)
         raise UserError(
             f"{model.name} does not fit {gpus} GPUs of {node.memory_gib:.0f} GiB: the smallest "
             f"needs {needed:.0f} GiB (tp {p.tp}, pp {p.pp}, recompute {p.recompute}), "

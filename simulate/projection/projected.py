@@ -14,7 +14,7 @@ from simulate.hardware.nvls import has_nvls
 from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.overhead import KEPT
 from simulate.memory.peak import Memory, memory
-from simulate.plans.find import fewest_gpus
+from simulate.plans.find import instead, smallest
 from simulate.plans.remedies import Remedy, any_of, remedies
 from simulate.power import energy
 from simulate.power.whatif import Changed, widened
@@ -80,7 +80,7 @@ class Projection:
     estimate: StepEstimate
     memory: Memory
     would_fit: tuple[Remedy, ...] = ()  # where this does not: the nearest plans
-    enough_gpus: int | None = None  # where no like plan does: as many that some plan fits
+    enough: Parallelism | None = None  # where no like plan does: on the fewest GPUs that do
 
     def as_json(self) -> dict[str, Any]:
         """The `projection/1` object."""
@@ -144,7 +144,7 @@ class Projection:
                 "needed": self.memory.needed_gib,
                 **self.memory.intervals(),
                 "would_fit": [one.as_json() for one in self.would_fit],
-                "enough_gpus": self.enough_gpus,
+                "enough_gpus": self.enough.gpus if self.enough else None,
             },
             "fabric": self.fabric(),
             "scale_growth": widening(e.doublings),
@@ -239,7 +239,7 @@ def project(request: Request) -> Projection:
         return Projection(r, estimate, used)
     p = r.parallelism
     nearest = tuple(remedies(r.model, p, r.node, r.fabric, r.calibration))
-    enough = None if nearest else fewest_gpus(r.model, p.gpus, p.global_batch, r.node, r.fabric)
+    enough = None if nearest else smallest(r.model, p, r.node, r.fabric)
     return Projection(r, estimate, used, nearest, enough)
 
 
@@ -336,9 +336,8 @@ def warnings(projection: Projection) -> list[str]:
         said.append(
             f"What would fit {p.gpus} GPUs: {would}."
             if would
-            else f"No like plan fits {p.gpus} GPUs; "
-            + (f"{projection.enough_gpus} GPUs" if projection.enough_gpus else "more GPUs")
-            + " or a smaller model would."
+            else f"No like plan fits {p.gpus} GPUs; use "
+            f"{instead(projection.enough, p)}."
         )
     elif used.tight:
         said.append(
