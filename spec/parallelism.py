@@ -1,5 +1,6 @@
 """How a training step is split over GPUs; impossible or ineffective combinations are refused."""
 
+from collections.abc import Collection
 from itertools import groupby
 from typing import Literal, Self
 
@@ -17,6 +18,13 @@ TransformerImpl = Literal["local", "transformer_engine"]
 AS_RUN = ("fp8", "transformer_impl", "cuda_graphs")
 LARGEST_PP = 1024
 MOST_PASSES = 2_000_000  # of a pipeline in a step: beyond that a typing error is likelier
+
+
+def near_multiples(number: int, of: Collection[int]) -> str:
+    """The nearest below and above that are multiples of one of these; `number` is of none."""
+    below = max(number // one * one for one in of)
+    above = min(number // one * one + one for one in of)
+    return f"{below} or {above}" if below else f"{above}"
 
 
 class Parallelism(BaseModel):
@@ -98,7 +106,8 @@ class Parallelism(BaseModel):
         if self.global_batch % share:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of dp * microbatch "
-                f"= {self.dp} * {self.microbatch}"
+                f"= {self.dp} * {self.microbatch}; "
+                f"use a global_batch of {near_multiples(self.global_batch, [share])}"
             )
         if self.microbatches * self.pp * self.vpp > MOST_PASSES:
             raise ValueError(
@@ -108,7 +117,8 @@ class Parallelism(BaseModel):
         if self.vpp > 1 and self.microbatches % self.pp:
             raise ValueError(
                 f"the interleaved schedule needs microbatches ({self.microbatches}) "
-                f"to be a multiple of pp ({self.pp})"
+                f"to be a multiple of pp ({self.pp}); use a global_batch of "
+                f"{near_multiples(self.global_batch, [share * self.pp])}"
             )
         return self
 

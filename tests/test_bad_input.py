@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ from topologies import load_fabric, load_node
         (("--tp", "1", "--pp", "1", "--ep", "2"), "which has no experts"),
         (("--vpp", "2", "--pp", "1"), "vpp 2 has no effect with pp 1; use vpp 1"),
         (("--tp", "1", "--pp", "1"), "global_batch 2048 is not a multiple of dp * microbatch"),
+        (("--tp", "1", "--pp", "1"), "= 8192 * 1; use a global_batch of 8192\n"),
+        (
+            ("--gpus", "64", "--tp", "8", "--pp", "2", "--global-batch", "7"),
+            "error: --global-batch: global_batch 7 is not a multiple of dp * microbatch = 4 * 1; "
+            "use a global_batch of 4 or 8\n",
+        ),
+        (
+            ("--gpus", "32", "--tp", "2", "--pp", "4", "--vpp", "2", "--global-batch", "24"),
+            "needs microbatches (6) to be a multiple of pp (4); use a global_batch of 16 or 32\n",
+        ),
+        (("--global-batch", "7"), "it is a multiple of no plan's dp * microbatch"),
+        (("--gpus", "64", "--tp", "2", "--microbatch", "3"), "; use --global-batch 126 or 132\n"),
+        (
+            ("--gpus", "64", "--tp", "2", "--vpp", "2", "--microbatch", "3"),
+            "; use --global-batch 96 or 192\n",
+        ),
         (("--gpus", "64", "--pp", "2", "--layers-per-stage", "40,41"), "adds up to 81"),
         (("--model", "../" * 2000), "is neither a file nor a named model"),
         (("--model", "results"), "error: results: is a folder; a model was expected there"),
@@ -390,3 +407,14 @@ def test_an_output_is_never_an_input_or_another_output(
     for path in measured:
         with pytest.raises(UserError, match="is part of a result set, which it would replace"):
             project.main(["--report", str(path)])
+
+
+@pytest.mark.parametrize("words", [("--global-batch", "7"), ("--tp", "2", "--microbatch", "3")])
+def test_batches_that_are_named_can_be_split(command: Any, words: tuple[str, ...]) -> None:
+    gpus = ("--model", "llama3-8b", "--gpus", "512", "--draws", "20")
+    _, _, err = command("project", *gpus, *words)
+    named = re.search(r"use --global-batch (\d+)(?: or (\d+))?\n", err)
+    assert named, err
+    for batch in filter(None, named.groups()):
+        code, _, err = command("project", *gpus, *words, "--global-batch", batch)
+        assert code == 0, err

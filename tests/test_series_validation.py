@@ -179,10 +179,10 @@ def test_a_family_of_several_shapes_is_one_system(calibration: Calibration, tmp_
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "column 'row_id' is missing"),
+        ("", "column 'row_id' is missing: the file is empty; give a CSV with row_id, metric, value"),
         ("row_id,metric\na,step_time_s\n", "column 'value' is missing"),
         ("row_id;metric;value\na;step_time_s;1\n", "columns must be separated by commas"),
-        ("row_id,metric,value\n", "has a header and no row"),
+        ("row_id,metric,value\n", "a header and no row; give one for each published step"),
         ("row_id,metric,value\na,step_time_s\n", "line 2 does not have the header's 3 columns"),
         ("row_id,metric,value\na,x,1\na,x,1\n", "row_id a stands there 2 times"),
         ("row_id,metric,value,use\na,x,1,maybe\n", "use is 'maybe'"),

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,7 +18,7 @@ from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
-from spec.parallelism import AS_RUN, Parallelism, describe
+from spec.parallelism import AS_RUN, Parallelism, describe, near_multiples
 
 NARROW = ["none", "full"]  # recomputation that is searched for
 MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
@@ -151,14 +152,28 @@ def checked(model: ModelSpec, gpus: int, global_batch: int, fields: dict[str, An
     suits = fields["dp"] * fields.get("microbatch", 1) * fields["pp"]
     try:
         Parallelism(global_batch=suits, **fields).check(model, gpus)
-        found = Parallelism(global_batch=global_batch, **fields)
     except ValidationError as error:
         raise UserError(first_problem(error)) from None
-    return found
+    try:
+        return Parallelism(global_batch=global_batch, **fields)
+    except ValidationError as error:
+        raise UserError(f"--global-batch: {first_problem(error)}") from None
 
 
-def _why_none(model: ModelSpec, gpus: int, global_batch: int, fixed: dict[str, Any]) -> str:
-    """What is wrong with the simplest parallelism that has the degrees given."""
+def _why_none(
+    model: ModelSpec, gpus: int, global_batch: int, node: Node, fixed: dict[str, Any]
+) -> str:
+    """What is wrong with the batch, or with the simplest parallelism that has the degrees given."""
+    suits = gpus * lcm(8, fixed.get("microbatch", 1))  # whatever the degrees
+    shares = {
+        p.dp * p.microbatch * (p.pp if p.vpp > 1 else 1)
+        for p in candidates(model, gpus, suits, node, fixed)
+    }
+    if shares and all(global_batch % share for share in shares):
+        return (
+            "it is a multiple of no plan's dp * microbatch (times pp where stages interleave); "
+            f"use --global-batch {near_multiples(global_batch, shares)}"
+        )
     fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
     rest, left = divmod(gpus, fields["tp"] * fields["cp"] * fields["pp"])
     if left:
@@ -228,7 +243,8 @@ def fitting(
     if not every:
         raise UserError(
             f"no parallelism of {gpus} GPUs splits {model.name} with global batch {global_batch} "
-            f"and the degrees given: {_why_none(model, gpus, global_batch, fixed or {})}"
+            f"and the degrees given: "
+            f"{_why_none(model, gpus, global_batch, node, fixed or {})}"
         )
     found = [(p, used) for p, used in every if used.fits]
     counts = len(every), len(found)

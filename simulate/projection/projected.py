@@ -336,8 +336,7 @@ def warnings(projection: Projection) -> list[str]:
         said.append(
             f"What would fit {p.gpus} GPUs: {would}."
             if would
-            else f"No like plan fits {p.gpus} GPUs; use "
-            f"{instead(projection.enough, p)}."
+            else f"No like plan fits {p.gpus} GPUs; use {instead(projection.enough, p)}."
         )
     elif used.tight:
         said.append(

@@ -322,7 +322,11 @@ def read_rows(path: Path) -> list[SeriesRow]:
         if len(header) == 1 and re.search(r"[;\t|]", header[0]):
             raise UserError(f"{path}: columns must be separated by commas, not as in {header[0]!r}")
         if missing:
-            raise UserError(f"{path}: the column {missing[0]!r} is missing from the header")
+            found = "is missing from the header" if header else "is missing: the file is empty"
+            raise UserError(
+                f"{path}: the column {missing[0]!r} {found}; give a CSV with row_id, metric, value "
+                "and what of each step is known (docs/series.md)"
+            )
         doubled = [name for name, count in Counter(header).items() if count > 1 and name]
         if doubled:
             raise UserError(f"{path}: the column {doubled[0]!r} stands in the header twice")
@@ -340,7 +344,9 @@ def read_rows(path: Path) -> list[SeriesRow]:
     except csv.Error as error:
         raise UserError(f"{path}: not valid CSV ({error})") from None
     if not rows:
-        raise UserError(f"{path}: has a header and no row")
+        raise UserError(
+            f"{path}: has a header and no row; give one for each published step (docs/series.md)"
+        )
     ids = Counter(row.row_id for row in rows)
     row_id, count = ids.most_common(1)[0]
     if count > 1:
