@@ -18,6 +18,7 @@ from reports.page import (
 )
 from reports.power import cap_sweep, power_blocks
 from spec.interval import Z90, interval_text, percent
+from topologies.tiers import SATURATED_MEANS
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -158,9 +159,7 @@ def _fabric(value: Json, picture: str) -> list[Block]:
         for one in value["fabric"]
     ]
     columns = ("tier", "utilisation over the step", "while an axis sends", "saturated")
-    table = Table(
-        columns, rows, "Simulated; saturated: its rate is what some communication waits for"
-    )
+    table = Table(columns, rows, f"Simulated; {SATURATED_MEANS}")
     blocks: list[Block] = [table]
     if picture:
         blocks = [Figure(picture, "The topology, a few of each level's parts drawn", table)]

@@ -5,6 +5,7 @@ from typing import Any
 
 from reports.page import COLOURS, Cell, Figure, Section, Table, Text, new_figure, page, svg
 from spec.interval import interval_text
+from topologies.tiers import SATURATED_MEANS
 
 Json = Mapping[str, Any]
 Block = Text | Table | Figure
@@ -175,6 +176,6 @@ def _links(points: Sequence[Json]) -> list[Block]:
     columns = ("", "tier", "used over the step", "while sending", "saturated")
     head = ("", "message", "busiest tier", "MiB", "bound by links from MiB", "from microbatch")
     return [
-        Table(columns, tiers, "A tier is saturated from four fifths of its rate on"),
+        Table(columns, tiers, f"Simulated; {SATURATED_MEANS}"),
         Table(head, messages, "Below the size its time is launches and latencies, not links"),
     ]

@@ -25,6 +25,7 @@ from simulate.inputs import (
 from simulate.memory.peak import memory
 from simulate.plans.find import search
 from simulate.projection.attribution import per_sequence
+from simulate.projection.no_effect import without_effect
 from simulate.projection.projected import Projection, Request, project
 from spec.command import Parser, add_draws, add_json, add_progress, emit, new_file, progress, run
 from spec.errors import UserError
@@ -33,6 +34,7 @@ from spec.hardware import Fabric
 from spec.outputs import refuse_kept, refuse_replaced
 from spec.parallelism import Parallelism
 from topologies import fabric_names, load_fabric
+from topologies.tiers import SATURATED_MEANS
 
 EXAMPLES = """examples:
   python -m simulate.study --list
@@ -265,6 +267,7 @@ def kept(projection: Projection) -> dict[str, Any]:
         "global_batch": p["global_batch"],
         "breakdown_s": value["breakdown_s"],
         "fabric": value["fabric"],
+        "without_effect": without_effect(projection.request, projection.estimate),
     } | {name: value[name] for name in names}
 
 
@@ -287,6 +290,8 @@ def table(value: dict[str, Any]) -> str:
         if told:
             parts = ", ".join(f"{name} {share:+.1%}" for name, share in told)
             lines.append(f"{'':55}time of a sequence: {parts}")
+    if any(tier["saturated"] for one in value["points"] for tier in one.get("fabric", ())):
+        lines += ["", SATURATED_MEANS]
     return "\n".join(lines)
 
 
@@ -332,12 +337,18 @@ def main(words: Sequence[str]) -> int:
             cuda_graphs=bool(arguments.cuda_graphs),
         ),
     }
-    if all("impossible" in one for one in value["points"]):
+    possible = [one for one in value["points"] if "impossible" not in one]
+    if not possible:
         last = value["points"][-1]  # of most GPUs, where that is what varies
         raise UserError(
             f"no point of study {arguments.study} is possible; {axis} {last['label']}: "
             f"{last['impossible']}"
         )
+    value["warnings"] += [  # what changes no point
+        sentence
+        for sentence in possible[0]["without_effect"]
+        if all(sentence in one["without_effect"] for one in possible)
+    ]
     notes = "".join(f"\nnote: {one}" for one in value["warnings"])
     text = f"{table(value)}\n{notes}\nwritten {report}"
     emit(arguments.json, value, text, {report: render(value)})

@@ -70,6 +70,10 @@ from topologies import load_fabric, load_node
             ("--gpus", "32", "--tp", "2", "--pp", "4", "--vpp", "2", "--global-batch", "24"),
             "needs microbatches (6) to be a multiple of pp (4); use a global_batch of 16 or 32\n",
         ),
+        (
+            ("--model", "mixtral-8x7b", "--capacity-factor", "1.2"),
+            "--capacity-factor 1.2 has no effect on mixtral-8x7b, whose experts get even loads",
+        ),
         (("--global-batch", "7"), "it is a multiple of no plan's dp * microbatch"),
         (("--gpus", "64", "--tp", "2", "--microbatch", "3"), "; use --global-batch 126 or 132\n"),
         (

@@ -108,6 +108,24 @@ def test_a_cluster_beside_another_is_asked_the_same(tmp_path: Path, capsys: Any)
     assert str(sweep) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("split", ["--sequence-parallel", "--no-sequence-parallel"])
+def test_where_no_all_reduce_is_faster_so_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, split: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "llama3-8b", "--gpus", "16", "--results", str(RESULTS), "--draws", "20"]
+    words += ["--tp", "8", "--pp", "1", "--microbatch", "1", split, "--json"]
+    steps, said = [], []
+    for more in ([], ["--nvls"]):
+        assert run(project.main, [*words, *more]) == 0
+        value = json.loads(capsys.readouterr().out)
+        steps.append(value["step_time_s"]["median"])
+        said.append([one for one in value["warnings"] if one.startswith("--nvls changes nothing")])
+    alike = split == "--sequence-parallel"
+    assert (steps[0] == steps[1]) is alike
+    assert [len(one) for one in said] == [0, int(alike)]
+
+
 @pytest.mark.parametrize("node", ["dgx-a100", "mi250-node"])
 def test_who_has_no_sweep_is_told(calibration: Calibration, node: str) -> None:
     with pytest.raises(UserError, match="has no sweep of"):

@@ -179,7 +179,10 @@ def test_a_family_of_several_shapes_is_one_system(calibration: Calibration, tmp_
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "column 'row_id' is missing: the file is empty; give a CSV with row_id, metric, value"),
+        (
+            "",
+            "'row_id' is missing: the file is empty; give a CSV with row_id, metric, value",
+        ),
         ("row_id,metric\na,step_time_s\n", "column 'value' is missing"),
         ("row_id;metric;value\na;step_time_s;1\n", "columns must be separated by commas"),
         ("row_id,metric,value\n", "a header and no row; give one for each published step"),

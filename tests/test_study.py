@@ -116,6 +116,37 @@ def test_a_fabric_of_ones_own_is_compared_too(command: Any, tmp_path: Path) -> N
     assert mine["step_time_s"]["median"] > 1.05 * same["step_time_s"]["median"]
 
 
+def test_saturated_is_said_in_words(command: Any, tmp_path: Path) -> None:
+    """Where some tier is, in the terminal's text; in the report always."""
+    split = ("--tp=8", "--pp=1", "--microbatch=1", "--recompute=none")
+    _, value, _ = command("fabrics", *SMALL, *split)
+    text = study.table(value)
+    assert "  saturated: nic" in text
+    assert text.count("a tier's busiest link carries 80% of its rate or more") == 1
+    for one in value["points"]:
+        for tier in one["fabric"]:
+            tier["saturated"] = False
+    assert "saturated" not in study.table(value)
+    page = (tmp_path / "studies/fabrics.html").read_text()
+    assert "carries 80% of its rate or more" in page
+
+
+def test_what_changes_no_point_is_said(command: Any) -> None:
+    """Uneven experts on one GPU each are as fast as even ones."""
+    words = ("--gpus=16", "--model=mixtral-8x7b", "--seq-len=2048", "--draws=20", "--json")
+    words += ("--tp=4", "--pp=2", "--recompute=full", "--microbatch=1")
+    steps, said = {}, {}
+    for ep in (1, 2):
+        for uneven in ((), ("--expert-imbalance=0.5",)):
+            _, value, _ = command("schedules", *words, f"--ep={ep}", *uneven)
+            point = value["points"][0]
+            steps[ep, bool(uneven)] = point["step_time_s"]["median"]
+            said[ep, bool(uneven)] = [one for one in value["warnings"] if "with ep 1" in one]
+    assert steps[1, True] == steps[1, False]
+    assert steps[2, True] > steps[2, False]
+    assert {key: len(one) for key, one in said.items() if one} == {(1, True): 1}
+
+
 def test_a_switch_without_effect_is_said(command: Any) -> None:
     _, value, _ = command("switches", *SMALL, "--tp=8", "--pp=2", "--microbatch=1")
     impossible = {one["series"]: one["impossible"] for one in value["points"][3:]}

@@ -15,6 +15,10 @@ from topologies.placement import AXIS_PATTERN
 # A link that carries four fifths of its rate is the limit: fixed costs take a fifth of the time at
 # most, so a message that is twice as large takes at least 1.8 times as long.
 SATURATED = 0.8
+SATURATED_MEANS = (
+    f"saturated: a tier's busiest link carries {SATURATED:.0%} of its rate or more, over the step "
+    "or while an axis sends, so that communication waits for that rate, not for latencies"
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from simulate.plans.find import instead, smallest
 from simulate.plans.remedies import Remedy, any_of, remedies
 from simulate.power import energy
 from simulate.power.whatif import Changed, widened
+from simulate.projection.no_effect import without_effect
 from simulate.step import stragglers
 from simulate.step.estimate import StepEstimate, StepSimulator
 from simulate.step.overlap import gather_in_turn
@@ -381,6 +382,7 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
+    said += without_effect(r, e)
     said += _gathered_in_turn(r)
     said += unmeasured(r.calibration, r.node, on_engine=p.on_engine, cuda_graphs=p.cuda_graphs)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
