@@ -136,7 +136,11 @@ def megatron_tables(
     left_out: list[str] = []
     for path in asked.files:
         row, its, lacking = megatron_log.rows(
-            megatron_lines.read(path, given), asked.model_name, asked.nodes, asked.skip
+            megatron_lines.read(path, given),
+            asked.model_name,
+            asked.nodes,
+            asked.skip,
+            asked.device,
         )
         if row.case_id in {one.case_id for one in training}:
             raise UserError(

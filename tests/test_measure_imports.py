@@ -149,7 +149,7 @@ def test_a_megatron_log_becomes_a_configuration_and_its_steps(tmp_path: Path) ->
     words = ["megatron-log", path, "--model-name", "llama3-8b", "--nodes", "2"]
     found = imported(tmp_path, *words, "--base-system", "8x-h100", "--device", "NVIDIA H100")
     (row,) = found.table(TrainingRow)
-    assert row.case_id == ("llama3-8b-L32-s8192-TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-TE-2nodes")
+    assert row.case_id == ("llama3-8b-L32-s2048-TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-TE-2nodes")
     model, split = row.model_spec(), row.parallelism()
     assert model.parameters() == pytest.approx(8.03e9, rel=0.01)
     assert (split.tp, split.pp, split.dp, split.zero, split.overlap) == (2, 2, 4, 1, True)
@@ -324,7 +324,7 @@ def test_a_log_of_a_captured_iteration_is_a_row_of_it(tmp_path: Path, scope: str
             "megatron-log",
             log() + log(tensor_model_parallel_size="4", pipeline_model_parallel_size="1"),
             ["--nodes", "2"],
-            "TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-TE and imported-L32-s8192-TP4-PP1-DP4-mb1",
+            "TP2-PP2-DP4-mb1-gb128-SP-z1-overlap-TE and imported-L32-s2048-TP4-PP1-DP4-mb1",
         ),
         ("megatron-log", log(hidden_size="None"), [], "add it with --set hidden_size=VALUE"),
         ("megatron-log", log(num_layers="many"), [], "num_layers is 'many'"),

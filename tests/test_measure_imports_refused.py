@@ -9,10 +9,13 @@ import pytest
 from measure.imports import main
 from measure.logs import megatron
 from measure.logs.megatron_arguments import READ
+from measure.logs.megatron_times import peak_tflops
+from measure.logs.megatron_untold import OF_EXPERTS, OF_FP8, SIMULATED_AS, UNTOLD
 from spec.command import run
 from spec.records import CollectiveRow
 from spec.training_records import StepRow, TrainingRow
-from tests.tool_logs import ALL_REDUCE, ALL_TO_ALL, LINE, imported, log, write
+from tests.tool_logs import ALL_REDUCE, ALL_TO_ALL, LINE, imported, log, refused, write
+from topologies import load_node, node_names
 
 ITERATION = LINE.format(7, 2510.0, 128, 0)
 
@@ -21,16 +24,6 @@ def with_last(old: str, new: str) -> str:
     """A log whose last iteration says something else."""
     assert old in ITERATION
     return log() + ITERATION.replace(old, new)
-
-
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *asked: str) -> str:
-    """The complaint about a tool's text; nothing is written."""
-    tool, text, *more = asked
-    out = tmp_path / "out"
-    words = [tool, write(tmp_path, text), "--system", "x", "--out", str(out), *more]
-    assert run(main, words) == 2
-    assert not out.exists()
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -215,8 +208,10 @@ def test_set_contradicts_no_run_of_a_restarted_job(
 def test_the_list_of_what_is_read_is_that_of_what_is_read() -> None:
     text = Path(megatron.__file__).read_text()
     asked = set(re.findall(r"\ba\.(?:text|whole|flag)\(\s*\"(\w+)\"", text))
-    asked |= {*megatron._UNTOLD, *megatron._UNTOLD_OF_EXPERTS, *megatron._FSDP, *megatron._MODULES}
-    asked |= {"expert_tensor_parallel_size", "recompute_modules"}
+    asked |= set(re.findall(r"\buntold\[\"(\w+)\"\]", text))
+    asked |= set(re.findall(r"\b_refuse_other\(\s*log, \"(\w+)\"", text))
+    asked |= {*UNTOLD, *OF_EXPERTS, *OF_FP8, *SIMULATED_AS, *megatron._FSDP, *megatron._MODULES}
+    asked |= {"expert_tensor_parallel_size"}
     assert asked == set(READ)
 
 
@@ -251,3 +246,77 @@ def test_a_log_of_skipped_iterations_alone_says_so(
     words = ["megatron-log", write(tmp_path, text), "--system", "x", "--out", str(tmp_path / "out")]
     assert run(main, words) == 2
     assert "of 6 lines with 'elapsed time per iteration' all are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "device", "complaint"),
+    [
+        (
+            "2510.0",
+            "700.0",
+            "NVIDIA H100 80GB HBM3",
+            "is 700 ms, in which each GPU would make 1092",
+        ),
+        ("2510.0", "2400.0", "NVIDIA A100-SXM4-80GB", "312 at most, so that it must be 2449 ms"),
+        ("2510.0", "1.0", "NVIDIA H200", "is 1 ms, in which each GPU would make"),
+        ("2510.0", "100.0", "unknown", "is 100 ms, which is 7905 TFLOP/s per GPU"),
+        ("2510.0", "60000.0", "unknown", "the throughput per GPU that it says is 400.4, and must"),
+        ("400.4", "12.1", "unknown", "the throughput per GPU that it says is 12.1, and must be"),
+        ("400.4", "nan", "unknown", "throughput per GPU is 'nan'; it must be a number from 0 to"),
+        ("2510.0", "900.0", "NVIDIA H100 80GB HBM3", None),
+        ("2510.0", "700.0", "unknown", None),
+        ("2510.0", "700.0", "NVIDIA B200", None),
+        ("400.4", "40.1", "NVIDIA H100 80GB HBM3", None),
+        ("throughput per GPU (TFLOP/s/GPU): 400.4 | ", "", "unknown", None),
+    ],
+)
+def test_a_time_that_cannot_be_is_refused_by_its_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    device: str,
+    complaint: str | None,
+) -> None:
+    text, words = with_last(old, new), ["--nodes", "2", "--device", device]
+    if complaint is None:
+        imported(tmp_path, "megatron-log", write(tmp_path, text), *words)
+        return
+    printed = refused(tmp_path, capsys, "megatron-log", text, *words)
+    assert f"out.txt line {len(text.splitlines())}: " in printed
+    assert complaint in printed
+
+
+def test_fp8_has_twice_the_peak_and_what_is_left_out_no_bound(tmp_path: Path) -> None:
+    text = with_last("2510.0", "700.0") + LINE.format(8, 1.0, 64, 0)
+    words = ["--nodes", "2", "--device", "NVIDIA H100 80GB HBM3", "--set", "fp8=hybrid"]
+    found = imported(tmp_path, "megatron-log", write(tmp_path, text), *words)
+    assert len(found.table(StepRow)) == 5
+
+
+def test_peaks_are_those_of_the_nodes_that_are_known() -> None:
+    nodes = [load_node(name) for name in node_names()]
+    known = {node.gpu: node.peak_bf16_tflops for node in nodes if node.gpu != "CPU core"}
+    assert {gpu: peak_tflops(gpu, fp8=False) for gpu in known} == known
+    assert peak_tflops("NVIDIA H20", fp8=False) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"world_size": "0"}, "world_size is '0'; it must be a whole number, 1 or more"),
+        ({"world_size": "6"}, "world_size is 6; it must be a multiple of tp 2 * pp 2 * cp 1"),
+        ({"tensor_model_parallel_size": "0"}, "tensor_model_parallel_size is '0'; it must be a"),
+        ({"num_attention_heads": "0"}, "num_attention_heads is '0'; it must be a whole number, 1"),
+        ({"num_layers": "33"}, "pp 2 * vpp 1 does not divide num_layers 33; it must, as the log"),
+        ({"num_experts": "8", "sequence_parallel": "False"}, "sequence_parallel is False; a mix"),
+    ],
+)
+def test_what_cannot_be_is_told_in_the_words_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], complaint: str
+) -> None:
+    """Options of other commands were named, dp was 0, and a degree of 0 was a traceback."""
+    words = ("--nodes", "2", "--set", "moe_router_topk=2")
+    printed = refused(tmp_path, capsys, "megatron-log", log(**changes), *words)
+    assert f"out.txt: {complaint}" in printed
+    assert "--" not in printed

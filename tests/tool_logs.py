@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from measure.imports import main
 from spec.command import run
 from spec.results import ResultSet, find_result_sets
@@ -51,6 +53,16 @@ def imported(tmp_path: Path, *words: str) -> ResultSet:
     return found
 
 
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *asked: str) -> str:
+    """The complaint about a tool's text; nothing is written."""
+    tool, text, *more = asked
+    out = tmp_path / "out"
+    words = [tool, write(tmp_path, text), "--system", "x", "--out", str(out), *more]
+    assert run(main, words) == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
 def write(tmp_path: Path, text: str, name: str = "out.txt") -> str:
     path = tmp_path / name
     path.write_text(text)
@@ -78,7 +90,7 @@ using world size: 16, data-parallel size: 4, tensor-model-parallel size: 2, pipe
   pipeline_model_parallel_size .................... 2
   position_embedding_type ......................... rope
   recompute_granularity ........................... None
-  seq_length ...................................... 8192
+  seq_length ...................................... 2048
   sequence_parallel ............................... True
   swiglu .......................................... True
   tensor_model_parallel_size ...................... 2

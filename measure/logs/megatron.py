@@ -10,11 +10,20 @@ configuration, and each warms up.
 
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from measure.logs.megatron_arguments import Arguments
 from measure.logs.megatron_lines import Log
+from measure.logs.megatron_times import refuse_impossible_times
+from measure.logs.megatron_untold import (
+    OF_EXPERTS,
+    OF_FP8,
+    OF_ONE_GRAPH,
+    SIMULATED_AS,
+    UNTOLD,
+)
 from spec.errors import UserError
 from spec.files import parse
 from spec.model import ModelSpec
@@ -25,23 +34,6 @@ MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
 _FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 _MODULES = ("transformer_impl", "attention_backend")
-_OF_ONE_GRAPH = ("cuda_graph_impl", "enable_cuda_graph")  # or of graphs of layers, see `_captured`
-# arguments that no column of training.csv tells, and values with which they change nothing
-_UNTOLD: dict[str, tuple[str, ...]] = {
-    "multi_latent_attention": ("False",),
-    "window_size": (),
-    "mtp_num_layers": ("0",),
-    "hybrid_override_pattern": (),
-    "fp8": (),
-    "fp4": (),
-    "decoder_first_pipeline_num_layers": (),
-    "decoder_last_pipeline_num_layers": (),
-    "pipeline_model_parallel_layout": (),
-    "account_for_embedding_in_pipeline_split": ("False",),
-    "account_for_loss_in_pipeline_split": ("False",),
-    **dict.fromkeys((*_OF_ONE_GRAPH, "external_cuda_graph"), ("False", "none")),
-}
-_UNTOLD_OF_EXPERTS = {"moe_layer_freq": ("1",), "moe_shared_expert_intermediate_size": ()}
 
 
 def _arguments(log: Log) -> Arguments:
@@ -60,33 +52,48 @@ def _refuse_fp32(log: Log) -> None:
         )
 
 
+def _refuse_other(log: Log, argument: str, harmless: Sequence[str]) -> None:
+    """Raise UserError where an argument is said, and is none of its harmless values."""
+    value = _arguments(log).text(argument, "")
+    if value and value not in harmless:
+        raise UserError(
+            f"{log.path}: {argument} is {value}; training.csv has no column for it, and the step "
+            f"would be taken for one where it is {harmless[0] if harmless else None}: give the log "
+            "of such a run"
+        )
+
+
 def _refuse_untold(log: Log) -> None:
     """Raise UserError where a row would be of another model, or another split, than what ran."""
     _refuse_fp32(log)
     a = _arguments(log)
-    untold = dict(_UNTOLD)
+    untold = dict(UNTOLD)
     if _on_engine(a):
         untold.pop("fp8")
+        if a.text("fp8", ""):
+            untold |= OF_FP8
     if _captured(a):
-        for name in _OF_ONE_GRAPH:
+        for name in OF_ONE_GRAPH:
             untold.pop(name)
-    if a.whole("num_experts", 0):
+    stages = a.whole("pipeline_model_parallel_size", 1)
+    chunks = a.whole("virtual_pipeline_model_parallel_size", 1)
+    if a.whole("context_parallel_size", 1) == 1:
+        untold.pop("cp_comm_type")
+    if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
-        untold |= _UNTOLD_OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
+        untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
+        if a.whole("expert_model_parallel_size", 1) > 1:
+            untold["moe_token_dispatcher_type"] = ("alltoall",)
+    if chunks > 1:
+        untold["overlap_p2p_comm"] = ("True",)
+        untold["microbatch_group_size_per_vp_stage"] = (str(stages),)
     if a.text("recompute_granularity", "none") == "selective":
         untold["recompute_modules"] = ("['core_attn']",)
-    if a.text("recompute_method", "") == "block":  # of the first layers of a stage
-        stages = a.whole("pipeline_model_parallel_size", 1)
-        stages *= a.whole("virtual_pipeline_model_parallel_size", 1)
-        if a.whole("recompute_num_layers", 1) * stages < a.whole("num_layers"):
-            untold["recompute_num_layers"] = ()
+    again = a.whole("recompute_num_layers", 1, least=0) * stages * chunks  # the first of a stage
+    if a.text("recompute_method", "") == "block" and again < a.whole("num_layers"):
+        untold["recompute_num_layers"] = ()
     for argument, harmless in untold.items():
-        value = a.text(argument, "")
-        if value and value not in harmless:
-            raise UserError(
-                f"{log.path}: {argument} is {value}; training.csv has no column for it, and the "
-                "step would be taken for one without"
-            )
+        _refuse_other(log, argument, harmless)
 
 
 def model_of(log: Log, name: str) -> ModelSpec:
@@ -94,7 +101,7 @@ def model_of(log: Log, name: str) -> ModelSpec:
     a = _arguments(log)
     _refuse_untold(log)
     heads, hidden = a.whole("num_attention_heads"), a.whole("hidden_size")
-    experts = a.whole("num_experts", 0)
+    experts = a.whole("num_experts", 0, least=0)
     ffn = a.whole("ffn_hidden_size", 4 * hidden)
     positions = {"rope": "rope", "learned_absolute": "learned"}
     position = a.text("position_embedding_type", "learned_absolute")
@@ -130,7 +137,7 @@ def _ran_on_engine(a: Arguments) -> bool:
 
 def _apart(a: Arguments) -> str | None:
     """What a row has that is not simulated on Transformer Engine, but as of local layers."""
-    cp, experts = a.whole("context_parallel_size", 1), a.whole("num_experts", 0)
+    cp, experts = a.whole("context_parallel_size", 1), a.whole("num_experts", 0, least=0)
     return not_on_engine(cp, _zero(a), experts, lora_rank=0)
 
 
@@ -167,7 +174,10 @@ def parallelism_of(log: Log) -> Parallelism:
     pp = a.whole("pipeline_model_parallel_size", 1)
     world = a.whole("world_size")
     if world % (tp * pp * cp):
-        raise UserError(f"{log.path}: world_size {world} is not a multiple of tp {tp} * pp {pp}")
+        raise UserError(
+            f"{log.path}: world_size is {world}; it must be a multiple of tp {tp} * pp {pp} * cp "
+            f"{cp}"
+        )
     dp = world // (tp * pp * cp)
     value = {
         "tp": tp,
@@ -186,15 +196,32 @@ def parallelism_of(log: Log) -> Parallelism:
         "transformer_impl": "transformer_engine" if _on_engine(a) else "local",
         "cuda_graphs": _captured(a),
     }
-    return parse(Parallelism, value, str(log.path))
+    p = parse(Parallelism, value, str(log.path))
+    if p.overlap and p.zero == 1:  # which says both
+        _refuse_other(log, "overlap_param_gather", ("True",))
+    return p
+
+
+def _refuse_impossible(log: Log, model: ModelSpec, p: Parallelism) -> None:
+    """Raise UserError, in Megatron-LM's words, on what `Parallelism.check` has options for."""
+    if model.layers % (p.pp * p.vpp):
+        raise UserError(
+            f"{log.path}: pp {p.pp} * vpp {p.vpp} does not divide num_layers {model.layers}; it "
+            "must, as the log says nothing of uneven stages"
+        )
+    if model.experts and p.tp > 1 and not p.sequence_parallel:
+        raise UserError(
+            f"{log.path}: sequence_parallel is False; a mixture of experts over tp {p.tp} needs "
+            "True, in Megatron-LM too"
+        )
 
 
 def rows(
-    log: Log, name: str, nodes: int | None, skip: int
+    log: Log, name: str, nodes: int | None, skip: int, device: str
 ) -> tuple[TrainingRow, list[StepRow], list[str]]:
     """The configuration's row and its steps, the first `skip` logged lines of a run left out.
 
-    Last, in words, all that was left out.
+    `device` is the GPU's name. Last, in words, all that was left out.
     """
     model, p = model_of(log, name), parallelism_of(log)
     for arguments in log.later:
@@ -206,6 +233,7 @@ def rows(
                 f"{log.path}: holds runs of several configurations ({' and '.join(names)}); give "
                 "each a file of its own"
             )
+    _refuse_impossible(log, model, p)
     try:
         p.check(model)
     except UserError as error:
@@ -225,6 +253,7 @@ def rows(
             f"{log.path}: {len(log.iterations)} logged lines, none of them after the first {skip} "
             f"with global batch size {p.global_batch}; use --skip for fewer"
         )
+    refuse_impossible_times(str(log.path), kept, model, p, device)
     config = TrainingConfig.of(TrainingConfig.name_of(model, p, nodes or 1), model, p, nodes or 1)
     times = [one.seconds for one in kept]
     cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
@@ -249,8 +278,14 @@ def rows(
         for n, one in enumerate(kept)
     ]
     left_out = _left_out(log, len(full) - len(kept), len(log.iterations) - len(full))
-    apart = _apart(_arguments(log))
-    if _ran_on_engine(_arguments(log)) and apart:
+    a = _arguments(log)
+    left_out += [
+        f"{log.path.name}: left out that {argument} is True: {simulated}"
+        for argument, simulated in SIMULATED_AS.items()
+        if a.flag(argument) and (model.experts or argument != "moe_grouped_gemm")
+    ]
+    apart = _apart(a)
+    if _ran_on_engine(a) and apart:
         left_out.append(
             f"{log.path.name}: left out that its layers are Transformer Engine's: with {apart} "
             "they are simulated as local ones"

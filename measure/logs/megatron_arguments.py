@@ -4,49 +4,38 @@ import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from measure.logs.megatron_untold import OF_EXPERTS, OF_FP8, SIMULATED_AS, UNTOLD
 from spec.errors import UserError
 
-# all that `measure.logs.megatron` asks for; another one would be without effect
-READ = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+_READ = (
     "add_bias_linear",
     "attention_backend",
     "bf16",
     "context_parallel_size",
-    "cuda_graph_impl",
     "cuda_graph_scope",
     "data_parallel_sharding_strategy",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "enable_cuda_graph",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    "external_cuda_graph",
     "ffn_hidden_size",
     "fp16",
-    "fp4",
-    "fp8",
     "global_batch_size",
     "group_query_attention",
     "hidden_size",
-    "hybrid_override_pattern",
     "kv_channels",
     "micro_batch_size",
+    "microbatch_group_size_per_vp_stage",
     "moe_ffn_hidden_size",
-    "moe_layer_freq",
     "moe_router_topk",
-    "moe_shared_expert_intermediate_size",
-    "mtp_num_layers",
-    "multi_latent_attention",
+    "moe_token_dispatcher_type",
     "normalization",
     "num_attention_heads",
     "num_experts",
     "num_layers",
     "num_query_groups",
     "overlap_grad_reduce",
+    "overlap_p2p_comm",
+    "overlap_param_gather",
     "padded_vocab_size",
-    "pipeline_model_parallel_layout",
     "pipeline_model_parallel_size",
     "position_embedding_type",
     "recompute_granularity",
@@ -64,9 +53,10 @@ READ = (
     "use_megatron_fsdp",
     "use_torch_fsdp2",
     "virtual_pipeline_model_parallel_size",
-    "window_size",
     "world_size",
 )
+# all that `measure.logs.megatron` asks for; another one would be without effect
+READ = tuple(sorted({*_READ, *UNTOLD, *OF_EXPERTS, *OF_FP8, *SIMULATED_AS}))
 # where `None` says that the run was without; of others it says that they were not known yet
 _OFF_WHEN_NONE = (
     "decoder_first_pipeline_num_layers",
@@ -131,11 +121,13 @@ class Arguments:
             )
         return default
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number."""
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number, at least `least`."""
         text = self.text(name, None if default is None else str(default))
-        if not (text.isascii() and text.isdigit()):
-            raise UserError(f"{self._path}: {name} is {text!r}; it must be a whole number")
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise UserError(
+                f"{self._path}: {name} is {text!r}; it must be a whole number, {least} or more"
+            )
         return int(text)
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -25,6 +25,7 @@ _LOSS = re.compile(r"\blm loss:?\s*([^\s|]+)")
 _BATCH = re.compile(r"global batch size:\s*([^\s|]*)")
 _SKIPPED = re.compile(r"number of (?:skipped|nan) iterations:\s*([1-9]\d*)")
 _ENERGY = re.compile(r"energy per GPU \(J/iter/GPU\):\s*([^\s|]*)")
+_THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([^\s|/]*)")
 _POWER = re.compile(r"power per GPU \(W/GPU\):\s*([^\s|]*)")
 _MEMORY = re.compile(r"\[Rank (\d+)\].*\bmax allocated:\s*([^\s|]*).*\bmax reserved:\s*([^\s|]*)")
 
@@ -34,6 +35,7 @@ TIMES = {
 }
 ENERGY = Quantity("energy per GPU", "J", 1e-3, 1e9)
 POWER = Quantity("power per GPU", "W", 1e-3, 1e6)
+THROUGHPUT = Quantity("throughput per GPU", "TFLOP/s", 0, 1e6)
 BATCH = Quantity("global batch size", "sequences", 1, 1e9)
 ALLOCATED = Quantity("max allocated", "MiB", 1, 1e9)
 RESERVED = Quantity("max reserved", "MiB", 1, 1e9)
@@ -48,7 +50,9 @@ class Iteration:
     loss: float | None  # None too where it is NaN or infinite
     energy_j: float | None  # of one GPU
     power_w: float | None
-    run: int = 0  # of those in the file
+    tflops: float | None  # of one GPU, by Megatron-LM's own count
+    line: int  # of the file
+    run: int  # of those in the file
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
             if _SKIPPED.search(line):
                 skipped += 1
                 continue
-            iterations.append(_iteration(line, where, len(runs) - 1))
+            iterations.append(_iteration(line, path, at, len(runs) - 1))
             without_loss += iterations[-1].loss is None and _LOSS.search(line) is not None
         elif found := _MEMORY.search(line):
             memory[int(found[1])] = ALLOCATED.read(found[2], where), RESERVED.read(found[3], where)
@@ -113,7 +117,8 @@ def read(path: Path, given: Mapping[str, str]) -> Log:
     )
 
 
-def _iteration(line: str, where: str, run: int) -> Iteration:
+def _iteration(line: str, path: Path, at: int, run: int) -> Iteration:
+    where = f"{path} line {at}"
     found = _TIME.search(line)
     unit = found[1] if found else None
     if found is None or unit not in TIMES:
@@ -132,6 +137,8 @@ def _iteration(line: str, where: str, run: int) -> Iteration:
         loss=value if value is not None and math.isfinite(value) else None,
         energy_j=_quantity(ENERGY, _ENERGY, line, where),
         power_w=_quantity(POWER, _POWER, line, where),
+        tflops=_quantity(THROUGHPUT, _THROUGHPUT, line, where),
+        line=at,
         run=run,
     )
 
