@@ -11,6 +11,7 @@ from measure.devices import hashed
 from measure.hosts import about as host
 from measure.logs import megatron as megatron_log
 from measure.logs import megatron_arguments, megatron_lines, nccl_tests
+from measure.result_set import measured_on
 from measure.store.write import Store
 from spec.collective import COLLECTIVES
 from spec.command import Parser, add_json, emit, result_name, run
@@ -29,6 +30,7 @@ ONLY_OF = {
     "nccl-tests": ("collective",),
     "megatron-log": ("model_name", "nodes", "device", "skip", "set"),
 }
+UNKNOWN = "unknown"  # GPU of a log that names none
 NOTE = "imported from the output of another tool; nothing here was measured by measure.run"
 
 
@@ -62,7 +64,7 @@ def arguments_parser() -> Parser:
     )
     parser.add_argument("--model-name", default="imported", help="megatron-log: name of the model")
     parser.add_argument("--nodes", type=int, metavar="N", help="megatron-log: nodes it ran on")
-    parser.add_argument("--device", default="unknown", metavar="NAME", help="megatron-log: the GPU")
+    parser.add_argument("--device", default=UNKNOWN, metavar="NAME", help="megatron-log: the GPU")
     parser.add_argument(
         "--skip", type=int, default=2, metavar="N", help="megatron-log: warm-up lines (default 2)"
     )
@@ -112,6 +114,7 @@ def main(words: Sequence[str]) -> int:
     else:
         tables, hosts, left_out = megatron_tables(asked)
         software = {}
+    refuse_other_gpu(asked, hosts[0].devices[0].name)
     store = write(asked, words, tables, hosts, software, notes + left_out)
     counts = {name: len(rows) for name, rows in tables.items()}
     told = ", ".join(f"{count} rows of {name}" for name, count in counts.items())
@@ -170,6 +173,37 @@ def megatron_tables(
         for number in range(largest.nodes)
     ]
     return {"training": training, "steps": steps}, hosts, left_out
+
+
+def refuse_other_gpu(asked: argparse.Namespace, device: str) -> None:
+    """Raise UserError where the system's runs, or those of --base-system, are on another GPU.
+
+    Where the base system is not there, that is said: it may be measured later.
+    """
+    if asked.base_system == asked.system:
+        raise UserError(
+            f"--base-system is {asked.base_system}, which is --system itself; name another or "
+            "leave it out"
+        )
+    right = "name the GPU with --device, or" if asked.tool == "megatron-log" else "name"
+    own = Path(asked.out) / asked.system
+    for other, example in measured_on(own).items():
+        if other != device:
+            raise UserError(
+                f"{own} has runs on {other}, such as {example}, and what is imported ran on "
+                f"{device}; {right} another system with --system"
+            )
+    if asked.base_system is None:
+        return
+    base = Path(asked.out) / asked.base_system
+    theirs = measured_on(base)
+    if not theirs:
+        print(f"note: {base} holds no run yet, whose kernels are to count", file=sys.stderr)
+    elif device not in theirs and device != UNKNOWN:
+        raise UserError(
+            f"--base-system {asked.base_system} was measured on {', '.join(theirs)}, and what is "
+            f"imported ran on {device}; {right} a system of the same GPU"
+        )
 
 
 def write(

@@ -35,18 +35,27 @@ _OPTIONS = {  # of the command, and what they become
 def refuse_other_devices(system: Path, devices: Sequence[Device]) -> None:
     """A system's runs are on devices of one kind; what cannot be read is left to who reads it."""
     here = dict.fromkeys(device.describe().name for device in devices)
+    for device, run in measured_on(system).items():
+        if device not in here:
+            raise UserError(
+                f"{system} has runs on {device}, such as {run}, and "
+                f"here is {', '.join(here)}; name another system with --system"
+            )
+    if len(here) > 1:
+        raise UserError(f"here are {', '.join(here)}; a run is on devices of one kind")
+
+
+def measured_on(system: Path) -> dict[str, str]:
+    """The devices of a system's runs, each with the first run on it; unreadable ones left out."""
+    found: dict[str, str] = {}
     for path in sorted(system.glob("*/manifest.json")):
         try:
             before = read_result_set(path.parent).manifest
         except UserError:
             continue
-        if before.invalid is None and before.device not in here:
-            raise UserError(
-                f"{system} has runs on {before.device}, such as {before.run}, and "
-                f"here is {', '.join(here)}; name another system with --system"
-            )
-    if len(here) > 1:
-        raise UserError(f"here are {', '.join(here)}; a run is on devices of one kind")
+        if before.invalid is None:
+            found.setdefault(before.device, before.run)
+    return found
 
 
 def open_store(

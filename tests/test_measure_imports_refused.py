@@ -320,3 +320,68 @@ def test_what_cannot_be_is_told_in_the_words_of_the_log(
     printed = refused(tmp_path, capsys, "megatron-log", log(**changes), *words)
     assert f"out.txt: {complaint}" in printed
     assert "--" not in printed
+
+
+def test_results_that_all_failed_their_check_are_said_to_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That there were none was said."""
+    text = re.sub(
+        r"^( +[1-9].* )0( +[\d.]+ +[\d.]+ +[\d.]+ +\d+)$", r"\g<1>3\2", ALL_REDUCE, flags=re.M
+    )
+    printed = refused(tmp_path, capsys, "nccl-tests", text)
+    assert "out.txt: all 4 lines of results failed nccl-tests' own check of the data" in printed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (
+            "   0.07      0    22.80",
+            "   0.00      0    22.80",
+            "0.0 GB/s is not that of all_reduce",
+        ),
+        (
+            "    23.00 ",
+            "     0.01 ",
+            "bus bandwidth of 0.07 GB/s is not that of all_reduce over 4 ra",
+        ),
+        (
+            "    50.00 ",
+            "    5000. ",
+            "31.46 GB/s is not that of all_reduce over 4 ranks, 1048576 b",
+        ),
+    ],
+)
+def test_a_bus_bandwidth_that_its_time_denies_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, complaint: str
+) -> None:
+    """Below 1 GB/s none was."""
+    assert ALL_REDUCE.count(old) == 1
+    printed = refused(tmp_path, capsys, "nccl-tests", ALL_REDUCE.replace(old, new))
+    assert re.search(r"out.txt line 1[56]: ", printed)
+    assert complaint in printed
+    assert " us (" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("alltoall_perf_16n.txt", "all_to_all"),
+        ("h100_alltoall_perf.txt", "all_to_all"),
+        ("h100-alltoall_perf_mpi_16n.log", "all_to_all"),
+        ("alltoallv_perf_16n.txt", None),
+        ("alltoall_performance.txt", None),
+        ("myall_reduce_perf.txt", None),  # nor that of reduce, which no step uses
+    ],
+)
+def test_a_files_name_says_more_than_its_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str | None
+) -> None:
+    path = write(tmp_path, ALL_TO_ALL, name)
+    if kind is None:
+        assert run(main, ["nccl-tests", path, "--system", "x", "--out", str(tmp_path / "no")]) == 2
+        assert "nothing says which collective this is" in capsys.readouterr().err
+    else:
+        (row,) = imported(tmp_path, "nccl-tests", path).table(CollectiveRow)
+        assert row.collective == kind

@@ -38,15 +38,18 @@ TYPES = {"float": "fp32", "bfloat16": "bf16", "half": "fp16", "double": "fp64"} 
 UNITS = {"size": "(B)", "time": "(us)", "busbw": "(GB/s)"}  # of the columns that are read
 TIME = Quantity("time", "us", 1e-3, 1e12)
 BUSBW = Quantity("busbw", "GB/s", 0, 1e9)
-SAME = 0.1  # printed and computed bus bandwidth agree better than this
+SAME = 0.1  # printed and computed bus bandwidth agree better than this, and the last digit printed
+LAST_DIGIT = 0.01  # 1e9 bytes/s
 WRONG = ("#wrong", "wrong", "error")  # names of the column of the check of the data
 MOST_WRONG = 1e-3  # old versions print the largest error, others how many elements are wrong
-LEAST_BUSBW = 1.0  # 1e9 bytes/s; smaller ones are printed with too few digits to compare
 
 # of mpirun --tag-output, srun --label, and kubectl logs --timestamps
 _LABEL = re.compile(r"^\s*(\[[\d,]+\]<\w+>:|\d+:|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)\s)\s?")
 _UNUSED = ("broadcast", "reduce", "gather", "scatter", "hypercube", "alltoallv")
-_PROGRAM = re.compile(rf"\b({'|'.join((*PROGRAMS, *_UNUSED))})_perf(?:_mpi)?\b")
+# also within a file's name, such as h100_all_reduce_perf_16n.txt
+_PROGRAM = re.compile(
+    rf"(?<![A-Za-z0-9])(?<!all_)({'|'.join((*PROGRAMS, *_UNUSED))})_perf(?![A-Za-z0-9])"
+)
 _RANK = re.compile(
     r"^#?\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+"
     r"\[(\S+)\]\s*(.*)$"
@@ -97,8 +100,13 @@ def read(paths: Sequence[Path], collective: str | None = None) -> Imported:
     """The rows of some output files; raises UserError where one is not nccl-tests' output."""
     found = Imported()
     for path in paths:
-        before = len(found.rows)
+        before, wrong = len(found.rows), found.wrong
         _read_file(path, collective, found)
+        if len(found.rows) == before and found.wrong > wrong:
+            raise UserError(
+                f"{path}: all {found.wrong - wrong} lines of results failed nccl-tests' own check "
+                "of the data (#wrong), which must be 0; no time of them counts"
+            )
         if len(found.rows) == before:
             others = f" but {', '.join(sorted(found.passed_over))}'s" if found.passed_over else ""
             raise UserError(
@@ -248,10 +256,11 @@ def _row(
         found.wrong += 1
         return None
     busbw = nbytes * busbw_factor(kind, ranks) / time / 1e3
-    if printed > LEAST_BUSBW and abs(busbw / printed - 1) > SAME:
+    if abs(busbw - printed) > SAME * printed + LAST_DIGIT:
         raise UserError(
-            f"{where}: a bus bandwidth of {printed} GB/s is not that of {kind} over {ranks} ranks "
-            f"({busbw:.2f}); name the collective with --collective, and give one test's ranks"
+            f"{where}: a bus bandwidth of {printed} GB/s is not that of {kind} over {ranks} ranks, "
+            f"{nbytes} bytes in {time:g} us ({busbw:.2f}); mend the line, or name the collective "
+            "with --collective, and give one test's ranks"
         )
     case = CollectiveCase(kind, ranks, nbytes, stride, groups, nodes)
     known = {row.case_id for row in found.rows}
