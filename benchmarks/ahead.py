@@ -7,8 +7,10 @@ the host's clock at the beginning and end of all layers' passes and of the updat
 from `ahead.csv` beside this file: what layers take where their host is far ahead, beside what a
 calibration says of them, what they take in a step's first pass, whose host has nothing ahead, and
 what the update lasts longer than its kernels. The rows are of an H100, by `--measure` (cut short
-in its ninth model), and of an H200, by a probe before it that marked every layer. docs/visits.md
-(the fortieth and the forty-first visit) has what came.
+in its ninth model), and of an H200, by a probe before it that marked every layer; behind these are
+updates of twelve steps replayed from CUDA graphs, whose passes run no Python to mark, of three
+other H200 (by `--measure`; plans 66 and 68 of `2x-h200`). docs/visits.md has what came (the
+fortieth, forty-first and forty-eighth visit).
 """
 
 import gc
@@ -183,10 +185,12 @@ def compared(
                 words.append(f"the first {min(first):.1f} to {max(first):.1f}")
         updates = [one.device_us for one in mine if one.span == UPDATE]
         if updates:
-            beside_us = median(updates) - central(priced.updates[0].alone.kernels_us)
-            each_us = beside_us / updated_tensors(model, p, 0)
+            alone = priced.updates[0].alone
+            kernels_us, waits_us = central(alone.kernels_us), central(alone.host_us)
+            each_us = (median(updates) - kernels_us) / updated_tensors(model, p, 0)
             words.append(
-                f"update {median(updates) / 1e3:.1f} ms, {each_us:.0f} us a tensor beside kernels"
+                f"update {median(updates) / 1e3:.1f} ms, told {(kernels_us + waits_us) / 1e3:.1f}, "
+                f"{each_us:.0f} us a tensor beside kernels"
             )
         yield f"{row.case_id}: " + "; ".join(words)
 

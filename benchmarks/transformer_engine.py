@@ -9,7 +9,9 @@ such product that adds to an fp32 gradient, beside one that writes it in bf16 an
 a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
 there in FP8, by a layer's passes (medians) and a step's shortest update. Then, by default from
 `transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
-what adding takes, in such copies. The constants of
+what adding takes, in such copies (`ACCUMULATED` is by the kernel that only adds, which `2x-h200`'s
+calibration has). Rows of `wgrad` were timed behind a spin that holds the queue, as `--measure` does
+all of them since; the others' calls followed their host. The constants of
 `spec.step_transformer_engine` are from these, and in part what `calibrate.host.issue` assumes of
 Transformer Engine (docs/visits.md, the forty-fifth visit). Local updates in the file are by its
 Adam; since the forty-sixth visit local layers are updated by torch. Of H200 SwiGLU's and GELU's

@@ -49,10 +49,6 @@ LEAST = 0.55  # of what starting a call takes, stays: of quickest shapes all but
 # What the host still issues: graphs end before the optimizer (whose few copies are counted in).
 UPDATES = ("adam", "grad_norm")
 UPDATE_TIMES = frozenset({"tensor_us", "te_tensor_us", "step_us"})
-# Of what a middle host takes for an update's tensors: it issues no pass, is ahead of its device and
-# has part of that behind it. Medians of three hosts by events are 0.73, 1.13 and 1.06
-# (`benchmarks/ahead.csv`), means of five by steps 0.58 to 1.02 (in view): the middle of all eight.
-UNHIDDEN = 0.8
 
 
 def replayed_launch_us(fit: KernelFit) -> float:
@@ -76,9 +72,6 @@ def _replayed(same: Same[Calibration], issued: frozenset[str]) -> Calibration:
         else with_points(fit, changed(fit, launch_us=replayed_launch_us(fit), host_us=0.0))
         for fit in calibration.kernels
     ]
-    times = dict.fromkeys(get_args(HostTime), 0.0)
-    times |= {name: getattr(calibration.host, name) for name in issued}
-    for name in ("tensor_us", "te_tensor_us"):
-        times[name] *= UNHIDDEN
-    host = changed(calibration.host, **times)
+    zero = [name for name in get_args(HostTime) if name not in issued]
+    host = changed(calibration.host, **dict.fromkeys(zero, 0.0))
     return changed(calibration, kernels=tuple(kernels), host=host)
