@@ -35,7 +35,9 @@ class Node(BaseModel):
     peak_bf16_tflops: Positive = Field(description="dense bf16 peak of one GPU, 1e12 FLOP/s")
     memory_gbytes_per_s: Positive = Field(description="device memory bandwidth of one GPU")
     multiprocessors: Count = Field(default=1, description="streaming multiprocessors")
-    max_clock_mhz: Annotated[float, Field(ge=200, le=10_000, allow_inf_nan=False)]
+    max_clock_mhz: Annotated[float, Field(ge=200, le=10_000, allow_inf_nan=False)] = Field(
+        description="highest clock, at which a GPU has its peak"
+    )
     power_limit_w: BoardWatts = Field(description="board power limit of one GPU")
     least_power_cap_w: Positive | None = Field(
         default=None, description="lowest power limit that the board accepts"

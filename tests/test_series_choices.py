@@ -79,3 +79,41 @@ def test_rows_without_room_for_it_leave_the_others_their_microbatch(
     beside = own_choices([], [*some, crowded], {}, by)
     assert alone["8"]["microbatch"] > 1
     assert {name: beside[name] for name in alone} == alone
+
+
+MIXTURE = {"model": "Mixtral 8x7B", "layers": "", "hidden": "", "heads": "", "kv_heads": ""}
+MIXTURE |= {"ffn_hidden": "", "vocab": "", "params": "", "tp": "1", "pp": "1", "cp": "1", "dp": ""}
+MIXTURE |= {"sharding": "", "gpus": "64", "global_batch": "256", "micro_batch": "1"}
+MIXTURE |= {"value": "90"}
+
+
+def test_experts_are_spread_where_no_row_says_over_how_many(calibration: Calibration) -> None:
+    """On one GPU each, eight experts of 47 billion parameters fit no memory."""
+    by = Calibrations(calibration)
+    unsearched = plan(row(**MIXTURE))
+    assert "ep" in unsearched.open
+    assert "ep 8 assumed" in unsearched.assumed  # a node's
+    shared = shared_choices([], [unsearched], by)
+    one = replanned(unsearched, own_choices([], [unsearched], shared, by)["a"])
+    assert one.parallelism.ep in (2, 4, 8)
+    assert fits(one, 1.25)
+    assert f"ep {one.parallelism.ep} searched" in one.assumed
+    printed = plan(row(**MIXTURE, ep="4"))
+    assert "ep" not in printed.open
+    assert printed.parallelism.ep == 4
+
+
+def test_experts_are_spread_as_in_the_row_of_the_series_that_is_nearest_in_gpus(
+    calibration: Calibration,
+) -> None:
+    sizes = {"64": "4", "512": "8", "128": "", "900": ""}
+    cells = MIXTURE | {"global_batch": "9216", "value": "900"}
+    members = [plan(row(**cells | {"row_id": n, "gpus": n, "ep": ep})) for n, ep in sizes.items()]
+    by = Calibrations(calibration)
+    shared = shared_choices(members[:1], members[1:], by)
+    own = own_choices(members[:1], members[1:], shared, by)
+    plans = [replanned(one, own[one.row.row_id]) for one in members]
+    assert [one.parallelism.ep for one in plans] == [4, 8, 4, 4]  # 900 GPUs have no groups of 8
+    for one in plans[2:]:
+        assert f"ep {one.parallelism.ep} as in other rows of its series" in one.assumed
+        assert "ep" not in one.open

@@ -297,6 +297,22 @@ def test_model_shapes_by_name_and_by_parameters() -> None:
     assert solved.model.layers == 32
 
 
+def test_names_as_tables_print_them() -> None:
+    free = {"layers": "", "hidden": "", "heads": "", "kv_heads": "", "ffn_hidden": "", "vocab": ""}
+    wide = {"value": "99", "gpus": "64", "global_batch": "1024"}
+    for name, experts in (("DBRX", 16), ("Skywork\u2011MoE", 16), ("Llama\u20113\u20118B", 0)):
+        assert plan(row(**free, **wide, model=name)).model.experts == experts
+    with pytest.raises(TooLittle, match="neither printed nor known"):
+        plan(row(**free, model="a small model"))
+
+
+def test_a_cell_that_is_not_taken_is_named() -> None:
+    one = plan(row(heads="7", kv_heads=""))
+    assert "32 heads assumed, as 7 do not divide the hidden size 4096" in one.assumed
+    chunks = plan(row(vpp="", layers="20", global_batch="128"), {"vpp": 6})
+    assert [said for said in chunks.assumed if "vpp" in said] == ["vpp 5, not 6: 10 layers a stage"]
+
+
 def test_a_paper_that_counts_recomputation_is_taken_at_its_word() -> None:
     """arXiv 2104.04473 counts by its eq. 3 and names heads of 96; others count the model's."""
     printed = {"metric": "TFLOP/s/GPU", "value": "100", "recompute": "full", "model": "GPT 1.7B"}

@@ -9,7 +9,7 @@ import pytest
 
 from simulate import project
 from simulate.hardware.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
-from simulate.hardware.transfer import same_gpu, transfer
+from simulate.hardware.transfer import MATMUL_TFLOPS, ratios, same_gpu, transfer
 from simulate.hardware.unmeasured import unmeasured
 from simulate.inputs import calibration_for, default_node, find_calibration
 from spec.calibration import Calibration, Parameter, read_calibration
@@ -190,6 +190,19 @@ def test_figures_of_a_file_count_whatever_its_gpu_is_called() -> None:
         fit.active_power_w for fit in measured.kernels
     ]
     assert calibration_for(measured, load_node("hgx-h200")) is measured
+
+
+def test_products_keep_their_share_of_a_files_peak_whatever_its_gpu_is_called() -> None:
+    """No published matmul of an H200 says what one with half its peak reaches."""
+    own = load_node("hgx-h200")
+    for name, factor in (("NVIDIA H200", 0.5), ("NVIDIA H200", 2.0), ("mine", 0.5)):
+        peak = own.peak_bf16_tflops * factor
+        node = own.model_copy(update={"gpu": name, "peak_bf16_tflops": peak})
+        assert ratios(own, node).matrix == pytest.approx(factor)
+    for name in node_names():
+        node = load_node(name)
+        peaks = {peak for gpu, (_, peak) in MATMUL_TFLOPS.items() if gpu in node.gpu.split()}
+        assert peaks <= {node.peak_bf16_tflops}, name
 
 
 def test_every_named_node_can_be_transferred_to(calibration: Calibration) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, log2, prod
 from typing import Any
 
 from simulate.memory.peak import memory
@@ -253,6 +253,41 @@ def _least_group(p: Parallelism, inside: int, model: ModelSpec, node: Node, fabr
             if peak_gib <= MEMORY_SLACK * node.memory_gib:
                 return degree
     return replicas
+
+
+def expert_sizes(model: ModelSpec, ranks: int) -> list[int]:
+    """Expert-parallel sizes that `ranks` of the data-parallel and context groups can have."""
+    alike = gcd(model.experts, ranks) if model.experts else 1
+    return [size for size in range(1, alike + 1) if alike % size == 0]
+
+
+def most_experts(model: ModelSpec, ranks: int, most: int) -> int:
+    """The largest of these sizes that is at most `most`, 1 where that is less."""
+    return max(size for size in expert_sizes(model, ranks) if size <= max(most, 1))
+
+
+def expert_ranks(fill: Filling, model: ModelSpec, ranks: int, inside: int) -> int:
+    """Expert-parallel size: printed, else of the series' row nearest in GPUs, else searched.
+
+    Where nothing was searched yet, the largest of a node's `inside` GPUs.
+    """
+    if not model.experts:
+        return 1
+    row, choices = fill.row, fill.choices
+    if printed := row.whole("ep"):
+        ep = next(size for size in range(printed, 0, -1) if ranks % size == 0)
+        if ep < printed:
+            fill.assumed.append(f"ep {ep}, not {printed}: it divides the {ranks} ranks of dp * cp")
+        return ep
+    if others := choices.get("printed_ep"):  # by GPUs
+        gpus = row.whole("gpus") or 1
+        ep = most_experts(model, ranks, others[min(others, key=lambda one: abs(log2(one / gpus)))])
+        fill.assumed.append(f"ep {ep} as in other rows of its series")
+        return ep
+    fill.open.add("ep")
+    ep = most_experts(model, ranks, choices.get("ep", inside))
+    fill.assumed.append(f"ep {ep} {'searched' if 'ep' in choices else 'assumed'}")
+    return ep
 
 
 def recompute(fill: Filling) -> Any:

@@ -315,7 +315,7 @@ def project(one: Plan, system: Fitted, calibrations: Calibrations) -> Projected:
                 variance += system.noise**2 - ROW_SD**2
             else:  # what no factor in reach explains of the anchors
                 variance += max(system.residuals, key=abs) ** 2
-    if one.searched or "series_batch" in one.open:
+    if one.searched or one.open & {"series_batch", "ep"}:
         variance += SEARCHED_SD**2
     value = max(value, log(least_s(one)))
     alone = not system.anchors or system.correction is not None

@@ -112,6 +112,9 @@ _MIXTURES = re.compile(
 )
 
 
+PLAIN_WORDS = {"small", "tiny"}  # models of this project whose names stand in others' names, too
+
+
 def named_shape(name: str) -> Shape | None:
     """The shape of a model by its printed name; None where it is not known, or names two."""
     if "+" in name:
@@ -123,7 +126,7 @@ def named_shape(name: str) -> Shape | None:
 
 def _own(plain: str) -> Shape | None:
     """The shape of a model that comes with the project, where its whole name stands in this one."""
-    names = sorted(filter(re.compile(r"\d").search, model_names()), key=len, reverse=True)
+    names = sorted(set(model_names()) - PLAIN_WORDS, key=len, reverse=True)
     plain = _undashed(plain)
     whole = r"(?<![\w.]){}(?![\w.])"
     found = (one for one in names if re.search(whole.format(re.escape(_undashed(one))), plain))
@@ -151,7 +154,7 @@ def _undashed(plain: str) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_]+", "-", name.lower())
+    return re.sub(r"[\s_\u2010-\u2015\u2212]+", "-", name.lower())
 
 
 def is_mixture(name: str) -> bool:

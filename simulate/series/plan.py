@@ -208,7 +208,7 @@ def _parallelism(
     fill: Filling, model: ModelSpec, node: Node, fabric: Fabric, gpus: int
 ) -> tuple[ModelSpec, Parallelism, bool, Batch]:
     row = fill.row
-    cp, ep = row.whole("cp") or 1, row.whole("ep") or 1
+    cp = row.whole("cp") or 1
     tp, pp = row.whole("tp"), row.whole("pp")
     if pp is not None and pp > model.layers:
         fill.assumed.append(f"pp {pp} is more than the {model.layers} layers; 1 assumed")
@@ -230,16 +230,17 @@ def _parallelism(
     sizes = _batch(fill, dp, cp, pp, model.seq_len)
     _, batch, microbatch, dp = sizes
     cp = gpus // (tp * pp * dp)
-    if (dp * cp) % ep:
-        ep = next(size for size in range(ep, 0, -1) if (dp * cp) % size == 0)
-        fill.assumed.append(f"ep {ep} assumed")
-    vpp = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
+    ep = ways.expert_ranks(fill, model, dp * cp, node.gpus // tp)
+    taken = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
+    vpp = taken
     microbatches = batch // (dp * microbatch)
     _contradicted(fill, dp, cp, microbatches)
     if vpp > 1 and microbatches < pp and not row.whole("vpp"):
         fill.assumed.append(f"vpp 1, not {vpp}: {microbatches} microbatches over pp {pp}")
         vpp = 1  # Megatron-Core refuses it
     model, vpp = _stages(fill, model, pp, vpp)
+    if vpp != taken and not row.whole("vpp"):
+        fill.assumed.remove(f"vpp {taken} assumed")  # another sentence says what it is
     if vpp > 1 and microbatches % pp:
         # Megatron-Core's groups of stages may be larger than pp; schedules here are of multiples
         below = max(microbatches // pp, 1) * pp
@@ -256,7 +257,7 @@ def _parallelism(
         vpp=vpp,
         dp=dp,
         cp=cp,
-        ep=ep if model.experts else 1,
+        ep=ep,
         sequence_parallel=sequence,
         zero=zero if replicas > 1 else min(zero, 1),
         microbatch=microbatch,
@@ -378,6 +379,7 @@ def _least_split(
                 tp=-minus_tp,
                 pp=pp,
                 dp=gpus // size,
+                ep=ways.most_experts(slotted, gpus // size, node.gpus // -minus_tp),
                 zero=1,
                 sequence_parallel=minus_tp < -1,
                 global_batch=gpus // size * pp,

@@ -1,4 +1,4 @@
-"""What a row leaves out, searched: the split, the micro-batch and the chunks that are fastest.
+"""What a row leaves out, searched: the fastest split, expert ranks, micro-batch and chunks.
 
 A published row is a tuned one, so where it does not print these the fastest that fits memory is
 taken, simulated with the calibration as it is. Activations are recomputed where they do not fit
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from simulate.memory.peak import memory
-from simulate.series.choices import MEMORY_SLACK, Choices
+from simulate.series.choices import MEMORY_SLACK, Choices, expert_sizes
 from simulate.series.fit import fit
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import TooLittle
@@ -45,10 +45,13 @@ def replanned(one: Plan, choices: Choices, checked: bool = False) -> Plan:
 def fastest(one: Plan, choices: Choices, calibrations: Calibrations) -> dict[str, Any]:
     """The choices with the row's own open ones replaced by the fastest.
 
-    Split and micro-batch first, of those that fit memory, then the chunks per stage, of all: what
-    frameworks free is not printed, and rows of more GPUs, with the same chunks, have room.
+    Split and micro-batch first, then over how many ranks experts are spread, of those that fit
+    memory, then the chunks per stage, of all: what frameworks free is not printed, and rows of
+    more GPUs, with the same chunks, have room.
     """
-    found = _fastest(one, dict(choices), _first(one, dict(choices)), calibrations, MEMORY_SLACK)
+    given = dict(choices)
+    found = _fastest(one, given, _first(one, given), calibrations, MEMORY_SLACK)
+    found = _fastest(one, found, _experts(one, given, found), calibrations, MEMORY_SLACK)
     return _fastest(one, found, _second(one, found), calibrations, inf)
 
 
@@ -80,6 +83,18 @@ def _first(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for microbatch in MICROBATCHES if free else (None,):
             given = {"split": split, "microbatch": microbatch}
             yield choices | {name: v for name, v in given.items() if v is not None}
+
+
+def _experts(one: Plan, given: dict[str, Any], choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Expert-parallel sizes, each at every micro-batch that `given` leaves open."""
+    chosen = replanned(one, choices)
+    if "ep" not in chosen.open or "ep" in choices:
+        return
+    p = chosen.parallelism
+    free = "microbatch" in choices and "microbatch" not in given
+    for ep in expert_sizes(chosen.model, p.dp * p.cp * chosen.copies):
+        for microbatch in MICROBATCHES if free else (choices.get("microbatch"),):
+            yield choices | {"ep": ep} | ({"microbatch": microbatch} if microbatch else {})
 
 
 def _second(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -115,7 +130,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
 
 
 def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
-    """The choices that all rows of a series share: how they recompute, and their split."""
+    """The choices that all rows of a series share: how they recompute, split, spread experts."""
     choices: dict[str, Any] = {}
     members = [*anchors, *tests]
     choices |= _recomputed(anchors or tests, "full" if anchors else "selective")
@@ -128,14 +143,24 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
             if "split" not in one.open and one.row.whole("tp")
         }
         choices |= {"printed": frozenset(known)} if known else {}
+    mixtures = [one for one in members if "ep" in one.open]
+    if mixtures:
+        printed = {one.gpus: size for one in members if (size := one.row.whole("ep"))}
+        choices |= {"printed_ep": printed} if printed else {}
     if searched and not any(one.row.whole("grad_accum") for one in searched):
-        first = min(searched, key=lambda one: one.gpus)
-        choices |= {
-            name: value
-            for name, value in fastest(replanned(first, choices), choices, by).items()
-            if name in ("split", "recompute")
-        }
+        choices |= _of_smallest(searched, choices, ("split", "recompute"), by)
+    if mixtures and "printed_ep" not in choices:
+        choices |= _of_smallest(mixtures, choices, ("ep",), by)
     return choices
+
+
+def _of_smallest(
+    members: Sequence[Plan], choices: Choices, names: Sequence[str], by: Calibrations
+) -> Choices:
+    """What is fastest for the row of the fewest GPUs, of these choices."""
+    first = min(members, key=lambda one: one.gpus)
+    found = fastest(replanned(first, choices), choices, by)
+    return {name: found[name] for name in names if name in found}
 
 
 def _recomputed(members: Sequence[Plan], else_: str) -> Choices:
@@ -176,7 +201,7 @@ def own_choices(
     sizes: dict[tuple[int, int], dict[bool, list[int]]] = defaultdict(lambda: defaultdict(list))
     for one in members:
         own = replanned(one, shared)
-        searched = own.open & {"microbatch", "vpp", "split"}
+        searched = own.open & {"microbatch", "vpp", "split", "ep"}
         found = fastest(own, shared, by) if searched else shared
         chosen[one.row.row_id] = found
         if "microbatch" in own.open:

@@ -90,11 +90,12 @@ def _heads(fill: Filling, shape: Shape | None, hidden: int) -> tuple[int, int]:
     row = fill.row
     heads = row.whole("heads") or (shape.heads if shape else None)
     if heads is None or hidden % heads:
+        why = f", as {heads} do not divide the hidden size {hidden}" if heads else ""
         tp = row.whole("tp") or 1
         sizes = [size for size in HEADS if hidden % size == 0]
         split = (size for size in sizes if hidden // size % tp == 0)
         heads = hidden // next(split, sizes[0] if sizes else hidden)
-        fill.assumed.append(f"{heads} heads assumed")
+        fill.assumed.append(f"{heads} heads assumed{why}")
     kv_heads = row.whole("kv_heads") or (shape.kv_heads if shape else heads)
     return heads, heads if heads % kv_heads else kv_heads
 
