@@ -98,7 +98,6 @@ def test_what_is_usual_is_imported(tmp_path: Path, changes: dict[str, str]) -> N
         ({"hybrid_mlp_ratio": "0.5"}, "0.0"),
         ({"spec": "['megatron.core.models.mamba.mamba_layer_specs', 'mamba_stack_spec']"}, "['loc"),
         ({"heterogeneous_layers_config_path": "nemotron.json"}, "None"),
-        ({"qk_layernorm": "True"}, "False"),
         ({"attention_output_gate": "True"}, "False"),
         ({"softmax_type": "learnable"}, "vanilla"),
         ({"moe_latent_size": "1024"} | OF_MIXTURE, "None"),
@@ -145,6 +144,7 @@ def test_another_architecture_or_step_is_refused(
         ({"moe_grouped_gemm": "True"} | OF_MIXTURE, "experts are simulated as one product after"),
         ({"squared_relu": "True", "swiglu": "False"}, "its activation is simulated as GELU"),
         ({"add_qkv_bias": "True"}, "its queries, keys and values are simulated without a bias"),
+        ({"qk_layernorm": "True"}, "its queries and keys are simulated without norms"),
         ({"moe_grouped_gemm": "True"}, None),  # of a dense model
     ],
 )

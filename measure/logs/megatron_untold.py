@@ -10,7 +10,7 @@ OF_ONE_GRAPH = ("cuda_graph_impl", "enable_cuda_graph")  # or of graphs of layer
 _OFF = (
     # layers of another kind
     *("multi_latent_attention", "is_hybrid_model", "enable_mhc_connections"),
-    *("qk_layernorm", "qk_l2_norm", "qk_clip", "attention_output_gate", "quick_geglu"),
+    *("qk_clip", "attention_output_gate", "quick_geglu"),
     *("fp32_residual_connection", "apply_residual_connection_post_layernorm"),
     # another step than one of pretraining all weights
     *("freeze_all_layers", "perform_rl_step", "sft"),
@@ -88,9 +88,12 @@ OF_FP8: dict[str, tuple[str, ...]] = {
     "fp8_recipe": ("delayed",),
     "fp8_wgrad": ("True",),
 }
-# switches that change neither a product nor a message: said, and simulated otherwise
+# switches that change no message and little of a step: said, and simulated otherwise
 SIMULATED_AS = {
     "add_qkv_bias": "its queries, keys and values are simulated without a bias of their own",
     "moe_grouped_gemm": "its experts are simulated as one product after another",
+    **dict.fromkeys(
+        ("qk_layernorm", "qk_l2_norm"), "its queries and keys are simulated without norms"
+    ),
     "squared_relu": "its activation is simulated as GELU",
 }
