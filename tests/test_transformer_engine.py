@@ -1,5 +1,6 @@
 """Steps whose layers are Megatron-Core's on Transformer Engine."""
 
+import re
 from collections import defaultdict
 from importlib.util import find_spec
 from math import hypot
@@ -20,7 +21,7 @@ from measure.training.steps import prepared
 from simulate.hardware.as_run import as_run
 from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.overhead import context_gib
-from spec.calibration import HostVisit
+from spec.calibration import HostVisit, read_calibration
 from spec.errors import UserError, WorkError
 from spec.files import read_table
 from spec.fitted import changed
@@ -38,7 +39,7 @@ from spec.step_transformer_engine import (
     OF_A_COPY,
     accumulated,
 )
-from spec.training_records import TrainingConfig
+from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
 from tests.test_memory import measured
@@ -184,6 +185,33 @@ def test_gradients_are_clipped_in_place_by_kernels_that_take_longer() -> None:
     assert (norm.op, clip.op) == (own_norm.op, own_clip.op) == ("grad_norm", "copy")
     assert own_norm.bytes == pytest.approx(NORM_TIMES * norm.bytes)
     assert own_clip.bytes == pytest.approx(CLIP_TIMES * clip.bytes / 2)
+
+
+def test_norms_and_clipping_of_its_update_take_what_profiles_say() -> None:
+    """Fourteen profiled steps of one H200, by the kernels' own names."""
+    folder = RESULTS / "2x-h200"
+    steps = {
+        one.case_id: one
+        for path in folder.glob("*/training.csv")
+        for one in read_table(path, TrainingRow)
+    }
+    fits = read_calibration(folder / "calibration.json").kernel_fits
+    kernels = ("multi_tensor_l2norm::L2NormFunctor", "multi_tensor_scale::ScaleFunctor")
+    off = defaultdict(list)
+    for run in ("20261129-043541", "20261129-043645"):
+        for one in read_table(folder / run / "profile.csv", ProfileRow):
+            if one.part != "optimizer":
+                continue
+            step = steps[one.case_id]
+            told = optimizer(step.model_spec(), step.parallelism(), 0)[0][-3:-1]
+            for kernel, name in zip(told, kernels, strict=True):
+                (took_ms,) = re.findall(rf"{name}[^;]* ([\d.]+)(?:;|$)", one.operations)
+                (told_us,) = fits[kernel.op, "forward", "bf16"].central_us((kernel.dims,))
+                off[kernel.op].append(1e3 * float(took_ms) / told_us)
+    for found in off.values():
+        assert len(found) == 14
+        assert median(found) == pytest.approx(1.0, abs=0.03)
+        assert all(0.95 < one < 1.1 for one in found)
 
 
 def test_steps_are_shorter_and_less_sure_and_say_so() -> None:
