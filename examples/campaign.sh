@@ -26,7 +26,7 @@ predict() { # more options
 
 if [ ! -e "$SEALED" ]; then
     RUN=$(unfinished kernels)
-    $PYTHON -m measure.run --suite kernels,host,collectives,interference,behind,telemetry,turns,pulses --plan "$PLAN" \
+    $PYTHON -m measure.run --suite kernels,host,collectives,interference,behind,queued,telemetry,turns,pulses --plan "$PLAN" \
         --out "$RESULTS" --system "$SYSTEM" --progress ${RUN:+--resume "$RUN"}
     $PYTHON -m calibrate.fit "$RESULTS" --system "$SYSTEM"
     # for the devices just measured, where a power cap told them apart

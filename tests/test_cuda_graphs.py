@@ -96,12 +96,13 @@ def test_what_a_split_asks_for_is_there_once() -> None:
 
 
 def test_spread_grows_where_nothing_was_measured() -> None:
-    """One H200 at a time was: neither several, nor an H100."""
+    """One and two H200 were: neither more, nor an H100."""
     before = CALIBRATION.composition_sd
     h100 = load_node("hgx-h100")
     for p, node, sd in (
         (GRAPHS, NODE, GRAPHS_SD),
-        (GRAPHS.model_copy(update={"dp": 2}), NODE, GRAPHS_ELSEWHERE_SD),
+        (GRAPHS.model_copy(update={"dp": 2}), NODE, GRAPHS_SD),
+        (GRAPHS.model_copy(update={"dp": 4, "global_batch": 8}), NODE, GRAPHS_ELSEWHERE_SD),
         (GRAPHS, h100, GRAPHS_ELSEWHERE_SD),
     ):
         found = as_run(CALIBRATION, p, node)
@@ -261,13 +262,16 @@ def test_pieces_of_tensors_are_what_the_optimizer_owns(more: dict[str, Any]) -> 
     assert stage_memory(MODEL, p, 0).optimizer >= 12 * owned
 
 
+FORTY_NINTH = "20261129-09"  # that visit's runs come behind
+
+
 def captured(engine: bool) -> list[Case]:
     return [one for one in measured("2x-h200", engine=engine) if one[0].cuda_graphs]
 
 
 def test_measured_peaks_of_captured_steps() -> None:
     """The first seven were in view."""
-    cases = captured(False) + captured(True)
+    cases = [one for one in captured(False) + captured(True) if one[-1] < FORTY_NINTH]
     assert len(cases) >= 36
     assert fmean(errors(cases, "allocated")) < 0.005
     assert max(errors(cases, "allocated")) < 0.013
@@ -275,11 +279,22 @@ def test_measured_peaks_of_captured_steps() -> None:
     assert max(errors(cases, "device")) < 0.11
 
 
+def test_peaks_of_captured_steps_that_were_forecast_before_they_ran() -> None:
+    """Of the drawn eight a narrow one has 17 % too much, one of many logits a third too little."""
+    cases = [one for one in captured(False) if one[-1] > FORTY_NINTH]
+    drawn, over_two = ([one for one in cases if one[0].parallelism().gpus == n] for n in (1, 2))
+    assert len(drawn) == 8
+    assert len(over_two) >= 10
+    assert max(errors(cases, "allocated")) < 0.005
+    assert sum(off < 0.07 for off in errors(drawn, "device")) >= 6
+    assert fmean(errors(over_two, "device")) < 0.07
+
+
 def test_a_projection_says_what_was_replayed(tmp_path: Path) -> None:
     words = "--model llama3-8b --gpus 8 --tp 2 --pp 1 --global-batch 16 --cuda-graphs"
     value = projected(tmp_path, words)
     assert value["inputs"]["parallelism"]["cuda_graphs"] is True
-    assert any("CUDA graph ran on one H200" in one for one in value["warnings"])
+    assert any("CUDA graph ran on one and two H200" in one for one in value["warnings"])
     assert not any("CUDA graph" in one for one in unmeasured(CALIBRATION, NODE))
     names = {one["name"]: one["source"] for one in value["provenance"]}
     assert names["kernel.cuda_graphs"] == "assumed"
@@ -300,4 +315,4 @@ def test_other_reports_say_so_too(
     own = ["--model", "llama3-8b", "--results", str(RESULTS), "--cuda-graphs", "--json"]
     code, out, said = called(command.main, [*words.split(), *own], capsys)
     assert code == 0, said
-    assert any("CUDA graph ran on one H200" in one for one in json.loads(out)["warnings"])
+    assert any("CUDA graph ran on one and two H200" in one for one in json.loads(out)["warnings"])

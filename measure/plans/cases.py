@@ -26,6 +26,7 @@ SUITES = (
     "collectives",
     "interference",
     "behind",
+    "queued",
     "late",
     "awake",
     "training",
@@ -33,7 +34,7 @@ SUITES = (
 )
 # minutes that only a thermal model, a model of power, or a placement needs; training steps again,
 # under a profiler
-ON_REQUEST = ("heat", "turns", "pulses", "clocks", "queued", "placement", "profile")
+ON_REQUEST = ("heat", "turns", "pulses", "clocks", "placement", "profile")
 JUDGE_SHARE = 0.2
 
 

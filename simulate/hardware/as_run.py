@@ -15,10 +15,11 @@ from spec.parallelism import Parallelism
 
 # Names of what is assumed of such steps, and the sd of what they are made of beside other steps'
 # `composition_sd`. Chosen: the first 34 on Transformer Engine that hardly wait are all held, and 46
-# of the first 48 with graphs, each of one H200; there are none of several GPUs or of others.
+# of the first 48 with graphs, each of one H200; so are, sealed with `GRAPHS_ELSEWHERE_SD`, the ten
+# over two. There are none of more or of other GPUs.
 ENGINE, GRAPHS = "kernel.transformer_engine", "kernel.cuda_graphs"
 ENGINE_SD, GRAPHS_SD, GRAPHS_ELSEWHERE_SD = 0.01, 0.01, 0.02
-GRAPHS_MEASURED_ON = "NVIDIA H200"
+GRAPHS_MEASURED_ON, GRAPHS_MOST_GPUS = "NVIDIA H200", 2
 
 
 def has(calibration: Calibration, name: str) -> bool:
@@ -49,7 +50,7 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
             )
         calibration = _on_engine(Same(calibration), p.fp8)
     if p.cuda_graphs and not has(calibration, GRAPHS):
-        known = p.gpus == 1 and node.gpu == GRAPHS_MEASURED_ON
+        known = p.gpus <= GRAPHS_MOST_GPUS and node.gpu == GRAPHS_MEASURED_ON
         calibration = _replayed(Same(calibration), GRAPHS_SD if known else GRAPHS_ELSEWHERE_SD)
     return calibration
 
@@ -73,8 +74,7 @@ def _replayed(same: Same[Calibration], sd: float) -> Calibration:
         with_graphs(same.held),
         GRAPHS,
         sd,
-        "of a step whose kernels follow each other as in graphs of one H200, without communication "
-        "(benchmarks/graphs.csv)",
+        "of a step whose kernels follow each other as in graphs of an H200 (benchmarks/graphs.csv)",
     )
 
 
