@@ -288,6 +288,11 @@ class Calibration(BaseModel):
         """The scale-up collective models by name."""
         return {fit.collective: fit for fit in self.collectives}
 
+    @property
+    def gpus(self) -> int:
+        """Over how many GPUs its collectives ran; 1 where none did."""
+        return max((curve.ranks for fit in self.collectives for curve in fit.curves), default=1)
+
     def known(self, kernel: Kernel) -> Kernel:
         """The kernel itself, or what stands for an operation that the system never measured."""
         return kernel if self._fit(kernel) else kernel.stand_in or kernel

@@ -1,8 +1,11 @@
 """Growth of the error with scale, learned from pairs of rows of one series."""
 
+from math import log2
+
 import numpy as np
 import pytest
 
+from simulate.step.estimate import StepSimulator
 from simulate.step.scale import (
     ROW_SD,
     Growth,
@@ -12,6 +15,9 @@ from simulate.step.scale import (
     slope,
     widening,
 )
+from spec.fitted import changed
+from spec.parallelism import Parallelism
+from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, NODE
 
 
 def test_increments_are_between_rows_of_one_series() -> None:
@@ -51,3 +57,17 @@ def test_what_is_committed() -> None:
     assert found["sd"] == pytest.approx(11 * sd_per_doubling())
     assert len(found["learned_from"]) == len(learned()) >= 3
     assert widening(0.0)["sd"] == 0
+
+
+@pytest.mark.parametrize(("ranks", "measured"), [((), 1), ((2,), 2), ((2, 4, 8), 8)])
+def test_intervals_grow_from_what_the_collectives_were_measured_over(
+    ranks: tuple[int, ...], measured: int
+) -> None:
+    """A calibration of one GPU says less of eight than one of eight does."""
+    (fit, *_) = CALIBRATION.collectives
+    curves = tuple(changed(fit.curves[0], ranks=one) for one in ranks)
+    fits = (changed(fit, curves=curves),) if curves else ()
+    assert changed(CALIBRATION, collectives=fits).gpus == measured
+    p = Parallelism(dp=64, global_batch=64)
+    of_all = StepSimulator(MODEL, p, NODE, FABRIC, CALIBRATION, draws=0)
+    assert of_all.doublings == log2(64 / CALIBRATION.gpus)

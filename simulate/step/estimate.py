@@ -102,7 +102,7 @@ class StepSimulator:
         *,
         draws: int | Draws = 200,
         seed: int = 0,
-        measured_gpus: int = 4,
+        measured_gpus: int | None = None,
         clock_mhz: float | None = None,
         slow_gpus: SlowGpus | None = None,
         widths: Widths = AS_WRITTEN,
@@ -112,6 +112,7 @@ class StepSimulator:
     ) -> None:
         """Check the combination; nothing is simulated yet.
 
+        Intervals grow beyond `measured_gpus`, by default those of the calibration's collectives.
         Of a job of several `copies` of it, which wait for each other's slowest GPU, one is priced.
         `ring` gives what other software runs for a part of attention over a ring of GPUs.
         """
@@ -120,7 +121,7 @@ class StepSimulator:
         self._job = parallelism.model_copy(update=every)
         calibration = as_run(calibration, parallelism, node)
         self.model, self.p, self.calibration = model, parallelism, calibration
-        self.measured_gpus = measured_gpus
+        self.measured_gpus = measured_gpus or calibration.gpus
         self._fixed_clock_mhz, self._slow_gpus = clock_mhz, slow_gpus
         drawn = draws if isinstance(draws, Draws) else Draws(draws, seed)
         self._costs = Costs(
