@@ -46,7 +46,7 @@ def newest_profiles(
     Of a system's case the newest profile counts. It names no configuration, so it stands beside the
     last run of that case before it or its own; beside the first one after it where there is none.
     One whose trace took products or updates on Transformer Engine for passes that move memory, as
-    those until the first of 29 November 2026 did, stands beside none.
+    those until 20261129-040635 did, stands beside none.
     """
     profiles: dict[tuple[Path, str], tuple[ResultSet, list[ProfileRow]]] = {}
     for found in sets:
