@@ -16,6 +16,7 @@ from measure.store.write import Store
 from spec.collective import COLLECTIVES
 from spec.command import Parser, add_json, emit, result_name, run
 from spec.errors import UserError
+from spec.hardware import same_device
 from spec.manifest import Device, Host
 from spec.row import Row
 from spec.training_records import StepRow, TrainingRow
@@ -185,13 +186,12 @@ def refuse_other_gpu(asked: argparse.Namespace, device: str) -> None:
             f"--base-system is {asked.base_system}, which is --system itself; name another or "
             "leave it out"
         )
-    right = "name the GPU with --device, or" if asked.tool == "megatron-log" else "name"
     own = Path(asked.out) / asked.system
     for other, example in measured_on(own).items():
         if other != device:
             raise UserError(
                 f"{own} has runs on {other}, such as {example}, and what is imported ran on "
-                f"{device}; {right} another system with --system"
+                f"{device}; {_right(asked, other)} another system with --system"
             )
     if asked.base_system is None:
         return
@@ -199,11 +199,16 @@ def refuse_other_gpu(asked: argparse.Namespace, device: str) -> None:
     theirs = measured_on(base)
     if not theirs:
         print(f"note: {base} holds no run yet, whose kernels are to count", file=sys.stderr)
-    elif device not in theirs and device != UNKNOWN:
+    elif device != UNKNOWN and not any(same_device(device, one) for one in theirs):
         raise UserError(
             f"--base-system {asked.base_system} was measured on {', '.join(theirs)}, and what is "
-            f"imported ran on {device}; {right} a system of the same GPU"
+            f"imported ran on {device}; {_right(asked, next(iter(theirs)))} a system of its GPU"
         )
+
+
+def _right(asked: argparse.Namespace, device: str) -> str:
+    """What would be right where a log's GPU is not `device`: its option, if the tool has one."""
+    return f"give --device '{device}', or name" if asked.tool == "megatron-log" else "name"
 
 
 def write(

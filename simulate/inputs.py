@@ -110,9 +110,11 @@ def _read_model(arguments: argparse.Namespace, default: str) -> ModelSpec:
     except ValidationError as error:
         raise UserError(f"{model.name}: {first_problem(error)}") from None
     if model.capacity_factor is not None and not model.expert_imbalance:
+        given = "capacity_factor" in changes
         raise UserError(
-            f"--capacity-factor {model.capacity_factor:g} has no effect on {model.name}, whose "
-            "experts get even loads; give --expert-imbalance too, such as 0.3, or leave it out"
+            f"{'--capacity-factor' if given else 'capacity_factor'} {model.capacity_factor:g} has "
+            f"no effect on {model.name}, whose experts get even loads; "
+            "give --expert-imbalance too, such as 0.3, or leave it out"
         )
     if arguments.lora_rank is not None:
         if not 1 <= arguments.lora_rank <= model.hidden:

@@ -281,7 +281,7 @@ def test_measured_peaks_of_captured_steps() -> None:
 
 def test_peaks_of_captured_steps_that_were_forecast_before_they_ran() -> None:
     """Of the drawn eight a narrow one has 17 % too much, one of many logits a third too little."""
-    cases = [one for one in captured(False) if one[-1] > FORTY_NINTH]
+    cases = [one for one in captured(False) if FORTY_NINTH < one[-1] < "20261129-10"]
     drawn, over_two = ([one for one in cases if one[0].parallelism().gpus == n] for n in (1, 2))
     assert len(drawn) == 8
     assert len(over_two) >= 10

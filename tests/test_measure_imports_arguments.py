@@ -96,7 +96,7 @@ def test_what_is_usual_is_imported(tmp_path: Path, changes: dict[str, str]) -> N
         ({"is_hybrid_model": "True"}, "False"),
         ({"hybrid_attention_ratio": "0.08"}, "0.0"),
         ({"hybrid_mlp_ratio": "0.5"}, "0.0"),
-        ({"spec": "['megatron.core.models.mamba.mamba_layer_specs', 'mamba_stack_spec']"}, "['loc"),
+        ({"spec": "['megatron.core.models.mamba.mamba_layer_specs', 'mamba_stack_spec']"}, "None"),
         ({"heterogeneous_layers_config_path": "nemotron.json"}, "None"),
         ({"attention_output_gate": "True"}, "False"),
         ({"softmax_type": "learnable"}, "vanilla"),

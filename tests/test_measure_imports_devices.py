@@ -23,14 +23,17 @@ def test_another_gpu_than_the_systems_is_refused_at_once(
     steps = ["megatron-log", train, "--nodes", "2", *out]
     for words, complaint in (
         (["nccl-tests", other, "--system", "cluster", *out], f"has runs on {H100}, such as "),
-        ([*steps, "--system", "cluster"], "ran on unknown; name the GPU with --device, or another"),
+        (
+            [*steps, "--system", "cluster"],
+            f"ran on unknown; give --device '{H100}', or name another",
+        ),
         (
             ["nccl-tests", other, "--system", "x", "--base-system", "cluster", *out],
             f"--base-system cluster was measured on {H100}, and what is imported ran on NVIDIA H2",
         ),
         (
             [*steps, "--system", "x", "--base-system", "cluster", "--device", "NVIDIA H200"],
-            "ran on NVIDIA H200; name the GPU with --device, or a system of the same GPU",
+            f"ran on NVIDIA H200; give --device '{H100}', or name a system of its GPU",
         ),
         ([*steps, "--system", "x", "--base-system", "x"], "which is --system itself; name another"),
     ):
@@ -39,6 +42,8 @@ def test_another_gpu_than_the_systems_is_refused_at_once(
     assert not (tmp_path / "results" / "x").exists()
     assert run(main, [*steps, "--system", "x", "--base-system", "cluster"]) == 0
     assert run(main, [*steps, "--system", "cluster", "--device", H100, "--run", "steps"]) == 0
+    short = [*steps, "--system", "y", "--base-system", "cluster", "--device", "H100"]
+    assert run(main, short) == 0  # by a part of its name
     assert not capsys.readouterr().err
 
 

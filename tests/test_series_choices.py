@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from simulate.series.fit import SEARCHED_SD, fit, project
 from simulate.series.plan import plan
 from simulate.series.search import fastest, fits, own_choices, replanned, shared_choices
 from simulate.series.step import Calibrations
@@ -106,14 +107,40 @@ def test_experts_are_spread_where_no_row_says_over_how_many(calibration: Calibra
 def test_experts_are_spread_as_in_the_row_of_the_series_that_is_nearest_in_gpus(
     calibration: Calibration,
 ) -> None:
-    sizes = {"64": "4", "512": "8", "128": "", "900": ""}
-    cells = MIXTURE | {"global_batch": "9216", "value": "900"}
-    members = [plan(row(**cells | {"row_id": n, "gpus": n, "ep": ep})) for n, ep in sizes.items()]
+    """But where that had as many ranks as there are: more GPUs may have more."""
     by = Calibrations(calibration)
-    shared = shared_choices(members[:1], members[1:], by)
-    own = own_choices(members[:1], members[1:], shared, by)
-    plans = [replanned(one, own[one.row.row_id]) for one in members]
-    assert [one.parallelism.ep for one in plans] == [4, 8, 4, 4]  # 900 GPUs have no groups of 8
-    for one in plans[2:]:
-        assert f"ep {one.parallelism.ep} as in other rows of its series" in one.assumed
-        assert "ep" not in one.open
+
+    def spread(sizes: dict[str, str]) -> list[int]:
+        cells = MIXTURE | {"global_batch": "9216", "value": "900"}
+        members = [
+            plan(row(**cells | {"row_id": n, "gpus": n, "ep": ep})) for n, ep in sizes.items()
+        ]
+        shared = shared_choices(members[:1], members[1:], by)
+        own = own_choices(members[:1], members[1:], shared, by)
+        plans = [replanned(one, own[one.row.row_id]) for one in members]
+        for one in plans:
+            borrowed = f"ep {one.parallelism.ep} as in other rows of its series" in one.assumed
+            assert borrowed == ("printed_ep" in shared and not one.row.whole("ep"))
+            assert ("ep" in one.open) == (one.row.whole("ep") is None)
+        return [one.parallelism.ep for one in plans]
+
+    assert spread({"64": "2", "512": "4", "128": "", "1024": ""}) == [2, 4, 2, 4]
+    few = spread({"2": "2", "64": "", "128": ""})
+    assert few[0] == 2
+    assert set(few[1:]) <= {1, 2, 4, 8}
+
+
+def test_groups_that_share_a_copy_hold_whole_groups_of_experts() -> None:
+    shards = {"sharding": "HSDP dp_replicate=16 dp_shard=4"}
+    one = plan(row(**MIXTURE | shards))
+    assert one.parallelism.ep == 4
+    assert (one.parallelism.dp, one.copies) == (4, 16)
+
+
+def test_a_mixture_whose_experts_ranks_are_searched_is_less_sure(calibration: Calibration) -> None:
+    by = Calibrations(calibration)
+    system = fit([], by)
+    searched, printed = plan(row(**MIXTURE)), plan(row(**MIXTURE, ep="8"))
+    assert searched.parallelism == printed.parallelism
+    sds = [project(one, system, by).sd for one in (searched, printed)]
+    assert sds[0] ** 2 - sds[1] ** 2 == pytest.approx(SEARCHED_SD**2)

@@ -14,6 +14,7 @@ from calibrate.kernels.shapes import by_model, kernel_keys
 from calibrate.state import Key
 from spec.calibration import InputFile
 from spec.errors import UserError
+from spec.hardware import same_device
 from spec.records import KernelRow
 from spec.results import ResultSet, find_result_sets
 
@@ -60,7 +61,7 @@ def with_kernels(
         {d.name for one in some for d in one.manifest.hosts[0].devices}
         for some in (runs, found.runs)
     )
-    if not theirs & ours:
+    if not any(same_device(one, other) for one in theirs for other in ours):
         raise UserError(
             f"--kernels-from {base}: its devices are {', '.join(sorted(theirs))}, those of "
             f"{found.system} {', '.join(sorted(ours))}; name a system of the same devices"

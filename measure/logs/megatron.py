@@ -82,6 +82,7 @@ def _refuse_untold(log: Log) -> None:
     if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
+        untold["moe_layer_freq"] += (str([1] * a.whole("num_layers")),)
         if a.whole("expert_model_parallel_size", 1) > 1:
             untold["moe_token_dispatcher_type"] = ("alltoall",)
     if chunks > 1:
@@ -282,7 +283,9 @@ def rows(
     left_out += [
         f"{log.path.name}: left out that {argument} is True: {simulated}"
         for argument, simulated in SIMULATED_AS.items()
-        if a.flag(argument) and (model.experts or argument != "moe_grouped_gemm")
+        if a.flag(argument)
+        and (model.experts or argument != "moe_grouped_gemm")
+        and not (model.linear_bias and argument == "add_qkv_bias")
     ]
     apart = _apart(a)
     if _ran_on_engine(a) and apart:

@@ -65,7 +65,7 @@ UNTOLD: dict[str, tuple[str, ...]] = {
     "outer_dp_sharding_strategy": ("no_shard",),
     "pipeline_model_parallel_layout": (),
     "softmax_type": ("vanilla",),
-    "spec": ("['local']", "local"),
+    "spec": ("None", "['local']", "local"),
     "te_precision_config_file": (),
     "window_size": (),
 }

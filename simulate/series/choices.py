@@ -255,21 +255,19 @@ def _least_group(p: Parallelism, inside: int, model: ModelSpec, node: Node, fabr
     return replicas
 
 
-def expert_sizes(model: ModelSpec, ranks: int) -> list[int]:
-    """Expert-parallel sizes that `ranks` of the data-parallel and context groups can have."""
-    alike = gcd(model.experts, ranks) if model.experts else 1
+def expert_sizes(row: SeriesRow, model: ModelSpec, ranks: int, node: Node) -> list[int]:
+    """Expert-parallel sizes that `ranks` of the data-parallel and context groups can have.
+
+    Groups that a row's hybrid sharding keeps a copy in hold whole ones.
+    """
+    alike = gcd(model.experts, ranks, shard_degree(row, node) or 0) if model.experts else 1
     return [size for size in range(1, alike + 1) if alike % size == 0]
 
 
-def most_experts(model: ModelSpec, ranks: int, most: int) -> int:
-    """The largest of these sizes that is at most `most`, 1 where that is less."""
-    return max(size for size in expert_sizes(model, ranks) if size <= max(most, 1))
-
-
-def expert_ranks(fill: Filling, model: ModelSpec, ranks: int, inside: int) -> int:
+def expert_ranks(fill: Filling, model: ModelSpec, ranks: int, tp: int, node: Node) -> int:
     """Expert-parallel size: printed, else of the series' row nearest in GPUs, else searched.
 
-    Where nothing was searched yet, the largest of a node's `inside` GPUs.
+    Where nothing was searched yet, the largest that a node holds.
     """
     if not model.experts:
         return 1
@@ -279,14 +277,16 @@ def expert_ranks(fill: Filling, model: ModelSpec, ranks: int, inside: int) -> in
         if ep < printed:
             fill.assumed.append(f"ep {ep}, not {printed}: it divides the {ranks} ranks of dp * cp")
         return ep
+    fill.open.add("ep")
+    most, why = max(node.gpus // tp, 1), "assumed"
     if others := choices.get("printed_ep"):  # by GPUs
         gpus = row.whole("gpus") or 1
-        ep = most_experts(model, ranks, others[min(others, key=lambda one: abs(log2(one / gpus)))])
-        fill.assumed.append(f"ep {ep} as in other rows of its series")
-        return ep
-    fill.open.add("ep")
-    ep = most_experts(model, ranks, choices.get("ep", inside))
-    fill.assumed.append(f"ep {ep} {'searched' if 'ep' in choices else 'assumed'}")
+        most = others[min(others, key=lambda one: abs(log2(one / gpus)))]
+        why = "as in other rows of its series"
+    elif "ep" in choices:
+        most, why = choices["ep"], "searched"
+    ep = max(size for size in expert_sizes(row, model, ranks, node) if size <= most)
+    fill.assumed.append(f"ep {ep} {why}")
     return ep
 
 

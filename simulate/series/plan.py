@@ -230,7 +230,7 @@ def _parallelism(
     sizes = _batch(fill, dp, cp, pp, model.seq_len)
     _, batch, microbatch, dp = sizes
     cp = gpus // (tp * pp * dp)
-    ep = ways.expert_ranks(fill, model, dp * cp, node.gpus // tp)
+    ep = ways.expert_ranks(fill, model, dp * cp, tp, node)
     taken = (row.whole("vpp") or fill.choose("vpp")) if pp > 1 else 1
     vpp = taken
     microbatches = batch // (dp * microbatch)
@@ -379,7 +379,9 @@ def _least_split(
                 tp=-minus_tp,
                 pp=pp,
                 dp=gpus // size,
-                ep=ways.most_experts(slotted, gpus // size, node.gpus // -minus_tp),
+                ep=ways.expert_ranks(
+                    Filling(row, fill.choices), slotted, gpus // size, -minus_tp, node
+                ),
                 zero=1,
                 sequence_parallel=minus_tp < -1,
                 global_batch=gpus // size * pp,

@@ -88,11 +88,12 @@ def _first(one: Plan, choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _experts(one: Plan, given: dict[str, Any], choices: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Expert-parallel sizes, each at every micro-batch that `given` leaves open."""
     chosen = replanned(one, choices)
-    if "ep" not in chosen.open or "ep" in choices:
+    if "ep" not in chosen.open or choices.keys() & {"ep", "printed_ep"}:
         return
     p = chosen.parallelism
     free = "microbatch" in choices and "microbatch" not in given
-    for ep in expert_sizes(chosen.model, p.dp * p.cp * chosen.copies):
+    ranks = p.dp * p.cp * chosen.copies
+    for ep in expert_sizes(chosen.row, chosen.model, ranks, chosen.node):
         for microbatch in MICROBATCHES if free else (choices.get("microbatch"),):
             yield choices | {"ep": ep} | ({"microbatch": microbatch} if microbatch else {})
 
@@ -130,7 +131,10 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
 
 
 def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrations) -> Choices:
-    """The choices that all rows of a series share: how they recompute, split, spread experts."""
+    """The choices that all rows of a series share: how they recompute, split, spread experts.
+
+    The last as rows print it: what none prints is searched for each, as few GPUs hold fewer ranks.
+    """
     choices: dict[str, Any] = {}
     members = [*anchors, *tests]
     choices |= _recomputed(anchors or tests, "full" if anchors else "selective")
@@ -143,24 +147,24 @@ def shared_choices(anchors: Sequence[Plan], tests: Sequence[Plan], by: Calibrati
             if "split" not in one.open and one.row.whole("tp")
         }
         choices |= {"printed": frozenset(known)} if known else {}
-    mixtures = [one for one in members if "ep" in one.open]
-    if mixtures:
-        printed = {one.gpus: size for one in members if (size := one.row.whole("ep"))}
+    if any("ep" in one.open for one in members):
+        printed = {one.gpus: one.parallelism.ep for one in members if _says_ep(one)}
         choices |= {"printed_ep": printed} if printed else {}
     if searched and not any(one.row.whole("grad_accum") for one in searched):
-        choices |= _of_smallest(searched, choices, ("split", "recompute"), by)
-    if mixtures and "printed_ep" not in choices:
-        choices |= _of_smallest(mixtures, choices, ("ep",), by)
+        first = min(searched, key=lambda one: one.gpus)
+        choices |= {
+            name: value
+            for name, value in fastest(replanned(first, choices), choices, by).items()
+            if name in ("split", "recompute")
+        }
     return choices
 
 
-def _of_smallest(
-    members: Sequence[Plan], choices: Choices, names: Sequence[str], by: Calibrations
-) -> Choices:
-    """What is fastest for the row of the fewest GPUs, of these choices."""
-    first = min(members, key=lambda one: one.gpus)
-    found = fastest(replanned(first, choices), choices, by)
-    return {name: found[name] for name in names if name in found}
+def _says_ep(one: Plan) -> bool:
+    """Whether a row prints over how many ranks experts are spread, and more had been possible."""
+    p = one.parallelism
+    sizes = expert_sizes(one.row, one.model, p.dp * p.cp * one.copies, one.node)
+    return one.row.whole("ep") is not None and p.ep < sizes[-1]
 
 
 def _recomputed(members: Sequence[Plan], else_: str) -> Choices:
