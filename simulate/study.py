@@ -257,7 +257,7 @@ def point(case: Case, first: dict[str, Projection] | None = None) -> dict[str, A
 
 def kept(projection: Projection) -> dict[str, Any]:
     """The figures of a point."""
-    value = projection.as_json()
+    value, r = projection.as_json(), projection.request
     p = value["inputs"]["parallelism"]
     names = ["step_time_s", "tokens_per_s_per_gpu", "mfu", "tokens_per_j", "power_w_per_gpu"]
     names += ["clock_mhz", "burst_w"]
@@ -267,7 +267,7 @@ def kept(projection: Projection) -> dict[str, Any]:
         "global_batch": p["global_batch"],
         "breakdown_s": value["breakdown_s"],
         "fabric": value["fabric"],
-        "without_effect": without_effect(projection.request, projection.estimate),
+        "without_effect": without_effect(r.model, r.parallelism, r.calibration, r.step_s),
     } | {name: value[name] for name in names}
 
 

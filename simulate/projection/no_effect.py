@@ -1,42 +1,37 @@
 """What was asked and changes nothing of the plan that a projection is of, as it says it."""
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import numpy as np
+from collections.abc import Callable
+from math import isclose
 
 from simulate.hardware.nvls import has_nvls
-from simulate.step.estimate import StepEstimate
+from spec.calibration import Calibration
 from spec.fitted import changed
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
 
-if TYPE_CHECKING:
-    from simulate.projection.projected import Request
 
-
-def without_effect(r: "Request", e: StepEstimate) -> list[str]:
-    """One sentence each."""
+def without_effect(
+    model: ModelSpec,
+    p: Parallelism,
+    calibration: Calibration,
+    step_s: Callable[[Calibration], float],
+) -> list[str]:
+    """One sentence each; `step_s` has the central step time by a calibration."""
     said = []
-    if r.model.expert_imbalance and r.parallelism.ep == 1:
+    if model.expert_imbalance and p.ep == 1:
         said.append(
             "Uneven loads of experts (--expert-imbalance, --capacity-factor) change nothing with "
             "ep 1, where each GPU has all experts of its layers; --ep spreads them."
         )
-    if has_nvls(r.calibration) and np.isclose(_without_nvls_s(r), e.step_time_s[0], rtol=1e-9):
-        least = min(fit.nvls.least_ranks for fit in r.calibration.collectives if fit.nvls)
-        said.append(
-            "--nvls changes nothing here: the step waits for no all-reduce over "
-            f"{least} GPUs of a node or more that is faster through its switches"
-            + (
-                " (sequence parallelism gathers and scatters instead)."
-                if r.parallelism.sequence_parallel
-                else "."
+    if has_nvls(calibration):
+        measured = tuple(changed(fit, nvls=None) for fit in calibration.collectives)
+        own = changed(calibration, collectives=measured)
+        if isclose(step_s(own), step_s(calibration), rel_tol=1e-9):
+            least = min(fit.nvls.least_ranks for fit in calibration.collectives if fit.nvls)
+            instead = " (sequence parallelism gathers and scatters instead)"
+            said.append(
+                f"--nvls changes nothing here: no all-reduce of {least} and more GPUs of a node "
+                "that the step waits for is faster through its switches"
+                f"{instead if p.sequence_parallel else ''}."
             )
-        )
     return said
-
-
-def _without_nvls_s(r: "Request") -> float:
-    """Central step time by what was measured."""
-    collectives = tuple(changed(fit, nvls=None) for fit in r.calibration.collectives)
-    own = changed(r.calibration, collectives=collectives)
-    return float(replace(r, draws=0, calibration=own).simulator().run().step_time_s[0])

@@ -72,6 +72,11 @@ class Request:
             slow_gpus=self.slow_gpus,
         )
 
+    def step_s(self, calibration: Calibration) -> float:
+        """Its central step time by a calibration."""
+        central = replace(self, draws=0, calibration=calibration)
+        return float(central.simulator().run().step_time_s[0])
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -382,7 +387,7 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
-    said += without_effect(r, e)
+    said += without_effect(r.model, p, r.calibration, r.step_s)
     said += _gathered_in_turn(r)
     said += unmeasured(r.calibration, r.node, on_engine=p.on_engine, cuda_graphs=p.cuda_graphs)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
