@@ -290,7 +290,7 @@ class Calibration(BaseModel):
 
     @property
     def gpus(self) -> int:
-        """Over how many GPUs its collectives ran; 1 where none did."""
+        """Over how many GPUs its collectives inside a node ran; 1 where none did."""
         return max((curve.ranks for fit in self.collectives for curve in fit.curves), default=1)
 
     def known(self, kernel: Kernel) -> Kernel:
