@@ -1,27 +1,13 @@
 """Times of Megatron-LM's log that cannot be: faster than the GPU, or against its own throughput."""
 
-import re
 from collections.abc import Sequence
 
 from measure.logs.megatron_lines import Iteration
+from spec.chips import PEAK_TFLOPS, chip_of
 from spec.errors import UserError
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
-# dense bf16, 1e12 FLOP/s, of a chip's fastest board; NVIDIA's and AMD's data sheets, as
-# topologies/nodes/ cites them
-PEAK_TFLOPS = {
-    "A100": 312.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "B200": 2250.0,
-    "B300": 2250.0,
-    "GB200": 2500.0,
-    "GB300": 2500.0,
-    "MI250": 181.05,  # one GCD
-    "MI300X": 1307.4,
-    "MI355X": 2516.6,
-}
 FP8_TIMES = 2  # as fast as bf16, on all of these
 APART = 10  # printed and computed throughput are of other steps where they differ more
 LAST_DIGIT = 0.1  # TFLOP/s, of a printed throughput
@@ -29,9 +15,8 @@ LAST_DIGIT = 0.1  # TFLOP/s, of a printed throughput
 
 def peak_tflops(device: str, fp8: bool) -> float | None:
     """What no step on a GPU can exceed, 1e12 FLOP/s; None where its name is of none known."""
-    words = re.findall(r"[A-Z0-9]+", device.upper())
-    peak = next((PEAK_TFLOPS[one] for one in words if one in PEAK_TFLOPS), None)
-    return peak if peak is None or not fp8 else FP8_TIMES * peak
+    chip = chip_of(device)
+    return None if chip is None else PEAK_TFLOPS[chip] * (FP8_TIMES if fp8 else 1)
 
 
 def refuse_impossible_times(

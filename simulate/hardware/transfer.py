@@ -3,7 +3,7 @@
 The rule, parameter by parameter (`R(x)` is the target node's figure over the measured node's):
 
 - matrix ceilings: R(peak bf16 FLOP/s) times the ratio of the two GPUs' published matmul
-  efficiencies where both are (`MATMUL_TFLOPS`); a measured shape keeps its ratio to the roofline;
+  efficiencies where both are (`BEST_TFLOPS`); a measured shape keeps its ratio to the roofline;
 - memory ceilings: R(memory bandwidth), but between GPUs of one chip (as many multiprocessors, clock
   and matrix peak, as H100 and H200) only the part of a byte's time that the datasheet's bandwidth
   asks for changes: what a kernel takes beyond it is the chip's;
@@ -22,7 +22,6 @@ Efficiencies are taken to carry over, with the spread of published ones: `TRANSF
 calibration to the GPU it was measured on changes nothing.
 """
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, hypot
@@ -33,6 +32,7 @@ from pydantic import BaseModel, PositiveInt
 from simulate.cost.uncertainty import assumed_factor
 from spec.behind_fit import BehindFit
 from spec.calibration import Calibration, Parameter
+from spec.chips import PEAK_TFLOPS, chip_of
 from spec.collective_fit import CollectiveCurve, CollectiveFit, CollectivePoint
 from spec.files import read_table
 from spec.fitted import Positive, changed
@@ -43,20 +43,20 @@ from spec.thermal import ThermalFit
 
 # Sweeps inside a node, each row cited.
 SCALE_UP = Path(__file__).parents[2] / "calibrate" / "published" / "scale_up.csv"
-# Best bf16 matmul and datasheet peak, TFLOP/s: stas00/ml-engineering@744d01e, compute/accelerator/
-# README.md, "Maximum Achievable Matmul FLOPS", lines 350-361; peaks are those of the node files. A
-# node file that gives a GPU another peak has products with the same share of that.
-MATMUL_TFLOPS = {
-    "GB200": (1822.0, 2500.0),
-    "B300": (1769.0, 2250.0),
-    "B200": (1745.0, 2250.0),
-    "GH200": (828.6, 989.4),
-    "H200": (794.5, 989.4),  # "H200 is the same" as H100
-    "H100": (794.5, 989.4),
-    "A100": (271.2, 312.0),
-    "MI300X": (668.4, 1307.4),
-    "MI325X": (784.9, 1307.4),
-    "MI355X": (1565.0, 2516.6),
+# Best bf16 matmul, TFLOP/s: stas00/ml-engineering@744d01e, compute/accelerator/README.md, "Maximum
+# Achievable Matmul FLOPS", lines 350-361; of the chip's peak it is a share of 0.51 to 0.87, which a
+# node file with another peak for its GPU keeps.
+BEST_TFLOPS = {
+    "GB200": 1822.0,
+    "B300": 1769.0,
+    "B200": 1745.0,
+    "GH200": 828.6,
+    "H200": 794.5,  # "H200 is the same" as H100
+    "H100": 794.5,
+    "A100": 271.2,
+    "MI300X": 668.4,
+    "MI325X": 784.9,
+    "MI355X": 1565.0,
 }
 # Spread of those matmul efficiencies over NVIDIA's SXM GPUs (0.73 to 0.87).
 TRANSFER_SD = 0.07
@@ -98,9 +98,8 @@ class Ratios:
 
 def published_efficiency(node: Node) -> float | None:
     """Published share of the peak that the best matmul reaches; None where there is none."""
-    words = re.findall(r"\w+", node.gpu.upper())
-    found = next((both for name, both in MATMUL_TFLOPS.items() if name in words), None)
-    return found[0] / found[1] if found else None
+    chip = chip_of(node.gpu)
+    return BEST_TFLOPS[chip] / PEAK_TFLOPS[chip] if chip in BEST_TFLOPS else None
 
 
 def ratios(source: Node, target: Node) -> Ratios:
