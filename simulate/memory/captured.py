@@ -4,14 +4,17 @@ While a graph is captured PyTorch's allocator gives no block back that another s
 it cannot ask whether that stream is done (`c10/cuda/CUDACachingAllocator.cpp`). Gradients that
 autograd hands over to Megatron-Core's fp32 ones are such blocks: each micro-batch has its own, in
 a pool that is the graph's alone. Handing one over is a branch of the graph, of which the driver
-keeps something, too.
+keeps something, too, and so is what a layer sends.
 """
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import product_weights, trained_parameters, trained_tensors
+from spec.step import layer, product_weights, trained_parameters, trained_tensors
 
-BRANCH_BYTES = 92 * 2**10  # beside the allocator: 36 steps on H200 have 81 to 116 KiB but for two
+# beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
+BRANCH_BYTES = 92 * 2**10
+    92 * 2**10
+)  # beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
 
 
 def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
@@ -31,4 +34,9 @@ def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
 
 def graph_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     """Bytes that the driver keeps of the graph of a GPU of `stage`; 0 without one."""
-    return BRANCH_BYTES * sum(trained_tensors(model, p, stage)) * p.microbatches * p.cuda_graphs
+    if not p.cuda_graphs:
+        return 0.0
+    forward, backward = layer(model, p)[:2]
+    sent = sum(len(part.exposed) + len(part.hidden) for part in (*forward, *backward))
+    branches = sum(trained_tensors(model, p, stage)) + sent * p.stage_layers(model)[stage]
+    return float(BRANCH_BYTES * branches * p.microbatches)
