@@ -13,8 +13,6 @@ from spec.step import layer, product_weights, trained_parameters, trained_tensor
 
 # beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
 BRANCH_BYTES = 92 * 2**10
-    92 * 2**10
-)  # beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
 
 
 def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
