@@ -3,16 +3,24 @@
 While a graph is captured PyTorch's allocator gives no block back that another stream has used, as
 it cannot ask whether that stream is done (`c10/cuda/CUDACachingAllocator.cpp`). Gradients that
 autograd hands over to Megatron-Core's fp32 ones are such blocks: each micro-batch has its own, in
-a pool that is the graph's alone. Handing one over is a branch of the graph, of which the driver
+a pool that is the graph's alone, which holds the passes' tensors beside them. What the steps issued
+before have left of their own is given back but for blocks that a state of Adam's lies in
+(`simulate.memory.logits`). Handing a gradient over is a branch of the graph, of which the driver
 keeps something, too, and so is what a layer sends.
 """
 
+from math import ceil
+
+from simulate.memory import logits
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import layer, product_weights, trained_parameters, trained_tensors
+from spec.step_parts import shapes
 
 # beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
 BRANCH_BYTES = 92 * 2**10
+# of blocks that states lie in but logits never did: at most half a GiB of eleven steps' traces
+LEFT_BYTES = 0.45 * 2**30
 
 
 def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
@@ -28,6 +36,37 @@ def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     if model.tied_embeddings and p.pp == 1 and not model.lora_rank:  # one from each of its ends
         trained += model.vocab * model.hidden // p.tp
     return 2.0 * trained * p.microbatches
+
+
+def pool_bytes(model: ModelSpec, p: Parallelism, stage: int, passes: float) -> float:
+    """Bytes of the graph's own pool, of whose tensors `passes` are an issued microbatch's.
+
+    A microbatch's gradients lie in what its activations, and its logits in fp32, leave free, where
+    these are larger: so the last one's need nothing, and all before need as many blocks of logits
+    as they fill, or begin to.
+    """
+    gradients = handed_over_bytes(model, p, stage) / p.microbatches
+    before = (p.microbatches - 1) * gradients
+    block = logits.fp32_bytes(model, p, stage)
+    if block and p.microbatches > 1 and gradients <= block:
+        before = block * max(ceil(before / block), 1)
+    # a matrix of weights is as wide as what it is multiplied with, whose rows are tokens
+    last = gradients if shapes(model, p).tokens < model.hidden else max(gradients - passes, 0.0)
+    return passes + before + last
+
+
+def kept_bytes(
+    model: ModelSpec, p: Parallelism, stage: int, states: float, clipping: float
+) -> float:
+    """Bytes outside that pool that hold nothing while it is replayed.
+
+    Of the logits' blocks that `states` bytes of Adam's lie in, see `logits.states_bytes`, or what
+    `clipping` copies a gradient into.
+    """
+    if model.lora_rank:  # the states of adapters share blocks of a few MiB
+        return clipping
+    blocks = 1.5 * logits.fp32_bytes(model, p, stage)  # beside those in bf16
+    return max(blocks - states, clipping, 0.0) + LEFT_BYTES
 
 
 def graph_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:

@@ -35,9 +35,12 @@ RESERVED = (0.92, 1.08)
 CONTEXT = (0.95, 1.05)
 
 
-def reserved_gib(allocated: float, clipping: float, activations: float) -> float:
-    """Peak that the allocator takes from the device, from what it hands out."""
-    return allocated + RESERVED_GIB + OF_CLIPPING * clipping + OF_ACTIVATIONS * activations
+def beyond_gib(clipping: float, activations: float, logits: float) -> float:
+    """What the allocator takes from the device beyond what it hands out, at their peaks.
+
+    `logits`: of a second block of those in fp32, see `simulate.memory.logits`.
+    """
+    return max(RESERVED_GIB + OF_CLIPPING * clipping + OF_ACTIVATIONS * activations, logits)
 
 
 def needed_gib(allocated: float) -> float:

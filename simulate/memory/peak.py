@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from simulate.cost.imbalance import largest_share
-from simulate.memory import overhead
+from simulate.memory import logits, overhead
 from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
-from simulate.memory.captured import handed_over_bytes
+from simulate.memory.captured import kept_bytes, pool_bytes
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
 from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
@@ -175,7 +175,7 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     if p.zero >= 3:  # with two gradients between layers
         passes = Passes(model, p, stage, kept, recomputed, passing + local)
         return passes.temporary_bytes() + shared
-    logits = 2.0 * s.tokens * model.vocab / p.tp
+    in_bf16 = logits.fp32_bytes(model, p, stage) / 2
     table = 0.0 if model.lora_rank else 2.0 * model.vocab / p.tp * model.hidden
     # the output layer's gradient of a table that is the embedding's too waits for that one's
     tied = table if model.tied_embeddings and p.pp == 1 else 0.0
@@ -186,8 +186,8 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
     found[0] += beside_layer
     if stage == p.pp - 1:  # beside what the final norm takes and gives
-        found.append(3 * logits + 2 * local + left.loss)
-        found.append(logits + table + whole + gathered + 2 * local + left.output_layer)
+        found.append(3 * in_bf16 + 2 * local + left.loss)
+        found.append(in_bf16 + table + whole + gathered + 2 * local + left.output_layer)
     if stage == 0:
         freed = _freed_chunks(p) * chunk
         found.append(table + tied + gathered + local + left.table - freed + beside_table)
@@ -340,24 +340,45 @@ class Memory:
         )
 
 
+def _captured_bytes(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> float:
+    """What the allocator takes from the device for a step in a CUDA graph."""
+    owned = _owned(model, p, stage)
+    states = logits.states_bytes(model, p, stage, owned, held.activations)
+    kept = kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned))
+    pool = pool_bytes(model, p, stage, held.activations + held.temporary)
+    return held.weights + held.gradients + held.optimizer + kept + pool
+
+
+def _issued_gib(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> float:
+    """As `_captured_bytes`, in GiB, of a step that is issued."""
+    owned = _owned(model, p, stage)
+    states = logits.states_bytes(model, p, stage, owned, held.activations)
+    beyond = overhead.beyond_gib(
+        _clipping_bytes(model, p, stage, owned) / GIB,
+        held.activations / GIB,
+        logits.another_bytes(model, p, stage, states) / GIB,
+    )
+    return (held.allocated + blocks_apart_bytes(model, p, stage)) / GIB + beyond
+
+
 def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memory:
     """Memory of every stage."""
     allocated, reserved, device, needed = [], [], [], []
     contexts: dict[tuple[bool, bool], float] = {}  # stages between the first and the last are alike
     for stage in range(p.pp):
         held = stage_memory(model, p, stage)
-        clipping = _clipping_bytes(model, p, stage, _owned(model, p, stage)) / GIB
         ends = (stage == 0, stage == p.pp - 1)
         if ends not in contexts:
             contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
         context = contexts[ends]
         allocated.append(held.allocated / GIB)
-        apart = blocks_apart_bytes(model, p, stage) / GIB
-        captured = handed_over_bytes(model, p, stage) / GIB
-        kept = overhead.reserved_gib(allocated[-1], clipping, held.activations / GIB)
-        reserved.append(kept + apart + captured)
+        if p.cuda_graphs:
+            reserved.append(_captured_bytes(model, p, stage, held) / GIB)
+            needed.append(reserved[-1] + context)  # a graph's blocks cannot be given back
+        else:
+            reserved.append(_issued_gib(model, p, stage, held))
+            needed.append(overhead.needed_gib(held.allocated / GIB) + context)
         device.append(reserved[-1] + context)
-        needed.append(overhead.needed_gib(allocated[-1]) + captured + context)
     fullest = device.index(max(device))
     return Memory(
         tuple(allocated),
