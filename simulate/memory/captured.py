@@ -38,18 +38,24 @@ def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     return 2.0 * trained * p.microbatches
 
 
-def pool_bytes(model: ModelSpec, p: Parallelism, stage: int, passes: float) -> float:
+def pool_bytes(
+    model: ModelSpec, p: Parallelism, stage: int, passes: float, recomputed: float
+) -> float:
     """Bytes of the graph's own pool, of whose tensors `passes` are an issued microbatch's.
 
     A microbatch's gradients lie in what its activations, and its logits in fp32, leave free, where
     these are larger: so the last one's need nothing, and all before need as many blocks of logits
-    as they fill, or begin to.
+    as they fill, or begin to; or, where all fit what `recomputed` bytes of a layer leave, another
+    such layer.
     """
     gradients = handed_over_bytes(model, p, stage) / p.microbatches
     before = (p.microbatches - 1) * gradients
     block = logits.fp32_bytes(model, p, stage)
     if block and p.microbatches > 1 and gradients <= block:
-        before = block * max(ceil(before / block), 1)
+        if recomputed and not logits.beyond_activations(model, p, 2.0):
+            before = max(before, min(block, recomputed))
+        else:
+            before = block * max(ceil(before / block), 1)
     # a matrix of weights is as wide as what it is multiplied with, whose rows are tokens
     last = gradients if shapes(model, p).tokens < model.hidden else max(gradients - passes, 0.0)
     return passes + before + last
@@ -65,8 +71,7 @@ def kept_bytes(
     """
     if model.lora_rank:  # the states of adapters share blocks of a few MiB
         return clipping
-    blocks = 1.5 * logits.fp32_bytes(model, p, stage)  # beside those in bf16
-    return max(blocks - states, clipping, 0.0) + LEFT_BYTES
+    return max(logits.kept_bytes(model, p, stage, states), clipping) + LEFT_BYTES
 
 
 def graph_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:

@@ -24,6 +24,13 @@ def fp32_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     return 4.0 * shapes(model, p).tokens * model.vocab / p.tp
 
 
+def beyond_activations(model: ModelSpec, p: Parallelism, itemsize: float) -> bool:
+    """Whether a table of the vocabulary, of `itemsize` bytes an element, is larger than any tensor
+    of a layer, and so finds room in logits' blocks alone."""
+    widest = 2.0 * shapes(model, p).tokens * model.ffn_hidden * (2 if model.gated else 1)
+    return itemsize * model.vocab * model.hidden > widest
+
+
 def states_bytes(
     model: ModelSpec, p: Parallelism, stage: int, owned: float, activations: float
 ) -> float:
@@ -43,11 +50,26 @@ def states_bytes(
 def another_bytes(model: ModelSpec, p: Parallelism, stage: int, states: float) -> float:
     """Bytes of the second block of fp32 logits in issued steps, less the `states` in it.
 
-    Recomputed layers leave blocks behind in the forward pass, in which such activations lie.
+    Recomputed layers leave blocks behind in the forward pass, others than gated ones their first
+    product without its bias, in which such activations lie.
     """
-    if p.microbatches == 1 or p.recompute == "full":
+    if p.microbatches == 1 or p.recompute == "full" or not model.gated:
         return 0.0
     return max(fp32_bytes(model, p, stage) - states, 0.0)
+
+
+def kept_bytes(model: ModelSpec, p: Parallelism, stage: int, states: float) -> float:
+    """Bytes of logits' blocks that hold nothing but `states` once the first step is done.
+
+    Those in fp32 also hold what the backward pass's products work in, where layers leave nothing
+    else for it, as above.
+    """
+    in_fp32 = fp32_bytes(model, p, stage)
+    if beyond_activations(model, p, 4.0):
+        blocks = 1.5 * in_fp32  # beside those in bf16
+    else:
+        blocks = in_fp32 if model.gated and p.recompute != "full" else 0.0
+    return max(blocks - states, 0.0)
 
 
 def _tables(model: ModelSpec, p: Parallelism, stage: int) -> int:

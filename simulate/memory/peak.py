@@ -58,6 +58,13 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
 
 
+def _recomputed_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Bytes of a layer that come back for its backward pass; 0 where they were kept."""
+    if p.recompute != "full":
+        return 0.0
+    return layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+
+
 def _of_input(p: Parallelism) -> float:
     """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
     return 0.5 if p.fp8 and p.on_engine else 1.0
@@ -164,9 +171,7 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     output layer's backward pass, with its weight's gradient in bf16 beside that of the logits; a
     layer's; and, when the layers have been freed, the table's dense gradient.
     """
-    recomputed = 0.0
-    if p.recompute == "full":
-        recomputed = layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+    recomputed = _recomputed_bytes(model, p)
     passing = _passing_bytes(model, p)
     s = shapes(model, p)
     local, whole = (2.0 * n * model.hidden for n in (s.local_tokens, s.tokens))
@@ -345,7 +350,8 @@ def _captured_bytes(model: ModelSpec, p: Parallelism, stage: int, held: StageMem
     owned = _owned(model, p, stage)
     states = logits.states_bytes(model, p, stage, owned, held.activations)
     kept = kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned))
-    pool = pool_bytes(model, p, stage, held.activations + held.temporary)
+    passes = held.activations + held.temporary
+    pool = pool_bytes(model, p, stage, passes, _recomputed_bytes(model, p))
     return held.weights + held.gradients + held.optimizer + kept + pool
 
 
