@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulate.memory.activations import layer_activation_bytes
 from simulate.memory.communicators import Communicator, Network, communicator_mib
-from simulate.memory.overhead import FITTED_ON, context_gib, intervals
-from simulate.memory.peak import GIB, WORKSPACES, layer_activation_bytes, memory, stage_memory
+from simulate.memory.overhead import FITTED_ON, context_gib
+from simulate.memory.peak import GIB, WORKSPACES, memory, stage_memory
 from simulate.plans.find import fitting, instead, smallest
 from simulate.plans.remedies import FIELDS, remedies
 from simulate.projection.projected import Request, project, warnings
@@ -52,11 +53,7 @@ def measured(system: str, engine: bool = False) -> list[Case]:
             each = len(ranks[0]) // p.pp  # ranks count stages last
             for stage in range(p.pp):
                 mine = [max(values[stage * each : (stage + 1) * each]) for values in ranks]
-                guessed = intervals(
-                    used.allocated_by_stage_gib[stage],
-                    used.reserved_by_stage_gib[stage],
-                    used.by_stage_gib[stage],
-                )
+                guessed = used.intervals_of(stage)
                 peaks = {k: (real, guessed[k]) for k, real in zip(KINDS, mine, strict=True)}
                 found.append((row, stage, peaks, one.manifest.run))
     return found

@@ -5,8 +5,9 @@ Each was read off Megatron-Core 0.16.1 in miniature too, from its allocations on
 
 import pytest
 
+from simulate.memory.activations import layer_activation_bytes
 from simulate.memory.between_stages import tensors_held
-from simulate.memory.peak import WORKSPACES, layer_activation_bytes, stage_memory
+from simulate.memory.peak import WORKSPACES, stage_memory
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 

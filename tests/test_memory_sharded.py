@@ -2,7 +2,8 @@
 
 import pytest
 
-from simulate.memory.peak import GIB, WORKSPACES, layer_activation_bytes, stage_memory
+from simulate.memory.activations import layer_activation_bytes
+from simulate.memory.peak import GIB, WORKSPACES, stage_memory
 from simulate.memory.sharded import units
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism

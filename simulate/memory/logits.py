@@ -48,27 +48,30 @@ def states_bytes(
 
 
 def another_bytes(model: ModelSpec, p: Parallelism, stage: int, states: float) -> float:
-    """Bytes of the second block of fp32 logits in issued steps, less the `states` in it.
-
-    Recomputed layers leave blocks behind in the forward pass, others than gated ones their first
-    product without its bias, in which such activations lie.
-    """
-    if p.microbatches == 1 or p.recompute == "full" or not model.gated:
+    """Bytes that a second block of fp32 logits has beside the `states` in it."""
+    if p.microbatches == 1:
         return 0.0
     return max(fp32_bytes(model, p, stage) - states, 0.0)
+
+
+def leaves_room(model: ModelSpec, p: Parallelism) -> bool:
+    """Whether a forward pass leaves blocks of a layer's size free, so that logits keep theirs.
+
+    Recomputed layers do, and the first product of those with biases but no gate.
+    """
+    return p.recompute == "full" or (model.linear_bias and not model.gated)
 
 
 def kept_bytes(model: ModelSpec, p: Parallelism, stage: int, states: float) -> float:
     """Bytes of logits' blocks that hold nothing but `states` once the first step is done.
 
-    Those in fp32 also hold what the backward pass's products work in, where layers leave nothing
-    else for it, as above.
+    Those in fp32 also hold what the backward pass's products work in, unless a layer leaves room.
     """
     in_fp32 = fp32_bytes(model, p, stage)
     if beyond_activations(model, p, 4.0):
         blocks = 1.5 * in_fp32  # beside those in bf16
     else:
-        blocks = in_fp32 if model.gated and p.recompute != "full" else 0.0
+        blocks = 0.0 if leaves_room(model, p) else in_fp32
     return max(blocks - states, 0.0)
 
 

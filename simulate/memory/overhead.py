@@ -7,6 +7,8 @@ was read off the same stages. Others are judged in `tests/test_memory.py` and by
 `simulate.validate`.
 """
 
+from dataclasses import dataclass
+
 from simulate.memory.captured import graph_bytes
 from simulate.memory.communicators import Network, communicator_mib, communicators
 from spec.hardware import Fabric, Node
@@ -35,12 +37,9 @@ RESERVED = (0.92, 1.08)
 CONTEXT = (0.95, 1.05)
 
 
-def beyond_gib(clipping: float, activations: float, logits: float) -> float:
-    """What the allocator takes from the device beyond what it hands out, at their peaks.
-
-    `logits`: of a second block of those in fp32, see `simulate.memory.logits`.
-    """
-    return max(RESERVED_GIB + OF_CLIPPING * clipping + OF_ACTIVATIONS * activations, logits)
+def beyond_gib(clipping: float, activations: float) -> float:
+    """What the allocator takes from the device beyond what it hands out, at their peaks."""
+    return RESERVED_GIB + OF_CLIPPING * clipping + OF_ACTIVATIONS * activations
 
 
 def needed_gib(allocated: float) -> float:
@@ -60,21 +59,32 @@ def context_gib(model: ModelSpec, p: Parallelism, stage: int, node: Node, fabric
     return mib / 1024 + graph_bytes(model, p, stage) / 2**30
 
 
-def intervals(allocated: float, reserved: float, device: float) -> dict[str, dict[str, float]]:
-    """90 % intervals of the three peaks."""
+@dataclass(frozen=True)
+class Reserved:
+    """What the allocator takes from the device, GiB."""
+
+    gib: float
+    least_gib: float  # what it takes if it needs none of the blocks that it may need
+    most_gib: float  # and if all
+
+    def interval(self, allocated: float) -> tuple[float, float]:
+        """90 % interval; it takes no less than the `allocated` GiB that it hands out."""
+        # the constant was read off stages of gigabytes; small ones may have none of it
+        low = min(self.least_gib * RESERVED[0], self.least_gib - RESERVED_GIB)
+        return max(low, allocated), self.most_gib * RESERVED[1]
+
+
+def intervals(allocated: float, reserved: Reserved, context: float) -> dict[str, dict[str, float]]:
+    """90 % intervals of a stage's three peaks, of which the device's has the `context` too."""
 
     def around(median: float, low: float, high: float) -> dict[str, float]:
         return {"median": median, "low": low, "high": high, "level": 0.9}
 
-    context = device - reserved
-    # the constant was read off stages of gigabytes; small ones may have none of it
-    least = max(min(reserved * RESERVED[0], reserved - RESERVED_GIB), allocated)
+    low, high = reserved.interval(allocated)
     return {
         "allocated": around(allocated, allocated * ALLOCATED[0], allocated * ALLOCATED[1]),
-        "reserved": around(reserved, least, reserved * RESERVED[1]),
+        "reserved": around(reserved.gib, low, high),
         "device": around(
-            device,
-            least + context * CONTEXT[0],
-            reserved * RESERVED[1] + context * CONTEXT[1],
+            reserved.gib + context, low + context * CONTEXT[0], high + context * CONTEXT[1]
         ),
     }

@@ -1,20 +1,22 @@
 """Device memory of a training step, per pipeline stage.
 
 Sources: model states, ZeRO (arXiv 1910.02054) with Megatron-Core's precisions: bf16 weights, fp32
-gradients, fp32 master weights and two fp32 moments. Activations: Korthikanti et al.
-(arXiv 2205.05198), section 4, recounted tensor by tensor for what autograd keeps of Megatron-Core
-0.16's local layers, with fused attention, which keeps no score matrix. A view keeps all of what it
-looks into, so values that are a view of the QKV product keep all of that.
+gradients, fp32 master weights and two fp32 moments. Activations: `simulate.memory.activations`.
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import logits, overhead
+from simulate.memory.activations import layer_activation_bytes, recomputed_bytes
 from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
-from simulate.memory.captured import kept_bytes, pool_bytes
+from simulate.memory.captured import MOST_OF_SMALL, kept_bytes, pool_bytes
+from simulate.memory.overhead import Reserved
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
 from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
@@ -44,70 +46,6 @@ class StageMemory:
     def allocated(self) -> float:
         """Peak bytes that the framework's allocator hands out."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
-
-
-def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
-    """Bytes that one layer keeps from its forward to its backward pass, for one microbatch."""
-    s = shapes(model, p)
-    outside = 2.0 * s.local_tokens * model.hidden  # one bf16 tensor outside the tp region
-    if p.recompute == "full":
-        return outside
-    # both norms' inputs and outputs; a gathered input is gathered again, not kept
-    kept = (2 + 2 * _of_input(p)) * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
-    # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
-    return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
-
-
-def _recomputed_bytes(model: ModelSpec, p: Parallelism) -> float:
-    """Bytes of a layer that come back for its backward pass; 0 where they were kept."""
-    if p.recompute != "full":
-        return 0.0
-    return layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
-
-
-def _of_input(p: Parallelism) -> float:
-    """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
-    return 0.5 if p.fp8 and p.on_engine else 1.0
-
-
-def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
-    """Between the QKV product and the projection (transformer/attention.py)."""
-    tokens = shapes(model, p).tokens
-    heads = model.heads // p.tp
-    kv_heads = max(model.kv_heads // p.tp, 1)
-    one_head = 2.0 * tokens * model.head_dim
-    # the product, of which values are a view: all ranks' where they gather it; and the output
-    held = p.tp if model.kv_heads < p.tp else 1
-    kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
-    if _of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
-        kept += (_of_input(p) - (p.recompute == "selective")) * heads * one_head
-    if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
-        if not p.on_engine:  # where values are no view there, but copied beside these
-            kept += (heads + kv_heads) * one_head
-        kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
-    elif heads != kv_heads:  # grouped queries are reshaped, which copies them
-        kept += heads * one_head
-    if p.recompute == "none":
-        if p.cp > 1:  # ring attention's output lies by heads, the projection's input is a copy
-            kept += heads * one_head
-        kept += 4.0 * tokens * heads  # softmax statistics, fp32
-    return kept
-
-
-def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
-    """Between the second norm and the sum with the residual (transformer/mlp.py, moe/)."""
-    s = shapes(model, p)
-    rows = s.tokens * max(model.top_k, 1)
-    wide = 2.0 * rows * (model.ffn_hidden // p.tp)
-    # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
-    # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
-    gated = 3 if p.on_engine else 5
-    kept = ((gated if model.gated else 2) - 1 + _of_input(p)) * wide
-    wide *= largest_share(model, p)
-    kept *= largest_share(model, p)
-    if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
-        kept += 2.0 * rows * model.hidden + wide
-    return kept
 
 
 def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -171,7 +109,7 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     output layer's backward pass, with its weight's gradient in bf16 beside that of the logits; a
     layer's; and, when the layers have been freed, the table's dense gradient.
     """
-    recomputed = _recomputed_bytes(model, p)
+    recomputed = recomputed_bytes(model, p)
     passing = _passing_bytes(model, p)
     s = shapes(model, p)
     local, whole = (2.0 * n * model.hidden for n in (s.local_tokens, s.tokens))
@@ -315,11 +253,21 @@ class Memory:
     """Peak memory of every stage, in GiB."""
 
     allocated_by_stage_gib: tuple[float, ...]  # what the framework's allocator hands out
-    reserved_by_stage_gib: tuple[float, ...]  # what it takes from the device for that
-    by_stage_gib: tuple[float, ...]  # what the device loses to the process
-    needed_gib: float  # what remains of that when the allocator gives back all it can
-    context_gib: float  # of the fullest stage, beside what the allocator reserves
+    reserved_by_stage: tuple[Reserved, ...]  # what it takes from the device for that
+    context_by_stage_gib: tuple[float, ...]  # what the process has beside that
+    needed_gib: float  # what remains of both when the allocator gives back all it can
     capacity_gib: float
+
+    @property
+    def by_stage_gib(self) -> tuple[float, ...]:
+        """What the device loses to the process."""
+        both = zip(self.reserved_by_stage, self.context_by_stage_gib, strict=True)
+        return tuple(reserved.gib + context for reserved, context in both)
+
+    @property
+    def context_gib(self) -> float:
+        """Of the fullest stage, beside what the allocator reserves."""
+        return self.context_by_stage_gib[int(np.argmax(self.by_stage_gib))]
 
     @property
     def peak_gib(self) -> float:
@@ -336,61 +284,75 @@ class Memory:
         """Whether it fits only because the allocator gives back what it kept, which takes time."""
         return self.fits and max(self.by_stage_gib) > self.capacity_gib
 
-    def intervals(self) -> dict[str, dict[str, float]]:
-        """Peaks of the fullest stage with 90 % intervals, see `simulate.memory.overhead`."""
+    def intervals_of(self, stage: int) -> dict[str, dict[str, float]]:
+        """Peaks of a stage with 90 % intervals, see `simulate.memory.overhead`."""
         return overhead.intervals(
-            max(self.allocated_by_stage_gib),
-            max(self.reserved_by_stage_gib),
-            max(self.by_stage_gib),
+            self.allocated_by_stage_gib[stage],
+            self.reserved_by_stage[stage],
+            self.context_by_stage_gib[stage],
         )
 
+    def intervals(self) -> dict[str, dict[str, float]]:
+        """As `intervals_of`, of the stage that is fullest by each."""
+        every = [self.intervals_of(stage) for stage in range(len(self.reserved_by_stage))]
+        return {
+            kind: max((one[kind] for one in every), key=itemgetter("median")) for kind in every[0]
+        }
 
-def _captured_bytes(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> float:
-    """What the allocator takes from the device for a step in a CUDA graph."""
-    owned = _owned(model, p, stage)
+
+class Captured(NamedTuple):
+    """Bytes that the allocator has taken from the device for a step in a CUDA graph."""
+
+    states: float  # of the model: weights, gradients, optimizer's
+    kept: float  # blocks outside the graph's pool that hold nothing
+    pool: float  # the graph's own
+
+    @property
+    def reserved(self) -> float:
+        return sum(self)
+
+
+def captured(model: ModelSpec, p: Parallelism, stage: int) -> Captured:
+    """What a GPU of `stage` holds while its passes are replayed."""
+    held, owned = stage_memory(model, p, stage), _owned(model, p, stage)
     states = logits.states_bytes(model, p, stage, owned, held.activations)
-    kept = kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned))
     passes = held.activations + held.temporary
-    pool = pool_bytes(model, p, stage, passes, _recomputed_bytes(model, p))
-    return held.weights + held.gradients + held.optimizer + kept + pool
-
-
-def _issued_gib(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> float:
-    """As `_captured_bytes`, in GiB, of a step that is issued."""
-    owned = _owned(model, p, stage)
-    states = logits.states_bytes(model, p, stage, owned, held.activations)
-    beyond = overhead.beyond_gib(
-        _clipping_bytes(model, p, stage, owned) / GIB,
-        held.activations / GIB,
-        logits.another_bytes(model, p, stage, states) / GIB,
+    return Captured(
+        held.weights + held.gradients + held.optimizer,
+        kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned)),
+        pool_bytes(model, p, stage, passes, recomputed_bytes(model, p)),
     )
-    return (held.allocated + blocks_apart_bytes(model, p, stage)) / GIB + beyond
+
+
+def _issued(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> Reserved:
+    """What the allocator takes from the device for a step that is issued."""
+    owned = _owned(model, p, stage)
+    handed_out = (held.allocated + blocks_apart_bytes(model, p, stage)) / GIB
+    clipping, activations = _clipping_bytes(model, p, stage, owned) / GIB, held.activations / GIB
+    least = overhead.beyond_gib(clipping, activations)
+    states = logits.states_bytes(model, p, stage, owned, held.activations)
+    most = max(least, logits.another_bytes(model, p, stage, states) / GIB)
+    told = least if logits.leaves_room(model, p) else most
+    return Reserved(handed_out + told, handed_out + least, handed_out + most)
 
 
 def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memory:
     """Memory of every stage."""
-    allocated, reserved, device, needed = [], [], [], []
+    allocated, reserved, needed, beside = [], [], [], []
     contexts: dict[tuple[bool, bool], float] = {}  # stages between the first and the last are alike
     for stage in range(p.pp):
         held = stage_memory(model, p, stage)
         ends = (stage == 0, stage == p.pp - 1)
         if ends not in contexts:
             contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
-        context = contexts[ends]
+        beside.append(contexts[ends])
         allocated.append(held.allocated / GIB)
-        if p.cuda_graphs:
-            reserved.append(_captured_bytes(model, p, stage, held) / GIB)
-            needed.append(reserved[-1] + context)  # a graph's blocks cannot be given back
+        if p.cuda_graphs:  # whose blocks cannot be given back
+            gib = captured(model, p, stage).reserved / GIB
+            small = model.lora_rank > 0 or p.recompute == "full"
+            reserved.append(Reserved(gib, gib, gib * (MOST_OF_SMALL if small else 1.0)))
+            needed.append(reserved[-1].gib + beside[-1])
         else:
-            reserved.append(_issued_gib(model, p, stage, held))
-            needed.append(overhead.needed_gib(held.allocated / GIB) + context)
-        device.append(reserved[-1] + context)
-    fullest = device.index(max(device))
-    return Memory(
-        tuple(allocated),
-        tuple(reserved),
-        tuple(device),
-        max(needed),
-        device[fullest] - reserved[fullest],
-        node.memory_gib,
-    )
+            reserved.append(_issued(model, p, stage, held))
+            needed.append(overhead.needed_gib(allocated[-1]) + beside[-1])
+    return Memory(tuple(allocated), tuple(reserved), tuple(beside), max(needed), node.memory_gib)

@@ -1,0 +1,75 @@
+"""What autograd keeps of one layer from its forward to its backward pass.
+
+Source: Korthikanti et al. (arXiv 2205.05198), section 4, recounted tensor by tensor for what
+Megatron-Core 0.16's layers keep, with fused attention, which keeps no score matrix. A view keeps
+all of what it looks into, so values that are a view of the QKV product keep all of that.
+"""
+
+from simulate.cost.imbalance import largest_share
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step_parts import shapes
+
+
+def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Bytes that one layer keeps from its forward to its backward pass, for one microbatch."""
+    s = shapes(model, p)
+    outside = 2.0 * s.local_tokens * model.hidden  # one bf16 tensor outside the tp region
+    if p.recompute == "full":
+        return outside
+    # both norms' inputs and outputs; a gathered input is gathered again, not kept
+    kept = (2 + 2 * _of_input(p)) * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
+    return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
+
+
+def recomputed_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Bytes of a layer that come back for its backward pass; 0 where they were kept."""
+    if p.recompute != "full":
+        return 0.0
+    return layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
+
+
+def _of_input(p: Parallelism) -> float:
+    """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
+    return 0.5 if p.fp8 and p.on_engine else 1.0
+
+
+def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Between the QKV product and the projection (transformer/attention.py)."""
+    tokens = shapes(model, p).tokens
+    heads = model.heads // p.tp
+    kv_heads = max(model.kv_heads // p.tp, 1)
+    one_head = 2.0 * tokens * model.head_dim
+    # the product, of which values are a view: all ranks' where they gather it; and the output
+    held = p.tp if model.kv_heads < p.tp else 1
+    kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
+    if _of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
+        kept += (_of_input(p) - (p.recompute == "selective")) * heads * one_head
+    if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
+        if not p.on_engine:  # where values are no view there, but copied beside these
+            kept += (heads + kv_heads) * one_head
+        kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
+    elif heads != kv_heads:  # grouped queries are reshaped, which copies them
+        kept += heads * one_head
+    if p.recompute == "none":
+        if p.cp > 1:  # ring attention's output lies by heads, the projection's input is a copy
+            kept += heads * one_head
+        kept += 4.0 * tokens * heads  # softmax statistics, fp32
+    return kept
+
+
+def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """Between the second norm and the sum with the residual (transformer/mlp.py, moe/)."""
+    s = shapes(model, p)
+    rows = s.tokens * max(model.top_k, 1)
+    wide = 2.0 * rows * (model.ffn_hidden // p.tp)
+    # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
+    # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
+    gated = 3 if p.on_engine else 5
+    kept = ((gated if model.gated else 2) - 1 + _of_input(p)) * wide
+    wide *= largest_share(model, p)
+    kept *= largest_share(model, p)
+    if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
+        kept += 2.0 * rows * model.hidden + wide
+    return kept
