@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     rows: list[Held] = []
     if options.measure:
         plan = read_table(options.plan, TrainingConfig, others_ignored=True)
-        if any(row.gpus > 1 or not row.cuda_graphs for row in plan):
+        if any(row.parallelism().gpus > 1 or not row.cuda_graphs for row in plan):
             raise UserError(f"{options.plan}: --measure captures steps of one GPU with cuda_graphs")
         for row in measured(plan):
             rows.append(row)
