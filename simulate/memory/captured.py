@@ -19,12 +19,16 @@ from spec.step_parts import shapes
 
 # beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
 BRANCH_BYTES = 92 * 2**10
-# of blocks that states lie in but logits never did: at most half a GiB of eleven steps' traces
-LEFT_BYTES = 0.45 * 2**30
-FILLED = 0.9  # of freed blocks by gradients of other sizes; 119 steps on H200
-# Of 119 steps, 21 of adapters or recomputed layers take up to 1.35 of what is told: adapters'
-# small tensors, and a recomputed layer's, lie where they are not looked for here.
-MOST_OF_SMALL = 1.25
+# Of the allocator's lists of 38 steps on H200 (`benchmarks.pools`): freed blocks that gradients of
+# other sizes fill; what of a last microbatch's finds none, where layers are wider than their tokens
+# are many or keep nothing; and what blocks of activations that states lie in have beside these.
+FILLED = 0.9
+LAST = 0.8
+BESIDE_STATES = 0.3
+WORKSPACE = 32 * 2.0**20  # of the backward pass's products, see `simulate.memory.peak`
+# Of adapters and of recomputed layers 25 steps take 0.87 to 1.3 of what is told, others 0.95 to
+# 1.08: what is small lies where it is not looked for here.
+OF_SMALL = (0.93, 1.22)
 
 
 def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
@@ -47,35 +51,57 @@ def pool_bytes(
 ) -> float:
     """Bytes of the graph's own pool, of whose tensors `passes` are an issued microbatch's.
 
-    A microbatch's gradients lie in what its activations, and its logits in fp32, leave free, where
-    these are larger: so the last one's need nothing, and all before need as many blocks of logits
-    as they fill, or begin to; or, where all fit what `recomputed` bytes of a layer leave, another
-    such layer.
+    A microbatch's gradients lie in what its activations, and its logits in fp32, leave free. So the
+    last one's need little, and all before need as many blocks of logits as they fill or begin to;
+    adapters', where layers of `recomputed` bytes leave more room, another such layer.
     """
     gradients = handed_over_bytes(model, p, stage) / p.microbatches
-    before = (p.microbatches - 1) * gradients / FILLED
+    before = (p.microbatches - 1) * gradients
     block = logits.fp32_bytes(model, p, stage)
-    if block and p.microbatches > 1 and gradients <= block:
-        if recomputed and not logits.beyond_activations(model, p, 2.0):
-            before = max(before, min(block, recomputed))
-        else:
-            before = block * max(ceil(before / block), 1)
-    # a matrix of weights is as wide as what it is multiplied with, whose rows are tokens
-    last = gradients if shapes(model, p).tokens < model.hidden else max(gradients - passes, 0.0)
-    return passes + before + last
+    if p.microbatches == 1:
+        return passes + max(gradients - passes, 0.0)
+    if model.lora_rank and recomputed:
+        return passes + max(before, recomputed)
+    if gradients <= block:
+        return passes + block * max(ceil(before / block), 1)
+    if recomputed or shapes(model, p).tokens < model.hidden:
+        return passes + before + LAST * gradients
+    return passes + before / FILLED
 
 
 def kept_bytes(
-    model: ModelSpec, p: Parallelism, stage: int, states: float, clipping: float
+    model: ModelSpec, p: Parallelism, stage: int, states: logits.States, clipping: float
 ) -> float:
     """Bytes outside that pool that hold nothing while it is replayed.
 
-    Of the logits' blocks that `states` bytes of Adam's lie in, see `logits.states_bytes`, or what
-    `clipping` copies a gradient into.
+    Of the logits' blocks with `states` of Adam's in them, or with what the backward pass's products
+    work in, unless a layer leaves room for that; of activations' with states; and what `clipping`
+    copies a gradient into, if none of these has room for it.
     """
-    if model.lora_rank:  # the states of adapters share blocks of a few MiB
-        return clipping
-    return max(logits.kept_bytes(model, p, stage, states), clipping) + LEFT_BYTES
+    in_fp32 = logits.fp32_bytes(model, p, stage)
+    room, held = [in_fp32 / 2, in_fp32], {1: WORKSPACE}
+    if model.lora_rank or logits.leaves_room(model, p):
+        held = {}
+
+    def put(nbytes: float, least: float) -> float:
+        """Into the smallest block that has `least` bytes free; what is left of it."""
+        for block in (0, 1):
+            free = room[block] - held.get(block, 0.0)
+            if free >= max(least, 1.0):
+                held[block] = held.get(block, 0.0) + min(nbytes, free)
+                return nbytes - min(nbytes, free)
+        return nbytes
+
+    for _ in range(states.tables):
+        put(states.table, states.table)
+    if states.beyond:
+        put(put(states.beyond, 0.0), 0.0)
+    free = [max(room[block] - nbytes, 0.0) for block, nbytes in held.items()]
+    kept = sum(free) + BESIDE_STATES * states.within
+    if not model.lora_rank:  # two of the largest states lie in segments that they do not fill
+        gate = 2 if model.gated else 1
+        kept += 2 * logits.STATE_BYTES * model.hidden * model.ffn_hidden * gate / p.tp / 2
+    return kept + (clipping if clipping > max(free, default=0.0) else 0.0)
 
 
 def graph_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:

@@ -15,7 +15,7 @@ from simulate.memory import logits, overhead
 from simulate.memory.activations import layer_activation_bytes, recomputed_bytes
 from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
-from simulate.memory.captured import MOST_OF_SMALL, kept_bytes, pool_bytes
+from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes
 from simulate.memory.overhead import Reserved
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
 from spec.buckets import largest_piece, owned_pieces
@@ -315,12 +315,13 @@ class Captured(NamedTuple):
 def captured(model: ModelSpec, p: Parallelism, stage: int) -> Captured:
     """What a GPU of `stage` holds while its passes are replayed."""
     held, owned = stage_memory(model, p, stage), _owned(model, p, stage)
-    states = logits.states_bytes(model, p, stage, owned, held.activations)
+    recomputed = recomputed_bytes(model, p)
+    states = logits.states(model, p, stage, owned, held.activations + recomputed)
     passes = held.activations + held.temporary
     return Captured(
         held.weights + held.gradients + held.optimizer,
         kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned)),
-        pool_bytes(model, p, stage, passes, recomputed_bytes(model, p)),
+        pool_bytes(model, p, stage, passes, recomputed),
     )
 
 
@@ -330,8 +331,8 @@ def _issued(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> 
     handed_out = (held.allocated + blocks_apart_bytes(model, p, stage)) / GIB
     clipping, activations = _clipping_bytes(model, p, stage, owned) / GIB, held.activations / GIB
     least = overhead.beyond_gib(clipping, activations)
-    states = logits.states_bytes(model, p, stage, owned, held.activations)
-    most = max(least, logits.another_bytes(model, p, stage, states) / GIB)
+    states = logits.states(model, p, stage, owned, held.activations)
+    most = max(least, logits.another_bytes(model, p, stage, states.among_logits) / GIB)
     told = least if logits.leaves_room(model, p) else most
     return Reserved(handed_out + told, handed_out + least, handed_out + most)
 
@@ -350,7 +351,8 @@ def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memo
         if p.cuda_graphs:  # whose blocks cannot be given back
             gib = captured(model, p, stage).reserved / GIB
             small = model.lora_rank > 0 or p.recompute == "full"
-            reserved.append(Reserved(gib, gib, gib * (MOST_OF_SMALL if small else 1.0)))
+            low, high = OF_SMALL if small else (1.0, 1.0)
+            reserved.append(Reserved(gib, gib * low, gib * high))
             needed.append(reserved[-1].gib + beside[-1])
         else:
             reserved.append(_issued(model, p, stage, held))
