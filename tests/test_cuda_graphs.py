@@ -3,7 +3,7 @@
 import json
 from math import hypot
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import pytest
@@ -26,8 +26,7 @@ from simulate.hardware.graphs import (
 )
 from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.allocator import MIB, uncut_bytes
-from simulate.memory.captured import handed_over_bytes
-from simulate.memory.peak import memory, stage_memory
+from simulate.memory.peak import stage_memory
 from simulate.plans.find import candidates
 from simulate.plans.rough import Rough
 from simulate.validation.cases import kind_of
@@ -46,7 +45,6 @@ from spec.step import trained_parameters
 from spec.training_records import TrainingConfig
 from tests.commands import RESULTS, called, projected
 from tests.simulated_steps import CALIBRATION, FABRIC, LORA, MODEL, MOE, NODE, simulate
-from tests.test_memory import Case, errors, measured
 from topologies import load_node
 
 P = Parallelism(microbatch=2, global_batch=8)
@@ -217,27 +215,6 @@ def test_a_search_keeps_them_and_ranks_by_them() -> None:
     assert rough.step_us(P) == Rough(MODEL, NODE, FABRIC, slow_host()).step_us(P)
 
 
-def test_each_microbatch_keeps_its_gradients() -> None:
-    """In bf16; on Transformer Engine those of the table alone, and of norms."""
-    table = MODEL.vocab * MODEL.hidden
-    assert handed_over_bytes(MODEL, P, 0) == 0
-    assert handed_over_bytes(MODEL, GRAPHS, 0) == 4 * 2 * MODEL.parameters()
-    few = handed_over_bytes(MODEL, TE, 0)
-    assert few == pytest.approx(4 * 2 * 2 * table, rel=0.001)
-    tied = MODEL.resized(tied_embeddings=True)
-    assert handed_over_bytes(tied, TE, 0) == few  # one gradient of it from either end
-    assert handed_over_bytes(LORA, GRAPHS, 0) == 4 * 2 * sum(trained_parameters(LORA, GRAPHS, 0))
-    issued, replayed = (memory(MODEL, one, NODE, FABRIC) for one in (P, GRAPHS))
-    more = replayed.reserved_by_stage_gib[0] - issued.reserved_by_stage_gib[0]
-    held = handed_over_bytes(MODEL, GRAPHS, 0) / 2**30
-    assert more == pytest.approx(held + 0.0625)  # and what the stream's products work in
-    beside = replayed.context_gib - issued.context_gib
-    tensors = 8 * 6 + 3  # of layers, and both tables and the last norm
-    assert beside == pytest.approx(4 * tensors * 92 / 2**20)
-    needed = replayed.needed_gib - issued.needed_gib
-    assert needed == pytest.approx(held + 1.05 * 0.0625 + beside)
-
-
 def test_adapters_tensors_are_too_small_to_leave_anything() -> None:
     assert owned_pieces(LORA, P, 0) == ()
 
@@ -260,34 +237,6 @@ def test_pieces_of_tensors_are_what_the_optimizer_owns(more: dict[str, Any]) -> 
     assert sum(pieces) == pytest.approx(owned)
     assert stage_memory(MODEL, p, 0).optimizer == pytest.approx(12 * owned, rel=1e-3)
     assert stage_memory(MODEL, p, 0).optimizer >= 12 * owned
-
-
-FORTY_NINTH = "20261129-09"  # that visit's runs come behind
-
-
-def captured(engine: bool) -> list[Case]:
-    return [one for one in measured("2x-h200", engine=engine) if one[0].cuda_graphs]
-
-
-def test_measured_peaks_of_captured_steps() -> None:
-    """The first seven were in view."""
-    cases = [one for one in captured(False) + captured(True) if one[-1] < FORTY_NINTH]
-    assert len(cases) >= 36
-    assert fmean(errors(cases, "allocated")) < 0.005
-    assert max(errors(cases, "allocated")) < 0.013
-    assert fmean(errors(cases, "device")) < 0.03
-    assert max(errors(cases, "device")) < 0.11
-
-
-def test_peaks_of_captured_steps_that_were_forecast_before_they_ran() -> None:
-    """Of the drawn eight a narrow one has 17 % too much, one of many logits a third too little."""
-    cases = [one for one in captured(False) if FORTY_NINTH < one[-1] < "20261129-10"]
-    drawn, over_two = ([one for one in cases if one[0].parallelism().gpus == n] for n in (1, 2))
-    assert len(drawn) == 8
-    assert len(over_two) >= 10
-    assert max(errors(cases, "allocated")) < 0.005
-    assert sum(off < 0.07 for off in errors(drawn, "device")) >= 6
-    assert fmean(errors(over_two, "device")) < 0.07
 
 
 def test_a_projection_says_what_was_replayed(tmp_path: Path) -> None:
