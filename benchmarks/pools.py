@@ -4,8 +4,9 @@
 
 `--measure` captures each of a plan's steps on the first GPU and reads the allocator's own lists of
 segments. Then, by default from `pools.csv` beside this file, it prints what lies outside the
-graph's pool and holds nothing, and the pool, beside what `simulate.memory` says. docs/visits.md has
-what came (the fiftieth visit).
+graph's pool and holds nothing, and the pool, beside what `simulate.memory` says, and the peak of
+the steps issued before, of which it says nothing. docs/visits.md has what came (the fiftieth
+visit).
 """
 
 import multiprocessing
@@ -80,7 +81,7 @@ def _held(row: TrainingConfig) -> Held:
 
 def summary(rows: Sequence[Held]) -> str:
     """Each step's parts and all of it, told and measured."""
-    lines = [("step", "kept", "told", "pool", "told", "reserved", "told")]
+    lines = [("step", "kept", "told", "pool", "told", "reserved", "told", "before the capture")]
     for row in rows:
         told = captured(row.model_spec(), row.parallelism(), 0)
         whole = row.states_gib + row.kept_gib + row.pool_gib
@@ -91,6 +92,7 @@ def summary(rows: Sequence[Held]) -> str:
                 *(f"{one:.2f}" for one in parts),
                 f"{whole:.2f} GiB",
                 f"{told.reserved / GIB / whole - 1:+.1%}",
+                f"{row.issued_gib:.2f} GiB",
             )
         )
     return "\n".join(command.aligned(lines))
