@@ -6,9 +6,10 @@ of role `fit`; rows of role `judge` are only compared with.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import log, sqrt
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,10 @@ class Evidence:
     lent: Sequence[tuple["Evidence", Sequence[tuple[str, str, str]]]] = ()
     judged_too: bool = False  # rows of role `judge` are fitted on as well, once they have judged
 
-    @property
+    # what `rows` has put together: it is asked again and again
+    _rows: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
     def with_judged(self) -> "Evidence":
         """With the rows of role `judge` among those to fit on: for what is not judged by them."""
         return replace(self, judged_too=True)
@@ -101,12 +105,14 @@ class Evidence:
     def rows(self, row: type[R], role: str = "fit") -> list[tuple[str, R]]:
         """(run, row) of every row of a table; those of role `judge` only to be compared with."""
         roles = ("fit", "judge") if self.judged_too else (role,)
-        return [
-            (one.manifest.run, self.as_shown(one.manifest.run, record))
-            for one in self.runs
-            for record in one.table(row)
-            if record.role in roles
-        ]
+        if (row, roles) not in self._rows:
+            self._rows[row, roles] = [
+                (one.manifest.run, self.as_shown(one.manifest.run, record))
+                for one in self.runs
+                for record in one.table(row)
+                if record.role in roles
+            ]
+        return list(self._rows[row, roles])
 
     def as_shown(self, run: str, record: R) -> R:
         """A row with the clock that a monitor showed, the time of a mean host, and a queue's times.

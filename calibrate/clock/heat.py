@@ -1,15 +1,16 @@
 """A GPU's temperature from its power: thermal resistances and time constants, out of telemetry.
 
-Judged on each run by a fit on the others: given the first minute, which tells where the run starts
-from, the model follows the power that was measured and must say how warm each device is wherever
-that power has been steady for some seconds. `heat-100` of the heat suite is judged with its power
-held constant, too. Of runs with training steps only temperature and power are read, never how long
-a step took.
+Judged on each run by a fit on others, a twelfth of runs left out: given the first minute, which
+tells where the run starts from, the model follows the power that was measured and must say how warm
+each device is wherever that power has been steady for some seconds. `heat-100` of the heat suite is
+judged with its power held constant, too. Of runs with training steps only temperature and power are
+read, never how long a step took.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ END_BINS = 3  # of those, judged
 STEADY_CASE, STEADY_END_S = "heat-100", 30.0
 TIMES_S = (1.0, 30.0)  # to start from
 POLES = len(TIMES_S)
+FOLDS = 12  # parts that runs are left out in: a fit for each run takes minutes with a hundred runs
 INDEPENDENT_S = 5.0  # errors of one second resemble those of the next
 
 
@@ -202,18 +204,19 @@ def fit_heat(evidence: Evidence, ledger: Ledger) -> ThermalFit | None:
     runs = list(dict.fromkeys(one.run for one in used))
     apart: list[ThermalFit] = []
     cases, steady = Errors(), Errors()
-    for run in runs if len(runs) > 1 else ():
-        others = model([one for one in used if one.run != run])
+    for first in range(min(len(runs), FOLDS)) if len(runs) > 1 else ():
+        left_out = set(runs[first::FOLDS])
+        others = model([one for one in used if one.run not in left_out])
         apart.append(others)
         for one in used:
-            if one.run == run:
+            if one.run in left_out:
                 judge(others, one, cases)
                 judge_steady(others, one, steady)
     _note(ledger, found, used, apart, where)
     if cases.own:
         found = found.model_copy(update={"error_c": rounded(cases.rms_c())})
     usual = found.error_c
-    cases.score(ledger, "steady power, each run by a fit on the others and its first 60 s", usual)
+    cases.score(ledger, "steady power, each run by a fit on others and its first 60 s", usual)
     split = f"last {STEADY_END_S:.0f} s of a constant load, given its first 60 s"
     steady.score(ledger, split, usual)
     return found
@@ -254,14 +257,18 @@ def solve(
     for one in used:
         by_device.setdefault(one.uuid_hash, []).append(one)
 
+    @lru_cache(maxsize=2 * len(used))  # each slope of the search moves one of the times
+    def lagged(device: str, index: int, time: float) -> Array:
+        return exponential_mean(by_device[device][index].power_w, time, BIN_S)
+
     def linear(times: Iterable[float]) -> tuple[list[Array], Array]:
         answers, misses = [], []
-        for some in by_device.values():
+        for device, some in by_device.items():
             blocks = []
             for index, one in enumerate(some):
                 own = np.zeros((len(one.power_w), len(some)))
                 own[:, index] = 1.0
-                lags = [exponential_mean(one.power_w, time, BIN_S) for time in times]
+                lags = [lagged(device, index, float(time)) for time in times]
                 blocks.append(np.column_stack([*lags, own]))
             matrix = np.vstack(blocks)
             measured = np.concatenate([one.temperature_c for one in some])
@@ -296,7 +303,7 @@ def _note(
         value = getattr(found, name)
         wide = (0.5 * value, 2 * value)
         if apart:
-            # a fit without one of n runs moves by about an n-th of how far runs differ; Student's
+            # a fit without one of n parts moves by about an n-th of how far they differ; Student's
             ends = np.log([getattr(one, name) for one in apart])
             sd = float(np.sqrt((len(ends) - 1) * np.mean((ends - ends.mean()) ** 2)))
             wide = log_interval(value, sd * float(stdtrit(len(ends) - 1, 0.95)) / Z90)

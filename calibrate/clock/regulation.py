@@ -84,7 +84,7 @@ def fit_regulation(
         value = getattr(found, name)
         low, high = (above + end for end in log_interval(value - above, float(sd_of)))
         ledger.note(f"clock.{name}", value, unit, (low, high), "measured", detail.format(told))
-    _judge(devices, state, sd, ledger)
+    _judge(devices, state, found, sd, ledger)
     return found
 
 
@@ -138,7 +138,11 @@ def _pulsed(
     )
 
 
-def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, Array, float]:
+def _fitted(
+    devices: Sequence[Pulsed],
+    state: ClockState,
+    starts: Sequence[tuple[float, float, float]] = ATTEMPTS,
+) -> tuple[Regulation, Array, float]:
     """The regulation, the sd of the logarithms of its three numbers, and that of pulses."""
 
     def regulation(at: Array) -> Regulation:
@@ -162,7 +166,7 @@ def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, A
         least_squares(
             off_and_prior, np.log(start), bounds=np.log(BOUNDS), loss="soft_l1", f_scale=PULSE_SD
         )
-        for start in ATTEMPTS
+        for start in starts
     ]
     best = min(tries, key=lambda one: float(one.cost))
     sd = float(np.sqrt(np.mean(off(best.x) ** 2)))
@@ -173,22 +177,28 @@ def _fitted(devices: Sequence[Pulsed], state: ClockState) -> tuple[Regulation, A
     return by, spread if best.x[0] <= best.x[2] else spread[::-1], sd
 
 
-def _judge(devices: Sequence[Pulsed], state: ClockState, sd: float, ledger: Ledger) -> None:
-    """Each device by the others' regulation, beside its own level without pauses."""
+def _judge(
+    devices: Sequence[Pulsed], state: ClockState, found: Regulation, sd: float, ledger: Ledger
+) -> None:
+    """Each device by the others' regulation, beside its own level without pauses.
+
+    Where the search begins at what all said: from everywhere it takes minutes.
+    """
+    everyone = [(found.memory_us, found.surge - 1, found.long_memory_us)]
     if len(devices) < 2:
         return
     judged: list[Judged] = []
     filled: list[Judged] = []
     for number, one in enumerate(devices):
-        by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state)
+        by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state, everyone)
         level_us = one.top_us * state.product_slower(
             state.clock_of_power(one.room_w / one.compute_w)
         )
         for row in [*one.rows, *one.filled]:
             predicted = one.product_us(row, by, state)
             off = hypot(sd, one.level_sd)
-            found = judged if row.pause_op == "none" else filled
-            found.append(Judged(predicted, off, row.busy_us / row.products, level_us))
+            kind = judged if row.pause_op == "none" else filled
+            kind.append(Judged(predicted, off, row.busy_us / row.products, level_us))
     ledger.score("regulation", "each device by the others", judged, "time without pauses")
     if filled:
         ledger.score("regulation", "sums in pauses, by empty ones", filled, "time without pauses")
