@@ -1,6 +1,7 @@
 """What PyTorch's allocator holds of a step replayed from a CUDA graph, pool by pool.
 
-    python -m benchmarks.pools [FILE] [--measure FILE --plan FILE]
+    python -m benchmarks.pools [FILE]
+    python -m benchmarks.pools --measure FILE --plan FILE
 
 `--measure` captures each of a plan's steps on the first GPU and reads the allocator's own lists of
 segments. Then, by default from `pools.csv` beside this file, it prints what lies outside the
@@ -38,6 +39,10 @@ class Held(TrainingConfig):
 
 def measured(rows: Sequence[TrainingConfig]) -> Iterator[Held]:
     """Every step in a process of its own: Megatron-Core keeps a process's first graph."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("--measure needs a GPU, and torch finds none here")
     context: Any = multiprocessing.get_context("forkserver")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # opens no driver where it forks
     context.set_forkserver_preload(["measure.training.rank"])
@@ -104,12 +109,14 @@ def main(arguments: Sequence[str]) -> None:
     own = Path(__file__).with_suffix(".csv")
     parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
-    parser.add_argument("--plan", type=Path, default=own, help="steps (default: those of FILE)")
+    parser.add_argument("--plan", type=Path, help="steps to measure, such as pools.csv")
     options = parser.parse_args(arguments)
+    if bool(options.measure) != bool(options.plan):
+        raise UserError("--measure FILE and --plan FILE go together: give both, or neither")
     rows: list[Held] = []
     if options.measure:
         plan = read_table(options.plan, TrainingConfig, others_ignored=True)
-        if any(row.parallelism().gpus > 1 or not row.cuda_graphs for row in plan):
+        if not plan or any(row.parallelism().gpus > 1 or not row.cuda_graphs for row in plan):
             raise UserError(f"{options.plan}: --measure captures steps of one GPU with cuda_graphs")
         for row in measured(plan):
             rows.append(row)

@@ -97,7 +97,7 @@ class Evidence:
         """With the rows of role `judge` among those to fit on: for what is not judged by them."""
         return replace(self, judged_too=True)
 
-    @property
+    @cached_property
     def of_gpu(self) -> "Evidence":
         """With the runs that only tell of the GPU."""
         return replace(self, runs=[*self.same_gpu, *self.runs], same_gpu=(), lent=())

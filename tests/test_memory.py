@@ -27,6 +27,7 @@ KINDS = ("allocated", "reserved", "device")
 SIXTH, SEVENTH = "20261122", "20261122-07"  # the visits' runs on four H200 come after these
 TWENTY_FIFTH = "20261125"
 TWENTY_SIXTH = "20261126"
+FIFTY_FIRST = "20261129-13"
 MODEL = load_model("llama3-8b").resized(layers=8, seq_len=4096)
 
 
@@ -158,7 +159,6 @@ def test_communicators_are_what_lies_beside_the_reserved_memory(
     system: str, worst_gib: float
 ) -> None:
     """1.2 to 5.6 GiB a rank. Trees between nodes, 4 to 75 MiB, are not counted."""
-    before = 0
     for row, stage, _, run in measured(system):
         ranks = [
             [float(part) for part in (text or "").split(",")]
@@ -179,9 +179,8 @@ def test_communicators_are_what_lies_beside_the_reserved_memory(
         # of adapters' recomputed layers a graph keeps more
         recomputed = row.lora_rank > 0 and row.recompute == "full"
         assert real - counted < (0.07 if recomputed else 0.035), where
-        # a peak of the steps issued before is gone when the device is asked
-        before += real - counted < -0.035
-    assert before <= (8 if system == "2x-h200" else 0)
+        # until the fiftieth visit a peak of the steps issued before was gone when it was read
+        assert real > counted - 0.035 or run < FIFTY_FIRST, where
 
 
 def test_a_rank_alone_takes_more_than_a_connection_in_the_node() -> None:

@@ -1,6 +1,6 @@
 """A GPU's temperature from its power: thermal resistances and time constants, out of telemetry.
 
-Judged on each run by a fit on others, a twelfth of runs left out: given the first minute, which
+Judged on each run by a fit on others, a part of runs left out: given the first minute, which
 tells where the run starts from, the model follows the power that was measured and must say how warm
 each device is wherever that power has been steady for some seconds. `heat-100` of the heat suite is
 judged with its power held constant, too. Of runs with training steps only temperature and power are
@@ -257,7 +257,7 @@ def solve(
     for one in used:
         by_device.setdefault(one.uuid_hash, []).append(one)
 
-    @lru_cache(maxsize=2 * len(used))  # each slope of the search moves one of the times
+    @lru_cache(maxsize=4 * len(used))  # each slope of the search moves one of two times
     def lagged(device: str, index: int, time: float) -> Array:
         return exponential_mean(by_device[device][index].power_w, time, BIN_S)
 

@@ -184,13 +184,13 @@ def _judge(
 
     Where the search begins at what all said: from everywhere it takes minutes.
     """
-    everyone = [(found.memory_us, found.surge - 1, found.long_memory_us)]
     if len(devices) < 2:
         return
+    everyone = np.clip((found.memory_us, found.surge - 1, found.long_memory_us), *BOUNDS)
     judged: list[Judged] = []
     filled: list[Judged] = []
     for number, one in enumerate(devices):
-        by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state, everyone)
+        by, _, _ = _fitted([*devices[:number], *devices[number + 1 :]], state, [tuple(everyone)])
         level_us = one.top_us * state.product_slower(
             state.clock_of_power(one.room_w / one.compute_w)
         )

@@ -157,10 +157,12 @@ class Ranks:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
             return {"allocated": None, "reserved": None, "device": peak / 2**30}
         free, total = _cuda.mem_get_info()
+        # less than was reserved at most where a capture has given blocks back
+        given_back = _cuda.max_memory_reserved() - _cuda.memory_reserved()
         return {
             "allocated": _cuda.max_memory_allocated() / 2**30,
             "reserved": _cuda.max_memory_reserved() / 2**30,
-            "device": (total - free) / 2**30,
+            "device": (total - free + given_back) / 2**30,
         }
 
 

@@ -38,16 +38,16 @@ def states(
 ) -> States:
     """Of a GPU that updates `owned` parameters, and keeps `activations` bytes in its passes.
 
-    A table's state is larger than what a layer keeps, unless tokens are many: then it is counted
-    with layers'.
+    A table's state is larger than any tensor of a layer, unless tokens are many: then it lies among
+    these, and is counted with layers'.
     """
     table, tables = 0.0, 0
     if not model.lora_rank:
-        table = STATE_BYTES * (model.vocab // p.tp) * model.hidden
-        table /= p.dp * p.cp if p.zero else 1
+        table = STATE_BYTES * model.vocab / p.tp * model.hidden / shards(p)
         tables = 2 * _tables(model, p, stage)
     layers = 2 * STATE_BYTES * owned - table * tables
-    if tables and not beyond_activations(model, p, STATE_BYTES):
+    widest = 2.0 * shapes(model, p).tokens * model.ffn_hidden / p.tp * (2 if model.gated else 1)
+    if table <= widest:
         layers, table, tables = layers + table * tables, 0.0, 0
     within = min(layers, WITHIN_ACTIVATIONS * activations)
     return States(table, tables, within, layers - within)
@@ -60,11 +60,9 @@ def fp32_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     return 4.0 * shapes(model, p).tokens * model.vocab / p.tp
 
 
-def beyond_activations(model: ModelSpec, p: Parallelism, itemsize: float) -> bool:
-    """Whether a table of the vocabulary, of `itemsize` bytes an element, is larger than any tensor
-    of a layer, and so finds room in logits' blocks alone."""
-    widest = 2.0 * shapes(model, p).tokens * model.ffn_hidden * (2 if model.gated else 1)
-    return itemsize * model.vocab * model.hidden > widest
+def shards(p: Parallelism) -> int:
+    """Over how many GPUs the optimizer's states of one are spread."""
+    return p.dp * p.cp if p.zero else 1
 
 
 def leaves_room(model: ModelSpec, p: Parallelism) -> bool:

@@ -5,7 +5,6 @@ gradients, fp32 master weights and two fp32 moments. Activations: `simulate.memo
 """
 
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -293,10 +292,11 @@ class Memory:
         )
 
     def intervals(self) -> dict[str, dict[str, float]]:
-        """As `intervals_of`, of the stage that is fullest by each."""
+        """As `intervals_of`; each number is that of the stage where it is largest."""
         every = [self.intervals_of(stage) for stage in range(len(self.reserved_by_stage))]
         return {
-            kind: max((one[kind] for one in every), key=itemgetter("median")) for kind in every[0]
+            kind: {name: max(one[kind][name] for one in every) for name in numbers}
+            for kind, numbers in every[0].items()
         }
 
 
@@ -317,7 +317,9 @@ def captured(model: ModelSpec, p: Parallelism, stage: int) -> Captured:
     held, owned = stage_memory(model, p, stage), _owned(model, p, stage)
     recomputed = recomputed_bytes(model, p)
     states = logits.states(model, p, stage, owned, held.activations + recomputed)
-    passes = held.activations + held.temporary
+    # the update, which may need more, is outside the graph
+    temporary = _temporary_bytes(model, p, stage, layer_activation_bytes(model, p))
+    passes = held.activations + temporary + 2 * WORKSPACES
     return Captured(
         held.weights + held.gradients + held.optimizer,
         kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned)),
@@ -348,13 +350,13 @@ def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memo
             contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
         beside.append(contexts[ends])
         allocated.append(held.allocated / GIB)
-        if p.cuda_graphs:  # whose blocks cannot be given back
+        needed.append(overhead.needed_gib(allocated[-1]) + beside[-1])
+        if p.cuda_graphs:  # whose blocks cannot be given back; steps are issued before, too
             gib = captured(model, p, stage).reserved / GIB
             small = model.lora_rank > 0 or p.recompute == "full"
             low, high = OF_SMALL if small else (1.0, 1.0)
             reserved.append(Reserved(gib, gib * low, gib * high))
-            needed.append(reserved[-1].gib + beside[-1])
+            needed[-1] = max(needed[-1], reserved[-1].gib + beside[-1])
         else:
             reserved.append(_issued(model, p, stage, held))
-            needed.append(overhead.needed_gib(allocated[-1]) + beside[-1])
     return Memory(tuple(allocated), tuple(reserved), tuple(beside), max(needed), node.memory_gib)
