@@ -2,6 +2,7 @@
 
 import json
 from math import ceil
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -10,11 +11,13 @@ from benchmarks.pools import Held, summary
 from simulate.memory.captured import handed_over_bytes, pool_bytes
 from simulate.memory.logits import another_bytes, fp32_bytes, leaves_room, states
 from simulate.memory.peak import GIB, captured, memory
+from simulate.projection.projected import Request, project, warnings
 from spec.files import read_table
+from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import trained_parameters
 from tests.commands import RESULTS
-from tests.simulated_steps import FABRIC, LORA, MODEL, NODE
+from tests.simulated_steps import CALIBRATION, FABRIC, LORA, MODEL, NODE
 from tests.test_memory import Case, errors, measured
 
 P = Parallelism(microbatch=2, global_batch=8)
@@ -139,6 +142,19 @@ def test_the_fullest_stage_holds_the_ends_of_all() -> None:
     whole = used.intervals()["device"]
     for end in ("low", "median", "high"):
         assert whole[end] == max(one[end] for one in every)
+
+
+def test_a_graph_that_may_not_fit_is_said_to() -> None:
+    """Between its median and the upper end of its interval."""
+    model = load_model("llama3.2-3b").resized(seq_len=4096)
+    p = Parallelism(global_batch=6, zero=1, cuda_graphs=True)
+    used = memory(model, p, NODE, FABRIC)
+    median, high = (used.intervals()["device"][name] for name in ("median", "high"))
+    for capacity, expected in ((median + 0.1, True), (high + 0.1, False)):
+        node = NODE.model_copy(update={"memory_gib": capacity})
+        request = Request(model, p, node, FABRIC, CALIBRATION, Path("unread.json"), draws=20)
+        said = " ".join(warnings(project(request)))
+        assert ("and a CUDA graph gives nothing back." in said) == expected
 
 
 def test_replicas_hold_fewer_states() -> None:

@@ -349,6 +349,11 @@ def warnings(projection: Projection) -> list[str]:
             "Memory is tight: the allocator must give back what it keeps, and steps may take "
             "longer than projected."
         )
+    elif p.cuda_graphs and (most := used.intervals()["device"]["high"]) > used.capacity_gib:
+        said.append(
+            f"Memory may not do: by its interval up to {most:.1f} of {used.capacity_gib:.1f} GiB, "
+            "and a CUDA graph gives nothing back."
+        )
     if p.ep > 1 and not r.model.expert_imbalance:
         said.append(
             "Experts get even loads, which trained routers do not give them: see "
