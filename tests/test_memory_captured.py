@@ -4,8 +4,11 @@ import json
 from math import ceil
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.pools import Held, summary
 from simulate.memory.captured import handed_over_bytes, pool_bytes
@@ -131,6 +134,38 @@ def test_intervals_hold_captured_steps_and_are_no_wider_than_they_must() -> None
     assert fmean(inside) > 0.95
     assert {round(high, 2) for small, high in wide if small} == {1.32}
     assert {round(high, 2) for small, high in wide if not small} == {1.08}
+
+
+@given(
+    st.sampled_from(["llama3-8b", "gpt2-xl", "qwen2.5-0.5b"]),
+    st.sampled_from([128, 2048, 8192]),
+    st.fixed_dictionaries(
+        {
+            "tp": st.sampled_from([1, 2]),
+            "pp": st.sampled_from([1, 2, 4]),
+            "dp": st.sampled_from([1, 8]),
+            "zero": st.sampled_from([0, 1]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+            "microbatch": st.integers(1, 6),
+        }
+    ),
+    st.sampled_from([0, 16]),
+    st.integers(1, 6),
+)
+@settings(max_examples=80, deadline=None)
+def test_intervals_are_in_order_and_graphs_need_no_less(
+    name: str, seq_len: int, split: dict[str, Any], lora_rank: int, microbatches: int
+) -> None:
+    model = load_model(name).resized(layers=4, seq_len=seq_len, vocab=50_304, lora_rank=lora_rank)
+    batch = microbatches * split["microbatch"] * split["dp"]
+    one = Parallelism(**split, vpp=1, global_batch=batch)
+    issued = memory(model, one, NODE, FABRIC)
+    replayed = memory(model, one.model_copy(update={"cuda_graphs": True}), NODE, FABRIC)
+    for used in (issued, replayed):
+        for peaks in (used.intervals(), *map(used.intervals_of, range(one.pp))):
+            for found in peaks.values():
+                assert found["low"] <= found["median"] <= found["high"]
+    assert replayed.needed_gib >= issued.needed_gib
 
 
 def test_the_fullest_stage_holds_the_ends_of_all() -> None:
