@@ -14,12 +14,14 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from simulate.memory.peak import GIB, captured
+from simulate.memory.peak import GIB, Captured, captured, stage_memory
 from spec import command
-from spec.errors import UserError
+from spec.errors import UserError, WorkError
 from spec.files import read_table, write_table
 from spec.fitted import NonNegative, Positive
 from spec.training_records import TrainingConfig
@@ -43,11 +45,14 @@ def measured(rows: Sequence[TrainingConfig]) -> Iterator[Held]:
 
     if not torch.cuda.is_available():
         raise UserError("--measure needs a GPU, and torch finds none here")
-    context: Any = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # opens no driver where it forks
     context.set_forkserver_preload(["measure.training.rank"])
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(_held, rows)
+    try:
+        with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+            yield from pool.map(_held, rows)
+    except BrokenProcessPool:
+        raise WorkError("a step's process was killed; the steps before it are written") from None
 
 
 def _held(row: TrainingConfig) -> Held:
@@ -84,11 +89,17 @@ def _held(row: TrainingConfig) -> Held:
     )
 
 
+def told_of(row: TrainingConfig) -> Captured:
+    """What `simulate.memory` says of a step."""
+    model, p = row.model_spec(), row.parallelism()
+    return captured(model, p, 0, stage_memory(model, p, 0))
+
+
 def summary(rows: Sequence[Held]) -> str:
     """Each step's parts and all of it, told and measured."""
     lines = [("step", "kept", "told", "pool", "told", "reserved", "told", "before the capture")]
     for row in rows:
-        told = captured(row.model_spec(), row.parallelism(), 0)
+        told = told_of(row)
         whole = row.states_gib + row.kept_gib + row.pool_gib
         parts = (row.kept_gib, told.kept / GIB, row.pool_gib, told.pool / GIB)
         lines.append(

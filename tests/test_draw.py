@@ -56,7 +56,7 @@ def test_what_committed_grids_draw_can_be_measured(path: Path) -> None:
     """And across the nodes that they say; new kinds of steps come up."""
     grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
     rng = random.Random("1a2b3c")
-    drawn = [one for one in (_random(grid, rng) for _ in range(1000)) if one is not None]
+    drawn = [one for one in (_random(grid, rng) for _ in range(3000)) if one is not None]
     assert len(drawn) > 100
     for model, p in drawn:
         refuse(model, p)

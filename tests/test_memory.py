@@ -27,7 +27,18 @@ KINDS = ("allocated", "reserved", "device")
 SIXTH, SEVENTH = "20261122", "20261122-07"  # the visits' runs on four H200 come after these
 TWENTY_FIFTH = "20261125"
 TWENTY_SIXTH = "20261126"
-FIFTY_FIRST = "20261129-13"
+# captured steps whose reserved peak, of steps issued before, was gone when the device was asked
+# for what it had lost; since the fiftieth visit that is counted
+GIVEN_BACK = {
+    ("20261129-121947", "gemma3-27b-L2-s3072-TP1-PP1-DP1-mb1-gb3-z1-graphs"),
+    ("20261129-121947", "llama2-7b-L4-s4096-TP1-PP1-DP1-lora16-mb2-gb12-z1-full-graphs"),
+    ("20261129-123210", "gemma3-27b-L4-s1024-TP1-PP1-DP1-lora16-mb4-gb24-z1-graphs"),
+    ("20261129-123210", "smollm2-135m-L30-s4096-TP1-PP1-DP1-mb8-gb16-z1-full-graphs"),
+    ("20261129-125634", "opt-66b-L2-s4096-TP1-PP1-DP1-lora16-mb4-gb8-z1-graphs"),
+    ("20261129-125634", "opt-2.7b-L2-s4096-TP1-PP1-DP1-mb4-gb16-z1-graphs"),
+    ("20261129-125634", "opt-66b-L4-s2048-TP1-PP1-DP1-mb2-gb6-z1-graphs"),
+    ("20261129-125634", "yi-34b-L2-s8192-TP1-PP1-DP1-mb2-gb8-z1-full-graphs"),
+}
 MODEL = load_model("llama3-8b").resized(layers=8, seq_len=4096)
 
 
@@ -172,15 +183,11 @@ def test_communicators_are_what_lies_beside_the_reserved_memory(
         )
         where = (node, load_fabric("loopback"))
         counted = context_gib(row.model_spec(), row.parallelism(), stage, *where)
-        where = f"{run}/{row.case_id} stage {stage}"
-        if not row.cuda_graphs:
-            assert counted == pytest.approx(real, abs=worst_gib), where
+        worst = 0.035 if row.cuda_graphs else worst_gib
+        if (run, row.case_id) in GIVEN_BACK:
+            assert real < counted
             continue
-        # of adapters' recomputed layers a graph keeps more
-        recomputed = row.lora_rank > 0 and row.recompute == "full"
-        assert real - counted < (0.07 if recomputed else 0.035), where
-        # until the fiftieth visit a peak of the steps issued before was gone when it was read
-        assert real > counted - 0.035 or run < FIFTY_FIRST, where
+        assert counted == pytest.approx(real, abs=worst), f"{run}/{row.case_id} stage {stage}"
 
 
 def test_a_rank_alone_takes_more_than_a_connection_in_the_node() -> None:

@@ -19,7 +19,9 @@ from spec.step_parts import shapes
 
 # beside the allocator, of gradients: 36 steps on H200 have 81 to 116 KiB but for two
 BRANCH_BYTES = 92 * 2**10
-RECOMPUTED = 2.4  # branches of a recomputed layer beside its gradients', nine steps have 0.3 to 4.2
+# branches of a recomputed layer beside its gradients': nine steps have 0.3 to 4.2; four with
+# adapters 4.0 to 7.8
+RECOMPUTED, WITH_ADAPTERS = 2.4, 6.2
 # Of the allocator's lists of 38 steps on H200 (`benchmarks.pools`): freed blocks that gradients of
 # other sizes fill; what of a last microbatch's finds none, where layers are wider than their tokens
 # are many or keep nothing; and what blocks of activations that states lie in have beside these.
@@ -108,6 +110,7 @@ def graph_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
         return 0.0
     forward, backward = layer(model, p)[:2]
     sent = sum(len(part.exposed) + len(part.hidden) for part in (*forward, *backward))
-    of_layer = sent + (RECOMPUTED if p.recompute == "full" else 0.0)
+    again = WITH_ADAPTERS if model.lora_rank else RECOMPUTED
+    of_layer = sent + (again if p.recompute == "full" else 0.0)
     branches = sum(trained_tensors(model, p, stage)) + of_layer * p.stage_layers(model)[stage]
     return float(BRANCH_BYTES * branches * p.microbatches)

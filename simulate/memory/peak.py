@@ -7,8 +7,6 @@ gradients, fp32 master weights and two fp32 moments. Activations: `simulate.memo
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from simulate.cost.imbalance import largest_share
 from simulate.memory import logits, overhead
 from simulate.memory.activations import layer_activation_bytes, recomputed_bytes
@@ -40,6 +38,7 @@ class StageMemory:
     optimizer: float
     activations: float
     temporary: float
+    passes: float  # of `temporary`, what the passes need: clipping may need more
 
     @property
     def allocated(self) -> float:
@@ -243,8 +242,11 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     update = _clipping_bytes(model, p, stage, owned)
     if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
         update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
-    temporary = max(temporary, update - activations) + (1 + p.cuda_graphs) * WORKSPACES
-    return StageMemory(weights, gradients, optimizer, activations, temporary)
+    workspaces = (1 + p.cuda_graphs) * WORKSPACES
+    most = max(temporary, update - activations) + workspaces
+    return StageMemory(
+        weights, gradients, optimizer, activations, most, passes=temporary + workspaces
+    )
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,8 @@ class Memory:
     @property
     def context_gib(self) -> float:
         """Of the fullest stage, beside what the allocator reserves."""
-        return self.context_by_stage_gib[int(np.argmax(self.by_stage_gib))]
+        by_stage = self.by_stage_gib
+        return self.context_by_stage_gib[by_stage.index(max(by_stage))]
 
     @property
     def peak_gib(self) -> float:
@@ -312,18 +315,15 @@ class Captured(NamedTuple):
         return sum(self)
 
 
-def captured(model: ModelSpec, p: Parallelism, stage: int) -> Captured:
-    """What a GPU of `stage` holds while its passes are replayed."""
-    held, owned = stage_memory(model, p, stage), _owned(model, p, stage)
-    recomputed = recomputed_bytes(model, p)
+def captured(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> Captured:
+    """What a GPU of `stage`, of whose tensors `held` tells, holds while passes are replayed."""
+    owned, recomputed = _owned(model, p, stage), recomputed_bytes(model, p)
     states = logits.states(model, p, stage, owned, held.activations + recomputed)
-    # the update, which may need more, is outside the graph
-    temporary = _temporary_bytes(model, p, stage, layer_activation_bytes(model, p))
-    passes = held.activations + temporary + 2 * WORKSPACES
     return Captured(
         held.weights + held.gradients + held.optimizer,
         kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned)),
-        pool_bytes(model, p, stage, passes, recomputed),
+        # clipping is outside the graph
+        pool_bytes(model, p, stage, held.activations + held.passes, recomputed),
     )
 
 
@@ -352,7 +352,7 @@ def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memo
         allocated.append(held.allocated / GIB)
         needed.append(overhead.needed_gib(allocated[-1]) + beside[-1])
         if p.cuda_graphs:  # whose blocks cannot be given back; steps are issued before, too
-            gib = captured(model, p, stage).reserved / GIB
+            gib = captured(model, p, stage, held).reserved / GIB
             small = model.lora_rank > 0 or p.recompute == "full"
             low, high = OF_SMALL if small else (1.0, 1.0)
             reserved.append(Reserved(gib, gib * low, gib * high))

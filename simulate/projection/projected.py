@@ -14,10 +14,11 @@ from simulate.hardware.nvls import has_nvls
 from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.overhead import KEPT
 from simulate.memory.peak import Memory, memory
-from simulate.plans.find import instead, smallest
-from simulate.plans.remedies import Remedy, any_of, remedies
+from simulate.plans.find import smallest
+from simulate.plans.remedies import Remedy, remedies
 from simulate.power import energy
 from simulate.power.whatif import Changed, widened
+from simulate.projection.memory_notes import memory_notes
 from simulate.projection.no_effect import without_effect
 from simulate.step import stragglers
 from simulate.step.estimate import StepEstimate, StepSimulator
@@ -331,29 +332,9 @@ def _gathered_in_turn(request: Request) -> list[str]:
 
 def warnings(projection: Projection) -> list[str]:
     """What a reader must know before trusting the numbers, one sentence each."""
-    r, e, used = projection.request, projection.estimate, projection.memory
+    r, e = projection.request, projection.estimate
     p, said = r.parallelism, []
-    if not used.fits:
-        said.append(
-            f"Does not fit: a GPU of the fullest stage needs {used.needed_gib:.1f} GiB of "
-            f"{used.capacity_gib:.1f} GiB, {used.needed_gib - used.capacity_gib:.1f} GiB too many."
-        )
-        would = any_of(projection.would_fit)
-        said.append(
-            f"What would fit {p.gpus} GPUs: {would}."
-            if would
-            else f"No like plan fits {p.gpus} GPUs; use {instead(projection.enough, p)}."
-        )
-    elif used.tight:
-        said.append(
-            "Memory is tight: the allocator must give back what it keeps, and steps may take "
-            "longer than projected."
-        )
-    elif p.cuda_graphs and (most := used.intervals()["device"]["high"]) > used.capacity_gib:
-        said.append(
-            f"Memory may not do: by its interval up to {most:.1f} of {used.capacity_gib:.1f} GiB, "
-            "and a CUDA graph gives nothing back."
-        )
+    said += memory_notes(p, projection.memory, projection.would_fit, projection.enough)
     if p.ep > 1 and not r.model.expert_imbalance:
         said.append(
             "Experts get even loads, which trained routers do not give them: see "
