@@ -1,13 +1,15 @@
 """What Transformer Engine's kernels and hosts take, beside copies and Megatron-Core's local layers.
 
-    python -m benchmarks.transformer_engine [FILE] [--measure FILE]
+    python -m benchmarks.transformer_engine [FILE] [--measure FILE [--only experts]]
 
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
 add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; one
 such product that adds to an fp32 gradient, beside one that writes it in bf16 and a copy of the 10 B
 a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
-there in FP8, by a layer's passes (medians) and a step's shortest update. Then, by default from
+there in FP8, by a layer's passes (medians) and a step's shortest update; and of experts the
+activation that weighs its rows, beside a copy, and products in streams, of equal and of random
+shares of the rows, beside torch's one after another. Then, by default from
 `transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
 what adding takes, in such copies (`ACCUMULATED` is by the kernel that only adds, which `2x-h200`'s
 calibration has). Rows of `wgrad` were timed behind a spin that holds the queue, as `--measure` does
@@ -56,6 +58,13 @@ GENERAL_WIDTHS = {"layernorm": (1600, 2560, 4608, 7168), "rmsnorm": (1536, 2560,
 JOINED = ((2048, 25, 64), (8192, 32, 80), (4096, 56, 128), (8192, 16, 64))
 CASTS = ((8192, 4096), (8192, 14336), (8192, 28672))
 PRODUCTS = ((4096, 6144, 4096), (4096, 28672, 4096), (8192, 28672, 4096), (8192, 8192, 28672))
+GROUPED = (  # experts, their rows, weights' out and in
+    *((8, 8192, 28672, 4096), (8, 8192, 4096, 14336), (4, 8192, 28672, 4096)),
+    *((16, 8192, 12800, 4096), (16, 32768, 4096, 6400), (32, 32768, 1024, 1024)),
+    *((64, 32768, 2048, 2048), (64, 32768, 2048, 1024), (64, 8192, 2048, 2048)),
+    *((128, 32768, 1536, 2048), (128, 32768, 2048, 768), (32, 65536, 1536, 2048)),
+)
+WEIGHTED = ((8192, 14336), (16384, 6400), (32768, 1024), (65536, 768))
 SUM_ROWS = (1024, 2048, 4096, 8192, 16384)
 SUM_WIDTHS = (  # of weights, out and in
     *((1600, 1600), (6400, 1600), (2048, 2048), (2048, 8192), (16384, 2048), (4096, 4096)),
@@ -69,24 +78,24 @@ class Timed(BaseModel):
     """One time: of what, which way, at which shape, by whom."""
 
     gpu: str
-    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad` or `nil`
+    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad`, `grouped`, `weighted` or `nil`
     way: str
     shape: str
-    by: Literal["copy", "local", "engine", "engine_fp8"]
+    by: Literal["copy", "local", "engine", "engine_fp8", "engine_uneven"]
     time_us: Positive
 
 
-def measured() -> Iterator[Timed]:
-    """All of it, on the first GPU."""
+def measured(only: str | None = None) -> Iterator[Timed]:
+    """All of it, or of experts alone, on the first GPU."""
     import torch
 
     cuda: Any = torch.cuda
     if not cuda.is_available():
         raise UserError("--measure needs a GPU, and torch finds none here")
     gpu = cuda.get_device_name(0)
-    for what, way, shape, by, time_us in _nil_steps():
+    for what, way, shape, by, time_us in () if only else _nil_steps():
         yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
-    for make in _makers(torch):
+    for make in _of_experts(torch) if only else (*_makers(torch), *_of_experts(torch)):
         try:
             for what, way, shape, by, call in make():
                 time_us = _time_us(cuda, call)
@@ -155,6 +164,69 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     yield from (partial(cast, dims) for dims in CASTS)
     yield from (partial(linear, *dims) for dims in PRODUCTS)
     yield from (partial(wgrad, *dims) for dims in product(SUM_ROWS, SUM_WIDTHS))
+
+
+def _of_experts(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
+    """As `_makers`, of a GPU's experts."""
+
+    def weighted(rows: int, width: int) -> Iterator[Item]:
+        from megatron.core.fusions.fused_bias_swiglu import weighted_swiglu, weighted_swiglu_back
+
+        half = {"dtype": torch.bfloat16, "device": "cuda"}
+        x, dy = torch.randn(rows, 2 * width, **half), torch.randn(rows, width, **half)
+        each = torch.rand(rows, 1, **half)
+        calls = (lambda: weighted_swiglu(x, each), lambda: weighted_swiglu_back(dy, x, each))
+        torch._dynamo.reset()
+        for way, call in zip(("forward", "backward"), calls, strict=True):
+            kernel = Kernel("swiglu", way, (rows, width))
+            yield "weighted", way, kernel.shape, "engine", call
+            yield "weighted", way, kernel.shape, "copy", _copy(torch, kernel.bytes)
+
+    def grouped(groups: int, m: int, n: int, k: int) -> Iterator[Item]:
+        shape = Kernel("grouped_gemm", "forward", (groups, m, n, k)).shape
+        equal = [m // groups] * groups
+        picks = torch.randint(groups, (m,), generator=torch.Generator().manual_seed(1))
+        uneven = torch.bincount(picks, minlength=groups).tolist()
+        for by, splits in (("engine", equal), ("engine_uneven", uneven), ("local", equal)):
+            for way, call in _grouped(torch, splits, n, k, by == "local"):
+                yield "grouped", way, shape, by, call
+        yield "grouped", "sum", shape, "copy", _copy(torch, 10 * groups * n * k)
+
+    yield from (partial(weighted, *dims) for dims in WEIGHTED)
+    yield from (partial(grouped, *dims) for dims in GROUPED)
+
+
+def _grouped(
+    torch: Any, splits: list[int], n: int, k: int, local: bool
+) -> Iterator[tuple[str, Call]]:
+    """Experts' products on so many rows each: both ways, gradients written and added to fp32."""
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    m, groups = sum(splits), len(splits)
+    x, dy = (torch.randn(m, width, **half) for width in (k, n))
+    weights = [torch.randn(n, k, **half) for _ in splits]
+    xs, dys = x.split(splits), dy.split(splits)
+    y, dx = torch.empty(m, n, **half), torch.empty(m, k, **half)
+    grads = [torch.empty(n, k, **half) for _ in splits]
+    if local:
+
+        def each(way: Callable[[int], Any]) -> Call:
+            return lambda: [way(i) for i in range(groups)]
+
+        yield "forward", each(lambda i: torch.matmul(xs[i], weights[i].t()))
+        yield "dgrad", each(lambda i: dys[i].matmul(weights[i]))
+        yield "write", each(lambda i: torch.mm(dys[i].t(), xs[i], out=grads[i]))
+        return
+    many: dict[str, Any] = {"m_splits": splits, "single_output": True}
+    bf16: Any = ([None] * groups, torch.bfloat16)
+    yield "forward", lambda: general_grouped_gemm(weights, xs, [y], *bf16, "TN", **many)
+    yield "dgrad", lambda: general_grouped_gemm(weights, dys, [dx], *bf16, "NN", grad=True, **many)
+    many = {"m_splits": splits, "grad": True}
+    yield "write", lambda: general_grouped_gemm(xs, dys, grads, *bf16, "NT", **many)
+    sums = [torch.zeros(n, k, device="cuda") for _ in splits]
+    many |= {"accumulate": True}
+    yield "sum", lambda: general_grouped_gemm(xs, dys, sums, *bf16, "NT", **many)
 
 
 def _copy(torch: Any, nbytes: float) -> Call:
@@ -341,9 +413,12 @@ def main(arguments: Sequence[str]) -> None:
     own = Path(__file__).with_suffix(".csv")
     parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
+    parser.add_argument("--only", choices=["experts"], help="what --measure times, if not all")
     options = parser.parse_args(arguments)
+    if options.only and not options.measure:
+        raise UserError("--only says what --measure times; add --measure, or leave it out")
     rows: list[Timed] = []
-    for row in measured() if options.measure else ():
+    for row in measured(options.only) if options.measure else ():
         rows.append(row)
         write_table(Path(options.measure), Timed, rows)
     print(summary(rows if options.measure else read_table(options.file, Timed)))

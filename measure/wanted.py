@@ -47,11 +47,14 @@ class Options:
 def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
     """The cases of each suite asked for, in the order in which suites run."""
     cases: dict[str, list[Any]] = {}
+    engine = kind == "nvidia" and has_transformer_engine()
     for suite in options.suites:
         if suite == "kernels":
             shapes = planned_shapes(options, kind, devices)
             cases[suite] = list(
-                kernel_cases(kind, devices, options.quick, options.models, options.plan, shapes)
+                kernel_cases(
+                    kind, devices, options.quick, options.models, options.plan, shapes, engine
+                )
                 if options.share is None or options.plan.kernels or options.models
                 else host_plan.kernels(shapes, options.share)
             )
@@ -62,7 +65,7 @@ def planned(options: Options, kind: str, devices: int) -> dict[str, list[Any]]:
                 each,
                 options.share or 1.0,
                 options.quick,
-                engine=kind == "nvidia" and has_transformer_engine(),
+                engine,
             )
             if options.plan.training:
                 shapes = planned_shapes(options, kind, devices)

@@ -105,6 +105,8 @@ HostTime = Literal[
     "te_part_us",
     "te_backward_part_us",
     "te_checkpoint_us",
+    "te_expert_us",
+    "te_backward_expert_us",
     "te_tensor_us",
     "fp8_part_us",
     "fp8_backward_part_us",
@@ -172,6 +174,8 @@ class HostFit(Record):
     te_part_us: Micros = Field(default=0.0, description="part_us on Transformer Engine; 0: unknown")
     te_backward_part_us: Micros = Field(default=0.0, description="backward_part_us there")
     te_checkpoint_us: Micros = Field(default=0.0, description="checkpoint_us there")
+    te_expert_us: Micros = Field(default=0.0, description="around one of a GPU's experts there")
+    te_backward_expert_us: Micros = Field(default=0.0, description="in the backward pass, likewise")
     te_tensor_us: Micros = Field(default=0.0, description="tensor_us there, in bf16 and in FP8")
     fp8_part_us: Micros = Field(default=0.0, description="part_us there, in FP8")
     fp8_backward_part_us: Micros = Field(default=0.0, description="backward_part_us likewise")

@@ -24,6 +24,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
     # the same in one device kernel
     "fused_grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
+    # the same by Transformer Engine: a product per expert, some at a time in streams of their own
+    "streamed_grouped_gemm": (("groups", "m", "n", "k"), GEMM_DIRECTIONS),
     # a gemm with an n or k below a tile's, or that tiles do not divide: what a model of kernel time
     # is asked for, see `modelled`
     "narrow_gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
@@ -87,7 +89,8 @@ _TOUCHED = {
 RAGGED = {"ragged_gemm": "gemm", "ragged_attention": "attention"}
 PLAIN = RAGGED | {"narrow_gemm": "gemm"}
 # bound by arithmetic where they are large
-TILED_PRODUCTS = ("gemm", "ragged_gemm", "grouped_gemm", "fused_grouped_gemm")
+GROUPED = ("grouped_gemm", "fused_grouped_gemm", "streamed_grouped_gemm")
+TILED_PRODUCTS = ("gemm", "ragged_gemm", *GROUPED)
 PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)
 ATTENTION = ("attention", "ragged_attention", "attention_block")
 # A table's gradient, ATen/native/cuda/Embedding.cu: from so many tokens on they are sorted, and the
@@ -160,9 +163,11 @@ class Kernel:
         times their factors, and a bias: the one kernel of a step's others that torch does not
         vectorise either, of as many bytes. A rank's part of a table: a table without masks. A sum
         in place: one out of place, as visits until the 41st timed. Rows added to their tokens: a
-        permutation's gradient.
+        permutation's gradient. Experts' products in streams: one after another.
         """
         d = self.named
+        if self.op == "streamed_grouped_gemm":
+            return Kernel("grouped_gemm", self.direction, self.dims, self.dtype)
         if self.op == "attention_block":
             seq = isqrt(2 * d["queries"] * d["keys"])
             dims = (d["batch"], seq, d["heads"], d["kv_heads"], d["head_dim"])
@@ -202,7 +207,7 @@ class Kernel:
         d = self.named
         size = DTYPE_BYTES[self.dtype]
         match self.op:
-            case "gemm" | "narrow_gemm" | "ragged_gemm" | "grouped_gemm" | "fused_grouped_gemm":
+            case _ if self.op in PRODUCTS:
                 weights = d.get("groups", 1) * d["n"] * d["k"]
                 x, y = d["m"] * d["k"], d["m"] * d["n"]
                 out = {"forward": y, "dgrad": x, "wgrad": weights}[self.direction]

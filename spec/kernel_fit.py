@@ -23,6 +23,7 @@ from spec.fitted import (
 )
 from spec.kernel import (
     ATTENTION,
+    GROUPED,
     HEAD_TILE,
     LARGE_TILE,
     PRODUCTS,
@@ -253,7 +254,7 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
         return np.column_stack([*known, *more])
     if op == "ragged_gemm":
         return np.column_stack([logs, _divisors(sizes[:, 1:], LARGE_TILE[1])])
-    if op in ("grouped_gemm", "fused_grouped_gemm"):
+    if op in GROUPED:
         groups, m, n, k = logs.T
         return np.column_stack([groups, m - groups, n, k])
     if op not in PRODUCTS and logs.shape[1] > 1:

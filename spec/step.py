@@ -131,8 +131,9 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     before = norm(model, s.local_tokens)
     residual = _biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     attention = _attention(model, p, s)
-    mlp = expert_mlp(model, p) if model.experts else _dense_mlp(model, p, s)
-    pairs = on_transformer_engine([before, *attention, residual, before, *mlp, residual], p)
+    mlp = [] if model.experts else _dense_mlp(model, p, s)
+    *pairs, last = on_transformer_engine([before, *attention, residual, before, *mlp, residual], p)
+    pairs += [*(expert_mlp(model, p) if model.experts else ()), last]
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute != "none":

@@ -5,6 +5,7 @@ from spec.kernel import PASSES, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, added, copied, shapes
+from spec.step_transformer_engine import WEIGHTED, accumulated
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
 # Of the host's time from the router to the first expert, that behind its reading of how many tokens
@@ -26,7 +27,8 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     `moe_router_dtype` is set (`type_as(logits)`), rows are added to their tokens by `scatter_add_`,
     whose gradient gathers them (`unpermute`), and the host reads how many tokens each expert gets
     before it issues their exchange (`permute`: `masked_select`). What an uneven exchange takes the
-    host goes with neither ranks nor messages, see docs/calibration.md.
+    host goes with neither ranks nor messages, see docs/calibration.md. On Transformer Engine a
+    GPU's experts are one module (TEGroupedMLP), and only they are other than of local layers.
     """
     s = shapes(model, p)
     rows = s.local_tokens * model.top_k
@@ -48,7 +50,12 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
     gathered = Kernel("unpermute", "backward", (rows, model.hidden))
     # split by local expert and source, and joined again: read and written once
     sorted_ = (copied(4 * expert_rows * model.hidden),) if model.experts // p.ep > 1 else ()
-    forward, backward = _kernels(model, p, expert_rows)
+    if p.on_engine:
+        experts = _streamed(model, p, expert_rows)
+    else:
+        forward, backward = _kernels(model, p, expert_rows)
+        # outputs joined, their gradients likewise
+        experts = Part(EXPERTS, (*forward, *sorted_)), Part(EXPERTS, (*sorted_, *backward))
     route = (s.local_tokens, model.experts, model.top_k)
     gate = (s.local_tokens, model.experts, model.hidden)
     return [
@@ -85,10 +92,7 @@ def expert_mlp(model: ModelSpec, p: Parallelism) -> list[tuple[Part, Part]]:
                 uneven=uneven,
             ),
         ),
-        (
-            Part(EXPERTS, (*forward, *sorted_)),  # outputs joined
-            Part(EXPERTS, (*sorted_, *backward)),
-        ),
+        experts,
         (
             Part("combine", (*sorted_, added_up), exposed=scatter + exchange, uneven=uneven),
             Part("combine", (gathered, *sorted_), exposed=gather + exchange, uneven=uneven),
@@ -127,3 +131,29 @@ def _kernels(
         added(experts * model.hidden * (up + ffn)),
     )
     return forward, backward
+
+
+def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
+    """A rank's experts on Transformer Engine, on so many rows together.
+
+    Sources: Megatron-Core's TEGroupedMLP, whose activation weighs its rows in the same kernel
+    (`weighted_bias_swiglu_impl`), and Transformer Engine's GroupedLinear, whose products add their
+    weights' gradients up.
+    """
+    experts, ffn = model.experts // p.ep, model.ffn_hidden // p.tp
+    first, second = (experts, rows, 2 * ffn, model.hidden), (experts, rows, model.hidden, ffn)
+    gated, gated_back = (
+        copied(int(times * Kernel("swiglu", way, (rows, ffn)).bytes))
+        for times, way in zip(WEIGHTED, PASSES, strict=True)
+    )
+    op, share = "streamed_grouped_gemm", accumulated(rows // experts)
+    forward = (Kernel(op, "forward", first), gated, Kernel(op, "forward", second))
+    backward = (
+        Kernel(op, "dgrad", second),
+        Kernel(op, "wgrad", second),
+        gated_back,
+        Kernel(op, "dgrad", first),
+        Kernel(op, "wgrad", first),
+        added(max(int(share * experts * 3 * model.hidden * ffn), 1)),
+    )
+    return Part(EXPERTS, forward, on="te_"), Part(EXPERTS, backward, on="te_")

@@ -5,7 +5,7 @@ from math import gcd
 from typing import Literal
 
 from spec.collective import Collective
-from spec.kernel import Kernel
+from spec.kernel import GROUPED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -47,13 +47,15 @@ class Part:
         if self.later:
             return {"collective": len(self.hidden)}
         apart = self.uneven or self.ring
-        grouped = (one.dims[0] for one in self.kernels if one.op == "grouped_gemm")
-        experts = max(grouped, default=0)
+        products = {one.op: one.dims[0] for one in self.kernels if one.op in GROUPED}
+        experts = products.get("grouped_gemm", 0)
+        streamed = products.get("streamed_grouped_gemm", 0)
         return {
             self.on + ("backward_part" if self.backward else "part"): 1,
             "collective": 0 if apart else len(self.exposed) + len(self.hidden),
             "uneven": int(self.uneven),
             "expert": experts * (EXPERT_BACKWARD if self.backward else 1.0),
+            "te_backward_expert" if self.backward else "te_expert": streamed,
             "routing": self.routing,
             "ring": self.ring,
             f"{self.on}checkpoint": int(self.checkpoint),

@@ -40,6 +40,8 @@ OF_A_COPY = {
     "swiglu": (1.0, 1.51),
     "gelu": (1.4, 1.13),
 }
+# Of experts', whose rows are multiplied by their probabilities within
+WEIGHTED = (1.0, 1.6)
 CAST = 1.18
 # Widths that norms have kernels for, `common/normalization/*/*_fwd_cuda_kernel.cu`; others take a
 # general one.
@@ -81,7 +83,7 @@ Pair = tuple[Part, Part]
 
 def accumulated(rows: int) -> float:
     """What a product of so many rows takes to add its gradient up, in kernels that do only that."""
-    return min(ACCUMULATED + ACCUMULATED_ROWS / rows, 1.0)
+    return min(ACCUMULATED + ACCUMULATED_ROWS / max(rows, 1), 1.0)
 
 
 def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:

@@ -54,6 +54,8 @@ TAKES = {
     "te_part": 220.0,
     "te_backward_part": 130.0,
     "te_checkpoint": 800.0,
+    "te_expert": 70.0,
+    "te_backward_expert": 95.0,
     "te_tensor": 30.0,
     "fp8_part": 290.0,
     "fp8_backward_part": 180.0,
@@ -256,12 +258,13 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert max(case.tp for case in host_time.cases("amd", 16)) == 8
     assert host_time.cases("nvidia", 4, quick=True) == []
     on = [case for case in host_time.cases("nvidia", 4, engine=True) if case not in found]
-    assert [(c.tp, c.layers, c.recompute, c.fp8) for c in on] == [
-        *((1, 3, "none", False), (1, 3, "none", True), (1, 3, "full", False)),
-        *((1, 3, "full", True), (4, 3, "none", False), (1, 12, "none", True)),
+    assert [(c.tp, c.layers, c.recompute, c.fp8, c.experts) for c in on] == [
+        *((1, 3, "none", False, 0), (1, 3, "none", True, 0), (1, 3, "full", False, 0)),
+        *((1, 3, "full", True, 0), (4, 3, "none", False, 0), (1, 12, "none", True, 0)),
+        *((1, 3, "none", False, 8), (1, 3, "none", False, 32)),
     ]
     assert all(case.case_id.endswith("-TE") for case in on)
-    assert len(host_time.cases("nvidia", 1, engine=True)) == 5 + len(host_time.cases("nvidia", 1))
+    assert len(host_time.cases("nvidia", 1, engine=True)) == 7 + len(host_time.cases("nvidia", 1))
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
@@ -390,8 +393,8 @@ def test_steps_of_two_batches_take_turns() -> None:
         ({"microbatches": 1}, "microbatches"),
         ({"fp8": True}, "fp8 is true; with transformer_impl local it must be false"),
         (
-            {"transformer_impl": "transformer_engine"},
-            "transformer_impl must be local with a mixture of experts",
+            {"transformer_impl": "transformer_engine", "fp8": True},
+            "transformer_impl must be local with a mixture of experts in FP8",
         ),
         (
             {"transformer_impl": "transformer_engine", "experts": 0, "kernels_us": 1.0},

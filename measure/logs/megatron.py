@@ -139,7 +139,11 @@ def _ran_on_engine(a: Arguments) -> bool:
 def _apart(a: Arguments) -> str | None:
     """What a row has that is not simulated on Transformer Engine, but as of local layers."""
     cp, experts = a.whole("context_parallel_size", 1), a.whole("num_experts", 0, least=0)
-    return not_on_engine(cp, _zero(a), experts, lora_rank=0)
+    if experts and not a.flag("moe_grouped_gemm"):
+        return "experts one after another"
+    fused = a.flag("swiglu") and not a.flag("add_bias_linear", True)
+    fp8 = bool(a.text("fp8", ""))
+    return not_on_engine(cp, _zero(a), experts, lora_rank=0, fp8=fp8, fused=fused)
 
 
 def _on_engine(a: Arguments) -> bool:
@@ -284,7 +288,7 @@ def rows(
         f"{log.path.name}: left out that {argument} is True: {simulated}"
         for argument, simulated in SIMULATED_AS.items()
         if a.flag(argument)
-        and (model.experts or argument != "moe_grouped_gemm")
+        and ((model.experts and not p.on_engine) or argument != "moe_grouped_gemm")
         and not (model.linear_bias and argument == "add_qkv_bias")
     ]
     apart = _apart(a)

@@ -80,6 +80,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
             # random routing, even on average: an untrained router's imbalance is no model's
             "moe_router_force_load_balancing": True,
             "expert_model_parallel_size": p.ep,
+            "moe_grouped_gemm": p.on_engine,
         }
     if p.recompute == "full":
         more |= {
@@ -262,7 +263,7 @@ def build(
     graphs.seed(p, 1234)
     torch.manual_seed(1234)
     if p.on_engine:
-        modules = engine_modules(device)
+        modules = engine_modules(model, device)
     else:
         modules = local_modules(model, *_core_attention(model, p, device))
     config = transformer_config(model, p, device.type == "cuda")
@@ -317,7 +318,7 @@ def build(
     if p.cuda_graphs:
         framework += ", passes of a step replayed from one CUDA graph"
     if model.experts:
-        framework += ", sequential experts, forced even routing"
+        framework += f", {'grouped' if p.on_engine else 'sequential'} experts, forced even routing"
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     framework += "; CUDA_DEVICE_MAX_CONNECTIONS" + (f"={connections}" if connections else " unset")
     return Trainer(

@@ -93,11 +93,18 @@ class Modules:
     name: str  # as `framework` says it
 
 
-def engine_modules(device: torch.device) -> Modules:
-    """Megatron-Core's layers on Transformer Engine, nothing replaced; WorkError where it isn't."""
+def engine_modules(model: ModelSpec, device: torch.device) -> Modules:
+    """Megatron-Core's layers on Transformer Engine, nothing replaced; WorkError where it isn't.
+
+    A GPU's experts are one GroupedLinear each way, as `moe_grouped_gemm` has it.
+    """
     if not transformer_engine.HAVE_TE or device.type != "cuda":
         raise WorkError("transformer_impl transformer_engine needs Transformer Engine, and a GPU")
-    layer = get_gpt_layer_with_transformer_engine_spec()
+    if model.experts:
+        _mend_experts()
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=model.experts or None, moe_grouped_gemm=model.experts > 0
+    )
     version = transformer_engine.get_te_version()
     name = f"Transformer Engine {version} layers"
     return Modules(layer, transformer_engine.TENorm, name)
@@ -137,7 +144,7 @@ def _local_layer(model: ModelSpec, core_attention: Any) -> Any:
 
 
 def _mend_experts() -> None:
-    """Two gaps of Megatron-Core 0.16's mixture of experts, which Transformer Engine would fill.
+    """Two gaps of Megatron-Core 0.16's mixture of experts.
 
     The router asks for a name that only Transformer Engine's import defines, and the token
     exchange hands arrays to a collective that, in newer torch, takes lists.

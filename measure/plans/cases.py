@@ -187,10 +187,12 @@ def kernel_cases(
     models: Sequence[str],
     plan: PlanFile,
     steps: Iterable[tuple[ModelSpec, Parallelism]] = (),
+    engine: bool = False,
 ) -> list[KernelCase]:
     """The kernel suite: model shapes, a grid to fit on, and the sustained state of some.
 
-    `steps` are the training configurations of the same machine: their kernels are covered too.
+    `steps` are the training configurations of the same machine: their kernels are covered too. With
+    `engine` also experts' products as Transformer Engine runs them.
     """
     if plan.kernels:
         return [
@@ -217,6 +219,9 @@ def kernel_cases(
         wanted.update(dict.fromkeys(one for one in experts if one.op in keep))
         grouped = [one for one in experts if one.op == "grouped_gemm"]
         wanted.update(dict.fromkeys(replace(one, op="fused_grouped_gemm") for one in grouped))
+        grouped += [one for one in grid.kernels(gpu, quick) if one.op == "grouped_gemm"]
+        there = (replace(one, op="streamed_grouped_gemm") for one in grouped if engine)
+        wanted.update(dict.fromkeys(there))
     wanted = {kernel: None for kernel in wanted if not _of_a_whole_model(kernel)}
     loaded = grid.sustained(gpu, quick)
     wanted.update(dict.fromkeys(loaded))

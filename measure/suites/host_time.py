@@ -157,7 +157,8 @@ def cases(
         eight = on | {"fp8": True}
         dense += [on, eight, on | {"recompute": "full"}, eight | {"recompute": "full"}]
         deep += [eight]
-    mixed: list[dict[str, Any]] = [{}]
+    mixed: list[dict[str, Any]] = [{}, on] if engine else [{}]
+    many = list(mixed)
     if several > 1:
         for split in ("tp", "cp"):
             dense += [{split: several}, {split: several, "recompute": "selective"}]
@@ -169,7 +170,7 @@ def cases(
         *(HostCase(GPU_S, devices, **one) for one in dense),
         *(HostCase(2 * GPU_S, devices, layers=MORE_LAYERS, **one) for one in deep),
         *(HostCase(GPU_S, devices, experts=EXPERTS, **one) for one in mixed),
-        HostCase(2 * GPU_S, devices, experts=MORE_EXPERTS),
+        *(HostCase(2 * GPU_S, devices, experts=MORE_EXPERTS, **one) for one in many),
     ]
 
 

@@ -109,6 +109,43 @@ class Products:
             return tried(lambda: product(g, w, offs=offs)), name
         return tried(lambda: product(x, w.transpose(-2, -1), offs=offs)), name
 
+    def _streamed_grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
+        """As Transformer Engine's GroupedLinear, on equal shares of the rows; nothing added up."""
+        try:
+            import transformer_engine
+            from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+        except ImportError as error:
+            raise Refused(f"it is Transformer Engine's, which is not here: {error}") from None
+        d = kernel.named
+        groups, n, k = d["groups"], d["n"], d["k"]
+        splits = [d["m"] // groups + (i < d["m"] % groups) for i in range(groups)]
+        told = {"m_splits": splits, "grad": kernel.direction != "forward"}
+        name = f"transformer-engine-{transformer_engine.__version__}/grouped"
+
+        def product(a: Any, b: Any, outs: list[Tensor], layout: str) -> Call:
+            single = kernel.direction != "wgrad"
+            quantizers = [None] * groups
+            return tried(
+                lambda: general_grouped_gemm(
+                    a, b, outs, quantizers, dtype, layout, single_output=single, **told
+                )
+            )
+
+        if kernel.direction != "forward":
+            self.fed = g = self._normal(d["m"], n, dtype=dtype)
+        if kernel.direction != "dgrad":
+            x = self._normal(d["m"], k, dtype=dtype)
+            if kernel.direction == "forward":
+                self.fed = x
+        if kernel.direction == "wgrad":
+            outs = [torch.empty(n, k, dtype=dtype, device=self.device) for _ in range(groups)]
+            return product(x.split(splits), g.split(splits), outs, "NT"), name
+        w = [self._normal(n, k, dtype=dtype, scale=0.02) for _ in range(groups)]
+        out = torch.empty(d["m"], k if told["grad"] else n, dtype=dtype, device=self.device)
+        if kernel.direction == "dgrad":
+            return product(w, g.split(splits), [out], "NN"), name
+        return product(w, x.split(splits), [out], "TN"), name
+
     def fp8(self, kernel: Kernel) -> tuple[Call, str]:
         """A product of e4m3 operands with one scale each, bf16 out; the casts are not in it.
 

@@ -43,11 +43,16 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
                 f"{node.gpu}; leave it out"
             )
     if p.on_engine and not has(calibration, ENGINE):
-        if not calibration.host.te_part_us:
-            raise UserError(
-                "transformer_impl transformer_engine: calibration.json has no host.te_part_us, as "
-                "it is older; run calibrate.fit again"
-            )
+        host = calibration.host
+        for name, known in (
+            ("te_part_us", host.te_part_us),
+            ("te_expert_us", host.te_expert_us or host.te_backward_expert_us),
+        ):
+            if not known:
+                raise UserError(
+                    f"transformer_impl transformer_engine: calibration.json has no host.{name}, as "
+                    "it is older; run calibrate.fit again"
+                )
         calibration = _on_engine(Same(calibration), p.fp8)
     if p.cuda_graphs and not has(calibration, GRAPHS):
         known = p.gpus <= GRAPHS_MOST_GPUS and node.gpu == GRAPHS_MEASURED_ON

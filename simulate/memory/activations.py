@@ -71,5 +71,5 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     wide *= largest_share(model, p)
     kept *= largest_share(model, p)
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
-        kept += 2.0 * rows * model.hidden + wide
+        kept += 2.0 * rows * model.hidden + (0.0 if p.on_engine else wide)
     return kept

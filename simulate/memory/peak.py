@@ -27,6 +27,7 @@ GIB = 2.0**30
 # (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones. A graph is captured on
 # a stream of its own, which has as many again.
 WORKSPACES = 2 * 32 * 2.0**20
+STREAMS = 4  # of Transformer Engine's grouped products
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
     Forward: what tokens were sent from, and to; the experts' outputs one by one and joined, or
     joined and sorted back; scattered over tensor-parallel ranks, from a copy where all get equally
     many (ProcessGroupNCCL's `reduce_scatter` of a list). Backward: the outputs' gradients, and
-    those of an expert's second product's input and weight.
+    those of an expert's second product's input and weight. On Transformer Engine experts are one,
+    their weights' gradients are added up in place, and the activation's lie beside its output's.
     """
     s = shapes(model, p)
     local_experts = max(model.experts // p.ep, 1)
@@ -96,6 +98,9 @@ def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
         forward += rows / p.tp
     if p.tp > 1:
         forward += rows / p.tp + (rows if p.ep == 1 else 0.0)
+    if p.on_engine:
+        wide *= local_experts
+        return max(forward, wide + max(rows, wide))
     return max(forward, rows + wide + max(2.0 * ffn * model.hidden, wide))
 
 
@@ -229,6 +234,8 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
         weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp
+        if model.experts:  # its products' streams have a workspace each
+            weights += STREAMS * WORKSPACES / 2
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
