@@ -40,8 +40,9 @@ OF_A_COPY = {
     "swiglu": (1.0, 1.51),
     "gelu": (1.4, 1.13),
 }
-# Of experts', whose rows are multiplied by their probabilities within
-WEIGHTED = (1.0, 1.6)
+# Of experts' SwiGLU, which multiplies rows by their probabilities and has these' gradients: four
+# shapes, 0.97 to 0.99 and 2.4 to 2.6 copies of the bytes of one that does not.
+WEIGHTED = (0.98, 2.5)
 CAST = 1.18
 # Widths that norms have kernels for, `common/normalization/*/*_fwd_cuda_kernel.cu`; others take a
 # general one.
@@ -72,7 +73,9 @@ GENERAL = {
 JOINED = 3.9  # of four shapes, 3.7 to 4.0
 # Of what a kernel of their own takes to add gradients up, and what is more by rows of the product:
 # 0.47 and 0.41 (FP8) at 1,024 rows, 0.19 and 0.17 at 16,384, medians of ten widths on an H200.
-ACCUMULATED, ACCUMULATED_ROWS = 0.18, 300
+# Experts' products in streams likewise, 0.5 and 0.35 at 1,024 and 2,048 rows, and no more where rows
+# are fewer (128 to 512: 0.45 to 0.5).
+ACCUMULATED, ACCUMULATED_ROWS, ACCUMULATED_MOST = 0.18, 300, 0.5
 # Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
 # fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645).
 NORM_TIMES, CLIP_TIMES = 1.1, 1.17
@@ -83,7 +86,7 @@ Pair = tuple[Part, Part]
 
 def accumulated(rows: int) -> float:
     """What a product of so many rows takes to add its gradient up, in kernels that do only that."""
-    return min(ACCUMULATED + ACCUMULATED_ROWS / max(rows, 1), 1.0)
+    return min(ACCUMULATED + ACCUMULATED_ROWS / max(rows, 1), ACCUMULATED_MOST)
 
 
 def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:

@@ -42,8 +42,9 @@ AXES = {
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ep",
 }
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
-# of Transformer Engine and its backward passes: products and what is fused with them
-_ENGINE = ("_LayerNormLinear", "_Linear")
+# of Transformer Engine and its backward passes: products and what is fused with them; and what it
+# runs again, where products are no operations of their own
+_ENGINE = ("_LayerNormLinear", "_Linear", "_GroupedLinear", "CheckpointFunction")
 _ITEM_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8}
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 REPLAY = "cudaGraphLaunch"
@@ -113,7 +114,7 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     Between them, batches are made and ranks wait for one another, which is nobody's.
 
     `window_us`, of `steps`; `compute`: {class: [time, calls]}, `operations`: {class: {operation of
-    torch: time}}; `idle_us`: nothing ran; `sent`: one list for each communication [communicator,
+    torch: time}}, of what overlaps for the one that began first; `idle_us`: nothing ran; `sent`: one list for each communication [communicator,
     group, kind, bytes, time, time not hidden behind compute or other communication], in the order
     in which they began.
     """
@@ -125,14 +126,16 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     of_rank = _gpu_work(events, on_device) if on_device else _cpu_work(events)
     compute: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     operations: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    busy, sent = [], []
+    busy, sent, until = [], [], 0.0
     for part, low, high, what in sorted(of_rank, key=lambda work: work[1]):
         if not _within(steps, (low + high) / 2):
             continue
         if isinstance(what, str):
-            compute[part][0] += high - low
+            time = max(high - max(low, until), 0.0)
+            until = max(until, high)
+            compute[part][0] += time
             compute[part][1] += 1
-            operations[part][what] += high - low
+            operations[part][what] += time
             busy.append((low, high))
         else:
             sent.append((part, *what, low, high))
