@@ -27,7 +27,8 @@ from spec.records import HostRow, KernelRow
 # 28 to 39). On Transformer Engine: of two hosts of H200 and two of H100, those
 # of `benchmarks.transformer_engine` each scaled so that its local layers take what the middle
 # host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
-# 50 to 100, FP8's scales 45 to 370).
+# 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
+# by itself on the same host, 0.5 and 0.51 in the backward pass.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -45,8 +46,8 @@ CALLS = {
     "te_part": 12.0,
     "te_backward_part": 7.5,
     "te_checkpoint": 30.0,
-    "te_expert": 6.0,
-    "te_backward_expert": 10.7,
+    "te_expert": 5.5,
+    "te_backward_expert": 9.8,
     "te_tensor": 2.3,
     "fp8_part": 16.0,
     "fp8_backward_part": 9.5,

@@ -47,7 +47,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     if _of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
         kept += (_of_input(p) - (p.recompute == "selective")) * heads * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
-        if not p.on_engine:  # where values are no view there, but copied beside these
+        # values are no view there, but copied beside these, unless attention runs again
+        if not p.on_engine or p.recompute == "selective":
             kept += (heads + kv_heads) * one_head
         kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
     elif heads != kv_heads:  # grouped queries are reshaped, which copies them

@@ -27,7 +27,9 @@ GIB = 2.0**30
 # (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones. A graph is captured on
 # a stream of its own, which has as many again.
 WORKSPACES = 2 * 32 * 2.0**20
-STREAMS = 4  # of Transformer Engine's grouped products
+# What Transformer Engine has for experts' products likewise: four streams', and one more, read off
+# 28 steps.
+OF_EXPERTS = 5
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,8 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
         weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp
-        if model.experts:  # its products' streams have a workspace each
-            weights += STREAMS * WORKSPACES / 2
+        if model.experts:
+            weights += OF_EXPERTS * WORKSPACES / 2
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
