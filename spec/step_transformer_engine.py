@@ -73,8 +73,8 @@ GENERAL = {
 JOINED = 3.9  # of four shapes, 3.7 to 4.0
 # Of what a kernel of their own takes to add gradients up, and what is more by rows of the product:
 # 0.47 and 0.41 (FP8) at 1,024 rows, 0.19 and 0.17 at 16,384, medians of ten widths on an H200.
-# Experts' products in streams likewise, 0.5 and 0.35 at 1,024 and 2,048 rows, and no more where rows
-# are fewer (128 to 512: 0.45 to 0.5).
+# Experts' products in streams likewise by an expert's rows, 0.45 and 0.32 at 1,024 and 2,048, and
+# no more where these are fewer (0.40 to 0.56 at 128 to 512).
 ACCUMULATED, ACCUMULATED_ROWS, ACCUMULATED_MOST = 0.18, 300, 0.5
 # Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
 # fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645).

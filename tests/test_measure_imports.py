@@ -280,8 +280,18 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
     (row,) = found.table(TrainingRow)
     assert (row.experts, row.top_k, row.ep, row.vpp) == (8, 2, 4, 4)
     assert (row.recompute, row.zero, row.sequence_parallel) == ("full", 0, True)
-    assert not row.on_engine  # whose mixtures are not simulated
-    assert any("with a mixture of experts they are" in one for one in found.manifest.notes)
+    assert not row.on_engine  # which is only simulated with experts in one product
+    assert any("with experts one after another they" in one for one in found.manifest.notes)
+
+
+def test_a_log_of_experts_in_one_product_is_a_row_of_transformer_engine(tmp_path: Path) -> None:
+    words = ["--set", "moe_router_topk=2", "--set", "expert_model_parallel_size=4"]
+    path = write(tmp_path, log(num_experts="8", **INTERLEAVED))
+    words += ["--set", "moe_grouped_gemm=True"]
+    found = imported(tmp_path, "megatron-log", path, "--nodes", "2", *words)
+    (row,) = found.table(TrainingRow)
+    assert row.on_engine
+    assert not any("Transformer Engine's" in one for one in found.manifest.notes)
 
 
 def test_a_log_of_transformer_engine_in_fp8_is_a_row_of_it(tmp_path: Path) -> None:

@@ -141,10 +141,14 @@ def test_another_architecture_or_step_is_refused(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"moe_grouped_gemm": "True"} | OF_MIXTURE, "experts are simulated as one product after"),
+        (
+            {"moe_grouped_gemm": "True", "transformer_impl": "local"} | OF_MIXTURE,
+            "experts are simulated as one product after",
+        ),
         ({"squared_relu": "True", "swiglu": "False"}, "its activation is simulated as GELU"),
         ({"add_qkv_bias": "True"}, "its queries, keys and values are simulated without a bias"),
         ({"qk_layernorm": "True"}, "its queries and keys are simulated without norms"),
+        ({"moe_permute_fusion": "True"} | OF_MIXTURE, "moved by kernels of their own"),
         ({"moe_grouped_gemm": "True"}, None),  # of a dense model
     ],
 )

@@ -308,7 +308,12 @@ def test_a_machine_without_transformer_engine_says_so_before_a_case_starts() -> 
 @pytest.mark.parametrize(
     ("model", "more", "noun"),
     [
-        (MOE, {"dp": 2}, "a mixture of experts"),
+        (MOE, {"fp8": True}, "a mixture of experts in FP8"),
+        (
+            MOE.model_copy(update={"linear_bias": True}),
+            {},
+            "experts that have biases, or no gates,",
+        ),
         (MODEL, {"cp": 2, "dp": 1, "global_batch": 2}, "cp above 1"),
         (MODEL, {"zero": 3, "overlap": True}, "zero 3"),
         (MODEL.model_copy(update={"lora_rank": 8}), {}, "LoRA"),

@@ -288,7 +288,8 @@ def rows(
         f"{log.path.name}: left out that {argument} is True: {simulated}"
         for argument, simulated in SIMULATED_AS.items()
         if a.flag(argument)
-        and ((model.experts and not p.on_engine) or argument != "moe_grouped_gemm")
+        and (model.experts or not argument.startswith("moe_"))
+        and not (p.on_engine and argument == "moe_grouped_gemm")
         and not (model.linear_bias and argument == "add_qkv_bias")
     ]
     apart = _apart(a)

@@ -92,6 +92,8 @@ OF_FP8: dict[str, tuple[str, ...]] = {
 SIMULATED_AS = {
     "add_qkv_bias": "its queries, keys and values are simulated without a bias of their own",
     "moe_grouped_gemm": "its experts are simulated as one product after another",
+    "moe_permute_fusion": "its tokens are simulated as moved by kernels of their own",
+    "moe_router_fusion": "its routing is simulated as kernels of their own",
     **dict.fromkeys(
         ("qk_layernorm", "qk_l2_norm"), "its queries and keys are simulated without norms"
     ),

@@ -114,9 +114,9 @@ def read_trace(trace: dict[str, Any]) -> dict[str, Any]:
     Between them, batches are made and ranks wait for one another, which is nobody's.
 
     `window_us`, of `steps`; `compute`: {class: [time, calls]}, `operations`: {class: {operation of
-    torch: time}}, of what overlaps for the one that began first; `idle_us`: nothing ran; `sent`: one list for each communication [communicator,
-    group, kind, bytes, time, time not hidden behind compute or other communication], in the order
-    in which they began.
+    torch: time}}, of what overlaps for the one that began first; `idle_us`: nothing ran; `sent`:
+    one list for each communication [communicator, group, kind, bytes, time, time not hidden behind
+    compute or other communication], in the order in which they began.
     """
     events = _whole(trace["traceEvents"])
     steps = _ranges(events, STEP)

@@ -1,0 +1,196 @@
+"""Mixtures on Transformer Engine: a GPU's experts in one product each way."""
+
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+import benchmarks.transformer_engine
+from benchmarks.transformer_engine import Timed
+from measure.plans.cases import kernel_cases
+from measure.plans.file import PlanFile
+from measure.timed.operations import Maker
+from measure.timed.products import Refused
+from measure.training.trace import read_trace
+from simulate.hardware.as_run import as_run
+from simulate.memory.peak import stage_memory
+from spec.errors import UserError
+from spec.files import read_table
+from spec.fitted import changed
+from spec.kernel import Kernel
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.step import layer
+from spec.step_experts import EXPERTS
+from spec.step_parts import Part
+from spec.step_transformer_engine import ACCUMULATED_MOST, WEIGHTED, accumulated
+from spec.training_records import TrainingRow
+from tests.commands import RESULTS
+from tests.simulated_steps import CALIBRATION, MOE, NODE, simulate
+from tests.test_training_profile import host, kernel, trace
+
+LOCAL = Parallelism(global_batch=4)
+TE = LOCAL.model_copy(update={"transformer_impl": "transformer_engine"})
+STREAMED = "streamed_grouped_gemm"
+LONG_US = 750.0
+
+
+def parts(p: Parallelism) -> dict[tuple[str, int], Part]:
+    """Of a layer, by name (of two alike the last) and whether backward."""
+    return {(one.name, way): one for way in (0, 1) for one in layer(MOE, p)[way]}
+
+
+def test_only_experts_and_what_is_around_the_mlp_are_other() -> None:
+    local, engine = parts(LOCAL), parts(TE)
+    for name in ("router", "dispatch", "combine"):
+        for way in (0, 1):
+            assert engine[name, way] == local[name, way]
+    for way in (0, 1):
+        assert engine["attention", way].on == engine[EXPERTS, way].on == "te_"
+
+
+def test_experts_multiply_as_much_as_one_after_another() -> None:
+    for way, count in ((0, 2), (1, 4)):
+        kernels = {p: parts(p)[EXPERTS, way].kernels for p in (LOCAL, TE)}
+        products = [one for one in kernels[TE] if one.op == STREAMED]
+        assert len(products) == count
+        assert [(one.direction, one.dims) for one in products] == [
+            (one.direction, one.dims) for one in kernels[LOCAL] if one.op == "grouped_gemm"
+        ]
+        assert not {"weigh", "swiglu"} & {
+            one.op for one in kernels[TE]
+        }  # one kernel, told as copies
+
+
+def test_an_expert_takes_the_host_once_each_way() -> None:
+    """And routing what it takes anywhere."""
+    names = ("te_expert", "te_backward_expert")
+    for way, name in enumerate(names):
+        local, engine = (
+            {one: sum(part.issued.get(one, 0) for part in layer(MOE, p)[way]) for one in names}
+            for p in (LOCAL, TE)
+        )
+        assert local == dict.fromkeys(names, 0)
+        assert engine == dict.fromkeys(names, 0) | {name: MOE.experts}
+    routing = [sum(part.issued["routing"] for part in layer(MOE, p)[0]) for p in (LOCAL, TE)]
+    assert routing[0] == routing[1] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["te_expert_us", "te_backward_expert_us"])
+def test_a_host_that_takes_longer_for_experts_lengthens_steps_there_alone(name: str) -> None:
+    slow = changed(CALIBRATION, host=changed(CALIBRATION.host, **{name: 1e5}))
+    for p, longer in ((LOCAL, False), (TE, True)):
+        before, after = (
+            float(simulate(p, one, model=MOE).step_time_s[0]) for one in (CALIBRATION, slow)
+        )
+        assert (after > 1.5 * before) == longer
+
+
+def test_a_calibration_of_before_is_fitted_again() -> None:
+    unknown = dict.fromkeys(("te_expert_us", "te_backward_expert_us"), 0.0)
+    older = changed(CALIBRATION, host=changed(CALIBRATION.host, **unknown))
+    with pytest.raises(UserError, match=r"no host\.te_expert_us, as it is older; run calibrate"):
+        as_run(older, TE, NODE)
+
+
+def test_what_was_never_timed_takes_what_one_after_another_does() -> None:
+    one = Kernel(STREAMED, "wgrad", (8, 8192, 28672, 4096))
+    assert one.stand_in == Kernel("grouped_gemm", "wgrad", one.dims)
+    assert one.stand_in.flops == one.flops
+    assert one.stand_in.bytes == one.bytes
+
+
+def test_kernel_suites_time_it_where_transformer_engine_is() -> None:
+    without, there = (
+        {case.kernel.op for case in kernel_cases("nvidia", 1, False, (), PlanFile(), engine=engine)}
+        for engine in (False, True)
+    )
+    assert there - without == {STREAMED}
+    with pytest.raises(Refused, match="it is Transformer Engine's, which is not here"):
+        Maker(torch.device("cpu")).build(Kernel(STREAMED, "forward", (2, 32, 16, 16)))
+
+
+def timed() -> dict[tuple[str, str, str, str], float]:
+    """What the benchmark has of experts on an H200, us."""
+    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
+    rows = read_table(own, Timed)
+    return {
+        (one.what, one.shape, one.way, one.by): one.time_us
+        for one in rows
+        if one.what in ("weighted", "grouped")
+    }
+
+
+def test_an_activation_that_weighs_its_rows_takes_what_the_benchmark_has() -> None:
+    times, found = timed(), defaultdict(list)
+    for (what, shape, way, by), time_us in times.items():
+        if what == "weighted" and by == "engine":
+            found[way].append(time_us / times[what, shape, way, "copy"])
+    for way, told in zip(("forward", "backward"), WEIGHTED, strict=True):
+        assert len(found[way]) == 4
+        assert found[way] == pytest.approx([told] * 4, rel=0.06)
+
+
+def test_what_adding_takes_is_what_the_benchmark_has() -> None:
+    """In kernels that only add, by an expert's rows; of short products both are lost in noise."""
+    fit = CALIBRATION.kernel_fits["grad_accumulate", "forward", "bf16"]
+    times, found = timed(), []
+    for (what, shape, way, by), time_us in times.items():
+        if (what, way, by) == ("grouped", "sum", "engine") and time_us > LONG_US:
+            groups, m, n, k = (int(one.partition("=")[2]) for one in shape.split())
+            (own_us,) = fit.central_us(((groups * n * k,),))
+            added_us = time_us - times[what, shape, "write", by]
+            found.append((accumulated(m // groups), added_us / own_us))
+    assert len(found) == 8
+    assert {round(told, 2) for told, _ in found} == {0.33, 0.47, ACCUMULATED_MOST}
+    for told, real in found:
+        assert told == pytest.approx(real, abs=0.11)
+
+
+def test_random_shares_of_the_rows_take_hardly_longer_than_equal_ones() -> None:
+    times, found = timed(), []
+    for (what, shape, way, by), time_us in times.items():
+        if what == "grouped" and by == "engine_uneven" and way in ("forward", "dgrad"):
+            found.append(time_us / times[what, shape, way, "engine"])
+    assert len(found) == 24
+    assert fmean(found) == pytest.approx(1.04, abs=0.01)
+
+
+def test_measured_peaks_are_counted_from_the_sources() -> None:
+    """Plans 74 and 75, the first of which was sealed before: 0.2 % off, without a workspace."""
+    found = []
+    for path in sorted((RESULTS / "2x-h200").glob("20261129-16*/training.csv")):
+        for row in read_table(path, TrainingRow):
+            if row.on_engine and row.experts and row.peak_allocated_gib:
+                real = max(map(float, row.peak_allocated_gib.split(",")))
+                told = stage_memory(row.model_spec(), row.parallelism(), 0).allocated / 2**30
+                found.append(told / real - 1)
+    assert len(found) == 28
+    assert fmean(map(abs, found)) < 0.0015
+    assert max(map(abs, found)) < 0.006
+
+
+def test_a_mixture_there_takes_less_than_by_local_layers() -> None:
+    model = load_model("mixtral-8x7b").resized(layers=2)
+    local, engine = (stage_memory(model, p, 0) for p in (LOCAL, TE))
+    assert engine.activations < local.activations
+    assert simulate(TE, model=MOE).step_time_s[0] < simulate(LOCAL, model=MOE).step_time_s[0]
+
+
+def test_what_overlaps_in_a_trace_counts_once_and_experts_are_told_by_their_kernels() -> None:
+    """Four streams: a product begins before the last one ended."""
+    before = read_trace(trace())
+    two = trace()
+    two["traceEvents"] += [
+        host("_GroupedLinear", 20, 3, **{"External id": 8}),
+        kernel("nvjet_tst_64x64", 150, 100, 8),  # beside a product, attention and a norm
+    ]
+    found = read_trace(two)
+    assert sum(time for time, _ in found["compute"].values()) == pytest.approx(
+        sum(time for time, _ in before["compute"].values())
+    )
+    assert found["idle_us"] == before["idle_us"]
+    assert found["operations"]["gemm"]["_GroupedLinear"] == pytest.approx(50)
+    assert "_GroupedLinear" not in found["operations"]["memory"]
