@@ -21,9 +21,9 @@ def unmeasured(
         )
     if on_engine:
         said.append(
-            "Layers on Transformer Engine ran on up to two H200 and one H100 alone, and steps "
-            "there that wait for their host were told up to 25% too fast and 17% too slow "
-            "from other hosts (docs/training-steps.md)."
+            "Layers on Transformer Engine ran on up to two H200 and one H100 alone, mixtures of "
+            "experts on H200, and steps there that wait for their host were told up to 25% too "
+            "fast and 24% too slow from other hosts (docs/training-steps.md)."
         )
     if cuda_graphs:
         said.append(
