@@ -57,6 +57,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "adam": (("elements",), ("forward",)),
     "grad_norm": (("elements",), ("forward",)),
     "copy": (("elements",), ("forward",)),  # a contiguous device-to-device copy
+    # as long as a copy at the reference clock, but bound by its instructions, and so by the clock
+    "paced_copy": (("elements",), ("forward",)),
     # FSDP: weights gathered from `ranks` GPUs out of the message; bf16 gradients into one, as fp32
     "gather_copy_out": (("elements", "ranks"), ("forward",)),
     "scatter_copy_in": (("elements", "ranks"), ("forward",)),
@@ -99,6 +101,7 @@ ATTENTION = ("attention", "ragged_attention", "attention_block")
 SORTED_FROM, SUM_BYTES = 3073, 8.0
 # what takes tokens to experts and back, and weighs their rows
 OF_TOKENS = ("permute", "unpermute", "weigh")
+PACED = "paced_copy"  # never timed: a copy's model, and how it goes with the clock
 AROUND_BLOCKS = ("reorder", "widen", "rescale", "accumulate")
 TILE = 128  # the smaller side of cuBLAS's large tiles: low-rank adapters and routers stay below it
 
@@ -163,9 +166,12 @@ class Kernel:
         times their factors, and a bias: the one kernel of a step's others that torch does not
         vectorise either, of as many bytes. A rank's part of a table: a table without masks. A sum
         in place: one out of place, as visits until the 41st timed. Rows added to their tokens: a
-        permutation's gradient. Experts' products in streams: one after another.
+        permutation's gradient. Experts' products in streams: one after another. What the clock
+        paces: a copy, which it does not (`simulate.hardware.as_run` has a model of it).
         """
         d = self.named
+        if self.op == PACED:
+            return Kernel("copy", "forward", self.dims, self.dtype)
         if self.op == "streamed_grouped_gemm":
             return Kernel("grouped_gemm", self.direction, self.dims, self.dtype)
         if self.op == "attention_block":
@@ -234,7 +240,7 @@ class Kernel:
                 return float(d["elements"] * (3 * 8 + 4 + 2))
             case "grad_norm":
                 return float(d["elements"] * 4)
-            case "copy" | "gather_copy_out":
+            case "copy" | "paced_copy" | "gather_copy_out":
                 return float(2 * d["elements"] * size)
             case "scatter_copy_in" | "widen":
                 return float(d["elements"] * (size + 4))

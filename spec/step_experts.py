@@ -4,8 +4,13 @@ from spec.collective import Collective
 from spec.kernel import PASSES, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, added, copied, shapes
-from spec.step_transformer_engine import WEIGHTED, accumulated
+from spec.step_parts import Part, added, copied, paced, shapes
+from spec.step_transformer_engine import (
+    WEIGHTED_FORWARD,
+    WEIGHTED_PACED,
+    WEIGHTED_SUM,
+    accumulated,
+)
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
 # Of the host's time from the router to the first expert, that behind its reading of how many tokens
@@ -142,16 +147,18 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
     """
     experts, ffn = model.experts // p.ep, model.ffn_hidden // p.tp
     first, second = (experts, rows, 2 * ffn, model.hidden), (experts, rows, model.hidden, ffn)
-    gated, gated_back = (
-        copied(int(times * Kernel("swiglu", way, (rows, ffn)).bytes))
-        for times, way in zip(WEIGHTED, PASSES, strict=True)
-    )
+    moved, moved_back = (Kernel("swiglu", way, (rows, ffn)).bytes for way in PASSES)
     op, share = "streamed_grouped_gemm", accumulated(rows // experts)
-    forward = (Kernel(op, "forward", first), gated, Kernel(op, "forward", second))
+    forward = (
+        Kernel(op, "forward", first),
+        copied(int(WEIGHTED_FORWARD * moved)),
+        Kernel(op, "forward", second),
+    )
     backward = (
         Kernel(op, "dgrad", second),
         Kernel(op, "wgrad", second),
-        gated_back,
+        paced(int(WEIGHTED_PACED * moved_back)),
+        copied(int(WEIGHTED_SUM * moved_back)),
         Kernel(op, "dgrad", first),
         Kernel(op, "wgrad", first),
         added(max(int(share * experts * 3 * model.hidden * ffn), 1)),

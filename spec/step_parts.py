@@ -5,7 +5,7 @@ from math import gcd
 from typing import Literal
 
 from spec.collective import Collective
-from spec.kernel import GROUPED, Kernel
+from spec.kernel import GROUPED, PACED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -110,6 +110,11 @@ def added(elements: int) -> Kernel:
 def copied(nbytes: int) -> Kernel:
     """A copy that moves `nbytes`, read and written bytes counted together."""
     return Kernel("copy", "forward", (max(nbytes // 4, 1),))
+
+
+def paced(nbytes: int) -> Kernel:
+    """What lasts as long as such a copy at the reference clock, and longer at lower ones."""
+    return replace(copied(nbytes), op=PACED)
 
 
 def reordered(rows: int, width: int, head_dim: int) -> Kernel:

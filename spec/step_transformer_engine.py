@@ -12,6 +12,10 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 - Values are copied out of the first product where queries and keys are rotated, as attention takes
   all of them from one tensor or none (`get_qkv_layout`). Where they are not, it takes them, and
   leaves gradients, side by side for each head, and joining these takes `JOINED` copies.
+- SwiGLU's gradient and rotary embedding go with the clock, as copies do not. By 24 profiles of
+  steps on an H200 the former takes 0.96 of such a copy's time at 1,980 MHz, 1.04 to 1.12 at 1,660
+  to 1,770 and 1.17 to 1.30 at 1,530 to 1,620, the latter 1.03 at 1,730 and 1.15 to 1.24 at 1,570
+  to 1,620.
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
   two copies, one of them transposed.
 
@@ -28,7 +32,7 @@ from typing import Literal
 
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, copied, of_weights
+from spec.step_parts import Part, copied, of_weights, paced
 
 # Times of a copy of as many bytes, forward and backward; on an H200, medians of two or three shapes
 # (`benchmarks/transformer_engine.csv`; of SwiGLU and GELU two, as the third was compiled for any
@@ -40,9 +44,11 @@ OF_A_COPY = {
     "swiglu": (1.0, 1.51),
     "gelu": (1.4, 1.13),
 }
+PACED_WAYS = {("rope", "forward"), ("rope", "backward"), ("swiglu", "backward")}
 # Of experts' SwiGLU, which multiplies rows by their probabilities and has these' gradients: four
-# shapes, 0.97 to 0.99 and 2.4 to 2.6 copies of the bytes of one that does not.
-WEIGHTED = (0.98, 2.5)
+# shapes, 0.97 to 0.99 and 2.4 to 2.6 copies of the bytes of one that does not. Of the gradient a
+# kernel of 1.85 goes with the clock, by three profiled steps; the other sums over a row.
+WEIGHTED_FORWARD, WEIGHTED_PACED, WEIGHTED_SUM = 0.98, 1.85, 0.65
 CAST = 1.18
 # Widths that norms have kernels for, `common/normalization/*/*_fwd_cuda_kernel.cu`; others take a
 # general one.
@@ -147,7 +153,8 @@ def _run(kernel: Kernel, part: Part) -> Iterator[Kernel]:
         copies, beside = OF_A_COPY[kernel.op][backward], 0
         if kernel.op in TUNED and kernel.dims[1] not in TUNED[kernel.op]:
             copies, beside = _general(kernel, backward)
-        yield copied(int(kernel.bytes * copies) + beside)
+        told = paced if (kernel.op, kernel.direction) in PACED_WAYS else copied
+        yield told(int(kernel.bytes * copies) + beside)
     elif kernel.op == "copy" and any(one.dtype == "fp8" for one in part.kernels):
         yield copied(int(kernel.bytes * CAST))
     else:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 from math import hypot
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,7 @@ from spec.step_transformer_engine import (
     JOINED,
     NORM_TIMES,
     OF_A_COPY,
+    PACED_WAYS,
     accumulated,
 )
 from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
@@ -67,7 +68,7 @@ def test_what_is_one_kernel_there_takes_a_copys_time_of_its_bytes() -> None:
         for way in (0, 1):
             told = next(one for one in local[name, way].kernels if one.op == op)
             runs = engine[name, way].kernels[0]
-            assert runs.op == "copy"
+            assert runs.op == ("paced_copy" if (op, told.direction) in PACED_WAYS else "copy")
             assert runs.bytes == pytest.approx(OF_A_COPY[op][way] * told.bytes, rel=1e-6)
 
 
@@ -212,6 +213,45 @@ def test_norms_and_clipping_of_its_update_take_what_profiles_say() -> None:
         assert len(found) == 14
         assert median(found) == pytest.approx(1.0, abs=0.03)
         assert all(0.95 < one < 1.1 for one in found)
+
+
+def test_swiglus_gradient_and_rotary_embedding_go_with_the_clock_as_profiles_have_it() -> None:
+    """Steps on Transformer Engine of H200, each at the clock that it ran at when it was timed."""
+    folder = RESULTS / "2x-h200"
+    steps = {
+        one.case_id: one
+        for path in sorted(folder.glob("*/training.csv"))
+        for one in read_table(path, TrainingRow)
+        if one.status == "done"
+    }
+    calibration = read_calibration(folder / "calibration.json")
+    priced = as_run(calibration, TE, load_node("hgx-h200"))
+    fit, reference = priced.kernel_fits["paced_copy", "forward", "bf16"], priced.clock.reference_mhz
+    off: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for path in sorted(folder.glob("*/profile.csv")):
+        for one in read_table(path, ProfileRow):
+            step = steps.get(one.case_id)
+            if one.part != "memory" or one.rank or not step or not step.on_engine or step.experts:
+                continue
+            model, p, clock = step.model_spec(), step.parallelism(), step.clock_mean_mhz
+            slower = (reference / clock) ** fit.clock_exponent
+            for part, way, name in (
+                ("swiglu", 1, "triton_poi_fused_add_cat_mul_rsub_sigmoid_silu_split_0"),
+                ("rope", 0, "FusedRoPEFunc"),
+                ("rope", 1, "FusedRoPEFuncBackward"),
+            ):
+                took = re.search(rf"(?:^|; ){name} ([\d.]+)", one.operations)
+                if took:
+                    (kernel,) = next(x for x in layer(model, p)[way] if x.name == part).kernels
+                    told = fit.central_us((kernel.dims,))[0] * model.layers * p.microbatches
+                    took_us = 1e3 * float(took[1])
+                    off[part].append((clock, told / took_us, slower * told / took_us))
+    assert {part: len(found) for part, found in off.items()} == {"swiglu": 24, "rope": 18}
+    for part, mean in (("swiglu", 1.03), ("rope", 1.05)):
+        under_cap = [one for one in off[part] if one[0] < 1650]
+        assert fmean(by_clock for *_, by_clock in under_cap) == pytest.approx(mean, abs=0.03)
+        assert fmean(copied for _, copied, _ in under_cap) < 0.87  # told a sixth too short before
+        assert all(0.7 < by_clock < 1.2 for *_, by_clock in off[part])
 
 
 def test_steps_are_shorter_and_less_sure_and_say_so() -> None:

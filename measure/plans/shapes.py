@@ -8,7 +8,7 @@ from measure.plans import grid
 from measure.plans.file import PlanFile
 from spec.errors import UserError
 from spec.idle import listed, refuse_idle
-from spec.kernel import Kernel
+from spec.kernel import PACED, Kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import kernels_of
@@ -47,8 +47,9 @@ def _checked(
 
 
 def ordered(model: ModelSpec, split: Parallelism) -> list[Kernel]:
-    """The kernels of a step, always in the same order."""
-    return sorted(kernels_of(model, split), key=lambda k: (k.op, k.direction, k.dims))
+    """The kernels of a step that are timed, always in the same order."""
+    timed = {k.stand_in if k.op == PACED else k for k in kernels_of(model, split)}
+    return sorted(filter(None, timed), key=lambda k: (k.op, k.direction, k.dims))
 
 
 def refuse_without_kernels(

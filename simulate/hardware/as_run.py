@@ -11,6 +11,7 @@ from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.fitted import changed
 from spec.hardware import Node
+from spec.kernel import PACED
 from spec.parallelism import Parallelism
 
 # Names of what is assumed of such steps, and the sd of what they are made of beside other steps'
@@ -62,11 +63,13 @@ def as_run(calibration: Calibration, p: Parallelism, node: Node) -> Calibration:
 
 @lru_cache(maxsize=8)
 def _on_engine(same: Same[Calibration], fp8: bool) -> Calibration:
-    """Its host is less sure, too, where nothing was timed on it."""
+    """What the clock paces there has a model. Its host is less sure, where nothing was timed."""
     host = same.held.host
     sd = hypot(host.sd, host.fp8_sd if fp8 else host.te_sd)
+    copy = same.held.kernel_fits["copy", "forward", "bf16"]
+    paced = changed(copy, op=PACED, clock_exponent=1.0)
     return _less_sure(
-        changed(same.held, host=changed(host, sd=sd)),
+        changed(same.held, host=changed(host, sd=sd), kernels=(*same.held.kernels, paced)),
         ENGINE,
         ENGINE_SD,
         "of a step whose norms, activations and rotary embeddings are told by copies",
