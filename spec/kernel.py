@@ -91,7 +91,8 @@ _TOUCHED = {
 RAGGED = {"ragged_gemm": "gemm", "ragged_attention": "attention"}
 PLAIN = RAGGED | {"narrow_gemm": "gemm"}
 # bound by arithmetic where they are large
-GROUPED = ("grouped_gemm", "fused_grouped_gemm", "streamed_grouped_gemm")
+STREAMED, STREAMS = "streamed_grouped_gemm", 4  # Transformer Engine's streams
+GROUPED = ("grouped_gemm", "fused_grouped_gemm", STREAMED)
 TILED_PRODUCTS = ("gemm", "ragged_gemm", *GROUPED)
 PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)
 ATTENTION = ("attention", "ragged_attention", "attention_block")
@@ -172,7 +173,7 @@ class Kernel:
         d = self.named
         if self.op == PACED:
             return Kernel("copy", "forward", self.dims, self.dtype)
-        if self.op == "streamed_grouped_gemm":
+        if self.op == STREAMED:
             return Kernel("grouped_gemm", self.direction, self.dims, self.dtype)
         if self.op == "attention_block":
             seq = isqrt(2 * d["queries"] * d["keys"])

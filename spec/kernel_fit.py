@@ -27,6 +27,8 @@ from spec.kernel import (
     HEAD_TILE,
     LARGE_TILE,
     PRODUCTS,
+    STREAMED,
+    STREAMS,
     Kernel,
     ceil_div,
     output,
@@ -231,8 +233,13 @@ def busy_share(launch_us: float, time_us: float) -> float:
 
 
 def launches(kernel: Kernel) -> int:
-    """Device kernels that one after another make it up: a product per expert where not fused."""
-    return kernel.named["groups"] if kernel.op == "grouped_gemm" else 1
+    """Device kernels that one after another make it up: a product per expert where not fused.
+
+    In streams, as many as one of them has.
+    """
+    if kernel.op == "grouped_gemm":
+        return kernel.named["groups"]
+    return ceil_div(kernel.named["groups"], STREAMS) if kernel.op == STREAMED else 1
 
 
 def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """The operations of a mixture of experts' MLP, as Megatron-Core 0.16 runs it, see `spec.step`."""
 
 from spec.collective import Collective
-from spec.kernel import PASSES, Kernel
+from spec.kernel import PASSES, STREAMED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, added, copied, paced, shapes
@@ -9,7 +9,7 @@ from spec.step_transformer_engine import (
     WEIGHTED_FORWARD,
     WEIGHTED_PACED,
     WEIGHTED_SUM,
-    accumulated,
+    accumulated_in_streams,
 )
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
@@ -148,7 +148,11 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
     experts, ffn = model.experts // p.ep, model.ffn_hidden // p.tp
     first, second = (experts, rows, 2 * ffn, model.hidden), (experts, rows, model.hidden, ffn)
     moved, moved_back = (Kernel("swiglu", way, (rows, ffn)).bytes for way in PASSES)
-    op, share = "streamed_grouped_gemm", accumulated(rows // experts)
+    op, each = STREAMED, rows // experts
+    added_up = sum(
+        accumulated_in_streams(each, weights) * experts * weights
+        for weights in (2 * model.hidden * ffn, model.hidden * ffn)
+    )
     forward = (
         Kernel(op, "forward", first),
         copied(int(WEIGHTED_FORWARD * moved)),
@@ -161,6 +165,6 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
         copied(int(WEIGHTED_SUM * moved_back)),
         Kernel(op, "dgrad", first),
         Kernel(op, "wgrad", first),
-        added(max(int(share * experts * 3 * model.hidden * ffn), 1)),
+        added(max(int(added_up), 1)),
     )
     return Part(EXPERTS, forward, on="te_"), Part(EXPERTS, backward, on="te_")

@@ -5,7 +5,7 @@ from math import gcd
 from typing import Literal
 
 from spec.collective import Collective
-from spec.kernel import GROUPED, PACED, Kernel
+from spec.kernel import GROUPED, PACED, STREAMED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 
@@ -49,7 +49,7 @@ class Part:
         apart = self.uneven or self.ring
         products = {one.op: one.dims[0] for one in self.kernels if one.op in GROUPED}
         experts = products.get("grouped_gemm", 0)
-        streamed = products.get("streamed_grouped_gemm", 0)
+        streamed = products.get(STREAMED, 0)
         return {
             self.on + ("backward_part" if self.backward else "part"): 1,
             "collective": 0 if apart else len(self.exposed) + len(self.hidden),

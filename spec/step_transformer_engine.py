@@ -79,9 +79,11 @@ GENERAL = {
 JOINED = 3.9  # of four shapes, 3.7 to 4.0
 # Of what a kernel of their own takes to add gradients up, and what is more by rows of the product:
 # 0.47 and 0.41 (FP8) at 1,024 rows, 0.19 and 0.17 at 16,384, medians of ten widths on an H200.
-# Experts' products in streams likewise by an expert's rows, 0.45 and 0.32 at 1,024 and 2,048, and
-# no more where these are fewer (0.40 to 0.56 at 128 to 512).
-ACCUMULATED, ACCUMULATED_ROWS, ACCUMULATED_MOST = 0.18, 300, 0.5
+ACCUMULATED, ACCUMULATED_ROWS = 0.18, 300
+# Experts' products in streams likewise by an expert's rows, 0.45 and 0.32 at 1,024 and 2,048, no
+# more where these are fewer (0.40 to 0.56 at 128 to 512), and less where an expert's weights are
+# few, as other streams' products are beside it: 0.06 to 0.25 of one to two million weights.
+ACCUMULATED_MOST, ACCUMULATED_WEIGHTS = 0.5, 2**22
 # Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
 # fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645).
 NORM_TIMES, CLIP_TIMES = 1.1, 1.17
@@ -92,7 +94,13 @@ Pair = tuple[Part, Part]
 
 def accumulated(rows: int) -> float:
     """What a product of so many rows takes to add its gradient up, in kernels that do only that."""
-    return min(ACCUMULATED + ACCUMULATED_ROWS / max(rows, 1), ACCUMULATED_MOST)
+    return min(ACCUMULATED + ACCUMULATED_ROWS / rows, 1.0)
+
+
+def accumulated_in_streams(rows: int, weights: int) -> float:
+    """The same of an expert's product of so many rows and weights."""
+    beside: float = min(weights / ACCUMULATED_WEIGHTS, 1.0) ** 1.5
+    return min(accumulated(max(rows, 1)), ACCUMULATED_MOST) * beside
 
 
 def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:

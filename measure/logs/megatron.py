@@ -141,6 +141,8 @@ def _apart(a: Arguments) -> str | None:
     cp, experts = a.whole("context_parallel_size", 1), a.whole("num_experts", 0, least=0)
     if experts and not a.flag("moe_grouped_gemm"):
         return "experts one after another"
+    if experts and a.flag("moe_use_legacy_grouped_gemm"):
+        return "experts in the legacy grouped product"
     fused = a.flag("swiglu") and not a.flag("add_bias_linear", True)
     fp8 = bool(a.text("fp8", ""))
     return not_on_engine(cp, _zero(a), experts, lora_rank=0, fp8=fp8, fused=fused)

@@ -139,12 +139,12 @@ class Products:
                 self.fed = x
         if kernel.direction == "wgrad":
             outs = [torch.empty(n, k, dtype=dtype, device=self.device) for _ in range(groups)]
-            return product(x.split(splits), g.split(splits), outs, "NT"), name
+            return product(torch.split(x, splits), torch.split(g, splits), outs, "NT"), name
         w = [self._normal(n, k, dtype=dtype, scale=0.02) for _ in range(groups)]
         out = torch.empty(d["m"], k if told["grad"] else n, dtype=dtype, device=self.device)
         if kernel.direction == "dgrad":
-            return product(w, g.split(splits), [out], "NN"), name
-        return product(w, x.split(splits), [out], "TN"), name
+            return product(w, torch.split(g, splits), [out], "NN"), name
+        return product(w, torch.split(x, splits), [out], "TN"), name
 
     def fp8(self, kernel: Kernel) -> tuple[Call, str]:
         """A product of e4m3 operands with one scale each, bf16 out; the casts are not in it.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from simulate.cost.imbalance import unequal_rows
 from simulate.cost.uncertainty import Draws
 from spec.calibration import Calibration
-from spec.kernel import TILED_PRODUCTS, Kernel
+from spec.kernel import STREAMED, TILED_PRODUCTS, Kernel
 from spec.kernel_fit import KernelFit
 from spec.step_experts import EXPERTS
 from spec.step_parts import Part, Segment
@@ -134,7 +134,7 @@ class Works:
     def _longer(self, kernel: Kernel) -> float:
         """How much longer than by itself, as it is timed; `behind` knows the GPU's tiles."""
         behind = self._calibration.behind
-        if kernel.op != "grouped_gemm" or behind is None:
+        if kernel.op not in ("grouped_gemm", STREAMED) or behind is None:
             return 1.0
         return unequal_rows(kernel, behind.multiprocessors)
 
