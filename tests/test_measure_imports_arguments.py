@@ -148,6 +148,11 @@ def test_another_architecture_or_step_is_refused(
         ({"squared_relu": "True", "swiglu": "False"}, "its activation is simulated as GELU"),
         ({"add_qkv_bias": "True"}, "its queries, keys and values are simulated without a bias"),
         ({"qk_layernorm": "True"}, "its queries and keys are simulated without norms"),
+        ({"gradient_accumulation_fusion": "False"}, "simulated to add weights' gradients up"),
+        (
+            {"moe_grouped_gemm": "True", "moe_use_legacy_grouped_gemm": "True"} | OF_MIXTURE,
+            "with experts in the legacy grouped product they are simulated as local ones",
+        ),
         ({"moe_permute_fusion": "True"} | OF_MIXTURE, "moved by kernels of their own"),
         ({"moe_grouped_gemm": "True"}, None),  # of a dense model
     ],

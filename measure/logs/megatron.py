@@ -18,6 +18,7 @@ from measure.logs.megatron_arguments import Arguments
 from measure.logs.megatron_lines import Log
 from measure.logs.megatron_times import refuse_impossible_times
 from measure.logs.megatron_untold import (
+    FUSED_THERE,
     OF_EXPERTS,
     OF_FP8,
     OF_ONE_GRAPH,
@@ -293,6 +294,11 @@ def rows(
         and (model.experts or not argument.startswith("moe_"))
         and not (p.on_engine and argument == "moe_grouped_gemm")
         and not (model.linear_bias and argument == "add_qkv_bias")
+    ]
+    left_out += [
+        f"{log.path.name}: left out that {argument} is False: {simulated}"
+        for argument, simulated in FUSED_THERE.items()
+        if p.on_engine and not a.flag(argument, True)
     ]
     apart = _apart(a)
     if _ran_on_engine(a) and apart:

@@ -27,6 +27,7 @@ _READ = (
     "moe_ffn_hidden_size",
     "moe_router_topk",
     "moe_token_dispatcher_type",
+    "moe_use_legacy_grouped_gemm",
     "normalization",
     "num_attention_heads",
     "num_experts",

@@ -88,6 +88,11 @@ OF_FP8: dict[str, tuple[str, ...]] = {
     "fp8_recipe": ("delayed",),
     "fp8_wgrad": ("True",),
 }
+# on by default there, and simulated so where Transformer Engine ran a row's layers
+FUSED_THERE = {
+    "bias_swiglu_fusion": "its activations are simulated as one kernel",
+    "gradient_accumulation_fusion": "its products are simulated to add weights' gradients up",
+}
 # switches that change no message and little of a step: said, and simulated otherwise
 SIMULATED_AS = {
     "add_qkv_bias": "its queries, keys and values are simulated without a bias of their own",
