@@ -37,7 +37,12 @@ from spec.step_parts import (
     shapes,
 )
 from spec.step_sharded import of_shards, shard_copies
-from spec.step_transformer_engine import CLIP_TIMES, NORM_TIMES, on_transformer_engine
+from spec.step_transformer_engine import (
+    ADAM_TIMES,
+    CLIP_TIMES,
+    NORM_TIMES,
+    on_transformer_engine,
+)
 
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 
@@ -218,8 +223,8 @@ def optimizer(
     parameter), scaling them by the number of replicas (8 B; experts' too where each has a GPU to
     itself), and clipping, which Megatron-Core without Apex does as
     `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B), by kernels
-    that take `NORM_TIMES` and `CLIP_TIMES` as long. Clipping is taken to happen, as it does early
-    in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast (2 + 4 B).
+    that take `NORM_TIMES` and `CLIP_TIMES` as long, and Adam `ADAM_TIMES`. Clipping is taken to
+    happen, as it does early in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast (2 + 4 B).
     """
     owned = held = 0
     reduction: tuple[Collective, ...] = ()
@@ -238,18 +243,19 @@ def optimizer(
         # experts split over GPUs have an optimizer of their own, and each of the two gathers the
         # parameters of both: Megatron-Core 0.16, DistributedOptimizer.step_with_ready_grads
         gather *= 2
-    update = (max(owned, 1),)
     cast: tuple[Kernel, ...] = ()
     if p.fp8:  # weights cast and transposed once a step: Transformer Engine keeps both copies
         cast = (copied(4 * product_weights(model, p, stage)),)
     scaled = held if p.dp * p.cp > 1 else 0
-    norm_times, clip_bytes = (NORM_TIMES, 8 * CLIP_TIMES) if p.on_engine else (1.0, 16)
+    norm_times, clip_bytes, adam_times = 1.0, 16.0, 1.0
+    if p.on_engine:
+        norm_times, clip_bytes, adam_times = NORM_TIMES, 8 * CLIP_TIMES, ADAM_TIMES
     kernels = (
         *cast,
         copied(6 * owned if p.zero == 3 else 4 * held + 8 * scaled),
         Kernel("grad_norm", "forward", (max(int(norm_times * owned), 1),)),
         copied(int(clip_bytes * owned)),
-        Kernel("adam", "forward", update),
+        Kernel("adam", "forward", (max(int(adam_times * owned), 1),)),
     )
     return kernels, reduction, gather
 

@@ -19,8 +19,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
   two copies, one of them transposed.
 
-Its optimizer reads norms and clips in place by kernels of its own (`spec.step.optimizer`). What its
-host takes beside the kernels has names of its own (`Part.issued`).
+Its optimizer reads norms, clips in place and updates by kernels of its own (`spec.step.optimizer`).
+What its host takes beside the kernels has names of its own (`Part.issued`).
 
 Source: Transformer Engine 2.11, `pytorch/module`; Megatron-Core 0.16, `extensions` and `fusions`.
 """
@@ -85,8 +85,10 @@ ACCUMULATED, ACCUMULATED_ROWS = 0.18, 300
 # few, as other streams' products are beside it: 0.06 to 0.25 of one to two million weights.
 ACCUMULATED_MOST, ACCUMULATED_WEIGHTS = 0.5, 2**22
 # Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
-# fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645).
-NORM_TIMES, CLIP_TIMES = 1.1, 1.17
+# fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645). Adam, which leaves
+# weights in bf16 to a copy behind it, with that copy: 1.02 to 1.16 times torch's by these and eight
+# others (20261129-045026 and -163208), 1.055 where parameters are many.
+NORM_TIMES, CLIP_TIMES, ADAM_TIMES = 1.1, 1.17, 1.055
 BEHIND_NORM = ("qkv", "fc1")
 
 Pair = tuple[Part, Part]
