@@ -224,7 +224,8 @@ def optimizer(
     itself), and clipping, which Megatron-Core without Apex does as
     `gradient.copy_(gradient * scale)` (16 B), with Transformer Engine in place (8 B), by kernels
     that take `NORM_TIMES` and `CLIP_TIMES` as long, and Adam `ADAM_TIMES`. Clipping is taken to
-    happen, as it does early in training. Under zero 3 only shards have fp32 gradients: bf16 ones, cast (2 + 4 B).
+    happen, as it does early in training. Under zero 3 only shards have fp32 gradients: bf16 ones,
+    cast (2 + 4 B).
     """
     owned = held = 0
     reduction: tuple[Collective, ...] = ()
