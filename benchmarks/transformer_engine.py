@@ -31,20 +31,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from benchmarks.engine_nil import nil_steps
 from benchmarks.graphs import HOLD_CYCLES
 from spec import command
 from spec.errors import UserError
 from spec.files import read_table, write_table
 from spec.fitted import Positive
 from spec.kernel import Kernel
-from spec.nil import ON_GPU, nil_model
-from spec.parallelism import Parallelism
 
 Call = Callable[[], Any]
 Item = tuple[str, str, str, str, Call]  # what, way, shape, by, call
 ROUNDS, CALLS = 7, 20
 KEYS = 8  # of the heads that are rotated
-MICROBATCHES = 5
 ROWS = (
     ("rmsnorm", ((8192, 4096), (8192, 8192), (16384, 8192), (8192, 5120), (8192, 7168))),
     ("layernorm", ((8192, 4096), (8192, 7168), (16384, 8192))),
@@ -71,7 +69,6 @@ SUM_WIDTHS = (  # of weights, out and in
     *((6144, 4096), (4096, 14336), (28672, 4096), (27648, 9216)),
 )
 FAR = 1 << 29  # bytes of gradients that take turns: each was written over in the caches
-NIL = ({"layers": 3}, {"layers": 12}, {"layers": 3, "recompute": "full"})
 
 
 class Timed(BaseModel):
@@ -93,7 +90,7 @@ def measured(only: str | None = None) -> Iterator[Timed]:
     if not cuda.is_available():
         raise UserError("--measure needs a GPU, and torch finds none here")
     gpu = cuda.get_device_name(0)
-    for what, way, shape, by, time_us in () if only else _nil_steps():
+    for what, way, shape, by, time_us in () if only else nil_steps():
         yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
     for make in _of_experts(torch) if only else (*_makers(torch), *_of_experts(torch)):
         try:
@@ -357,32 +354,6 @@ def _weight_gradients(torch: Any, m: int, n: int, k: int) -> Iterator[tuple[str,
     precise = {"use_split_accumulator": True}
     yield "sum", "engine_fp8", into(grads, *in_fp8, accumulate=True, **precise)
     yield "write", "engine_fp8", into(halves, *in_fp8, **precise)
-
-
-def _nil_steps() -> Iterator[tuple[str, str, str, str, float]]:
-    """Passes of nil layers, by each, in turn: (what, way, shape, by, us)."""
-    from measure.training.plan import WARM_UP, TrainingCase
-    from measure.training.steps import step_times
-
-    engine = {"transformer_impl": "transformer_engine"}
-    for case in NIL:
-        again = case.get("recompute", "none")
-        layers = int(str(case["layers"]))
-        model = nil_model(ON_GPU).resized(layers=layers)
-        split = {"global_batch": MICROBATCHES, "recompute": again}
-        for by, more in (
-            ("local", {}),
-            ("engine", engine),
-            ("engine_fp8", engine | {"fp8": True}),
-        ):
-            p = Parallelism(**split, **more)  # type: ignore[arg-type]
-            steps = TrainingCase(model, p, 10, WARM_UP, 12.0, f"nil-{by}")
-            (found,) = step_times(steps, (MICROBATCHES,), 3, device_kind="nvidia")
-            shape = f"layers={layers},recompute={again}"
-            for way in ("forward", "backward"):
-                took = median(one[f"layers_{way}_s"] for one in found.passes)
-                yield "nil", way, shape, by, 1e6 * took / (layers * MICROBATCHES)
-            yield "nil", "update", shape, by, 1e6 * min(found.updates_s)
 
 
 def summary(rows: Sequence[Timed]) -> str:
