@@ -15,7 +15,7 @@ from measure.timed.products import Refused
 from measure.timed.timing import CpuTimer
 from spec.command import run
 from spec.errors import UserError
-from spec.kernel import OPS, PLAIN, PRODUCTS
+from spec.kernel import OPS, PACED, PLAIN, PRODUCTS
 from spec.records import ClockRow
 from spec.results import find_result_sets, read_result_set
 from tests.synthetic import with_cell
@@ -42,8 +42,8 @@ def test_only_the_call_is_timed_and_it_runs_behind_the_other(
 
 
 def test_every_operation_but_products_is_timed() -> None:
-    """A router is too short."""
-    known = {op for op in OPS if op not in (*PRODUCTS, *PLAIN)} - {"router"}
+    """A router is too short, and what the clock paces is timed as a copy."""
+    known = {op for op in OPS if op not in (*PRODUCTS, *PLAIN)} - {"router", PACED}
     assert {one.op for one in clocks.kernels(gpu=True)} == known
 
 

@@ -8,13 +8,13 @@ from measure.suites.interference import overlapping  # noqa: E402
 from measure.timed.operations import Maker, footprint  # noqa: E402
 from measure.timed.products import Refused, tried  # noqa: E402
 from measure.timed.timing import CpuTimer, quantiles  # noqa: E402
-from spec.kernel import OPS, PACED, Kernel  # noqa: E402
+from spec.kernel import OPS, PACED, STREAMED, Kernel  # noqa: E402
 from spec.records import KernelRow  # noqa: E402
 
 SMALL = {"groups": 2, "batch": 1, "experts": 4, "top_k": 2, "kv_heads": 2, "heads": 4}
 
 
-@pytest.mark.parametrize("op", [one for one in OPS if one not in (PACED, "streamed_grouped_gemm")])
+@pytest.mark.parametrize("op", [one for one in OPS if one not in (PACED, STREAMED)])
 def test_every_operation_runs_in_every_direction(op: str) -> None:
     names, directions = OPS[op]
     dims = tuple(SMALL.get(name, 16) for name in names)

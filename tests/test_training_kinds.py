@@ -60,7 +60,7 @@ def test_layers_on_transformer_engine_need_it_and_a_gpu(monkeypatch: pytest.Monk
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
     with pytest.raises(WorkError, match="needs Transformer Engine, and a GPU"):
-        engine_modules(gpu)
+        engine_modules(SMALL, gpu)
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
     with pytest.raises(WorkError, match="needs Transformer Engine, and a GPU"):
-        engine_modules(cpu)
+        engine_modules(SMALL, cpu)

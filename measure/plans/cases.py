@@ -16,7 +16,7 @@ from measure.plans import grid
 from measure.plans.file import PlanFile, State
 from measure.plans.shapes import model_kernels, ordered
 from spec.collective import COLLECTIVES
-from spec.kernel import OF_TOKENS, Kernel, parse_kernel
+from spec.kernel import OF_TOKENS, STREAMED, Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 
@@ -220,7 +220,7 @@ def kernel_cases(
         grouped = [one for one in experts if one.op == "grouped_gemm"]
         wanted.update(dict.fromkeys(replace(one, op="fused_grouped_gemm") for one in grouped))
         grouped += [one for one in grid.kernels(gpu, quick) if one.op == "grouped_gemm"]
-        there = (replace(one, op="streamed_grouped_gemm") for one in grouped if engine)
+        there = (replace(one, op=STREAMED) for one in grouped if engine)
         wanted.update(dict.fromkeys(there))
     wanted = {kernel: None for kernel in wanted if not _of_a_whole_model(kernel)}
     loaded = grid.sustained(gpu, quick)

@@ -87,7 +87,10 @@ def _on_engine(same: Same[Calibration], fp8: bool) -> Calibration:
 
 @lru_cache(maxsize=8)
 def _in_streams(same: Same[Calibration]) -> Calibration:
-    """Experts' products where none in streams was timed: those of one after another, less sure."""
+    """Experts' products where none in streams was timed: those of one after another, less sure.
+
+    Itself where no experts' products were timed at all.
+    """
     fits = (same.held.kernel_fits.get(("grouped_gemm", way, "bf16")) for way in GEMM_DIRECTIONS)
     streamed = [
         changed(
@@ -99,6 +102,8 @@ def _in_streams(same: Same[Calibration]) -> Calibration:
         for fit in fits
         if fit
     ]
+    if not streamed:
+        return same.held
     why = "of experts' products in streams, timed on no GPU of this system: of one after another"
     return changed(
         same.held,
