@@ -1,6 +1,7 @@
 """Mixtures on Transformer Engine: a GPU's experts in one product each way."""
 
 from collections import defaultdict
+from math import hypot
 from pathlib import Path
 from statistics import fmean
 
@@ -15,12 +16,12 @@ from measure.timed.operations import Maker
 from measure.timed.products import Refused
 from measure.training.trace import read_trace
 from simulate.cost.imbalance import IN_STREAMS, unequal_rows
-from simulate.hardware.as_run import STREAMED_ISSUE, STREAMED_SD, as_run
+from simulate.hardware.as_run import STREAMED_SD, as_run
 from simulate.memory.peak import stage_memory
 from spec.errors import UserError
 from spec.files import read_table
 from spec.fitted import changed
-from spec.kernel import GEMM_DIRECTIONS, STREAMED, Kernel
+from spec.kernel import GEMM_DIRECTIONS, STREAMED, STREAMED_ISSUE, Kernel
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import layer
@@ -177,6 +178,12 @@ def test_products_in_streams_that_no_gpu_was_timed_on_are_less_sure_and_issued_a
         own, streamed = (priced.kernel_fits[op, way, "bf16"] for op in ("grouped_gemm", STREAMED))
         assert streamed.host_us == pytest.approx(STREAMED_ISSUE * own.host_us)
         assert streamed.noise >= STREAMED_SD
+        for dims in ((8, 2048, 1024, 2048), (32, 16384, 1024, 1536), own.points[0].dims):
+            assert streamed.central_us((dims,)) == pytest.approx(own.central_us((dims,)))
+        known = own.points[0].dims
+        assert streamed.time_us(known)[1] == pytest.approx(
+            hypot(own.time_us(known)[1], STREAMED_SD)
+        )
     (assumed,) = (one for one in priced.parameters if one.name == "kernel.streamed_grouped_gemm")
     assert assumed.source == "assumed"
     assert as_run(without, LOCAL, NODE, experts=8) is without

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from spec.buckets import updated_tensors
-from spec.kernel import Kernel
+from spec.kernel import STREAMED, STREAMED_ISSUE, Kernel
 from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
@@ -85,10 +85,11 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
 
 def _host_us(kernel: Kernel, by_name: Mapping[tuple[str, str, str], float]) -> float:
     """Of the kernel, or of what stands for one that was never measured; 0 where nothing does."""
-    for one in (kernel, kernel.stand_in):
+    stands_in = STREAMED_ISSUE if kernel.op == STREAMED else 1.0
+    for one, times in ((kernel, 1.0), (kernel.stand_in, stands_in)):
         found = one and by_name.get((one.op, one.direction, one.dtype))
         if found:
-            return found
+            return times * found
     return 0.0
 
 

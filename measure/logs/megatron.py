@@ -298,7 +298,9 @@ def rows(
     left_out += [
         f"{log.path.name}: left out that {argument} is False: {simulated}"
         for argument, simulated in FUSED_THERE.items()
-        if p.on_engine and not a.flag(argument, True)
+        if p.on_engine
+        and not a.flag(argument, True)
+        and (model.gated or argument != "bias_swiglu_fusion")
     ]
     apart = _apart(a)
     if _ran_on_engine(a) and apart:

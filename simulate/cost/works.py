@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from simulate.cost.imbalance import unequal_rows
 from simulate.cost.uncertainty import Draws
 from spec.calibration import Calibration
-from spec.kernel import STREAMED, TILED_PRODUCTS, Kernel
+from spec.kernel import PACED, STREAMED, TILED_PRODUCTS, Kernel
 from spec.kernel_fit import KernelFit
 from spec.step_experts import EXPERTS
 from spec.step_parts import Part, Segment
@@ -123,6 +123,7 @@ class Works:
             if kernel not in self._kernels:
                 fit, known = self._calibration.kernel(kernel), self._calibration.known(kernel)
                 op = fit.op if known is kernel else kernel.op
+                op = "copy" if op == PACED else op  # one model, so one error
                 way = fit.direction if known is kernel else kernel.direction
                 new.setdefault((id(fit), op, way), (fit, []))[1].append((kernel, known))
         for (_, op, way), (fit, alike) in new.items():
