@@ -1,5 +1,6 @@
 """Mixtures on Transformer Engine: a GPU's experts in one product each way."""
 
+import json
 from collections import defaultdict
 from math import hypot
 from pathlib import Path
@@ -15,9 +16,11 @@ from measure.plans.file import PlanFile
 from measure.timed.operations import Maker
 from measure.timed.products import Refused
 from measure.training.trace import read_trace
+from simulate import project
 from simulate.cost.imbalance import IN_STREAMS, unequal_rows
 from simulate.hardware.as_run import STREAMED_SD, as_run
 from simulate.memory.peak import stage_memory
+from spec.command import run
 from spec.errors import UserError
 from spec.files import read_table
 from spec.fitted import changed
@@ -225,3 +228,22 @@ def test_what_overlaps_in_a_trace_counts_once_and_experts_are_told_by_their_kern
     assert found["idle_us"] == before["idle_us"]
     assert found["operations"]["gemm"]["_GroupedLinear"] == pytest.approx(50)
     assert "_GroupedLinear" not in found["operations"]["memory"]
+
+
+def test_a_projection_says_how_its_experts_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And names what has them in one product, where that is asked for and on no AMD GPU."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--gpus", "8", "--results", str(RESULTS), "--draws", "20", "--tp", "1", "--pp", "1"]
+    engine = ["--transformer-impl", "transformer_engine"]
+    for model, more, said in (
+        ("phi-3.5-moe", [], True),
+        ("phi-3.5-moe", engine, False),
+        ("phi-3.5-moe", ["--node", "mi300x-node"], False),
+        ("llama3.2-1b", [], False),
+    ):
+        asked = ["--model", model, "--system", "8x-h200", *words, *more, "--json"]
+        assert run(project.main, asked) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert any("one after another" in one for one in warnings) is said, more

@@ -121,6 +121,8 @@ def test_where_no_all_reduce_is_faster_so_it_is_said(
         value = json.loads(capsys.readouterr().out)
         steps.append(value["step_time_s"]["median"])
         said.append([one for one in value["warnings"] if one.startswith("--nvls changes nothing")])
+        meant = [one for one in value["warnings"] if "through its switches (--nvls)" in one]
+        assert bool(meant) is (bool(more) and not said[-1])  # one or the other
     alike = split == "--sequence-parallel"
     assert (steps[0] == steps[1]) is alike
     assert [len(one) for one in said] == [0, int(alike)]

@@ -1,19 +1,27 @@
 """What nobody measured of what a report is of, as it says it."""
 
+from collections.abc import Sequence
+
 from simulate.hardware.nvls import has_nvls
 from spec.calibration import Calibration
 from spec.hardware import Node
 
 
 def unmeasured(
-    calibration: Calibration, node: Node, *, on_engine: bool = False, cuda_graphs: bool = False
+    calibration: Calibration,
+    node: Node,
+    *,
+    on_engine: bool = False,
+    cuda_graphs: bool = False,
+    idle: Sequence[str] = (),
 ) -> list[str]:
     """What nobody measured of a node's GPU, one sentence each.
 
-    on_engine, cuda_graphs: whether steps ask for these, as in `Parallelism`.
+    on_engine, cuda_graphs: whether steps ask for these, as in `Parallelism`; idle: what was said of
+    options that change nothing, whose meaning is left out.
     """
     said = []
-    if has_nvls(calibration):
+    if has_nvls(calibration) and not any(one.startswith("--nvls") for one in idle):
         said.append(
             "All-reduces inside a node go through its switches (--nvls), where that is faster, as "
             "published sweeps have it: nothing here was measured so. What sequence parallelism "

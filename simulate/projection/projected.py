@@ -342,6 +342,12 @@ def warnings(projection: Projection) -> list[str]:
             "Experts get even loads, which trained routers do not give them: see "
             "--expert-imbalance and --capacity-factor."
         )
+    nvidia = r.calibration.kind != "cpu" and "AMD" not in r.node.gpu.upper()
+    if r.model.experts and not p.on_engine and nvidia:
+        said.append(
+            "A GPU's experts run one after another, as Megatron-Core's local layers have them; as "
+            "one product (moe_grouped_gemm): --transformer-impl transformer_engine, in bf16."
+        )
     if r.slow_gpus:
         same = replace(r, draws=0, slow_gpus=None).simulator().run().step_time_s[0]
         said.append(
@@ -375,9 +381,11 @@ def warnings(projection: Projection) -> list[str]:
             f"The node's GPU is {r.node.gpu}, the calibration was measured on "
             f"{r.calibration.device}: the times are the calibration's, unscaled."
         )
-    said += without_effect(r.model, p, r.calibration, r.step_s)
+    idle = without_effect(r.model, p, r.calibration, r.step_s)
+    said += idle
     said += _gathered_in_turn(r)
-    said += unmeasured(r.calibration, r.node, on_engine=p.on_engine, cuda_graphs=p.cuda_graphs)
+    asked = {"on_engine": p.on_engine, "cuda_graphs": p.cuda_graphs}
+    said += unmeasured(r.calibration, r.node, **asked, idle=idle)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
     said.append(
