@@ -9,8 +9,8 @@ each with a replica (of few layers and of more: what the optimizer takes for a t
 share of every layer (what issuing a collective takes) and of every sequence (ring attention), with
 activations computed again (what a checkpoint takes), with adapters on frozen layers, with every
 tensor sent beside the passes by itself (what a bucket takes), with a mixture of experts, of few
-and of more, and where it is installed with layers on Transformer Engine, in bf16 and FP8.
-What issuing the kernels alone takes is `host_us` of their rows.
+and of more, and where it is installed with layers on Transformer Engine, in bf16 and FP8, and with
+mixtures there. What issuing the kernels alone takes is `host_us` of their rows.
 
 On a CPU the processor that issues a kernel runs it, and what it does in between adds to the step:
 its time of a step, less that of the same kernels one by one at the same shapes. That runs in a
