@@ -37,7 +37,7 @@ from spec import command
 from spec.errors import UserError
 from spec.files import read_table, write_table
 from spec.fitted import Positive
-from spec.kernel import Kernel
+from spec.kernel import STREAMED, Kernel
 
 Call = Callable[[], Any]
 Item = tuple[str, str, str, str, Call]  # what, way, shape, by, call
@@ -180,50 +180,29 @@ def _of_experts(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
             yield "weighted", way, kernel.shape, "copy", _copy(torch, kernel.bytes)
 
     def grouped(groups: int, m: int, n: int, k: int) -> Iterator[Item]:
-        shape = Kernel("grouped_gemm", "forward", (groups, m, n, k)).shape
-        equal = [m // groups] * groups
+        from measure.timed.operations import Maker
+        from measure.timed.products import equal_shares
+
+        dims, maker = (groups, m, n, k), Maker(torch.device("cuda"))
+        shape = Kernel("grouped_gemm", "forward", dims).shape
         picks = torch.randint(groups, (m,), generator=torch.Generator().manual_seed(1))
-        uneven = torch.bincount(picks, minlength=groups).tolist()
-        for by, splits in (("engine", equal), ("engine_uneven", uneven), ("local", equal)):
-            for way, call in _grouped(torch, splits, n, k, by == "local"):
+        random_shares = torch.bincount(picks, minlength=groups).tolist()
+        ways = (("forward", "forward"), ("dgrad", "dgrad"), ("write", "wgrad"), ("sum", "wgrad"))
+        for way, direction in ways:
+            for by, shares in (
+                ("engine", equal_shares(m, groups)),
+                ("engine_uneven", random_shares),
+            ):
+                kernel, adds_up = Kernel(STREAMED, direction, dims), way == "sum"
+                call, _ = maker.streamed(kernel, torch.bfloat16, shares, adds_up)
                 yield "grouped", way, shape, by, call
+            if way != "sum":
+                call, _ = maker.build(Kernel("grouped_gemm", direction, dims))
+                yield "grouped", way, shape, "local", call
         yield "grouped", "sum", shape, "copy", _copy(torch, 10 * groups * n * k)
 
     yield from (partial(weighted, *dims) for dims in WEIGHTED)
     yield from (partial(grouped, *dims) for dims in GROUPED)
-
-
-def _grouped(
-    torch: Any, splits: list[int], n: int, k: int, local: bool
-) -> Iterator[tuple[str, Call]]:
-    """Experts' products on so many rows each: both ways, gradients written and added to fp32."""
-    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
-
-    half = {"dtype": torch.bfloat16, "device": "cuda"}
-    m, groups = sum(splits), len(splits)
-    x, dy = (torch.randn(m, width, **half) for width in (k, n))
-    weights = [torch.randn(n, k, **half) for _ in splits]
-    xs, dys = x.split(splits), dy.split(splits)
-    y, dx = torch.empty(m, n, **half), torch.empty(m, k, **half)
-    grads = [torch.empty(n, k, **half) for _ in splits]
-    if local:
-
-        def each(way: Callable[[int], Any]) -> Call:
-            return lambda: [way(i) for i in range(groups)]
-
-        yield "forward", each(lambda i: torch.matmul(xs[i], weights[i].t()))
-        yield "dgrad", each(lambda i: dys[i].matmul(weights[i]))
-        yield "write", each(lambda i: torch.mm(dys[i].t(), xs[i], out=grads[i]))
-        return
-    many: dict[str, Any] = {"m_splits": splits, "single_output": True}
-    bf16: Any = ([None] * groups, torch.bfloat16)
-    yield "forward", lambda: general_grouped_gemm(weights, xs, [y], *bf16, "TN", **many)
-    yield "dgrad", lambda: general_grouped_gemm(weights, dys, [dx], *bf16, "NN", grad=True, **many)
-    many = {"m_splits": splits, "grad": True}
-    yield "write", lambda: general_grouped_gemm(xs, dys, grads, *bf16, "NT", **many)
-    sums = [torch.zeros(n, k, device="cuda") for _ in splits]
-    many |= {"accumulate": True}
-    yield "sum", lambda: general_grouped_gemm(xs, dys, sums, *bf16, "NT", **many)
 
 
 def _copy(torch: Any, nbytes: float) -> Call:

@@ -330,12 +330,6 @@ def main(words: Sequence[str]) -> int:
         "fabric": None if arguments.study == "fabrics" else inputs.fabric.name,
         "calibration": inputs.calibration_path.as_posix(),
         "points": [point(case, first) for case in bar],
-        "warnings": unmeasured(
-            inputs.calibration,
-            inputs.node,
-            on_engine=arguments.transformer_impl == "transformer_engine",
-            cuda_graphs=bool(arguments.cuda_graphs),
-        ),
     }
     possible = [one for one in value["points"] if "impossible" not in one]
     if not possible:
@@ -344,11 +338,18 @@ def main(words: Sequence[str]) -> int:
             f"no point of study {arguments.study} is possible; {axis} {last['label']}: "
             f"{last['impossible']}"
         )
-    value["warnings"] += [  # what changes no point
+    idle = [  # what changes no point
         sentence
         for sentence in possible[0]["without_effect"]
         if all(sentence in one["without_effect"] for one in possible)
     ]
+    value["warnings"] = idle + unmeasured(
+        inputs.calibration,
+        inputs.node,
+        on_engine=arguments.transformer_impl == "transformer_engine",
+        cuda_graphs=bool(arguments.cuda_graphs),
+        idle=idle,
+    )
     notes = "".join(f"\nnote: {one}" for one in value["warnings"])
     text = f"{table(value)}\n{notes}\nwritten {report}"
     emit(arguments.json, value, text, {report: render(value)})

@@ -82,7 +82,8 @@ JOINED = 3.9  # of four shapes, 3.7 to 4.0
 ACCUMULATED, ACCUMULATED_ROWS = 0.18, 300
 # Experts' products in streams likewise by an expert's rows, 0.45 and 0.32 at 1,024 and 2,048, no
 # more where these are fewer (0.40 to 0.56 at 128 to 512), and less where an expert's weights are
-# few, as other streams' products are beside it: 0.06 to 0.25 of one to two million weights.
+# few, as other streams' products are beside it: 0.06 to 0.25 of one to two million weights. The
+# power of 1.5 was chosen by twelve shapes.
 ACCUMULATED_MOST, ACCUMULATED_WEIGHTS = 0.5, 2**22
 # Times of torch's norm and of a copy of as many bytes: 1.06 to 1.16 and 1.15 to 1.22 by profiles of
 # fourteen steps on an H200 (`results/2x-h200`, 20261129-043541 and -043645). Adam, which leaves

@@ -1,10 +1,15 @@
 """Mixtures on Transformer Engine: a GPU's experts in one product each way."""
 
 import json
+import re
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from math import hypot
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +25,12 @@ from simulate import project
 from simulate.cost.imbalance import IN_STREAMS, unequal_rows
 from simulate.hardware.as_run import STREAMED_SD, as_run
 from simulate.memory.peak import stage_memory
+from spec.calibration import read_calibration
 from spec.command import run
 from spec.errors import UserError
 from spec.files import read_table
 from spec.fitted import changed
-from spec.kernel import GEMM_DIRECTIONS, STREAMED, STREAMED_ISSUE, Kernel
+from spec.kernel import GEMM_DIRECTIONS, PACED, STREAMED, STREAMED_ISSUE, Kernel, parse_kernel
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import layer
@@ -38,10 +44,11 @@ from spec.step_transformer_engine import (
     accumulated,
     accumulated_in_streams,
 )
-from spec.training_records import TrainingRow
+from spec.training_records import ProfileRow, TrainingRow
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, MOE, NODE, simulate
 from tests.test_training_profile import host, kernel, trace
+from topologies import load_node
 
 LOCAL = Parallelism(global_batch=4)
 TE = LOCAL.model_copy(update={"transformer_impl": "transformer_engine"})
@@ -52,7 +59,7 @@ def parts(p: Parallelism) -> dict[tuple[str, int], Part]:
     return {(one.name, way): one for way in (0, 1) for one in layer(MOE, p)[way]}
 
 
-def test_only_experts_and_what_is_around_the_mlp_are_other() -> None:
+def test_routing_and_exchange_are_as_of_local_layers() -> None:
     local, engine = parts(LOCAL), parts(TE)
     for name in ("router", "dispatch", "combine"):
         for way in (0, 1):
@@ -69,9 +76,8 @@ def test_experts_multiply_as_much_as_one_after_another() -> None:
         assert [(one.direction, one.dims) for one in products] == [
             (one.direction, one.dims) for one in kernels[LOCAL] if one.op == "grouped_gemm"
         ]
-        assert not {"weigh", "swiglu"} & {
-            one.op for one in kernels[TE]
-        }  # one kernel, told as copies
+        apart = {"weigh", "swiglu"}  # told as copies
+        assert not apart & {one.op for one in kernels[TE]}
 
 
 def test_an_expert_takes_the_host_once_each_way() -> None:
@@ -150,7 +156,7 @@ def test_what_adding_takes_is_what_the_benchmark_has() -> None:
     times, off = timed(), {}
     for (what, shape, way, by), time_us in times.items():
         if (what, way, by) == ("grouped", "sum", "engine"):
-            groups, m, n, k = (int(one.partition("=")[2]) for one in shape.split())
+            groups, m, n, k = parse_kernel("grouped_gemm", "forward", shape, "bf16").dims
             (own_us,) = fit.central_us(((groups * n * k,),))
             added_us = time_us - times[what, shape, "write", by]
             off[shape] = accumulated_in_streams(m // groups, n * k) - added_us / own_us
@@ -247,3 +253,99 @@ def test_a_projection_says_how_its_experts_run(
         assert run(project.main, asked) == 0
         warnings = json.loads(capsys.readouterr().out)["warnings"]
         assert any("one after another" in one for one in warnings) is said, more
+
+
+def grouped_as_the_library_has_it(
+    a: Sequence[Any],
+    b: Sequence[Any],
+    outs: list[Any],
+    quantizers: Sequence[None],
+    out_dtype: torch.dtype,
+    layout: str,
+    *,
+    m_splits: Sequence[int],
+    grad: bool,
+    single_output: bool = False,
+    accumulate: bool = False,
+) -> list[Any]:
+    """A stand-in for Transformer Engine's `general_grouped_gemm`, by its documentation."""
+    assert len(a) == len(b) == len(quantizers) == len(m_splits)
+    assert grad is (layout != "TN")
+    multiply = {
+        "TN": lambda weight, x: x @ weight.t(),
+        "NN": lambda weight, gradient: gradient @ weight,
+        "NT": lambda x, gradient: gradient.t() @ x,
+    }[layout]
+    each = [multiply(one, other) for one, other in zip(a, b, strict=True)]
+    if single_output:
+        outs[0].copy_(torch.cat(each))
+    else:
+        for out, one in zip(outs, each, strict=True):
+            out.add_(one) if accumulate else out.copy_(one)
+    return outs
+
+
+@pytest.mark.parametrize("adds_up", [False, True])
+@pytest.mark.parametrize("way", GEMM_DIRECTIONS)
+def test_a_product_in_streams_is_each_experts_own(
+    monkeypatch: pytest.MonkeyPatch, way: str, adds_up: bool
+) -> None:
+    extensions = SimpleNamespace(general_grouped_gemm=grouped_as_the_library_has_it)
+    for name, module in (
+        ("transformer_engine", SimpleNamespace(__version__="0")),
+        ("transformer_engine.pytorch", SimpleNamespace()),
+        ("transformer_engine.pytorch.cpp_extensions", extensions),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    splits, (m, n, k) = [5, 0, 11], (16, 24, 8)
+    asked = Kernel(STREAMED, way, (3, m, n, k))
+    call, name = Maker(torch.device("cpu")).streamed(asked, torch.float32, splits, adds_up)
+    outs = call()
+    assert name == "transformer-engine-0/grouped"
+    maker = Maker(torch.device("cpu"))  # draws the same numbers in the same order
+    g = maker._normal(m, n, dtype=torch.float32) if way != "forward" else None
+    x = maker._normal(m, k, dtype=torch.float32) if way != "dgrad" else None
+    if way == "wgrad":
+        assert g is not None
+        assert x is not None
+        own = [one.t() @ other for one, other in zip(g.split(splits), x.split(splits), strict=True)]
+        for out, one in zip(outs, own, strict=True):
+            torch.testing.assert_close(out, one * (2 if adds_up else 1))  # it ran once before
+        return
+    w = [maker._normal(n, k, dtype=torch.float32, scale=0.02) for _ in splits]
+    rows = (g if x is None else x).split(splits)
+    products = [
+        one @ (weight if way == "dgrad" else weight.t())
+        for one, weight in zip(rows, w, strict=True)
+    ]
+    torch.testing.assert_close(outs[0], torch.cat(products))
+
+
+def test_experts_gradients_go_with_the_clock_as_profiles_have_it() -> None:
+    """Plan 75's three profiled steps: the kernel beside which another sums over a row."""
+    folder = RESULTS / "2x-h200"
+    rows = read_table(folder / "20261129-162618" / "training.csv", TrainingRow)
+    steps = {one.case_id: one for one in rows}
+    priced = as_run(read_calibration(folder / "calibration.json"), TE, load_node("hgx-h200"))
+    fit = priced.kernel_fits[PACED, "forward", "bf16"]
+    off = []
+    for one in read_table(folder / "20261129-163208" / "profile.csv", ProfileRow):
+        if one.part == "memory":
+            step = steps[one.case_id]
+            model, p = step.model_spec(), step.parallelism()
+            took_ms = re.search(r"triton_poi_fused_add\w+silu_split_0 ([\d.]+)", one.operations)
+            (experts,) = (part for part in layer(model, p)[1] if part.name == EXPERTS)
+            (paced,) = (kernel for kernel in experts.kernels if kernel.op == PACED)
+            slower = priced.clock.reference_mhz / (step.clock_mean_mhz or 0)
+            told_ms = fit.central_us((paced.dims,))[0] * model.layers * p.microbatches / 1e3
+            assert took_ms
+            off.append(slower * told_ms / float(took_ms[1]))
+    assert len(off) == 3
+    assert off == pytest.approx([1.0] * 3, abs=0.07)
+
+
+def test_what_the_benchmark_leaves_out_is_for_what_it_measures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(benchmarks.transformer_engine.main, ["--only", "experts"]) == 2
+    assert "--only says what --measure times; add --measure" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Shapes of models' kernels: over the degrees, lengths and microbatches of a plan."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,8 +49,8 @@ def _checked(
 
 def ordered(model: ModelSpec, split: Parallelism) -> list[Kernel]:
     """The kernels of a step that are timed, always in the same order."""
-    timed = {k.stand_in if k.op == PACED else k for k in kernels_of(model, split)}
-    return sorted(filter(None, timed), key=lambda k: (k.op, k.direction, k.dims))
+    timed = {replace(k, op="copy") if k.op == PACED else k for k in kernels_of(model, split)}
+    return sorted(timed, key=lambda k: (k.op, k.direction, k.dims))
 
 
 def refuse_without_kernels(

@@ -3,7 +3,7 @@
 What this machine or its torch lacks is refused with the reason, so that a run goes on without it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ def tried(call: Call) -> Call:
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Refused(f"torch {torch.__version__} does not run it here: {words}") from None
     return call
+
+
+def equal_shares(rows: int, groups: int) -> list[int]:
+    """Rows of each of so many experts, as equal as can be."""
+    return [rows // groups + (i < rows % groups) for i in range(groups)]
 
 
 class Products:
@@ -72,11 +77,8 @@ class Products:
     def _grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         """One product per expert, as Megatron-Core's SequentialMLP, on equal shares of the rows."""
         d = kernel.named
-        groups = d["groups"]
-        shares = [d["m"] // groups + (i < d["m"] % groups) for i in range(groups)]
-        shares = [share for share in shares if share]
         calls = []
-        for m in shares:
+        for m in filter(None, equal_shares(d["m"], d["groups"])):
             share = Kernel("gemm", kernel.direction, (m, d["n"], d["k"]), kernel.dtype)
             calls.append(self._gemm(share, dtype)[0])
 
@@ -110,26 +112,31 @@ class Products:
         return tried(lambda: product(x, w.transpose(-2, -1), offs=offs)), name
 
     def _streamed_grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
-        """As Transformer Engine's GroupedLinear, on equal shares of the rows; nothing added up."""
+        d = kernel.named
+        return self.streamed(kernel, dtype, equal_shares(d["m"], d["groups"]))
+
+    def streamed(
+        self, kernel: Kernel, dtype: torch.dtype, splits: Sequence[int], adds_up: bool = False
+    ) -> tuple[Call, str]:
+        """As Transformer Engine's GroupedLinear, on so many rows for each expert.
+
+        Weights' gradients are written, or with `adds_up` added to fp32 ones.
+        """
         try:
             import transformer_engine
             from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
         except ImportError as error:
             raise Refused(f"it is Transformer Engine's, which is not here: {error}") from None
-        d = kernel.named
-        groups, n, k = d["groups"], d["n"], d["k"]
-        splits = [d["m"] // groups + (i < d["m"] % groups) for i in range(groups)]
-        told = {"m_splits": splits, "grad": kernel.direction != "forward"}
+        d, splits = kernel.named, list(splits)
+        n, k = d["n"], d["k"]
+        told: dict[str, Any] = {"m_splits": splits, "grad": kernel.direction != "forward"}
         name = f"transformer-engine-{transformer_engine.__version__}/grouped"
 
-        def product(a: Any, b: Any, outs: list[Tensor], layout: str) -> Call:
-            single = kernel.direction != "wgrad"
-            quantizers = [None] * groups
+        def product(a: Any, b: Any, outs: list[Tensor], layout: str) -> tuple[Call, str]:
+            quantizers = [None] * len(splits)
             return tried(
-                lambda: general_grouped_gemm(
-                    a, b, outs, quantizers, dtype, layout, single_output=single, **told
-                )
-            )
+                lambda: general_grouped_gemm(a, b, outs, quantizers, dtype, layout, **told)
+            ), name
 
         if kernel.direction != "forward":
             self.fed = g = self._normal(d["m"], n, dtype=dtype)
@@ -138,13 +145,16 @@ class Products:
             if kernel.direction == "forward":
                 self.fed = x
         if kernel.direction == "wgrad":
-            outs = [torch.empty(n, k, dtype=dtype, device=self.device) for _ in range(groups)]
-            return product(torch.split(x, splits), torch.split(g, splits), outs, "NT"), name
-        w = [self._normal(n, k, dtype=dtype, scale=0.02) for _ in range(groups)]
+            told["accumulate"] = adds_up
+            kind = torch.float32 if adds_up else dtype
+            outs = [torch.zeros(n, k, dtype=kind, device=self.device) for _ in splits]
+            return product(torch.split(x, splits), torch.split(g, splits), outs, "NT")
+        told["single_output"] = True
+        w = [self._normal(n, k, dtype=dtype, scale=0.02) for _ in splits]
         out = torch.empty(d["m"], k if told["grad"] else n, dtype=dtype, device=self.device)
         if kernel.direction == "dgrad":
-            return product(w, torch.split(g, splits), [out], "NN"), name
-        return product(w, torch.split(x, splits), [out], "TN"), name
+            return product(w, torch.split(g, splits), [out], "NN")
+        return product(w, torch.split(x, splits), [out], "TN")
 
     def fp8(self, kernel: Kernel) -> tuple[Call, str]:
         """A product of e4m3 operands with one scale each, bf16 out; the casts are not in it.

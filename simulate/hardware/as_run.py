@@ -52,15 +52,14 @@ def as_run(
             )
     if p.on_engine and not has(calibration, ENGINE):
         host = calibration.host
-        for name, known in (
-            ("te_part_us", host.te_part_us),
-            ("te_expert_us", host.te_expert_us or host.te_backward_expert_us),
-        ):
-            if not known and (experts or name == "te_part_us"):
-                raise UserError(
-                    f"transformer_impl transformer_engine: calibration.json has no host.{name}, as "
-                    "it is older; run calibrate.fit again"
-                )
+        needed = {"te_part_us": host.te_part_us}
+        if experts:
+            needed["te_expert_us"] = host.te_expert_us + host.te_backward_expert_us
+        for name in (one for one, known_us in needed.items() if not known_us):
+            raise UserError(
+                f"transformer_impl transformer_engine: calibration.json has no host.{name}, as it "
+                "is older; run calibrate.fit again"
+            )
         calibration = _on_engine(Same(calibration), p.fp8)
     if p.on_engine and experts and (STREAMED, "forward", "bf16") not in calibration.kernel_fits:
         calibration = _in_streams(Same(calibration))
