@@ -142,7 +142,7 @@ def _why(points: Sequence[Json]) -> Table:
         rows,
         "Time of a sequence beside that of the first of its series, in shares of it (simulated). "
         "Clock: the same kernels at the clock that power leaves; kernels: larger ones fill the GPU "
-        "better; the parts add up to total",
+        "better; host: waiting for it to issue; the parts add up to total",
     )
 
 

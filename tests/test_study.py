@@ -72,6 +72,7 @@ def test_microbatches_are_told_apart_from_the_bubble(command: Any) -> None:
         if "impossible" not in one:
             why = one["why"]
             assert sum(why.values()) == pytest.approx(2 * why["total"])
+            assert {"host", "other"} & set(why) == {"host"}
             assert one["burst_w"]["median"] >= one["power_w_per_gpu"]["median"]
             of_bubble.setdefault(one["series"], []).append(why["bubble"])
     assert of_bubble["fixed global batch"][-1] > 0.1

@@ -2,7 +2,8 @@
 
 Breakdowns of two steps are subtracted part by part. Communication is told apart by where it runs,
 inside nodes or between them, and compute by what makes it longer: the clock that power leaves, or
-the kernels themselves, which is what remains when both steps run at the same clock.
+the kernels themselves, which is what remains when both steps run at the same clock. What waits for
+the host, `other` in breakdowns, is named so.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ def parts(one: Projection) -> dict[str, float]:
         if kind in KINDS:
             outside = kind in paths and paths[kind].nodes > 1
             name = f"{kind} {'between' if outside else 'inside'} nodes"
-        found[name] = seconds
+        found["host" if name == "other" else name] = seconds
     return found
 
 
