@@ -7,9 +7,8 @@ another at a few shapes, and a copy of as many bytes as it must move; linear lay
 add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; one
 such product that adds to an fp32 gradient, beside one that writes it in bf16 and a copy of the 10 B
 a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
-there in FP8, by a layer's passes (medians) and a step's shortest update; and of experts the
-activation that weighs its rows, beside a copy, and products in streams, of equal and of random
-shares of the rows, beside torch's one after another. Then, by default from
+there in FP8, by a layer's passes (medians) and a step's shortest update; and a GPU's experts
+(`benchmarks.engine_experts`). Then, by default from
 `transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
 what adding takes, in such copies (`ACCUMULATED` is by the kernel that only adds, which `2x-h200`'s
 calibration has). Rows of `wgrad` were timed behind a spin that holds the queue, as `--measure` does
@@ -31,16 +30,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from benchmarks.engine_experts import Call, Item, copy_of, of_experts
 from benchmarks.engine_nil import nil_steps
 from benchmarks.graphs import HOLD_CYCLES
 from spec import command
 from spec.errors import UserError
 from spec.files import read_table, write_table
 from spec.fitted import Positive
-from spec.kernel import STREAMED, Kernel
+from spec.kernel import Kernel
 
-Call = Callable[[], Any]
-Item = tuple[str, str, str, str, Call]  # what, way, shape, by, call
 ROUNDS, CALLS = 7, 20
 KEYS = 8  # of the heads that are rotated
 ROWS = (
@@ -56,13 +54,6 @@ GENERAL_WIDTHS = {"layernorm": (1600, 2560, 4608, 7168), "rmsnorm": (1536, 2560,
 JOINED = ((2048, 25, 64), (8192, 32, 80), (4096, 56, 128), (8192, 16, 64))
 CASTS = ((8192, 4096), (8192, 14336), (8192, 28672))
 PRODUCTS = ((4096, 6144, 4096), (4096, 28672, 4096), (8192, 28672, 4096), (8192, 8192, 28672))
-GROUPED = (  # experts, their rows, weights' out and in
-    *((8, 8192, 28672, 4096), (8, 8192, 4096, 14336), (4, 8192, 28672, 4096)),
-    *((16, 8192, 12800, 4096), (16, 32768, 4096, 6400), (32, 32768, 1024, 1024)),
-    *((64, 32768, 2048, 2048), (64, 32768, 2048, 1024), (64, 8192, 2048, 2048)),
-    *((128, 32768, 1536, 2048), (128, 32768, 2048, 768), (32, 65536, 1536, 2048)),
-)
-WEIGHTED = ((8192, 14336), (16384, 6400), (32768, 1024), (65536, 768))
 SUM_ROWS = (1024, 2048, 4096, 8192, 16384)
 SUM_WIDTHS = (  # of weights, out and in
     *((1600, 1600), (6400, 1600), (2048, 2048), (2048, 8192), (16384, 2048), (4096, 4096)),
@@ -75,7 +66,7 @@ class Timed(BaseModel):
     """One time: of what, which way, at which shape, by whom."""
 
     gpu: str
-    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad`, `grouped`, `weighted` or `nil`
+    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad`, `nil`, or of experts
     way: str
     shape: str
     by: Literal["copy", "local", "engine", "engine_fp8", "engine_uneven"]
@@ -92,7 +83,7 @@ def measured(only: str | None = None) -> Iterator[Timed]:
     gpu = cuda.get_device_name(0)
     for what, way, shape, by, time_us in () if only else nil_steps():
         yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
-    for make in _of_experts(torch) if only else (*_makers(torch), *_of_experts(torch)):
+    for make in of_experts(torch) if only else (*_makers(torch), *of_experts(torch)):
         try:
             for what, way, shape, by, call in make():
                 time_us = _time_us(cuda, call)
@@ -128,30 +119,30 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
         for way, call in zip(("forward", "backward"), makers[op](*dims), strict=True):
             kernel = Kernel(op, way, dims)
             yield op, way, kernel.shape, "engine", call
-            yield op, way, kernel.shape, "copy", _copy(torch, kernel.bytes)
+            yield op, way, kernel.shape, "copy", copy_of(torch, kernel.bytes)
 
     def cast(dims: tuple[int, ...]) -> Iterator[Item]:
         shape = "x".join(map(str, dims))
         yield "cast", "forward", shape, "engine", makers["cast"](*dims)
-        yield "cast", "forward", shape, "copy", _copy(torch, 4 * prod(dims))
+        yield "cast", "forward", shape, "copy", copy_of(torch, 4 * prod(dims))
 
     def joined(dims: tuple[int, ...]) -> Iterator[Item]:
         rows, heads, dim = dims
         shape = f"rows={rows} heads={heads} head_dim={dim}"
         yield "joined", "backward", shape, "engine", makers["joined"](*dims)
-        yield "joined", "backward", shape, "copy", _copy(torch, 12 * rows * heads * dim)
+        yield "joined", "backward", shape, "copy", copy_of(torch, 12 * rows * heads * dim)
 
     def linear(m: int, n: int, k: int) -> Iterator[Item]:
         shape = Kernel("gemm", "forward", (m, n, k)).shape
         for by, call in _linear(torch, m, n, k).items():
             yield "linear", "both", shape, by, call
-        yield "linear", "both", shape, "copy", _copy(torch, 6 * n * k)
+        yield "linear", "both", shape, "copy", copy_of(torch, 6 * n * k)
 
     def wgrad(m: int, weights: tuple[int, int]) -> Iterator[Item]:
         shape = Kernel("gemm", "wgrad", (m, *weights)).shape
         for way, by, call in _weight_gradients(torch, m, *weights):
             yield "wgrad", way, shape, by, call
-        yield "wgrad", "sum", shape, "copy", _copy(torch, 10 * prod(weights))
+        yield "wgrad", "sum", shape, "copy", copy_of(torch, 10 * prod(weights))
 
     for op, shapes in ROWS:
         yield from (partial(both_ways, op, dims) for dims in shapes)
@@ -161,54 +152,6 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     yield from (partial(cast, dims) for dims in CASTS)
     yield from (partial(linear, *dims) for dims in PRODUCTS)
     yield from (partial(wgrad, *dims) for dims in product(SUM_ROWS, SUM_WIDTHS))
-
-
-def _of_experts(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
-    """As `_makers`, of a GPU's experts."""
-
-    def weighted(rows: int, width: int) -> Iterator[Item]:
-        from megatron.core.fusions.fused_bias_swiglu import weighted_swiglu, weighted_swiglu_back
-
-        half = {"dtype": torch.bfloat16, "device": "cuda"}
-        x, dy = torch.randn(rows, 2 * width, **half), torch.randn(rows, width, **half)
-        each = torch.rand(rows, 1, **half)
-        calls = (lambda: weighted_swiglu(x, each), lambda: weighted_swiglu_back(dy, x, each))
-        torch._dynamo.reset()
-        for way, call in zip(("forward", "backward"), calls, strict=True):
-            kernel = Kernel("swiglu", way, (rows, width))
-            yield "weighted", way, kernel.shape, "engine", call
-            yield "weighted", way, kernel.shape, "copy", _copy(torch, kernel.bytes)
-
-    def grouped(groups: int, m: int, n: int, k: int) -> Iterator[Item]:
-        from measure.timed.operations import Maker
-        from measure.timed.products import equal_shares
-
-        dims, maker = (groups, m, n, k), Maker(torch.device("cuda"))
-        shape = Kernel("grouped_gemm", "forward", dims).shape
-        picks = torch.randint(groups, (m,), generator=torch.Generator().manual_seed(1))
-        random_shares = torch.bincount(picks, minlength=groups).tolist()
-        ways = (("forward", "forward"), ("dgrad", "dgrad"), ("write", "wgrad"), ("sum", "wgrad"))
-        for way, direction in ways:
-            for by, shares in (
-                ("engine", equal_shares(m, groups)),
-                ("engine_uneven", random_shares),
-            ):
-                kernel, adds_up = Kernel(STREAMED, direction, dims), way == "sum"
-                call, _ = maker.streamed(kernel, torch.bfloat16, shares, adds_up)
-                yield "grouped", way, shape, by, call
-            if way != "sum":
-                call, _ = maker.build(Kernel("grouped_gemm", direction, dims))
-                yield "grouped", way, shape, "local", call
-        yield "grouped", "sum", shape, "copy", _copy(torch, 10 * groups * n * k)
-
-    yield from (partial(weighted, *dims) for dims in WEIGHTED)
-    yield from (partial(grouped, *dims) for dims in GROUPED)
-
-
-def _copy(torch: Any, nbytes: float) -> Call:
-    source = torch.randn(int(nbytes) // 8, device="cuda")
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:

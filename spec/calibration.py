@@ -111,6 +111,8 @@ HostTime = Literal[
     "fp8_part_us",
     "fp8_backward_part_us",
     "fp8_checkpoint_us",
+    "fp8_expert_us",
+    "fp8_backward_expert_us",
     "fp8_pass_us",
 ]
 
@@ -180,6 +182,8 @@ class HostFit(Record):
     fp8_part_us: Micros = Field(default=0.0, description="part_us there, in FP8")
     fp8_backward_part_us: Micros = Field(default=0.0, description="backward_part_us likewise")
     fp8_checkpoint_us: Micros = Field(default=0.0, description="checkpoint_us likewise")
+    fp8_expert_us: Micros = Field(default=0.0, description="te_expert_us likewise; 0: unknown")
+    fp8_backward_expert_us: Micros = Field(default=0.0, description="in the backward pass")
     fp8_pass_us: Micros = Field(
         default=0.0, description="once a microbatch, in FP8, beside pass_us: scales of all tensors"
     )

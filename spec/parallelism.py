@@ -196,8 +196,7 @@ class Parallelism(BaseModel):
                 "LoRA of a mixture of experts is not supported; use lora_rank 0 or a dense model"
             )
         fused = model.gated and not model.linear_bias
-        of = self.cp, self.zero, model.experts, model.lora_rank
-        apart = not_on_engine(*of, fp8=self.fp8, fused=fused)
+        apart = not_on_engine(self.cp, self.zero, model.experts, model.lora_rank, fused=fused)
         if self.on_engine and apart:
             raise UserError(
                 f"transformer_impl transformer_engine with {apart} is not supported: its kernels "
@@ -217,7 +216,7 @@ class Parallelism(BaseModel):
 
 
 def not_on_engine(
-    cp: int, zero: int, experts: int, lora_rank: int, *, fp8: bool, fused: bool = True
+    cp: int, zero: int, experts: int, lora_rank: int, *, fused: bool = True
 ) -> str | None:
     """What of a step Transformer Engine runs in kernels that are not simulated; None: nothing.
 
@@ -227,7 +226,6 @@ def not_on_engine(
         "cp above 1": cp > 1,
         "zero 3": zero == 3,
         "LoRA": lora_rank > 0,
-        "a mixture of experts in FP8": experts > 0 and fp8,
         "experts that have biases, or no gates,": experts > 0 and not fused,
     }
     return next((noun for noun, has in found.items() if has), None)

@@ -55,7 +55,7 @@ class Part:
             "collective": 0 if apart else len(self.exposed) + len(self.hidden),
             "uneven": int(self.uneven),
             "expert": experts * (EXPERT_BACKWARD if self.backward else 1.0),
-            "te_backward_expert" if self.backward else "te_expert": streamed,
+            (self.on or "te_") + ("backward_expert" if self.backward else "expert"): streamed,
             "routing": self.routing,
             "ring": self.ring,
             f"{self.on}checkpoint": int(self.checkpoint),

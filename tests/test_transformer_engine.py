@@ -226,7 +226,6 @@ def test_a_machine_without_transformer_engine_says_so_before_a_case_starts() -> 
 @pytest.mark.parametrize(
     ("model", "more", "noun"),
     [
-        (MOE, {"fp8": True}, "a mixture of experts in FP8"),
         (
             MOE.model_copy(update={"linear_bias": True}),
             {},

@@ -52,6 +52,8 @@ CALLS = {
     "fp8_part": 16.0,
     "fp8_backward_part": 9.5,
     "fp8_checkpoint": 75.0,
+    "fp8_expert": 10.0,
+    "fp8_backward_expert": 12.0,
     "fp8_pass": 150.0,
 }
 WHAT = {
@@ -77,6 +79,8 @@ WHAT = {
     "fp8_part": "Python around a part of a layer in FP8 in the forward pass",
     "fp8_backward_part": "autograd around such a part in the backward pass",
     "fp8_checkpoint": "setting out to compute activations of such a layer again",
+    "fp8_expert": "Python, casts and cuBLAS around one of a GPU's experts in FP8, forward",
+    "fp8_backward_expert": "autograd, casts and cuBLAS around such an expert, backward",
     "fp8_pass": "scales of all tensors in FP8, once a microbatch",
 }
 # Least spread of what a host takes for a step. Turns of one kind of step, nil or of mixtures that

@@ -145,8 +145,7 @@ def _apart(a: Arguments) -> str | None:
     if experts and a.flag("moe_use_legacy_grouped_gemm"):
         return "experts in the legacy grouped product"
     fused = a.flag("swiglu") and not a.flag("add_bias_linear", True)
-    fp8 = bool(a.text("fp8", ""))
-    return not_on_engine(cp, _zero(a), experts, lora_rank=0, fp8=fp8, fused=fused)
+    return not_on_engine(cp, _zero(a), experts, lora_rank=0, fused=fused)
 
 
 def _on_engine(a: Arguments) -> bool:

@@ -153,11 +153,11 @@ def cases(
     dense = [{}, {"recompute": "selective"}, {"recompute": "full"}, adapted]
     deep: list[dict[str, Any]] = [{}]
     on: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    eight = on | {"fp8": True}
     if engine:
-        eight = on | {"fp8": True}
         dense += [on, eight, on | {"recompute": "full"}, eight | {"recompute": "full"}]
         deep += [eight]
-    mixed: list[dict[str, Any]] = [{}, on] if engine else [{}]
+    mixed: list[dict[str, Any]] = [{}, on, eight] if engine else [{}]
     many = list(mixed)
     if several > 1:
         for split in ("tp", "cp"):

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from spec.errors import WorkError
-from spec.kernel import Kernel
+from spec.kernel import STREAMED, Kernel
 
 Call = Callable[[], Any]
 Tensor = torch.Tensor
+EXPERT_ROWS = 16  # in FP8: what Transformer Engine pads an expert's rows to a multiple of
 
 
 class Refused(WorkError):
@@ -35,6 +36,17 @@ def tried(call: Call) -> Call:
 def equal_shares(rows: int, groups: int) -> list[int]:
     """Rows of each of so many experts, as equal as can be."""
     return [rows // groups + (i < rows % groups) for i in range(groups)]
+
+
+def _in_eight_bits(tensors: Sequence[Tensor], gradients: bool = False) -> list[Any]:
+    """Each cast by Transformer Engine, beside a transposed copy."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    kind = tex.DType.kFloat8E5M2 if gradients else tex.DType.kFloat8E4M3
+    scale, most = (make(1, device=tensors[0].device) for make in (torch.ones, torch.zeros))
+    cast = Float8Quantizer(scale, most, kind, rowwise=True, columnwise=True)
+    return [cast(one) for one in tensors]
 
 
 class Products:
@@ -120,20 +132,29 @@ class Products:
     ) -> tuple[Call, str]:
         """As Transformer Engine's GroupedLinear, on so many rows for each expert.
 
-        Weights' gradients are written, or with `adds_up` added to fp32 ones.
+        Weights' gradients are written, or with `adds_up` added to fp32 ones. In FP8 operands are
+        cast and transposed before, as in `fp8`; `dtype` is the output's.
         """
         try:
             import transformer_engine
             from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
         except ImportError as error:
             raise Refused(f"it is Transformer Engine's, which is not here: {error}") from None
-        d, splits = kernel.named, list(splits)
+        d, splits, fp8 = kernel.named, list(splits), kernel.dtype == "fp8"
+        if fp8 and any(one % EXPERT_ROWS for one in (*splits, d["n"], d["k"])):
+            raise Refused(
+                f"fp8 products need sizes in multiples of {EXPERT_ROWS}, an expert's rows among "
+                f"them; {kernel.shape} is not"
+            )
         n, k = d["n"], d["k"]
         told: dict[str, Any] = {"m_splits": splits, "grad": kernel.direction != "forward"}
+        told["use_split_accumulator"] = fp8 and told["grad"]
         name = f"transformer-engine-{transformer_engine.__version__}/grouped"
 
         def product(a: Any, b: Any, outs: list[Tensor], layout: str) -> tuple[Call, str]:
             quantizers = [None] * len(splits)
+            if fp8:
+                a, b = _in_eight_bits(a), _in_eight_bits(b, gradients=told["grad"])
             return tried(
                 lambda: general_grouped_gemm(a, b, outs, quantizers, dtype, layout, **told)
             ), name
@@ -164,10 +185,12 @@ class Products:
         cuBLAS wants it on Hopper: dgrad and wgrad take transposed copies, which Transformer Engine
         keeps beside the others.
         """
-        if kernel.op != "gemm":
-            raise Refused(f"fp8 is measured for gemm only, not for {kernel.op}")
+        if kernel.op not in ("gemm", STREAMED):
+            raise Refused(f"fp8 is measured for gemm and {STREAMED} only, not for {kernel.op}")
         if self.library == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
             raise Refused("fp8 products need a GPU of compute capability 8.9 (Ada, Hopper) or more")
+        if kernel.op == STREAMED:
+            return self._streamed_grouped_gemm(kernel, torch.bfloat16)
         if not hasattr(torch, "_scaled_mm") or not hasattr(torch, "float8_e4m3fn"):
             raise Refused(f"torch {torch.__version__} has no _scaled_mm; 2.5 and later have it")
         m, n, k = kernel.dims
