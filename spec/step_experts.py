@@ -1,15 +1,21 @@
 """The operations of a mixture of experts' MLP, as Megatron-Core 0.16 runs it, see `spec.step`."""
 
+from functools import partial
+from typing import Literal
+
 from spec.collective import Collective
 from spec.kernel import PASSES, STREAMED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, added, copied, paced, shapes
 from spec.step_transformer_engine import (
+    PADDED,
+    SPLIT_CAST,
     WEIGHTED_FORWARD,
     WEIGHTED_PACED,
     WEIGHTED_SUM,
     accumulated_in_streams,
+    in_a_step,
 )
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
@@ -143,28 +149,45 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
 
     Sources: Megatron-Core's TEGroupedMLP, whose activation weighs its rows in the same kernel
     (`weighted_bias_swiglu_impl`), and Transformer Engine's GroupedLinear, whose products add their
-    weights' gradients up.
+    weights' gradients up. In FP8 rows are copied to where each expert has a multiple of 16, and
+    back (Fp8Padding), and all experts' are cast and transposed in one kernel (`split_quantize`);
+    the products' few rows more are not counted.
     """
     experts, ffn = model.experts // p.ep, model.ffn_hidden // p.tp
     first, second = (experts, rows, 2 * ffn, model.hidden), (experts, rows, model.hidden, ffn)
     moved, moved_back = (Kernel("swiglu", way, (rows, ffn)).bytes for way in PASSES)
-    op, each = STREAMED, rows // experts
-    added_up = sum(
+    each, dtype = rows // experts, "fp8" if p.fp8 else "bf16"
+    product = partial(Kernel, STREAMED, dtype=dtype)
+
+    def cast(width: int) -> tuple[Kernel, ...]:
+        return (copied(int(SPLIT_CAST * 4 * rows * width)),) if p.fp8 else ()
+
+    padded = (copied(int(PADDED * 4 * rows * model.hidden)),) if p.fp8 else ()
+    added_up = in_a_step(p) * sum(
         accumulated_in_streams(each, weights) * experts * weights
         for weights in (2 * model.hidden * ffn, model.hidden * ffn)
     )
     forward = (
-        Kernel(op, "forward", first),
+        *padded,
+        *cast(model.hidden),
+        product("forward", first),
         copied(int(WEIGHTED_FORWARD * moved)),
-        Kernel(op, "forward", second),
+        *cast(ffn),
+        product("forward", second),
+        *padded,
     )
     backward = (
-        Kernel(op, "dgrad", second),
-        Kernel(op, "wgrad", second),
+        *padded,
+        *cast(model.hidden),
+        product("dgrad", second),
+        product("wgrad", second),
         paced(int(WEIGHTED_PACED * moved_back)),
         copied(int(WEIGHTED_SUM * moved_back)),
-        Kernel(op, "dgrad", first),
-        Kernel(op, "wgrad", first),
+        *cast(2 * ffn),
+        product("dgrad", first),
+        product("wgrad", first),
         added(max(int(added_up), 1)),
+        *padded,
     )
-    return Part(EXPERTS, forward, on="te_"), Part(EXPERTS, backward, on="te_")
+    on: Literal["te_", "fp8_"] = "fp8_" if p.fp8 else "te_"
+    return Part(EXPERTS, forward, on=on), Part(EXPERTS, backward, on=on)

@@ -10,12 +10,12 @@ is between the two, `rank` wide (`measure/megatron/lora.py`).
 from dataclasses import replace
 
 from spec.collective import Collective
-from spec.kernel import Kernel
+from spec.kernel import STREAMED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, added, copied
 
-FP8_PRODUCTS = ("gemm", "grouped_gemm")
+FP8_PRODUCTS = ("gemm", "grouped_gemm", STREAMED)
 
 
 def _products(

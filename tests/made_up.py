@@ -22,6 +22,8 @@ ON_ENGINE = {
     "fp8_part_us": 15.0,
     "fp8_backward_part_us": 10.0,
     "fp8_checkpoint_us": 40.0,
+    "fp8_expert_us": 150.0,
+    "fp8_backward_expert_us": 200.0,
     "fp8_pass_us": 90.0,
     "te_sd": 0.15,
     "fp8_sd": 0.15,

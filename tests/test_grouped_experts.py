@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import benchmarks.transformer_engine
 from benchmarks.transformer_engine import Timed
@@ -265,12 +266,14 @@ def grouped_as_the_library_has_it(
     *,
     m_splits: Sequence[int],
     grad: bool,
+    use_split_accumulator: bool,
     single_output: bool = False,
     accumulate: bool = False,
 ) -> list[Any]:
     """A stand-in for Transformer Engine's `general_grouped_gemm`, by its documentation."""
     assert len(a) == len(b) == len(quantizers) == len(m_splits)
     assert grad is (layout != "TN")
+    assert not use_split_accumulator or grad  # in FP8 the recipes' forward products sum fast
     multiply = {
         "TN": lambda weight, x: x @ weight.t(),
         "NN": lambda weight, gradient: gradient @ weight,
@@ -285,26 +288,56 @@ def grouped_as_the_library_has_it(
     return outs
 
 
+class CastsAsTheLibraryDoes:
+    """A stand-in for Transformer Engine's `Float8Quantizer`, whose scale is one."""
+
+    def __init__(
+        self, scale: Tensor, most: Tensor, kind: torch.dtype, *, rowwise: bool, columnwise: bool
+    ) -> None:
+        assert scale == 1
+        assert not most
+        assert rowwise
+        assert columnwise
+        self.kind = kind
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.kind).to(tensor.dtype)
+
+
 @pytest.mark.parametrize("adds_up", [False, True])
 @pytest.mark.parametrize("way", GEMM_DIRECTIONS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_product_in_streams_is_each_experts_own(
-    monkeypatch: pytest.MonkeyPatch, way: str, adds_up: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: str, way: str, adds_up: bool
 ) -> None:
     extensions = SimpleNamespace(general_grouped_gemm=grouped_as_the_library_has_it)
+    wide, narrow = torch.float8_e5m2, torch.float8_e4m3fn
+    kinds = SimpleNamespace(kFloat8E4M3=narrow, kFloat8E5M2=wide)
     for name, module in (
         ("transformer_engine", SimpleNamespace(__version__="0")),
+        ("transformer_engine_torch", SimpleNamespace(DType=kinds)),
         ("transformer_engine.pytorch", SimpleNamespace()),
         ("transformer_engine.pytorch.cpp_extensions", extensions),
+        ("transformer_engine.pytorch.tensor", SimpleNamespace()),
+        (
+            "transformer_engine.pytorch.tensor.float8_tensor",
+            SimpleNamespace(Float8Quantizer=CastsAsTheLibraryDoes),
+        ),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    splits, (m, n, k) = [5, 0, 11], (16, 24, 8)
-    asked = Kernel(STREAMED, way, (3, m, n, k))
+    splits, (m, n, k) = [16, 0, 32], (48, 32, 16)
+    asked = Kernel(STREAMED, way, (3, m, n, k), dtype)
     call, name = Maker(torch.device("cpu")).streamed(asked, torch.float32, splits, adds_up)
     outs = call()
     assert name == "transformer-engine-0/grouped"
     maker = Maker(torch.device("cpu"))  # draws the same numbers in the same order
-    g = maker._normal(m, n, dtype=torch.float32) if way != "forward" else None
-    x = maker._normal(m, k, dtype=torch.float32) if way != "dgrad" else None
+
+    def drawn(kind: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+        value = maker._normal(*shape, dtype=torch.float32, scale=scale)
+        return value.to(kind).to(value.dtype) if dtype == "fp8" else value
+
+    g = drawn(wide, m, n) if way != "forward" else None
+    x = drawn(narrow, m, k) if way != "dgrad" else None
     if way == "wgrad":
         assert g is not None
         assert x is not None
@@ -312,7 +345,7 @@ def test_a_product_in_streams_is_each_experts_own(
         for out, one in zip(outs, own, strict=True):
             torch.testing.assert_close(out, one * (2 if adds_up else 1))  # it ran once before
         return
-    w = [maker._normal(n, k, dtype=torch.float32, scale=0.02) for _ in splits]
+    w = [drawn(narrow, n, k, scale=0.02) for _ in splits]
     rows = (g if x is None else x).split(splits)
     products = [
         one @ (weight if way == "dgrad" else weight.t())

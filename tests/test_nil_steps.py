@@ -56,6 +56,8 @@ TAKES = {
     "fp8_part": 290.0,
     "fp8_backward_part": 180.0,
     "fp8_checkpoint": 900.0,
+    "fp8_expert": 110.0,
+    "fp8_backward_expert": 140.0,
     "fp8_pass": 2500.0,
 }
 MICROBATCHES = 5

@@ -52,8 +52,8 @@ CALLS = {
     "fp8_part": 16.0,
     "fp8_backward_part": 9.5,
     "fp8_checkpoint": 75.0,
-    "fp8_expert": 10.0,
-    "fp8_backward_expert": 12.0,
+    "fp8_expert": 8.6,
+    "fp8_backward_expert": 10.9,
     "fp8_pass": 150.0,
 }
 WHAT = {

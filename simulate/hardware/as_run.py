@@ -41,6 +41,8 @@ def as_run(
     Raises UserError where it asks for products in FP8, for Transformer Engine or for CUDA graphs,
     and the calibration's devices have none.
     """
+    if p.on_engine and experts and (STREAMED, "forward", "bf16") not in calibration.kernel_fits:
+        calibration = _in_streams(Same(calibration))
     if p.fp8:
         calibration = with_fp8_products(calibration, node)
     asked = {"transformer_impl transformer_engine": p.on_engine, "cuda_graphs": p.cuda_graphs}
@@ -54,15 +56,15 @@ def as_run(
         host = calibration.host
         needed = {"te_part_us": host.te_part_us}
         if experts:
-            needed["te_expert_us"] = host.te_expert_us + host.te_backward_expert_us
+            on = "fp8" if p.fp8 else "te"
+            both = (f"{on}_expert_us", f"{on}_backward_expert_us")
+            needed[both[0]] = sum(getattr(host, name) for name in both)
         for name in (one for one, known_us in needed.items() if not known_us):
             raise UserError(
                 f"transformer_impl transformer_engine: calibration.json has no host.{name}, as it "
                 "is older; run calibrate.fit again"
             )
         calibration = _on_engine(Same(calibration), p.fp8)
-    if p.on_engine and experts and (STREAMED, "forward", "bf16") not in calibration.kernel_fits:
-        calibration = _in_streams(Same(calibration))
     if p.cuda_graphs and not has(calibration, GRAPHS):
         known = p.gpus <= GRAPHS_MOST_GPUS and node.gpu == GRAPHS_MEASURED_ON
         calibration = _replayed(Same(calibration), GRAPHS_SD if known else GRAPHS_ELSEWHERE_SD)

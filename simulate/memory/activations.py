@@ -17,8 +17,9 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     outside = 2.0 * s.local_tokens * model.hidden  # one bf16 tensor outside the tp region
     if p.recompute == "full":
         return outside
-    # both norms' inputs and outputs; a gathered input is gathered again, not kept
-    kept = (2 + 2 * _of_input(p)) * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    # both norms' inputs and outputs, a router's as it is; a gathered input is gathered again
+    routed = 1.0 if model.experts else _of_input(p)
+    kept = (2 + _of_input(p) + routed) * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
     # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
 
@@ -72,5 +73,5 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     wide *= largest_share(model, p)
     kept *= largest_share(model, p)
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
-        kept += 2.0 * rows * model.hidden + (0.0 if p.on_engine else wide)
+        kept += 2.0 * _of_input(p) * rows * model.hidden + (0.0 if p.on_engine else wide)
     return kept

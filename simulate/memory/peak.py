@@ -102,6 +102,8 @@ def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
         forward += rows / p.tp + (rows if p.ep == 1 else 0.0)
     if p.on_engine:
         wide *= local_experts
+        if p.fp8:  # a gradient beside both of its casts; of what is kept a half less comes back
+            return max(forward, 2 * rows + wide, 2.5 * wide, rows + 1.5 * wide)
         return max(forward, wide + max(rows, wide))
     return max(forward, rows + wide + max(2.0 * ffn * model.hidden, wide))
 

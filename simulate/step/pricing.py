@@ -95,6 +95,7 @@ class _Split:
         self._key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
             *(p.transformer_impl, ways(p.schedule), p.pp == 1, p.zero == 3 and p.dp * p.cp),
+            p.fp8 and p.on_engine and p.microbatches,  # whose first one adds no gradients up
         )
 
     def __hash__(self) -> int:
