@@ -147,12 +147,12 @@ def _tensors(
     return dense, experts
 
 
-def _of_layers(sizes: Sequence[int], layers: int) -> Iterator[Tensor]:
-    """Tensors of all layers, the last layer's first."""
-    done, whole = 0, sum(sizes) * layers
-    for size in (*sizes,) * layers:
-        done += size
-        yield size, done / whole, False
+def _of_layers(tensors: Sequence[tuple[int, int]], layers: int) -> Iterator[Tensor]:
+    """Tensors of all layers, the last layer's first; of each, so many alike are there at once."""
+    done, whole = 0, sum(size * alike for size, alike in tensors) * layers
+    for size, alike in (*tensors,) * layers:
+        done += size * alike
+        yield from [(size, done / whole, False)] * alike
 
 
 def _buckets(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> Iterator[Bucket]:
@@ -174,17 +174,21 @@ def _filled(tensors: Sequence[Tensor], full: int | None) -> Iterator[list[Tensor
         yield held
 
 
-def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[int], list[int]]:
-    """Sizes of a layer's tensors that a GPU trains, last first: (dense, experts over GPUs).
+def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """A layer's tensors that a GPU trains, last first: (dense, experts over GPUs).
 
-    What is no matrix (norms, biases, the router) is counted with the attention's output projection.
+    Each with its size, and how many alike have their gradients at once: experts have them one after
+    another, in one product (on Transformer Engine) all together. What is no matrix (norms, biases,
+    the router) is counted with the attention's output projection.
     """
     dense, _ = layer_parameters(model, p)
     if model.lora_rank:
-        return [dense], []
+        return [(dense, 1)], []
     output = model.hidden * model.heads * model.head_dim // p.tp
     product = model.attention_parameters // p.tp - output
     second = model.ffn_hidden * model.hidden // p.tp
-    mlp = [second, model.mlp_parameters // p.tp - second] * (model.experts // p.ep or 1)
-    rest = dense - product - (0 if model.experts else sum(mlp))
-    return ([] if p.ep > 1 else mlp) + [product, rest], mlp if p.ep > 1 else []
+    experts, first = model.experts // p.ep or 1, model.mlp_parameters // p.tp - second
+    together = p.on_engine and model.experts > 0
+    mlp = [(second, experts), (first, experts)] if together else [(second, 1), (first, 1)] * experts
+    rest = dense - product - (0 if model.experts else second + first)
+    return ([] if p.ep > 1 else mlp) + [(product, 1), (rest, 1)], mlp if p.ep > 1 else []

@@ -114,6 +114,7 @@ HostTime = Literal[
     "fp8_expert_us",
     "fp8_backward_expert_us",
     "fp8_pass_us",
+    "fp8_weight_us",
 ]
 
 
@@ -186,6 +187,9 @@ class HostFit(Record):
     fp8_backward_expert_us: Micros = Field(default=0.0, description="in the backward pass")
     fp8_pass_us: Micros = Field(
         default=0.0, description="once a microbatch, in FP8, beside pass_us: scales of all tensors"
+    )
+    fp8_weight_us: Micros = Field(
+        default=0.0, description="once a step, to cast one weight in its first forward pass"
     )
     sd: Spread = Field(description="what a step on a host whose nil steps were timed is off by")
     python_sd: Spread = Field(

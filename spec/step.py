@@ -183,6 +183,16 @@ def product_weights(model: ModelSpec, p: Parallelism, stage: int) -> int:
     return p.stage_layers(model)[stage] * (model.attention_parameters // p.tp + mlp)
 
 
+def weight_casts(model: ModelSpec, p: Parallelism, stage: int) -> Kernel:
+    """Weights cast and transposed once a step: Transformer Engine keeps both copies."""
+    return copied(4 * product_weights(model, p, stage))
+
+
+def product_tensors(model: ModelSpec, p: Parallelism, stage: int) -> int:
+    """How many tensors these weights are."""
+    return p.stage_layers(model)[stage] * (2 + 2 * (model.experts // p.ep or 1))
+
+
 def layer_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
     """Of a layer's parameters that one GPU holds, those that have gradients: (dense, expert)."""
     return (sum(adapter_parameters(model, p)), 0) if model.lora_rank else _whole_layer(model, p)
@@ -244,9 +254,7 @@ def optimizer(
         # experts split over GPUs have an optimizer of their own, and each of the two gathers the
         # parameters of both: Megatron-Core 0.16, DistributedOptimizer.step_with_ready_grads
         gather *= 2
-    cast: tuple[Kernel, ...] = ()
-    if p.fp8:  # weights cast and transposed once a step: Transformer Engine keeps both copies
-        cast = (copied(4 * product_weights(model, p, stage)),)
+    cast = (weight_casts(model, p, stage),) if p.fp8 else ()
     scaled = held if p.dp * p.cp > 1 else 0
     norm_times, clip_bytes, adam_times = 1.0, 16.0, 1.0
     if p.on_engine:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from simulate.cost.costs import Costs
-from simulate.cost.issue import bucket_waits, host_waits, late_us, repeated_us
+from simulate.cost.issue import host_waits, late_us, once_waits, repeated_us
 from simulate.cost.segment_cost import Cost
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Energy
@@ -258,20 +258,20 @@ def test_buckets_make_a_host_late_once_a_step(
     p = Parallelism(dp=2, global_batch=2 * microbatches, overlap=True, zero=zero)
     costs = _costs(calibration, _host(bucket_us=bucket_us), p)
     first, last = (np.array([one]) for one in ahead)
-    found = bucket_waits(first, last, first + last, 3, costs)
+    found = once_waits(first, last, first + last, 3, costs)
     sent = 3 * bucket_us
     assert found == pytest.approx(waited(sent * zero, sent) - waited(0.0, 0.0))
     alone = _costs(calibration, _host(bucket_us=9.0), p.model_copy(update={"overlap": False}))
-    assert bucket_waits(first, last, first + last, 3, alone) == 0
+    assert once_waits(first, last, first + last, 3, alone) == 0
 
 
 def test_buckets_are_sent_while_a_host_would_wait_in_each_layer(calibration: Calibration) -> None:
     p = Parallelism(dp=2, global_batch=8, overlap=True)
     costs = _costs(calibration, _host(bucket_us=1.0), p)
     late = np.array([-1.0])
-    assert bucket_waits(late, late, 2 * late, 5, costs, (5.0, 5.0)) == 0
-    assert bucket_waits(late, late, 2 * late, 5, costs, (3.0, 5.0)) == 2
-    assert bucket_waits(late, late, 2 * late, 5, costs) == 5 + 5
+    assert once_waits(late, late, 2 * late, 5, costs, (5.0, 5.0)) == 0
+    assert once_waits(late, late, 2 * late, 5, costs, (3.0, 5.0)) == 2
+    assert once_waits(late, late, 2 * late, 5, costs) == 5 + 5
 
 
 @pytest.mark.parametrize("split", [{"dp": 8}, {"dp": 4, "pp": 2}], ids=str)
@@ -329,7 +329,7 @@ def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> 
     p = Parallelism(dp=2, pp=2, global_batch=8, overlap=True)
     costs = _costs(calibration, _host(bucket_us=1.0), p)
     first, last = np.array([2.0]), np.array([-1.0])
-    assert bucket_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
+    assert once_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
 
 
 def _pieces(calibration: Calibration, *ahead_us: float) -> tuple[Costs, list[tuple[float, Cost]]]:

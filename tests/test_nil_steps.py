@@ -59,6 +59,7 @@ TAKES = {
     "fp8_expert": 110.0,
     "fp8_backward_expert": 140.0,
     "fp8_pass": 2500.0,
+    "fp8_weight": 45.0,
 }
 MICROBATCHES = 5
 FULL_THERE = {"recompute", "transformer_engine"}

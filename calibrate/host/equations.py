@@ -15,7 +15,7 @@ from spec.kernel_fit import KernelFit
 from spec.nil import ON_GPU, nil_model
 from spec.parallelism import Parallelism
 from spec.records import HostRow
-from spec.step import layer, trained_tensors
+from spec.step import layer, product_tensors, trained_tensors
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment
 
@@ -63,7 +63,8 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     # beside passes each tensor has a bucket, which replicas cut
     tensors = sum(trained_tensors(model, p, 0)) if row.overlap else updated_tensors(model, p, 0)
     once = {"step": 1.0, "te_tensor" if p.on_engine else "tensor": float(tensors)}
-    rest = partial(equation, row.single_us - microbatch_us, row.single_us, **once)
+    casts = {"fp8_weight": float(product_tensors(model, p, 0))} if p.on_engine and p.fp8 else {}
+    rest = partial(equation, row.single_us - microbatch_us, row.single_us, **once, **casts)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
         yield rest(bucket=2.0 * tensors)
         return

@@ -55,6 +55,7 @@ CALLS = {
     "fp8_expert": 8.6,
     "fp8_backward_expert": 10.9,
     "fp8_pass": 150.0,
+    "fp8_weight": 2.5,
 }
 WHAT = {
     "part": "Python around a part of a layer in the forward pass",
@@ -82,6 +83,7 @@ WHAT = {
     "fp8_expert": "Python, casts and cuBLAS around one of a GPU's experts in FP8, forward",
     "fp8_backward_expert": "autograd, casts and cuBLAS around such an expert, backward",
     "fp8_pass": "scales of all tensors in FP8, once a microbatch",
+    "fp8_weight": "casting a weight of a layer to FP8, in the first forward pass of a step",
 }
 # Least spread of what a host takes for a step. Turns of one kind of step, nil or of mixtures that
 # wait, differ by 0.12 and 0.14 (log) on two hosts of H200, a turn a second long and ten apart

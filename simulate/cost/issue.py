@@ -49,29 +49,32 @@ def host_waits(
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 
 
-def bucket_waits(
+def once_waits(
     first: Array,
     last: Array,
     whole: Array,
     buckets: int,
     costs: Costs,
     spare: tuple[Array | float, Array | float] = (0.0, 0.0),
+    casts: Array | float = 0.0,
 ) -> Array:
-    """What a step waits more as its host sends buckets beside passes, us, (draws,).
+    """What a step waits more for what its host does once beside passes, us, (draws,).
 
-    How far the host gets ahead, before the device: in a step's first pass, its last one, and all of
-    a microbatch. A device waits for what its host is behind at worst: it is least ahead after the
-    first pass, after the first microbatch, before the last or before the last pass, with the
-    parameters sent; or at the end, with the gradients sent too. `spare` is what of the first and
-    the last pass it would stand still, waiting for the device in every layer: buckets are sent
-    layer by layer, then.
+    That is sending buckets, and `casts`: what casting weights for the first pass takes it more than
+    the device. How far the host gets ahead, before the device: in a step's first pass, its last
+    one, and all of a microbatch. A device waits for what its host is behind at worst: it is least
+    ahead after the first pass, after the first microbatch, before the last or before the last pass,
+    with the parameters sent; or at the end, with the gradients sent too. `spare` is what of the
+    first and the last pass it would stand still, waiting for the device in every layer: both are
+    done layer by layer, then.
     """
     fit, p = costs.calibration.host, costs.parallelism
-    if not p.overlap or p.zero > 1 or fit.serial:
+    sends = p.overlap and p.zero <= 1
+    if fit.serial or not (sends or p.fp8):
         return costs.draws.zero
-    each = buckets * fit.bucket_us * costs.host_spread()
+    each = (buckets if sends else 0) * fit.bucket_us * costs.host_spread()
     reduction = each * costs.draws.factor("host.bucket", fit.bucket_sd)
-    gather = larger(reduction * (p.zero == 1) - spare[0], 0.0)
+    gather = larger(reduction * (p.zero == 1) + casts - spare[0], 0.0)
     reduction = larger(reduction - spare[1], 0.0)
     if caught_up(p):
         more = larger(gather - first, 0.0) - larger(-first, 0.0)

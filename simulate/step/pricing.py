@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulate.cost.costs import Costs, Ring
-from simulate.cost.issue import bucket_waits
+from simulate.cost.issue import once_waits
+from simulate.cost.uncertainty import larger
 from simulate.cost.works import Same
 from simulate.step.passes import PassCost, PricedSegment, Shared, StagePrices, StageWork, work
 from simulate.step.pipeline_order import ways
@@ -22,7 +23,7 @@ from simulate.step.updates import Alone, UpdateCost, alone, update
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import layer
+from spec.step import layer, product_tensors, weight_casts
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment, shapes, without_weights
 
@@ -199,17 +200,24 @@ def price(
         zero
         + costs.calibration.host.step_us * costs.host_spread()
         + works[0].first_us
-        + _bucket_waits(works[0], updates[0], costs),
+        + _once_waits(model, works[0], updates[0], costs),
         transfer,
     )
 
 
-def _bucket_waits(passes: StageWork, update: UpdateCost, costs: Costs) -> Array:
-    """What a step waits more as its first stage's host sends buckets beside passes."""
+def _once_waits(model: ModelSpec, passes: StageWork, update: UpdateCost, costs: Costs) -> Array:
+    """What a step waits more for what its first stage's host does once beside passes."""
     first, *_, last = passes.passes[0]
     whole = reduce(add, (one.ahead for chunk in passes.passes for one in chunk))
-    spare = first.spare, last.spare
-    return bucket_waits(first.ahead, last.ahead, whole, len(update.alone.buckets), costs, spare)
+    spare, p, casts = (first.spare, last.spare), costs.parallelism, costs.draws.zero
+    if p.fp8 and p.on_engine:
+        cast_us = costs.calibration.host.fp8_weight_us * product_tensors(model, p, 0)
+        casts = larger(
+            cast_us * costs.host_spread() - costs.kernel_us(weight_casts(model, p, 0)), 0.0
+        )
+    return once_waits(
+        first.ahead, last.ahead, whole, len(update.alone.buckets), costs, spare, casts
+    )
 
 
 def products_us(priced: PricedStep, stage: int) -> float:
