@@ -20,6 +20,7 @@ rows at 8192 x 28672 are of kernels compiled for any width, which a step's are n
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, product
@@ -39,7 +40,7 @@ from spec.files import read_table, write_table
 from spec.fitted import Positive
 from spec.kernel import Kernel
 
-ROUNDS, CALLS = 7, 20
+ROUNDS, CALLS, HELD_S = 7, 20, 0.015  # seconds of issuing that the spin surely outlasts
 KEYS = 8  # of the heads that are rotated
 ROWS = (
     ("rmsnorm", ((8192, 4096), (8192, 8192), (16384, 8192), (8192, 5120), (8192, 7168))),
@@ -93,20 +94,24 @@ def measured(only: str | None = None) -> Iterator[Timed]:
 
 
 def _time_us(cuda: Any, call: Call) -> float:
-    """Median over rounds of the mean of calls that follow each other."""
+    """Median over rounds of the mean of calls that follow each other, all issued behind a spin."""
     for _ in range(3):
         call()
+    cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    calls = max(min(CALLS, int(HELD_S / (time.perf_counter() - began))), 1)
     found = []
     for _ in range(ROUNDS):
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         cuda.synchronize()
         cuda._sleep(HOLD_CYCLES)
         begin.record()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         end.record()
         end.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / CALLS)
+        found.append(1e3 * begin.elapsed_time(end) / calls)
     return median(found)
 
 

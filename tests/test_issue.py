@@ -274,6 +274,22 @@ def test_buckets_are_sent_while_a_host_would_wait_in_each_layer(calibration: Cal
     assert once_waits(late, late, 2 * late, 5, costs) == 5 + 5
 
 
+def test_weights_are_cast_beside_the_first_pass_alone(calibration: Calibration) -> None:
+    """By a host that is `ahead` of it by so much, or would stand still in each of its layers."""
+    fp8 = {"transformer_impl": "transformer_engine", "fp8": True}
+    costs = _costs(calibration, _host(bucket_us=9.0), Parallelism(global_batch=4, **fp8))
+    last = np.array([2.0])
+    for ahead, spare, waited in (
+        (-1.0, 0.0, 5.0),
+        (3.0, 0.0, 2.0),
+        (7.0, 0.0, 0.0),
+        (-1.0, 4.0, 1.0),
+    ):
+        first = np.array([ahead])
+        found = once_waits(first, last, first + last, 5, costs, (spare, 0.0), 5.0)
+        assert found == pytest.approx(waited)
+
+
 @pytest.mark.parametrize("split", [{"dp": 8}, {"dp": 4, "pp": 2}], ids=str)
 def test_a_draw_with_a_slower_host_draws_what_a_step_with_that_host_does(
     calibration: Calibration, split: dict[str, int]

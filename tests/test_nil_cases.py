@@ -50,7 +50,7 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert [(c.tp, c.layers, c.recompute, c.fp8, c.experts) for c in on] == [
         *((1, 3, "none", False, 0), (1, 3, "none", True, 0), (1, 3, "full", False, 0)),
         *((1, 3, "full", True, 0), (4, 3, "none", False, 0), (1, 12, "none", True, 0)),
-        *((1, 3, "none", False, 8), (1, 3, "none", False, 32)),
+        *((1, 3, "none", fp8, experts) for experts in (8, 32) for fp8 in (False, True)),
     ]
     assert all(case.case_id.endswith("-TE") for case in on)
     assert len(host_time.cases("nvidia", 1, engine=True)) == 7 + len(host_time.cases("nvidia", 1))
@@ -88,7 +88,7 @@ def test_what_a_plans_steps_have_comes_first() -> None:
     rows = [nil_row(case, slower=1.0) for case in on[:5]]
     told = beside_kernels([one for row in rows for one in equations(row, (), 1.0)])
     assert told == pytest.approx({name: TAKES[name] for name in told})
-    eight = {"fp8_part", "fp8_backward_part", "fp8_pass"}
+    eight = {"fp8_part", "fp8_backward_part", "fp8_pass", "fp8_weight"}
     there = {"te_part", "te_backward_part", "te_tensor"}
     assert told.keys() == {"part", "backward_part", "pass", "step", "tensor"} | there | eight
     fewer = beside_kernels(told_apart([e for row in rows[:4] for e in equations(row, (), 1.0)]))

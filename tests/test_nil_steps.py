@@ -22,6 +22,7 @@ from calibrate.host.issue import (
     host_sd,
     middles,
     on_middle_host,
+    usual_us,
 )
 from measure.suites import host_time
 from spec.calibration import HostFit, HostTime
@@ -100,6 +101,27 @@ def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> H
         "update_us": step_us if updates else None,  # all that a step has once is in it
     }
     return row.model_copy(update=found | dict.fromkeys(names, several_us))
+
+
+def test_what_one_time_alone_shows_is_drawn_to_what_is_usual() -> None:
+    """As of a checkpoint in FP8, by the one case that has it, in a moment half as slow again."""
+    seen = []
+    for case in host_time.cases("nvidia", 2, engine=True):
+        slow = 1.5 if case.fp8 and case.recompute == "full" else 1.0
+        seen += equations(nil_row(case, slower=slow), (), 1.0)
+    alone, drawn = beside_kernels(seen), beside_kernels(seen, TAKES)
+    assert alone["fp8_checkpoint"] > 2 * TAKES["fp8_checkpoint"]
+    assert drawn["fp8_checkpoint"] < 1.5 * TAKES["fp8_checkpoint"]
+    for name in ("part", "te_part", "fp8_part", "expert", "fp8_expert"):
+        assert drawn[name] == pytest.approx(TAKES[name], rel=0.1)
+
+
+def test_what_is_usual_is_the_middle_hosts_or_assumed_where_few_show_it() -> None:
+    own = {(name,): {"part": us} for name, us in (("a", 90.0), ("b", 110.0), ("c", 300.0))}
+    own["a",]["ring"] = 999.0
+    usual = usual_us(own, issue=10.0)
+    assert usual["part"] == 110.0
+    assert usual["ring"] == 10.0 * CALLS["ring"]
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -240,7 +262,7 @@ def test_every_time_of_a_host_is_fitted_and_named() -> None:
         there = {"cp": 1, "fp8": fp8, "transformer_impl": "transformer_engine"}
         passes = layer(load_model("llama3-8b"), p.model_copy(update=there))
         issued |= {name for way in passes for one in way for name in one.issued}
-    once = {"pass", "tensor", "bucket", "step", "te_tensor", "fp8_pass"}
+    once = {"pass", "tensor", "bucket", "step", "te_tensor", "fp8_pass", "fp8_weight"}
     assert issued | once == CALLS.keys() == WHAT.keys()
     assert {f"{name}_us" for name in CALLS} == set(get_args(HostTime)) <= set(HostFit.model_fields)
 

@@ -44,7 +44,7 @@ AXES = {
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 # of Transformer Engine and its backward passes: products and what is fused with them; and what it
 # runs again, where products are no operations of their own
-_ENGINE = ("_LayerNormLinear", "_Linear", "_GroupedLinear", "CheckpointFunction")
+_ENGINE = ("_LayerNormLinear", "_Linear", "_GroupedLinear", "CheckpointFunction", "_Checkpoint")
 _ITEM_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8}
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 REPLAY = "cudaGraphLaunch"
