@@ -53,7 +53,7 @@ def test_cases_take_all_gpus_of_a_host() -> None:
         *((1, 3, "none", fp8, experts) for experts in (8, 32) for fp8 in (False, True)),
     ]
     assert all(case.case_id.endswith("-TE") for case in on)
-    assert len(host_time.cases("nvidia", 1, engine=True)) == 7 + len(host_time.cases("nvidia", 1))
+    assert len(host_time.cases("nvidia", 1, engine=True)) == 9 + len(host_time.cases("nvidia", 1))
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)
