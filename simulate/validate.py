@@ -69,7 +69,7 @@ def newest_profiles(
 
 def _mistaken(row: ProfileRow) -> bool:
     """Whether products or updates on Transformer Engine are among what moves memory in passes."""
-    others = ("LinearBackward", "multi_tensor_adam")
+    others = ("LinearBackward", "multi_tensor_adam", "_CheckpointFunction")
     return row.part == "memory" and any(one in (row.operations or "") for one in others)
 
 

@@ -50,8 +50,9 @@ PACED_WAYS = {("rope", "forward"), ("rope", "backward"), ("swiglu", "backward")}
 # kernel of 1.85 goes with the clock, by three profiled steps; the other sums over a row.
 WEIGHTED_FORWARD, WEIGHTED_PACED, WEIGHTED_SUM = 0.98, 1.85, 0.65
 CAST = 1.18
-# Of all experts' rows in one kernel: 2.13 to 2.19 copies of 8 and 16 experts' by the benchmark, 2.3
-# to 2.7 by three profiled steps of 8, 16 and 32. Rows padded for it, and back: 1.18 to 1.31.
+# Of all experts' rows in one kernel: 2.13 to 2.19 copies of 8 and 16 experts' by the benchmark (3.4
+# of 32 experts' of 1,024 rows), 2.3 to 2.7 by eight profiled steps of 8, 16 and 32. Rows padded for
+# it, and back: 1.18 to 1.31 (1.9 of 128 experts' of 768 values).
 SPLIT_CAST, PADDED = 2.35, 1.25
 # Widths that norms have kernels for, `common/normalization/*/*_fwd_cuda_kernel.cu`; others take a
 # general one.

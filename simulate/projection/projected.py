@@ -346,7 +346,7 @@ def warnings(projection: Projection) -> list[str]:
     if r.model.experts and not p.on_engine and nvidia:
         said.append(
             "A GPU's experts run one after another, as Megatron-Core's local layers have them; as "
-            "one product (moe_grouped_gemm): --transformer-impl transformer_engine, in bf16."
+            "one product (moe_grouped_gemm): --transformer-impl transformer_engine."
         )
     if r.slow_gpus:
         same = replace(r, draws=0, slow_gpus=None).simulator().run().step_time_s[0]
