@@ -87,22 +87,15 @@ def _random_shares(torch: Any, groups: int, rows: int) -> list[int]:
     return found
 
 
-def _quantizer(torch: Any) -> Any:
-    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    one, most = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-    return Float8Quantizer(one, most, tex.DType.kFloat8E4M3, rowwise=True, columnwise=True)
-
-
 def _rows(torch: Any, groups: int, rows: int, width: int) -> tuple[Any, str]:
     x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
     return x, f"groups={groups} rows={rows} width={width}"
 
 
 def _cast_rows(torch: Any, groups: int, rows: int, width: int) -> Iterator[Item]:
-    cast, (x, shape) = _quantizer(torch), _rows(torch, groups, rows, width)
+    from measure.timed.products import quantizer
+
+    cast, (x, shape) = quantizer(torch.device("cuda")), _rows(torch, groups, rows, width)
     import transformer_engine_torch as tex
 
     shares, each = [rows // groups] * groups, [cast] * groups
@@ -129,7 +122,9 @@ def _padded(torch: Any, groups: int, rows: int, width: int) -> Iterator[Item]:
 
 
 def _cast_weights(torch: Any, groups: int, n: int, k: int) -> Iterator[Item]:
-    cast, shape = _quantizer(torch), f"groups={groups} n={n} k={k}"
+    from measure.timed.products import quantizer
+
+    cast, shape = quantizer(torch.device("cuda")), f"groups={groups} n={n} k={k}"
     weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(groups)]
 
     def one_by_one() -> None:

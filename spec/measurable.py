@@ -12,7 +12,6 @@ from spec.step import trained_parameters
 from spec.training_records import TrainingConfig
 
 PADDING = 128  # Megatron-Core pads vocabularies to a multiple of this per tensor-parallel rank
-FP8_COLUMNS, FP8_ROWS = 16, 8  # what sizes of a product in FP8 are multiples of
 ALIGNED = 8  # bf16 numbers in 16 bytes: rows of other lengths leave cuBLAS its slower kernels
 
 
@@ -41,8 +40,6 @@ def refuse(model: ModelSpec, p: Parallelism, bucket: int | None = None) -> None:
             "fp8 steps of local layers are not measured: Megatron-Core has FP8 in Transformer "
             "Engine's; use transformer_impl transformer_engine, or fp8 false"
         )
-    if p.fp8:
-        _refuse_odd_sizes(model, p)
     if p.zero == 2:
         raise UserError(
             "zero 2 steps are not measured: Megatron-Core shards gradients only together with "
@@ -95,28 +92,6 @@ def _refuse_without_effect(model: ModelSpec, p: Parallelism, bucket: int | None)
             f"GPU of the first stage fit into one of Megatron-Core's buckets of "
             f"{bucket or bucket_parameters(p):,}, whose reduction begins when the last of them is "
             "known; leave it off"
-        )
-
-
-def _refuse_odd_sizes(model: ModelSpec, p: Parallelism) -> None:
-    """What Transformer Engine refuses (`pytorch/utils.py`, `assert_dim_for_fp8_exec`)."""
-    split, rows = (model.heads + 2 * model.kv_heads) * model.head_dim, p.microbatch * model.seq_len
-    sizes = {
-        "hidden": model.hidden,
-        "queries, keys and values / tp": split // p.tp,
-        "heads * head_dim / tp": model.heads * model.head_dim // p.tp,
-        "ffn_hidden / tp": model.ffn_hidden // p.tp,
-    }
-    for name, size in sizes.items():
-        if size % FP8_COLUMNS:
-            raise UserError(
-                f"fp8 steps need sizes in multiples of {FP8_COLUMNS}; {name} of {model.name} is "
-                f"{size}"
-            )
-    rows //= p.tp if p.sequence_parallel else 1
-    if rows % FP8_ROWS:
-        raise UserError(
-            f"fp8 steps need tokens in multiples of {FP8_ROWS}; a micro-batch leaves a GPU {rows}"
         )
 
 

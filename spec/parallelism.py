@@ -17,6 +17,7 @@ TransformerImpl = Literal["local", "transformer_engine"]
 # fields of `Parallelism` that say what runs a step's kernels, however it is split
 AS_RUN = ("fp8", "transformer_impl", "cuda_graphs")
 LARGEST_PP = 1024
+FP8_COLUMNS, FP8_ROWS = 16, 8  # what sizes of products in FP8 on Transformer Engine divide by
 MOST_PASSES = 2_000_000  # of a pipeline in a step: beyond that a typing error is likelier
 
 
@@ -128,6 +129,11 @@ class Parallelism(BaseModel):
         return self.transformer_impl == "transformer_engine"
 
     @property
+    def fp8_on_engine(self) -> bool:
+        """Whether their products run in FP8 there, as Megatron-Core has them."""
+        return self.fp8 and self.on_engine
+
+    @property
     def gpus(self) -> int:
         """GPUs that the step runs on."""
         return self.tp * self.pp * self.cp * self.dp
@@ -195,6 +201,8 @@ class Parallelism(BaseModel):
             raise UserError(
                 "LoRA of a mixture of experts is not supported; use lora_rank 0 or a dense model"
             )
+        if self.fp8_on_engine:
+            self._refuse_odd_sizes(model)
         fused = model.gated and not model.linear_bias
         apart = not_on_engine(self.cp, self.zero, model.experts, model.lora_rank, fused=fused)
         if self.on_engine and apart:
@@ -213,6 +221,28 @@ class Parallelism(BaseModel):
         ):
             if self.cuda_graphs and found:
                 raise UserError(f"cuda_graphs with {noun} is not supported: {why}; leave it off")
+
+    def _refuse_odd_sizes(self, model: ModelSpec) -> None:
+        """What Transformer Engine refuses (`pytorch/utils.py`, `assert_dim_for_fp8_exec`)."""
+        split = (model.heads + 2 * model.kv_heads) * model.head_dim
+        sizes = {
+            "hidden": model.hidden,
+            "queries, keys and values / tp": split // self.tp,
+            "heads * head_dim / tp": model.heads * model.head_dim // self.tp,
+            "ffn_hidden / tp": model.ffn_hidden // self.tp,
+        }
+        for name, size in sizes.items():
+            if size % FP8_COLUMNS:
+                raise UserError(
+                    f"fp8 steps need sizes in multiples of {FP8_COLUMNS}; {name} of {model.name} "
+                    f"is {size}"
+                )
+        rows = self.microbatch * model.seq_len // (self.tp if self.sequence_parallel else 1)
+        if rows % FP8_ROWS:
+            raise UserError(
+                f"fp8 steps need tokens in multiples of {FP8_ROWS}; a micro-batch leaves a GPU "
+                f"{rows}"
+            )
 
 
 def not_on_engine(

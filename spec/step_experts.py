@@ -1,7 +1,6 @@
 """The operations of a mixture of experts' MLP, as Megatron-Core 0.16 runs it, see `spec.step`."""
 
 from functools import partial
-from typing import Literal
 
 from spec.collective import Collective
 from spec.kernel import PASSES, STREAMED, Kernel
@@ -15,6 +14,7 @@ from spec.step_transformer_engine import (
     WEIGHTED_PACED,
     WEIGHTED_SUM,
     accumulated_in_streams,
+    engine_times,
     in_a_step,
 )
 
@@ -159,10 +159,10 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
     each, dtype = rows // experts, "fp8" if p.fp8 else "bf16"
     product = partial(Kernel, STREAMED, dtype=dtype)
 
-    def cast(width: int) -> tuple[Kernel, ...]:
-        return (copied(int(SPLIT_CAST * 4 * rows * width)),) if p.fp8 else ()
+    def moved_in_fp8(copies: float, width: int) -> tuple[Kernel, ...]:
+        return (copied(int(copies * 4 * rows * width)),) if p.fp8 else ()
 
-    padded = (copied(int(PADDED * 4 * rows * model.hidden)),) if p.fp8 else ()
+    cast, padded = partial(moved_in_fp8, SPLIT_CAST), moved_in_fp8(PADDED, model.hidden)
     added_up = in_a_step(p) * sum(
         accumulated_in_streams(each, weights) * experts * weights
         for weights in (2 * model.hidden * ffn, model.hidden * ffn)
@@ -189,5 +189,5 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
         added(max(int(added_up), 1)),
         *padded,
     )
-    on: Literal["te_", "fp8_"] = "fp8_" if p.fp8 else "te_"
+    on = engine_times(p)
     return Part(EXPERTS, forward, on=on), Part(EXPERTS, backward, on=on)

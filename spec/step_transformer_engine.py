@@ -97,7 +97,8 @@ NORM_TIMES, CLIP_TIMES, ADAM_TIMES = 1.1, 1.17, 1.055
 BEHIND_NORM = ("qkv", "fc1")
 # In FP8 a step's first microbatch writes its fp32 gradients instead of adding to them
 # (`set_is_first_microbatch`, which does nothing in bf16): of the 6 B a weight that adding moves
-# more than writing it in bf16 that is 2.
+# more than writing it in bf16 that is 2. Not of layers that run again: a layer is no longer at its
+# first microbatch once it ran (Megatron-Core's `extensions/transformer_engine.py`).
 WRITTEN = 1 / 3
 
 Pair = tuple[Part, Part]
@@ -114,9 +115,15 @@ def accumulated_in_streams(rows: int, weights: int) -> float:
     return min(accumulated(max(rows, 1)), ACCUMULATED_MOST) * beside
 
 
+def engine_times(p: Parallelism) -> Literal["fp8_", "te_"]:
+    """What its host's times there begin with (`Part.on`)."""
+    return "fp8_" if p.fp8 else "te_"
+
+
 def in_a_step(p: Parallelism) -> float:
     """What adding gradients up takes in the mean microbatch of a step, of one that adds."""
-    return 1 - (1 - WRITTEN) / p.microbatches if p.fp8 else 1.0
+    writes = p.fp8_on_engine and p.recompute != "full"
+    return 1 - (1 - WRITTEN) / p.microbatches if writes else 1.0
 
 
 def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
@@ -126,7 +133,7 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
     rotated = any(first.name == "rope" for first, _ in pairs)
     if not rotated:
         pairs = [(first, _joined(second)) for first, second in pairs]
-    on: Literal["fp8_", "te_"] = "fp8_" if p.fp8 else "te_"
+    on = engine_times(p)
     biased = any(one.op == "bias" for first, _ in pairs for one in first.kernels)
     return [
         (replace(first, on=on), replace(second, on=on))

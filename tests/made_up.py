@@ -25,6 +25,7 @@ ON_ENGINE = {
     "fp8_expert_us": 150.0,
     "fp8_backward_expert_us": 200.0,
     "fp8_pass_us": 90.0,
+    "fp8_weight_us": 50.0,
     "te_sd": 0.15,
     "fp8_sd": 0.15,
 }

@@ -8,6 +8,8 @@ import pytest
 
 import benchmarks.transformer_engine
 from benchmarks.transformer_engine import Timed
+from calibrate.host.equations import equations
+from measure.suites import host_time
 from simulate.hardware.as_run import as_run
 from spec.buckets import gradient_buckets
 from spec.calibration import read_calibration
@@ -24,6 +26,7 @@ from spec.training_records import ProfileRow, TrainingRow
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, MOE, NODE, simulate
 from tests.test_memory import measured
+from tests.test_nil_steps import nil_row
 
 TE = Parallelism(global_batch=4, transformer_impl="transformer_engine")
 FP8 = TE.model_copy(update={"fp8": True})
@@ -74,6 +77,8 @@ def test_a_steps_first_microbatch_in_fp8_writes_its_gradients() -> None:
     assert in_a_step(TE) == 1
     assert in_a_step(FP8.model_copy(update={"global_batch": 1})) == pytest.approx(WRITTEN)
     assert in_a_step(FP8.model_copy(update={"global_batch": 4})) == 1 - (1 - WRITTEN) / 4
+    again = {"global_batch": 1, "recompute": "full"}  # the layer ran before
+    assert in_a_step(FP8.model_copy(update=again)) == 1
     sums = {
         p: sum(one.dims[0] for one in experts(p, 1).kernels if one.op == "grad_accumulate")
         for p in (TE, FP8)
@@ -154,9 +159,34 @@ def test_weights_are_cast_once_a_step_by_a_host_that_takes_each_its_time() -> No
                     model=MOE,
                 ).step_time_s[0]
             )
-            for each in (0.0, 1e4)
+            for each in (1.0, 1e4)
         )
         assert (after > before) == longer
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_stages_cast_their_weights_one_after_another(vpp: int) -> None:
+    """As each one's first pass follows another's: all casts are waited for, however it is cut."""
+    more = []
+    for pp in (1, 2, 4):
+        p = FP8.model_copy(update={"pp": pp, "vpp": vpp if pp > 1 else 1, "global_batch": 8})
+        before, after = (
+            float(simulate(p, changed(CALIBRATION, host=host), model=MOE).step_time_s[0])
+            for host in (changed(CALIBRATION.host, fp8_weight_us=each) for each in (1e3, 2e3))
+        )
+        more.append(after - before)
+    alone = 1e-3 * product_tensors(MOE, FP8, 0)
+    assert more == pytest.approx([alone, *[alone / vpp] * 2], rel=0.02)
+
+
+def test_a_product_in_fp8_that_was_not_timed_takes_its_host_what_one_in_bf16_does() -> None:
+    """In nil steps as where steps are priced, so that nothing of it counts twice."""
+    kept = [one for one in CALIBRATION.kernels if (one.op, one.dtype) != (STREAMED, "fp8")]
+    case = host_time.HostCase(1.0, 1, experts=8, transformer_impl="transformer_engine", fp8=True)
+    row = nil_row(case, slower=1.0)
+    counted = [one.kernels_us for one in equations(row, kept, 1.0)][:2]
+    priced = as_run(changed(CALIBRATION, kernels=tuple(kept)), FP8, NODE, experts=8)
+    assert [one.kernels_us for one in equations(row, priced.kernels, 1.0)][:2] == counted
 
 
 def test_products_in_fp8_streams_are_told_by_bf16_where_none_were_timed() -> None:

@@ -284,14 +284,18 @@ def test_experts_interleaving_and_recomputation_are_read(tmp_path: Path) -> None
     assert any("with experts one after another they" in one for one in found.manifest.notes)
 
 
-def test_a_log_of_experts_in_one_product_is_a_row_of_transformer_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_log_of_experts_in_one_product_is_a_row_of_transformer_engine(
+    tmp_path: Path, fp8: bool
+) -> None:
     words = ["--set", "moe_router_topk=2", "--set", "expert_model_parallel_size=4"]
     path = write(tmp_path, log(num_experts="8", **INTERLEAVED))
-    words += ["--set", "moe_grouped_gemm=True"]
+    words += ["--set", "moe_grouped_gemm=True", *(["--set", "fp8=hybrid"] if fp8 else [])]
     found = imported(tmp_path, "megatron-log", path, "--nodes", "2", *words)
     (row,) = found.table(TrainingRow)
     assert row.on_engine
     assert not any("Transformer Engine's" in one for one in found.manifest.notes)
+    assert row.fp8 is fp8
 
 
 def test_a_log_of_transformer_engine_in_fp8_is_a_row_of_it(tmp_path: Path) -> None:

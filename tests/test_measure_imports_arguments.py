@@ -50,6 +50,7 @@ USUAL = {
 OVER_CP = {"context_parallel_size": "2"}
 OF_MIXTURE = {"num_experts": "8", "moe_router_topk": "2"}
 OVER_EP = OF_MIXTURE | {"expert_model_parallel_size": "4"}
+GROUPED = OF_MIXTURE | {"moe_grouped_gemm": "True"}
 INTERLEAVED = {"virtual_pipeline_model_parallel_size": "4"}
 
 
@@ -154,7 +155,12 @@ def test_another_architecture_or_step_is_refused(
             "with experts in the legacy grouped product they are simulated as local ones",
         ),
         ({"moe_permute_fusion": "True"} | OF_MIXTURE, "moved by kernels of their own"),
+        (
+            {"moe_router_padding_for_fp8": "True", "fp8": "hybrid"} | GROUPED,
+            "experts' rows in FP8 are simulated as padded by copies",
+        ),
         ({"moe_grouped_gemm": "True"}, None),  # of a dense model
+        ({"moe_router_padding_for_fp8": "True"} | GROUPED, None),  # in bf16
     ],
 )
 def test_what_is_simulated_otherwise_is_said(
@@ -164,4 +170,4 @@ def test_what_is_simulated_otherwise_is_said(
     assert len(found.table(TrainingRow)) == 1
     assert next(iter(changes)) in capsys.readouterr().out or said is None
     assert any((said or "warm-up") in note for note in found.manifest.notes)
-    assert said or not any("moe_grouped_gemm" in note for note in found.manifest.notes)
+    assert said or not any(next(iter(changes)) in note for note in found.manifest.notes)

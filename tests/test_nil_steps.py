@@ -118,9 +118,9 @@ def test_what_one_time_alone_shows_is_drawn_to_what_is_usual() -> None:
 
 def test_what_is_usual_is_the_middle_hosts_or_assumed_where_few_show_it() -> None:
     own = {(name,): {"part": us} for name, us in (("a", 90.0), ("b", 110.0), ("c", 300.0))}
-    own["a",]["ring"] = 999.0
-    usual = usual_us(own, issue=10.0)
-    assert usual["part"] == 110.0
+    own["a",]["ring"] = 999.0  # of one host alone
+    usual = usual_us(own, {("c",): 3.0}, issue=10.0)
+    assert usual["part"] == 100.0
     assert usual["ring"] == 10.0 * CALLS["ring"]
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     # beside passes each tensor has a bucket, which replicas cut
     tensors = sum(trained_tensors(model, p, 0)) if row.overlap else updated_tensors(model, p, 0)
     once = {"step": 1.0, "te_tensor" if p.on_engine else "tensor": float(tensors)}
-    casts = {"fp8_weight": float(product_tensors(model, p, 0))} if p.on_engine and p.fp8 else {}
+    casts = {"fp8_weight": float(product_tensors(model, p, 0))} if p.fp8_on_engine else {}
     rest = partial(equation, row.single_us - microbatch_us, row.single_us, **once, **casts)
     if row.overlap:  # gathered beside a step's first pass and reduced beside its last: no other's
         yield rest(bucket=2.0 * tensors)
@@ -74,7 +75,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
     forward, backward = layer(model, p)
     # Once a pass of all layers, on the device within it. A forward pass there whose activations are
     # computed again keeps nothing for autograd, and takes 0.75 and 0.86 of the others' time.
-    scales = {"fp8_pass": 1.0 / row.layers} if p.on_engine and p.fp8 else {}
+    scales = {"fp8_pass": 1.0 / row.layers} if p.fp8_on_engine else {}
     if not p.on_engine or p.recompute != "full":
         yield equation(forward_us, forward_us, forward, **scales)
     yield equation(backward_us, backward_us, backward)
@@ -88,9 +89,13 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
 
 
 def _host_us(kernel: Kernel, by_name: Mapping[tuple[str, str, str], float]) -> float:
-    """Of the kernel, or of what stands for one that was never measured; 0 where nothing does."""
+    """Of the kernel, or of what stands for one that was never measured; 0 where nothing does.
+
+    A product in FP8 is issued as one in bf16, as where it is priced by that.
+    """
     stands_in = STREAMED_ISSUE if kernel.op == STREAMED else 1.0
-    for one, times in ((kernel, 1.0), (kernel.stand_in, stands_in)):
+    wide = replace(kernel, dtype="bf16")
+    for one, times in ((kernel, 1.0), (wide, 1.0), (wide.stand_in, stands_in)):
         found = one and by_name.get((one.op, one.direction, one.dtype))
         if found:
             return times * found

@@ -121,8 +121,14 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
     by_devices = {visit: by_depths(told_apart(some)) for visit, some in by_devices.items()}
     by_itself = {visit: beside_kernels(some) for visit, some in by_devices.items()}
-    usual = usual_us(by_itself, issue)
-    own = {visit: beside_kernels(some, usual) for visit, some in by_devices.items()}
+    paces = _paces(by_devices, by_itself, middles(by_itself, slower))
+    usual = usual_us(by_itself, paces, issue)
+    own = {
+        visit: beside_kernels(
+            some, {name: paces.get(visit, 1.0) * time_us for name, time_us in usual.items()}
+        )
+        for visit, some in by_devices.items()
+    }
     shown = on_middle_host(by_devices, own, slower)
     found = {}
     for name, calls in CALLS.items():
@@ -163,12 +169,19 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     )
 
 
-def usual_us(own: Mapping[tuple[str, ...], Mapping[str, float]], issue: float) -> dict[str, float]:
-    """What each of CALLS takes on the middle host, us, or is assumed to where few show it."""
+def usual_us(
+    own: Mapping[tuple[str, ...], Mapping[str, float]],
+    paces: Mapping[tuple[str, ...], float],
+    issue: float,
+) -> dict[str, float]:
+    """What each of CALLS takes at pace 1, us: on the middle host, or assumed where few show it.
+
+    own, paces: by the host's devices, what its nil steps say by themselves, and its `_paces`.
+    """
     found = {}
     for name, calls in CALLS.items():
-        shown = [takes[name] for takes in own.values() if name in takes]
-        found[name] = max(median(shown) if len(shown) >= FEW else 0.0, 0.0) or calls * issue
+        shown = [takes[name] / paces.get(one, 1.0) for one, takes in own.items() if name in takes]
+        found[name] = (median(shown) if len(shown) >= FEW else 0.0) or calls * issue
     return found
 
 

@@ -292,6 +292,7 @@ def rows(
         if a.flag(argument)
         and (model.experts or not argument.startswith("moe_"))
         and not (p.on_engine and argument == "moe_grouped_gemm")
+        and (p.fp8 or not argument.startswith("moe_router_padding"))
         and not (model.linear_bias and argument == "add_qkv_bias")
     ]
     left_out += [

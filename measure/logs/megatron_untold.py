@@ -100,6 +100,10 @@ SIMULATED_AS = {
     "moe_permute_fusion": "its tokens are simulated as moved by kernels of their own",
     "moe_router_fusion": "its routing is simulated as kernels of their own",
     **dict.fromkeys(
+        ("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
+        "experts' rows in FP8 are simulated as padded by copies",
+    ),
+    **dict.fromkeys(
         ("qk_layernorm", "qk_l2_norm"), "its queries and keys are simulated without norms"
     ),
     "squared_relu": "its activation is simulated as GELU",

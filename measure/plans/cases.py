@@ -220,8 +220,9 @@ def kernel_cases(
         grouped = [one for one in experts if one.op == "grouped_gemm"]
         wanted.update(dict.fromkeys(replace(one, op="fused_grouped_gemm") for one in grouped))
         grouped += [one for one in grid.kernels(gpu, quick) if one.op == "grouped_gemm"]
-        there = (replace(one, op=STREAMED) for one in grouped if engine)
-        wanted.update(dict.fromkeys(there))
+        for dtype in ("bf16", "fp8") if engine else ():
+            there = (replace(one, op=STREAMED, dtype=dtype) for one in grouped)
+            wanted.update(dict.fromkeys(there))
     wanted = {kernel: None for kernel in wanted if not _of_a_whole_model(kernel)}
     loaded = grid.sustained(gpu, quick)
     wanted.update(dict.fromkeys(loaded))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from spec.errors import WorkError
-from spec.kernel import STREAMED, Kernel
+from spec.kernel import STREAMED, Kernel, ceil_div
 
 Call = Callable[[], Any]
 Tensor = torch.Tensor
@@ -38,15 +38,15 @@ def equal_shares(rows: int, groups: int) -> list[int]:
     return [rows // groups + (i < rows % groups) for i in range(groups)]
 
 
-def _in_eight_bits(tensors: Sequence[Tensor], gradients: bool = False) -> list[Any]:
-    """Each cast by Transformer Engine, beside a transposed copy."""
+def quantizer(device: torch.device, gradients: bool = False) -> Any:
+    """What casts a tensor by Transformer Engine, beside a transposed copy, at a scale of one."""
+    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     kind = tex.DType.kFloat8E5M2 if gradients else tex.DType.kFloat8E4M3
-    scale, most = (make(1, device=tensors[0].device) for make in (torch.ones, torch.zeros))
-    cast = Float8Quantizer(scale, most, kind, rowwise=True, columnwise=True)
-    return [cast(one) for one in tensors]
+    scale, most = (make(1, device=device) for make in (torch.ones, torch.zeros))
+    return Float8Quantizer(scale, most, kind, rowwise=True, columnwise=True)
 
 
 class Products:
@@ -125,7 +125,10 @@ class Products:
 
     def _streamed_grouped_gemm(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         d = kernel.named
-        return self.streamed(kernel, dtype, equal_shares(d["m"], d["groups"]))
+        shares = equal_shares(d["m"], d["groups"])
+        if kernel.dtype == "fp8":  # padded, as in a step
+            shares = [ceil_div(one, EXPERT_ROWS) * EXPERT_ROWS for one in shares]
+        return self.streamed(kernel, dtype, shares)
 
     def streamed(
         self, kernel: Kernel, dtype: torch.dtype, splits: Sequence[int], adds_up: bool = False
@@ -146,7 +149,7 @@ class Products:
                 f"fp8 products need sizes in multiples of {EXPERT_ROWS}, an expert's rows among "
                 f"them; {kernel.shape} is not"
             )
-        n, k = d["n"], d["k"]
+        rows, n, k = sum(splits), d["n"], d["k"]
         told: dict[str, Any] = {"m_splits": splits, "grad": kernel.direction != "forward"}
         told["use_split_accumulator"] = fp8 and told["grad"]
         name = f"transformer-engine-{transformer_engine.__version__}/grouped"
@@ -154,15 +157,18 @@ class Products:
         def product(a: Any, b: Any, outs: list[Tensor], layout: str) -> tuple[Call, str]:
             quantizers = [None] * len(splits)
             if fp8:
-                a, b = _in_eight_bits(a), _in_eight_bits(b, gradients=told["grad"])
+                casts = quantizer(self.device), quantizer(self.device, gradients=told["grad"])
+                a, b = (
+                    [cast(one) for one in some] for cast, some in zip(casts, (a, b), strict=True)
+                )
             return tried(
                 lambda: general_grouped_gemm(a, b, outs, quantizers, dtype, layout, **told)
             ), name
 
         if kernel.direction != "forward":
-            self.fed = g = self._normal(d["m"], n, dtype=dtype)
+            self.fed = g = self._normal(rows, n, dtype=dtype)
         if kernel.direction != "dgrad":
-            x = self._normal(d["m"], k, dtype=dtype)
+            x = self._normal(rows, k, dtype=dtype)
             if kernel.direction == "forward":
                 self.fed = x
         if kernel.direction == "wgrad":
@@ -172,7 +178,7 @@ class Products:
             return product(torch.split(x, splits), torch.split(g, splits), outs, "NT")
         told["single_output"] = True
         w = [self._normal(n, k, dtype=dtype, scale=0.02) for _ in splits]
-        out = torch.empty(d["m"], k if told["grad"] else n, dtype=dtype, device=self.device)
+        out = torch.empty(rows, k if told["grad"] else n, dtype=dtype, device=self.device)
         if kernel.direction == "dgrad":
             return product(w, torch.split(g, splits), [out], "NN")
         return product(w, torch.split(x, splits), [out], "TN")

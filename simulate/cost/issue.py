@@ -69,25 +69,28 @@ def once_waits(
     done layer by layer, then.
     """
     fit, p = costs.calibration.host, costs.parallelism
-    sends = p.overlap and p.zero <= 1
-    if fit.serial or not (sends or p.fp8):
+    if not (p.overlap and p.zero <= 1):
+        buckets = 0
+    if fit.serial or not (buckets or p.fp8_on_engine):
         return costs.draws.zero
-    each = (buckets if sends else 0) * fit.bucket_us * costs.host_spread()
-    reduction = each * costs.draws.factor("host.bucket", fit.bucket_sd)
-    gather = larger(reduction * (p.zero == 1) + casts - spare[0], 0.0)
-    reduction = larger(reduction - spare[1], 0.0)
+    sent = costs.draws.zero
+    if buckets:
+        each = buckets * fit.bucket_us * costs.host_spread()
+        sent = each * costs.draws.factor("host.bucket", fit.bucket_sd)
+    before = larger(sent * (p.zero == 1) + casts - spare[0], 0.0)
+    behind = larger(sent - spare[1], 0.0)
     if caught_up(p):
-        more = larger(gather - first, 0.0) - larger(-first, 0.0)
-        return more + larger(reduction - last, 0.0) - larger(-last, 0.0)
+        more = larger(before - first, 0.0) - larger(-first, 0.0)
+        return more + larger(behind - last, 0.0) - larger(-last, 0.0)
     every, others = p.microbatches * whole, (p.microbatches - 1) * whole
     least = smaller(first, every - last)
     if p.microbatches > 1:
         least = smaller(least, smaller(whole, others))
 
-    def waited(sent_first: Array, sent_last: Array) -> Array:
-        return larger(larger(sent_first - least, sent_first + sent_last - every), 0.0)
+    def waited(of_first: Array, of_last: Array) -> Array:
+        return larger(larger(of_first - least, of_first + of_last - every), 0.0)
 
-    return waited(gather, reduction) - waited(costs.draws.zero, costs.draws.zero)
+    return waited(before, behind) - waited(costs.draws.zero, costs.draws.zero)
 
 
 def caught_up(p: Parallelism) -> bool:

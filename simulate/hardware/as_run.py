@@ -13,6 +13,7 @@ from spec.fitted import changed
 from spec.hardware import Node
 from spec.kernel import GEMM_DIRECTIONS, PACED, STREAMED, STREAMED_ISSUE, STREAMS
 from spec.parallelism import Parallelism
+from spec.step_transformer_engine import engine_times
 
 # Names of what is assumed of such steps, and the sd of what they are made of beside other steps'
 # `composition_sd`. Chosen: the first 34 on Transformer Engine that hardly wait are all held, and 46
@@ -54,12 +55,10 @@ def as_run(
             )
     if p.on_engine and not has(calibration, ENGINE):
         host = calibration.host
-        needed = {"te_part_us": host.te_part_us}
-        if experts:
-            on = "fp8" if p.fp8 else "te"
-            both = (f"{on}_expert_us", f"{on}_backward_expert_us")
-            needed[both[0]] = sum(getattr(host, name) for name in both)
-        for name in (one for one, known_us in needed.items() if not known_us):
+        on = engine_times(p)
+        needed = [f"{on}part_us", *(["fp8_weight_us"] if p.fp8 else [])]
+        needed += [f"{on}expert_us", f"{on}backward_expert_us"] if experts else []
+        for name in (one for one in needed if not getattr(host, one)):
             raise UserError(
                 f"transformer_impl transformer_engine: calibration.json has no host.{name}, as it "
                 "is older; run calibrate.fit again"

@@ -36,6 +36,8 @@ Array = NDArray[np.float64]
 
 POWER_SD = 0.036  # of mean power: 90 % of the judged sustained kernels lie within 5.9 % on H200
 CLOCK_SD = 0.025  # of the clock, beside the devices' spread: assumed, so that steps lie inside
+# Below the largest clock by so much the cap acts all the time; chosen.
+ALWAYS_CAPPED = 0.01
 
 BREAKDOWN = (
     "compute",
@@ -175,7 +177,7 @@ class StepSimulator:
         fit, priced = self.calibration.clock, self.priced
         timeline, ideal_us, finish = self._timeline(priced)
         busiest = int(timeline.busy[:, 0].argmax())
-        capped_us = products_us(priced, busiest) if self._capped(busiest) else 0.0
+        capped_us = products_us(priced, busiest) * self._capped(busiest)
         shape = stragglers.shapes(priced.costs.draws)
         late, jitter = self._late(finish, shape), self._jitter(finish, capped_us, shape)
         straggler = late + jitter
@@ -359,10 +361,11 @@ class StepSimulator:
         )
         return np.asarray(late)
 
-    def _capped(self, stage: int) -> bool:
+    def _capped(self, stage: int) -> float:
+        """How much of the time the cap acts: never at the largest clock, always well below it."""
         fit = self.calibration.clock
-        below = self.priced.stages[stage].clock_mhz < 0.9999 * fit.max_mhz
-        return below and fit.cap_w is not None
+        below = 1 - self.priced.stages[stage].clock_mhz / fit.max_mhz
+        return min(below / ALWAYS_CAPPED, 1.0) if below > 1e-4 and fit.cap_w is not None else 0.0
 
     def _step_spread(self, step_s: Array, capped_us: float) -> Array:
         """95th percentile over median of a run's steps, less 1."""

@@ -96,7 +96,7 @@ class _Split:
         self._key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
             *(p.transformer_impl, ways(p.schedule), p.pp == 1, p.zero == 3 and p.dp * p.cp),
-            p.fp8 and p.on_engine and p.microbatches,  # whose first one adds no gradients up
+            p.fp8_on_engine and p.microbatches,  # whose first one adds no gradients up
         )
 
     def __hash__(self) -> int:
@@ -200,24 +200,33 @@ def price(
         zero
         + costs.calibration.host.step_us * costs.host_spread()
         + works[0].first_us
-        + _once_waits(model, works[0], updates[0], costs),
+        + _once_waits(model, [works[stage] for stage in alike], updates[0], costs),
         transfer,
     )
 
 
-def _once_waits(model: ModelSpec, passes: StageWork, update: UpdateCost, costs: Costs) -> Array:
-    """What a step waits more for what its first stage's host does once beside passes."""
-    first, *_, last = passes.passes[0]
-    whole = reduce(add, (one.ahead for chunk in passes.passes for one in chunk))
-    spare, p, casts = (first.spare, last.spare), costs.parallelism, costs.draws.zero
-    if p.fp8 and p.on_engine:
-        cast_us = costs.calibration.host.fp8_weight_us * product_tensors(model, p, 0)
-        casts = larger(
-            cast_us * costs.host_spread() - costs.kernel_us(weight_casts(model, p, 0)), 0.0
-        )
-    return once_waits(
-        first.ahead, last.ahead, whole, len(update.alone.buckets), costs, spare, casts
-    )
+def _once_waits(
+    model: ModelSpec, works: Sequence[StageWork], update: UpdateCost, costs: Costs
+) -> Array:
+    """What a step waits more for what its stages' hosts do once beside passes, us, (draws,).
+
+    Buckets are the first stage's. A stage casts the weights of a chunk in that one's first pass,
+    and the first pass of one stage follows that of another.
+    """
+    p, host = costs.parallelism, costs.calibration.host
+    total = costs.draws.zero
+    for stage, passes in enumerate(works[: p.pp if p.fp8_on_engine else 1]):
+        first, *_, last = passes.passes[0]
+        whole = reduce(add, (one.ahead for chunk in passes.passes for one in chunk))
+        casts = costs.draws.zero
+        if p.fp8_on_engine:
+            cast_us = host.fp8_weight_us * product_tensors(model, p, stage) * costs.host_spread()
+            kernel_us = costs.kernel_us(weight_casts(model, p, stage))
+            casts = larger(cast_us - kernel_us, 0.0) / p.vpp
+        buckets = len(update.alone.buckets) if stage == 0 else 0
+        spare = first.spare, last.spare
+        total = total + once_waits(first.ahead, last.ahead, whole, buckets, costs, spare, casts)
+    return total
 
 
 def products_us(priced: PricedStep, stage: int) -> float:
