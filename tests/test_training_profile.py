@@ -90,22 +90,27 @@ def test_a_trace_is_told_apart_by_class_and_communicator() -> None:
 
 def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
     """One operation of its holds a norm, a cast and a product; local ones go by the operation."""
-    operations = ("_LayerNormLinear", "_LayerNormLinear", "FusedAttnFuncBackward", "aten::add_")
+    operations = (
+        *("_LayerNormLinear", "_LayerNormLinear", "FusedAttnFuncBackward", "aten::add_"),
+        *("_CheckpointFunction", "_CheckpointFunction"),  # its own, which FP8 has
+    )
     names = (
         "void transformer_engine::rmsnorm_fwd_tuned_kernel",
         "nvjet_qqtst_128x256",
         "cudnn::fusion::compute_dot_do_o_specialized",
         "void cutlass::Kernel2",
+        "nvjet_qqtst_192x128",
+        "cast_transpose",
     )
     events = [host(STEP, 0, 100, "user_annotation")]
     for number, (operation, name) in enumerate(zip(operations, names, strict=True), start=1):
         events.append(host(operation, number, 1, **{"External id": number}))
         events.append(kernel(name, 10 * number, number, number))
     found = {row.part: row for row in rows("case", [read_trace({"traceEvents": events})])}
-    assert found["gemm"].operations == "_LayerNormLinear 0.002"
+    assert found["gemm"].operations == "_CheckpointFunction 0.005; _LayerNormLinear 0.002"
     assert found["attention"].operations == "FusedAttnFuncBackward 0.003"
     # named by the kernel: the operation holds products, too
-    assert found["memory"].operations == f"aten::add_ 0.004; {names[0]} 0.001"
+    assert found["memory"].operations == f"{names[5]} 0.006; aten::add_ 0.004; {names[0]} 0.001"
 
 
 def test_an_update_that_no_operation_of_torch_launched_is_told_by_when_it_was() -> None:
