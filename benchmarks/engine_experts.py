@@ -93,11 +93,10 @@ def _rows(torch: Any, groups: int, rows: int, width: int) -> tuple[Any, str]:
 
 
 def _cast_rows(torch: Any, groups: int, rows: int, width: int) -> Iterator[Item]:
-    from measure.timed.products import quantizer
+    from measure.timed.products import engine_kernels, quantizer
 
-    cast, (x, shape) = quantizer(torch.device("cuda")), _rows(torch, groups, rows, width)
-    import transformer_engine_torch as tex
-
+    tex, cast = engine_kernels(), quantizer(torch.device("cuda"))
+    x, shape = _rows(torch, groups, rows, width)
     shares, each = [rows // groups] * groups, [cast] * groups
     yield "split", "forward", shape, "engine_fp8", lambda: tex.split_quantize(x, shares, each)
     yield "split", "forward", shape, "copy", copy_of(torch, 4 * rows * width)
@@ -105,14 +104,11 @@ def _cast_rows(torch: Any, groups: int, rows: int, width: int) -> Iterator[Item]
 
 def _padded(torch: Any, groups: int, rows: int, width: int) -> Iterator[Item]:
     """Experts' random shares to whole multiples of rows that FP8 takes, and back."""
-    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
-    import transformer_engine_torch as tex
+    from measure.timed.products import engine_kernels, padded_shares
 
-    from measure.timed.products import EXPERT_ROWS
-
-    x, shape = _rows(torch, groups, rows, width)
+    tex, (x, shape) = engine_kernels(), _rows(torch, groups, rows, width)
     own = _random_shares(torch, groups, rows)
-    whole = [-(-one // EXPERT_ROWS) * EXPERT_ROWS for one in own]
+    whole = padded_shares(own)
     wide = torch.empty(sum(whole), width, dtype=x.dtype, device="cuda")
     there = lambda: tex.fused_multi_row_padding(x, wide, own, whole)  # noqa: E731
     back = lambda: tex.fused_multi_row_unpadding(wide, x, whole, own)  # noqa: E731

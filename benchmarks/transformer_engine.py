@@ -40,6 +40,7 @@ from spec.files import read_table, write_table
 from spec.fitted import Positive
 from spec.kernel import Kernel
 
+OWN = Path(__file__).with_suffix(".csv")
 ROUNDS, CALLS, HELD_S = 7, 20, 0.015  # seconds of issuing that the spin surely outlasts
 KEYS = 8  # of the heads that are rotated
 ROWS = (
@@ -161,13 +162,13 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
 
 def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:
     """By name: of dims, the calls forward and backward; of `cast` one."""
-    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
-    import transformer_engine_torch as tex
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
     from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_back
     from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
+    from measure.timed.products import engine_kernels, quantizer
+
+    tex = engine_kernels()
     half = {"dtype": torch.bfloat16, "device": "cuda"}
 
     def norm(forward: Any, backward: Any, biased: bool, rows: int, width: int) -> tuple[Call, Call]:
@@ -207,8 +208,7 @@ def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:
 
     def cast(rows: int, width: int) -> Call:
         x = torch.randn(rows, width, **half)
-        one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-        to = Float8Quantizer(one, amax, tex.DType.kFloat8E4M3, rowwise=True, columnwise=True)
+        to = quantizer(torch.device("cuda"))
         return lambda: to(x)
 
     return {
@@ -255,10 +255,9 @@ def _linear(torch: Any, m: int, n: int, k: int) -> dict[str, Call]:
 
 def _weight_gradients(torch: Any, m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
     """Products (n, m) x (m, k): (`sum` with an fp32 gradient or `write` one in bf16, by, call)."""
-    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
-    import transformer_engine_torch as tex
     from transformer_engine.pytorch.cpp_extensions import general_gemm
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    from measure.timed.products import quantizer
 
     count = max(FAR // (4 * n * k), 2)
     x, dy = (torch.randn(m, width, dtype=torch.bfloat16, device="cuda") for width in (k, n))
@@ -273,11 +272,8 @@ def _weight_gradients(torch: Any, m: int, n: int, k: int) -> Iterator[tuple[str,
     yield "write", "local", lambda: torch.mm(dy.t(), x, out=next(outs))
     yield "sum", "engine", into(grads, x, dy, accumulate=True)
     yield "write", "engine", into(halves, x, dy)
-    kinds = (tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2)
-    in_fp8 = [
-        Float8Quantizer(torch.ones(1, device="cuda"), torch.zeros(1, device="cuda"), kind)(one)
-        for one, kind in zip((x, dy), kinds, strict=True)
-    ]
+    cuda = torch.device("cuda")
+    in_fp8 = [quantizer(cuda)(x), quantizer(cuda, gradients=True)(dy)]
     precise = {"use_split_accumulator": True}
     yield "sum", "engine_fp8", into(grads, *in_fp8, accumulate=True, **precise)
     yield "write", "engine_fp8", into(halves, *in_fp8, **precise)
@@ -308,8 +304,7 @@ def summary(rows: Sequence[Timed]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Measure, where that is asked for, and print the ratios."""
     parser = command.Parser(prog="python -m benchmarks.transformer_engine", description=__doc__)
-    own = Path(__file__).with_suffix(".csv")
-    parser.add_argument("file", type=Path, nargs="?", default=own, metavar="FILE", help="its rows")
+    parser.add_argument("file", type=Path, nargs="?", default=OWN, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
     parser.add_argument("--only", choices=["experts"], help="what --measure times, if not all")
     options = parser.parse_args(arguments)

@@ -14,8 +14,8 @@ from spec.step_transformer_engine import (
     WEIGHTED_PACED,
     WEIGHTED_SUM,
     accumulated_in_streams,
+    adding_share,
     engine_times,
-    in_a_step,
 )
 
 EXPERTS = "experts"  # the part whose work goes with the tokens that a rank's experts get
@@ -163,7 +163,7 @@ def _streamed(model: ModelSpec, p: Parallelism, rows: int) -> tuple[Part, Part]:
         return (copied(int(copies * 4 * rows * width)),) if p.fp8 else ()
 
     cast, padded = partial(moved_in_fp8, SPLIT_CAST), moved_in_fp8(PADDED, model.hidden)
-    added_up = in_a_step(p) * sum(
+    added_up = adding_share(p) * sum(
         accumulated_in_streams(each, weights) * experts * weights
         for weights in (2 * model.hidden * ffn, model.hidden * ffn)
     )

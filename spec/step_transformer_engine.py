@@ -120,8 +120,8 @@ def engine_times(p: Parallelism) -> Literal["fp8_", "te_"]:
     return "fp8_" if p.fp8 else "te_"
 
 
-def in_a_step(p: Parallelism) -> float:
-    """What adding gradients up takes in the mean microbatch of a step, of one that adds."""
+def adding_share(p: Parallelism) -> float:
+    """What adding gradients up takes in a step's mean microbatch, over what one that adds does."""
     writes = p.fp8_on_engine and p.recompute != "full"
     return 1 - (1 - WRITTEN) / p.microbatches if writes else 1.0
 
@@ -160,7 +160,7 @@ def _joined(part: Part) -> Part:
 
 
 def _fused(part: Part, p: Parallelism) -> Part:
-    kernels = tuple(one for each in part.kernels for one in _run(each, part, in_a_step(p)))
+    kernels = tuple(one for each in part.kernels for one in _run(each, part, adding_share(p)))
     return replace(part, kernels=kernels)
 
 

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws
 from simulate.step.estimate import StepEstimate, StepSimulator
-from spec.calibration import Calibration
+from spec.calibration import Calibration, HostFit
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from tests.made_up import calibration_json
@@ -32,3 +34,14 @@ def capped(**changes: Any) -> Calibration:
             one["active_power_w"] = 1000.0
     value["clock"] |= {"power_exponent": 1.2} | changes
     return Calibration.model_validate(value)
+
+
+def host_that_takes(**takes: float) -> HostFit:
+    """A host that nothing but this takes any time, us; always as long."""
+    return HostFit.model_validate({"part_us": 0.0, "step_us": 0.0, "sd": 0.0} | takes)
+
+
+def costs_with(host: HostFit, p: Parallelism) -> Costs:
+    """What the made-up calibration has things cost, central values, on that host."""
+    used = CALIBRATION.model_copy(update={"host": host})
+    return Costs(used, NODE, FABRIC, p, Draws(0))

@@ -1,13 +1,11 @@
 """Mixtures in FP8 on Transformer Engine: what is padded, cast and multiplied there, and when."""
 
 import re
-from pathlib import Path
 from statistics import median
 
 import pytest
 
-import benchmarks.transformer_engine
-from benchmarks.transformer_engine import Timed
+from benchmarks.transformer_engine import OWN, Timed
 from calibrate.host.equations import equations
 from measure.suites import host_time
 from simulate.hardware.as_run import as_run
@@ -21,7 +19,7 @@ from spec.parallelism import Parallelism
 from spec.step import layer, product_tensors, product_weights, weight_casts
 from spec.step_experts import EXPERTS
 from spec.step_parts import Part
-from spec.step_transformer_engine import PADDED, SPLIT_CAST, WRITTEN, in_a_step
+from spec.step_transformer_engine import PADDED, SPLIT_CAST, WRITTEN, adding_share
 from spec.training_records import ProfileRow, TrainingRow
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, MOE, NODE, simulate
@@ -74,22 +72,21 @@ def test_an_expert_in_fp8_takes_its_host_what_its_own_numbers_say() -> None:
 
 
 def test_a_steps_first_microbatch_in_fp8_writes_its_gradients() -> None:
-    assert in_a_step(TE) == 1
-    assert in_a_step(FP8.model_copy(update={"global_batch": 1})) == pytest.approx(WRITTEN)
-    assert in_a_step(FP8.model_copy(update={"global_batch": 4})) == 1 - (1 - WRITTEN) / 4
+    assert adding_share(TE) == 1
+    assert adding_share(FP8.model_copy(update={"global_batch": 1})) == pytest.approx(WRITTEN)
+    assert adding_share(FP8.model_copy(update={"global_batch": 4})) == 1 - (1 - WRITTEN) / 4
     again = {"global_batch": 1, "recompute": "full"}  # the layer ran before
-    assert in_a_step(FP8.model_copy(update=again)) == 1
+    assert adding_share(FP8.model_copy(update=again)) == 1
     sums = {
         p: sum(one.dims[0] for one in experts(p, 1).kernels if one.op == "grad_accumulate")
         for p in (TE, FP8)
     }
-    assert sums[FP8] == pytest.approx(in_a_step(FP8) * sums[TE], rel=1e-6)
+    assert sums[FP8] == pytest.approx(adding_share(FP8) * sums[TE], rel=1e-6)
 
 
 def test_casts_and_padding_take_what_the_benchmark_has() -> None:
     """Of all experts' rows in one kernel, up to 16 of them; padding of up to 64."""
-    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
-    times = {(one.what, one.way, one.shape, one.by): one.time_us for one in read_table(own, Timed)}
+    times = {(one.what, one.way, one.shape, one.by): one.time_us for one in read_table(OWN, Timed)}
     copies = {
         key[:3]: time_us / times[*key[:3], "copy"]
         for key, time_us in times.items()

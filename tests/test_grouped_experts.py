@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import benchmarks.transformer_engine
-from benchmarks.transformer_engine import Timed
+from benchmarks.transformer_engine import OWN, Timed, main
 from measure.plans.cases import kernel_cases
 from measure.plans.file import PlanFile
 from measure.timed.operations import Maker
@@ -132,8 +131,7 @@ def test_kernel_suites_time_it_where_transformer_engine_is() -> None:
 
 def timed() -> dict[tuple[str, str, str, str], float]:
     """What the benchmark has of experts on an H200, us."""
-    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
-    rows = read_table(own, Timed)
+    rows = read_table(OWN, Timed)
     return {
         (one.what, one.shape, one.way, one.by): one.time_us
         for one in rows
@@ -380,5 +378,5 @@ def test_experts_gradients_go_with_the_clock_as_profiles_have_it() -> None:
 def test_what_the_benchmark_leaves_out_is_for_what_it_measures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(benchmarks.transformer_engine.main, ["--only", "experts"]) == 2
+    assert run(main, ["--only", "experts"]) == 2
     assert "--only says what --measure times; add --measure" in capsys.readouterr().err

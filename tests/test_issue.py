@@ -1,16 +1,11 @@
-"""What GPUs wait for the hosts that issue their work, and stages for each other's."""
+"""What steps wait for the hosts that issue their work; pass by pass, test_host_waits.py."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from simulate.cost.costs import Costs
-from simulate.cost.issue import host_waits, late_us, once_waits, repeated_us
-from simulate.cost.segment_cost import Cost
-from simulate.cost.uncertainty import Draws
-from simulate.cost.works import Energy
+from simulate.cost.issue import repeated_us
 from simulate.series.step import FACTORS, Shifts
 from simulate.step.estimate import POWER_SD, StepEstimate, StepSimulator
 from simulate.step.updates import READ_BACK
@@ -21,49 +16,20 @@ from spec.parallelism import Parallelism, Recompute
 from spec.step import layer
 from spec.step_experts import BEHIND_READING
 from spec.step_parts import EXPERT_BACKWARD
-from tests.made_up import write_calibration
-from topologies import load_fabric, load_node
+from tests.simulated_steps import CALIBRATION, FABRIC, NODE, costs_with, host_that_takes
 
 
-@pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    """A made-up system of one GPU kind."""
-    return write_calibration(tmp_path / "calibration.json")
-
-
-@pytest.mark.parametrize(
-    ("pp", "vpp", "waited"), [(1, 1, [2.0, 0.0]), (2, 1, [5.0, 0.0]), (2, 2, [2.0, 0.0])]
-)
-def test_what_a_host_gets_ahead_it_keeps_until_stages_exchange(
-    pp: int, vpp: int, waited: list[float]
-) -> None:
-    p = Parallelism(pp=pp, vpp=vpp, global_batch=4)
-    assert late_us([-5.0, 3.0], p) == waited  # type: ignore[list-item, comparison-overlap]
-    draws = late_us([np.array([-5.0, 1.0]), np.array([3.0, -1.0])], p)
-    assert draws[0] == pytest.approx([waited[0], 0.0])
-    assert draws[1] == pytest.approx([0.0, 0.0 if pp == 1 or vpp > 1 else 1.0])
-
-
-def _host(**takes: float) -> HostFit:
-    return HostFit.model_validate({"part_us": 0.0, "step_us": 0.0, "sd": 0.0} | takes)
-
-
-def _costs(calibration: Calibration, host: HostFit, p: Parallelism) -> Costs:
-    used = calibration.model_copy(update={"host": host})
-    return Costs(used, load_node("hgx-h200"), load_fabric("ndr400-rail"), p, Draws(0))
-
-
-def test_the_device_stands_still_where_the_host_reads_from_it(calibration: Calibration) -> None:
+def test_the_device_stands_still_where_the_host_reads_from_it() -> None:
     p = Parallelism(global_batch=1)
     dense, mixture = load_model("llama3-8b"), load_model("mixtral-8x7b")
-    fast, slower = _host(), _host(part_us=20.0, backward_part_us=20.0)
+    fast, slower = host_that_takes(), host_that_takes(part_us=20.0, backward_part_us=20.0)
     for model, longer_us in ((dense, 0.0), (mixture, 20.0)):
         parts = layer(model, p)
-        before, after = (sum(repeated_us(parts, _costs(calibration, h, p))) for h in (fast, slower))
+        before, after = (sum(repeated_us(parts, costs_with(h, p))) for h in (fast, slower))
         waiting = [part for part in parts[0] if part.waits]
         assert len(waiting) == (1 if model.experts else 0)
         assert after - before == pytest.approx(longer_us)
-        choosing = _costs(calibration, _host(routing_us=100.0), p)
+        choosing = costs_with(host_that_takes(routing_us=100.0), p)
         waited = 100.0 * BEHIND_READING if model.experts else 0.0
         assert sum(repeated_us(parts, choosing)) - before == pytest.approx(waited)
 
@@ -91,17 +57,14 @@ def test_experts_are_chosen_once_a_forward_pass_and_take_autograd_longer() -> No
 @pytest.mark.parametrize(
     "split", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"dp": 2}, {"cp": 2}]
 )
-def test_a_slow_host_slows_a_step_and_no_fast_one_does(
-    calibration: Calibration, name: str, split: dict[str, int]
-) -> None:
+def test_a_slow_host_slows_a_step_and_no_fast_one_does(name: str, split: dict[str, int]) -> None:
     recompute: Recompute = "full" if name == "checkpoint_us" else "none"
     p = Parallelism(**split, global_batch=8, recompute=recompute)
     model = load_model("mixtral-8x7b").resized(layers=2)
 
     def step_s(takes_us: float) -> float:
-        used = calibration.model_copy(update={"host": _host(**{name: takes_us})})
-        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
-        found = StepSimulator(model, p, *nodes, used, draws=0).run()
+        used = CALIBRATION.model_copy(update={"host": host_that_takes(**{name: takes_us})})
+        found = StepSimulator(model, p, NODE, FABRIC, used, draws=0).run()
         return float(found.step_time_s[0])
 
     steps = [step_s(takes_us) for takes_us in (0.0, 1.0, 1e3, 1e5)]
@@ -173,16 +136,17 @@ def test_every_linear_layer_has_an_adapter_in_the_backward_pass(tp: int) -> None
     ],
 )
 def test_what_nil_steps_hardly_tell_widens_what_waits_for_it(
-    calibration: Calibration, name: str, with_it: dict[str, Any], rank: int
+    name: str, with_it: dict[str, Any], rank: int
 ) -> None:
     takes = {"part_us": 50.0, f"{name}_us": 9e3}
     widths = []
     for split, sd, of in ((with_it, 0.0, rank), (with_it, 0.5, rank), ({}, 0.5, 0)):
         model = load_model("llama3.2-1b").model_copy(update={"lora_rank": of})
-        used = calibration.model_copy(update={"host": _host(**takes, **{f"{name}_sd": sd})})
-        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
+        used = CALIBRATION.model_copy(
+            update={"host": host_that_takes(**takes, **{f"{name}_sd": sd})}
+        )
         p = Parallelism(**split, global_batch=2)
-        times = StepSimulator(model, p, *nodes, used).run().step_time_s
+        times = StepSimulator(model, p, NODE, FABRIC, used).run().step_time_s
         widths.append(float(np.quantile(times, 0.95) / np.quantile(times, 0.05)))
     assert widths[1] > 1.3 * widths[0]
     assert widths[2] < widths[1]
@@ -195,7 +159,7 @@ def test_devices_whose_own_nil_steps_showed_it_know_it(name: str) -> None:
         for device, times in (("a" * 16, {f"{name}_us": 90.0}), ("b" * 16, {"part_us": 9.0}))
     ]
     takes = {f"{name}_us": 250.0, f"{name}_sd": 0.5}
-    fit = HostFit.model_validate(_host(**takes).model_dump() | {"visits": visits})
+    fit = HostFit.model_validate(host_that_takes(**takes).model_dump() | {"visits": visits})
     own, other = (fit.on_devices([one["devices"][0]]).model_dump() for one in visits)  # type: ignore[index]
     assert {key: own[key] for key in takes} == {f"{name}_us": 90.0, f"{name}_sd": 0.0}
     assert {key: other[key] for key in takes} == takes
@@ -213,94 +177,16 @@ def test_nil_steps_count_beside_the_mean_host() -> None:
     assert (own.sd, own.python_sd, own.visit_sd) == (0.5, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("ahead", "each", "more"),
-    [((-5.0, 7.0), 0.0, 5.0), ((-5.0, 3.0), 2.0, 3.0), ((5.0, -3.0), 0.0, 0.0)],
-)
-def test_the_first_pass_of_a_step_finds_a_host_that_is_not_ahead(
-    calibration: Calibration, ahead: tuple[float, float], each: float, more: float
-) -> None:
-    """Microbatch by microbatch, as a queue would: what the host is ahead it keeps."""
-    costs = _costs(calibration, _host(), Parallelism(global_batch=4))
-    ways = [[(1.0, Cost(0.0, {}, 0.0, one, Energy()))] for one in ahead]  # type: ignore[arg-type]
-    waits, _, first = host_waits(ways, costs)
-    queue = waited = 0.0
-    for _ in range(4):
-        for one in ahead:
-            waited += max(-one - queue, 0.0)
-            queue = max(queue + one, 0.0)
-    assert (sum(waits), first) == (each, more)
-    assert waited == pytest.approx(4 * sum(waits) + first)
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
-@pytest.mark.parametrize("ahead", [(-5.0, 7.0), (-5.0, 3.0), (5.0, -3.0), (4.0, 4.0), (-1.0, -2.0)])
-@pytest.mark.parametrize("bucket_us", [0.0, 1.0, 4.0])
-def test_buckets_make_a_host_late_once_a_step(
-    calibration: Calibration,
-    ahead: tuple[float, float],
-    microbatches: int,
-    bucket_us: float,
-    zero: int,
-) -> None:
-    """Parameters before the first forward pass' end, gradients before the last backward one's."""
-
-    def waited(gather: float, reduction: float) -> float:
-        queue = total = 0.0
-        for number in range(microbatches):
-            sent = gather * (number == 0), reduction * (number == microbatches - 1)
-            for one, more in zip(ahead, sent, strict=True):
-                queue += one - more
-                total, queue = total + max(-queue, 0.0), max(queue, 0.0)
-        return total
-
-    p = Parallelism(dp=2, global_batch=2 * microbatches, overlap=True, zero=zero)
-    costs = _costs(calibration, _host(bucket_us=bucket_us), p)
-    first, last = (np.array([one]) for one in ahead)
-    found = once_waits(first, last, first + last, 3, costs)
-    sent = 3 * bucket_us
-    assert found == pytest.approx(waited(sent * zero, sent) - waited(0.0, 0.0))
-    alone = _costs(calibration, _host(bucket_us=9.0), p.model_copy(update={"overlap": False}))
-    assert once_waits(first, last, first + last, 3, alone) == 0
-
-
-def test_buckets_are_sent_while_a_host_would_wait_in_each_layer(calibration: Calibration) -> None:
-    p = Parallelism(dp=2, global_batch=8, overlap=True)
-    costs = _costs(calibration, _host(bucket_us=1.0), p)
-    late = np.array([-1.0])
-    assert once_waits(late, late, 2 * late, 5, costs, (5.0, 5.0)) == 0
-    assert once_waits(late, late, 2 * late, 5, costs, (3.0, 5.0)) == 2
-    assert once_waits(late, late, 2 * late, 5, costs) == 5 + 5
-
-
-def test_weights_are_cast_beside_the_first_pass_alone(calibration: Calibration) -> None:
-    """By a host that is `ahead` of it by so much, or would stand still in each of its layers."""
-    fp8 = {"transformer_impl": "transformer_engine", "fp8": True}
-    costs = _costs(calibration, _host(bucket_us=9.0), Parallelism(global_batch=4, **fp8))
-    last = np.array([2.0])
-    for ahead, spare, waited in (
-        (-1.0, 0.0, 5.0),
-        (3.0, 0.0, 2.0),
-        (7.0, 0.0, 0.0),
-        (-1.0, 4.0, 1.0),
-    ):
-        first = np.array([ahead])
-        found = once_waits(first, last, first + last, 5, costs, (spare, 0.0), 5.0)
-        assert found == pytest.approx(waited)
-
-
 @pytest.mark.parametrize("split", [{"dp": 8}, {"dp": 4, "pp": 2}], ids=str)
 def test_a_draw_with_a_slower_host_draws_what_a_step_with_that_host_does(
-    calibration: Calibration, split: dict[str, int]
+    split: dict[str, int],
 ) -> None:
-    host = calibration.host.model_copy(update={"part_us": 300.0, "sd": 0.4})
-    some = calibration.model_copy(update={"host": host})
+    host = CALIBRATION.host.model_copy(update={"part_us": 300.0, "sd": 0.4})
+    some = CALIBRATION.model_copy(update={"host": host})
     model, p = load_model("llama-160m"), Parallelism(**split, global_batch=32)
-    nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
 
     def run(calibration: Calibration, draws: int) -> StepEstimate:
-        return StepSimulator(model, p, *nodes, calibration, draws=draws).run()
+        return StepSimulator(model, p, NODE, FABRIC, calibration, draws=draws).run()
 
     drawn = run(some, 20)
     costs = drawn.priced.costs
@@ -308,7 +194,7 @@ def test_a_draw_with_a_slower_host_draws_what_a_step_with_that_host_does(
     power_w = drawn.power_w / costs.draws.factor("power", POWER_SD)
     for number in (spread.argmin(), spread.argmax()):
         slower = host.model_copy(update={"slower": float(spread[number])})
-        alone = run(calibration.model_copy(update={"host": slower}), 0)
+        alone = run(CALIBRATION.model_copy(update={"host": slower}), 0)
         assert power_w[number] == pytest.approx(float(alone.power_w[0]), rel=0.06)
     assert max(power_w) > 1.3 * min(power_w)
 
@@ -319,18 +205,17 @@ def test_a_draw_with_a_slower_host_draws_what_a_step_with_that_host_does(
     ids=str,
 )
 def test_a_draw_with_a_slower_network_draws_what_a_step_with_that_network_does(
-    calibration: Calibration, split: dict[str, Any]
+    split: dict[str, Any],
 ) -> None:
     model = load_model("llama3-8b").resized(layers=16, seq_len=2048)
     p = Parallelism(**split, global_batch=32)
-    network = next(one for one in calibration.networks if one.protocol == "infiniband")
+    network = next(one for one in CALIBRATION.networks if one.protocol == "infiniband")
 
     def run(*slower: float) -> StepEstimate:
         points = np.zeros((len(slower), len(FACTORS)))
         points[:, FACTORS.index("network")] = np.log(slower)
         draws = Shifts(points, network.latency_sd, network.efficiency_sd)
-        nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
-        return StepSimulator(model, p, *nodes, calibration, draws=draws).run()
+        return StepSimulator(model, p, NODE, FABRIC, CALIBRATION, draws=draws).run()
 
     for slower in (0.5, 3.0):
         drawn, alone = run(1.0, slower), run(slower)
@@ -340,64 +225,23 @@ def test_a_draw_with_a_slower_network_draws_what_a_step_with_that_network_does(
     assert p.pp > 1 or drawn.power_w[1] < 0.95 * drawn.power_w[0]  # its stages wait anyway
 
 
-def test_stages_that_exchange_wait_for_each_bucket(calibration: Calibration) -> None:
-    """Each pass begins with its host no further than the device."""
-    p = Parallelism(dp=2, pp=2, global_batch=8, overlap=True)
-    costs = _costs(calibration, _host(bucket_us=1.0), p)
-    first, last = np.array([2.0]), np.array([-1.0])
-    assert once_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
-
-
-def _pieces(calibration: Calibration, *ahead_us: float) -> tuple[Costs, list[tuple[float, Cost]]]:
-    costs = _costs(calibration, _host(), Parallelism(global_batch=4))
-    nothing = costs.segment(layer(load_model("tiny"), costs.parallelism)[0])
-    zero = costs.draws.zero
-    return costs, [(1, nothing._replace(host=zero, ahead=zero + one)) for one in ahead_us]
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward", "waited", "first"),
-    [
-        # what the head makes up for comes too late for the layers before it
-        ([-1.0, -9.0, 30.0], [5.0, 20.0, 0.0], 0.0, 10.0),
-        ([-1.0, -9.0, 4.0], [3.0, 8.0, 0.0], 0.0, 10.0),
-        ([3.0, -2.0, 1.0], [0.0, 0.0, 0.0], 0.0, 0.0),  # the embedding comes before
-        # it never gets ahead for good: it is, by a pass, when the step ends
-        ([0.0, -10.0, 3.0], [0.0, 1.0, 0.0], 6.0, 4.0),
-    ],
-)
-def test_in_the_first_pass_a_host_has_nothing_ahead(
-    calibration: Calibration,
-    forward: list[float],
-    backward: list[float],
-    waited: float,
-    first: float,
-) -> None:
-    """By hand: pieces in their order, embedding, layers and head; us."""
-    costs, pieces = _pieces(calibration, *forward, *backward)
-    late, _, more = host_waits([pieces[:3], pieces[3:]], costs)
-    assert sum(late) == pytest.approx(waited)
-    assert more == pytest.approx(first)
-
-
-def updated_s(calibration: Calibration, model: ModelSpec, tensor_us: float) -> float:
-    used = calibration.model_copy(update={"host": _host(tensor_us=tensor_us)})
-    nodes = load_node("hgx-h200"), load_fabric("ndr400-rail")
-    step = StepSimulator(model, Parallelism(global_batch=8), *nodes, used, draws=0).run()
+def updated_s(model: ModelSpec, tensor_us: float) -> float:
+    used = CALIBRATION.model_copy(update={"host": host_that_takes(tensor_us=tensor_us)})
+    step = StepSimulator(model, Parallelism(global_batch=8), NODE, FABRIC, used, draws=0).run()
     return step.breakdown_s["optimizer"]
 
 
-def test_behind_the_norm_a_host_reads_back_with_nothing_ahead(calibration: Calibration) -> None:
+def test_behind_the_norm_a_host_reads_back_with_nothing_ahead() -> None:
     """However long the update's kernels take."""
     model = load_model("llama3-8b").resized(layers=2)
     tensors = updated_tensors(model, Parallelism(global_batch=8), 0)
-    alone_s = updated_s(calibration, model, 0.0)
-    more_s = updated_s(calibration, model, 10.0) - alone_s
+    alone_s = updated_s(model, 0.0)
+    more_s = updated_s(model, 10.0) - alone_s
     assert more_s == pytest.approx(READ_BACK * 10e-6 * tensors)
     assert 0 < more_s < 0.1 * alone_s
 
 
-def test_an_update_lasts_as_long_as_its_host_where_that_is_longer(calibration: Calibration) -> None:
+def test_an_update_lasts_as_long_as_its_host_where_that_is_longer() -> None:
     model = load_model("gpt2-medium")
     tensors = updated_tensors(model, Parallelism(global_batch=8), 0)
-    assert updated_s(calibration, model, 1000.0) == pytest.approx(1e-3 * tensors)
+    assert updated_s(model, 1000.0) == pytest.approx(1e-3 * tensors)

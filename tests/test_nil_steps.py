@@ -8,6 +8,7 @@ import pytest
 
 from calibrate.evidence import Ledger
 from calibrate.host.equations import (
+    HOST_SD,
     Equation,
     beside_kernels,
     by_depths,
@@ -16,7 +17,6 @@ from calibrate.host.equations import (
 )
 from calibrate.host.issue import (
     CALLS,
-    HOST_SD,
     WHAT,
     beside_issue,
     host_sd,

@@ -2,13 +2,11 @@
 
 import re
 from collections import defaultdict
-from pathlib import Path
 from statistics import fmean, median
 
 import pytest
 
-import benchmarks.transformer_engine
-from benchmarks.transformer_engine import Timed, summary
+from benchmarks.transformer_engine import OWN, Timed, summary
 from simulate.hardware.as_run import as_run
 from spec.calibration import read_calibration
 from spec.files import read_table
@@ -23,10 +21,9 @@ from topologies import load_node
 
 def test_general_norms_and_joined_gradients_take_what_the_benchmark_has() -> None:
     """Beside its copies; from 14 us of a copy on, which its host issues in time."""
-    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
     rows = {
         (one.what, one.way, one.shape, one.by): one.time_us
-        for one in read_table(own, Timed)
+        for one in read_table(OWN, Timed)
         if one.gpu == "NVIDIA H200"
     }
     off = defaultdict(list)
@@ -55,10 +52,9 @@ def test_general_norms_and_joined_gradients_take_what_the_benchmark_has() -> Non
 
 def test_what_adding_takes_is_what_the_benchmark_has() -> None:
     """Beside the kernel that does only that, by rows; medians of ten widths."""
-    own = Path(benchmarks.transformer_engine.__file__).with_suffix(".csv")
     rows = {
         (one.shape, one.way, one.by): one.time_us
-        for one in read_table(own, Timed)
+        for one in read_table(OWN, Timed)
         if one.what == "wgrad"
     }
     fit = CALIBRATION.kernel_fits["grad_accumulate", "forward", "bf16"]

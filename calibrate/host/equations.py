@@ -23,9 +23,11 @@ from spec.step_parts import Segment
 # What an update is at least of a nil step of one microbatch: by one that is less it was not timed,
 # and would count for more than all others.
 LEAST_UPDATE = 0.01
-# A time of nil steps is off by 0.15 (log; `issue.HOST_SD`), as moments differ, and what is usual
-# by 0.5 (`issue.UNSEEN_SD`).
-USUAL = 0.15 / 0.5
+# Least spread of what a host takes for a step. Turns of one kind of step, nil or of mixtures that
+# wait, differ by 0.12 and 0.14 (log) on two hosts of H200, a turn a second long and ten apart
+# (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
+HOST_SD = 0.15
+UNSEEN_SD = 0.5  # log; of what no nil step of a host shows
 APART = 2.0  # tensors of two nil steps, chosen: those of 12 layers have 3.6 times those of 3
 
 
@@ -139,8 +141,8 @@ def beside_kernels(
     """What each of CALLS takes, us, of those that the equations tell apart.
 
     Non-negative least squares of the errors relative to the times that they were seen in. usual:
-    what each takes where nothing shows it, us, which counts as far as that is known: what one time
-    alone shows is as much that moment's as its own.
+    what each usually takes at this host's pace, us, which counts by how far moments of one host
+    differ over how far hosts do: what one time alone shows is as much that moment's as its own.
     """
     names, counts = _counted(seen)
     if counts is None:
@@ -149,7 +151,8 @@ def beside_kernels(
     left = np.array([one.time_us - one.kernels_us for one in seen])
     rows, times = counts * weights[:, None], left * weights
     if usual:
-        rows = np.vstack([rows, np.diag([USUAL / usual[name] for name in names])])
-        times = np.append(times, np.full(len(names), USUAL))
+        weight = HOST_SD / UNSEEN_SD
+        rows = np.vstack([rows, np.diag([weight / usual[name] for name in names])])
+        times = np.append(times, np.full(len(names), weight))
     takes, _ = nnls(rows, times)
     return dict(zip(names, map(float, takes), strict=True))

@@ -11,7 +11,15 @@ from statistics import median
 from typing import cast
 
 from calibrate.evidence import Evidence, Ledger, log_interval, robust_sd, rounded
-from calibrate.host.equations import Equation, beside_kernels, by_depths, equations, told_apart
+from calibrate.host.equations import (
+    HOST_SD,
+    UNSEEN_SD,
+    Equation,
+    beside_kernels,
+    by_depths,
+    equations,
+    told_apart,
+)
 from calibrate.host.visits import parts, single_calls, with_visits
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
@@ -85,11 +93,7 @@ WHAT = {
     "fp8_pass": "scales of all tensors in FP8, once a microbatch",
     "fp8_weight": "casting a weight of a layer to FP8, in the first forward pass of a step",
 }
-# Least spread of what a host takes for a step. Turns of one kind of step, nil or of mixtures that
-# wait, differ by 0.12 and 0.14 (log) on two hosts of H200, a turn a second long and ten apart
-# (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
-HOST_SD = 0.15
-ISSUE_SD, STEP_SD, UNSEEN_SD = 0.3, 0.7, 0.5
+ISSUE_SD, STEP_SD = 0.3, 0.7
 # On Transformer Engine, of a host whose nil steps were all by local layers: five hosts' layers took
 # 1.2 to 1.8 times their local ones, in FP8 1.4 to 2.6.
 TE_SD = 0.15

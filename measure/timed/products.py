@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from spec.errors import WorkError
 from spec.kernel import STREAMED, Kernel, ceil_div
+from spec.parallelism import FP8_COLUMNS
 
 Call = Callable[[], Any]
 Tensor = torch.Tensor
@@ -38,13 +39,25 @@ def equal_shares(rows: int, groups: int) -> list[int]:
     return [rows // groups + (i < rows % groups) for i in range(groups)]
 
 
+def padded_shares(shares: Sequence[int]) -> list[int]:
+    """Experts' rows, each made a multiple of what FP8 takes."""
+    return [ceil_div(one, EXPERT_ROWS) * EXPERT_ROWS for one in shares]
+
+
+def engine_kernels() -> Any:
+    """Transformer Engine's own kernels."""
+    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
+    import transformer_engine_torch
+
+    return transformer_engine_torch
+
+
 def quantizer(device: torch.device, gradients: bool = False) -> Any:
     """What casts a tensor by Transformer Engine, beside a transposed copy, at a scale of one."""
-    import transformer_engine.pytorch  # noqa: F401  (finds the library that the next one needs)
-    import transformer_engine_torch as tex
+    kinds = engine_kernels().DType
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    kind = tex.DType.kFloat8E5M2 if gradients else tex.DType.kFloat8E4M3
+    kind = kinds.kFloat8E5M2 if gradients else kinds.kFloat8E4M3
     scale, most = (make(1, device=device) for make in (torch.ones, torch.zeros))
     return Float8Quantizer(scale, most, kind, rowwise=True, columnwise=True)
 
@@ -127,7 +140,7 @@ class Products:
         d = kernel.named
         shares = equal_shares(d["m"], d["groups"])
         if kernel.dtype == "fp8":  # padded, as in a step
-            shares = [ceil_div(one, EXPERT_ROWS) * EXPERT_ROWS for one in shares]
+            shares = padded_shares(shares)
         return self.streamed(kernel, dtype, shares)
 
     def streamed(
@@ -144,10 +157,12 @@ class Products:
         except ImportError as error:
             raise Refused(f"it is Transformer Engine's, which is not here: {error}") from None
         d, splits, fp8 = kernel.named, list(splits), kernel.dtype == "fp8"
-        if fp8 and any(one % EXPERT_ROWS for one in (*splits, d["n"], d["k"])):
+        if fp8 and (
+            splits != padded_shares(splits) or d["n"] % FP8_COLUMNS or d["k"] % FP8_COLUMNS
+        ):
             raise Refused(
-                f"fp8 products need sizes in multiples of {EXPERT_ROWS}, an expert's rows among "
-                f"them; {kernel.shape} is not"
+                f"fp8 products need sizes in multiples of {FP8_COLUMNS}, an expert's rows in "
+                f"multiples of {EXPERT_ROWS}; {kernel.shape} is not"
             )
         rows, n, k = sum(splits), d["n"], d["k"]
         told: dict[str, Any] = {"m_splits": splits, "grad": kernel.direction != "forward"}
@@ -203,8 +218,10 @@ class Products:
         rows, columns, depth = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[
             kernel.direction
         ]
-        if columns % 16 or depth % 16:
-            raise Refused(f"fp8 products need sizes in multiples of 16; {kernel.shape} is not")
+        if columns % FP8_COLUMNS or depth % FP8_COLUMNS:
+            raise Refused(
+                f"fp8 products need sizes in multiples of {FP8_COLUMNS}; {kernel.shape} is not"
+            )
         eight = torch.float8_e4m3fn
         a = self._normal(rows, depth, dtype=torch.bfloat16).to(eight)
         b = self._normal(columns, depth, dtype=torch.bfloat16).to(eight)

@@ -59,10 +59,11 @@ def as_run(
         on = engine_times(p)
         needed = [f"{on}part_us", *(["fp8_weight_us"] if p.fp8 else [])]
         needed += [f"{on}expert_us", f"{on}backward_expert_us"] if experts else []
-        for name in (one for one in needed if not getattr(host, one)):
+        lacking = [name for name in needed if not getattr(host, name)]
+        if lacking:
             raise UserError(
-                f"transformer_impl transformer_engine: calibration.json has no host.{name}, as it "
-                "is older; run calibrate.fit again"
+                "transformer_impl transformer_engine: calibration.json has no "
+                f"host.{lacking[0]}, as it is older; run calibrate.fit again"
             )
         calibration = _on_engine(Same(calibration), p.fp8)
     if p.cuda_graphs and not has(calibration, GRAPHS):

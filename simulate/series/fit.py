@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 # Spread of each factor's logarithm before any anchor. Assumed: frameworks differ by more in their
 # kernels than GPUs do; networks as `CLUSTER_SD` of `calibrate.network.between_nodes` and its
 # citation, doubled for clusters that nobody swept, and again where not even the rate is printed;
-# issuing a collective as `calibrate.host.issue.UNSEEN_SD`.
+# issuing a collective as `calibrate.host.equations.UNSEEN_SD`.
 PRIOR_SD = (0.4, 0.2, 0.15, 0.5, 0.5)
 UNPRINTED_NETWORK_SD = 0.4
 NO_PRIOR_SD = 2.5  # of a network that takes all that is left

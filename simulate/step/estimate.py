@@ -36,7 +36,7 @@ Array = NDArray[np.float64]
 
 POWER_SD = 0.036  # of mean power: 90 % of the judged sustained kernels lie within 5.9 % on H200
 CLOCK_SD = 0.025  # of the clock, beside the devices' spread: assumed, so that steps lie inside
-# Below the largest clock by so much the cap acts all the time; chosen.
+# Below the largest clock by this share of it the cap acts all the time; chosen.
 ALWAYS_CAPPED = 0.01
 
 BREAKDOWN = (
