@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from itertools import groupby
+from operator import attrgetter
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -16,6 +17,7 @@ TransformerImpl = Literal["local", "transformer_engine"]
 
 # fields of `Parallelism` that say what runs a step's kernels, however it is split
 AS_RUN = ("fp8", "transformer_impl", "cuda_graphs")
+as_asked = attrgetter(*AS_RUN)  # their values
 LARGEST_PP = 1024
 FP8_COLUMNS, FP8_ROWS = 16, 8  # what sizes of products in FP8 on Transformer Engine divide by
 MOST_PASSES = 2_000_000  # of a pipeline in a step: beyond that a typing error is likelier

@@ -10,6 +10,7 @@ from simulate.validation.draw import _random
 from simulate.validation.grid import Grid, read_grid
 from spec.files import parse, read_table, read_yaml
 from spec.measurable import refuse
+from spec.parallelism import AS_RUN
 from spec.training_records import TrainingConfig
 from tests.commands import call
 from tests.made_up_steps import configs
@@ -87,6 +88,10 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
     code, _, err = call(capsys, "predict", "grid.yaml", *words)
     assert code == 2
     assert "grid.yaml: gpus is []" in err
+    (tmp_path / "grid.yaml").write_text(GRID.replace("llama2-13b", "llama2-13c"))
+    code, _, err = call(capsys, "predict", "grid.yaml", *words)
+    said = "grid.yaml: families.1.model: model 'llama2-13c' is neither a file nor"
+    assert (code, said in err) == (2, True)
     for name in ("tp", "vpp", "cp", "microbatch", "zero"):
         (tmp_path / "grid.yaml").write_text(f"{GRID}\n{name}: []\n")
         code, _, err = call(capsys, "predict", "grid.yaml", *words)
@@ -108,6 +113,8 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
         ),
         ("microbatches: [1, 3000000]", "microbatches.1 is 3000000, which no step of it can have"),
         ("zero: [0, 2]", "zero.1 is 2; input should be 0, 1 or 3"),
+        ("fp8: [false, true]", "fp8.1 is True, which no step of it can have: fp8 steps of local"),
+        ("transformer_impl: [te]", "transformer_impl.0 is 'te'; input should be 'local' or"),
     ],
 )
 def test_a_degree_that_no_model_can_have_is_refused(
@@ -131,7 +138,11 @@ def test_committed_grids_can_be_drawn_from_again(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    ["tp: [4]", "vpp: [2]\nmicrobatches: [1, 4]", "cp: [2]", "switches: [true]\nzero: [3]"],
+    [
+        *("tp: [4]", "vpp: [2]\nmicrobatches: [1, 4]", "cp: [2]", "switches: [true]\nzero: [3]"),
+        "cuda_graphs: [false, true]",
+        "fp8: [false, true]\ntransformer_impl: [local, transformer_engine]",
+    ],
 )
 def test_what_any_model_can_have_is_not(tmp_path: Path, values: str) -> None:
     """One of two models, say, or one microbatch where a step has no pipeline."""
@@ -142,6 +153,6 @@ def test_what_any_model_can_have_is_not(tmp_path: Path, values: str) -> None:
     )
     rng, grid = random.Random("1"), read_grid(path)
     drawn = [one for one in (_random(grid, rng) for _ in range(2000)) if one is not None]
-    for name in ("tp", "cp", "vpp", "zero"):
+    for name in ("tp", "cp", "vpp", "zero", *AS_RUN):
         assert {getattr(p, name) for _, p in drawn} >= set(getattr(grid, name) or ())
     assert {p.microbatches for _, p in drawn} == set(grid.microbatches)

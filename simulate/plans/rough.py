@@ -7,7 +7,7 @@ before the promising ones are simulated.
 """
 
 from dataclasses import dataclass
-from operator import add, attrgetter
+from operator import add
 from typing import Any
 
 from simulate.cost.costs import Costs
@@ -27,12 +27,11 @@ from spec.calibration import Calibration
 from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
-from spec.parallelism import AS_RUN, Parallelism
+from spec.parallelism import Parallelism, as_asked
 from spec.step import by_chunk, copied_alone, layer, optimizer, shard_kernels
 from spec.step_ends import embedding, head
 from spec.step_parts import shapes
 
-as_asked = attrgetter(*AS_RUN)
 Times = tuple[float, ...]  # by boundary of stages, or one for all
 
 

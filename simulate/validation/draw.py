@@ -2,7 +2,7 @@
 
 A grid is committed before the draw and the seed is a commit, so nobody can pick the easy ones. At
 least half of a draw has a (hidden size, TP, PP) that no training step of its system was measured
-with.
+with, run as it is: in FP8, on Transformer Engine, from CUDA graphs.
 """
 
 import random
@@ -19,7 +19,7 @@ from spec.errors import UserError
 from spec.hardware import Fabric, Node
 from spec.measurable import refuse
 from spec.model import ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import AS_RUN, Parallelism, as_asked
 from spec.results import ResultSet
 from spec.training_records import TrainingConfig, TrainingRow
 
@@ -39,7 +39,7 @@ def draw(
         raise UserError(f"--draw is {count}; it must be at least 1")
     rng = random.Random(seed)
     known = {
-        (row.hidden, row.tp, row.pp)
+        _kind(row.hidden, row)
         for found in measured
         for row in found.table(TrainingRow)
         if row.status == "done"
@@ -55,7 +55,7 @@ def draw(
         if one is None:
             continue
         model, p = one
-        is_new = (model.hidden, p.tp, p.pp) not in known
+        is_new = _kind(model.hidden, p) not in known
         if not is_new and len(picked) - new >= count - wanted_new:
             continue
         if families.get(model.name, 0) >= -(-2 * count // len(grid.families)):
@@ -70,10 +70,15 @@ def draw(
             new += is_new
     if len(picked) < count:
         raise UserError(
-            f"{path}: only {len(picked)} of {count} configurations could be drawn; "
-            "widen the grid or draw fewer"
+            f"{path}: only {len(picked)} of {count} configurations could be drawn, {new} of them "
+            f"of a (hidden size, TP, PP) that nothing measured has, of which {wanted_new} are "
+            "wanted; widen the grid or draw fewer"
         )
     return list(picked.values())
+
+
+def _kind(hidden: int, step: TrainingConfig | Parallelism) -> tuple[object, ...]:
+    return hidden, step.tp, step.pp, *as_asked(step)
 
 
 def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | None:
@@ -104,6 +109,11 @@ def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | N
         "zero": rng.choice(grid.zero) if replicas > 1 else 1,
         "recompute": rng.choice(grid.recompute),
     }
+    for (
+        name
+    ) in AS_RUN:  # no number is drawn for what there is no choice of: old seeds draw as before
+        some = getattr(grid, name)
+        fields[name] = rng.choice(some) if len(some) > 1 else some[0]
     if pp > 1 and fields["vpp"] == 1 and model.layers >= 2 * pp and rng.choice(grid.uneven):
         fields["layers_per_stage"] = _uneven(model.layers, pp, rng)
     try:

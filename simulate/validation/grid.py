@@ -4,16 +4,24 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from spec.errors import UserError
 from spec.files import parse, read_yaml
 from spec.idle import Combined, listed, refuse_idle
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
-from spec.parallelism import Parallelism, Recompute
+from spec.parallelism import AS_RUN, Parallelism, Recompute, TransformerImpl
 
 
 class Family(BaseModel):
@@ -28,6 +36,15 @@ class Family(BaseModel):
     lora_rank: tuple[NonNegativeInt, ...] = Field(
         default=(0,), min_length=1, description="0: all weights train"
     )
+
+    @field_validator("model")
+    @classmethod
+    def _exists(cls, model: str) -> str:
+        try:
+            load_model(model)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return model
 
     def cut(self, layers: int, seq_len: int, lora_rank: int) -> ModelSpec:
         """The model with these."""
@@ -60,6 +77,9 @@ class Grid(BaseModel):
     )
     recompute: tuple[Recompute, ...] = Field(default=("none", "selective", "full"), min_length=1)
     zero: tuple[Literal[0, 1, 3], ...] = Field(default=(0, 1), min_length=1)
+    fp8: tuple[bool, ...] = Field(default=(False,), min_length=1)
+    transformer_impl: tuple[TransformerImpl, ...] = Field(default=("local",), min_length=1)
+    cuda_graphs: tuple[bool, ...] = Field(default=(False,), min_length=1)
     switches: tuple[bool, ...] = Field(default=(False, True), min_length=1)
     memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
     step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")
@@ -82,7 +102,7 @@ def read_grid(path: Path) -> Grid:
     """
     grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
     values: dict[str, object] = {}
-    for name in ("tp", "cp", "vpp", "microbatches", "gpus"):
+    for name in ("tp", "cp", "vpp", "microbatches", "gpus", *AS_RUN):
         if name in grid.model_fields_set:
             values |= listed(name, getattr(grid, name) or ())
     refuse_idle(str(path), values, _combined(grid))
@@ -92,7 +112,8 @@ def read_grid(path: Path) -> Grid:
 def _combined(grid: Grid) -> Iterator[Combined]:
     """What a grid combines, as far as it asks least of a model.
 
-    Degrees without a pipeline, as they are drawn with one and without; chunks by themselves.
+    Degrees without a pipeline, as they are drawn with one and without; chunks, and what runs a
+    step, by themselves.
     """
     degrees = grid.tp or sorted({tp for gpus in grid.gpus for tp, _, _ in splits(gpus)})
     models = [
@@ -111,6 +132,11 @@ def _combined(grid: Grid) -> Iterator[Combined]:
         chunks = vpp if pp > 1 else 1
         names = {f"microbatches.{m}", f"vpp.{v}"} if chunks == vpp else {f"microbatches.{m}"}
         yield names, partial(_check_chunks, model, pp, chunks, count)
+    for chosen in product(*(tuple(enumerate(getattr(grid, name))) for name in AS_RUN)):
+        places = {f"{name}.{place}" for name, (place, _) in zip(AS_RUN, chosen, strict=True)}
+        asked = {name: value for name, (_, value) in zip(AS_RUN, chosen, strict=True)}
+        for model in models:
+            yield places, partial(_check_as_run, model, asked)
 
 
 def _check(grid: Grid, model: ModelSpec, gpus: int, cp: int, tp: int) -> None:
@@ -129,6 +155,11 @@ def _check(grid: Grid, model: ModelSpec, gpus: int, cp: int, tp: int) -> None:
 def _check_chunks(model: ModelSpec, pp: int, vpp: int, microbatches: int) -> None:
     """Raise UserError or ValidationError where stages of a model have no such chunks."""
     Parallelism(pp=pp, vpp=vpp, global_batch=microbatches).check(model)
+
+
+def _check_as_run(model: ModelSpec, asked: dict[str, Any]) -> None:
+    """Raise UserError where a model's steps are not measured so on one GPU."""
+    refuse(model, Parallelism(**asked))
 
 
 def splits(gpus: int) -> Iterator[tuple[int, int, int]]:
