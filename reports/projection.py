@@ -99,9 +99,12 @@ def _breakdown(value: Json) -> Figure:
     step = value["step_time_s"]["median"]
     rows = [(name, s, f"{s / step:.1%}", WORDS.get(name, "")) for name, s in parts]
     rows.append(("step", step, "100.0%", "the sum"))
+    caption = "Where the step's time goes, central estimate"
+    if value["breakdown_s"]["other"] > 0:  # its name says nothing, and it can be the largest
+        caption += f"; other: {WORDS['other']}"
     return Figure(
         bars([Bar(name, 0, s) for name, s in parts], "seconds of the step (simulated)"),
-        "Where the step's time goes, central estimate",
+        caption,
         Table(("part", "s", "share", "what it is"), rows),
     )
 

@@ -32,7 +32,7 @@ def summary(value: Mapping[str, Any]) -> str:
     breakdown = value["breakdown_s"]
     step = value["step_time_s"]["median"]
     parts = ", ".join(
-        f"{name} {share / step:.1%}"
+        f"{'other (host)' if name == 'other' else name} {share / step:.1%}"
         for name, share in sorted(breakdown.items(), key=lambda item: -item[1])
         if share / step >= 0.0005
     )
