@@ -114,6 +114,14 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
         ("microbatches: [1, 3000000]", "microbatches.1 is 3000000, which no step of it can have"),
         ("zero: [0, 2]", "zero.1 is 2; input should be 0, 1 or 3"),
         ("fp8: [false, true]", "fp8.1 is True, which no step of it can have: fp8 steps of local"),
+        (
+            "cp: [1, 2]\ntransformer_impl: [transformer_engine]",
+            "cp.1 is 2, which no step of it can have: transformer_impl transformer_engine with cp",
+        ),
+        (
+            "fp8: [true]\ntransformer_impl: [local, transformer_engine]",
+            "transformer_impl.0 is local, which no step of it can have; leave it out",
+        ),
         ("transformer_impl: [te]", "transformer_impl.0 is 'te'; input should be 'local' or"),
     ],
 )
@@ -156,3 +164,28 @@ def test_what_any_model_can_have_is_not(tmp_path: Path, values: str) -> None:
     for name in ("tp", "cp", "vpp", "zero", *AS_RUN):
         assert {getattr(p, name) for _, p in drawn} >= set(getattr(grid, name) or ())
     assert {p.microbatches for _, p in drawn} == set(grid.microbatches)
+
+
+def test_products_in_fp8_may_need_the_sequences_of_a_microbatch(tmp_path: Path) -> None:
+    """Whose tokens are a multiple of 8 together, as one sequence's are not."""
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "gpus: [1]\nfamilies: [{model: llama3-8b, layers: [4], seq_len: [1004]}]\n"
+        "fp8: [true]\ntransformer_impl: [transformer_engine]\nmicrobatch: [1, 2]\n"
+    )
+    rng, grid = random.Random("1"), read_grid(path)
+    drawn = [one for one in (_random(grid, rng) for _ in range(200)) if one is not None]
+    assert {p.microbatch for _, p in drawn} == {2}
+
+
+def test_what_runs_steps_is_new_where_no_step_ran_so(
+    results: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """At least half of a draw is, though their sizes and degrees ran by local layers."""
+    family = "{model: llama3-8b, layers: [4, 8], seq_len: [2048]}"
+    grid = f"gpus: [1]\nfamilies: [{family}]\nstep_time_s: [0.001, 10]\n"
+    words = ("--draw", "4", "--seed", "1", "--plan-out", "p.csv", "--out", "s.json")
+    for asked, enough in (("", False), ("transformer_impl: [transformer_engine]", True)):
+        (tmp_path / "grid.yaml").write_text(f"{grid}{asked}\n")
+        code, _, err = call(capsys, "predict", "grid.yaml", *words)
+        assert (code == 0) is enough, err

@@ -71,8 +71,8 @@ def draw(
     if len(picked) < count:
         raise UserError(
             f"{path}: only {len(picked)} of {count} configurations could be drawn, {new} of them "
-            f"of a (hidden size, TP, PP) that nothing measured has, of which {wanted_new} are "
-            "wanted; widen the grid or draw fewer"
+            f"of a (hidden size, TP, PP), run so, that nothing measured has, of which {wanted_new} "
+            "are wanted; widen the grid or draw fewer"
         )
     return list(picked.values())
 
@@ -109,9 +109,8 @@ def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | N
         "zero": rng.choice(grid.zero) if replicas > 1 else 1,
         "recompute": rng.choice(grid.recompute),
     }
-    for (
-        name
-    ) in AS_RUN:  # no number is drawn for what there is no choice of: old seeds draw as before
+    # no number is drawn for what there is no choice of: old seeds draw as before
+    for name in AS_RUN:
         some = getattr(grid, name)
         fields[name] = rng.choice(some) if len(some) > 1 else some[0]
     if pp > 1 and fields["vpp"] == 1 and model.layers >= 2 * pp and rng.choice(grid.uneven):

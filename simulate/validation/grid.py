@@ -1,6 +1,6 @@
 """Grids that configurations are drawn from; what nothing drawn from one can have is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -101,26 +101,27 @@ def read_grid(path: Path) -> Grid:
     been committed and drawn from that have such.
     """
     grid = parse(Grid, read_yaml(path, "a grid of configurations"), str(path))
-    values: dict[str, object] = {}
-    for name in ("tp", "cp", "vpp", "microbatches", "gpus", *AS_RUN):
+    degrees: dict[str, object] = {}
+    for name in ("tp", "cp", "vpp", "microbatches", "gpus"):
         if name in grid.model_fields_set:
-            values |= listed(name, getattr(grid, name) or ())
-    refuse_idle(str(path), values, _combined(grid))
+            degrees |= listed(name, getattr(grid, name) or ())
+    refuse_idle(str(path), degrees, _combined(grid))
+    ways: dict[str, object] = {}
+    for name in reversed(AS_RUN):
+        if getattr(grid, name) != Grid.model_fields[name].default:
+            ways |= listed(name, getattr(grid, name))
+    if ways:
+        split = {key: value for key, value in degrees.items() if key.startswith(("tp.", "cp."))}
+        refuse_idle(str(path), ways | split, _as_run(grid))
     return grid
 
 
 def _combined(grid: Grid) -> Iterator[Combined]:
     """What a grid combines, as far as it asks least of a model.
 
-    Degrees without a pipeline, as they are drawn with one and without; chunks, and what runs a
-    step, by themselves.
+    Degrees without a pipeline, as they are drawn with one and without; chunks by themselves.
     """
-    degrees = grid.tp or sorted({tp for gpus in grid.gpus for tp, _, _ in splits(gpus)})
-    models = [
-        family.cut(*values)
-        for family in grid.families
-        for values in product(family.layers, family.seq_len, family.lora_rank)
-    ]
+    degrees, models = _degrees(grid), _models(grid)
     for (g, gpus), (c, cp), (t, tp), model in product(
         enumerate(grid.gpus), enumerate(grid.cp), enumerate(degrees), models
     ):
@@ -132,34 +133,61 @@ def _combined(grid: Grid) -> Iterator[Combined]:
         chunks = vpp if pp > 1 else 1
         names = {f"microbatches.{m}", f"vpp.{v}"} if chunks == vpp else {f"microbatches.{m}"}
         yield names, partial(_check_chunks, model, pp, chunks, count)
-    for chosen in product(*(tuple(enumerate(getattr(grid, name))) for name in AS_RUN)):
-        places = {f"{name}.{place}" for name, (place, _) in zip(AS_RUN, chosen, strict=True)}
+
+
+def _as_run(grid: Grid) -> Iterator[Combined]:
+    """What a grid combines of degrees, each of which can be, with what runs a step."""
+    ways = [tuple(enumerate(getattr(grid, name))) for name in AS_RUN]
+    for chosen in product(*ways):
         asked = {name: value for name, (_, value) in zip(AS_RUN, chosen, strict=True)}
-        for model in models:
-            yield places, partial(_check_as_run, model, asked)
+        local = asked["transformer_impl"] == "local"
+        if asked["fp8"] and local and "transformer_engine" in grid.transformer_impl:
+            continue  # no such step; the reason against FP8 is one against it there
+        places = {f"{name}.{place}" for name, (place, _) in zip(AS_RUN, chosen, strict=True)}
+        for gpus, (c, cp), (t, tp), model, microbatch in product(
+            grid.gpus,
+            enumerate(grid.cp),
+            enumerate(_degrees(grid)),
+            _models(grid),
+            grid.microbatch,
+        ):
+            check = partial(_check, grid, model, gpus, cp, tp, microbatch, **asked)
+            yield places | {f"cp.{c}", f"tp.{t}"}, check
 
 
-def _check(grid: Grid, model: ModelSpec, gpus: int, cp: int, tp: int) -> None:
-    """Raise UserError where a model cannot be split so over the GPUs, or is not measured so."""
+def _degrees(grid: Grid) -> Sequence[int]:
+    """Of tensor parallelism."""
+    return grid.tp or sorted({tp for gpus in grid.gpus for tp, _, _ in splits(gpus)})
+
+
+def _models(grid: Grid) -> list[ModelSpec]:
+    return [
+        family.cut(*values)
+        for family in grid.families
+        for values in product(family.layers, family.seq_len, family.lora_rank)
+    ]
+
+
+def _check(
+    grid: Grid, model: ModelSpec, gpus: int, cp: int, tp: int, microbatch: int = 1, **run: Any
+) -> None:
+    """Raise UserError where a model cannot be split so over the GPUs, or is not measured so.
+
+    run: what runs the step, as `Parallelism` has it.
+    """
     for noun, size in (("cp", cp), ("tp" if cp == 1 else "cp * tp", cp * tp)):
         if gpus % size:
             raise UserError(f"{noun} {size} does not divide gpus {gpus}; use a divisor")
     dp = gpus // (cp * tp)
     sequence_parallel = tp > 1 and (bool(model.experts) or False not in grid.switches)
-    refuse(
-        model,
-        Parallelism(tp=tp, cp=cp, dp=dp, global_batch=dp, sequence_parallel=sequence_parallel),
-    )
+    batch = {"microbatch": microbatch, "global_batch": dp * microbatch}
+    split = {"tp": tp, "cp": cp, "dp": dp, "sequence_parallel": sequence_parallel}
+    refuse(model, Parallelism(**split, **batch, **run))
 
 
 def _check_chunks(model: ModelSpec, pp: int, vpp: int, microbatches: int) -> None:
     """Raise UserError or ValidationError where stages of a model have no such chunks."""
     Parallelism(pp=pp, vpp=vpp, global_batch=microbatches).check(model)
-
-
-def _check_as_run(model: ModelSpec, asked: dict[str, Any]) -> None:
-    """Raise UserError where a model's steps are not measured so on one GPU."""
-    refuse(model, Parallelism(**asked))
 
 
 def splits(gpus: int) -> Iterator[tuple[int, int, int]]:
