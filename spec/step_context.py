@@ -1,9 +1,15 @@
-"""Attention over a sequence that lies on several GPUs: `measure/megatron/context.py`'s kernels.
+"""Attention over a sequence that lies on several GPUs, in a ring: local, and Transformer Engine's.
 
 Of the ring's `cp` pieces of attention each is half a square of this GPU's part of the sequence: its
-own keys under the causal mask, then blocks without one. The kernels are the last rank's, all of
+own keys under the causal mask, and blocks without one. The kernels are the last rank's, all of
 whose later pieces are of all queries to half the keys: it does most, and the others wait for its
-keys. The ring of Transformer Engine joins pieces in fp32, too.
+keys.
+
+The local ring is `measure/megatron/context.py`'s, joined kernel by kernel in fp32. Transformer
+Engine's (`AttnFuncWithCPAndKVP2P` of its pytorch/attention, version 2.11) keeps pieces in bf16, as
+they come, and joins each by one fused kernel. Backward it begins with the block whose keys came
+last and ends with its own keys, beside which gradients of keys come back: none of its messages has
+nothing beside it.
 """
 
 from spec.collective import Collective
@@ -12,17 +18,23 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_parts import Part, copied
 
+# What joins a piece, over a copy of as many bytes: 1.33 to 1.4 at 17 to 19 million values of
+# queries and 0.94 at 34 million, by profiled steps on two H200; what scales the first 0.97 to 1.27.
+JOINED = 1.2
+
 
 def ring_attention(
     model: ModelSpec, p: Parallelism, heads: int, kv_heads: int
 ) -> tuple[Part, Part]:
     """Forward and backward of the attention of one layer of a GPU with so many heads."""
     length, dim = model.seq_len // p.cp, model.head_dim
+    own = (p.microbatch, length, heads, kv_heads, dim)
+    if p.on_engine:
+        return engine_ring(own, p.cp)
     rows = p.microbatch * length
     queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
     ring = Collective("send_recv", "cp", 2.0 * 2 * keys)
-    own = (p.microbatch, length, heads, kv_heads, dim)
-    block = (p.microbatch, length, length // 2, heads, kv_heads, dim)
+    block = block_of(own)
     later = p.cp - 1
     # keys and values, all of them and half, and queries: by head, as the attention wants them
     stacked, half, ordered = (
@@ -70,3 +82,42 @@ def ring_attention(
             "attention", backward, exposed=(ring,), hidden=(ring,) * (2 * later - 1), ring=2 * p.cp
         ),
     )
+
+
+def engine_ring(own: tuple[int, ...], cp: int) -> tuple[Part, Part]:
+    """The same by Transformer Engine; own: dims of the attention to a GPU's own keys."""
+    batch, length, heads, kv_heads, dim = own
+    rows = batch * length
+    queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
+    block, later = block_of(own), cp - 1
+    ring = Collective("send_recv", "cp", 2.0 * 2 * keys)
+    both = Collective("send_recv", "cp", 2 * 2.0 * 2 * keys)  # keys, and gradients of those before
+    beside = copied(8 * keys)  # keys and values to where they are sent from
+    forward = (
+        beside,
+        Kernel("attention", "forward", own),
+        *(Kernel("attention_block", "forward", block),) * later,
+        copied(8 * sums),
+        *(copied(12 * sums),) * later,
+        copied(4 * queries),  # scaled by what the sums of all pieces leave of it
+        *(copied(int(JOINED * 6 * queries)),) * later,
+    )
+    backward = (
+        beside,
+        *(Kernel("attention_block", "backward", block),) * later,
+        # gradients of queries, and of half the keys: laid down, then added up in bf16
+        *(copied(4 * queries), copied(4 * keys)),
+        *(copied(6 * queries), copied(6 * keys)) * (later - 1),
+        Kernel("attention", "backward", own),
+        *(copied(6 * queries), copied(12 * keys)),
+    )
+    return (
+        Part("attention", forward, hidden=(ring,) * later, ring=cp),
+        Part("attention", backward, hidden=(ring, *(both,) * (later - 1), ring), ring=2 * cp),
+    )
+
+
+def block_of(own: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims of a later piece, of as many queries to half as many keys."""
+    batch, length, *heads = own
+    return batch, length, length // 2, *heads

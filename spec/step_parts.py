@@ -57,7 +57,7 @@ class Part:
             "expert": experts * (EXPERT_BACKWARD if self.backward else 1.0),
             (self.on or "te_") + ("backward_expert" if self.backward else "expert"): streamed,
             "routing": self.routing,
-            "ring": self.ring,
+            "te_ring" if self.on else "ring": self.ring,
             f"{self.on}checkpoint": int(self.checkpoint),
             "adapter": int(self.adapter and self.backward),
         }

@@ -11,7 +11,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
   their own but for the first product's, which has them from its own.
 - Values are copied out of the first product where queries and keys are rotated, as attention takes
   all of them from one tensor or none (`get_qkv_layout`). Where they are not, it takes them, and
-  leaves gradients, side by side for each head, and joining these takes `JOINED` copies.
+  leaves gradients, side by side for each head, and joining these takes `JOINED` copies; in a ring
+  all three are copied out (`spec.step_context`).
 - SwiGLU's gradient and rotary embedding go with the clock, as copies do not. By 24 profiles of
   steps on an H200 the former takes 0.96 of such a copy's time at 1,980 MHz, 1.04 to 1.12 at 1,660
   to 1,770 and 1.17 to 1.30 at 1,530 to 1,620, the latter 1.03 at 1,730 and 1.15 to 1.24 at 1,570
@@ -131,7 +132,7 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
     if not p.on_engine:
         return pairs
     rotated = any(first.name == "rope" for first, _ in pairs)
-    if not rotated:
+    if not rotated and p.cp == 1:
         pairs = [(first, _joined(second)) for first, second in pairs]
     on = engine_times(p)
     biased = any(one.op == "bias" for first, _ in pairs for one in first.kernels)
@@ -144,9 +145,12 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
 
 
 def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
-    if part.name == "attention" and rotated:
-        batch, seq, _, kv_heads, dim = part.kernels[0].dims
-        return replace(part, kernels=(copied(4 * batch * seq * kv_heads * dim), *part.kernels))
+    if part.name == "attention" and (rotated or p.cp > 1):
+        own = next(one for one in part.kernels if one.op == "attention")
+        batch, seq, heads, kv_heads, dim = own.dims
+        out = (kv_heads,) if rotated else (heads, kv_heads, kv_heads)
+        laid_out = (copied(4 * batch * seq * one * dim) for one in out)
+        return replace(part, kernels=(*laid_out, *part.kernels))
     cast = part.kernels[:1] if p.fp8 and part.name in BEHIND_NORM else ()
     return _fused(replace(part, kernels=part.kernels[len(cast) :]), p)
 

@@ -231,7 +231,6 @@ def test_a_machine_without_transformer_engine_says_so_before_a_case_starts() -> 
             {},
             "experts that have biases, or no gates,",
         ),
-        (MODEL, {"cp": 2, "dp": 1, "global_batch": 2}, "cp above 1"),
         (MODEL, {"zero": 3, "overlap": True}, "zero 3"),
         (MODEL.model_copy(update={"lora_rank": 8}), {}, "LoRA"),
     ],

@@ -54,6 +54,7 @@ CALLS = {
     "te_part": 12.0,
     "te_backward_part": 7.5,
     "te_checkpoint": 30.0,
+    "te_ring": 20.0,
     "te_expert": 4.9,
     "te_backward_expert": 8.6,
     "te_tensor": 2.3,
@@ -82,6 +83,7 @@ WHAT = {
     "te_part": "Python around a part of a layer on Transformer Engine in the forward pass",
     "te_backward_part": "autograd around such a part in the backward pass",
     "te_checkpoint": "setting out to compute activations of such a layer again",
+    "te_ring": "Python around a piece of ring attention there; backward has two of each",
     "te_expert": "Python and cuBLAS around one of a GPU's experts there in the forward pass",
     "te_backward_expert": "autograd and cuBLAS around such an expert in the backward pass",
     "te_tensor": "updating a tensor of parameters by Transformer Engine's optimizer, once a step",
@@ -150,6 +152,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
         )
     for name, sd, lacked in (
         ("ring", UNSEEN_SD, "host.ring_us, on a host whose nil steps had no ring"),
+        ("te_ring", UNSEEN_SD, "host.te_ring_us, likewise there"),
         ("checkpoint", UNSEEN_SD, "host.checkpoint_us, on any host: nil steps hardly tell it"),
         ("adapter", UNSEEN_SD, "host.adapter_us, on a host whose nil steps had none"),
         ("bucket", UNSEEN_SD, "host.bucket_us, where nil steps sent nothing beside their passes"),

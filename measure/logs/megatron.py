@@ -139,13 +139,13 @@ def _ran_on_engine(a: Arguments) -> bool:
 
 def _apart(a: Arguments) -> str | None:
     """What a row has that is not simulated on Transformer Engine, but as of local layers."""
-    cp, experts = a.whole("context_parallel_size", 1), a.whole("num_experts", 0, least=0)
+    experts = a.whole("num_experts", 0, least=0)
     if experts and not a.flag("moe_grouped_gemm"):
         return "experts one after another"
     if experts and a.flag("moe_use_legacy_grouped_gemm"):
         return "experts in the legacy grouped product"
     fused = a.flag("swiglu") and not a.flag("add_bias_linear", True)
-    return not_on_engine(cp, _zero(a), experts, lora_rank=0, fused=fused)
+    return not_on_engine(_zero(a), experts, lora_rank=0, fused=fused)
 
 
 def _on_engine(a: Arguments) -> bool:

@@ -310,7 +310,8 @@ def build(
     if p.fp8:
         framework += f", FP8 {config.fp8} {config.fp8_recipe}"
     if p.cp > 1:
-        framework += ", ring attention over context-parallel ranks"
+        whose = "Transformer Engine's p2p" if p.on_engine else "ring"
+        framework += f", {whose} attention over context-parallel ranks"
     if p.zero == 3:
         framework += ", Megatron's wrapper of PyTorch's FSDP, gradients reduced in fp32"
     if model.lora_rank:

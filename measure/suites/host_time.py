@@ -163,7 +163,7 @@ def cases(
         for split in ("tp", "cp"):
             dense += [{split: several}, {split: several, "recompute": "selective"}]
         dense += [{"tp": several} | adapted]
-        dense += [{"tp": several} | on] if engine else []
+        dense += [{"tp": several} | on, {"cp": several} | on] if engine else []
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
     return [

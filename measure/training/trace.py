@@ -57,7 +57,7 @@ def class_of(operation: str) -> str:
         return "gemm"
     if any(
         one in name
-        for one in ("scaled_dot_product", "attention", "fmha", "flash", "sdpa", "fusedattn")
+        for one in ("scaled_dot_product", "attention", "fmha", "flash", "sdpa", "attnfunc")
     ):
         return "attention"
     return "memory"

@@ -59,6 +59,7 @@ def as_run(
         on = engine_times(p)
         needed = [f"{on}part_us", *(["fp8_weight_us"] if p.fp8 else [])]
         needed += [f"{on}expert_us", f"{on}backward_expert_us"] if experts else []
+        needed += ["te_ring_us"] if p.cp > 1 else []
         lacking = [name for name in needed if not getattr(host, name)]
         if lacking:
             raise UserError(

@@ -55,7 +55,7 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     elif heads != kv_heads:  # grouped queries are reshaped, which copies them
         kept += heads * one_head
     if p.recompute == "none":
-        if p.cp > 1:  # ring attention's output lies by heads, the projection's input is a copy
+        if p.cp > 1 and not p.on_engine:  # its ring's output lies by heads: a copy is projected
             kept += heads * one_head
         kept += 4.0 * tokens * heads  # softmax statistics, fp32
     return kept

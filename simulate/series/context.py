@@ -1,9 +1,8 @@
 """Context parallelism of Transformer Engine, where a row's software runs it.
 
-The step that is simulated joins the ring's pieces as `measure/megatron/context.py` does, kernel by
-kernel in fp32. Transformer Engine (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P)
-keeps them in 16 bits and joins them with one fused kernel for each later piece. Its other way
-(AttnFuncWithCPAndQKVOA2A) exchanges tokens for heads: a GPU has some heads of the whole sequence.
+The step that is simulated is of local layers, whose ring is another (`spec.step_context` has both).
+Transformer Engine's other way (AttnFuncWithCPAndQKVOA2A) exchanges tokens for heads: a GPU has some
+heads of the whole sequence.
 """
 
 import re
@@ -12,7 +11,9 @@ from dataclasses import replace
 from simulate.cost.costs import Ring
 from simulate.series.rows import SeriesRow
 from spec.collective import Collective
+from spec.kernel import Kernel
 from spec.parallelism import Parallelism
+from spec.step_context import engine_ring
 from spec.step_parts import Part, copied
 
 _ENGINE = re.compile(r"megatron|nemo|dgxc|mlcommons|transformer.?engine")
@@ -43,9 +44,9 @@ def ring_of(row: SeriesRow) -> Ring | None:
     return _exchanged if exchanges(row) else _fused
 
 
-def _own(part: Part) -> int:
-    """Where the attention to a GPU's own keys stands among a part's kernels."""
-    return next(place for place, one in enumerate(part.kernels) if one.op == "attention")
+def _own(part: Part) -> Kernel:
+    """The attention to a GPU's own keys among a part's kernels."""
+    return next(one for one in part.kernels if one.op == "attention")
 
 
 def _exchanged(part: Part, p: Parallelism) -> Part:
@@ -54,7 +55,7 @@ def _exchanged(part: Part, p: Parallelism) -> Part:
     Queries, keys, values and the output go around in either pass. Each is laid out by rank before
     or after and by place in the sequence on the other side. Where heads are too few, the ring.
     """
-    own, cp = part.kernels[_own(part)], p.cp
+    own, cp = _own(part), p.cp
     batch, length, heads, kv_heads, dim = own.dims
     if kv_heads % cp:
         return _fused(part, p)
@@ -66,15 +67,7 @@ def _exchanged(part: Part, p: Parallelism) -> Part:
 
 
 def _fused(part: Part, p: Parallelism) -> Part:
-    """The same piece of attention as Transformer Engine runs it; see `spec.step_context`."""
-    del p  # its kernels say it all
-    own, *blocks = (one for one in part.kernels if one.op in ("attention", "attention_block"))
-    batch, length, heads, kv_heads, dim = own.dims
-    rows = batch * length
-    queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
-    half = copied(4 * keys)  # of the keys and values, laid out in a row
-    added = copied(6 * queries)  # outputs, or the queries' gradients, in bf16
-    beside = copied(12 * sums) if own.direction == "forward" else copied(6 * keys)
-    first = (copied(8 * keys), own, copied(4 * queries))
-    later = tuple(kernel for block in blocks for kernel in (half, block, added, beside))
-    return replace(part, kernels=first + later)
+    """The same pass of a ring as Transformer Engine runs it; its host is that of local layers."""
+    own = _own(part)
+    there = engine_ring(own.dims, p.cp)[own.direction == "backward"]
+    return replace(part, kernels=there.kernels, exposed=there.exposed, hidden=there.hidden)
