@@ -16,7 +16,7 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, copied
+from spec.step_parts import RING_BACKWARD, Part, copied
 
 # What joins a piece, over a copy of as many bytes: 1.33 to 1.4 at 17 to 19 million values of
 # queries and 0.94 at 34 million, by profiled steps on two H200; what scales the first 0.97 to 1.27.
@@ -113,7 +113,12 @@ def engine_ring(own: tuple[int, ...], cp: int) -> tuple[Part, Part]:
     )
     return (
         Part("attention", forward, hidden=(ring,) * later, ring=cp),
-        Part("attention", backward, hidden=(ring, *(both,) * (later - 1), ring), ring=2 * cp),
+        Part(
+            "attention",
+            backward,
+            hidden=(ring, *(both,) * (later - 1), ring),
+            ring=RING_BACKWARD * cp,
+        ),
     )
 
 

@@ -36,7 +36,7 @@ from spec.records import HostRow, KernelRow
 # of `benchmarks.transformer_engine` each scaled so that its local layers take what the middle
 # host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
 # 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
-# by itself on the same host, 0.5 and 0.51 in the backward pass.
+# by itself on the same host, 0.5 and 0.51 in the backward pass; a piece of a ring there, of one.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -54,7 +54,7 @@ CALLS = {
     "te_part": 12.0,
     "te_backward_part": 7.5,
     "te_checkpoint": 30.0,
-    "te_ring": 20.0,
+    "te_ring": 35.0,
     "te_expert": 4.9,
     "te_backward_expert": 8.6,
     "te_tensor": 2.3,
@@ -83,7 +83,7 @@ WHAT = {
     "te_part": "Python around a part of a layer on Transformer Engine in the forward pass",
     "te_backward_part": "autograd around such a part in the backward pass",
     "te_checkpoint": "setting out to compute activations of such a layer again",
-    "te_ring": "Python around a piece of ring attention there; backward has two of each",
+    "te_ring": "Python around a piece of ring attention there and its messages, forward",
     "te_expert": "Python and cuBLAS around one of a GPU's experts there in the forward pass",
     "te_backward_expert": "autograd and cuBLAS around such an expert in the backward pass",
     "te_tensor": "updating a tensor of parameters by Transformer Engine's optimizer, once a step",
