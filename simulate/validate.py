@@ -32,7 +32,7 @@ from spec.errors import UserError
 from spec.files import none_left, sha256, write_table
 from spec.hardware import Node
 from spec.interval import interval_text
-from spec.records import KernelRow
+from spec.records import HostRow, KernelRow
 from spec.results import ResultSet, find_result_sets
 from spec.training_records import ProfileRow, TrainingConfig, TrainingRow
 from topologies import load_fabric, load_node
@@ -181,7 +181,7 @@ def draw_plan(arguments: Any, calibration: Calibration, node: Node) -> Path:
 
 
 def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
-    """Hashes of the devices of the newest run that measured kernels, in order.
+    """Hashes of the devices of the newest run that measured kernels or nil steps, in order.
 
     Emulated nodes have their kernels from another system: then of their own newest run, if it was
     these devices too or their network was measured.
@@ -192,26 +192,28 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     sets = [
         one for one in find_result_sets(Path(arguments.results)) if one.manifest.system in names
     ]
-    kernels = next((one for one in reversed(sets) if one.table(KernelRow)), None)
-    hashes = hashes_of(kernels) if kernels else []
+    newest = next(
+        (one for one in reversed(sets) if one.table(KernelRow) or one.table(HostRow)), None
+    )
+    hashes = hashes_of(newest) if newest else []
     known = {one.uuid_hash for one in calibration.clock.devices} & set(hashes)
     timed = [set(one.devices) for one in calibration.host.visits if one.times_us]
     if not known and not any(set(hashes) <= one for one in timed if hashes):
         raise UserError(
-            f"--same-devices: the calibration of {system} knows no device of its newest kernels; "
-            "it needs a product that every device sustained under its power cap, or nil steps of "
-            "their host"
+            f"--same-devices: the calibration of {system} knows no device of its newest kernels "
+            "or nil steps; it needs a product that every device sustained under its power cap, or "
+            "nil steps of their host"
         )
-    assert kernels is not None
+    assert newest is not None
     own = [one for one in sets if one.manifest.system == system]
-    if kernels.manifest.system == system or not own or hashes_of(own[-1]) == hashes:
+    if newest.manifest.system == system or not own or hashes_of(own[-1]) == hashes:
         return hashes
     hashes = hashes_of(own[-1])
     if not any(set(hashes) <= set(one.devices) for one in calibration.networks):
         raise UserError(
             f"--same-devices: {own[-1].path} ran on other devices than its kernels in "
-            f"{kernels.path}, and the calibration knows no collectives of theirs; measure kernels "
-            f"of {kernels.manifest.system} or collectives of {system} on this visit, or leave the "
+            f"{newest.path}, and the calibration knows no collectives of theirs; measure kernels "
+            f"of {newest.manifest.system} or collectives of {system} on this visit, or leave the "
             "option out"
         )
     return hashes

@@ -76,8 +76,8 @@ def add_predict(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--same-devices",
         action="store_true",
-        help="the plan will run on the devices measured last: of the newest kernels, or of "
-        "emulated nodes' newest collectives",
+        help="the plan will run on the devices measured last: of the newest kernels or nil "
+        "steps, or of emulated nodes' newest collectives",
     )
     options.add_argument(
         "--node",
