@@ -192,9 +192,7 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     sets = [
         one for one in find_result_sets(Path(arguments.results)) if one.manifest.system in names
     ]
-    newest = next(
-        (one for one in reversed(sets) if one.table(KernelRow) or one.table(HostRow)), None
-    )
+    newest = next((one for one in reversed(sets) if _knows_devices(one)), None)
     hashes = hashes_of(newest) if newest else []
     known = {one.uuid_hash for one in calibration.clock.devices} & set(hashes)
     timed = [set(one.devices) for one in calibration.host.visits if one.times_us]
@@ -211,12 +209,17 @@ def measured_last(arguments: Any, calibration: Calibration) -> list[str]:
     hashes = hashes_of(own[-1])
     if not any(set(hashes) <= set(one.devices) for one in calibration.networks):
         raise UserError(
-            f"--same-devices: {own[-1].path} ran on other devices than its kernels in "
+            f"--same-devices: {own[-1].path} ran on other devices than its kernels or nil steps in "
             f"{newest.path}, and the calibration knows no collectives of theirs; measure kernels "
             f"of {newest.manifest.system} or collectives of {system} on this visit, or leave the "
             "option out"
         )
     return hashes
+
+
+def _knows_devices(found: ResultSet) -> bool:
+    """Whether it says how fast its devices or their host are."""
+    return bool(found.table(KernelRow)) or bool(found.table(HostRow))
 
 
 def main_predict(words: Sequence[str]) -> int:
