@@ -1,14 +1,15 @@
 """What Transformer Engine's kernels and hosts take, beside copies and Megatron-Core's local layers.
 
-    python -m benchmarks.transformer_engine [FILE] [--measure FILE [--only experts]]
+    python -m benchmarks.transformer_engine [FILE] [--measure FILE [--only NAME]]
 
 `--measure` times, on the first GPU of a machine that has Transformer Engine: one kernel after
 another at a few shapes, and a copy of as many bytes as it must move; linear layers whose products
 add weight gradients up, beside the same three products by torch and a copy of 6 B a weight; one
 such product that adds to an fp32 gradient, beside one that writes it in bf16 and a copy of the 10 B
 a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
-there in FP8, by a layer's passes (medians) and a step's shortest update; and a GPU's experts
-(`benchmarks.engine_experts`). Then, by default from
+there in FP8, by a layer's passes (medians) and a step's shortest update; a GPU's experts
+(`benchmarks.engine_experts`); and attention beside torch's (`benchmarks.engine_attention`, whose
+rows in the file are by the same calls in a script). Then, by default from
 `transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
 what adding takes, in such copies (`ACCUMULATED` is by the kernel that only adds, which `2x-h200`'s
 calibration has). Rows of `wgrad` were timed behind a spin that holds the queue, as `--measure` does
@@ -31,6 +32,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from benchmarks.engine_attention import of_attention
 from benchmarks.engine_experts import Call, Item, copy_of, of_experts
 from benchmarks.engine_nil import nil_steps
 from benchmarks.graphs import HOLD_CYCLES
@@ -68,7 +70,7 @@ class Timed(BaseModel):
     """One time: of what, which way, at which shape, by whom."""
 
     gpu: str
-    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad`, `nil`, or of experts
+    what: str  # an operation, `joined`, `cast`, `linear`, `wgrad`, `nil`, or of experts, attention
     way: str
     shape: str
     by: Literal["copy", "local", "engine", "engine_fp8", "engine_uneven"]
@@ -85,7 +87,10 @@ def measured(only: str | None = None) -> Iterator[Timed]:
     gpu = cuda.get_device_name(0)
     for what, way, shape, by, time_us in () if only else nil_steps():
         yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
-    for make in of_experts(torch) if only else (*_makers(torch), *of_experts(torch)):
+    chosen = {"experts": of_experts, "attention": of_attention}
+    makers = chosen if only is None else {only: chosen[only]}
+    every = (make for some in makers.values() for make in some(torch))
+    for make in (*(() if only else _makers(torch)), *every):
         try:
             for what, way, shape, by, call in make():
                 time_us = _time_us(cuda, call)
@@ -306,7 +311,9 @@ def main(arguments: Sequence[str]) -> None:
     parser = command.Parser(prog="python -m benchmarks.transformer_engine", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=OWN, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
-    parser.add_argument("--only", choices=["experts"], help="what --measure times, if not all")
+    parser.add_argument(
+        "--only", choices=["attention", "experts"], help="what --measure times, if not all"
+    )
     options = parser.parse_args(arguments)
     if options.only and not options.measure:
         raise UserError("--only says what --measure times; add --measure, or leave it out")

@@ -32,14 +32,14 @@ def test_joins_are_fused_where_transformer_engine_runs_on_nvidias() -> None:
     assert not fused_joins(amd)
 
 
-def test_a_fused_ring_takes_less_of_the_kernels_and_hides_less(tmp_path: Path) -> None:
+def test_a_fused_ring_takes_less_of_the_kernels_and_hides_all(tmp_path: Path) -> None:
     calibrations = Calibrations(write_calibration(tmp_path / "calibration.json"))
     points = np.vstack([np.zeros(5), [0.1, 0.0, 0.0, 0.0, 0.0]])
     own, mine = simulate(plan(row(**LONG)), calibrations, points)
     fused, theirs = simulate(plan(row(source="some/where NeMo", **LONG)), calibrations, points)
     assert (fused < own).all()
     assert theirs.breakdown_s["compute"] < mine.breakdown_s["compute"]
-    assert theirs.breakdown_s["cp_exposed"] >= mine.breakdown_s["cp_exposed"]
+    assert theirs.breakdown_s["cp_exposed"] < mine.breakdown_s["cp_exposed"]
     assert sum(theirs.breakdown_s.values()) == pytest.approx(fused[0])
     assert fused[1] > fused[0]
 

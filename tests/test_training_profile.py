@@ -93,6 +93,7 @@ def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
     operations = (
         *("_LayerNormLinear", "_LayerNormLinear", "FusedAttnFuncBackward", "aten::add_"),
         *("_CheckpointFunction", "_CheckpointFunction"),  # its own, which FP8 has
+        "AttnFuncWithCPAndKVP2P",
     )
     names = (
         "void transformer_engine::rmsnorm_fwd_tuned_kernel",
@@ -101,6 +102,7 @@ def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
         "void cutlass::Kernel2",
         "nvjet_qqtst_192x128",
         "cast_transpose",
+        "cudnn_generated_fort_native_sdpa",
     )
     events = [host(STEP, 0, 100, "user_annotation")]
     for number, (operation, name) in enumerate(zip(operations, names, strict=True), start=1):
@@ -108,7 +110,8 @@ def test_kernels_of_transformer_engines_operations_go_by_their_names() -> None:
         events.append(kernel(name, 10 * number, number, number))
     found = {row.part: row for row in rows("case", [read_trace({"traceEvents": events})])}
     assert found["gemm"].operations == "_CheckpointFunction 0.005; _LayerNormLinear 0.002"
-    assert found["attention"].operations == "FusedAttnFuncBackward 0.003"
+    ring = "AttnFuncWithCPAndKVP2P 0.007"
+    assert found["attention"].operations == f"{ring}; FusedAttnFuncBackward 0.003"
     # named by the kernel: the operation holds products, too
     assert found["memory"].operations == f"{names[5]} 0.006; aten::add_ 0.004; {names[0]} 0.001"
 
