@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from measure.suites.host_time import HostCase
 from spec.errors import UserError
 from spec.files import read_table, write_json, write_table
 from spec.manifest import OTHER_DEVICES
 from spec.measurable import read_steps
-from spec.records import KernelRow
+from spec.records import HostRow, KernelRow
 from spec.training_records import TrainingConfig, TrainingRow
 from tests.commands import call
 from tests.made_up_steps import DEVICES, SPLITS, configs
 from tests.synthetic import Truth, kernel_rows
+from tests.test_nil_steps import nil_row
 
 
 def test_forecast_is_sealed_once_and_judged(results: Path, tmp_path: Path, capsys: Any) -> None:
@@ -170,6 +172,20 @@ def test_a_forecast_for_the_devices_measured_last(results: Path, capsys: Any) ->
         sealed = json.loads((results.parent / out).read_text())
         clocks.append(sealed["cases"][0]["clock_mhz"]["median"])
     assert clocks[0] < clocks[1]
+    # nil steps measured since are of the devices measured last, too
+    later = results / "4x-h200" / "run-2"
+    shutil.copytree(system / "run-1", later)
+    (later / "kernels.csv").unlink()
+    about, others = later / "manifest.json", [f"{n:016x}" for n in range(4)]
+    for old, new in zip(DEVICES, others, strict=True):
+        about.write_text(about.read_text().replace(old, new))
+    write_table(later / "host.csv", HostRow, [nil_row(HostCase(1.0, 4), slower=1.0)])
+    host = {"devices": others, "slower": 1.5, "times_us": {"part_us": 90.0}}
+    with_host = value | {"host": value["host"] | {"visits": [host]}}
+    write_json(system / "calibration.json", with_host)
+    assert call(capsys, *words, "--out", "nil.json")[0] == 0
+    assert json.loads((results.parent / "nil.json").read_text())["devices"] == others
+    shutil.rmtree(later)
     # emulated nodes have their kernels from the host's runs, which must be of the same devices
     emulated = results / "4x-h200-2x2"
     shutil.copytree(system, emulated)
@@ -186,7 +202,7 @@ def test_a_forecast_for_the_devices_measured_last(results: Path, capsys: Any) ->
     about.write_text(about.read_text().replace(name, "0123456789abcdef"))
     code, _, err = call(capsys, *words, "--out", "other.json")
     assert code == 2
-    assert "ran on other devices than its kernels in" in err
+    assert "ran on other devices than its kernels or nil steps in" in err
     assert err.count("\n") == 1
     # unless their own collectives were measured: the network is theirs, and kernels another visit's
     devices = json.loads(about.read_text())["hosts"][0]["devices"]

@@ -3,13 +3,22 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simulate import validate
-from simulate.validation.record import by_forecasts, counts, made_from, record, table
+from simulate.validation.record import (
+    BANDS,
+    by_forecasts,
+    by_waiting,
+    counts,
+    made_from,
+    record,
+    table,
+)
 from spec.command import run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -202,3 +211,24 @@ def test_a_judgement_without_its_forecast_is_one_sentence(
     (judged / "8x-h200" / "forecasts" / "plan-1-conditional.json").unlink()
     assert run(validate.main, ["record", str(judged)]) == 2
     assert "plan-1-conditional.json" in capsys.readouterr().err
+
+
+def test_steps_stand_apart_by_how_long_they_were_told_to_wait(judged: Path) -> None:
+    value = record(judged)
+    assert sum(one["summary"]["n"] for one in value["by_waiting"]) == 48
+    bands = [(one["made_from"], one["least"], one["most"]) for one in value["by_waiting"]]
+    assert bands == [("conditional", low, high) for low, high in pairwise(BANDS)]
+    few, _, many = (one["summary"]["mape"] for one in value["by_waiting"])
+    assert few < many
+    lines = table(value).splitlines()
+    (at,) = (n for n, line in enumerate(lines) if line.startswith("one host, by what of the step"))
+    assert [line.split("  ")[0] for line in lines[at + 1 : at + 4]] == [
+        *("conditional, 0% to 2%", "conditional, 2% to 10%", "conditional, 10% to 100%")
+    ]
+
+
+def test_a_step_whose_breakdown_nobody_wrote_down_is_in_no_band() -> None:
+    case = {"real_s": 1.0, "predicted_s": {"low": 0.9, "median": 1.0, "high": 1.1}}
+    told = [case | {"breakdown_s": {"compute": 0.95, "other": 0.05}}, case | {"breakdown_s": {}}]
+    (band,) = by_waiting({"conditional": told})
+    assert (band["least"], band["most"], band["summary"]["n"]) == (0.02, 0.1, 1)

@@ -3,7 +3,9 @@
 Nothing is judged again: `results/*/forecasts/NAME-judged.json` are read as `compare --json` wrote
 them at the time, beside the sealed NAME.json, repeats and forecasts for other devices included.
 Together stand forecasts of one kind of machine that were made from the same, which the end of NAME
-says (`plan-8-conditional`; `not said` where nothing stands behind the number).
+says (`plan-8-conditional`; `not said` where nothing stands behind the number), and again the steps
+of one GPU host by how much of the step they were told to wait for it (`other` of the breakdown):
+what a host takes differs from moment to moment, so these are told worse.
 
 inside 90 %: share of intervals that held, with a 95 % interval that takes each step for itself.
 by forecasts: the same share with whole forecasts drawn anew, as the steps of one err alike.
@@ -12,7 +14,8 @@ aim: whether the errors of step time are what is wanted of such steps (`.aims`).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +30,7 @@ from simulate.validation.scores import summarise
 from spec.command import Parser, add_json, aligned, emit, result_name
 from spec.errors import UserError
 from spec.files import parse, read_json
+from spec.interval import percent
 from spec.row import NonNegative, Positive
 
 EXAMPLES = """examples:
@@ -41,6 +45,8 @@ COLUMNS = (
     *("half-width / error", "by forecasts", *validation_text.COLUMNS[WIDTH + 1 :], "aim"),
 )
 NEAR, FAR = 0.05, 0.1  # mean errors that are counted
+BANDS = (0.0, 0.02, 0.1, 1.0)  # of a step that it was told to wait for its host, from and to
+TOLD_APART = ("conditional", "unconditional")
 OTHERS = ("energy", "power", "clock")
 DRAWS = 2000  # of forecasts
 
@@ -63,6 +69,7 @@ class JudgedCase(BaseModel):
 
     real_s: Positive
     predicted_s: Predicted
+    breakdown_s: dict[str, float] = {}
     baseline_s: Positive | None = None
     neighbour_s: Positive | None = None
     real_energy_j: Positive | None = None
@@ -175,7 +182,34 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
         }
         for like, each in sorted(cases_of.items())
     ]
-    return {"schema": SCHEMA, "forecasts": forecasts, "together": together}
+    alike = {way: cases_of.get(("one host", way), []) for way in TOLD_APART}
+    return {
+        "schema": SCHEMA,
+        "forecasts": forecasts,
+        "together": together,
+        "by_waiting": by_waiting({way: [*chain(*each)] for way, each in alike.items()}),
+    }
+
+
+def by_waiting(cases_of: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Steps by what share of them they were told to wait for their host, in `BANDS`.
+
+    cases_of: by what their forecasts were made from. Cases without a breakdown are left out.
+    """
+    found = []
+    for way, cases in cases_of.items():
+        told = [one for one in cases if any(one["breakdown_s"].values())]
+        for least, most in pairwise(BANDS):
+            within = [one for one in told if least <= waits(one["breakdown_s"]) < most]
+            if within:
+                band = {"made_from": way, "least": least, "most": most}
+                found.append(band | {"summary": summarise(within)})
+    return found
+
+
+def waits(breakdown_s: Mapping[str, float]) -> float:
+    """The share of a step that its GPUs wait for their host."""
+    return breakdown_s.get("other", 0.0) / sum(breakdown_s.values())
 
 
 def counts(forecasts: Sequence[dict[str, Any]]) -> list[str]:
@@ -226,6 +260,7 @@ def table(value: dict[str, Any]) -> str:
         lines.append((*_line(label, one), ""))
     text = aligned(lines)
     text[count:count] = ["", "together, by machine and by what they were made from:"]
+    text += ["", *_by_waiting(value["by_waiting"])]
     text += ["", *_held_besides(value["together"])]
     text += [
         f"{one['system']} {one['name']}: {one['warning']}"
@@ -233,6 +268,26 @@ def table(value: dict[str, Any]) -> str:
         if one["warning"]
     ]
     return "\n".join(text)
+
+
+def _by_waiting(bands: Sequence[dict[str, Any]]) -> list[str]:
+    """Steps of one host, by how long they were told to wait for it."""
+    heading = "one host, by what of the step waits for it"
+    lines: list[tuple[str, ...]] = [
+        (heading, "cases", "median", "MAPE", "p90", "worst", "constant rate", "neighbour", "inside")
+    ]
+    for one in bands:
+        summary = one["summary"]
+        names = "median_ape", "mape", "p90_ape", "max_ape", "baseline_mape", "neighbour_mape"
+        lines.append(
+            (
+                f"{one['made_from']}, {one['least']:.0%} to {one['most']:.0%}",
+                str(summary["n"]),
+                *(percent(summary[name]) for name in names),
+                f"{summary['coverage_90']['value']:.0%}",
+            )
+        )
+    return aligned(lines) if bands else []
 
 
 def _held_besides(together: Sequence[dict[str, Any]]) -> list[str]:

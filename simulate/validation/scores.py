@@ -63,6 +63,7 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "n": len(entries),
         "mape": _mean(errors),
         "median_ape": middle,
+        "p90_ape": float(np.quantile(errors, 0.9)) if len(errors) else None,
         "max_ape": float(errors.max()) if len(errors) else None,
         "bias": _mean(median / real - 1),
         "baseline_mape": _mape(entries, "baseline_s", "real_s"),
