@@ -1,5 +1,7 @@
 """Rings of attention on Transformer Engine: what they run and send, and what that takes."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.transformer_engine import OWN, Timed
@@ -7,16 +9,19 @@ from measure.suites import host_time
 from simulate.hardware.as_run import as_run
 from simulate.memory.activations import layer_activation_bytes
 from simulate.memory.peak import stage_memory
+from simulate.projection.projected import Request, project, warnings
 from spec.collective import Collective
 from spec.errors import UserError
 from spec.files import read_table
 from spec.fitted import changed
+from spec.hardware import Node
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import layer
 from spec.step_parts import RING_BACKWARD, Part
-from tests.simulated_steps import CALIBRATION, MODEL, MOE, NODE, simulate
+from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
+from topologies import load_node
 
 LLAMA, GPT = load_model("llama3-8b"), load_model("gpt3-30b")
 LOCAL = Parallelism(cp=2, global_batch=2)
@@ -144,3 +149,13 @@ def test_its_attention_takes_what_torchs_takes() -> None:
     for key, time_us in rows.items():
         if key[-1] == "engine":
             assert time_us == pytest.approx(rows[(*key[:-1], "local")], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("p", "node", "said"),
+    [(LOCAL, NODE, True), (TE, NODE, False), (LOCAL, load_node("mi300x-node"), False)],
+)
+def test_a_projection_says_whose_ring_it_has(p: Parallelism, node: Node, said: bool) -> None:
+    request = Request(MODEL, p, node, FABRIC, CALIBRATION, Path("unread.json"), draws=20)
+    sentences = [one for one in warnings(project(request)) if "Transformer Engine's alone" in one]
+    assert bool(sentences) == said
