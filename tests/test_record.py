@@ -3,22 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simulate import validate
-from simulate.validation.record import (
-    BANDS,
-    by_forecasts,
-    by_waiting,
-    counts,
-    made_from,
-    record,
-    table,
-)
+from simulate.validation.record import by_forecasts, counts, made_from, record, table
+from simulate.validation.scores import BANDS, by_waiting
 from spec.command import run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -215,20 +207,23 @@ def test_a_judgement_without_its_forecast_is_one_sentence(
 
 def test_steps_stand_apart_by_how_long_they_were_told_to_wait(judged: Path) -> None:
     value = record(judged)
-    assert sum(one["summary"]["n"] for one in value["by_waiting"]) == 48
-    bands = [(one["made_from"], one["least"], one["most"]) for one in value["by_waiting"]]
-    assert bands == [("conditional", low, high) for low, high in pairwise(BANDS)]
-    few, _, many = (one["summary"]["mape"] for one in value["by_waiting"])
+    bands = value["by_waiting"]["conditional"]
+    assert list(bands) == list(BANDS)
+    assert sum(one["n"] for one in bands.values()) == 48
+    few, _, many = (one["mape"] for one in bands.values())
     assert few < many
     lines = table(value).splitlines()
-    (at,) = (n for n, line in enumerate(lines) if line.startswith("one host, by what of the step"))
+    (at,) = (n for n, line in enumerate(lines) if line.startswith("one host, by what of a step"))
     assert [line.split("  ")[0] for line in lines[at + 1 : at + 4]] == [
-        *("conditional, 0% to 2%", "conditional, 2% to 10%", "conditional, 10% to 100%")
+        f"conditional, {band}" for band in BANDS
     ]
 
 
 def test_a_step_whose_breakdown_nobody_wrote_down_is_in_no_band() -> None:
     case = {"real_s": 1.0, "predicted_s": {"low": 0.9, "median": 1.0, "high": 1.1}}
-    told = [case | {"breakdown_s": {"compute": 0.95, "other": 0.05}}, case | {"breakdown_s": {}}]
-    (band,) = by_waiting({"conditional": told})
-    assert (band["least"], band["most"], band["summary"]["n"]) == (0.02, 0.1, 1)
+    waits = [
+        case | {"breakdown_s": {"compute": 1 - share, "other": share}} for share in (0.05, 0.1)
+    ]
+    found = by_waiting([*waits, case | {"breakdown_s": {}}, case])
+    assert {band: one["n"] for band, one in found.items()} == {"2 to 10 %": 1, ">= 10 %": 1}
+    assert by_waiting(waits[:1]) == {}  # all alike say nothing more

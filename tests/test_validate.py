@@ -21,6 +21,8 @@ from tests.made_up_steps import DEVICES, ERROR, MODEL, SPLITS
 from tests.synthetic import Truth, manifest
 from topologies import load_fabric, load_node
 
+WAITING = "waits for host < 2 %", "waits for host 2 to 10 %"
+
 
 def test_errors_and_baselines(results: Path, capsys: Any) -> None:
     code, out, err = call(capsys, str(results), "--json")
@@ -41,7 +43,9 @@ def test_errors_and_baselines(results: Path, capsys: Any) -> None:
     assert every["limit_power_mape"] > every["power_mape"]
     assert every["limit_clock_mape"] > 0
     assert every["baseline_mape"] > every["mape"]
-    assert set(value["summary"]) == {"all", "1 GPU", "TP", "PP", "DP", "TP+DP"}
+    assert set(value["summary"]) == {"all", "1 GPU", "TP", "PP", "DP", "TP+DP", *WAITING}
+    waiting = [value["summary"][one] for one in WAITING]
+    assert sum(one["n"] for one in waiting) == len(SPLITS)
     for case in value["cases"]:
         assert case["baseline_from"] != case["id"]
         inside = case["predicted_s"]["low"] <= case["real_s"] <= case["predicted_s"]["high"]

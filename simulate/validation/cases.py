@@ -20,7 +20,7 @@ from simulate.power.whatif import on_devices
 from simulate.step.estimate import StepEstimate, StepSimulator
 from simulate.validation.components import Parts, errors, measured, simulated
 from simulate.validation.misses import most_likely, of_memory, of_steps
-from simulate.validation.scores import grouped, peaks, summarise
+from simulate.validation.scores import by_waiting, grouped, peaks, summarise
 from spec.calibration import Calibration
 from spec.hardware import Fabric, Node
 from spec.interval import LEVEL
@@ -205,8 +205,9 @@ def _judged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Errors of some cases: over all, by kind and other groups, by component, of memory."""
     groups = grouped(entries)
     kinds = {kind: groups["kind"][kind] for kind in sorted(groups["kind"])}
+    waiting = {f"waits for host {band}": one for band, one in by_waiting(entries).items()}
     return {
-        "summary": {"all": summarise(entries)} | kinds,
+        "summary": {"all": summarise(entries)} | waiting | kinds,
         "groups": groups,
         "components": errors(entries),
         "memory": peaks(entries),

@@ -15,7 +15,7 @@ aim: whether the errors of step time are what is wanted of such steps (`.aims`).
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from simulate.inputs import CPU_NODE, RESULTS
 from simulate.validation import text as validation_text
 from simulate.validation.aims import ONE_HOST, SEVERAL_HOSTS, missed
 from simulate.validation.forecast import Forecast, Interval, Time, read_forecast
-from simulate.validation.scores import summarise
+from simulate.validation.scores import by_waiting, summarise
 from spec.command import Parser, add_json, aligned, emit, result_name
 from spec.errors import UserError
 from spec.files import parse, read_json
@@ -45,7 +45,6 @@ COLUMNS = (
     *("half-width / error", "by forecasts", *validation_text.COLUMNS[WIDTH + 1 :], "aim"),
 )
 NEAR, FAR = 0.05, 0.1  # mean errors that are counted
-BANDS = (0.0, 0.02, 0.1, 1.0)  # of a step that it was told to wait for its host, from and to
 TOLD_APART = ("conditional", "unconditional")
 OTHERS = ("energy", "power", "clock")
 DRAWS = 2000  # of forecasts
@@ -187,29 +186,8 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
         "schema": SCHEMA,
         "forecasts": forecasts,
         "together": together,
-        "by_waiting": by_waiting({way: [*chain(*each)] for way, each in alike.items()}),
+        "by_waiting": {way: by_waiting([*chain(*each)]) for way, each in alike.items()},
     }
-
-
-def by_waiting(cases_of: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Steps by what share of them they were told to wait for their host, in `BANDS`.
-
-    cases_of: by what their forecasts were made from. Cases without a breakdown are left out.
-    """
-    found = []
-    for way, cases in cases_of.items():
-        told = [one for one in cases if any(one["breakdown_s"].values())]
-        for least, most in pairwise(BANDS):
-            within = [one for one in told if least <= waits(one["breakdown_s"]) < most]
-            if within:
-                band = {"made_from": way, "least": least, "most": most}
-                found.append(band | {"summary": summarise(within)})
-    return found
-
-
-def waits(breakdown_s: Mapping[str, float]) -> float:
-    """The share of a step that its GPUs wait for their host."""
-    return breakdown_s.get("other", 0.0) / sum(breakdown_s.values())
 
 
 def counts(forecasts: Sequence[dict[str, Any]]) -> list[str]:
@@ -260,7 +238,7 @@ def table(value: dict[str, Any]) -> str:
         lines.append((*_line(label, one), ""))
     text = aligned(lines)
     text[count:count] = ["", "together, by machine and by what they were made from:"]
-    text += ["", *_by_waiting(value["by_waiting"])]
+    text += _by_waiting(value["by_waiting"])
     text += ["", *_held_besides(value["together"])]
     text += [
         f"{one['system']} {one['name']}: {one['warning']}"
@@ -270,24 +248,22 @@ def table(value: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def _by_waiting(bands: Sequence[dict[str, Any]]) -> list[str]:
+def _by_waiting(of: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Steps of one host, by how long they were told to wait for it."""
-    heading = "one host, by what of the step waits for it"
-    lines: list[tuple[str, ...]] = [
-        (heading, "cases", "median", "MAPE", "p90", "worst", "constant rate", "neighbour", "inside")
-    ]
-    for one in bands:
-        summary = one["summary"]
-        names = "median_ape", "mape", "p90_ape", "max_ape", "baseline_mape", "neighbour_mape"
-        lines.append(
-            (
-                f"{one['made_from']}, {one['least']:.0%} to {one['most']:.0%}",
-                str(summary["n"]),
-                *(percent(summary[name]) for name in names),
-                f"{summary['coverage_90']['value']:.0%}",
-            )
+    names = "median_ape", "mape", "p90_ape", "max_ape", "baseline_mape", "neighbour_mape"
+    heads = "cases", "median", "MAPE", "p90", "worst", "constant rate", "neighbour", "inside 90 %"
+    lines: list[tuple[str, ...]] = [("one host, by what of a step waits for it", *heads)]
+    lines += [
+        (
+            f"{way}, {band}",
+            str(one["n"]),
+            *(percent(one[name]) for name in names),
+            f"{one['coverage_90']['value']:.0%}",
         )
-    return aligned(lines) if bands else []
+        for way, bands in of.items()
+        for band, one in bands.items()
+    ]
+    return ["", *aligned(lines)] if len(lines) > 1 else []
 
 
 def _held_besides(together: Sequence[dict[str, Any]]) -> list[str]:

@@ -16,6 +16,9 @@ FEWEST = 5  # cases of a group that may be called so: chance alone makes some of
 # calibrations have six digits, so a clock that never moves may end just above its own
 ROUNDED = 1e-5
 CHANCES = 1000  # groups of errors drawn to see what chance does
+# Of a step that it was told to wait for its host: less than each. What a host takes differs from
+# moment to moment, so steps that wait are told worse.
+BANDS = {"< 2 %": 0.02, "2 to 10 %": 0.1, ">= 10 %": float("inf")}
 GROUPS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "kind": lambda entry: str(entry["kind"]),
     "scale": lambda entry: _scale(int(entry["gpus"])),
@@ -45,6 +48,21 @@ def grouped(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             if name
         }
     return found
+
+
+def by_waiting(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summaries by what share of a step was told to be waiting for its host, `BANDS`.
+
+    That is `other` of its breakdown; cases without one are left out. Empty where all are alike.
+    """
+    found: dict[str, list[dict[str, Any]]] = {band: [] for band in BANDS}
+    for entry in entries:
+        told = entry.get("breakdown_s") or {}
+        if (whole := sum(told.values())) > 0:
+            share = told.get("other", 0.0) / whole
+            found[next(band for band, most in BANDS.items() if share < most)].append(entry)
+    some = {band: summarise(own) for band, own in found.items() if own}
+    return some if len(some) > 1 else {}
 
 
 def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
