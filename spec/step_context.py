@@ -9,7 +9,7 @@ The local ring is `measure/megatron/context.py`'s, joined kernel by kernel in fp
 Engine's (`AttnFuncWithCPAndKVP2P` of its pytorch/attention, version 2.11) keeps pieces in bf16, as
 they come, and joins each by one fused kernel. Backward it begins with the block whose keys came
 last and ends with its own keys, beside which gradients of keys come back: none of its messages has
-nothing beside it.
+nothing beside it. Forward the last block has none beside it, in either ring: it waits for its keys.
 """
 
 from spec.collective import Collective
@@ -20,7 +20,7 @@ from spec.step_parts import RING_BACKWARD, Part, copied
 
 # What joins a piece, over a copy of as many bytes: 1.33 to 1.4 at 17 to 19 million values of
 # queries and 0.94 at 34 million, by profiled steps on two H200; what scales the first 0.97 to 1.27.
-JOINED = 1.2
+RING_JOINED = 1.2
 
 
 def ring_attention(
@@ -76,7 +76,7 @@ def ring_attention(
     )
     # keys go around beside attention, gradients behind them; the last of these come back at the end
     return (
-        Part("attention", forward, hidden=(ring,) * later, ring=p.cp),
+        Part("attention", forward, hidden=(ring,) * later, covers=later / p.cp, ring=p.cp),
         # gradients of queries and of keys
         Part(
             "attention", backward, exposed=(ring,), hidden=(ring,) * (2 * later - 1), ring=2 * p.cp
@@ -100,7 +100,7 @@ def engine_ring(own: tuple[int, ...], cp: int) -> tuple[Part, Part]:
         copied(8 * sums),
         *(copied(12 * sums),) * later,
         copied(4 * queries),  # scaled by what the sums of all pieces leave of it
-        *(copied(int(JOINED * 6 * queries)),) * later,
+        *(copied(int(RING_JOINED * 6 * queries)),) * later,
     )
     backward = (
         beside,
@@ -112,7 +112,7 @@ def engine_ring(own: tuple[int, ...], cp: int) -> tuple[Part, Part]:
         *(copied(6 * queries), copied(12 * keys)),
     )
     return (
-        Part("attention", forward, hidden=(ring,) * later, ring=cp),
+        Part("attention", forward, hidden=(ring,) * later, covers=later / cp, ring=cp),
         Part(
             "attention",
             backward,

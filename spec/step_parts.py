@@ -12,7 +12,7 @@ from spec.parallelism import Parallelism
 # What autograd takes a host around an expert, in what that takes in the forward pass: nil steps
 # with 8 and 32 experts, 1.28 in the middle of 13 runs on 12 hosts (0.99 to 1.54).
 EXPERT_BACKWARD = 1.28
-# Likewise around a piece of Transformer Engine's ring: nil steps of one host of H200.
+# Likewise around a piece of Transformer Engine's ring: nil steps of two hosts, 1.12 and 1.39.
 RING_BACKWARD = 1.3
 
 
@@ -21,16 +21,19 @@ class Part:
     """Work that runs together: `kernels` in order, `hidden` communication beside them.
 
     A part lasts as long as the longer of the two; `exposed` communication has nothing beside it
-    and follows. In one that `waits` the host reads what the device computed: it cannot be ahead.
+    and follows. Of the kernels a share `covers` what is hidden, the others wait for it. In one that
+    `waits` the host reads what the device computed: it cannot be ahead.
     """
 
     name: str
     kernels: tuple[Kernel, ...] = ()
     exposed: tuple[Collective, ...] = ()
     hidden: tuple[Collective, ...] = ()
+    covers: float = 1.0
     waits: bool = False
     uneven: bool = False  # its ranks exchange tokens, and no two of them as many
-    ring: float = 0.0  # pieces of ring attention, put together and sent by Python in either pass
+    # pieces of ring attention, put together and sent by Python, in what one takes it forward
+    ring: float = 0.0
     routing: float = 0.0  # share of what it takes to choose a layer's experts, find their tokens
     checkpoint: bool = False  # here activations begin to be computed again
     adapter: bool = False  # low-rank products of LoRA are in it beside its own

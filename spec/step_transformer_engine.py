@@ -148,7 +148,9 @@ def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
     if part.name == "attention" and (rotated or p.cp > 1):
         own = next(one for one in part.kernels if one.op == "attention")
         batch, seq, heads, kv_heads, dim = own.dims
-        out = (kv_heads,) if rotated else (heads, kv_heads, kv_heads)
+        out = (kv_heads,) if rotated else (kv_heads, kv_heads)
+        if not rotated and not 1 < kv_heads < heads:  # grouped queries are copied as they are split
+            out = heads, *out
         laid_out = (copied(4 * batch * seq * one * dim) for one in out)
         return replace(part, kernels=(*laid_out, *part.kernels))
     cast = part.kernels[:1] if p.fp8 and part.name in BEHIND_NORM else ()

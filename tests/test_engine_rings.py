@@ -1,11 +1,15 @@
 """Rings of attention on Transformer Engine: what they run and send, and what that takes."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.transformer_engine import OWN, Timed
 from measure.suites import host_time
+from simulate.cost.costs import Costs
+from simulate.cost.uncertainty import Draws
 from simulate.hardware.as_run import as_run
 from simulate.memory.activations import layer_activation_bytes
 from simulate.memory.peak import stage_memory
@@ -130,7 +134,7 @@ def test_an_update_there_clips_in_place() -> None:
 def test_nil_steps_of_rings_there_come_with_the_plan_that_needs_them() -> None:
     found = host_time.cases("nvidia", 2, engine=True)
     first = host_time.in_order(found, [(LLAMA, TE)])[:5]
-    assert {"cp", "te_cp", "transformer_engine"} in [one.shows for one in first]
+    assert {"te_cp", "transformer_engine"} in [one.shows for one in first]
     mixture = host_time.in_order(found, [(MOE, TE.model_copy(update={"fp8": True}))])
     ring = next(n for n, one in enumerate(mixture) if "te_cp" in one.shows)
     experts = next(n for n, one in enumerate(mixture) if "fp8_experts" in one.shows)
@@ -159,3 +163,26 @@ def test_a_projection_says_whose_ring_it_has(p: Parallelism, node: Node, said: b
     request = Request(MODEL, p, node, FABRIC, CALIBRATION, Path("unread.json"), draws=20)
     sentences = [one for one in warnings(project(request)) if "Transformer Engine's alone" in one]
     assert bool(sentences) == said
+
+
+@pytest.mark.parametrize("p", [LOCAL, TE])
+def test_the_last_block_of_a_forward_pass_waits_for_its_keys(p: Parallelism) -> None:
+    """Over a slow network: of two pieces one is beside the message, and the other behind it."""
+    forward, backward = attention(LLAMA, p)
+    assert (forward.covers, backward.covers) == (0.5, 1.0)
+    fabric = FABRIC.model_copy(update={"nic_gbits_per_s": 20.0})
+    costs = Costs(CALIBRATION, NODE.model_copy(update={"gpus": 1}), fabric, p, Draws(0))
+    (kernels_us,) = np.atleast_1d(costs.part(replace(forward, hidden=())).kernels)
+    (sent_us,) = np.atleast_1d(sum(costs.collective_us(one) for one in forward.hidden))
+    (lasts_us,) = np.atleast_1d(sum(costs.part(forward).hidden))
+    assert sent_us > kernels_us  # so half of the kernels is not beside it
+    assert lasts_us >= sent_us + 0.49 * kernels_us
+
+
+def test_grouped_queries_are_copied_once() -> None:
+    """As they are split, where nothing rotates them; the ring copies keys and values alone."""
+    learned = load_model("starcoder2-7b").model_copy(update={"position": "learned"})
+    ahead = attention(learned, TE)[0].kernels
+    rows = learned.seq_len // 2
+    keys = 4 * rows * learned.kv_heads * learned.head_dim
+    assert [one.bytes for one in ahead[:3]] == [keys, keys, 2 * keys]

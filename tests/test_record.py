@@ -160,6 +160,8 @@ def change(judged: Path, how: Callable[[Any], None]) -> None:
         (lambda value: value["forecast"].update(created="0001-01-01T00:00:00+14:00"), "no time"),
         (lambda value: value["cases"][3].update(predicted_energy_j=5.0), "predicted_energy_j"),
         (lambda value: value["cases"][3]["predicted_s"].update(high=1e300), "predicted_s"),
+        (lambda value: value["cases"][3]["breakdown_s"].update(other=-1.0), "breakdown_s.other"),
+        (lambda value: value["cases"][3]["breakdown_s"].update(other="x"), "breakdown_s.other"),
     ],
 )
 def test_a_bad_record_is_one_sentence(

@@ -112,8 +112,9 @@ def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     told = {"experts": experts, "lora": lora_rank, "overlap": p.overlap, "recompute": again}
     told |= {"transformer_engine": p.on_engine, "fp8": p.fp8}
     # on Transformer Engine their host takes other times for these
-    told |= {"te_cp": p.on_engine and p.cp > 1, "te_experts": p.on_engine and experts}
-    told |= {"fp8_experts": p.fp8 and experts}
+    told |= {"te_experts": p.on_engine and experts, "fp8_experts": p.fp8 and experts}
+    if p.on_engine and p.cp > 1:
+        found = found - {"cp"} | {"te_cp"}
     return found | {name for name, has in told.items() if has}
 
 

@@ -264,14 +264,17 @@ class Costs:
             return 1.0
         return 1 + fit.communication_slowed
 
-    def beside(self, kernels: Array, sent: Array, axis: str) -> tuple[Array, Array]:
+    def beside(
+        self, kernels: Array, sent: Array, axis: str, covers: float = 1.0
+    ) -> tuple[Array, Array]:
         """Kernels' time beside communication that alone takes `sent`, and what is left of that.
 
-        While both run, both are slower; what is left afterwards has the links for itself.
+        While both run, both are slower; what is left has the links for itself. covers: the share of
+        the kernels that does not wait for it.
         """
         slowed = self.slowed(axis)
         longer = (1 + self.calibration.interference) / slowed
-        left = larger(sent - kernels * longer, 0.0)
+        left = larger(sent - covers * kernels * longer, 0.0)
         return kernels + self.slowing(sent - left, slowed), left
 
     def slowing(self, hidden: Array, slowed: float) -> Array:
@@ -310,7 +313,7 @@ class Costs:
         products = [one for one in part.kernels if one.op == "gemm"][-len(hidden) :]
         inside = axis == "tp" and self.layout.paths[axis].nodes == 1
         if fit is None or not inside or len(products) < len(hidden):
-            return self.beside(own, sum(hidden[1:], hidden[0]), axis)
+            return self.beside(own, sum(hidden[1:], hidden[0]), axis, part.covers)
         left, slowed = self.draws.zero, self.slowed(axis)
         of_a_layer = BEHIND[self.parallelism.sequence_parallel]  # each with a wait of its own
         spread = self.draws.factor("behind", fit.sd / of_a_layer**0.5)

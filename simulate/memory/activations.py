@@ -52,7 +52,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
         if not p.on_engine or p.recompute == "selective":
             kept += (heads + kv_heads) * one_head
         kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
-    elif heads != kv_heads:  # grouped queries are reshaped, which copies them
+    # grouped queries are reshaped, which copies them; in Transformer Engine's ring all are copies
+    elif heads != kv_heads and not (p.cp > 1 and p.on_engine):
         kept += heads * one_head
     if p.recompute == "none":
         if p.cp > 1 and not p.on_engine:  # its ring's output lies by heads: a copy is projected

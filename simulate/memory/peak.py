@@ -258,7 +258,8 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
     workspaces = (1 + p.cuda_graphs) * WORKSPACES
     if p.on_engine and p.cp > 1:
-        workspaces += WORKSPACES / 2  # read off seven steps that lacked 28 to 33 MiB
+        # read off seven steps over two GPUs that lacked 28 to 33 MiB; its buffers are not counted
+        workspaces += WORKSPACES / 2
     most = max(temporary, update - activations) + workspaces
     return StageMemory(
         weights, gradients, optimizer, activations, most, passes=temporary + workspaces
