@@ -31,7 +31,8 @@ def _attention(torch: Any, op: str, dims: tuple[int, ...]) -> Iterator[Item]:
 
     from measure.timed.operations import Maker
 
-    batch, queries, keys, heads, kv_heads, dim = dims if len(dims) == 6 else (*dims[:2], *dims[1:])
+    whole = dims if op == "attention_block" else (*dims[:2], *dims[1:])  # as many keys as queries
+    batch, queries, keys, heads, kv_heads, dim = whole
     half = {"dtype": torch.bfloat16, "device": "cuda"}
     q, k, v = (
         torch.randn(length, batch, count, dim, **half)
