@@ -18,8 +18,9 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.recompute == "full":
         return outside
     # both norms' inputs and outputs, a router's as it is; a gathered input is gathered again
-    routed = 1.0 if model.experts else _of_input(p)
-    kept = (2 + _of_input(p) + routed) * outside + _attention_bytes(model, p) + _mlp_bytes(model, p)
+    routed = 1.0 if model.experts else kept_of_input(p)
+    kept = (2 + kept_of_input(p) + routed) * outside
+    kept += _attention_bytes(model, p) + _mlp_bytes(model, p)
     # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
 
@@ -31,7 +32,7 @@ def recomputed_bytes(model: ModelSpec, p: Parallelism) -> float:
     return layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
 
 
-def _of_input(p: Parallelism) -> float:
+def kept_of_input(p: Parallelism) -> float:
     """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
     return 0.5 if p.fp8 and p.on_engine else 1.0
 
@@ -45,8 +46,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     # the product, of which values are a view: all ranks' where they gather it; and the output
     held = p.tp if model.kv_heads < p.tp else 1
     kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
-    if _of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
-        kept += (_of_input(p) - (p.recompute == "selective")) * heads * one_head
+    if kept_of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
+        kept += (kept_of_input(p) - (p.recompute == "selective")) * heads * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
         # values are no view there, but copied beside these, unless attention runs again
         if not p.on_engine or p.recompute == "selective":
@@ -70,9 +71,9 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
     # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
     gated = 3 if p.on_engine else 5
-    kept = ((gated if model.gated else 2) - 1 + _of_input(p)) * wide
+    kept = ((gated if model.gated else 2) - 1 + kept_of_input(p)) * wide
     wide *= largest_share(model, p)
     kept *= largest_share(model, p)
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
-        kept += 2.0 * _of_input(p) * rows * model.hidden + (0.0 if p.on_engine else wide)
+        kept += 2.0 * kept_of_input(p) * rows * model.hidden + (0.0 if p.on_engine else wide)
     return kept

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import logits, overhead
-from simulate.memory.activations import layer_activation_bytes, recomputed_bytes
+from simulate.memory.activations import kept_of_input, layer_activation_bytes, recomputed_bytes
 from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
 from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes
@@ -53,9 +53,9 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
     """Bytes that come and go within one layer's backward pass, at most, beside what it keeps.
 
     The gradient of its output, also the residual's. Beside it, in a dense layer, the gradients of
-    the second product's input and weight, or, when that input is gone, those of the two that were
-    multiplied. Frozen weights have none (LinearWithFrozenWeight in tensor_parallel/layers.py), but
-    their input's gradient comes in two parts.
+    the second product's input and weight, or, when that input is gone, beside its gradient those of
+    what the activation took. Frozen weights have none (LinearWithFrozenWeight in
+    tensor_parallel/layers.py), but their input's gradient comes in two parts.
     """
     s = shapes(model, p)
     local = 2.0 * s.local_tokens * model.hidden
@@ -66,7 +66,8 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.on_engine:  # added to the fp32 one by the product
         weight = 0.0
     gathered = 2.0 * s.tokens * model.hidden if p.sequence_parallel else 0.0  # the gradient
-    return local + max(gathered + wide + weight, 2 * wide if model.gated else 0.0)
+    of_activation = (3.0 if model.gated else 2.0) - kept_of_input(p)
+    return local + max(gathered + wide + weight, of_activation * wide)
 
 
 def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
