@@ -5,6 +5,7 @@ What was measured, which devices and links are slow and how slow, and whether te
 
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ SLOW_LINK = 0.05
 COST, COST_HIGH = 0.01, 0.02  # what the sampler may cost, and the upper end of its interval
 APART = 0.03  # energy counter and integrated power over at least 5 s
 NAMED = 8  # names in a sentence; all are in the JSON
+REASONS = 3  # why cases were skipped, the most frequent first; all are in the manifest
 EXAMPLES = """\
 examples:
   python -m measure.report results/4x-h200/20260101-120000    slow devices, slow links, telemetry
@@ -187,9 +189,10 @@ def report(target: str | None, campaign: Campaign, seconds: float) -> int:
         f"{manifest.finished} of {manifest.planned} cases measured in {seconds:.0f} s; "
         f"status {manifest.status}: {campaign.store.folder}"
     ]
-    quiet = len(manifest.skipped) - len(campaign.failed)
-    if quiet > 0:
-        lines.append(f"{quiet} skipped, with reasons in manifest.json")
+    quiet = [why for case, why in manifest.skipped.items() if case not in campaign.failed]
+    lines += [f"{count} skipped: {why}" for why, count in Counter(quiet).most_common(REASONS)]
+    if len(set(quiet)) > REASONS:
+        lines.append("more skipped, with reasons in manifest.json")
     lines += known
     lines += [f"failed: {case}: {reason}" for case, reason in list(campaign.failed.items())[:10]]
     if len(campaign.failed) > 10:

@@ -74,7 +74,7 @@ def render(value: Json, picture: str = "") -> str:
         facts=(
             ("step time", interval_text(value["step_time_s"], "s")),
             ("tokens/s", interval_text(value["tokens_per_s"], "million", 1e-6)),
-            ("MFU", interval_text(value["mfu"], "%", 100)),
+            ("MFU, of the bf16 peak", interval_text(value["mfu"], "%", 100)),
             ("power per GPU", interval_text(value["power_w_per_gpu"], "W")),
         ),
     )
@@ -115,7 +115,7 @@ def _quantities(value: Json) -> Table:
         ("step_time_s", "step time", "s", 1.0),
         ("tokens_per_s", "throughput", "tokens/s", 1.0),
         ("tokens_per_s_per_gpu", "throughput per GPU", "tokens/s", 1.0),
-        ("mfu", "model FLOP/s utilisation, attention's masked half counted", "%", 100.0),
+        ("mfu", "MFU, of the bf16 peak, attention's masked half counted", "%", 100.0),
         ("power_w_per_gpu", "mean power per GPU", "W", 1.0),
         ("energy_j_per_step", "energy per step, GPUs", "kJ", 1e-3),
         ("tokens_per_j", "tokens per joule, GPUs", "tokens/J", 1.0),

@@ -239,7 +239,7 @@ def _summary(summary: Mapping[str, Json], label: str = "kind") -> Table:
         "half-width",
         "energy",
         "memory",
-        "nearest",
+        "memory, nearest row",
     )
     shown, kept = filled(columns, rows)
     more = ", of energy, of torch's memory" if "memory" in shown else ""

@@ -178,14 +178,16 @@ class Parallelism(BaseModel):
                 f"{model.name}; use a divisor, or ask for uneven stages with --layers-per-stage"
             )
         parts = self.tp if self.sequence_parallel else 1
-        if (
-            model.seq_len % (2 * self.cp if self.cp > 1 else 1)
-            or (model.seq_len // self.cp) % parts
+        for whole, noun in (
+            (2 * self.cp if self.cp > 1 else 1, f"2 * cp {self.cp}"),
+            (self.cp * parts, f"cp {self.cp} * sequence-parallel tp {parts}"),
         ):
-            raise UserError(
-                f"seq_len {model.seq_len} of {model.name} cannot be split over cp {self.cp} "
-                f"and sequence-parallel tp {parts}"
-            )
+            if model.seq_len % whole:
+                near = max(model.seq_len // whole, 1) * whole
+                raise UserError(
+                    f"seq_len {model.seq_len} of {model.name} is no multiple of {noun} = {whole}; "
+                    f"use such as {near}"
+                )
         if self.ep > 1 and not model.experts:
             raise UserError(f"ep {self.ep} has no effect on {model.name}, which has no experts")
         if model.experts and model.experts % self.ep:

@@ -166,7 +166,7 @@ def test_a_switch_without_effect_is_said(command: Any) -> None:
         (("switches", "--no-overlap"), "the study varies --overlap itself"),
         (("microbatch", "--microbatch", "4"), "the study varies --microbatch itself"),
         (("scaling", "--gpus", "1024"), "the study varies --gpus itself"),
-        (("schedules", "--gpus", "64", "--pp", "7"), "their product does not divide 64"),
+        (("schedules", "--gpus", "64", "--pp", "7"), "pp 7, does not divide 64"),
         (("scaling", "--tp", "3"), "no point of study scaling is possible; GPUs 131,072: no par"),
     ],
 )

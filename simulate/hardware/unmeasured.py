@@ -29,10 +29,10 @@ def unmeasured(
         )
     if on_engine:
         said.append(
-            "Layers on Transformer Engine ran on up to two H200 and one H100 alone, mixtures of "
-            "experts and rings of attention on H200, and steps there that wait for their host "
-            "were told up to 25% too fast and 24% too slow from other hosts, since such hosts have "
-            "times of their own (docs/training-steps.md)."
+            "Layers on Transformer Engine were measured on up to two H200 and one H100 alone, "
+            "mixtures of experts and rings of attention on H200. Steps there that wait for their "
+            "host were predicted up to 25% too fast and 24% too slow on a host not met before "
+            "(docs/training-steps.md)."
         )
     if cuda_graphs:
         said.append(

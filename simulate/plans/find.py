@@ -177,7 +177,8 @@ def _why_none(
     fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
     rest, left = divmod(gpus, fields["tp"] * fields["cp"] * fields["pp"])
     if left:
-        return f"their product does not divide {gpus}"
+        degrees = " * ".join(f"{name} {fields[name]}" for name in ("tp", "cp", "pp"))
+        return f"their product, {degrees}, does not divide {gpus}"
     fields = {"dp": max(rest, 1), "sequence_parallel": fields["tp"] > 1} | fields
     try:
         checked(model, gpus, global_batch, fields)

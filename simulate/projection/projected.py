@@ -348,6 +348,11 @@ def warnings(projection: Projection) -> list[str]:
             "A GPU's experts run one after another, as Megatron-Core's local layers have them; as "
             "one product (moe_grouped_gemm): --transformer-impl transformer_engine."
         )
+    if p.fp8 and not p.on_engine and nvidia:
+        said.append(
+            "Products in FP8 on local layers were never measured in a step: Megatron-Core has FP8 "
+            "on Transformer Engine alone: --transformer-impl transformer_engine."
+        )
     if p.cp > 1 and not p.on_engine and nvidia:
         said.append(
             "Attention over cp runs the ring that local layers have here; Megatron-Core's is "
