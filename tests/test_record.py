@@ -70,7 +70,7 @@ def test_what_reaches_its_aim_is_said_and_counted(judged: Path) -> None:
     assert ends == ["reached", "missed"]
     assert counts(value["forecasts"]) == [
         "mean error at most 5%: 2; 10% and more: 0",
-        "reach what is wanted, one host: 1 of 2",
+        "reach their aim, one host: 1 of 2 (mean error 3%, worst 8%, 0.5 of either baseline's)",
     ]
 
 

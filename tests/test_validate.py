@@ -74,7 +74,7 @@ def test_devices_that_were_measured_have_power_of_their_own(results: Path, capsy
 def test_terminal_summary_names_baselines_and_worst(results: Path, capsys: Any) -> None:
     code, out, _ = call(capsys, str(results))
     assert code == 0
-    for words in ("MAPE", "constant rate", "neighbour", "inside 90 %", "worst cases", "case-",
+    for words in ("MAPE", "constant rate", "nearest row", "inside 90 %", "worst cases", "case-",
                   "power: MAPE 5.5%", "clock: MAPE 2.0%", "the largest clock"):  # fmt: skip
         assert words in out
 

@@ -13,6 +13,13 @@ class Aim:
     worst: float | None = None
     of_baseline: float | None = None  # share of either baseline's mean error
 
+    def __str__(self) -> str:
+        """Such as `mean error 3%, worst 8%, 0.5 of either baseline's error`."""
+        said = [f"mean error {self.mean:.0%}"]
+        said += [] if self.worst is None else [f"worst {self.worst:.0%}"]
+        said += [] if self.of_baseline is None else [f"{self.of_baseline:g} of either baseline's"]
+        return ", ".join(said)
+
 
 ONE_HOST = Aim(0.03, 0.08, 0.5)
 SEVERAL_HOSTS = Aim(0.05)  # emulated nodes and network namespaces

@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from simulate.inputs import CPU_NODE, RESULTS
 from simulate.validation import text as validation_text
-from simulate.validation.aims import ONE_HOST, SEVERAL_HOSTS, missed
+from simulate.validation.aims import ONE_HOST, SEVERAL_HOSTS, Aim, missed
 from simulate.validation.forecast import Forecast, Interval, Time, read_forecast
 from simulate.validation.scores import by_waiting, summarise
 from spec.command import Parser, add_json, aligned, emit, result_name
@@ -117,6 +117,11 @@ def where(forecast: Forecast) -> str:
     return "several nodes" if any(one.config.nodes > 1 for one in forecast.cases) else "one host"
 
 
+def aim_of(kind: str) -> Aim:
+    """What is wanted of steps on a kind of machine, as `where` names it."""
+    return ONE_HOST if kind == "one host" else SEVERAL_HOSTS
+
+
 def read_judged(path: Path) -> tuple[Forecast, Judged]:
     """A sealed forecast and its judgement; raises UserError where they are not of each other."""
     sealed = path.with_name(path.name.removesuffix(JUDGED) + ".json")
@@ -158,7 +163,7 @@ def record(results: Path, system: str | None = None) -> dict[str, Any]:
         cases = [one.model_dump(exclude_none=True) for one in judged.cases]
         like = where(forecast), made_from(name)
         summary = summarise(cases)
-        aim = ONE_HOST if like[0] == "one host" else SEVERAL_HOSTS
+        aim = aim_of(like[0])
         cases_of.setdefault(like, []).append(cases)
         forecasts.append(
             {
@@ -199,7 +204,7 @@ def counts(forecasts: Sequence[dict[str, Any]]) -> list[str]:
     text = [f"mean error at most {NEAR:.0%}: {near}; {FAR:.0%} and more: {far}"]
     for name in sorted({one["where"] for one in forecasts}):
         mine = [not one["missed"] for one in forecasts if one["where"] == name]
-        text.append(f"reach what is wanted, {name}: {sum(mine)} of {len(mine)}")
+        text.append(f"reach their aim, {name}: {sum(mine)} of {len(mine)} ({aim_of(name)})")
     return text
 
 
@@ -253,7 +258,7 @@ def table(value: dict[str, Any]) -> str:
 def _by_waiting(of: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Steps of one host, by how long they were told to wait for it."""
     names = "median_ape", "mape", "p90_ape", "max_ape", "baseline_mape", "neighbour_mape"
-    heads = "cases", "median", "MAPE", "p90", "worst", "constant rate", "neighbour", "inside 90 %"
+    heads = "cases", "median", "MAPE", "p90", "worst", "constant rate", "nearest row", "inside 90 %"
     lines: list[tuple[str, ...]] = [("one host, by what of a step waits for it", *heads)]
     lines += [
         (
