@@ -320,10 +320,7 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("sequence-parallel", "split activations outside tensor-parallel regions too"),
         ("overlap", "hide data-parallel communication behind the backward pass"),
-        (
-            "fp8",
-            "products of layers in FP8, on Transformer Engine where it is real (default: bf16)",
-        ),
+        ("fp8", "products of layers in FP8, in Megatron-Core by Transformer Engine (default: no)"),
         ("cuda-graphs", "passes replayed from a CUDA graph, not issued by the host (default: no)"),
     ):
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from itertools import groupby
+from math import lcm
 from operator import attrgetter
 from typing import Literal, Self
 
@@ -177,17 +178,7 @@ class Parallelism(BaseModel):
                 f"pp {self.pp} * vpp {self.vpp} does not divide the {model.layers} layers of "
                 f"{model.name}; use a divisor, or ask for uneven stages with --layers-per-stage"
             )
-        parts = self.tp if self.sequence_parallel else 1
-        for whole, noun in (
-            (2 * self.cp if self.cp > 1 else 1, f"2 * cp {self.cp}"),
-            (self.cp * parts, f"cp {self.cp} * sequence-parallel tp {parts}"),
-        ):
-            if model.seq_len % whole:
-                near = max(model.seq_len // whole, 1) * whole
-                raise UserError(
-                    f"seq_len {model.seq_len} of {model.name} is no multiple of {noun} = {whole}; "
-                    f"use such as {near}"
-                )
+        self._refuse_uneven_sequences(model)
         if self.ep > 1 and not model.experts:
             raise UserError(f"ep {self.ep} has no effect on {model.name}, which has no experts")
         if model.experts and model.experts % self.ep:
@@ -231,6 +222,19 @@ class Parallelism(BaseModel):
             if self.cuda_graphs and found:
                 raise UserError(f"cuda_graphs with {noun} is not supported: {why}; leave it off")
 
+    def _refuse_uneven_sequences(self, model: ModelSpec) -> None:
+        """A ring has two pieces of a sequence on each GPU, sequence parallelism equal shares."""
+        parts = self.tp if self.sequence_parallel else 1
+        asked = {f"2 * cp {self.cp}": 2 * self.cp if self.cp > 1 else 1}
+        asked[f"cp {self.cp} * sequence-parallel tp {parts}"] = self.cp * parts
+        whole = lcm(*asked.values())
+        if model.seq_len % whole:
+            noun = next(noun for noun, each in asked.items() if model.seq_len % each)
+            raise UserError(
+                f"seq_len {model.seq_len} of {model.name} is no multiple of {noun} = "
+                f"{asked[noun]}; use such as {max(model.seq_len // whole, 1) * whole}"
+            )
+
     def _refuse_odd_sizes(self, model: ModelSpec) -> None:
         """What Transformer Engine refuses (`pytorch/utils.py`, `assert_dim_for_fp8_exec`)."""
         split = (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -246,7 +250,8 @@ class Parallelism(BaseModel):
                     f"fp8 steps need sizes in multiples of {FP8_COLUMNS}; {name} of {model.name} "
                     f"is {size}"
                 )
-        rows = self.microbatch * model.seq_len // (self.tp if self.sequence_parallel else 1)
+        parts = self.cp * (self.tp if self.sequence_parallel else 1)
+        rows = self.microbatch * model.seq_len // parts
         if rows % FP8_ROWS:
             raise UserError(
                 f"fp8 steps need tokens in multiples of {FP8_ROWS}; a micro-batch leaves a GPU "

@@ -16,11 +16,14 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import RING_BACKWARD, Part, copied
+from spec.step_parts import Part, copied
 
 # What joins a piece, over a copy of as many bytes: 1.33 to 1.4 at 17 to 19 million values of
 # queries and 0.94 at 34 million, by profiled steps on two H200; what scales the first 0.97 to 1.27.
 RING_JOINED = 1.2
+# What autograd takes a host around a piece of Transformer Engine's ring, in what that takes in the
+# forward pass: nil steps of two hosts, 1.12 and 1.39.
+RING_BACKWARD = 1.3
 
 
 def ring_attention(
@@ -31,8 +34,7 @@ def ring_attention(
     own = (p.microbatch, length, heads, kv_heads, dim)
     if p.on_engine:
         return engine_ring(own, p.cp)
-    rows = p.microbatch * length
-    queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
+    rows, (queries, keys, sums) = p.microbatch * length, elements_of(own)
     ring = Collective("send_recv", "cp", 2.0 * 2 * keys)
     block = block_of(own)
     later = p.cp - 1
@@ -86,9 +88,7 @@ def ring_attention(
 
 def engine_ring(own: tuple[int, ...], cp: int) -> tuple[Part, Part]:
     """The same by Transformer Engine; own: dims of the attention to a GPU's own keys."""
-    batch, length, heads, kv_heads, dim = own
-    rows = batch * length
-    queries, keys, sums = rows * heads * dim, rows * kv_heads * dim, rows * heads
+    queries, keys, sums = elements_of(own)
     block, later = block_of(own), cp - 1
     ring = Collective("send_recv", "cp", 2.0 * 2 * keys)
     both = Collective("send_recv", "cp", 2 * 2.0 * 2 * keys)  # keys, and gradients of those before
@@ -120,6 +120,13 @@ def engine_ring(own: tuple[int, ...], cp: int) -> tuple[Part, Part]:
             ring=RING_BACKWARD * cp,
         ),
     )
+
+
+def elements_of(own: tuple[int, ...]) -> tuple[int, int, int]:
+    """Of a GPU's queries, of its keys (as many as values), and of log-sums, one a query's head."""
+    batch, length, heads, kv_heads, dim = own
+    rows = batch * length
+    return rows * heads * dim, rows * kv_heads * dim, rows * heads
 
 
 def block_of(own: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from spec.parallelism import Parallelism
 # What autograd takes a host around an expert, in what that takes in the forward pass: nil steps
 # with 8 and 32 experts, 1.28 in the middle of 13 runs on 12 hosts (0.99 to 1.54).
 EXPERT_BACKWARD = 1.28
-# Likewise around a piece of Transformer Engine's ring: nil steps of two hosts, 1.12 and 1.39.
-RING_BACKWARD = 1.3
 
 
 @dataclass(frozen=True)

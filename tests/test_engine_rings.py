@@ -23,7 +23,8 @@ from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import layer
-from spec.step_parts import RING_BACKWARD, Part
+from spec.step_context import RING_BACKWARD
+from spec.step_parts import Part
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
 from topologies import load_node
 
@@ -186,3 +187,20 @@ def test_grouped_queries_are_copied_once() -> None:
     rows = learned.seq_len // 2
     keys = 4 * rows * learned.kv_heads * learned.head_dim
     assert [one.bytes for one in ahead[:3]] == [keys, keys, 2 * keys]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "tp", "said"),
+    [
+        (4098, 1, r"2 \* cp 2 = 4; use such as 4096"),
+        (4110, 8, r"2 \* cp 2 = 4; use such as 4096"),  # 4108 would be no multiple of 16
+        (4100, 8, r"cp 2 \* sequence-parallel tp 8 = 16; use such as 4096"),
+    ],
+)
+def test_a_sequence_that_gpus_cannot_share_is_refused_with_one_that_they_can(
+    seq_len: int, tp: int, said: str
+) -> None:
+    p = TE.model_copy(update={"tp": tp, "sequence_parallel": tp > 1})
+    with pytest.raises(UserError, match=f"seq_len {seq_len} of llama3-8b is no multiple of {said}"):
+        p.check(LLAMA.resized(seq_len=seq_len))
+    p.check(LLAMA.resized(seq_len=4096))

@@ -15,6 +15,7 @@ from measure.training.steps import prepared
 from simulate.hardware.as_run import as_run
 from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.overhead import context_gib
+from simulate.projection.local_layers import local_layers_notes
 from spec.calibration import HostVisit
 from spec.errors import UserError, WorkError
 from spec.fitted import changed
@@ -215,6 +216,9 @@ def test_sizes_that_fp8_refuses_are_said_before_a_step_runs() -> None:
     short = LLAMA.model_copy(update={"seq_len": 4100})
     with pytest.raises(UserError, match="multiples of 8; a micro-batch leaves a GPU 4100"):
         refuse(short, TE_FP8)
+    even = LLAMA.model_copy(update={"seq_len": 4104})  # whose half is no multiple of 8
+    with pytest.raises(UserError, match="multiples of 8; a micro-batch leaves a GPU 2052"):
+        refuse(even, TE_FP8.model_copy(update={"cp": 2}))
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is installed here")
@@ -245,6 +249,9 @@ def test_what_is_not_simulated_there_is_refused(
 def test_fp8_steps_of_local_layers_are_not_measured() -> None:
     with pytest.raises(UserError, match="use transformer_impl transformer_engine, or fp8 false"):
         refuse(LLAMA, P.model_copy(update={"fp8": True}))
+    (note,) = local_layers_notes(LLAMA, P.model_copy(update={"fp8": True}))
+    assert note.startswith("Products in FP8 on local layers were never measured in a step")
+    assert local_layers_notes(LLAMA, P) == local_layers_notes(LLAMA, TE_FP8) == []
     refuse(LLAMA, TE_FP8)
 
 

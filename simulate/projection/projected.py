@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from simulate.cost.costs import network_for
+from simulate.cost.groups import network_for
 from simulate.cost.uncertainty import OneAtATime, interval
 from simulate.hardware.as_run import as_run
 from simulate.hardware.nvls import has_nvls
@@ -18,6 +18,7 @@ from simulate.plans.find import smallest
 from simulate.plans.remedies import Remedy, remedies
 from simulate.power import energy
 from simulate.power.whatif import Changed, widened
+from simulate.projection.local_layers import local_layers_notes
 from simulate.projection.memory_notes import memory_notes
 from simulate.projection.no_effect import without_effect
 from simulate.step import stragglers
@@ -342,22 +343,8 @@ def warnings(projection: Projection) -> list[str]:
             "Experts get even loads, which trained routers do not give them: see "
             "--expert-imbalance and --capacity-factor."
         )
-    nvidia = r.calibration.kind != "cpu" and "AMD" not in r.node.gpu.upper()
-    if r.model.experts and not p.on_engine and nvidia:
-        said.append(
-            "A GPU's experts run one after another, as Megatron-Core's local layers have them; as "
-            "one product (moe_grouped_gemm): --transformer-impl transformer_engine."
-        )
-    if p.fp8 and not p.on_engine and nvidia:
-        said.append(
-            "Products in FP8 on local layers were never measured in a step: Megatron-Core has FP8 "
-            "on Transformer Engine alone: --transformer-impl transformer_engine."
-        )
-    if p.cp > 1 and not p.on_engine and nvidia:
-        said.append(
-            "Attention over cp runs the ring that local layers have here; Megatron-Core's is "
-            "Transformer Engine's alone: --transformer-impl transformer_engine."
-        )
+    if r.calibration.kind != "cpu" and "AMD" not in r.node.gpu.upper():
+        said += local_layers_notes(r.model, p)
     if r.slow_gpus:
         same = replace(r, draws=0, slow_gpus=None).simulator().run().step_time_s[0]
         said.append(
