@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.engine_experts import Item
 from spec.kernel import Kernel
 
-OWN = (  # batch, tokens, heads, kv_heads, head_dim
+SHAPES = (  # batch, tokens, heads, kv_heads, head_dim
     *((1, 4096, 32, 8, 128), (1, 8192, 32, 8, 128), (1, 4096, 36, 4, 128)),
     *((2, 2048, 32, 8, 128), (1, 2048, 56, 56, 128), (1, 16384, 8, 1, 128)),
 )
@@ -19,7 +19,7 @@ OWN = (  # batch, tokens, heads, kv_heads, head_dim
 
 def of_attention(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     """What is timed, shape by shape: a GPU's own keys under the mask, and half as many without."""
-    for batch, tokens, *heads in OWN:
+    for batch, tokens, *heads in SHAPES:
         yield partial(_attention, torch, "attention", (batch, tokens, *heads))
         block = batch, tokens, tokens // 2, *heads
         yield partial(_attention, torch, "attention_block", block)

@@ -63,6 +63,7 @@ SUM_WIDTHS = (  # of weights, out and in
     *((1600, 1600), (6400, 1600), (2048, 2048), (2048, 8192), (16384, 2048), (4096, 4096)),
     *((6144, 4096), (4096, 14336), (28672, 4096), (27648, 9216)),
 )
+PARTS = {"attention": of_attention, "experts": of_experts}  # by what `--only` names
 FAR = 1 << 29  # bytes of gradients that take turns: each was written over in the caches
 
 
@@ -78,7 +79,7 @@ class Timed(BaseModel):
 
 
 def measured(only: str | None = None) -> Iterator[Timed]:
-    """All of it, or of experts alone, on the first GPU."""
+    """All of it, or one of PARTS alone, on the first GPU."""
     import torch
 
     cuda: Any = torch.cuda
@@ -87,10 +88,8 @@ def measured(only: str | None = None) -> Iterator[Timed]:
     gpu = cuda.get_device_name(0)
     for what, way, shape, by, time_us in () if only else nil_steps():
         yield Timed(gpu=gpu, what=what, way=way, shape=shape, by=by, time_us=time_us)
-    chosen = {"experts": of_experts, "attention": of_attention}
-    makers = chosen if only is None else {only: chosen[only]}
-    every = (make for some in makers.values() for make in some(torch))
-    for make in (*(() if only else _makers(torch)), *every):
+    makers = (PARTS[only],) if only else (_makers, *PARTS.values())
+    for make in (make for some in makers for make in some(torch)):
         try:
             for what, way, shape, by, call in make():
                 time_us = _time_us(cuda, call)
@@ -311,9 +310,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = command.Parser(prog="python -m benchmarks.transformer_engine", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=OWN, metavar="FILE", help="its rows")
     parser.add_argument("--measure", type=command.new_file, metavar="FILE", help="rows go here")
-    parser.add_argument(
-        "--only", choices=["attention", "experts"], help="what --measure times, if not all"
-    )
+    parser.add_argument("--only", choices=PARTS, help="what --measure times, if not all")
     options = parser.parse_args(arguments)
     if options.only and not options.measure:
         raise UserError("--only says what --measure times; add --measure, or leave it out")

@@ -17,7 +17,7 @@ from simulate.cost.exchange import (
     share_not_held,
     synchronous,
 )
-from simulate.cost.groups import Layout, layout
+from simulate.cost.groups import Layout, layout, network_for
 from simulate.cost.segment_cost import Cost, PartCost, joined
 from simulate.cost.uncertainty import Draws, central, larger, smaller, where
 from simulate.cost.works import APART, ByClock, Energy, Same, Slowed, Works, works
@@ -394,9 +394,3 @@ class Costs:
 def inside_us(same: Same[CollectiveFit], ranks: int, nbytes: float) -> tuple[float, float]:
     """`CollectiveFit.time_us`: plans of a search share most of their groups inside a node."""
     return same.held.time_us(ranks, nbytes)
-
-
-def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:
-    """The network model that fits the fabric's protocol, measured ones first."""
-    fitting = (fit for fit in calibration.networks if fit.protocol == fabric.protocol)
-    return min(fitting, key=lambda fit: fit.source != "measured", default=None)

@@ -1,10 +1,12 @@
-"""Where each parallel group of a step lies on the cluster."""
+"""Where each parallel group of a step lies on the cluster, and which network is between."""
 
 from contextlib import suppress
 from dataclasses import dataclass
 
+from spec.calibration import Calibration
 from spec.errors import UserError
 from spec.hardware import Fabric, GroupPath, Node
+from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
 from topologies.placement import AXIS_PATTERN, group_path, with_senders
 
@@ -59,3 +61,9 @@ def _ends(p: Parallelism, node: Node, fabric: Fabric, leaving: int) -> GroupPath
         with suppress(UserError):
             return group_path(node, fabric, 2 * half * stage, 2, half * stage, axes=leaving)
     return group_path(node, fabric, p.gpus, 2, p.pp // 2 * stage, axes=leaving)
+
+
+def network_for(calibration: Calibration, fabric: Fabric) -> NetworkFit | None:
+    """The network model that fits the fabric's protocol, measured ones first."""
+    fitting = (fit for fit in calibration.networks if fit.protocol == fabric.protocol)
+    return min(fitting, key=lambda fit: fit.source != "measured", default=None)

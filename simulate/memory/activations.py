@@ -34,7 +34,7 @@ def recomputed_bytes(model: ModelSpec, p: Parallelism) -> float:
 
 def kept_of_input(p: Parallelism) -> float:
     """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
-    return 0.5 if p.fp8 and p.on_engine else 1.0
+    return 0.5 if p.fp8_on_engine else 1.0
 
 
 def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:

@@ -14,7 +14,7 @@ class Aim:
     of_baseline: float | None = None  # share of either baseline's mean error
 
     def __str__(self) -> str:
-        """Such as `mean error 3%, worst 8%, 0.5 of either baseline's error`."""
+        """Such as `mean error 3%, worst 8%, 0.5 of either baseline's`."""
         said = [f"mean error {self.mean:.0%}"]
         said += [] if self.worst is None else [f"worst {self.worst:.0%}"]
         said += [] if self.of_baseline is None else [f"{self.of_baseline:g} of either baseline's"]

@@ -58,7 +58,7 @@ def _above_zero(value: dict[str, float]) -> dict[str, float]:
 
 Predicted = Annotated[Interval, AfterValidator(_above_zero)]
 # of a breakdown: what is left of a sum may be a rounding below 0
-Part = Annotated[float, Field(ge=-1e-9, le=1e9)]
+BreakdownS = Annotated[float, Field(ge=-1e-9, le=1e9)]
 # memory has no interval in forecasts that were sealed before it had one
 Central = Annotated[dict[str, NonNegative], AfterValidator(_above_zero)]
 
@@ -70,7 +70,7 @@ class JudgedCase(BaseModel):
 
     real_s: Positive
     predicted_s: Predicted
-    breakdown_s: dict[str, Part] = {}
+    breakdown_s: dict[str, BreakdownS] = {}
     baseline_s: Positive | None = None
     neighbour_s: Positive | None = None
     real_energy_j: Positive | None = None
