@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from measure.campaign import Campaign
+from measure.hosts.others import Samplers
 from measure.plans.cases import CollectiveCase
-from measure.report import main, named, slow_devices, slow_links, telemetry_checks
+from measure.report import main, named, report, slow_devices, slow_links, telemetry_checks
 from measure.store.write import Store, read_links, write_links
 from measure.suites.collectives import group_times_us
 from measure.suites.collectives import row as row_of
+from measure.telemetry.handle import Sampler
 from measure.training.plan import cases
 from spec.command import run
 from spec.errors import UserError
@@ -128,6 +131,30 @@ def test_what_telemetry_says_of_itself(tmp_path: Path) -> None:
     assert lines[0].endswith("; more than 1%, or not known to be below 2%")
     assert lines[1].endswith("; more than 3% apart on device 2")
     assert telemetry_checks(tmp_path / "nothing") == ({}, [])
+
+
+def test_why_cases_were_skipped_is_said_at_the_end_the_most_frequent_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = new_store(tmp_path)
+    for reason, count in (("no device", 1), ("too few", 3), ("too large", 2), ("no room", 1)):
+        for n in range(count):
+            store.skip(f"{reason} {n}", reason)
+    store.skip("broken", "failed: out of memory")
+    store.save("complete")
+    sampler = Samplers(Sampler(store.folder, "fake:1", epoch=0.0), (), store.folder, 0.0)
+    campaign = Campaign("fake", (), store, sampler, lambda name, n: None)
+    campaign.failed["broken"] = "out of memory"
+    assert report(None, campaign, 1.0) == 1  # nothing was measured
+    sampler.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:6] == [
+        "3 skipped: too few",
+        "2 skipped: too large",
+        "1 skipped: no device",
+        "more skipped, with reasons in manifest.json",
+        "failed: broken: out of memory",
+    ]
 
 
 def steps_row(case_id: str, seconds: float, **state: Any) -> TrainingRow:
