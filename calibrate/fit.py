@@ -31,7 +31,7 @@ from calibrate.clock.monitored import monitored
 from calibrate.clock.throttle import note_throttling
 from calibrate.evidence import FITTED, Evidence, Ledger, input_file
 from calibrate.host import visits as host_visits
-from calibrate.host.overhead import composition_sd, fit_host, fit_interference
+from calibrate.host.overhead import composition_sd, fit_host, fit_interference, training_sd
 from calibrate.kernels.behind import fit_behind
 from calibrate.kernels.borrowed import fittable, lent_inputs, readable
 from calibrate.kernels.errors import judge_kernels
@@ -114,7 +114,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
     clock = fit_clock(evidence, state, telemetry, ledger)
     interference = fit_interference(evidence, ledger)
     behind = fit_behind(evidence, ledger)
-    composition = composition_sd(evidence, ledger)
+    composition, training = composition_sd(evidence, ledger), training_sd(evidence, ledger)
     judge_kernels(evidence, state, own, ledger)
     judge_families(evidence, state, own, ledger)
     judge_collectives(evidence, fit_collectives(evidence, Ledger()), ledger)
@@ -150,6 +150,7 @@ def _fit(evidence: Evidence, show_progress: bool) -> Calibration:
             "communication_slowed": interference.collective,
             "behind": behind,
             "composition_sd": composition,
+            "training_sd": training,
             "parameters": tuple(ledger.parameters),
             "held_out": tuple(ledger.held_out),
         }

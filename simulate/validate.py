@@ -30,6 +30,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.command import emit, progress, run
 from spec.errors import UserError
 from spec.files import none_left, sha256, write_table
+from spec.fitted import changed
 from spec.hardware import Node
 from spec.interval import interval_text
 from spec.records import HostRow, KernelRow
@@ -234,7 +235,8 @@ def main_predict(words: Sequence[str]) -> int:
             "--same-devices is of the calibration's own GPUs, --node of others; give one of them"
         )
     node = load_node(arguments.node) if arguments.node is not None else default_node(calibration)
-    calibration = calibration_for(calibration, node)
+    # `measure.run` runs a plan with weights that stay
+    calibration = changed(calibration_for(calibration, node), training_sd=0.0)
     refuse_sealed(Path(arguments.out))  # before a plan is drawn, which is written once too
     devices = measured_last(arguments, calibration) if arguments.same_devices else ()
     if arguments.draw is None:

@@ -290,6 +290,10 @@ class Calibration(BaseModel):
     composition_sd: Spread = Field(
         description="what adding up kernels leaves out of a whole step, common to all of it"
     )
+    training_sd: Spread = Field(
+        default=0.0,
+        description="what a step is off by as its model has learnt; 0 for one whose weights stay",
+    )
     parameters: tuple[Parameter, ...]
     held_out: tuple[HeldOut, ...]
 

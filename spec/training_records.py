@@ -148,6 +148,11 @@ class TrainingConfig(Row):
 _CONFIGURATION = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
 
 
+# Said in `framework` of steps that change fp32 weights and hardly a bf16 one.
+WEIGHTS_STAY = "learning rate 1e-07"
+SOON_LEARNT = 40  # steps
+
+
 class TrainingRow(TrainingConfig):
     """training.csv: one configuration of real training steps; its steps are in steps.csv."""
 
@@ -179,6 +184,15 @@ class TrainingRow(TrainingConfig):
     def one_queue(self) -> bool:
         """Whether the device started kernels in the order of issue, whatever their stream."""
         return "CUDA_DEVICE_MAX_CONNECTIONS=1" in self.framework
+
+    @property
+    def learnt(self) -> bool:
+        """Whether its model had learnt something before most of its steps were timed.
+
+        On random tokens one without gates has within ten steps, one with gates within forty
+        (docs/visits.md, the thirty-third visit).
+        """
+        return WEIGHTS_STAY not in self.framework and (not self.gated or self.steps >= SOON_LEARNT)
 
 
 class StepRow(Row):

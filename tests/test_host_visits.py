@@ -1,13 +1,22 @@
 """The host of one visit beside those of others: learned from issue times, known to its devices."""
 
-from math import log
+from math import hypot, log
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from calibrate.evidence import Evidence, Ledger
-from calibrate.host.visits import PYTHON_SD, VISIT_SD, alike, of_runs, parts, with_visits
+from calibrate.host.visits import (
+    PYTHON_SD,
+    PYTHON_VISITS,
+    VISIT_SD,
+    ByOthers,
+    alike,
+    of_runs,
+    parts,
+    with_visits,
+)
 from simulate.power.whatif import on_devices
 from simulate.step.estimate import StepSimulator
 from spec.calibration import HostFit
@@ -68,8 +77,8 @@ def test_unlike_visits_widen_what_another_may_be() -> None:
     with_visits(HOST, {FIRST: 1.0}, ledger)
     assert [(row.name, row.source) for row in ledger.parameters] == [
         ("host.slower", "assumed"),
-        ("host.visit_sd", "assumed"),
         ("host.python_sd", "assumed"),
+        ("host.visit_sd", "assumed"),
     ]
     assert one.python_sd == apart.python_sd == PYTHON_SD
 
@@ -93,7 +102,8 @@ def test_a_host_that_nobody_visited_is_the_middle_one() -> None:
 def test_hosts_judged_by_others_replace_what_was_assumed_of_python() -> None:
     def found(off: list[float]) -> tuple[float, str]:
         ledger = Ledger()
-        sd = with_visits(HOST, {FIRST: 1.0}, ledger, python=off).python_sd
+        by_others = [ByOthers(one, one) for one in off]
+        sd = with_visits(HOST, {FIRST: 1.0}, ledger, by_others=by_others).python_sd
         noted = next(row for row in ledger.parameters if row.name == "host.python_sd")
         assert noted.value == pytest.approx(sd, abs=1e-3)
         return sd, noted.source
@@ -104,6 +114,25 @@ def test_hosts_judged_by_others_replace_what_was_assumed_of_python() -> None:
     sd, source = found([0.1, -0.1] * 100)
     assert source == "measured"
     assert sd == pytest.approx(0.1, rel=0.05)
+
+
+def test_what_hosts_differ_by_is_read_off_whole_nil_steps() -> None:
+    """Not from how slowly they issue and from the rest apart, which may go together or not."""
+
+    def found(*off: tuple[float, float]) -> HostFit:
+        slower = {(str(number),): 4.0 ** (-1) ** number for number in range(len(off))}
+        return with_visits(HOST, slower, Ledger(), by_others=[ByOthers(*one) for one in off])
+
+    both = [(0.1, 0.2), (-0.1, -0.2)] * 500
+    host = found(*both)
+    assert hypot(host.python_sd, host.visit_sd) == pytest.approx(0.2, rel=0.05)
+    assert host.python_sd == pytest.approx(0.1, rel=0.05)
+    assert found(*[(0.2, 0.1), (-0.2, -0.1)] * 500).visit_sd == 0.0
+    few = found(*both[:2])
+    assert few.python_sd > host.python_sd
+    assert hypot(few.python_sd, few.visit_sd) > hypot(host.python_sd, host.visit_sd)
+    hosts, squares = 2 + PYTHON_VISITS, 2 * 0.2**2 + PYTHON_VISITS * PYTHON_SD**2
+    assert few.python_sd < (squares / hosts) ** 0.5 < hypot(few.python_sd, few.visit_sd)
 
 
 def test_only_steps_on_other_devices_have_the_whole_spread_of_visits(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from calibrate.host.equations import (
 from calibrate.host.issue import (
     CALLS,
     WHAT,
-    beside_issue,
+    by_others,
     host_sd,
     middles,
     on_middle_host,
@@ -169,11 +169,15 @@ def test_what_goes_with_issuing_is_judged_by_other_hosts() -> None:
     seen = {host: [Equation(takes["pass"], 0.0, {"pass": 1.0}, 1.0)] for host, takes in own.items()}
     slower = {("a",): 1.0, ("b",): 1.2}
     # the third's speed is unknown: no part of the others' mean, and not judged
-    assert beside_issue(seen, own, slower) == pytest.approx([np.log(80 / 100), np.log(100 / 80)])
+    found = by_others(seen, own, slower)
+    assert [one.python for one in found] == pytest.approx([np.log(80 / 100), np.log(100 / 80)])
+    # a host that nobody knows is taken to issue as the others do
+    whole = [np.log(80 * 1.2 / 100), np.log(100 / 80 / 1.2)]
+    assert [one.whole for one in found] == pytest.approx(whole)
     # a visit to one of a host's devices is of that host
     same = {("a", "d") if host == ("b",) else host: takes for host, takes in own.items()}
     seen[("a", "d")] = seen.pop(("b",))
-    assert beside_issue(seen, same, {("a",): 1.0, ("a", "d"): 1.2}) == []
+    assert by_others(seen, same, {("a",): 1.0, ("a", "d"): 1.2}) == []
 
 
 def test_the_middle_hosts_passes_are_told_as_long_as_they_take() -> None:

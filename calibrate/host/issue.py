@@ -20,7 +20,7 @@ from calibrate.host.equations import (
     equations,
     told_apart,
 )
-from calibrate.host.visits import parts, single_calls, with_visits
+from calibrate.host.visits import ByOthers, middle_of, parts, single_calls, with_visits
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime
 from spec.kernel_fit import KernelFit
@@ -172,7 +172,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
             visit: {cast(HostTime, f"{name}_us"): rounded(time) for name, time in takes.items()}
             for visit, takes in own.items()
         },
-        beside_issue(by_devices, own, slower),
+        by_others(by_devices, own, slower),
         parts(evidence),
     )
 
@@ -193,24 +193,26 @@ def usual_us(
     return found
 
 
-def beside_issue(
+def by_others(
     seen: Mapping[tuple[str, ...], Sequence[Equation]],
     own: Mapping[tuple[str, ...], Mapping[str, float]],
     slower: Mapping[tuple[str, ...], float],
-) -> list[float]:
-    """How far (log) passes of each host's nil steps are from what hosts of other devices say.
+) -> list[ByOthers]:
+    """How far passes of each host's nil steps are from what hosts of other devices say.
 
     seen, own: by the host's devices, its equations and what `beside_kernels` made of them; slower:
     how much slower it issues single calls, by which its times are divided.
     """
     found = []
     for visit in (one for one in seen if one in slower):
-        apart = [one for one in own if one in slower and not set(one) & set(visit)]
-        others = on_middle_host(seen, {one: own[one] for one in apart}, slower)
+        apart = [one for one in slower if not set(one) & set(visit)]
+        others = on_middle_host(seen, {one: own[one] for one in apart if one in own}, slower)
         passes = [one for one in _passes(seen[visit]) if one.counts.keys() <= others.keys()]
         if passes:
             told = sum(_told(one, others) for one in passes)
-            found.append(log(told / sum(one.time_us for one in passes)))
+            python = log(told / sum(one.time_us for one in passes))
+            middle = middle_of(slower[one] for one in apart)
+            found.append(ByOthers(python, python + log(middle / slower[visit])))
     return found
 
 
@@ -219,7 +221,7 @@ def on_middle_host(
     own: Mapping[tuple[str, ...], Mapping[str, float]],
     slower: Mapping[tuple[str, ...], float],
 ) -> dict[str, float]:
-    """Time of each of CALLS on the middle host, us; seen, own, slower: as of `beside_issue`.
+    """Time of each of CALLS on the middle host, us; seen, own, slower: as of `by_others`.
 
     `middles` of what each host takes beside how slow its passes of what all hosts have were, so
     that what few hosts show is not theirs alone; all scaled alike so that the middle host's passes

@@ -1,15 +1,19 @@
 """How much slower the host of one visit issues the same operations than that of another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log, sqrt
 from statistics import median
+from typing import NamedTuple
+
+from scipy.special import stdtrit
 
 from calibrate.apart import apart, groups
 from calibrate.evidence import Evidence, Ledger, log_interval, rounded
 from calibrate.network.visits import Visited, by_visit, pooled_sd
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime, HostVisit
+from spec.interval import Z90
 from spec.records import KernelRow
 
 # Operations that are one call of a library: what issuing one costs is the same for all of them.
@@ -21,7 +25,9 @@ SHORT_US = 100.0
 VISIT_SD, VISITS = 0.28, 4
 # Nil steps of each of three hosts of four H200 from what the other two take, by its issue times:
 # off by 0.18 dense and 0.42 with experts (root mean squares of microbatches). Counts as so many
-# hosts beside a system's own.
+# hosts beside a system's own. Taken as well of whole nil steps, by hosts that know nothing of this
+# one: of 8 to 22 hosts of each of four systems these are 0.15 to 0.20 off, less than the two parts
+# would be if they went apart, as a host that issues slowly is slow in Python, too, but less so.
 PYTHON_SD, PYTHON_VISITS = 0.3, 2
 
 
@@ -69,23 +75,42 @@ def alike(evidence: Evidence) -> Evidence:
     return replace(evidence, host_slower=of_runs(evidence))
 
 
+class ByOthers(NamedTuple):
+    """How far (log) passes of a host's nil steps are from what hosts of other devices say."""
+
+    python: float  # with how slowly it issues single calls known
+    whole: float  # with nothing known of it
+
+
+def middle_of(slower: Iterable[float | None]) -> float:
+    """How slow the middle host is, as of all that a host takes: a few are much quicker than all
+    others. 1 where none was compared."""
+    compared = [log(one) for one in slower if one is not None]
+    return exp(median(compared or [0.0]))
+
+
+def _pooled(found: Sequence[float]) -> float:
+    """Root mean square of what hosts are off by, with `PYTHON_SD` as of `PYTHON_VISITS` more."""
+    squares = sum(one**2 for one in found) + PYTHON_VISITS * PYTHON_SD**2
+    return sqrt(squares / (len(found) + PYTHON_VISITS))
+
+
 def with_visits(
     fit: HostFit,
     slower: Mapping[tuple[str, ...], float | None],
     ledger: Ledger,
     own: Mapping[tuple[str, ...], dict[HostTime, float]] | None = None,
-    python: Sequence[float] = (),
+    by_others: Sequence[ByOthers] = (),
     in_parts: int = 1,
 ) -> HostFit:
     """A host with those of the visits measured, and how those of others may differ.
 
     slower: by devices, None where the visit was compared with no other. own: what nil steps of a
-    visit show by themselves. python: see `host_issue.beside_issue`. in_parts: see `parts`.
+    visit show by themselves. by_others: of hosts whose nil steps were timed. in_parts: see `parts`.
     """
     compared = [log(value) for value in slower.values() if value is not None]
     count = max(len(compared), 1)
-    # the middle, as of all that a host takes: a few hosts are much quicker than all others
-    middle = exp(median(compared)) if compared else 1.0
+    middle = middle_of(slower.values())
     ledger.note(
         "host.slower",
         middle,
@@ -95,27 +120,38 @@ def with_visits(
         f"the middle of {count} visit{'s' if count > 1 else ''} beside their mean (geometric), by "
         "which hosts that no visit knew issue",
     )
-    sd, free = pooled_sd(compared, VISIT_SD, VISITS, in_parts)
-    ledger.note(
-        "host.visit_sd",
-        sd,
-        "log",
-        spread_interval(sd, free),
-        "measured" if free >= 2 * VISITS else "assumed",
-        f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
-        f"{VISIT_SD}, see docs/calibration.md",
-    )
-    hosts = len(python) + PYTHON_VISITS
-    squares = sum(one**2 for one in python) + PYTHON_VISITS * PYTHON_SD**2
-    python_sd = sqrt(squares / hosts)
+    hosts = len(by_others) + PYTHON_VISITS
+    python_sd = _pooled([one.python for one in by_others])
     ledger.note(
         "host.python_sd",
         python_sd,
         "log",
         spread_interval(python_sd, hosts),
-        "measured" if len(python) > PYTHON_VISITS else "assumed",
+        "measured" if len(by_others) > PYTHON_VISITS else "assumed",
         "what goes with issuing, for its time, on a host whose nil steps were not timed: nil steps "
-        f"of {len(python)} hosts, each by the others, and {PYTHON_SD:g} as of {PYTHON_VISITS}",
+        f"of {len(by_others)} hosts, each by the others, and {PYTHON_SD:g} as of {PYTHON_VISITS}",
+    )
+    if by_others:
+        whole = _pooled([one.whole for one in by_others]) * float(stdtrit(hosts, 0.95)) / Z90
+        sd, free, enough = sqrt(max(whole**2 - python_sd**2, 0.0)), hosts, PYTHON_VISITS
+        detail = (
+            f"with host.python_sd the {whole:.2f} by which nil steps of {len(by_others)} hosts are "
+            "off, each by the others and by nothing of its own"
+        )
+    else:
+        sd, free = pooled_sd(compared, VISIT_SD, VISITS, in_parts)
+        enough = VISITS
+        detail = (
+            f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
+            f"{VISIT_SD}, see docs/calibration.md"
+        )
+    ledger.note(
+        "host.visit_sd",
+        sd,
+        "log",
+        spread_interval(sd, free),
+        "measured" if free >= 2 * enough else "assumed",
+        detail,
     )
     times = own or {}
     # times of one whose slowness is unknown are as they were timed

@@ -51,16 +51,18 @@ class Settings:
         path = calibration_path(self._given, found)
         if found.path not in self._nodes:
             self._nodes[found.path] = measured_node(found)
-        calibration, node = self._moved(path, row.one_queue, self._nodes[found.path])
+        calibration, node = self._moved(path, row.one_queue, row.learnt, self._nodes[found.path])
         emulated = row.nodes > 1 and len(found.manifest.hosts) == 1
         name = CPU_FABRIC if emulated else fabric_of(calibration)
         fabric = self._fabric(self._given_fabric or name)
         return Setting(path, calibration, node, fabric, hashes_of(found))
 
     def _calibration(
-        self, path: Path, one_queue: bool, node: Node | None
+        self, path: Path, one_queue: bool, learnt: bool, node: Node | None
     ) -> tuple[Calibration, Node]:
         calibration = changed(self._read(path), one_queue=one_queue)
+        if not learnt:
+            calibration = changed(calibration, training_sd=0.0)
         node = node or default_node(calibration)
         return calibration_for(calibration, node), node
 
