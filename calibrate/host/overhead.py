@@ -32,9 +32,9 @@ COMPOSITION_SD, CPU_COMPOSITION_SD = 0.013, 0.3
 # operands: five steps in a rehearsal were 2 to 10 % longer than their parts, and the same step of
 # one host spread by 0.1 from one run to another.
 SHARE_COMPOSITION_SD = 0.1
-# Kernels are timed with random operands. Steps whose model had learnt were up to 3.8 % faster than
-# the same with weights that stay, whose products draw more under a power cap, by how much no kernel
-# shows. Chosen with 350 such steps in view, of models without gates, which learn soon.
+# Kernels and steps are timed on random operands and tokens. Under a power cap steps of four models
+# took 0.8 to 1.9 % less time on text, and 2.0 to 3.6 % less once they had learnt from random tokens
+# (docs/power.md), as products draw less then.
 TRAINING_SD = 0.02
 
 
@@ -153,12 +153,13 @@ def composition_sd(evidence: Evidence, ledger: Ledger) -> float:
 
 
 def training_sd(evidence: Evidence, ledger: Ledger) -> float:
-    """What having learnt changes of a step; nothing on a CPU, which no cap slows."""
+    """What a run's tokens and what it learns change; nothing on a CPU, which no cap slows."""
     if evidence.on_cpu:
         return 0.0
     detail = (
-        "kernels are timed with random operands; steps whose model had learnt were up to 3.8 % "
-        "faster under a power cap than the same with weights that stay"
+        "a run's tokens and what its model learns: under a power cap steps of four models took "
+        "0.8 to 1.9 % less time on text than on random tokens, 2.0 to 3.6 % less once they had "
+        "learnt from these"
     )
     interval = (TRAINING_SD / 2, 2 * TRAINING_SD)
     return ledger.note("training_sd", TRAINING_SD, "log", interval, "assumed", detail)

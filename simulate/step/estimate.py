@@ -331,11 +331,12 @@ class StepSimulator:
             yield assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held)
 
     def _common_factor(self) -> Array:
-        """Errors of the whole step: composition, having learnt, this visit's speed, scale."""
+        """Errors of the whole step: composition, what is trained on, this visit's speed, scale."""
         draws, calibration = self._costs.draws, self.calibration
+        capped = (self._capped(stage) for stage in range(len(self.priced.stages)))
         return (
             draws.factor("composition", calibration.composition_sd)
-            * draws.factor("training", calibration.training_sd)
+            * draws.factor("training", calibration.training_sd * max(capped, default=0.0))
             * draws.factor("visit", calibration.clock.visit_sd)
             * draws.factor("scale", sd_per_doubling() * self.doublings)
         )

@@ -258,7 +258,10 @@ def table(value: dict[str, Any]) -> str:
 def _by_waiting(of: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Steps of one host, by how long they were told to wait for it."""
     names = "median_ape", "mape", "p90_ape", "max_ape", "baseline_mape", "neighbour_mape"
-    heads = "cases", "median", "MAPE", "p90", "worst", "constant rate", "nearest row", "inside 90 %"
+    heads = (
+        *("cases", "median", "MAPE", "p90", "worst", "constant rate", "nearest row"),
+        *("inside 90 %", "half-width", "half-width / error"),
+    )
     lines: list[tuple[str, ...]] = [("one host, by what of a step waits for it", *heads)]
     lines += [
         (
@@ -266,6 +269,8 @@ def _by_waiting(of: Mapping[str, Mapping[str, Any]]) -> list[str]:
             str(one["n"]),
             *(percent(one[name]) for name in names),
             f"{one['coverage_90']['value']:.0%}",
+            percent(one["median_half_width"]),
+            _in_errors(one),
         )
         for way, bands in of.items()
         for band, one in bands.items()
@@ -284,11 +289,16 @@ def _held_besides(together: Sequence[dict[str, Any]]) -> list[str]:
     return aligned(lines)
 
 
+def _in_errors(summary: Mapping[str, Any]) -> str:
+    """Half-width in median errors; a dash where there is none to measure it by."""
+    wide = summary["half_width_in_median_errors"]
+    return "-" if wide is None else f"{wide:.1f}"
+
+
 def _line(label: str, one: dict[str, Any]) -> tuple[str, ...]:
     cells, held = validation_text.cells(label, one["summary"]), one.get("held_by_forecasts")
-    wide = one["summary"]["half_width_in_median_errors"]
     more = (
-        "-" if wide is None else f"{wide:.1f}",
+        _in_errors(one["summary"]),
         f"[{held['low']:.0%}, {held['high']:.0%}]" if held else "-",
     )
     return *cells[: WIDTH + 1], *more, *cells[WIDTH + 1 :]
