@@ -249,7 +249,8 @@ def warnings(e: StepEstimate, r: Any) -> list[str]:
     if e.throttled_share > 0:
         said.append(
             "A power cap holds the clock, and power is that of random tokens: on text four models' "
-            "steps took 0.8 to 1.9 % less time (H200, docs/power.md)."
+            "steps took 0.8 to 1.9 % less time (H200, docs/power.md)"
+            + ("; intervals allow for it." if r.calibration.training_sd else ".")
         )
     said += _too_hot(e, changed, r)
     if not changed.what.asked:

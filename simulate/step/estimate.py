@@ -336,7 +336,7 @@ class StepSimulator:
         capped = (self._capped(stage) for stage in range(len(self.priced.stages)))
         return (
             draws.factor("composition", calibration.composition_sd)
-            * draws.factor("training", calibration.training_sd * max(capped, default=0.0))
+            * draws.factor("what is trained on", calibration.training_sd * max(capped, default=0.0))
             * draws.factor("visit", calibration.clock.visit_sd)
             * draws.factor("scale", sd_per_doubling() * self.doublings)
         )
