@@ -292,8 +292,8 @@ class Calibration(BaseModel):
     )
     training_sd: Spread = Field(
         default=0.0,
-        description="what a run's tokens and what its model learns change of a step; 0 for "
-        "a step on random tokens whose weights stay",
+        description="what a run's tokens and what its model learns change of a step's kernels "
+        "under a power cap; 0 for one on random tokens whose weights stay",
     )
     parameters: tuple[Parameter, ...]
     held_out: tuple[HeldOut, ...]

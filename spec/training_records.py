@@ -148,9 +148,10 @@ class TrainingConfig(Row):
 _CONFIGURATION = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
 
 
-# Said in `framework` of steps that change fp32 weights and hardly a bf16 one.
-WEIGHTS_STAY = "learning rate 1e-07"
+# A learning rate that changes fp32 weights and hardly a bf16 one.
+WEIGHTS_STAY = 1e-6
 SOON_LEARNT = 40  # steps
+OF_A_LOG = "Megatron-LM log"  # what `framework` begins with in a row that was imported
 
 
 class TrainingRow(TrainingConfig):
@@ -187,12 +188,17 @@ class TrainingRow(TrainingConfig):
 
     @property
     def learnt(self) -> bool:
-        """Whether its model had learnt something before most of its steps were timed.
+        """Whether what it was trained on may have changed its steps under a power cap.
 
-        On random tokens one without gates has within ten steps, one with gates within forty
-        (docs/visits.md, the thirty-third visit).
+        A log's own run has data of its own. On random tokens here a model without gates has learnt
+        within its first steps, one with gates within forty (docs/visits.md, the thirty-third and
+        the thirty-fourth visit); behind adapters the weights stay.
         """
-        return WEIGHTS_STAY not in self.framework and (not self.gated or self.steps >= SOON_LEARNT)
+        if self.framework.startswith(OF_A_LOG):
+            return True
+        rate = re.search(r"learning rate (\d+(?:\.\d+)?(?:e[+-]?\d+)?)", self.framework)
+        stay = self.lora_rank > 0 or (rate is not None and float(rate[1]) <= WEIGHTS_STAY)
+        return not stay and (not self.gated or self.steps >= SOON_LEARNT)
 
 
 class StepRow(Row):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from calibrate.fit import fit, main, systems
+from calibrate.host.overhead import COMPOSITION_SD, TRAINING_SD
 from calibrate.network.between_nodes import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
 from spec.command import run
@@ -157,6 +158,9 @@ def test_every_parameter_names_its_source(calibration: Calibration) -> None:
             assert "github.com" in one.detail, one
     names = [one.name for one in calibration.parameters]
     assert len(names) == len(set(names))
+    chosen = {"composition_sd": COMPOSITION_SD, "training_sd": TRAINING_SD}
+    assert {name: by_name(calibration)[name].value for name in chosen} == chosen
+    assert {name: getattr(calibration, name) for name in chosen} == chosen
 
 
 def test_the_same_input_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
@@ -352,6 +356,7 @@ def test_a_few_rows_of_a_cpu_are_enough(results: Path) -> None:
     found = read_calibration(calibration_path(results))
     assert found.kind == "cpu"
     assert found.clock.power_limit_w is None
+    assert found.training_sd == 0.0  # no cap holds it
     parameters = by_name(found)
     for name in ("clock.compute_exponent", "interference", "clock.device_spread_sd"):
         assert parameters[name].source == "assumed"

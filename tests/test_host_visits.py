@@ -104,7 +104,11 @@ def test_hosts_judged_by_others_replace_what_was_assumed_of_python() -> None:
         ledger = Ledger()
         by_others = [ByOthers(one, one) for one in off]
         sd = with_visits(HOST, {FIRST: 1.0}, ledger, by_others=by_others).python_sd
-        noted = next(row for row in ledger.parameters if row.name == "host.python_sd")
+        whole, noted = (
+            next(row for row in ledger.parameters if row.name == f"host.{name}_sd")
+            for name in ("visit", "python")
+        )
+        assert not off or whole.source == noted.source
         assert noted.value == pytest.approx(sd, abs=1e-3)
         return sd, noted.source
 

@@ -13,7 +13,7 @@ from spec.fitted import changed
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.results import find_result_sets
-from spec.training_records import WEIGHTS_STAY, TrainingConfig, TrainingRow
+from spec.training_records import OF_A_LOG, WEIGHTS_STAY, TrainingConfig, TrainingRow
 from tests.commands import call
 from tests.made_up import write_calibration
 from tests.made_up_steps import configs
@@ -52,9 +52,12 @@ def test_it_widens_a_step_under_a_power_cap_and_no_other(tmp_path: Path) -> None
     [
         (False, 12, "", True),  # within ten steps
         (True, 12, "", False),
+        (True, 39, "", False),
         (True, 40, "", True),
-        (False, 40, f", {WEIGHTS_STAY}", False),
+        (False, 40, ", learning rate 1e-07", False),
+        (False, 40, ", learning rate 0", False),
         (True, 40, ", learning rate 0.0001", True),
+        (False, 40, ", learning rate e-", True),  # no number
     ],
 )
 def test_rows_say_whether_their_model_had_learnt(
@@ -64,10 +67,13 @@ def test_rows_say_whether_their_model_had_learnt(
     fields = TrainingConfig.of("one", model, P).model_dump()
     row = TrainingRow(**fields, status="done", framework=f"megatron-core{more}", steps=steps)
     assert row.learnt == learnt
+    adapted = row.model_copy(update={"lora_rank": 16})
+    assert not adapted.learnt
+    assert adapted.model_copy(update={"framework": f"{OF_A_LOG}, bf16{more}"}).learnt
 
 
 def test_steps_on_gpus_are_run_with_weights_that_stay() -> None:
-    assert f"learning rate {LEARNING_RATE['cuda']:g}" == WEIGHTS_STAY
+    assert LEARNING_RATE["cuda"] <= WEIGHTS_STAY < LEARNING_RATE["cpu"]
     (found,) = (
         one
         for one in find_result_sets(Path("results"), "2x-h200")

@@ -1,4 +1,4 @@
-"""Host overhead, the slowdown of kernels beside collectives, composition.
+"""Host overhead, the slowdown of kernels beside collectives, what a whole step adds to its parts.
 
 None of it comes from a training step: what no microbenchmark shows is assumed, and says so.
 """
@@ -25,8 +25,8 @@ INTERFERENCE = (0.12, 0.03, 0.3)
 SLOWED = (0.2, 0.0, 0.6)  # the collective, likewise
 COVERS = 0.8  # of a kernel's time, that a collective must last to show what it costs
 # What adding up kernels leaves out of a step (gaps, allocator, caches). Chosen, not fitted: with it
-# 91 % of 1,569 steps that do not wait for their host would have lain inside, of all sealed
-# forecasts of one host from the fourteenth to the fifty-third visit (docs/calibration.md).
+# 91 % of 1,569 sealed judgements of steps that do not wait for their one host would have been
+# inside, from the fourteenth to the fifty-third visit, 94 % of the last 418 (docs/calibration.md).
 COMPOSITION_SD, CPU_COMPOSITION_SD = 0.013, 0.3
 # Likewise on a CPU whose devices each have a share of a core to themselves, kernels timed with cold
 # operands: five steps in a rehearsal were 2 to 10 % longer than their parts, and the same step of

@@ -6,14 +6,12 @@ from math import exp, log, sqrt
 from statistics import median
 from typing import NamedTuple
 
-from scipy.special import stdtrit
-
 from calibrate.apart import apart, groups
 from calibrate.evidence import Evidence, Ledger, log_interval, rounded
 from calibrate.network.visits import Visited, by_visit, pooled_sd
 from calibrate.variability import spread_interval
 from spec.calibration import HostFit, HostTime, HostVisit
-from spec.interval import Z90
+from spec.fitted import Source
 from spec.records import KernelRow
 
 # Operations that are one call of a library: what issuing one costs is the same for all of them.
@@ -26,7 +24,7 @@ VISIT_SD, VISITS = 0.28, 4
 # Nil steps of each of three hosts of four H200 from what the other two take, by its issue times:
 # off by 0.18 dense and 0.42 with experts (root mean squares of microbatches). Counts as so many
 # hosts beside a system's own. Taken as well of whole nil steps, by hosts that know nothing of this
-# one: of 8 to 22 hosts of each of four systems these are 0.15 to 0.20 off, less than the two parts
+# one: of 8 to 22 hosts of each of four systems these are 0.15 to 0.21 off, less than the two parts
 # would be if they went apart, as a host that issues slowly is slow in Python, too, but less so.
 PYTHON_SD, PYTHON_VISITS = 0.3, 2
 
@@ -121,26 +119,28 @@ def with_visits(
         "which hosts that no visit knew issue",
     )
     hosts = len(by_others) + PYTHON_VISITS
+    source: Source = "measured" if len(by_others) > PYTHON_VISITS else "assumed"
     python_sd = _pooled([one.python for one in by_others])
     ledger.note(
         "host.python_sd",
         python_sd,
         "log",
         spread_interval(python_sd, hosts),
-        "measured" if len(by_others) > PYTHON_VISITS else "assumed",
+        source,
         "what goes with issuing, for its time, on a host whose nil steps were not timed: nil steps "
         f"of {len(by_others)} hosts, each by the others, and {PYTHON_SD:g} as of {PYTHON_VISITS}",
     )
     if by_others:
-        whole = _pooled([one.whole for one in by_others]) * float(stdtrit(hosts, 0.95)) / Z90
-        sd, free, enough = sqrt(max(whole**2 - python_sd**2, 0.0)), hosts, PYTHON_VISITS
+        whole, free = _pooled([one.whole for one in by_others]), hosts
+        sd = sqrt(max(whole**2 - python_sd**2, 0.0))
         detail = (
-            f"with host.python_sd the {whole:.2f} by which nil steps of {len(by_others)} hosts are "
-            "off, each by the others and by nothing of its own"
+            f"what lacks of host.python_sd to {whole:.2f}: whole nil steps of {len(by_others)} "
+            f"hosts, each by the others and by nothing of its own, and {PYTHON_SD:g} as of "
+            f"{PYTHON_VISITS}"
         )
     else:
         sd, free = pooled_sd(compared, VISIT_SD, VISITS, in_parts)
-        enough = VISITS
+        source = "measured" if free >= 2 * VISITS else "assumed"
         detail = (
             f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "
             f"{VISIT_SD}, see docs/calibration.md"
@@ -150,7 +150,7 @@ def with_visits(
         sd,
         "log",
         spread_interval(sd, free),
-        "measured" if free >= 2 * enough else "assumed",
+        source,
         detail,
     )
     times = own or {}

@@ -181,9 +181,10 @@ class StepSimulator:
         shape = stragglers.shapes(priced.costs.draws)
         late, jitter = self._late(finish, shape), self._jitter(finish, capped_us, shape)
         straggler = late + jitter
-        step_us = finish * self._common_factor() + straggler
-
         mine, often = priced.work[busiest], self.p.microbatches
+        held = self._capped(busiest) * min(often * central(mine.compute_us) / float(finish[0]), 1.0)
+        step_us = finish * self._common_factor(held) + straggler
+
         breakdown = dict.fromkeys(BREAKDOWN, 0.0)
         breakdown["compute"] = often * mine.compute_us
         once_us = central(priced.once_us)
@@ -330,13 +331,15 @@ class StepSimulator:
             held = "what NCCL's and sockets' buffers hold of a message between stages on two nodes"
             yield assumed_factor("step.held_by_buffers", 1.0, HELD_SD, held)
 
-    def _common_factor(self) -> Array:
-        """Errors of the whole step: composition, what is trained on, this visit's speed, scale."""
+    def _common_factor(self, held: float) -> Array:
+        """Errors of the whole step: composition, what is trained on, this visit's speed, scale.
+
+        held: the part of the busiest stage's time in which a power cap holds the clock of kernels.
+        """
         draws, calibration = self._costs.draws, self.calibration
-        capped = (self._capped(stage) for stage in range(len(self.priced.stages)))
         return (
             draws.factor("composition", calibration.composition_sd)
-            * draws.factor("what is trained on", calibration.training_sd * max(capped, default=0.0))
+            * draws.factor("what is trained on", calibration.training_sd * held)
             * draws.factor("visit", calibration.clock.visit_sd)
             * draws.factor("scale", sd_per_doubling() * self.doublings)
         )
