@@ -27,9 +27,10 @@ GIB = 2.0**30
 # (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones. A graph is captured on
 # a stream of its own, which has as many again.
 WORKSPACES = 2 * 32 * 2.0**20
-# What Transformer Engine has for experts' products likewise: four streams', and one more, read off
-# 28 steps.
-OF_EXPERTS = 5
+# Transformer Engine's layers have one of their own, whichever thread runs them, and experts'
+# products one for each of four streams (its pytorch/module/base.py, `get_workspace` and
+# `get_multi_stream_cublas_workspace`). PyTorch's run the output layer and a mixture's router.
+OF_EXPERTS = 4
 
 
 @dataclass(frozen=True)
@@ -257,9 +258,10 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     update = _clipping_bytes(model, p, stage, owned)
     if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
         update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
-    workspaces = (1 + p.cuda_graphs) * WORKSPACES
-    if p.on_engine and p.cp > 1:
-        # read off seven steps over two GPUs that lacked 28 to 33 MiB; its buffers are not counted
+    workspaces = 0.0
+    if not p.on_engine or model.experts or stage == p.pp - 1:
+        workspaces = (1 + p.cuda_graphs) * WORKSPACES
+    if p.on_engine:
         workspaces += WORKSPACES / 2
     most = max(temporary, update - activations) + workspaces
     return StageMemory(
