@@ -209,11 +209,6 @@ class Parallelism(BaseModel):
             ("a mixture of experts", model.experts, "its host reads how many tokens experts have"),
             ("zero 3", self.zero == 3, "no such step was ever captured"),
             (
-                "cp on Transformer Engine",
-                self.cp > 1 and self.on_engine,
-                "no such step was ever captured",
-            ),
-            (
                 "stages that are not interleaved",
                 self.pp > 1 and self.vpp == 1,
                 "Megatron-Core waits for the device behind their messages",

@@ -94,7 +94,7 @@ def test_what_a_split_asks_for_is_there_once() -> None:
 
 
 def test_spread_grows_where_nothing_was_measured() -> None:
-    """One and two H200 were: neither more, nor an H100."""
+    """One and two H200 were: neither more, nor an H100, nor many rings."""
     before = CALIBRATION.composition_sd
     h100 = load_node("hgx-h100")
     for p, node, sd in (
@@ -102,6 +102,7 @@ def test_spread_grows_where_nothing_was_measured() -> None:
         (GRAPHS.model_copy(update={"dp": 2}), NODE, GRAPHS_SD),
         (GRAPHS.model_copy(update={"dp": 4, "global_batch": 8}), NODE, GRAPHS_ELSEWHERE_SD),
         (GRAPHS, h100, GRAPHS_ELSEWHERE_SD),
+        (GRAPHS.model_copy(update={"cp": 2}), NODE, GRAPHS_ELSEWHERE_SD),
     ):
         found = as_run(CALIBRATION, p, node)
         assert found.composition_sd == pytest.approx(hypot(before, sd))

@@ -115,10 +115,6 @@ def test_a_draw_without_seed_or_from_a_bad_grid(results: Path, tmp_path: Path, c
         ("zero: [0, 2]", "zero.1 is 2; input should be 0, 1 or 3"),
         ("fp8: [false, true]", "fp8.1 is True, which no step of it can have: fp8 steps of local"),
         (
-            "cp: [1, 2]\ntransformer_impl: [transformer_engine]\ncuda_graphs: [true]",
-            "cp.1 is 2, which no step of it can have: cuda_graphs with cp on Transformer Engine",
-        ),
-        (
             "fp8: [true]\ntransformer_impl: [local, transformer_engine]",
             "transformer_impl.0 is local, which no step of it can have; leave it out",
         ),
