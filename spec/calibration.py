@@ -199,7 +199,9 @@ class HostFit(Record):
         description="what goes with issuing, for its time, beside that of another visit's host",
     )
     visit_sd: Spread = Field(
-        default=0.0, description="all of it and kernels' host_us, beside those of another visit"
+        default=0.0,
+        description="what python_sd lacks of how far all of it and kernels' host_us are off on a "
+        "host of which nothing was timed",
     )
     ring_sd: Spread = Field(
         default=0.0, description="of ring_us beside that, on a host whose nil steps had no ring"

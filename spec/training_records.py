@@ -148,10 +148,9 @@ class TrainingConfig(Row):
 _CONFIGURATION = [name for name in TrainingConfig.model_fields if name not in ("case_id", "role")]
 
 
-# A learning rate that changes fp32 weights and hardly a bf16 one.
-WEIGHTS_STAY = 1e-6
-SOON_LEARNT = 40  # steps
-OF_A_LOG = "Megatron-LM log"  # what `framework` begins with in a row that was imported
+IDLE_LEARNING_RATE = 1e-6  # at most so much changes fp32 weights, and hardly a bf16 one
+LEARNT_AFTER_STEPS = 40  # of random tokens, with gates
+LOG_FRAMEWORK = "Megatron-LM log"  # what `framework` begins with in a row that was imported
 
 
 class TrainingRow(TrainingConfig):
@@ -194,11 +193,11 @@ class TrainingRow(TrainingConfig):
         within its first steps, one with gates within forty (docs/visits.md, the thirty-third and
         the thirty-fourth visit); behind adapters the weights stay.
         """
-        if self.framework.startswith(OF_A_LOG):
+        if self.framework.startswith(LOG_FRAMEWORK):
             return True
         rate = re.search(r"learning rate (\d+(?:\.\d+)?(?:e[+-]?\d+)?)", self.framework)
-        stay = self.lora_rank > 0 or (rate is not None and float(rate[1]) <= WEIGHTS_STAY)
-        return not stay and (not self.gated or self.steps >= SOON_LEARNT)
+        stay = self.lora_rank > 0 or (rate is not None and float(rate[1]) <= IDLE_LEARNING_RATE)
+        return not stay and (not self.gated or self.steps >= LEARNT_AFTER_STEPS)
 
 
 class StepRow(Row):

@@ -9,11 +9,12 @@ import pytest
 from measure.megatron.optimizer import LEARNING_RATE
 from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
+from spec.files import write_table
 from spec.fitted import changed
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.results import find_result_sets
-from spec.training_records import OF_A_LOG, WEIGHTS_STAY, TrainingConfig, TrainingRow
+from spec.training_records import IDLE_LEARNING_RATE, LOG_FRAMEWORK, TrainingConfig, TrainingRow
 from tests.commands import call
 from tests.made_up import write_calibration
 from tests.made_up_steps import configs
@@ -69,16 +70,13 @@ def test_rows_say_whether_their_model_had_learnt(
     assert row.learnt == learnt
     adapted = row.model_copy(update={"lora_rank": 16})
     assert not adapted.learnt
-    assert adapted.model_copy(update={"framework": f"{OF_A_LOG}, bf16{more}"}).learnt
+    assert adapted.model_copy(update={"framework": f"{LOG_FRAMEWORK}, bf16{more}"}).learnt
 
 
 def test_steps_on_gpus_are_run_with_weights_that_stay() -> None:
-    assert LEARNING_RATE["cuda"] <= WEIGHTS_STAY < LEARNING_RATE["cpu"]
-    (found,) = (
-        one
-        for one in find_result_sets(Path("results"), "2x-h200")
-        if "20261130-010941" in one.path.name
-    )
+    assert LEARNING_RATE["cuda"] <= IDLE_LEARNING_RATE < LEARNING_RATE["cpu"]
+    sets = find_result_sets(Path("results"), "2x-h200")
+    (found,) = (one for one in sets if one.path.name == "20261130-010941")
     assert not any(row.learnt for row in found.table(TrainingRow))
 
 
@@ -102,8 +100,6 @@ def test_only_what_has_learnt_is_judged_with_it(results: Path, capsys: Any) -> N
 
 def test_a_plan_is_foretold_without_it(results: Path, tmp_path: Path, capsys: Any) -> None:
     """`measure.run` runs it with weights that stay."""
-    from spec.files import write_table
-
     path = results / "4x-h200" / "calibration.json"
     value = json.loads(path.read_text())
     write_table(tmp_path / "plan.csv", TrainingConfig, configs())

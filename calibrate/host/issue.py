@@ -211,7 +211,7 @@ def by_others(
         if passes:
             told = sum(_told(one, others) for one in passes)
             python = log(told / sum(one.time_us for one in passes))
-            middle = middle_of(slower[one] for one in apart)
+            middle = middle_of([slower[one] for one in apart])
             found.append(ByOthers(python, python + log(middle / slower[visit])))
     return found
 

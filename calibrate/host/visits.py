@@ -1,6 +1,6 @@
 """How much slower the host of one visit issues the same operations than that of another."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, log, sqrt
 from statistics import median
@@ -80,11 +80,9 @@ class ByOthers(NamedTuple):
     whole: float  # with nothing known of it
 
 
-def middle_of(slower: Iterable[float | None]) -> float:
-    """How slow the middle host is, as of all that a host takes: a few are much quicker than all
-    others. 1 where none was compared."""
-    compared = [log(one) for one in slower if one is not None]
-    return exp(median(compared or [0.0]))
+def middle_of(slower: Sequence[float]) -> float:
+    """How slow the middle host is, 1 if there is none; a few are much quicker than all others."""
+    return exp(median(map(log, slower or [1.0])))
 
 
 def _pooled(found: Sequence[float]) -> float:
@@ -106,9 +104,9 @@ def with_visits(
     slower: by devices, None where the visit was compared with no other. own: what nil steps of a
     visit show by themselves. by_others: of hosts whose nil steps were timed. in_parts: see `parts`.
     """
-    compared = [log(value) for value in slower.values() if value is not None]
+    compared = [value for value in slower.values() if value is not None]
     count = max(len(compared), 1)
-    middle = middle_of(slower.values())
+    middle = middle_of(compared)
     ledger.note(
         "host.slower",
         middle,
@@ -139,7 +137,7 @@ def with_visits(
             f"{PYTHON_VISITS}"
         )
     else:
-        sd, free = pooled_sd(compared, VISIT_SD, VISITS, in_parts)
+        sd, free = pooled_sd([log(one) for one in compared], VISIT_SD, VISITS, in_parts)
         source = "measured" if free >= 2 * VISITS else "assumed"
         detail = (
             f"{count} visit{'s' if count > 1 else ''}; nine hosts of H100 and H200 differed by "

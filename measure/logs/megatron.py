@@ -29,7 +29,7 @@ from spec.errors import UserError
 from spec.files import parse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, not_on_engine
-from spec.training_records import OF_A_LOG, StepRow, TrainingConfig, TrainingRow
+from spec.training_records import LOG_FRAMEWORK, StepRow, TrainingConfig, TrainingRow
 
 MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
 
@@ -327,7 +327,7 @@ def _left_out(log: Log, warm_up: int, of_other_batch: int) -> list[str]:
 def framework(log: Log) -> str:
     """What ran, as far as the arguments say."""
     a = _arguments(log)
-    parts = [OF_A_LOG]
+    parts = [LOG_FRAMEWORK]
     for name in _MODULES:
         value = a.text(name, "")
         parts += [f"{name}={value}"] if value else []

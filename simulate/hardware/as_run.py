@@ -16,10 +16,10 @@ from spec.parallelism import Parallelism
 from spec.step_transformer_engine import engine_times
 
 # Names of what is assumed of such steps, and the sd of what they are made of beside other steps'
-# `composition_sd`. Chosen: with 0.01 of either 105 of 107 steps with graphs that were sealed since
-# the forty-eighth visit were inside, and with none as many; of 171 on Transformer Engine of H200,
-# 60 of them with graphs, 169 are inside today with either. With graphs there are none of more than
-# two GPUs, or of others than H200, and three over a ring, all 3 to 4 % faster than told at first.
+# `composition_sd`. Chosen: with 0.01 of either 105 of 107 steps with graphs that were sealed from
+# the forty-eighth visit to the fiftieth were inside, and with none as many. With graphs there are
+# none of more than two GPUs, or of others than H200, and three over a ring, all 3 to 4 % faster
+# than told at first.
 ENGINE, GRAPHS = "kernel.transformer_engine", "kernel.cuda_graphs"
 ENGINE_SD, GRAPHS_SD, GRAPHS_ELSEWHERE_SD = 0.005, 0.005, 0.02
 # Of products in streams by those one after another: an H200's device takes 0.57 to 1.1 times as

@@ -12,6 +12,7 @@ keeps something, too, and so is what a layer sends.
 from math import ceil
 
 from simulate.memory import logits
+from simulate.memory.workspaces import WORKSPACE
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import layer, product_weights, trained_parameters, trained_tensors
@@ -28,7 +29,6 @@ RECOMPUTED, WITH_ADAPTERS = 2.4, 6.2
 FILLED = 0.9
 LAST = 0.8
 BESIDE_STATES = 0.3
-WORKSPACE = 32 * 2.0**20  # of the backward pass's products, see `simulate.memory.peak`
 # Of adapters and of recomputed layers 27 steps take 0.87 to 1.29 of what is told, others 0.96 to
 # 1.08: what is small lies where it is not looked for here.
 OF_SMALL = (0.93, 1.22)

@@ -15,6 +15,7 @@ from simulate.memory.between_stages import tensors_held
 from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes
 from simulate.memory.overhead import Reserved
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
+from simulate.memory.workspaces import workspace_bytes
 from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -23,14 +24,6 @@ from spec.step import product_weights, stage_parameters, trained_parameters
 from spec.step_parts import shapes
 
 GIB = 2.0**30
-# cuBLAS's of Hopper, for each thread that runs products: the passes, forward and backward
-# (aten/src/ATen/cuda/CublasHandlePool.cpp). Older devices have smaller ones. A graph is captured on
-# a stream of its own, which has as many again.
-WORKSPACES = 2 * 32 * 2.0**20
-# Transformer Engine's layers have one of their own, whichever thread runs them, and experts'
-# products one for each of four streams (its pytorch/module/base.py, `get_workspace` and
-# `get_multi_stream_cublas_workspace`). PyTorch's run the output layer and a mixture's router.
-OF_EXPERTS = 4
 
 
 @dataclass(frozen=True)
@@ -243,8 +236,6 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
         weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp
-        if model.experts:
-            weights += OF_EXPERTS * WORKSPACES / 2
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
@@ -258,11 +249,7 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     update = _clipping_bytes(model, p, stage, owned)
     if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
         update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
-    workspaces = 0.0
-    if not p.on_engine or model.experts or stage == p.pp - 1:
-        workspaces = (1 + p.cuda_graphs) * WORKSPACES
-    if p.on_engine:
-        workspaces += WORKSPACES / 2
+    workspaces = workspace_bytes(model, p, stage)
     most = max(temporary, update - activations) + workspaces
     return StageMemory(
         weights, gradients, optimizer, activations, most, passes=temporary + workspaces
