@@ -14,10 +14,11 @@ from spec.model import ModelSpec
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "zb-h1"]
 TransformerImpl = Literal["local", "transformer_engine"]
+CpCommType = Literal["p2p", "a2a"]
 
 
 # fields of `Parallelism` that say what runs a step's kernels, however it is split
-AS_RUN = ("fp8", "transformer_impl", "cuda_graphs")
+AS_RUN = ("fp8", "transformer_impl", "cuda_graphs", "cp_comm_type")
 as_asked = attrgetter(*AS_RUN)  # their values
 LARGEST_PP = 1024
 FP8_COLUMNS, FP8_ROWS = 16, 8  # what sizes of products in FP8 on Transformer Engine divide by
@@ -63,6 +64,11 @@ class Parallelism(BaseModel):
         description="passes captured once and replayed, all of a step's in one graph "
         "(Megatron-Core's cuda_graph_scope full_iteration); the optimizer is issued",
     )
+    cp_comm_type: CpCommType = Field(
+        default="p2p",
+        description="how context-parallel ranks share attention: keys and values go around a ring, "
+        "or tokens are exchanged for heads (Ulysses), on Transformer Engine",
+    )
     layers_per_stage: tuple[PositiveInt, ...] | None = Field(
         default=None, description="uneven pipeline stages, first to last"
     )
@@ -82,6 +88,11 @@ class Parallelism(BaseModel):
             raise ValueError("overlap has nothing to hide with dp 1; leave it off")
         if self.zero and self.dp * self.cp == 1 and self.zero > 1:
             raise ValueError(f"zero {self.zero} has no effect with dp 1; use 0 or 1")
+        if self.exchanges_heads and not (self.cp > 1 and self.on_engine):
+            raise ValueError(
+                "cp_comm_type a2a is Transformer Engine's, of cp above 1, not of cp "
+                f"{self.cp} by {self.transformer_impl} layers; use p2p"
+            )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp {self.vpp} has no effect with pp 1; use vpp 1")
         if self.schedule != "1f1b":
@@ -137,6 +148,11 @@ class Parallelism(BaseModel):
         return self.fp8 and self.on_engine
 
     @property
+    def exchanges_heads(self) -> bool:
+        """Whether its context-parallel ranks have some heads each in attention, not some tokens."""
+        return self.cp_comm_type == "a2a"
+
+    @property
     def gpus(self) -> int:
         """GPUs that the step runs on."""
         return self.tp * self.pp * self.cp * self.dp
@@ -167,6 +183,13 @@ class Parallelism(BaseModel):
                     f"tp {self.tp} does not divide {noun} {size} of {model.name}; "
                     f"use a divisor of {size}"
                 )
+        shares = self.cp if self.exchanges_heads else 1
+        kv_heads = max(model.kv_heads // self.tp, 1)
+        if kv_heads % shares:
+            raise UserError(
+                f"cp_comm_type a2a: cp {self.cp} does not divide the {kv_heads} kv_heads that tp "
+                f"{self.tp} leaves a GPU of {model.name}; use p2p, or a smaller cp"
+            )
         if self.layers_per_stage is not None:
             total = sum(self.layers_per_stage)
             if total != model.layers:
@@ -276,6 +299,7 @@ def describe(parallelism: Parallelism) -> str:
     parts = [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
     parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
     parts += [f"CP{p.cp}"] if p.cp > 1 else []
+    parts += [p.cp_comm_type] if p.exchanges_heads else []
     parts += [f"EP{p.ep}"] if p.ep > 1 else []
     if p.layers_per_stage is not None:
         runs = [(layers, len(list(run))) for layers, run in groupby(p.layers_per_stage)]

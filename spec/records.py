@@ -19,7 +19,7 @@ from pydantic import (
 from spec.errors import UserError
 from spec.kernel import Kernel, parse_kernel
 from spec.load_records import AwakeRow, HeatRow, PulseRow, TurnRow
-from spec.parallelism import Recompute, TransformerImpl, not_on_engine
+from spec.parallelism import CpCommType, Recompute, TransformerImpl, not_on_engine
 from spec.row import ClockMhz, CollectiveName, NonNegative, OfDevice, Positive, Repeated, Row
 from spec.training_records import PlacementRow, ProfileRow, StepRow, TrainingRow
 
@@ -158,6 +158,7 @@ class HostRow(Repeated):
     recompute: Recompute = Field(default="none", description="activations computed again")
     transformer_impl: TransformerImpl = Field(default="local", description="what layers run on")
     fp8: bool = Field(default=False, description="products in FP8")
+    cp_comm_type: CpCommType = Field(default="p2p", description="how ranks of cp share attention")
     layers: Annotated[int, Field(ge=1, le=1000)]
     microbatches: Annotated[int, Field(ge=2, le=1000)] = Field(
         description="of the steps that the quantiles are of"
@@ -195,6 +196,11 @@ class HostRow(Repeated):
         if dp % self.ep or self.experts % self.ep or (self.ep > 1 and not self.experts):
             raise ValueError(
                 f"ep is {self.ep}; it must divide gpus / tp / cp, {dp}, and experts, {self.experts}"
+            )
+        exchanges = self.cp_comm_type == "a2a"
+        if exchanges and (self.cp == 1 or self.transformer_impl == "local"):
+            raise ValueError(
+                "cp_comm_type is a2a; with cp 1, or transformer_impl local, it must be p2p"
             )
         if self.experts == 1:
             raise ValueError("experts is 1; it must be 0 or at least 2")

@@ -16,7 +16,7 @@ from pydantic import (
 from spec.errors import UserError
 from spec.files import first_problem
 from spec.model import ModelName, ModelSpec
-from spec.parallelism import Parallelism, TransformerImpl
+from spec.parallelism import CpCommType, Parallelism, TransformerImpl
 from spec.row import NonNegative, Numbers, Positive, Row, refuse_uneven
 
 
@@ -73,6 +73,7 @@ class TrainingConfig(Row):
     fp8: bool = False
     transformer_impl: TransformerImpl = "local"
     cuda_graphs: bool = False
+    cp_comm_type: CpCommType = "p2p"
     layers_per_stage: Stages | None = Field(default=None, description="uneven stages, as 19,21")
     nodes: PositiveInt = Field(default=1, description="nodes (NCCL hosts) used")
 
@@ -119,6 +120,7 @@ class TrainingConfig(Row):
         parts += [f"TP{p.tp}", f"PP{p.pp}", f"DP{p.dp}"]
         parts += [f"VPP{p.vpp}"] if p.vpp > 1 else []
         parts += [f"CP{p.cp}"] if p.cp > 1 else []
+        parts += [p.cp_comm_type] if p.exchanges_heads else []
         parts += [f"EP{p.ep}"] if p.ep > 1 else []
         parts += [f"lora{model.lora_rank}"] if model.lora_rank else []
         parts += [f"mb{p.microbatch}", f"gb{p.global_batch}"]

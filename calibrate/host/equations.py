@@ -53,6 +53,7 @@ def equations(row: HostRow, kernels: Sequence[KernelFit], slower: float) -> Iter
         recompute=row.recompute,
         transformer_impl=row.transformer_impl,
         fp8=row.fp8,
+        cp_comm_type=row.cp_comm_type,
         global_batch=dp,
     )
     model = nil_model(ON_GPU, row.experts, row.lora_rank).resized(layers=row.layers)

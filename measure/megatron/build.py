@@ -111,6 +111,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         pipeline_dtype=torch.bfloat16,
         tensor_model_parallel_size=p.tp,
         context_parallel_size=p.cp,
+        cp_comm_type=p.cp_comm_type,
         sequence_parallel=p.sequence_parallel,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
@@ -310,7 +311,7 @@ def build(
     if p.fp8:
         framework += f", FP8 {config.fp8} {config.fp8_recipe}"
     if p.cp > 1:
-        whose = "Transformer Engine's p2p" if p.on_engine else "ring"
+        whose = f"Transformer Engine's {p.cp_comm_type}" if p.on_engine else "ring"
         framework += f", {whose} attention over context-parallel ranks"
     if p.zero == 3:
         framework += ", Megatron's wrapper of PyTorch's FSDP, gradients reduced in fp32"

@@ -37,7 +37,7 @@ from measure.training.plan import WARM_UP, TrainingCase
 from spec.errors import WorkError
 from spec.model import ModelSpec
 from spec.nil import LAYERS, ON_CPU, ON_GPU, nil_model, one_pass
-from spec.parallelism import Parallelism, Recompute, TransformerImpl
+from spec.parallelism import CpCommType, Parallelism, Recompute, TransformerImpl
 from spec.records import MOST_TP, HostRow
 
 MICROBATCHES, EXPERTS, MORE_EXPERTS, MORE_LAYERS = 5, 8, 32, 4 * LAYERS
@@ -63,12 +63,14 @@ class HostCase:
     lora_rank: int = 0
     transformer_impl: TransformerImpl = "local"
     fp8: bool = False
+    cp_comm_type: CpCommType = "p2p"
 
     @property
     def case_id(self) -> str:
         """Its name in tables."""
         split = f"-TP{self.tp}-DP{self.replicas}" if self.gpus > 1 else ""
         split += f"-CP{self.cp}" if self.cp > 1 else ""
+        split += f"-{self.cp_comm_type}" if self.cp_comm_type != "p2p" else ""
         mixture = f"-{self.experts}experts" if self.experts else ""
         mixture += f"-EP{self.ep}" if self.ep > 1 else ""
         split += mixture + "-overlap" * self.overlap
@@ -102,6 +104,7 @@ class HostCase:
             recompute=self.recompute,
             transformer_impl=self.transformer_impl,
             fp8=self.fp8,
+            cp_comm_type=self.cp_comm_type,
             global_batch=self.replicas * microbatches,
         )
 
@@ -114,7 +117,7 @@ def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     # on Transformer Engine their host takes other times for these
     told |= {"te_experts": p.on_engine and experts, "fp8_experts": p.fp8 and experts}
     if p.on_engine and p.cp > 1:
-        found = found - {"cp"} | {"te_cp"}
+        found = found - {"cp"} | {f"te_{p.cp_comm_type}"}
     return found | {name for name, has in told.items() if has}
 
 
@@ -168,6 +171,7 @@ def cases(
             dense += [{split: several}, {split: several, "recompute": "selective"}]
         dense += [{"tp": several} | adapted]
         dense += [{"tp": several} | on, {"cp": several} | on] if engine else []
+        dense += [{"cp": several, "cp_comm_type": "a2a"} | on] if engine else []
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
     return [
@@ -196,6 +200,7 @@ def measure(case: HostCase, kind: str, devices: Sequence[Device] = ()) -> HostRo
         lora_rank=case.lora_rank,
         transformer_impl=case.transformer_impl,
         fp8=case.fp8,
+        cp_comm_type=case.cp_comm_type,
         layers=case.layers,
         microbatches=MICROBATCHES,
         single_us=statistics.median(found.pop("single_us")),
