@@ -16,7 +16,7 @@ from spec.errors import UserError
 from spec.files import first_problem
 from spec.hardware import Fabric, Node, same_device
 from spec.model import ModelSpec, limits, load_model, model_names
-from spec.parallelism import AS_RUN, Schedule, TransformerImpl
+from spec.parallelism import AS_RUN, CpCommType, Schedule, TransformerImpl
 from topologies import fabric_names, load_fabric, load_node, node_names
 
 if TYPE_CHECKING:
@@ -329,6 +329,12 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         choices=get_args(TransformerImpl),
         help="what Megatron-Core's layers are built from: its own modules, or Transformer Engine "
         "with Megatron-LM's fusions (default: local)",
+    )
+    group.add_argument(
+        "--cp-comm-type",
+        choices=get_args(CpCommType),
+        help="how context-parallel ranks share attention: keys and values in a ring, or, on "
+        "Transformer Engine, tokens exchanged for heads (default: p2p, the ring)",
     )
     group.add_argument(
         "--layers-per-stage",

@@ -106,6 +106,7 @@ HostTime = Literal[
     "te_backward_part_us",
     "te_checkpoint_us",
     "te_ring_us",
+    "te_exchange_us",
     "te_expert_us",
     "te_backward_expert_us",
     "te_tensor_us",
@@ -179,6 +180,9 @@ class HostFit(Record):
     te_backward_part_us: Micros = Field(default=0.0, description="backward_part_us there")
     te_checkpoint_us: Micros = Field(default=0.0, description="checkpoint_us there")
     te_ring_us: Micros = Field(default=0.0, description="ring_us there, in bf16 and in FP8")
+    te_exchange_us: Micros = Field(
+        default=0.0, description="around one tensor that exchanges tokens for heads, either way"
+    )
     te_expert_us: Micros = Field(default=0.0, description="around one of a GPU's experts there")
     te_backward_expert_us: Micros = Field(default=0.0, description="in the backward pass, likewise")
     te_tensor_us: Micros = Field(default=0.0, description="tensor_us there, in bf16 and in FP8")
@@ -207,6 +211,7 @@ class HostFit(Record):
         default=0.0, description="of ring_us beside that, on a host whose nil steps had no ring"
     )
     te_ring_sd: Spread = Field(default=0.0, description="of te_ring_us likewise")
+    te_exchange_sd: Spread = Field(default=0.0, description="of te_exchange_us likewise")
     checkpoint_sd: Spread = Field(
         default=0.0,
         description="of checkpoint_us beside that, on any host: nil steps hardly tell it",
@@ -251,6 +256,7 @@ class HostFit(Record):
                 spreads = ["python", "visit"]
                 shown = {"ring": "ring_us", "adapter": "adapter_us", "bucket": "bucket_us"}
                 shown |= {"te": "te_part_us", "fp8": "fp8_part_us", "te_ring": "te_ring_us"}
+                shown |= {"te_exchange": "te_exchange_us"}
                 spreads += [one for one, by in shown.items() if by in visit.times_us]
                 return self.model_copy(update=known | {f"{one}_sd": 0.0 for one in spreads})
         return self

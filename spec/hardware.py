@@ -190,6 +190,9 @@ class Cooling(BaseModel):
         return self
 
 
+Pattern = Literal["ring", "all-to-all", "send-recv"]
+
+
 @dataclass(frozen=True)
 class GroupPath:
     """How a parallel group lies on a cluster, and what its busiest link gives each of its GPUs."""
@@ -202,6 +205,7 @@ class GroupPath:
     latency_us: float  # switch hops of the longest pair
     tier: str  # the tier that the busiest link belongs to
     shares: tuple[tuple[str, float], ...] = ()  # what each tier crossed would give, ports first
+    pattern: Pattern = "ring"  # of what its ranks send; see topologies.placement
 
     def at_rate(self, times: float) -> "GroupPath":
         """The same where links between nodes carry so many times as much."""

@@ -20,7 +20,7 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_context import ring_attention
+from spec.step_context import context_attention
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
 from spec.step_experts import expert_mlp
 from spec.step_linear import adapter_parameters, column, row
@@ -70,7 +70,7 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     if model.position == "rope":
         parts.append(pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
     if p.cp > 1:
-        parts.append(ring_attention(model, p, heads, kv_heads))
+        parts += context_attention(model, p, heads, kv_heads)
     else:
         core = (p.microbatch, model.seq_len, heads, kv_heads, dim)
         parts.append(pair("attention", "attention", core))
@@ -143,7 +143,8 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute != "none":
         whole = p.recompute == "full"
-        first, *more = (part for part in forward if whole or part.name == "attention")
+        core = ("attention", "exchange")
+        first, *more = (part for part in forward if whole or part.name in core)
         backward = (replace(first, checkpoint=True), *more, *backward)
     return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
 

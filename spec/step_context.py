@@ -1,6 +1,6 @@
-"""Attention over a sequence that lies on several GPUs, in a ring: local, and Transformer Engine's.
+"""Attention over a sequence that lies on several GPUs: in a ring, or tokens exchanged for heads.
 
-Of the ring's `cp` pieces of attention each is half a square of this GPU's part of the sequence: its
+Of a ring's `cp` pieces of attention each is half a square of this GPU's part of the sequence: its
 own keys under the causal mask, and blocks without one. The kernels are the last rank's, all of
 whose later pieces are of all queries to half the keys: it does most, and the others wait for its
 keys.
@@ -10,13 +10,22 @@ Engine's (`AttnFuncWithCPAndKVP2P` of its pytorch/attention, version 2.11) keeps
 they come, and joins each by one fused kernel. Backward it begins with the block whose keys came
 last and ends with its own keys, beside which gradients of keys come back: none of its messages has
 nothing beside it. Forward the last block has none beside it, in either ring: it waits for its keys.
+
+Its other way (`AttnFuncWithCPAndQKVOA2A`; Ulysses, Jacobs et al. 2023, arXiv 2309.14509) exchanges
+tokens for heads, so that a GPU has a `cp`-th of the heads and the whole sequence, and back. Of
+queries, keys and values, or their gradients, each is laid out by rank, sent, and put in order
+beside the next one's message; behind attention these two change places.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, copied
+from spec.step_parts import Part, copied, pair
 
 # What joins a piece, over a copy of as many bytes: 1.33 to 1.4 at 17 to 19 million values of
 # queries and 0.94 at 34 million, by profiled steps on two H200; what scales the first 0.97 to 1.27.
@@ -24,6 +33,49 @@ RING_JOINED = 1.2
 # What autograd takes a host around a piece of Transformer Engine's ring, in what that takes in the
 # forward pass: nil steps of two hosts, 1.12 and 1.39.
 RING_BACKWARD = 1.3
+# Of a copy of as many bytes, laying out by rank: an H200's kernels, as in profiles of such steps.
+BY_RANK = 2.4
+
+
+def context_attention(
+    model: ModelSpec, p: Parallelism, heads: int, kv_heads: int
+) -> list[tuple[Part, Part]]:
+    """Forward and backward parts of the attention of one layer of a GPU with so many heads."""
+    if not p.exchanges_heads:
+        return [ring_attention(model, p, heads, kv_heads)]
+    own = (p.microbatch, model.seq_len // p.cp, heads, kv_heads, model.head_dim)
+    return exchanged_attention(own, p.cp)
+
+
+def exchanged_attention(own: tuple[int, ...], cp: int) -> list[tuple[Part, Part]]:
+    """Attention between two exchanges of tokens for heads; own: dims of this GPU's tokens."""
+    batch, length, heads, kv_heads, dim = own
+    whole = batch, length * cp, heads // cp, kv_heads // cp, dim
+    given = [(batch * length, each, dim) for each in (heads, kv_heads, kv_heads)]
+    taken = given[:1]
+    return [
+        (_exchange(given, before=True), _exchange(given, before=False)),
+        pair("attention", "attention", whole),
+        (_exchange(taken, before=False), _exchange(taken, before=True)),
+    ]
+
+
+def _exchange(tensors: Sequence[tuple[int, int, int]], *, before: bool) -> Part:
+    """Tensors of (rows, heads, head_dim) on their way, before attention or behind it.
+
+    The first one's first kernel and the last one's second have no message beside them.
+    """
+    by_rank = tuple(Kernel("reorder", "forward", one) for one in tensors)
+    in_order = tuple(copied(4 * prod(one)) for one in tensors)
+    sent = tuple(Collective("all_to_all", "cp", 2.0 * prod(one)) for one in tensors)
+    first, second = (by_rank, in_order) if before else (in_order, by_rank)
+    part = Part("exchange", (*first, *second), exchanges=len(tensors))
+    if len(tensors) == 1:
+        return replace(part, exposed=sent)
+    times = (BY_RANK, 1.0) if before else (1.0, BY_RANK)
+    sizes = [prod(one) for one in tensors]
+    alone = times[0] * sizes[0] + times[1] * sizes[-1]
+    return replace(part, hidden=sent, covers=1 - alone / (sum(times) * sum(sizes)))
 
 
 def ring_attention(

@@ -32,6 +32,7 @@ class Part:
     uneven: bool = False  # its ranks exchange tokens, and no two of them as many
     # pieces of ring attention, put together and sent by Python, in what one takes it forward
     ring: float = 0.0
+    exchanges: int = 0  # tensors of which context-parallel ranks exchange tokens for heads
     routing: float = 0.0  # share of what it takes to choose a layer's experts, find their tokens
     checkpoint: bool = False  # here activations begin to be computed again
     adapter: bool = False  # low-rank products of LoRA are in it beside its own
@@ -46,21 +47,23 @@ class Part:
 
         Experts count where they run one after another; a ring's messages count with its pieces. An
         adapter counts where autograd has its gradients: forward it is little (docs/calibration.md).
+        An exchange of tensors is part of attention's part.
         """
         if self.later:
             return {"collective": len(self.hidden)}
-        apart = self.uneven or self.ring
+        apart = self.uneven or self.ring or self.exchanges
         products = {one.op: one.dims[0] for one in self.kernels if one.op in GROUPED}
         experts = products.get("grouped_gemm", 0)
         streamed = products.get(STREAMED, 0)
         return {
-            self.on + ("backward_part" if self.backward else "part"): 1,
+            self.on + ("backward_part" if self.backward else "part"): int(not self.exchanges),
             "collective": 0 if apart else len(self.exposed) + len(self.hidden),
             "uneven": int(self.uneven),
             "expert": experts * (EXPERT_BACKWARD if self.backward else 1.0),
             (self.on or "te_") + ("backward_expert" if self.backward else "expert"): streamed,
             "routing": self.routing,
             "te_ring" if self.on else "ring": self.ring,
+            "te_exchange": self.exchanges,
             f"{self.on}checkpoint": int(self.checkpoint),
             "adapter": int(self.adapter and self.backward),
         }

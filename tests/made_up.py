@@ -17,6 +17,7 @@ ON_ENGINE = {
     "te_backward_part_us": 8.0,
     "te_checkpoint_us": 30.0,
     "te_ring_us": 40.0,
+    "te_exchange_us": 30.0,
     "te_expert_us": 90.0,
     "te_backward_expert_us": 150.0,
     "te_tensor_us": 3.0,

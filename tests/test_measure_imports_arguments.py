@@ -87,6 +87,14 @@ def test_what_is_usual_is_imported(tmp_path: Path, changes: dict[str, str]) -> N
     assert len(found.table(TrainingRow)) == 1
 
 
+@pytest.mark.parametrize("said", ["['a2a']", "a2a", "['p2p']"])
+def test_how_ranks_share_attention_is_imported(tmp_path: Path, said: str) -> None:
+    changes = {"cp_comm_type": said} | OVER_CP
+    found = imported(tmp_path, "megatron-log", write(tmp_path, saying(changes)), "--nodes", "2")
+    (row,) = found.table(TrainingRow)
+    assert row.cp_comm_type == said.strip("[']")
+
+
 @pytest.mark.parametrize(
     ("changes", "right"),
     [
@@ -120,7 +128,8 @@ def test_what_is_usual_is_imported(tmp_path: Path, changes: dict[str, str]) -> N
             "2",
         ),
         ({"tp_comm_overlap": "True"}, "False"),
-        ({"cp_comm_type": "['a2a']"} | OVER_CP, "p2p"),
+        ({"cp_comm_type": "['a2a']", "transformer_impl": "local"} | OVER_CP, "p2p"),
+        ({"cp_comm_type": "['p2p', 'a2a']"} | OVER_CP, "p2p"),
         ({"cp_comm_type": "['allgather']"} | OVER_CP, "p2p"),
         ({"fp8_recipe": "mxfp8", "fp8": "e4m3"}, "delayed"),
         ({"first_last_layers_bf16": "True", "fp8": "e4m3"}, "False"),

@@ -52,6 +52,7 @@ TAKES = {
     "te_backward_part": 130.0,
     "te_checkpoint": 800.0,
     "te_ring": 420.0,
+    "te_exchange": 380.0,
     "te_expert": 70.0,
     "te_backward_expert": 95.0,
     "te_tensor": 30.0,
@@ -74,6 +75,7 @@ def nil_row(case: host_time.HostCase, slower: float, updates: bool = False) -> H
     sizes |= {"experts": case.experts, "overlap": case.overlap, "recompute": case.recompute}
     sizes |= {"lora_rank": case.lora_rank}
     sizes |= {"transformer_impl": case.transformer_impl, "fp8": case.fp8}
+    sizes |= {"cp_comm_type": case.cp_comm_type}
     once = dict.fromkeys(("forward_us", "backward_us", *names), 1.0) | {"single_us": 0.5}
     row = HostRow(
         case_id=case.case_id,
@@ -131,7 +133,11 @@ def test_what_nil_steps_take_is_told_apart(gpus: int, engine: bool) -> None:
     rows = [nil_row(case, slower=2.0) for case in host_time.cases("nvidia", gpus, engine=engine)]
     found = beside_kernels([one for row in rows for one in equations(row, (), 2.0)])
     there = {name for name in TAKES if name.startswith(("te_", "fp8_"))}
-    alone = {"collective", "uneven", "ring", "te_ring", "bucket"} if gpus == 1 else set[str]()
+    alone = (
+        {"collective", "uneven", "ring", "te_ring", "te_exchange", "bucket"}
+        if gpus == 1
+        else set[str]()
+    )
     assert found.keys() == TAKES.keys() - alone - (set() if engine else there)
     assert found == pytest.approx({name: TAKES[name] for name in found})
     alone = beside_kernels(list(equations(rows[0], (), 2.0)))

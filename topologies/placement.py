@@ -14,10 +14,9 @@ compares. Routing in switched fabrics spreads evenly over equal paths (adaptive 
 
 from dataclasses import replace
 from math import ceil, gcd
-from typing import Literal
 
 from spec.errors import UserError
-from spec.hardware import Fabric, GroupPath, Node
+from spec.hardware import Fabric, GroupPath, Node, Pattern
 from topologies.layout import (
     Tier,
     node_count,
@@ -27,13 +26,6 @@ from topologies.layout import (
     torus_dimensions,
     torus_link,
 )
-
-Pattern = Literal["ring", "all-to-all", "send-recv"]
-
-
-# what an axis sends (spec.step): tokens between experts all-to-all, keys and values round a
-# context-parallel ring, activations from stage to stage; all others, hierarchical rings
-AXIS_PATTERN: dict[str, Pattern] = {"ep": "all-to-all", "pp": "send-recv", "cp": "send-recv"}
 
 
 def group_path(
@@ -73,6 +65,7 @@ def group_path(
             gbytes_per_s=node.scale_up_gbytes_per_s,
             latency_us=0.0,
             tier="scale-up",
+            pattern=pattern,
         )
     if fabric is None:
         raise UserError(
@@ -97,6 +90,7 @@ def group_path(
         latency_us=hops * fabric.latency_us,
         tier=tier,
         shares=tuple((name, rate / load) for name, load in loads.items()),
+        pattern=pattern,
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spec.hardware import GroupPath, Node
-from topologies.placement import AXIS_PATTERN
 
 # A link that carries four fifths of its rate is the limit: fixed costs take a fifth of the time at
 # most, so a message that is twice as large takes at least 1.8 times as long.
@@ -34,12 +33,12 @@ class AxisTraffic:
     @property
     def inside(self) -> float:
         """Bytes over the scale-up links of the node, per rank."""
-        path, pattern = self.path, AXIS_PATTERN.get(self.axis)
+        path = self.path
         if path.nodes == 1:
             return self.bytes
-        if pattern == "send-recv":  # of a rank whose next one is here
+        if path.pattern == "send-recv":  # of a rank whose next one is here
             return self.bytes if path.local_ranks > 1 else 0.0
-        if pattern == "all-to-all":
+        if path.pattern == "all-to-all":
             return self.bytes * (path.local_ranks - 1) / (path.ranks - 1)
         return self.bytes * (path.local_ranks - 1) / path.local_ranks
 
@@ -68,7 +67,7 @@ def tier_utilisation(
     sending: dict[str, list[float]] = {"scale-up": []}
     deepest_first = sorted(loads, key=lambda load: -len(load.path.shares))
     for load in deepest_first:
-        one_peer = AXIS_PATTERN.get(load.axis) == "send-recv" or load.axis == "embd"
+        one_peer = load.path.pattern == "send-recv" or load.axis == "embd"
         others = 1 if one_peer else load.path.local_ranks - 1
         inside = node.scale_up_gbytes_per_s * node.links_of(max(others, 1))
         limits = [("scale-up", inside, load.inside)]

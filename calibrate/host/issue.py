@@ -37,7 +37,7 @@ from spec.records import HostRow, KernelRow
 # host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
 # 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
 # by itself on the same host, 0.5 and 0.51 in the backward pass; a piece of a ring there, of two of
-# H200, about 35 (by hand) and 70.
+# H200, about 35 (by hand) and 70; a tensor's exchange, of one by hand, 1.2 of its ring's piece.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -56,6 +56,7 @@ CALLS = {
     "te_backward_part": 7.5,
     "te_checkpoint": 30.0,
     "te_ring": 50.0,
+    "te_exchange": 60.0,
     "te_expert": 4.9,
     "te_backward_expert": 8.6,
     "te_tensor": 2.3,
@@ -85,6 +86,7 @@ WHAT = {
     "te_backward_part": "autograd around such a part in the backward pass",
     "te_checkpoint": "setting out to compute activations of such a layer again",
     "te_ring": "Python around a piece of ring attention there and its messages, forward",
+    "te_exchange": "Python around a tensor that exchanges tokens for heads, in either pass",
     "te_expert": "Python and cuBLAS around one of a GPU's experts there in the forward pass",
     "te_backward_expert": "autograd and cuBLAS around such an expert in the backward pass",
     "te_tensor": "updating a tensor of parameters by Transformer Engine's optimizer, once a step",
@@ -154,6 +156,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for name, sd, lacked in (
         ("ring", UNSEEN_SD, "host.ring_us, on a host whose nil steps had no ring"),
         ("te_ring", UNSEEN_SD, "host.te_ring_us, likewise there"),
+        ("te_exchange", UNSEEN_SD, "host.te_exchange_us, likewise"),
         ("checkpoint", UNSEEN_SD, "host.checkpoint_us, on any host: nil steps hardly tell it"),
         ("adapter", UNSEEN_SD, "host.adapter_us, on a host whose nil steps had none"),
         ("bucket", UNSEEN_SD, "host.bucket_us, where nil steps sent nothing beside their passes"),

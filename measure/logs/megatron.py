@@ -18,6 +18,7 @@ from measure.logs.megatron_arguments import Arguments
 from measure.logs.megatron_lines import Log
 from measure.logs.megatron_times import refuse_impossible_times
 from measure.logs.megatron_untold import (
+    EXCHANGED,
     FUSED_THERE,
     OF_EXPERTS,
     OF_FP8,
@@ -80,6 +81,8 @@ def _refuse_untold(log: Log) -> None:
     chunks = a.whole("virtual_pipeline_model_parallel_size", 1)
     if a.whole("context_parallel_size", 1) == 1:
         untold.pop("cp_comm_type")
+    elif _on_engine(a):
+        untold["cp_comm_type"] += EXCHANGED
     if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
@@ -202,6 +205,7 @@ def parallelism_of(log: Log) -> Parallelism:
         "fp8": bool(a.text("fp8", "")),
         "transformer_impl": "transformer_engine" if _on_engine(a) else "local",
         "cuda_graphs": _captured(a),
+        "cp_comm_type": "a2a" if cp > 1 and a.text("cp_comm_type", "") in EXCHANGED else "p2p",
     }
     p = parse(Parallelism, value, str(log.path))
     if p.overlap and p.zero == 1:  # which says both

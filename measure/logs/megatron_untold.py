@@ -29,6 +29,7 @@ _OFF = (
     # other kernels
     "deterministic_mode",
 )
+EXCHANGED = ("a2a", "['a2a']")  # of cp_comm_type, on Transformer Engine
 _FP32 = ("torch.float32", "fp32")
 UNTOLD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OFF, ("False",)),

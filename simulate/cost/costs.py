@@ -34,7 +34,7 @@ from spec.step_parts import Part, Segment
 
 Array = NDArray[np.float64]
 
-Ring = Callable[[Part, Parallelism], Part]
+Ring = Callable[[Part, Parallelism], Segment]
 BEHIND = {True: 4, False: 2}  # products behind collectives in a layer, by sequence parallelism
 
 
@@ -113,7 +113,8 @@ class Costs:
         found = self._sent.get(collective)
         if found is None:
             found = self._collective_us(self.widths.of(collective))
-            if self.fullest is not None and collective.kind == "all_to_all":
+            tokens = (collective.kind, collective.axis) == ("all_to_all", "ep")
+            if self.fullest is not None and tokens:
                 found = found * self.fullest
             self._sent[collective] = found
         return found

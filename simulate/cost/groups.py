@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from spec.calibration import Calibration
 from spec.errors import UserError
-from spec.hardware import Fabric, GroupPath, Node
+from spec.hardware import Fabric, GroupPath, Node, Pattern
 from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
-from topologies.placement import AXIS_PATTERN, group_path, with_senders
+from topologies.placement import group_path, with_senders
 
 AXES = ("tp", "cp", "dp", "ep", "pp")  # that send; the others' groups are parts of these
 
@@ -38,7 +38,11 @@ def layout(p: Parallelism, node: Node, fabric: Fabric) -> Layout:
         "pp": (p.pp, stage),
     }
     groups = {axis: placed for axis, placed in groups.items() if placed[0] > 1}
-    kinds = {axis: (*one, AXIS_PATTERN.get(axis, "ring")) for axis, one in groups.items()}
+    # what an axis sends (spec.step): tokens between experts all-to-all, keys and values round a
+    # context-parallel ring, activations from stage to stage; all others, hierarchical rings
+    patterns: dict[str, Pattern] = {"ep": "all-to-all", "pp": "send-recv"}
+    patterns["cp"] = "all-to-all" if p.exchanges_heads else "send-recv"
+    kinds = {axis: (*one, patterns.get(axis, "ring")) for axis, one in groups.items()}
     leaving = sum(
         group_path(node, fabric, p.gpus, *kinds[axis]).nodes > 1 for axis in AXES if axis in kinds
     )

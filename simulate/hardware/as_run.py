@@ -59,7 +59,8 @@ def as_run(
         on = engine_times(p)
         needed = [f"{on}part_us", *(["fp8_weight_us"] if p.fp8 else [])]
         needed += [f"{on}expert_us", f"{on}backward_expert_us"] if experts else []
-        needed += ["te_ring_us"] if p.cp > 1 else []
+        if p.cp > 1:
+            needed.append("te_exchange_us" if p.exchanges_heads else "te_ring_us")
         lacking = [name for name in needed if not getattr(host, name)]
         if lacking:
             raise UserError(

@@ -57,7 +57,9 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     elif heads != kv_heads and not (p.cp > 1 and p.on_engine):
         kept += heads * one_head
     if p.recompute == "none":
-        if p.cp > 1 and not p.on_engine:  # its ring's output lies by heads: a copy is projected
+        # a local ring's output lies by heads, an exchange's has only some: another is projected,
+        # which in FP8 is counted above
+        if p.cp > 1 and (not p.on_engine or (p.exchanges_heads and not p.fp8)):
             kept += heads * one_head
         kept += 4.0 * tokens * heads  # softmax statistics, fp32
     return kept

@@ -100,8 +100,9 @@ def communicators(
         yield group(p.tp, 1)
     if p.fp8 and p.on_engine and each > 1:
         yield group(each, 1)  # largest values of tensors (get_amax_reduction_group)
-    if p.cp > 1:  # the ring of attention
-        yield group(p.cp, p.tp, collectives=False, sends=1, receives=1)
+    if p.cp > 1:  # attention: with the next in its ring, or with all others
+        peers = p.cp - 1 if p.exchanges_heads else 1
+        yield group(p.cp, p.tp, collectives=False, sends=peers, receives=peers)
     if p.pp > 1 and p.vpp == 1:
         both = len(neighbours(stage, p.pp))
         yield group(p.pp, each, collectives=False, sends=both, receives=both)

@@ -194,6 +194,7 @@ def smallest(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Pa
     graphs, which hold memory and rule plans out, are given up where nothing fits with them.
     """
     least = {key: getattr(p, key) for key in AS_RUN} | {"recompute": "full", "microbatch": 1}
+    least["cp_comm_type"] = "p2p"  # none of these has several context-parallel ranks
     kinds = [least] if p.cuda_graphs else []
     kinds.append(least | {"vpp": 1, "cuda_graphs": False})
     for power in range(11):

@@ -35,7 +35,6 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism, describe
 from topologies.layout import node_count, node_gbytes_per_s, notes
 from topologies.picture import picture
-from topologies.placement import AXIS_PATTERN
 from topologies.tiers import AxisTraffic, TierLoad, tier_utilisation
 
 SCHEMA = "projection/1"
@@ -167,7 +166,7 @@ class Projection:
         paths = e.priced.costs.layout.paths
         network = network_for(r.calibration, r.fabric)
 
-        def measured(path: GroupPath, axis: str) -> GroupPath:
+        def measured(path: GroupPath) -> GroupPath:
             """At the rate of all groups on a node, where that was measured between such nodes.
 
             Of ranks that send to the next one, one of each group sends out of a node.
@@ -175,14 +174,12 @@ class Projection:
             if path.nodes == 1 or network is None or network.node_gbytes_per_s is None:
                 return path
             groups = path.concurrent ** (1 - network.sharing)
-            groups *= path.local_ranks if AXIS_PATTERN.get(axis) == "send-recv" else 1
+            groups *= path.local_ranks if path.pattern == "send-recv" else 1
             nominal = node_gbytes_per_s(r.node, r.fabric)
             return path.at_rate(groups * network.node_gbytes_per_s / nominal)
 
         loads = [
-            AxisTraffic(
-                kind, one.sent_bytes, one.outside_bytes, measured(paths[kind], kind), one.total_s
-            )
+            AxisTraffic(kind, one.sent_bytes, one.outside_bytes, measured(paths[kind]), one.total_s)
             for kind, one in e.traffic.items()
             if kind in paths
         ]

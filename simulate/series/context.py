@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from simulate.cost.costs import Ring
 from simulate.series.rows import SeriesRow
-from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.parallelism import Parallelism
-from spec.step_context import engine_ring
-from spec.step_parts import Part, copied
+from spec.step_context import engine_ring, exchanged_attention
+from spec.step_parts import Part, Segment, by_autograd
 
 _ENGINE = re.compile(r"megatron|nemo|dgxc|mlcommons|transformer.?engine")
 
@@ -49,25 +48,23 @@ def _own(part: Part) -> Kernel:
     return next(one for one in part.kernels if one.op == "attention")
 
 
-def _exchanged(part: Part, p: Parallelism) -> Part:
-    """The same attention of all tokens and a `cp`-th of the heads, between two exchanges.
+def _exchanged(part: Part, p: Parallelism) -> Segment:
+    """The same pass of all tokens and a `cp`-th of the heads, between two exchanges.
 
-    Queries, keys, values and the output go around in either pass. Each is laid out by rank before
-    or after and by place in the sequence on the other side. Where heads are too few, the ring.
+    Where heads are too few, the ring.
     """
     own, cp = _own(part), p.cp
-    batch, length, heads, kv_heads, dim = own.dims
-    if kv_heads % cp:
+    if own.dims[3] % cp:
         return _fused(part, p)
-    sizes = [batch * length * each * dim for each in (heads, kv_heads, kv_heads, heads)]
-    laid_out = tuple(copied(4 * size) for size in sizes for _ in range(2))
-    whole = replace(own, dims=(batch, length * cp, heads // cp, kv_heads // cp, dim))
-    sent = tuple(Collective("all_to_all", "cp", 2.0 * size) for size in sizes)
-    return replace(part, kernels=(*laid_out, whole), exposed=sent, hidden=(), ring=0)
+    both = exchanged_attention(own.dims, cp)
+    if own.direction == "backward":
+        return by_autograd(tuple(backward for _, backward in reversed(both)))
+    first, *more = (forward for forward, _ in both)
+    return (replace(first, checkpoint=part.checkpoint), *more)
 
 
-def _fused(part: Part, p: Parallelism) -> Part:
+def _fused(part: Part, p: Parallelism) -> Segment:
     """The same pass of a ring as Transformer Engine runs it; its host is that of local layers."""
     own = _own(part)
     there = engine_ring(own.dims, p.cp)[own.direction == "backward"]
-    return replace(part, kernels=there.kernels, exposed=there.exposed, hidden=there.hidden)
+    return (replace(part, kernels=there.kernels, exposed=there.exposed, hidden=there.hidden),)

@@ -95,7 +95,8 @@ class _Split:
         self.p = p
         self._key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel, p.fp8),
-            *(p.transformer_impl, ways(p.schedule), p.pp == 1, p.zero == 3 and p.dp * p.cp),
+            *(p.transformer_impl, p.cp_comm_type, ways(p.schedule), p.pp == 1),
+            p.zero == 3 and p.dp * p.cp,
             p.fp8_on_engine and p.microbatches,  # whose first one adds no gradients up
         )
 
@@ -124,7 +125,8 @@ def _shared_parts(
     ways_of = layer(model, p)
     if ring is not None:
         forward, backward = (
-            tuple(ring(part, p) if part.ring else part for part in way) for way in ways_of
+            tuple(one for part in way for one in (ring(part, p) if part.ring else (part,)))
+            for way in ways_of
         )
         ways_of = forward, backward
     both = {"layer": ways_of, "embedding": embedding(model, p), "head": head(model, p)}

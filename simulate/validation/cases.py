@@ -126,7 +126,8 @@ def kind_of(config: TrainingConfig) -> str:
     """
     degrees = {"TP": config.tp, "PP": config.pp, "DP": config.dp, "CP": config.cp, "EP": config.ep}
     used = [name for name, size in degrees.items() if size > 1]
-    switches = {"FP8": config.fp8, "TE": config.on_engine, "graphs": config.cuda_graphs}
+    switches = {"a2a": config.cp_comm_type == "a2a", "FP8": config.fp8, "TE": config.on_engine}
+    switches["graphs"] = config.cuda_graphs
     beside = " ".join(name for name, on in switches.items() if on)
     return ("+".join(used) or "1 GPU") + (f", {beside}" if beside else "")
 
@@ -171,6 +172,7 @@ def nearest(row: TrainingConfig, others: Iterable[TrainingRow]) -> TrainingRow |
         )
         apart += 4 * (row.fp8 != other.fp8) + 2 * (row.on_engine != other.on_engine)
         apart += 2 * (row.cuda_graphs != other.cuda_graphs)
+        apart += 2 * (row.cp_comm_type != other.cp_comm_type)
         return apart, other.case_id
 
     return min(others, key=distance, default=None)

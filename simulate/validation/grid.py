@@ -21,7 +21,7 @@ from spec.files import parse, read_yaml
 from spec.idle import Combined, listed, refuse_idle
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
-from spec.parallelism import AS_RUN, Parallelism, Recompute, TransformerImpl
+from spec.parallelism import AS_RUN, CpCommType, Parallelism, Recompute, TransformerImpl
 
 
 class Family(BaseModel):
@@ -80,6 +80,7 @@ class Grid(BaseModel):
     fp8: tuple[bool, ...] = Field(default=(False,), min_length=1)
     transformer_impl: tuple[TransformerImpl, ...] = Field(default=("local",), min_length=1)
     cuda_graphs: tuple[bool, ...] = Field(default=(False,), min_length=1)
+    cp_comm_type: tuple[CpCommType, ...] = Field(default=("p2p",), min_length=1)
     switches: tuple[bool, ...] = Field(default=(False, True), min_length=1)
     memory_share: float = Field(default=0.85, gt=0, le=1, description="of the device's memory")
     step_time_s: tuple[float, float] = Field(default=(0.1, 2.0), description="least and most")

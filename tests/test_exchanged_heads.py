@@ -1,0 +1,191 @@
+"""Context parallelism that exchanges tokens for heads: what it runs and sends, and what that takes."""
+
+import pytest
+from pydantic import ValidationError
+
+from calibrate.host.equations import equations
+from measure.suites.host_time import HostCase, cases, in_order
+from simulate.cost.costs import Costs
+from simulate.cost.groups import layout
+from simulate.cost.uncertainty import Draws
+from simulate.hardware.as_run import as_run
+from simulate.memory.activations import layer_activation_bytes
+from simulate.project import main as project
+from spec.collective import Collective, busbw_factor
+from spec.command import run
+from spec.errors import UserError
+from spec.fitted import changed
+from spec.measurable import refuse
+from spec.model import ModelSpec, load_model
+from spec.nil import ON_GPU, nil_model
+from spec.parallelism import Parallelism, describe
+from spec.records import HostRow
+from spec.step import layer
+from spec.step_parts import Part
+from spec.training_records import TrainingConfig
+from tests.simulated_steps import CALIBRATION, FABRIC, MOE, NODE, simulate
+from tests.test_nil_steps import nil_row
+
+LLAMA = load_model("llama3-8b").resized(seq_len=16384)
+RING = Parallelism(cp=2, global_batch=2, transformer_impl="transformer_engine")
+HEADS = RING.model_copy(update={"cp_comm_type": "a2a"})
+NAMES = ("exchange", "attention", "exchange")
+
+
+def core(model: ModelSpec, p: Parallelism) -> tuple[list[Part], list[Part]]:
+    """The parts around attention, forward and backward."""
+    forward, backward = ([one for one in way if one.name in NAMES] for way in layer(model, p))
+    return forward, backward
+
+
+def test_a_layers_kernels_and_messages_are_those_of_its_profile() -> None:
+    """By a trace of Llama 3 8B over two H200, 16,384 tokens, rank 0, its second layer; cuDNN's
+    count as one, memsets not. Values are copied out of the first product before all of it."""
+    forward, backward = core(LLAMA, HEADS)
+    assert [one.name for one in forward] == [one.name for one in backward] == list(NAMES)
+    queries, keys = (8192, 32, 128), (8192, 8, 128)
+    given = [("reorder", queries), ("reorder", keys), ("reorder", keys)]
+    sizes = [4 * 8192 * heads * 128 for heads in (32, 8, 8)]
+    for part in (forward[0], backward[2]):
+        assert [one.bytes for one in part.hidden] == [one / 2 for one in sizes]
+        assert part.exposed == ()
+    assert [(one.op, one.dims) for one in forward[0].kernels[:3]] == given
+    assert [one.bytes for one in forward[0].kernels[3:]] == sizes
+    assert [one.bytes for one in backward[2].kernels[:3]] == sizes
+    assert [(one.op, one.dims) for one in backward[2].kernels[3:]] == given
+    for part, ops in ((forward[2], ["copy", "reorder"]), (backward[0], ["reorder", "copy"])):
+        assert [one.op for one in part.kernels] == ops
+        assert ([one.bytes for one in part.exposed], part.hidden) == ([sizes[0] / 2], ())
+    *copied_out, own = forward[1].kernels
+    assert [one.bytes for one in copied_out] == [sizes[1]]
+    assert (own.dims, backward[1].kernels[-1].dims) == ((1, 16384, 16, 4, 128),) * 2
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_it_sends_what_its_paper_counts_and_a_ring_more(cp: int) -> None:
+    """Of Ulysses (arXiv 2309.14509, section 3.2): each way four tensors' 1 / cp of a GPU's tokens
+    to each other GPU. A ring sends all keys and values cp - 1 times, and their gradients cp."""
+    share = LLAMA.seq_len // cp * LLAMA.head_dim * 2.0
+    told = (2 * LLAMA.heads + 2 * LLAMA.kv_heads) * share * (cp - 1) / cp
+    for way in core(LLAMA, HEADS.model_copy(update={"cp": cp})):
+        sent = [one for part in way for one in (*part.exposed, *part.hidden)]
+        assert {(one.kind, one.axis) for one in sent} == {("all_to_all", "cp")}
+        assert sum(one.bytes * busbw_factor(one.kind, cp) for one in sent) == pytest.approx(told)
+
+
+def test_attention_is_as_much_work_in_all_as_on_one_gpu() -> None:
+    whole = core(LLAMA, RING.model_copy(update={"cp": 1}))
+    for cp in (2, 4, 8):
+        for way, one in zip(core(LLAMA, HEADS.model_copy(update={"cp": cp})), whole, strict=True):
+            flops = [sum(k.flops for part in some for k in part.kernels) for some in (way, one)]
+            assert cp * flops[0] == flops[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cp": 1}, r"a2a is Transformer Engine's, .* not of cp 1 by transformer_engine layers"),
+        ({"transformer_impl": "local"}, r"not of cp 2 by local layers; use p2p"),
+        ({"cp_comm_type": "all_gather"}, "'p2p' or 'a2a'"),
+    ],
+)
+def test_what_has_no_such_exchange_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Parallelism.model_validate(HEADS.model_dump() | fields)
+
+
+def test_heads_must_be_as_many_as_ranks() -> None:
+    HEADS.model_copy(update={"cp": 8}).check(LLAMA)
+    with pytest.raises(UserError, match=r"cp 16 does not divide the 8 kv_heads that tp 1 leaves"):
+        HEADS.model_copy(update={"cp": 16}).check(LLAMA)
+    with pytest.raises(UserError, match=r"cp 4 does not divide the 2 kv_heads that tp 4 leaves"):
+        HEADS.model_copy(update={"cp": 4, "tp": 4}).check(LLAMA)
+    refuse(MOE, HEADS)
+    refuse(LLAMA, HEADS.model_copy(update={"cuda_graphs": True}))
+
+
+def test_it_is_named_in_cases_and_plans() -> None:
+    assert "CP2 a2a" in describe(HEADS)
+    assert "-CP2-a2a-" in TrainingConfig.name_of(LLAMA, HEADS)
+    assert "a2a" not in describe(RING) + TrainingConfig.name_of(LLAMA, RING)
+
+
+def test_attention_that_runs_again_exchanges_again() -> None:
+    _, backward = core(LLAMA, HEADS.model_copy(update={"recompute": "selective"}))
+    assert [one.name for one in backward] == list(NAMES) * 2
+    assert [one.checkpoint for one in backward] == [True, *[False] * 5]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_its_host_has_a_time_of_its_own_for_a_tensor(fp8: bool) -> None:
+    p = HEADS.model_copy(update={"fp8": fp8})
+    for way in core(LLAMA, p):
+        assert sum(part.issued.get("te_exchange", 0) for part in way) == 4
+        assert sum(sum(part.issued.values()) for part in way) == 5  # attention's part beside
+    slow = changed(CALIBRATION, host=changed(CALIBRATION.host, te_exchange_us=1e5))
+    for split, longer in ((RING, False), (p, True)):
+        before, after = (float(simulate(split, one).step_time_s[0]) for one in (CALIBRATION, slow))
+        assert (after > 1.5 * before) == longer
+    older = changed(CALIBRATION, host=changed(CALIBRATION.host, te_exchange_us=0.0))
+    with pytest.raises(UserError, match=r"no host\.te_exchange_us, as it is older"):
+        as_run(older, p, NODE)
+    assert as_run(older, RING, NODE).host.te_exchange_us == 0.0
+
+
+def test_nil_steps_show_it_where_it_is_planned() -> None:
+    found = cases("nvidia", devices=2, engine=True)
+    (case,) = (one for one in found if one.cp_comm_type == "a2a")
+    assert case.case_id.endswith("-CP2-a2a-TE") and case.shows == {"transformer_engine", "te_a2a"}
+    for p, first in ((HEADS, True), (RING, False)):
+        needed = in_order(found, [(LLAMA, p)])
+        ring = next(one for one in needed if one.shows == {"transformer_engine", "te_p2p"})
+        assert (needed.index(case) < needed.index(ring)) == first
+
+
+def test_a_nil_step_counts_its_tensors() -> None:
+    case = HostCase(1.0, 2, cp=2, transformer_impl="transformer_engine", cp_comm_type="a2a")
+    assert case.split(1).exchanges_heads
+    row = nil_row(case, slower=1.0)
+    forward, backward, *_ = equations(row, CALIBRATION.kernels, 1.0)
+    assert forward.counts["te_exchange"] == backward.counts["te_exchange"] == 4
+    parts = len(layer(nil_model(ON_GPU), HEADS)[0])
+    assert forward.counts["te_part"] == backward.counts["te_backward_part"] == parts - 2
+    with pytest.raises(ValidationError, match="cp_comm_type is a2a; with cp 1, or"):
+        HostRow.model_validate(row.model_dump() | {"cp": 1})
+
+
+def test_its_output_is_kept_twice_but_in_fp8() -> None:
+    """By token as the projection takes it, and by head as attention left it, which in FP8 the
+    projection keeps as it was cast, and which attention that runs again does not keep."""
+    output = 2.0 * LLAMA.seq_len / 2 * LLAMA.heads * LLAMA.head_dim
+    for more, twice in (({}, 1), ({"fp8": True}, 0), ({"recompute": "selective"}, 0)):
+        kept = [layer_activation_bytes(LLAMA, p.model_copy(update=more)) for p in (RING, HEADS)]
+        assert kept[1] - kept[0] == twice * output
+
+
+def test_every_rank_sends_to_all_others_between_nodes() -> None:
+    for p, pattern in ((RING, "send-recv"), (HEADS, "all-to-all")):
+        wide = p.model_copy(update={"cp": 8, "tp": 8})
+        assert layout(wide, NODE, FABRIC).paths["cp"].pattern == pattern
+
+
+def test_experts_that_get_more_tokens_do_not_lengthen_it() -> None:
+    """The fullest rank's load lengthens what experts exchange."""
+    p = HEADS.model_copy(update={"dp": 2, "ep": 2, "global_batch": 4})
+    for axis, times in (("cp", 1.0), ("ep", 2.0)):
+        even, uneven = (
+            Costs(CALIBRATION, NODE, FABRIC, p, Draws(0), fullest).collective_us(
+                Collective("all_to_all", axis, 2.0**26)
+            )
+            for fullest in (None, 2.0)
+        )
+        assert uneven == pytest.approx(times * even)
+
+
+def test_a_projection_has_it_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--gpus 64 --model llama3-8b --transformer-impl transformer_engine --tp 1 --pp 1"
+    asked = [*words.split(), "--global-batch", "64", "--draws", "20"]
+    assert run(project, [*asked, "--cp", "2", "--cp-comm-type", "a2a", "--json"]) == 0
+    assert '"cp_comm_type": "a2a"' in capsys.readouterr().out
+    assert run(project, [*asked, "--cp-comm-type", "a2a"]) == 2
+    assert "a2a is Transformer Engine's, of cp above 1" in capsys.readouterr().err
