@@ -1,4 +1,4 @@
-"""Context parallelism that exchanges tokens for heads: what it runs and sends, and what that takes."""
+"""Context parallelism that exchanges tokens for heads: what runs and is sent, and what it takes."""
 
 import pytest
 from pydantic import ValidationError
@@ -135,7 +135,8 @@ def test_its_host_has_a_time_of_its_own_for_a_tensor(fp8: bool) -> None:
 def test_nil_steps_show_it_where_it_is_planned() -> None:
     found = cases("nvidia", devices=2, engine=True)
     (case,) = (one for one in found if one.cp_comm_type == "a2a")
-    assert case.case_id.endswith("-CP2-a2a-TE") and case.shows == {"transformer_engine", "te_a2a"}
+    assert case.case_id.endswith("-CP2-a2a-TE")
+    assert case.shows == {"transformer_engine", "te_a2a"}
     for p, first in ((HEADS, True), (RING, False)):
         needed = in_order(found, [(LLAMA, p)])
         ring = next(one for one in needed if one.shows == {"transformer_engine", "te_p2p"})

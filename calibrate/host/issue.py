@@ -37,7 +37,8 @@ from spec.records import HostRow, KernelRow
 # host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
 # 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
 # by itself on the same host, 0.5 and 0.51 in the backward pass; a piece of a ring there, of two of
-# H200, about 35 (by hand) and 70; a tensor's exchange, of one by hand, 1.2 of its ring's piece.
+# H200, about 35 (by hand) and 70; what a tensor's exchange
+# takes, of one by hand, 29 to 37 at the middle host's pace.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -56,7 +57,7 @@ CALLS = {
     "te_backward_part": 7.5,
     "te_checkpoint": 30.0,
     "te_ring": 50.0,
-    "te_exchange": 60.0,
+    "te_exchange": 33.0,
     "te_expert": 4.9,
     "te_backward_expert": 8.6,
     "te_tensor": 2.3,
