@@ -11,7 +11,7 @@ from calibrate.host.equations import (
     HOST_SD,
     Equation,
     beside_kernels,
-    by_depths,
+    by_ranges,
     equations,
     told_apart,
 )
@@ -151,7 +151,7 @@ def test_steps_of_one_depth_do_not_tell_what_an_update_has_once() -> None:
     for some, told in ((cases, True), (shallow, False)):
         rows = [nil_row(case, slower=2.0, updates=True) for case in some]
         seen = told_apart([one for row in rows for one in equations(row, (), 2.0)])
-        takes = beside_kernels(by_depths(seen))
+        takes = beside_kernels(by_ranges(seen))
         assert ({"step", "tensor", "te_tensor"} <= takes.keys()) == told
         assert takes["part"] == pytest.approx(TAKES["part"])
 

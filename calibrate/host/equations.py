@@ -28,6 +28,7 @@ LEAST_UPDATE = 0.01
 # (docs/calibration.md); what nil steps' own numbers leave of them is 0.08 to 0.10.
 HOST_SD = 0.15
 UNSEEN_SD = 0.5  # log; of what no nil step of a host shows
+EXPERTS_THERE = tuple(f"{on}{way}expert" for on in ("te_", "fp8_") for way in ("", "backward_"))
 APART = 2.0  # tensors of two nil steps, chosen: those of 12 layers have 3.6 times those of 3
 
 
@@ -117,15 +118,19 @@ def told_apart(seen: Sequence[Equation]) -> list[Equation]:
     return list(seen)
 
 
-def by_depths(seen: Sequence[Equation]) -> list[Equation]:
-    """Without those of updates, if no two have numbers of tensors that are `APART` times apart.
+def by_ranges(seen: Sequence[Equation]) -> list[Equation]:
+    """Without those of updates, if no two have numbers of tensors that are `APART` times apart, and
+    of experts on Transformer Engine likewise.
 
-    Steps of one depth hardly tell what an update has once from what it has for each tensor.
+    Steps of one depth hardly tell what an update has once from what it has for each tensor, nor
+    layers of one number of experts what a mixture has once, such as rows padded in FP8.
     """
-    tensors = [n for one in seen for name, n in one.counts.items() if name.endswith("tensor")]
-    if tensors and max(tensors) < APART * min(tensors):
-        return [one for one in seen if "step" not in one.counts]
-    return list(seen)
+    some = list(seen)
+    for each, once in (("tensor", "step"), *((name, name) for name in EXPERTS_THERE)):
+        numbers = [n for one in seen for name, n in one.counts.items() if name.endswith(each)]
+        if numbers and max(numbers) < APART * min(numbers):
+            some = [one for one in some if once not in one.counts]
+    return some
 
 
 def _counted(seen: Sequence[Equation]) -> tuple[list[str], NDArray[np.float64] | None]:

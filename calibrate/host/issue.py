@@ -16,7 +16,7 @@ from calibrate.host.equations import (
     UNSEEN_SD,
     Equation,
     beside_kernels,
-    by_depths,
+    by_ranges,
     equations,
     told_apart,
 )
@@ -37,8 +37,8 @@ from spec.records import HostRow, KernelRow
 # host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
 # 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
 # by itself on the same host, 0.5 and 0.51 in the backward pass; a piece of a ring there, of two of
-# H200, about 35 (by hand) and 70; what a tensor's exchange
-# takes, of one by hand, 29 to 37 at the middle host's pace.
+# H200, about 35 (by hand) and 70; a tensor's exchange, of two of H200, 20 and 25, and about 33 by
+# hand.
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,
@@ -57,7 +57,7 @@ CALLS = {
     "te_backward_part": 7.5,
     "te_checkpoint": 30.0,
     "te_ring": 50.0,
-    "te_exchange": 33.0,
+    "te_exchange": 27.0,
     "te_expert": 4.9,
     "te_backward_expert": 8.6,
     "te_tensor": 2.3,
@@ -129,7 +129,7 @@ def fit_issue(evidence: Evidence, kernels: Sequence[KernelFit], ledger: Ledger) 
     for run, row in rows_seen:
         visit = devices[run]
         by_devices[visit] += equations(row, kernels, slower.get(visit, 1.0))
-    by_devices = {visit: by_depths(told_apart(some)) for visit, some in by_devices.items()}
+    by_devices = {visit: by_ranges(told_apart(some)) for visit, some in by_devices.items()}
     by_itself = {visit: beside_kernels(some) for visit, some in by_devices.items()}
     paces = _paces(by_devices, by_itself, middles(by_itself, slower))
     usual = usual_us(by_itself, paces, issue)
