@@ -139,3 +139,24 @@ def test_in_the_first_pass_a_host_has_nothing_ahead(
     late, _, more = host_waits([pieces[:3], pieces[3:]], costs)
     assert sum(late) == pytest.approx(waited)
     assert more == pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "waited"),
+    [
+        # what the head makes up for comes too late for the layers before it, every time
+        ([-1.0, -9.0, 30.0], [0.0, 20.0, 5.0], [10.0, 0.0]),
+        # backward it comes before them
+        ([3.0, -2.0, 1.0], [0.0, -4.0, 6.0], [0.0, 0.0]),
+        ([3.0, -2.0, 1.0], [0.0, -4.0, 3.0], [0.0, 1.0]),
+        ([0.0, -4.0, 1.0], [-3.0, 2.0, 0.0], [4.0, 1.0]),
+    ],
+)
+def test_where_stages_exchange_no_pass_has_a_host_that_is_ahead(
+    forward: list[float], backward: list[float], waited: list[float]
+) -> None:
+    """By hand: pieces in the forward pass's order, embedding, layers and head; us."""
+    costs, pieces = _pieces(*forward, *backward)
+    costs.parallelism = Parallelism(pp=2, global_batch=2)
+    late, _, more = host_waits([pieces[:3], pieces[3:]], costs)
+    assert ([float(one) for one in late], float(more)) == (waited, 0.0)

@@ -156,6 +156,18 @@ def test_steps_of_one_depth_do_not_tell_what_an_update_has_once() -> None:
         assert takes["part"] == pytest.approx(TAKES["part"])
 
 
+def test_layers_of_one_number_of_experts_do_not_tell_what_one_takes_there() -> None:
+    """What a mixture has once, such as rows padded in FP8, would be an eighth of each's."""
+    cases = host_time.cases("nvidia", 1, engine=True)
+    few = [one for one in cases if one.experts != host_time.MORE_EXPERTS]
+    for some, told in ((cases, True), (few, False)):
+        rows = [nil_row(case, slower=2.0) for case in some]
+        takes = beside_kernels(by_ranges([one for row in rows for one in equations(row, (), 2.0)]))
+        for name in ("te_expert", "te_backward_expert", "fp8_expert", "fp8_backward_expert"):
+            assert (name in takes) == told
+        assert takes["expert"] == pytest.approx(TAKES["expert"])  # routing is forward alone
+
+
 def test_updates_by_themselves_tell_what_a_tensor_takes() -> None:
     """Whatever steps say, which are many times as long."""
     cases = host_time.cases("nvidia", 1)

@@ -32,7 +32,8 @@ def host_waits(
     """What each way's pass of a model chunk waits for its host, us, (draws,), a microbatch.
 
     With it how far the host gets ahead in each, and what the first pass of a step waits more, as
-    its host is not ahead yet: what a head behind the layers makes up for does not help these.
+    its host is not ahead yet: what a head behind the layers makes up for does not help these. Where
+    stages exchange, every pass begins like that.
     ways: how often each segment is in the forward pass, in its order, and its cost in that way.
     """
     fit, zero = costs.calibration.host, costs.draws.zero
@@ -43,9 +44,13 @@ def host_waits(
     pass_us = fit.pass_us + (fit.fp8_pass_us if p.on_engine and p.fp8 else 0.0)
     once = pass_us / (len(ways) * p.vpp) * costs.host_spread()
     ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
-    late = late_us(ahead, p)
-    behind = larger(-_least(ways[0], zero), -ahead[0])
-    first = larger(behind - reduce(add, late), 0.0)
+    backward = (list(reversed(pieces)) for pieces in ways[1:])
+    behind = [
+        larger(-_least(pieces, zero), -one)
+        for pieces, one in zip((ways[0], *backward), ahead, strict=True)
+    ]
+    late = behind if caught_up(p) else late_us(ahead, p)
+    first = larger(behind[0] - reduce(add, late), 0.0)
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 
 
