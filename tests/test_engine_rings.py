@@ -134,12 +134,12 @@ def test_an_update_there_clips_in_place() -> None:
 def test_nil_steps_of_rings_there_come_with_the_plan_that_needs_them() -> None:
     found = host_time.cases("nvidia", 2, engine=True)
     first = host_time.in_order(found, [(LLAMA, TE)])[:5]
-    assert {"te_cp", "transformer_engine"} in [one.shows for one in first]
+    assert {"te_p2p", "transformer_engine"} in [one.shows for one in first]
     mixture = host_time.in_order(found, [(MOE, TE.model_copy(update={"fp8": True}))])
-    ring = next(n for n, one in enumerate(mixture) if "te_cp" in one.shows)
+    ring = next(n for n, one in enumerate(mixture) if "te_p2p" in one.shows)
     experts = next(n for n, one in enumerate(mixture) if "fp8_experts" in one.shows)
     assert ring < experts < min(n for n, one in enumerate(mixture) if "tp" in one.shows)
-    assert not any("te_cp" in one.shows for one in host_time.cases("nvidia", 1, engine=True))
+    assert not any("te_p2p" in one.shows for one in host_time.cases("nvidia", 1, engine=True))
 
 
 def test_its_attention_takes_what_torchs_takes() -> None:

@@ -71,7 +71,8 @@ def test_a_step_that_waits_for_its_host_saves_launches_alone(tmp_path: Path) -> 
     # of each layer's ring of 4 in either pass, of one microbatch: what is in the list but not there
     joins, launches = plan(row(**LONG)), 0
     for part in (one for way in layer(joins.model, joins.parallelism) for one in way if one.ring):
-        launches += len(part.kernels) - len(ring_of(row(**fused))(part, joins.parallelism).kernels)
+        (there,) = ring_of(row(**fused))(part, joins.parallelism)
+        launches += len(part.kernels) - len(there.kernels)
     saved = times(10.0) - times(10.0, **fused)
     sequences = joins.parallelism.microbatches
     assert saved[0] == pytest.approx(10e-6 * launches * joins.model.layers * sequences, rel=0.1)
@@ -83,7 +84,12 @@ def test_an_exchange_has_no_ring_and_a_clock_is_of_what_runs() -> None:
     swapped = ring_of(row(source=SWAPPED))
     assert swapped is not None
     parts = [part for way in layer(one.model, one.parallelism) for part in way if part.ring]
-    assert [swapped(part, one.parallelism).ring for part in parts] == [0, 0]
+    stands_in = [swapped(part, one.parallelism) for part in parts]
+    assert [[each.name for each in some] for some in stands_in] == [
+        ["exchange", "attention", "exchange"]
+    ] * 2
+    assert not any(each.ring for some in stands_in for each in some)
+    assert [[each.backward for each in some] for some in stands_in] == [[False] * 3, [True] * 3]
     costs = Costs(CALIBRATION, one.node, one.fabric, one.parallelism, Draws(0))
     times = [
         layer_us(one.model, one.parallelism, costs.with_(ring=ring)) for ring in (None, swapped)
