@@ -37,7 +37,7 @@ from spec.records import HostRow, KernelRow
 # host's do (parts 11 to 13 and 7 to 8, in FP8 15 to 16 and 9 to 12; checkpoints none to 80, in FP8
 # 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
 # by itself on the same host, 0.5 and 0.51 in the backward pass; a piece of a ring there, of two of
-# H200, about 35 (by hand) and 70; a tensor's exchange, of two of H200, 20 and 25, and about 33 by
+# H200, about 35 (by hand) and 70; a tensor's exchange, of two of H200, 21 and 26, and about 33 by
 # hand.
 CALLS = {
     "part": 7.0,
