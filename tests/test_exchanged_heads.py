@@ -73,6 +73,16 @@ def test_it_sends_what_its_paper_counts_and_a_ring_more(cp: int) -> None:
         assert sum(one.bytes * busbw_factor(one.kind, cp) for one in sent) == pytest.approx(told)
 
 
+def test_messages_have_beside_them_all_but_the_first_and_the_last_kernel() -> None:
+    """Of three tensors alike two thirds of the kernels' time, of few key heads less."""
+    for heads, share in ((LLAMA.heads, 2 / 3), (LLAMA.kv_heads, 1 - (2.4 * 4 + 1) / (3.4 * 6))):
+        alike = LLAMA.model_copy(update={"kv_heads": heads})
+        assert core(alike, HEADS)[0][0].covers == pytest.approx(share)
+    few, back = core(LLAMA, HEADS)[0][0], core(LLAMA, HEADS)[1][2]
+    assert back.covers == pytest.approx(1 - (4 + 2.4) / (3.4 * 6))
+    assert few.covers < back.covers
+
+
 def test_attention_is_as_much_work_in_all_as_on_one_gpu() -> None:
     whole = core(LLAMA, RING.model_copy(update={"cp": 1}))
     for cp in (2, 4, 8):
