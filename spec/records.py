@@ -197,10 +197,11 @@ class HostRow(Repeated):
             raise ValueError(
                 f"ep is {self.ep}; it must divide gpus / tp / cp, {dp}, and experts, {self.experts}"
             )
-        exchanges = self.cp_comm_type == "a2a"
-        if exchanges and (self.cp == 1 or self.transformer_impl == "local"):
+        fewer = MOST_TP % (self.tp * self.cp) or self.cp == 1 or self.transformer_impl == "local"
+        if self.cp_comm_type == "a2a" and fewer:
             raise ValueError(
-                "cp_comm_type is a2a; with cp 1, or transformer_impl local, it must be p2p"
+                "cp_comm_type is a2a; with cp 1, with transformer_impl local, or where tp * cp, "
+                f"{self.tp * self.cp}, does not divide {MOST_TP} heads, it must be p2p"
             )
         if self.experts == 1:
             raise ValueError("experts is 1; it must be 0 or at least 2")

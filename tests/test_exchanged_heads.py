@@ -161,8 +161,10 @@ def test_a_nil_step_counts_its_tensors() -> None:
     assert forward.counts["te_exchange"] == backward.counts["te_exchange"] == 4
     parts = len(layer(nil_model(ON_GPU), HEADS)[0])
     assert forward.counts["te_part"] == backward.counts["te_backward_part"] == parts - 2
-    with pytest.raises(ValidationError, match="cp_comm_type is a2a; with cp 1, or"):
-        HostRow.model_validate(row.model_dump() | {"cp": 1})
+    for fields in ({"cp": 1}, {"transformer_impl": "local"}, {"gpus": 32, "tp": 4, "cp": 4}):
+        with pytest.raises(ValidationError, match="cp_comm_type is a2a; .* it must be p2p"):
+            HostRow.model_validate(row.model_dump() | fields)
+    assert HostRow.model_validate(row.model_dump() | {"gpus": 8, "tp": 2, "cp": 4}).cp == 4
 
 
 def test_its_output_is_kept_twice_but_in_fp8() -> None:

@@ -4,11 +4,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.host.equations import (
-    beside_kernels,
-    equations,
-    told_apart,
-)
+from calibrate.host.equations import beside_kernels, by_ranges, equations, told_apart
 from measure.plans.file import read_plan
 from measure.suites import host_time
 from measure.training.plan import TrainingCase
@@ -106,6 +102,24 @@ def test_what_a_plans_steps_have_comes_first() -> None:
         *(set(), {"recompute"}, {"tp"}, {"experts"}, {"layers"}),
         *({"experts", "ep"}, {"layers", "overlap"}),
     ]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_two_numbers_of_experts_there_come_before_what_tells_nothing_new(fp8: bool) -> None:
+    """As with one alone nothing is told of them; without experts neither is needed."""
+    found = host_time.cases("nvidia", 2, engine=True)
+    on = Parallelism(transformer_impl="transformer_engine", fp8=fp8)
+    ordered = host_time.in_order(found, [(load_model("mixtral-8x7b"), on)])
+    numbers = [n for n, case in enumerate(ordered) if case.experts and case.split(1) == on]
+    assert sorted(ordered[n].experts for n in numbers) == [8, 32]
+    assert max(numbers) < min(n for n, case in enumerate(ordered) if case.recompute == "full")
+    rows = [nil_row(case, slower=1.0) for case in ordered[: max(numbers) + 1]]
+    seen = told_apart([one for row in rows for one in equations(row, (), 1.0)])
+    told = beside_kernels(by_ranges(seen))
+    name = "fp8_expert" if fp8 else "te_expert"
+    assert told[name] == pytest.approx(TAKES[name])
+    dense = host_time.in_order(found, [(load_model("llama3-8b"), on)])
+    assert not any(case.experts for case in dense[:7])
 
 
 @pytest.mark.parametrize("rank", [0, 16])

@@ -90,6 +90,8 @@ class HostCase:
         found = _has(self.split(1), self.experts, self.lora_rank)
         if self.layers > LAYERS:
             found |= {"layers", "scales"} if self.fp8 else {"layers"}
+        if self.experts > EXPERTS and self.transformer_impl != "local":
+            found.add("fp8_numbers" if self.fp8 else "te_numbers")
         return found
 
     def split(self, microbatches: int) -> Parallelism:
@@ -126,9 +128,11 @@ def in_order(
 ) -> list[HostCase]:
     """The cases as a plan needs them: one for each thing that its steps have, the others of these.
 
+    Depths, and numbers of experts on Transformer Engine, are such things: of one by itself
+    `calibrate.host.equations` can tell nothing.
     Last come those that show what no step of it has.
     """
-    wanted = {"layers", "scales"}.union(
+    wanted = {"layers", "scales", "te_numbers", "fp8_numbers"}.union(
         *(_has(p, model.experts, model.lora_rank) for model, p in steps)
     )
     needed: list[HostCase] = []
