@@ -162,7 +162,7 @@ def test_a_nil_step_counts_its_tensors() -> None:
     parts = len(layer(nil_model(ON_GPU), HEADS)[0])
     assert forward.counts["te_part"] == backward.counts["te_backward_part"] == parts - 2
     for fields in ({"cp": 1}, {"transformer_impl": "local"}, {"gpus": 32, "tp": 4, "cp": 4}):
-        with pytest.raises(ValidationError, match="cp_comm_type is a2a; .* it must be p2p"):
+        with pytest.raises(ValidationError, match=r"cp_comm_type is a2a; .* it must be p2p"):
             HostRow.model_validate(row.model_dump() | fields)
     assert HostRow.model_validate(row.model_dump() | {"gpus": 8, "tp": 2, "cp": 4}).cp == 4
 

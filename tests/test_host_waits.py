@@ -110,8 +110,8 @@ def test_stages_that_exchange_wait_for_each_bucket() -> None:
     assert once_waits(first, last, first + last, 5, costs) == pytest.approx((5 - 2) + 5)
 
 
-def _pieces(*ahead_us: float) -> tuple[Costs, list[tuple[float, Cost]]]:
-    costs = costs_with(host_that_takes(), Parallelism(global_batch=4))
+def _pieces(*ahead_us: float, pass_us: float = 0.0) -> tuple[Costs, list[tuple[float, Cost]]]:
+    costs = costs_with(host_that_takes(pass_us=pass_us), Parallelism(global_batch=4))
     nothing = costs.segment(layer(load_model("tiny"), costs.parallelism)[0])
     zero = costs.draws.zero
     return costs, [(1, nothing._replace(host=zero, ahead=zero + one)) for one in ahead_us]
@@ -142,21 +142,53 @@ def test_in_the_first_pass_a_host_has_nothing_ahead(
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "waited"),
+    ("forward", "backward", "waited", "ahead"),
     [
         # what the head makes up for comes too late for the layers before it, every time
-        ([-1.0, -9.0, 30.0], [0.0, 20.0, 5.0], [10.0, 0.0]),
+        ([-1.0, -9.0, 30.0], [0.0, 20.0, 5.0], [10.0, 0.0], [-10.0, 25.0]),
         # backward it comes before them
-        ([3.0, -2.0, 1.0], [0.0, -4.0, 6.0], [0.0, 0.0]),
-        ([3.0, -2.0, 1.0], [0.0, -4.0, 3.0], [0.0, 1.0]),
-        ([0.0, -4.0, 1.0], [-3.0, 2.0, 0.0], [4.0, 1.0]),
+        ([3.0, -2.0, 1.0], [0.0, -4.0, 6.0], [0.0, 0.0], [1.0, 2.0]),
+        ([3.0, -2.0, 1.0], [0.0, -4.0, 3.0], [0.0, 1.0], [1.0, -1.0]),
+        ([0.0, -4.0, 1.0], [-3.0, 2.0, 0.0], [4.0, 1.0], [-4.0, -1.0]),
+        # an embedding's lag is over when its layers have run
+        ([-5.0, 9.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0], [4.0, 0.0]),
     ],
 )
+@pytest.mark.parametrize("once", [0.0, 1.0])
 def test_where_stages_exchange_no_pass_has_a_host_that_is_ahead(
-    forward: list[float], backward: list[float], waited: list[float]
+    forward: list[float],
+    backward: list[float],
+    waited: list[float],
+    ahead: list[float],
+    once: float,
 ) -> None:
-    """By hand: pieces in the forward pass's order, embedding, layers and head; us."""
-    costs, pieces = _pieces(*forward, *backward)
-    costs.parallelism = Parallelism(pp=2, global_batch=2)
-    late, _, more = host_waits([pieces[:3], pieces[3:]], costs)
-    assert ([float(one) for one in late], float(more)) == (waited, 0.0)
+    """By hand: pieces in the forward pass's order, embedding, layers and head; us. What a host does
+    once a pass comes at its end."""
+    p = Parallelism(pp=2, global_batch=2)
+    costs, pieces = _pieces(*forward, *backward, pass_us=2 * once)
+    costs.parallelism = p
+    ways = [pieces[:3], pieces[3:]]
+    late, left, more = host_waits(ways, costs, before=1)
+    ends = [sum(one) - once for one in (forward, backward)]
+    assert [float(one) for one in late] == [
+        max(was, -end) for was, end in zip(waited, ends, strict=True)
+    ]
+    assert [float(one) for one in left] == [
+        min(was, end) for was, end in zip(ahead, ends, strict=True)
+    ]
+    assert float(more) == 0.0
+    # interleaved ones do not wait for each other: all of it is one queue
+    costs.parallelism = p.model_copy(update={"vpp": 2})
+    queue, _, _ = host_waits(ways, costs)
+    total = sum(forward) + sum(backward) - 2 * once / 2
+    assert sum(map(float, queue)) == pytest.approx(max(-total, 0.0))
+
+
+def test_casts_are_waited_for_behind_layers_that_waited() -> None:
+    """What a queue would wait: 10 us behind in the layers, 5 more of casts, 20 ahead at the end."""
+    p = Parallelism(pp=2, global_batch=2, fp8=True, transformer_impl="transformer_engine")
+    costs, pieces = _pieces(-1.0, -9.0, 30.0, 0.0, 20.0, 0.0)
+    costs.parallelism = p
+    late, ahead, _ = host_waits([pieces[:3], pieces[3:]], costs, before=1)
+    more = once_waits(ahead[0], ahead[1], sum(ahead, costs.draws.zero), 0, costs, casts=5.0)
+    assert (float(late[0]), float(more)) == (10.0, 5.0)

@@ -110,7 +110,11 @@ def test_two_numbers_of_experts_there_come_before_what_tells_nothing_new(fp8: bo
     found = host_time.cases("nvidia", 2, engine=True)
     on = Parallelism(transformer_impl="transformer_engine", fp8=fp8)
     ordered = host_time.in_order(found, [(load_model("mixtral-8x7b"), on)])
-    numbers = [n for n, case in enumerate(ordered) if case.experts and case.split(1) == on]
+    numbers = [
+        n
+        for n, case in enumerate(ordered)
+        if case.experts and (case.transformer_impl, case.fp8) == (on.transformer_impl, fp8)
+    ]
     assert sorted(ordered[n].experts for n in numbers) == [8, 32]
     assert max(numbers) < min(n for n, case in enumerate(ordered) if case.recompute == "full")
     rows = [nil_row(case, slower=1.0) for case in ordered[: max(numbers) + 1]]

@@ -12,6 +12,7 @@ pass, each bucket of gradients reduced beside the last backward pass.
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import accumulate
 from operator import add
 
 import numpy as np
@@ -27,14 +28,16 @@ Array = NDArray[np.float64]
 
 
 def host_waits(
-    ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs
+    ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs, before: int = 0
 ) -> tuple[list[Array], list[Array], Array]:
     """What each way's pass of a model chunk waits for its host, us, (draws,), a microbatch.
 
     With it how far the host gets ahead in each, and what the first pass of a step waits more, as
     its host is not ahead yet: what a head behind the layers makes up for does not help these. Where
-    stages exchange, every pass begins like that.
+    stages exchange, every pass begins like that, and what counts is how far its host is ahead at
+    worst once its layers have run.
     ways: how often each segment is in the forward pass, in its order, and its cost in that way.
+    before: of these segments, those before the layers.
     """
     fit, zero = costs.calibration.host, costs.draws.zero
     inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
@@ -43,13 +46,19 @@ def host_waits(
     p = costs.parallelism
     pass_us = fit.pass_us + (fit.fp8_pass_us if p.on_engine and p.fp8 else 0.0)
     once = pass_us / (len(ways) * p.vpp) * costs.host_spread()
-    ahead = [sum((count * one.ahead for count, one in pieces), zero) - once for pieces in ways]
-    backward = (list(reversed(pieces)) for pieces in ways[1:])
-    behind = [
-        larger(-_least(pieces, zero), -one)
-        for pieces, one in zip((ways[0], *backward), ahead, strict=True)
+    in_order = (ways[0], *(list(reversed(pieces)) for pieces in ways[1:]))
+    after = [
+        list(accumulate(zero + count * one.ahead for count, one in pieces)) for pieces in in_order
     ]
-    late = behind if caught_up(p) else late_us(ahead, p)
+    for one in after:
+        one.append(one[-1] - once)
+    ahead = [one[-1] for one in after]
+    behind = [larger(-reduce(smaller, one), 0.0) for one in after]
+    late = late_us(ahead, p)
+    if caught_up(p):
+        late = behind
+        since = (before, *(len(pieces) - 1 - before for pieces in ways[1:]))
+        ahead = [reduce(smaller, one[place:]) for one, place in zip(after, since, strict=True)]
     first = larger(behind[0] - reduce(add, late), 0.0)
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 
@@ -115,15 +124,6 @@ def late_us(ahead: Sequence[Array], p: Parallelism) -> list[Array]:
     own, whole = reduce(add, late), larger(-reduce(add, ahead), 0.0)
     kept = where(own > 0, whole / larger(own, 1e-9), 0.0)
     return [one * kept for one in late]
-
-
-def _least(pieces: Sequence[tuple[float, Cost]], zero: Array) -> Array:
-    """How far the host is behind at worst, as 0 or less, in pieces one after another."""
-    ahead = least = zero
-    for count, one in pieces:
-        ahead = ahead + count * one.ahead
-        least = smaller(least, ahead)
-    return least
 
 
 def repeated_us(segments: Sequence[Segment], costs: Costs) -> list[float]:

@@ -58,7 +58,7 @@ class PassCost(NamedTuple):
     # communication with nothing beside it, by axis; over pp what messages on its ports delay
     exposed: dict[str, Array]
     host: Array
-    ahead: Array  # how far the host gets in it before the device
+    ahead: Array  # how far the host gets in it before the device, see `host_waits`
     spare: Array  # and in its layers, where it waits for the device in each
     first: Array  # what else a step's first pass waits for its host
     free: Array  # of the total: ports between nodes are left to what replicas send
@@ -209,7 +209,9 @@ def _passes(
         for way in range(ways(p.schedule))
     ]
     waiting, ahead, first = host_waits(
-        [[(count, one.cost) for count, one in mine] for mine in every], costs
+        [[(count, one.cost) for count, one in mine] for mine in every],
+        costs,
+        before=[name for _, name in pieces].index("layer"),
     )
     lasting = [
         _lasting(pieces, mine, host, zero) for mine, host in zip(every, waiting, strict=True)
