@@ -18,7 +18,7 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
-from simulate.plans.find import checked, search, stages
+from simulate.plans.find import checked, least_cp, search, stages
 from simulate.power.energy import refuse_without_effect
 from simulate.power.whatif import WhatIf, change
 from simulate.projection.budget import budget, check_budget, lines
@@ -137,11 +137,12 @@ def choose(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> tupl
 def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Parallelism:
     """The simplest parallelism with the degrees that the user named, checked."""
     fields = dict(fixed)
-    fields.setdefault("dp", gpus // (fields["tp"] * fields["pp"] * fields.get("cp", 1)))
+    fields.setdefault("cp", least_cp(fixed))
+    fields.setdefault("dp", max(gpus // (fields["tp"] * fields["pp"] * fields["cp"]), 1))
     if fields.get("vpp", 1) == 1 and fields["pp"] <= inputs.model.layers:  # as the search has them
         fields.setdefault("layers_per_stage", stages(inputs.model.layers, fields["pp"]))
     fields.setdefault("sequence_parallel", fields["tp"] > 1)
-    fields.setdefault("overlap", fields["dp"] * fields.get("cp", 1) > 1)
+    fields.setdefault("overlap", fields["dp"] * fields["cp"] > 1)
     return checked(inputs.model, gpus, batch, fields)
 
 

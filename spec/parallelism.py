@@ -88,11 +88,13 @@ class Parallelism(BaseModel):
             raise ValueError("overlap has nothing to hide with dp 1; leave it off")
         if self.zero and self.dp * self.cp == 1 and self.zero > 1:
             raise ValueError(f"zero {self.zero} has no effect with dp 1; use 0 or 1")
-        if self.exchanges_heads and not (self.cp > 1 and self.on_engine):
+        if self.exchanges_heads and not self.on_engine:
             raise ValueError(
-                "cp_comm_type a2a is Transformer Engine's, of cp above 1, not of cp "
-                f"{self.cp} by {self.transformer_impl} layers; use p2p"
+                "cp_comm_type a2a is Transformer Engine's: local layers have a ring; use "
+                "transformer_impl transformer_engine, or p2p"
             )
+        if self.exchanges_heads and self.cp == 1:
+            raise ValueError("cp_comm_type a2a has no effect with cp 1; use a larger cp, or p2p")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp {self.vpp} has no effect with pp 1; use vpp 1")
         if self.schedule != "1f1b":

@@ -148,6 +148,8 @@ def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
     if part.name == "attention" and (rotated or p.cp > 1):
         own = next(one for one in part.kernels if one.op == "attention")
         batch, seq, heads, kv_heads, dim = own.dims
+        if p.exchanges_heads:  # copied before that: of all heads, this GPU's tokens
+            seq, heads, kv_heads = seq // p.cp, heads * p.cp, kv_heads * p.cp
         out = (kv_heads,) if rotated else (kv_heads, kv_heads)
         if not rotated and not 1 < kv_heads < heads:  # grouped queries are copied as they are split
             out = heads, *out

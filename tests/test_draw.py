@@ -146,6 +146,7 @@ def test_committed_grids_can_be_drawn_from_again(path: Path) -> None:
         *("tp: [4]", "vpp: [2]\nmicrobatches: [1, 4]", "cp: [2]", "switches: [true]\nzero: [3]"),
         "cuda_graphs: [false, true]",
         "fp8: [false, true]\ntransformer_impl: [local, transformer_engine]",
+        "cp: [1, 2]\ntransformer_impl: [transformer_engine]\ncp_comm_type: [p2p, a2a]",
     ],
 )
 def test_what_any_model_can_have_is_not(tmp_path: Path, values: str) -> None:

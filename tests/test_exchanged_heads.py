@@ -4,13 +4,18 @@ import pytest
 from pydantic import ValidationError
 
 from calibrate.host.equations import equations
-from measure.suites.host_time import HostCase, cases, in_order
+from measure.suites.host_time import HostCase, cases, in_order, measure
+from measure.training.steps import StepTimes
 from simulate.cost.costs import Costs
 from simulate.cost.groups import layout
 from simulate.cost.uncertainty import Draws
 from simulate.hardware.as_run import as_run
 from simulate.memory.activations import layer_activation_bytes
+from simulate.memory.communicators import communicators
+from simulate.plans.find import smallest
 from simulate.project import main as project
+from simulate.validation.cases import kind_of, nearest
+from spec.calibration import HostVisit
 from spec.collective import Collective, busbw_factor
 from spec.command import run
 from spec.errors import UserError
@@ -22,7 +27,7 @@ from spec.parallelism import Parallelism, describe
 from spec.records import HostRow
 from spec.step import layer
 from spec.step_parts import Part
-from spec.training_records import TrainingConfig
+from spec.training_records import TrainingConfig, TrainingRow
 from tests.simulated_steps import CALIBRATION, FABRIC, MOE, NODE, simulate
 from tests.test_nil_steps import nil_row
 
@@ -94,8 +99,11 @@ def test_attention_is_as_much_work_in_all_as_on_one_gpu() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"cp": 1}, r"a2a is Transformer Engine's, .* not of cp 1 by transformer_engine layers"),
-        ({"transformer_impl": "local"}, r"not of cp 2 by local layers; use p2p"),
+        ({"cp": 1}, r"a2a has no effect with cp 1; use a larger cp, or p2p"),
+        (
+            {"transformer_impl": "local"},
+            r"local layers have a ring; use .* transformer_engine, or p2p",
+        ),
         ({"cp_comm_type": "all_gather"}, "'p2p' or 'a2a'"),
     ],
 )
@@ -105,6 +113,9 @@ def test_what_has_no_such_exchange_is_refused(fields: dict[str, object], said: s
 
 
 def test_heads_must_be_as_many_as_ranks() -> None:
+    few = LLAMA.model_copy(update={"kv_heads": 4})
+    with pytest.raises(UserError, match=r"cp 2 does not divide the 1 kv_heads that tp 8 leaves"):
+        HEADS.model_copy(update={"tp": 8}).check(few)
     HEADS.model_copy(update={"cp": 8}).check(LLAMA)
     with pytest.raises(UserError, match=r"cp 16 does not divide the 8 kv_heads that tp 1 leaves"):
         HEADS.model_copy(update={"cp": 16}).check(LLAMA)
@@ -196,9 +207,91 @@ def test_experts_that_get_more_tokens_do_not_lengthen_it() -> None:
 
 
 def test_a_projection_has_it_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--gpus 64 --model llama3-8b --transformer-impl transformer_engine --tp 1 --pp 1"
-    asked = [*words.split(), "--global-batch", "64", "--draws", "20"]
-    assert run(project, [*asked, "--cp", "2", "--cp-comm-type", "a2a", "--json"]) == 0
-    assert '"cp_comm_type": "a2a"' in capsys.readouterr().out
-    assert run(project, [*asked, "--cp-comm-type", "a2a"]) == 2
-    assert "a2a is Transformer Engine's, of cp above 1" in capsys.readouterr().err
+    """What is not given is searched for: how many ranks exchange, too."""
+    words = [
+        "--gpus",
+        "64",
+        "--tp",
+        "1",
+        "--pp",
+        "1",
+        "--global-batch",
+        "64",
+        "--draws",
+        "20",
+        "--cp-comm-type",
+        "a2a",
+    ]
+    engine = ["--transformer-impl", "transformer_engine"]
+    for more in ([], ["--cp", "2"]):
+        assert run(project, [*words, "--model", "llama3-8b", *engine, *more, "--json"]) == 0
+        assert '"cp_comm_type": "a2a"' in capsys.readouterr().out
+    assert run(project, [*words, "--model", "llama3-8b"]) == 2
+    assert (
+        "local layers have a ring; use transformer_impl transformer_engine"
+        in capsys.readouterr().err
+    )
+    assert run(project, [*words, "--model", "falcon-7b", *engine]) == 2
+    assert "cp 2 does not divide the 1 kv_heads" in capsys.readouterr().err
+
+
+def test_another_plan_of_the_same_kind_is_named_where_none_fits() -> None:
+    p = HEADS.model_copy(update={"global_batch": 64, "cp": 8})
+    found = smallest(load_model("llama3-70b"), p, NODE, FABRIC)
+    assert found is not None
+    assert found.exchanges_heads
+
+
+def test_ranks_have_channels_to_all_others() -> None:
+    """A ring's have one each way."""
+    for p, peers in ((RING, 1), (HEADS, 3)):
+        wide = p.model_copy(update={"cp": 4})
+        (own,) = (one for one in communicators(LLAMA, wide, 0, 4) if not one.collectives)
+        assert (own.ranks, own.sends, own.receives) == (4, peers, peers)
+
+
+def test_what_a_hosts_own_nil_steps_show_has_no_spread_of_its_own() -> None:
+    """And what they do not makes an interval wider."""
+    slow = changed(CALIBRATION.host, te_exchange_us=5e3, te_exchange_sd=0.5, visits=())
+    times = {"te_exchange_us": 5e3, "part_us": slow.part_us}
+    own = HostVisit(devices=("a",), slower=1.0, times_us=times)
+    shown = changed(slow, visits=(own,)).on_devices(["a"])
+    assert (slow.te_exchange_sd, shown.te_exchange_sd) == (0.5, 0.0)
+    widths = []
+    for host in (slow, changed(slow, te_exchange_sd=0.0)):
+        drawn = simulate(HEADS, changed(CALIBRATION, host=host), draws=200).step_time_s
+        widths.append(float(drawn.std() / drawn.mean()))
+    assert widths[0] > 1.5 * widths[1]
+
+
+def test_measured_rows_are_kinds_of_their_own_and_nearest_their_like() -> None:
+    rows = {p: TrainingConfig.of("one", LLAMA, p) for p in (RING, HEADS)}
+    assert [kind_of(rows[p]) for p in (RING, HEADS)] == ["CP, TE", "CP, a2a TE"]
+    others = [
+        TrainingRow.model_validate(
+            rows[p].model_dump()
+            | {"case_id": p.cp_comm_type, "status": "done", "framework": "", "steps": 1}
+        )
+        for p in (RING, HEADS)
+    ]
+    for p in (RING, HEADS):
+        found = nearest(rows[p], [others[1], others[0]])
+        assert found is not None
+        assert found.case_id == p.cp_comm_type
+
+
+def test_a_measured_nil_step_is_filed_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = [{"layers_forward_s": 0.001, "layers_backward_s": 0.002}]
+    found = StepTimes([0.1], passes, [0.01]), StepTimes([0.3], passes, [0.02])
+    monkeypatch.setattr("measure.training.steps.step_times", lambda *_, **__: found)
+    case = HostCase(1.0, 2, cp=2, transformer_impl="transformer_engine", cp_comm_type="a2a")
+    assert measure(case, "nvidia").cp_comm_type == "a2a"
+
+
+def test_copies_before_an_exchange_are_of_all_heads() -> None:
+    """Of grouped queries without rotary positions keys and values, whatever the ranks."""
+    model = load_model("gpt3-30b").resized(seq_len=4096)
+    for kv_heads, copies in ((2, 2), (4, 2), (model.heads, 3)):
+        grouped = model.model_copy(update={"kv_heads": kv_heads})
+        *copied_out, _ = core(grouped, HEADS)[0][1].kernels
+        assert len(copied_out) == copies

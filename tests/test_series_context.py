@@ -1,5 +1,6 @@
 """Context parallelism of Transformer Engine in published rows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,8 @@ def test_an_exchange_has_no_ring_and_a_clock_is_of_what_runs() -> None:
     ] * 2
     assert not any(each.ring for some in stands_in for each in some)
     assert [[each.backward for each in some] for some in stands_in] == [[False] * 3, [True] * 3]
+    again = swapped(replace(parts[0], checkpoint=True), one.parallelism)
+    assert [each.checkpoint for each in again] == [True, False, False]
     costs = Costs(CALIBRATION, one.node, one.fabric, one.parallelism, Draws(0))
     times = [
         layer_us(one.model, one.parallelism, costs.with_(ring=ring)) for ring in (None, swapped)

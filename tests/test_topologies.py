@@ -202,6 +202,22 @@ def test_tiers_of_a_step() -> None:
     ).saturated  # fmt: skip
 
 
+def test_what_an_axis_sends_decides_which_links_carry_it() -> None:
+    """Over two boards of four GPUs without a switch: to all others, three links of each, or to the
+    next one, whose link is a third of a GPU's."""
+    board = load_node("hgx-h200").model_copy(update={"gpus": 4, "mesh": True})
+    inside = {}
+    for pattern in ("all-to-all", "send-recv"):
+        path = group_path(board, fabric("single-switch"), 8, 8, 1, pattern)
+        load = AxisTraffic("cp", 7e9, 4e9, path)
+        inside[pattern] = load.inside
+        (up,) = (one for one in tier_utilisation([load], board, 1.0) if one.tier == "scale-up")
+        links = 1.0 if pattern == "all-to-all" else 1 / 3
+        whole = board.scale_up_gbytes_per_s * 1e9 * links
+        assert up.utilisation == pytest.approx(load.inside / whole)
+    assert inside == {"all-to-all": 7e9 * 3 / 7, "send-recv": 7e9}
+
+
 @pytest.mark.parametrize(
     ("kind", "nodes", "share"),
     [

@@ -120,7 +120,7 @@ def told_apart(seen: Sequence[Equation]) -> list[Equation]:
 
 def by_ranges(seen: Sequence[Equation]) -> list[Equation]:
     """Without those of updates, if no two have numbers of tensors that are `APART` times apart, and
-    of experts on Transformer Engine likewise.
+    without mixtures' layers on Transformer Engine, in bf16 or FP8, whose experts a GPU are not.
 
     Steps of one depth hardly tell what an update has once from what it has for each tensor, nor
     layers of one number of experts what a mixture has once, such as rows padded in FP8.

@@ -18,7 +18,6 @@ from measure.logs.megatron_arguments import Arguments
 from measure.logs.megatron_lines import Log
 from measure.logs.megatron_times import refuse_impossible_times
 from measure.logs.megatron_untold import (
-    EXCHANGED,
     FUSED_THERE,
     OF_EXPERTS,
     OF_FP8,
@@ -81,8 +80,9 @@ def _refuse_untold(log: Log) -> None:
     chunks = a.whole("virtual_pipeline_model_parallel_size", 1)
     if a.whole("context_parallel_size", 1) == 1:
         untold.pop("cp_comm_type")
-    elif _on_engine(a):
-        untold["cp_comm_type"] += EXCHANGED
+    else:
+        ways = ("p2p", "a2a") if _on_engine(a) else ("p2p",)
+        untold["cp_comm_type"] = tuple(one for way in ways for one in _everywhere(a, way))
     if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
@@ -99,6 +99,11 @@ def _refuse_untold(log: Log) -> None:
         untold["recompute_num_layers"] = ()
     for argument, harmless in untold.items():
         _refuse_other(log, argument, harmless)
+
+
+def _everywhere(a: Arguments, way: str) -> tuple[str, ...]:
+    """How Megatron-LM prints that all layers do something one way."""
+    return way, str([way]), str([way] * a.whole("num_layers"))
 
 
 def model_of(log: Log, name: str) -> ModelSpec:
@@ -205,7 +210,9 @@ def parallelism_of(log: Log) -> Parallelism:
         "fp8": bool(a.text("fp8", "")),
         "transformer_impl": "transformer_engine" if _on_engine(a) else "local",
         "cuda_graphs": _captured(a),
-        "cp_comm_type": "a2a" if cp > 1 and a.text("cp_comm_type", "") in EXCHANGED else "p2p",
+        "cp_comm_type": "a2a"
+        if cp > 1 and a.text("cp_comm_type", "") in _everywhere(a, "a2a")
+        else "p2p",
     }
     p = parse(Parallelism, value, str(log.path))
     if p.overlap and p.zero == 1:  # which says both

@@ -29,12 +29,11 @@ _OFF = (
     # other kernels
     "deterministic_mode",
 )
-EXCHANGED = ("a2a", "['a2a']")  # of cp_comm_type, on Transformer Engine
 _FP32 = ("torch.float32", "fp32")
 UNTOLD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OFF, ("False",)),
     **dict.fromkeys((*OF_ONE_GRAPH, "external_cuda_graph"), ("False", "none")),
-    "cp_comm_type": ("p2p", "['p2p']"),
+    "cp_comm_type": ("p2p",),
     "cpu_offloading_num_layers": ("0",),
     "decoder_first_pipeline_num_layers": (),
     "decoder_last_pipeline_num_layers": (),

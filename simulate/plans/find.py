@@ -98,7 +98,7 @@ def candidates(
     Where a pipeline's stages do not divide the layers they are as even as can be. Gradients and
     parameters are sent beside passes, and where stages then gather in turn also after them, which
     is rarely faster elsewhere. `wide` adds less even stages, context parallelism, selective
-    recomputation and ZeRO 0, 2 and 3.
+    recomputation and ZeRO 0, 2 and 3; asking for an exchange of tokens for heads does the second.
     """
 
     def options(name: str, values: list[Any]) -> list[Any]:
@@ -109,7 +109,7 @@ def candidates(
     for tp in options("tp", divisors(gpus, node.gpus)):
         for pp in options("pp", sizes):
             uneven = given or stages(model.layers, pp)
-            for cp in options("cp", divisors(gpus, 16) if wide else [1]):
+            for cp in options("cp", divisors(gpus, 16) if wide or least_cp(fixed) > 1 else [1]):
                 if gpus % (tp * pp * cp):
                     continue
                 dp = gpus // (tp * pp * cp)
@@ -143,6 +143,11 @@ def candidates(
                         yield p.model_copy(update={"overlap": False})
 
 
+def least_cp(fixed: dict[str, Any]) -> int:
+    """Context-parallel ranks of the simplest plan: two, where they are to exchange tokens."""
+    return 2 if fixed.get("cp_comm_type") == "a2a" else 1
+
+
 def checked(model: ModelSpec, gpus: int, global_batch: int, fields: dict[str, Any]) -> Parallelism:
     """The parallelism of these fields; raises UserError where there is none such.
 
@@ -174,7 +179,11 @@ def _why_none(
             "it is a multiple of no plan's dp * microbatch (times pp where stages interleave); "
             f"use --global-batch {near_multiples(global_batch, shares)}"
         )
-    fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
+    fields = {
+        "tp": 1,
+        "cp": least_cp(fixed),
+        "pp": len(fixed.get("layers_per_stage", "1")),
+    } | fixed
     rest, left = divmod(gpus, fields["tp"] * fields["cp"] * fields["pp"])
     if left:
         degrees = " * ".join(f"{name} {fields[name]}" for name in ("tp", "cp", "pp"))
@@ -194,7 +203,6 @@ def smallest(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Pa
     graphs, which hold memory and rule plans out, are given up where nothing fits with them.
     """
     least = {key: getattr(p, key) for key in AS_RUN} | {"recompute": "full", "microbatch": 1}
-    least["cp_comm_type"] = "p2p"  # none of these has several context-parallel ranks
     kinds = [least] if p.cuda_graphs else []
     kinds.append(least | {"vpp": 1, "cuda_graphs": False})
     for power in range(11):
