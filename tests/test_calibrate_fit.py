@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from calibrate.fit import fit, main, systems
+from calibrate.host.equations import UNSEEN_SD
 from calibrate.host.overhead import COMPOSITION_SD, TRAINING_SD
 from calibrate.network.between_nodes import path_of
 from spec.calibration import Calibration, Parameter, read_calibration
@@ -161,6 +162,10 @@ def test_every_parameter_names_its_source(calibration: Calibration) -> None:
     chosen = {"composition_sd": COMPOSITION_SD, "training_sd": TRAINING_SD}
     assert {name: by_name(calibration)[name].value for name in chosen} == chosen
     assert {name: getattr(calibration, name) for name in chosen} == chosen
+    # what no nil step of a host shows
+    unseen = {f"{name}_sd" for name in ("ring", "te_ring", "te_exchange", "adapter", "bucket")}
+    assert {getattr(calibration.host, name) for name in unseen} == {UNSEEN_SD}
+    assert {by_name(calibration)[f"host.{name}"].value for name in unseen} == {UNSEEN_SD}
 
 
 def test_the_same_input_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
