@@ -11,12 +11,22 @@ from simulate.step.estimate import POWER_SD, StepEstimate, StepSimulator
 from simulate.step.updates import READ_BACK
 from spec.buckets import updated_tensors
 from spec.calibration import Calibration, HostFit
+from spec.fitted import changed
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism, Recompute
 from spec.step import layer
+from spec.step_ends import embedding
 from spec.step_experts import BEHIND_READING
 from spec.step_parts import EXPERT_BACKWARD
-from tests.simulated_steps import CALIBRATION, FABRIC, NODE, costs_with, host_that_takes
+from tests.simulated_steps import (
+    CALIBRATION,
+    FABRIC,
+    MODEL,
+    NODE,
+    costs_with,
+    host_that_takes,
+    simulate,
+)
 
 
 def test_the_device_stands_still_where_the_host_reads_from_it() -> None:
@@ -245,3 +255,16 @@ def test_an_update_lasts_as_long_as_its_host_where_that_is_longer() -> None:
     model = load_model("gpt2-medium")
     tensors = updated_tensors(model, Parallelism(global_batch=8), 0)
     assert updated_s(model, 1000.0) == pytest.approx(1e-3 * tensors)
+
+
+def test_an_embeddings_lag_is_no_lag_behind_the_layers() -> None:
+    """On a first stage of two; the last has none, and its head comes behind the layers."""
+    host = changed(CALIBRATION.host, part_us=500.0, te_part_us=1.0, te_backward_part_us=1.0)
+    p = Parallelism(pp=2, global_batch=4, transformer_impl="transformer_engine")
+    priced = simulate(p, changed(CALIBRATION, host=host)).priced
+    first, last = ([float(way.ahead) for way in one.passes[0]] for one in priced.work)
+    assert first[0] > 1e3  # us; by its embedding alone it is behind
+    assert last[0] > 1e3
+    costs = priced.costs
+    embedding_us = costs.segment(embedding(MODEL, p)[0]).ahead
+    assert float(embedding_us) < 0
