@@ -334,7 +334,8 @@ def add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--cp-comm-type",
         choices=get_args(CpCommType),
         help="how context-parallel ranks share attention: keys and values in a ring, or, on "
-        "Transformer Engine, tokens exchanged for heads (default: p2p, the ring)",
+        "Transformer Engine, tokens exchanged for heads (default: p2p, the ring; of a2a without "
+        "--cp the fastest size is searched)",
     )
     group.add_argument(
         "--layers-per-stage",

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from itertools import groupby
-from math import lcm
+from math import gcd, lcm
 from operator import attrgetter
 from typing import Literal, Self
 
@@ -188,9 +188,11 @@ class Parallelism(BaseModel):
         shares = self.cp if self.exchanges_heads else 1
         kv_heads = max(model.kv_heads // self.tp, 1)
         if kv_heads % shares:
+            smaller = [" or a smaller cp"] * (gcd(kv_heads, self.cp) > 1)
+            smaller += [" or a smaller tp"] * (self.tp > 1 and model.kv_heads > 1)
             raise UserError(
                 f"cp_comm_type a2a: cp {self.cp} does not divide the {kv_heads} kv_heads that tp "
-                f"{self.tp} leaves a GPU of {model.name}; use p2p, or a smaller cp"
+                f"{self.tp} leaves a GPU of {model.name}; use p2p{''.join(smaller)}"
             )
         if self.layers_per_stage is not None:
             total = sum(self.layers_per_stage)

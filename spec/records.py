@@ -197,12 +197,17 @@ class HostRow(Repeated):
             raise ValueError(
                 f"ep is {self.ep}; it must divide gpus / tp / cp, {dp}, and experts, {self.experts}"
             )
-        fewer = MOST_TP % (self.tp * self.cp) or self.cp == 1 or self.transformer_impl == "local"
-        if self.cp_comm_type == "a2a" and fewer:
-            raise ValueError(
-                "cp_comm_type is a2a; with cp 1, with transformer_impl local, or where tp * cp, "
-                f"{self.tp * self.cp}, does not divide {MOST_TP} heads, it must be p2p"
-            )
+        if self.overlap and self.gpus == self.tp:
+            raise ValueError(f"overlap is true; with gpus and tp {self.tp} it must be false")
+        lacking = {
+            "transformer_impl local": self.transformer_impl == "local",
+            "cp 1": self.cp == 1,
+            f"tp * cp {self.tp * self.cp}, no divisor of {MOST_TP} heads,": MOST_TP
+            % (self.tp * self.cp),
+        }
+        for with_it, so in lacking.items():
+            if self.cp_comm_type == "a2a" and so:
+                raise ValueError(f"cp_comm_type is a2a; with {with_it} it must be p2p")
         if self.experts == 1:
             raise ValueError("experts is 1; it must be 0 or at least 2")
         if self.update_us is not None and self.update_us >= self.single_us:

@@ -148,7 +148,9 @@ def test_its_host_has_a_time_of_its_own_for_a_tensor(fp8: bool) -> None:
         before, after = (float(simulate(split, one).step_time_s[0]) for one in (CALIBRATION, slow))
         assert (after > 1.5 * before) == longer
     older = changed(CALIBRATION, host=changed(CALIBRATION.host, te_exchange_us=0.0))
-    with pytest.raises(UserError, match=r"no host\.te_exchange_us, as it is older"):
+    with pytest.raises(
+        UserError, match=r"cp_comm_type a2a: .* no host\.te_exchange_us, as it is older"
+    ):
         as_run(older, p, NODE)
     assert as_run(older, RING, NODE).host.te_exchange_us == 0.0
 
@@ -172,8 +174,12 @@ def test_a_nil_step_counts_its_tensors() -> None:
     assert forward.counts["te_exchange"] == backward.counts["te_exchange"] == 4
     parts = len(layer(nil_model(ON_GPU), HEADS)[0])
     assert forward.counts["te_part"] == backward.counts["te_backward_part"] == parts - 2
-    for fields in ({"cp": 1}, {"transformer_impl": "local"}, {"gpus": 32, "tp": 4, "cp": 4}):
-        with pytest.raises(ValidationError, match=r"cp_comm_type is a2a; .* it must be p2p"):
+    for fields, lacking in (
+        ({"cp": 1}, "cp 1"),
+        ({"transformer_impl": "local"}, "transformer_impl local"),
+        ({"gpus": 32, "tp": 4, "cp": 4}, r"tp \* cp 16, no divisor of 8 heads,"),
+    ):
+        with pytest.raises(ValidationError, match=f"is a2a; with {lacking} it must be p2p"):
             HostRow.model_validate(row.model_dump() | fields)
     assert HostRow.model_validate(row.model_dump() | {"gpus": 8, "tp": 2, "cp": 4}).cp == 4
 
@@ -206,33 +212,67 @@ def test_experts_that_get_more_tokens_do_not_lengthen_it() -> None:
         assert uneven == pytest.approx(times * even)
 
 
-def test_a_projection_has_it_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def words(gpus: int, *more: str) -> list[str]:
+    return ["--gpus", str(gpus), "--draws", "20", "--cp-comm-type", "a2a", *more]
+
+
+ENGINE = ("--transformer-impl", "transformer_engine")
+SPLIT = ("--tp", "1", "--pp", "1")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [
+        (64, ("--global-batch", "64")),
+        (64, ("--global-batch", "64", "--cp", "2")),
+        (64, ("--global-batch", "16")),  # which cp 2 leaves no sequence for
+        (8, ("--dp", "2")),
+    ],
+)
+def test_a_projection_has_it_as_an_option(
+    gpus: int, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is not given is searched for: how many ranks exchange, too."""
-    words = [
-        "--gpus",
-        "64",
-        "--tp",
-        "1",
-        "--pp",
-        "1",
-        "--global-batch",
-        "64",
-        "--draws",
-        "20",
-        "--cp-comm-type",
-        "a2a",
-    ]
-    engine = ["--transformer-impl", "transformer_engine"]
-    for more in ([], ["--cp", "2"]):
-        assert run(project, [*words, "--model", "llama3-8b", *engine, *more, "--json"]) == 0
-        assert '"cp_comm_type": "a2a"' in capsys.readouterr().out
-    assert run(project, [*words, "--model", "llama3-8b"]) == 2
-    assert (
-        "local layers have a ring; use transformer_impl transformer_engine"
-        in capsys.readouterr().err
-    )
-    assert run(project, [*words, "--model", "falcon-7b", *engine]) == 2
-    assert "cp 2 does not divide the 1 kv_heads" in capsys.readouterr().err
+    asked = words(gpus, "--model", "llama3-8b", *ENGINE, *SPLIT, *more, "--json")
+    assert run(project, asked) == 0
+    assert '"cp_comm_type": "a2a"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "more", "why"),
+    [
+        (64, "llama3-8b", SPLIT, "local layers have a ring; use transformer_impl"),
+        (3, "llama3-8b", (), "local layers have a ring; use transformer_impl"),
+        (
+            64,
+            "falcon-7b",
+            (*ENGINE, *SPLIT),
+            "tp 1 leaves a GPU of falcon-7b, 1, and the GPUs that are left, 64",
+        ),
+        (
+            9,
+            "llama3-8b",
+            ENGINE,
+            "tp 1 leaves a GPU of llama3-8b, 8, and the GPUs that are left, 9",
+        ),
+        (1, "llama3-8b", ENGINE, "and the GPUs that are left, 1"),
+        (8, "llama3-8b", (*ENGINE, "--tp", "8"), "tp 8 leaves a GPU of llama3-8b, 1, and"),
+        (64, "llama3-8b", (*ENGINE, *SPLIT, "--dp", "64"), "and the GPUs that are left, 1"),
+        (64, "falcon-7b", (*ENGINE, *SPLIT, "--cp", "2"), "of falcon-7b; use p2p\n"),
+        (64, "llama3-8b", (*ENGINE, "--tp", "8", "--cp", "8"), "use p2p or a smaller tp\n"),
+        (
+            64,
+            "llama3-8b",
+            (*ENGINE, "--tp", "2", "--cp", "8"),
+            "use p2p or a smaller cp or a smaller tp\n",
+        ),
+    ],
+)
+def test_what_stands_in_its_way_is_named(
+    gpus: int, model: str, more: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(project, words(gpus, "--model", model, *more, "--global-batch", "64")) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_another_plan_of_the_same_kind_is_named_where_none_fits() -> None:

@@ -145,13 +145,13 @@ def test_in_the_first_pass_a_host_has_nothing_ahead(
     ("forward", "backward", "waited", "ahead"),
     [
         # what the head makes up for comes too late for the layers before it, every time
-        ([-1.0, -9.0, 30.0], [0.0, 20.0, 5.0], [10.0, 0.0], [-10.0, 25.0]),
+        ([-1.0, -9.0, 30.0], [0.0, 20.0, 5.0], [10.0, 0.0], [-9.0, 25.0]),
         # backward it comes before them
         ([3.0, -2.0, 1.0], [0.0, -4.0, 6.0], [0.0, 0.0], [1.0, 2.0]),
         ([3.0, -2.0, 1.0], [0.0, -4.0, 3.0], [0.0, 1.0], [1.0, -1.0]),
         ([0.0, -4.0, 1.0], [-3.0, 2.0, 0.0], [4.0, 1.0], [-4.0, -1.0]),
-        # an embedding's lag is over when its layers have run
-        ([-5.0, 9.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0], [4.0, 0.0]),
+        # an embedding's lag has been waited for before its layers, where its host gets ahead
+        ([-5.0, 9.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0], [9.0, 0.0]),
     ],
 )
 @pytest.mark.parametrize("once", [0.0, 1.0])
@@ -170,11 +170,12 @@ def test_where_stages_exchange_no_pass_has_a_host_that_is_ahead(
     ways = [pieces[:3], pieces[3:]]
     late, left, more = host_waits(ways, costs, before=1)
     ends = [sum(one) - once for one in (forward, backward)]
+    waited_before = (max(-forward[0], 0.0), max(-backward[-1], 0.0))  # the layers
     assert [float(one) for one in late] == [
         max(was, -end) for was, end in zip(waited, ends, strict=True)
     ]
     assert [float(one) for one in left] == [
-        min(was, end) for was, end in zip(ahead, ends, strict=True)
+        min(was, end + more) for was, end, more in zip(ahead, ends, waited_before, strict=True)
     ]
     assert float(more) == 0.0
     # interleaved ones do not wait for each other: all of it is one queue

@@ -129,8 +129,8 @@ def test_how_ranks_share_attention_is_imported(tmp_path: Path, said: str) -> Non
             "2",
         ),
         ({"tp_comm_overlap": "True"}, "False"),
-        ({"cp_comm_type": "['a2a']", "transformer_impl": "local"} | OVER_CP, "p2p"),
         ({"cp_comm_type": "['p2p', 'a2a']"} | OVER_CP, "p2p"),
+        ({"cp_comm_type": "['a2a', 'a2a']"} | OVER_CP, "p2p"),  # of 32 layers
         ({"cp_comm_type": "['allgather']"} | OVER_CP, "p2p"),
         ({"fp8_recipe": "mxfp8", "fp8": "e4m3"}, "delayed"),
         ({"first_last_layers_bf16": "True", "fp8": "e4m3"}, "False"),
@@ -147,6 +147,28 @@ def test_another_architecture_or_step_is_refused(
     assert f"out.txt: {name} is {value}; training.csv has no column for it" in printed
     assert f"would be taken for one where it is {right}" in printed
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"transformer_impl": "local"}, "transformer_impl local"), (OF_MIXTURE, "experts one after")],
+)
+def test_an_exchange_that_local_layers_have_not_is_refused_for_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], why: str
+) -> None:
+    changes = {"cp_comm_type": "['a2a']"} | OVER_CP | changes
+    printed = refused(tmp_path, capsys, "megatron-log", saying(changes), "--nodes", "2")
+    assert f"out.txt: cp_comm_type is a2a; with {why}" in printed
+
+
+@pytest.mark.parametrize("changes", [OVER_CP, OF_MIXTURE])
+def test_a_log_of_far_too_many_layers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str]
+) -> None:
+    """Without a list of as many, which no memory holds."""
+    changes = {"num_layers": "1000000000000", "moe_layer_freq": "[1]"} | changes
+    printed = refused(tmp_path, capsys, "megatron-log", saying(changes), "--nodes", "2")
+    assert "layers is 1000000000000" in printed
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,7 @@ def test_autograd_takes_an_expert_longer_as_measured() -> None:
         ({"cp": 3}, "cp is 3; it must divide gpus / tp, 4, and 8"),
         ({"ep": 3}, "ep is 3; it must divide gpus / tp / cp, 4, and experts, 8"),
         ({"experts": 0, "ep": 2}, "ep is 2"),
+        ({"tp": 4, "overlap": True}, "overlap is true; with gpus and tp 4 it must be false"),
         ({"experts": 1}, "experts is 1"),
         ({"experts": 10**30}, "experts"),
         ({"layers": 10**6}, "layers"),

@@ -55,8 +55,9 @@ def _refuse_fp32(log: Log) -> None:
 
 def _refuse_other(log: Log, argument: str, harmless: Sequence[str]) -> None:
     """Raise UserError where an argument is said, and is none of its harmless values."""
-    value = _arguments(log).text(argument, "")
-    if value and value not in harmless:
+    a = _arguments(log)
+    value = a.text(argument, "")
+    if value and not {value, _of_all_layers(a, argument)} & set(harmless):
         raise UserError(
             f"{log.path}: {argument} is {value}; training.csv has no column for it, and the step "
             f"would be taken for one where it is {harmless[0] if harmless else None}: give the log "
@@ -81,12 +82,16 @@ def _refuse_untold(log: Log) -> None:
     if a.whole("context_parallel_size", 1) == 1:
         untold.pop("cp_comm_type")
     else:
-        ways = ("p2p", "a2a") if _on_engine(a) else ("p2p",)
-        untold["cp_comm_type"] = tuple(one for way in ways for one in _everywhere(a, way))
+        untold["cp_comm_type"] = ("p2p", "a2a") if _on_engine(a) else ("p2p",)
+        if not _on_engine(a) and _of_all_layers(a, "cp_comm_type") == "a2a":
+            raise UserError(
+                f"{log.path}: cp_comm_type is a2a; with {_apart(a) or 'transformer_impl local'} "
+                "its layers are simulated as local ones, which have a ring: give the log of a run "
+                "with p2p"
+            )
     if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
-        untold["moe_layer_freq"] += (str([1] * a.whole("num_layers")),)
         if a.whole("expert_model_parallel_size", 1) > 1:
             untold["moe_token_dispatcher_type"] = ("alltoall",)
     if chunks > 1:
@@ -101,9 +106,13 @@ def _refuse_untold(log: Log) -> None:
         _refuse_other(log, argument, harmless)
 
 
-def _everywhere(a: Arguments, way: str) -> tuple[str, ...]:
-    """How Megatron-LM prints that all layers do something one way."""
-    return way, str([way]), str([way] * a.whole("num_layers"))
+def _of_all_layers(a: Arguments, argument: str) -> str:
+    """What an argument says of every layer; as it is where a list says different things."""
+    said = a.text(argument, "")
+    each = [one.strip(" '") for one in said.removeprefix("[").removesuffix("]").split(",")]
+    if said.startswith("[") and len(set(each)) == 1 and len(each) in (1, a.whole("num_layers")):
+        return each[0]
+    return said
 
 
 def model_of(log: Log, name: str) -> ModelSpec:
@@ -210,9 +219,7 @@ def parallelism_of(log: Log) -> Parallelism:
         "fp8": bool(a.text("fp8", "")),
         "transformer_impl": "transformer_engine" if _on_engine(a) else "local",
         "cuda_graphs": _captured(a),
-        "cp_comm_type": "a2a"
-        if cp > 1 and a.text("cp_comm_type", "") in _everywhere(a, "a2a")
-        else "p2p",
+        "cp_comm_type": "a2a" if cp > 1 and _of_all_layers(a, "cp_comm_type") == "a2a" else "p2p",
     }
     p = parse(Parallelism, value, str(log.path))
     if p.overlap and p.zero == 1:  # which says both

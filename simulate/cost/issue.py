@@ -58,7 +58,11 @@ def host_waits(
     if caught_up(p):
         late = behind
         since = (before, *(len(pieces) - 1 - before for pieces in ways[1:]))
-        ahead = [reduce(smaller, one[place:]) for one, place in zip(after, since, strict=True)]
+        # what comes before the layers has been waited for by then: the host gains it
+        ahead = [
+            reduce(smaller, one[place:]) + larger(-reduce(smaller, one[:place], zero), 0.0)
+            for one, place in zip(after, since, strict=True)
+        ]
     first = larger(behind[0] - reduce(add, late), 0.0)
     return [one + more for one, more in zip(inside, late, strict=True)], ahead, first
 

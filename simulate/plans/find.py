@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from spec.model import ModelSpec
 from spec.parallelism import AS_RUN, Parallelism, describe, near_multiples
 
 NARROW = ["none", "full"]  # recomputation that is searched for
+MOST_CP = 16  # context-parallel ranks that are searched for
 MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
 # Of the longest uneven stage that is searched for, to an even share of the layers, with embedding
 # and loss counted as a layer each.
@@ -109,7 +110,7 @@ def candidates(
     for tp in options("tp", divisors(gpus, node.gpus)):
         for pp in options("pp", sizes):
             uneven = given or stages(model.layers, pp)
-            for cp in options("cp", divisors(gpus, 16) if wide or least_cp(fixed) > 1 else [1]):
+            for cp in options("cp", divisors(gpus, MOST_CP) if wide or exchanging(fixed) else [1]):
                 if gpus % (tp * pp * cp):
                     continue
                 dp = gpus // (tp * pp * cp)
@@ -143,9 +144,9 @@ def candidates(
                         yield p.model_copy(update={"overlap": False})
 
 
-def least_cp(fixed: dict[str, Any]) -> int:
-    """Context-parallel ranks of the simplest plan: two, where they are to exchange tokens."""
-    return 2 if fixed.get("cp_comm_type") == "a2a" else 1
+def exchanging(fixed: dict[str, Any]) -> bool:
+    """Whether tokens are to be exchanged for heads, over as many ranks as a search finds."""
+    return fixed.get("cp_comm_type") == "a2a" and fixed.get("cp") is None
 
 
 def checked(model: ModelSpec, gpus: int, global_batch: int, fields: dict[str, Any]) -> Parallelism:
@@ -179,15 +180,22 @@ def _why_none(
             "it is a multiple of no plan's dp * microbatch (times pp where stages interleave); "
             f"use --global-batch {near_multiples(global_batch, shares)}"
         )
-    fields = {
-        "tp": 1,
-        "cp": least_cp(fixed),
-        "pp": len(fixed.get("layers_per_stage", "1")),
-    } | fixed
+    fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
     rest, left = divmod(gpus, fields["tp"] * fields["cp"] * fields["pp"])
     if left:
         degrees = " * ".join(f"{name} {fields[name]}" for name in ("tp", "cp", "pp"))
         return f"their product, {degrees}, does not divide {gpus}"
+    if exchanging(fixed):
+        kv_heads, over = max(model.kv_heads // fields["tp"], 1), rest // fields.get("dp", 1)
+        ranks = divisors(gcd(kv_heads, over), MOST_CP)[1:]
+        if fields.get("transformer_impl") == "transformer_engine" and not ranks:
+            return (
+                "cp_comm_type a2a needs a cp above 1 that divides the kv_heads that tp "
+                f"{fields['tp']} leaves a GPU of {model.name}, {kv_heads}, and the GPUs that are "
+                f"left, {over}"
+            )
+        fields["cp"] = min(ranks, default=2)
+        rest //= fields["cp"]
     fields = {"dp": max(rest, 1), "sequence_parallel": fields["tp"] > 1} | fields
     try:
         checked(model, gpus, global_batch, fields)
