@@ -367,3 +367,30 @@ def test_experts_are_as_wide_as_published_beside_a_dense_layers_width() -> None:
     one, other = (plan(row(**cells, ffn_hidden=width)) for width in ("6144", "768"))
     assert one.model == other.model
     assert "experts of width 768, not 6144" in one.assumed
+
+
+CONFIGURATION = "results/x.txt ; config /nemo/config_GB300_18x4x1xtp1pp1cp8.sh"
+
+
+@pytest.mark.parametrize(
+    ("changes", "split"),
+    [
+        ({}, {"tp": 1, "pp": 1, "cp": 8}),
+        (
+            {"source_locator": CONFIGURATION.replace(".sh", "_8b_fp4.sh")},
+            {"tp": 1, "pp": 1, "cp": 8},
+        ),
+        ({"tp": "2"}, {}),  # what a row prints counts
+        ({"gpus": "64"}, {}),  # another row's
+        ({"global_batch": "18"}, {}),
+        ({"source_locator": CONFIGURATION.replace("tp1", "tp5")}, {}),
+        ({"source_locator": CONFIGURATION.replace("tp1", "tp0")}, {}),
+        ({"source_locator": "line 5"}, {}),
+    ],
+)
+def test_a_configurations_name_says_how_it_is_split(
+    changes: dict[str, str], split: dict[str, int]
+) -> None:
+    cells = {"gpus": "72", "global_batch": "9", "tp": "", "pp": "", "cp": ""}
+    one = row(**{**cells, "source_locator": CONFIGURATION, **changes})
+    assert one.named_split == split

@@ -54,6 +54,20 @@ def test_a_printed_split_stays_where_replicas_have_uneven_shares(
     assert choices["split"] == (2, 2, 1)
 
 
+def test_a_split_that_no_row_prints_is_searched_where_theirs_cannot_be(
+    calibration: Calibration,
+) -> None:
+    """Of as many GPUs a sequence as rows may be spread over, ranked by time as all are."""
+    free = {"tp": "", "pp": "1", "cp": "", "seq_len": "8192", "micro_batch": "", "vpp": ""}
+    one = plan(row(**free | {"pp": "", "sharding": ""}, gpus="128", global_batch="8"))
+    by = Calibrations(calibration)
+    beside = fastest(one, {"printed": frozenset({(1, 1)}), "recompute": "full"}, by)
+    assert beside["split"] == (1, 1, 16)
+    alone = fastest(one, {"recompute": "full"}, by)
+    without = fastest(one, {"printed": frozenset({(5, 1)}), "recompute": "full"}, by)
+    assert without["split"] == alone["split"]
+
+
 def test_chunks_are_those_that_are_fastest_whatever_memory_they_take(
     calibration: Calibration,
 ) -> None:

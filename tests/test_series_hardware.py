@@ -63,6 +63,10 @@ def test_what_a_gpus_cell_says_beside_its_name(
         *(("3.2Tb/s per node (8x400)", 400, 8), ("HDR100", 100, None), ("NDR200", 200, None)),
         *(("InfiniBand HDR", 200, None), ("ConnectX-7 NDR", 400, None)),
         *(("4x HDR100 per node", 100, 4), ("10GbE", 10, None), ("10 Gb/s Ethernet", 10, None)),
+        # what most ports have is the GPUs' network, and what stands behind another word is not
+        ("8x ConnectX-7 IB NDR 400Gb/s + 200Gb/s Ethernet NIC; | 18x 5th Gen NVLink", 400, None),
+        ("Compute: 8x BlueField-3 200Gb/s, Management: 2x100Gb/s Ethernet NIC", 200, None),
+        ("8x 200Gb/s, 2x 100Gb/s", 200, None),
     ],
 )
 def test_rates_of_ports(words: str, gbits: float, ports: int | None) -> None:
@@ -97,6 +101,8 @@ def test_a_node_of_a_rack_is_a_tray(words: str, gbits: float, ports: int | None)
         "NVLink 400 GB/s",
         "1x Intel X710 10GbE",
         "14.4 TB/s",
+        "8x 200Gb/s, 8x 100Gb/s",
+        "Compute: 8x ConnectX, Management: 100Gb/s",
     ],
 )
 def test_what_is_no_rate_of_a_port(words: str) -> None:

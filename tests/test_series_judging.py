@@ -100,6 +100,27 @@ def test_a_batch_that_is_not_printed_is_other_rows(
     assert interval["high"] / interval["low"] > 1.2  # a guess, which widens it
 
 
+def test_a_batch_that_nothing_prints_may_grow_with_the_gpus(calibration: Calibration) -> None:
+    """Or not: the median is between what both mean, which differ by a lot at scale."""
+    by = Calibrations(calibration)
+    blank = dict.fromkeys(("global_batch", "micro_batch", "grad_accum"), "")
+    cells = blank | {"tp": "1", "pp": "1", "metric": "tokens/s/GPU", "value": "9000"}
+    plans = [plan(row(**cells, row_id=gpus, gpus=gpus)) for gpus in ("8", "4096")]
+    fitted = anchored(Series("p", plans[:1], plans[1:]), by, [])
+    (entry,) = judged(fitted, by, None)
+    of_step, of_gpu = (
+        project(test, fit([anchor], by), by).value - log(test.unit_s)
+        for anchor, test in (
+            [plan(one.row, {**fitted.chosen[one.row.row_id], "batch": name}) for one in plans]
+            for name in ("of the step", "of a GPU")
+        )
+    )
+    assert of_step > of_gpu + 0.1
+    value = log(entry["predicted_s"]["median"] / plans[1].unit_s)
+    assert value == pytest.approx((of_step + of_gpu) / 2, abs=0.02)
+    assert "a batch that grows with the GPUs counts as much" in entry["assumed"]
+
+
 def test_rows_of_a_model_have_one_number_of_chunks(calibration: Calibration) -> None:
     """What one prints, else most anchors' own, else most rows'; one without a choice is silent."""
     cells = {"pp": "4", "tp": "1", "layers": "16", "vpp": ""}

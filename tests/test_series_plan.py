@@ -347,8 +347,11 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert (of("H100 NVL 94GB").gpu, of("GH200").mesh) == ("H100 NVL", True)
     assert of("H100 NVLink") == of("H100 SXM") == of("H100 (a2 host)")
     assert of("H200 NVLink") == of("H200")
+    assert of("H200NVL").peak_bf16_tflops == of("H200 NVL").peak_bf16_tflops
     for words in ("RTX PRO 6000 Blackwell", "RTX A6000 (Ampere)", "A30 (Ampere)", "GB10 Blackwell"):
         assert node_of(words) is None  # other chips than their architecture's large ones
+    for words in ("NVIDIA H1000", "B2000", "GH2000", "A1000 80GB", "MI3000X"):
+        assert node_of(words) is None  # misprints
     assert node_of("") is None
     fabric, printed = fabric_of("4x Omni-Path 100Gb/s per node", load_node("dgx-a100"))
     assert (fabric.nic_gbits_per_s, fabric.ports_per_node, printed) == (100, 4, True)

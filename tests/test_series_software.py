@@ -105,6 +105,27 @@ def test_frozen_weights_wait_for_no_update(calibrations: Calibrations) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "captured"),
+    [
+        ({}, True),
+        ({"gpus": "8"}, False),
+        ({"tp": "4"}, False),  # its configuration is known, and has none
+        ({"flags": "VBOOST"}, False),
+        ({"gpu_type": "AMD Instinct MI300X"}, False),
+        ({"model": "GPT"}, False),
+        ({"source": MLPERF.replace("5.1", "4.0")}, False),
+    ],
+)
+def test_graphs_of_a_release_whose_configuration_is_not_known(
+    changes: dict[str, str], captured: bool
+) -> None:
+    """Of v4.1 all LoRA over several nodes that print theirs have them."""
+    cells = {"source": MLPERF.replace("5.1", "4.1"), "model": "MLPerf llama2_70b_lora"}
+    one = row(**{**cells, "tp": "", "pp": "", "flags": "", "gpus": "16", **changes})
+    assert one.graphs == captured
+
+
+@pytest.mark.parametrize(
     ("release", "flags", "captured"),
     [
         ("4.0", "TP_COMM_OVERLAP", False),

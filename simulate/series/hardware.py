@@ -1,6 +1,7 @@
 """The node and the fabric of a published row, from the words its source prints."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,11 @@ from spec.hardware import Fabric, Node
 from topologies import load_fabric, load_node
 
 # Of families whose data-centre GPUs are known, but with other chips, memory or links
-UNKNOWN = r"rtx|geforce|quadro|\bgb10\b|\ba(10|16|30|40|4000|5000|6000)\b|\bl4\b|jetson|thor\b"
+# `H1000` is no H100
+UNKNOWN = (
+    r"rtx|geforce|quadro|\bgb10\b|\ba(10|16|30|40)\b|\bl4\b|jetson|thor\b"
+    r"|(?<![a-z\d])(g?[bh]|[av]|mi)\d{4}"
+)
 # (pattern, node file, what differs from it): datasheets of H100 PCIe and NVL, GH200 (four of a
 # board), GB200 NVL4 (four of a board, each joined to each), H20, H200 NVL, L40S, A100 40GB and
 # PCIe, A800 and H800 (NVLink of 400 GB/s; PCIe as H100's and A100's), AMD Instinct MI325X and
@@ -37,7 +42,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     (
-        r"h200[- ]nvl\b",
+        r"h200[- ]?nvl\b",
         "hgx-h200",
         {
             "peak_bf16_tflops": 835.5,
@@ -61,7 +66,7 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     (r"h800", "hgx-h100", {"scale_up_gbytes_per_s": 200.0}),
     (
-        r"h100[- ]nvl\b",
+        r"h100[- ]?nvl\b",
         "hgx-h100",
         {
             "peak_bf16_tflops": 835.5,
@@ -213,6 +218,7 @@ def fabric_of(interconnect: str, node: Node) -> tuple[Fabric, bool]:
     """
     usual = load_fabric(usual_fabric(node))
     compute = re.split("compute:", interconnect, flags=re.IGNORECASE)[-1]
+    compute = re.split(r"[,;]\s*[\w+&]+:", compute)[0]  # `, Management: 100Gb/s Ethernet NIC`
     changes = _ports(compute, node)
     printed = bool(changes)
     ethernet = re.search(
@@ -237,7 +243,8 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
         return {"nic_gbits_per_s": SLOW_ETHERNET}
     words = _COUNTED.sub(lambda one: _COUNTS[one[1].lower()], _NAMED.sub(r"\1Gb/s", words))
     phrases = re.split(r"[;,|+&]| / |\b(?:and|with)\b", words)
-    words = ";".join(one for one in phrases if not _INSIDE.search(one))
+    phrases = [one for one in phrases if not _INSIDE.search(one)]
+    words = ";".join(phrases)
     a_node = re.search(_A_NODE, words)
     found = _PORTS.search(words.lower()) if a_node else None
     count, each = (int(one or 0) for one in found.groups()) if found else (0, 0)
@@ -254,8 +261,21 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
         if (spelt or not found) and 0 < rate <= max(_RATES):
             return {"nic_gbits_per_s": rate, **ports}
     rates = {_gbits(one) for one in re.finditer(_RATE, words)} & set(_RATES)
+    if len(rates) > 1 and (
+        most := _most_ports(phrases, gpus_of_a_node(node))
+    ):  # `8x 400Gb/s + 200Gb/s Ethernet NIC`
+        return _ports(most, node)
     rates = rates or {float(_OF_GENERATION[one]) for one in _GENERATION.findall(words)}
     return {"nic_gbits_per_s": rates.pop(), **ports} if len(rates) == 1 else {}
+
+
+def _most_ports(phrases: Sequence[str], gpus: int) -> str | None:
+    """The one of several phrases that names the most ports, at least one for two GPUs."""
+    found = [_PORTS.search(one.lower()) for one in phrases]
+    counts = [int(one[1] or 0) if one else 0 for one in found]
+    first, *others = sorted(counts, reverse=True)
+    alone = others and first > others[0] and 2 * first >= gpus
+    return phrases[counts.index(first)] if alone else None
 
 
 def _of_a_gpu(words: str, ports: re.Match[str], count: int) -> bool:

@@ -178,6 +178,9 @@ def _take_otherwise(
             row.shift += share * effect
             effect *= 2 * (share * (1 - share)) ** 0.5
             row.assumed.append(f"the other precision counts {share:.0%}")
+        elif name == "batch":  # no default is likelier than the other
+            row.shift += effect / 2
+            row.assumed.append("a batch that grows with the GPUs counts as much")
         row.effects.append(bounded(effect, name, row.plan))
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 from simulate.series.metric_names import metric_kind
@@ -46,6 +47,7 @@ _FP8 = r"fp8|float8|e4m3|e5m2"
 _EARLY = re.compile(
     r"megatron-deepspeed|2104\.04473|2205\.05198|cases_april2021|bigscience-workshop|tr11-"
 )
+_CONFIGURATION = re.compile(r"_(\d+)x(\d+)x(\d+)xtp([1-9]\d*)pp([1-9]\d*)cp([1-9]\d*)(?!\d)")
 FEW_PARAMETERS = 1e6  # no model of a published step has so few
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SUFFIXES |= {"million": 1e6, "billion": 1e9, "trillion": 1e12}
@@ -169,7 +171,7 @@ class SeriesRow:
         names = [text for metric, _ in METRICS if (text := self.text(metric))]
         odd = names[:1] if self.use == "test" and not any(map(metric_kind, names)) else []
         return (
-            *filter(None, [self.text("counted")]),
+            *filter(None, [self.text("counted"), self.text("named")]),
             *(not_understood("metric", text) for text in odd),
             *(
                 not_understood(name, text)
@@ -271,12 +273,33 @@ class SeriesRow:
         """Kernels replayed from captured graphs, so that the host issues next to nothing.
 
         NVIDIA's MLPerf submissions have no option for it until v4.0, one that rows print in v4.1
-        (`LAYER_CUDA_GRAPH`), and since v5.0 another that they do not: assumed from then on.
+        (`LAYER_CUDA_GRAPH`), and since v5.0 another that they do not: assumed from then on. Of v4.1
+        all that run over several nodes print it; so it is assumed there of those whose
+        configuration is not known.
         """
         named = r"cuda[-_ ]?graph"
         if re.search(named, self.words):
             return says(named, self.words)
+        if self.mlperf == 4.1 and self.lora and not (self.text("flags") or self.text("tp")):
+            return (self.whole("gpus") or 0) > 8 and not self.amd
         return self.mlperf >= 5.0 and not self.amd
+
+    @property
+    def named_split(self) -> dict[str, int]:
+        """tp, pp and cp by the name of an MLPerf configuration, where it is this row's.
+
+        `18x4x1xtp1pp1cp8` is of 18 nodes of 4 GPUs, whose replicas have one sequence each.
+        """
+        found = _CONFIGURATION.search(self.text("source_locator").lower())
+        if not found or any(self.text(name) for name in ("tp", "pp", "cp")):
+            return {}
+        nodes, gpus, share, *sizes = map(int, found.groups())
+        replicas, left = divmod(nodes * gpus, prod(sizes))
+        if left or nodes * gpus != self.whole("gpus"):
+            return {}
+        if replicas * share != self.whole("global_batch"):
+            return {}
+        return dict(zip(("tp", "pp", "cp"), sizes, strict=True))
 
     @property
     def has_fp8(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from simulate.memory.peak import memory
 from simulate.series.choices import MEMORY_SLACK, Choices, expert_sizes
 from simulate.series.fit import fit
-from simulate.series.plan import Plan, plan
+from simulate.series.plan import MOST_CONTEXT, Plan, plan
 from simulate.series.rows import TooLittle
 from simulate.series.shape import layer_slots
 from simulate.series.step import FACTORS, Calibrations, simulate
@@ -112,7 +112,8 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     gpus, model, row = one.gpus, one.model, one.row
     printed = choices.get("printed")
     batch, steps = one.batch.printed, row.whole("grad_accum")
-    cps = (1, 2, 4, 8) if row.whole("cp") is None and model.seq_len >= 8192 else (1,)
+    contexts = [size for size in (1, 2, 4, 8, 16) if size <= MOST_CONTEXT]
+    cps = contexts if row.whole("cp") is None and model.seq_len >= 8192 else [1]
     even: list[tuple[int, int, int] | None] = []
     uneven: list[tuple[int, int, int] | None] = []
     for tp in (1, 2, 4, 8):
@@ -127,6 +128,8 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
                 if steps and batch // steps < gpus // size:
                     continue
                 (uneven if batch % (gpus // size) else even).append((tp, pp, cp))
+    if printed and not (even or uneven):  # too few GPUs a sequence, or too many
+        return _splits(one, {name: value for name, value in choices.items() if name != "printed"})
     return even or uneven or [None]
 
 

@@ -53,8 +53,8 @@ def series_validation(
     bar: Callable[[Sequence[Any]], Iterable[Any]] = lambda every: every,
 ) -> dict[str, Any]:
     """Read a CSV, fit and project; UserError where nothing in it can be projected."""
-    blank = {"series_batch": "", "counted": ""}
-    rows = [SeriesRow({**row.cells, **blank}) for row in read_rows(path)]
+    blank = {"series_batch": "", "counted": "", "named": ""}
+    rows = [_with_named_split(SeriesRow({**row.cells, **blank})) for row in read_rows(path)]
     found: dict[str, Plan | str] = {row.row_id: _planned(row) for row in rows}
     known = [one for one in found.values() if isinstance(one, Plan)]
     found |= {row.row_id: _planned(row) for row in _with_series_batch(known, rows)}
@@ -93,6 +93,15 @@ def series_validation(
         "scale": by_doublings(told),
         "scale_growth": increments(plain),
     }
+
+
+def _with_named_split(row: SeriesRow) -> SeriesRow:
+    """The row with the split that its configuration's name says, where it prints none."""
+    if not (split := row.named_split):
+        return row
+    said = ", ".join(f"{name} {size}" for name, size in split.items())
+    cells = {name: str(size) for name, size in split.items()}
+    return SeriesRow({**row.cells, **cells, "named": f"{said} by the name of its configuration"})
 
 
 def _planned(row: SeriesRow) -> Plan | str:
