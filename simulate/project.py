@@ -18,7 +18,7 @@ from simulate.inputs import (
     read_batch,
     read_inputs,
 )
-from simulate.plans.find import checked, exchanging, search, stages
+from simulate.plans.find import search
 from simulate.power.energy import refuse_without_effect
 from simulate.power.whatif import WhatIf, change
 from simulate.projection.budget import budget, check_budget, lines
@@ -122,8 +122,6 @@ def choose(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> tupl
             f"{named} does not divide --gpus {gpus}; the product of the degrees must be the GPU "
             "count"
         )
-    if {"tp", "pp"} <= fixed.keys() and not exchanging(fixed):
-        given(inputs, gpus, batch, fixed)
     found = search(inputs.model, gpus, batch, inputs.node, inputs.fabric, inputs.calibration, fixed)
     if found.considered == 1:
         return found.best[0].parallelism, "given"
@@ -132,17 +130,6 @@ def choose(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> tupl
     if fixed:
         words += f", with {', '.join(sorted(fixed))} given"
     return found.best[0].parallelism, words
-
-
-def given(inputs: Inputs, gpus: int, batch: int, fixed: dict[str, Any]) -> Parallelism:
-    """The simplest parallelism with the degrees that the user named, checked."""
-    fields = dict(fixed)
-    fields.setdefault("dp", gpus // (fields["tp"] * fields["pp"] * fields.get("cp", 1)))
-    if fields.get("vpp", 1) == 1 and fields["pp"] <= inputs.model.layers:  # as the search has them
-        fields.setdefault("layers_per_stage", stages(inputs.model.layers, fields["pp"]))
-    fields.setdefault("sequence_parallel", fields["tp"] > 1)
-    fields.setdefault("overlap", fields["dp"] * fields.get("cp", 1) > 1)
-    return checked(inputs.model, gpus, batch, fields)
 
 
 def project_at(

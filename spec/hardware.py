@@ -64,7 +64,7 @@ class Node(BaseModel):
     calibration: str | None = Field(
         default=None, description="system in results/ whose calibration this node can use as it is"
     )
-    source: str = Field(description="where the figures are published")
+    source: str = Field(min_length=1, description="where the figures are published")
     assumed: tuple[str, ...] = Field(
         default=(), description="fields that no source publishes: assumptions of ours, or yours"
     )
@@ -118,7 +118,7 @@ class Fabric(BaseModel):
         default=None, description="ports of a node on this fabric; all its NICs if not given"
     )
     protocol: Literal["infiniband", "roce", "ethernet", "tcp"] = "infiniband"
-    source: str
+    source: str = Field(min_length=1)
     assumed: tuple[str, ...] = Field(
         default=(), description="fields that no source publishes: assumptions of ours, or yours"
     )

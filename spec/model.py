@@ -13,6 +13,7 @@ MODELS = Path(__file__).parent / "models"
 
 
 # beyond any model; a typing error is likelier
+MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 Size = Annotated[int, Field(ge=1, le=100_000_000)]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", max_length=80)]
 
@@ -23,7 +24,7 @@ class ModelSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ModelName
-    layers: Size
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Size
     ffn_hidden: Size = Field(description="width of one MLP (of one expert, if there are)")
     heads: Size
@@ -37,7 +38,7 @@ class ModelSpec(BaseModel):
     linear_bias: bool = False
     tied_embeddings: bool = False
     experts: int = Field(
-        default=0, ge=0, le=1_000_000, description="experts per layer; 0 for a dense model"
+        default=0, ge=0, le=MOST_EXPERTS, description="experts per layer; 0 for a dense model"
     )
     top_k: int = Field(default=0, ge=0, description="experts each token is sent to")
     expert_imbalance: float = Field(

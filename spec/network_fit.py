@@ -234,6 +234,12 @@ class NetworkFit(Record):
             float(np.hypot(np.hypot(own, bent * curve.bend), beyond)),
         )
 
+    def carried(self, collective: str) -> float | None:
+        """Share of the ports' rate that it gets; None where a rate was measured instead."""
+        if self.node_gbytes_per_s is not None:
+            return None
+        return self.all_to_all_efficiency if collective == "all_to_all" else self.efficiency
+
     def sd(self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float) -> float:
         """sd of a time, both parts together."""
         time = self.time_us(collective, path, nbytes, scale_up_busbw)

@@ -59,16 +59,17 @@ from topologies import load_fabric, load_node
         (("--ep", "2"), "which has no experts"),  # whatever the batch of 8,192 GPUs
         (("--tp", "1", "--pp", "1", "--ep", "2"), "which has no experts"),
         (("--vpp", "2", "--pp", "1"), "vpp 2 has no effect with pp 1; use vpp 1"),
-        (("--tp", "1", "--pp", "1"), "global_batch 2048 is not a multiple of dp * microbatch"),
-        (("--tp", "1", "--pp", "1"), "= 8192 * 1; use a global_batch of 8192\n"),
+        (("--tp", "1", "--pp", "1"), "with global batch 2048 and the degrees given"),
+        (("--tp", "1", "--pp", "1"), "of no plan's dp * microbatch"),
+        (("--tp", "1", "--pp", "1"), "; use --global-batch 8192\n"),
         (
             ("--gpus", "64", "--tp", "8", "--pp", "2", "--global-batch", "7"),
-            "error: --global-batch: global_batch 7 is not a multiple of dp * microbatch = 4 * 1; "
-            "use a global_batch of 4 or 8\n",
+            "with global batch 7 and the degrees given: it is a multiple of no plan's dp * "
+            "microbatch (times pp where stages interleave); use --global-batch 4 or 8\n",
         ),
         (
             ("--gpus", "32", "--tp", "2", "--pp", "4", "--vpp", "2", "--global-batch", "24"),
-            "needs microbatches (6) to be a multiple of pp (4); use a global_batch of 16 or 32\n",
+            "(times pp where stages interleave); use --global-batch 16 or 32\n",
         ),
         (
             ("--model", "mixtral-8x7b", "--capacity-factor", "1.2"),
@@ -221,6 +222,8 @@ def test_true_is_true() -> None:
     """Where it is asked for, or where nothing numeric is."""
     value = load_model("tiny").model_dump()
     assert parse(ModelSpec, value | {"linear_bias": True}, "x").linear_bias
+    with pytest.raises(UserError, match="layers is 2001; input should be less than or equal"):
+        parse(ModelSpec, value | {"layers": 2001}, "x")
     with pytest.raises(UserError, match="name is True; input should be a valid string"):
         parse(ModelSpec, value | {"name": True}, "x")
 

@@ -266,3 +266,10 @@ def test_other_reports_say_so_too(
     code, out, said = called(command.main, [*words.split(), *own], capsys)
     assert code == 0, said
     assert any("CUDA graph ran on one and two H200" in one for one in json.loads(out)["warnings"])
+
+
+def test_chunks_are_searched_where_the_stages_are_given(tmp_path: Path) -> None:
+    """Stages that are not interleaved have none of them in a graph; nobody asked for such."""
+    value = projected(tmp_path, "--gpus 64 --model yi-34b --tp 4 --pp 2 --cuda-graphs")
+    chosen = value["inputs"]["parallelism"]
+    assert (chosen["cuda_graphs"], chosen["vpp"] > 1) == (True, True)

@@ -219,6 +219,7 @@ def test_the_list_of_what_is_read_is_that_of_what_is_read() -> None:
     ("changes", "words", "complaint"),
     [
         ({"bf16": "False"}, ["--set", "fp16=False"], "bf16 and fp16 are False; training.csv has"),
+        ({}, ["--set", "fp16=True"], "bf16 and fp16 are True; a run is in one of them"),
         ({"bf16": "None"}, [], "the log does not say bf16; add it with --set bf16=VALUE"),
         ({"bf16": "False"}, [], "the log does not say fp16; add it with --set fp16=VALUE"),
         ({"bf16": "None"}, ["--set", "bf16=True"], None),

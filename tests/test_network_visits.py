@@ -21,7 +21,7 @@ from simulate.cost.costs import Costs
 from simulate.cost.uncertainty import Draws
 from simulate.power.whatif import on_devices
 from spec.calibration import Calibration
-from spec.collective import Collective
+from spec.collective import COLLECTIVES, Collective, bytes_out
 from spec.interval import Z90
 from spec.network_fit import NetworkFit
 from spec.parallelism import Parallelism
@@ -177,3 +177,25 @@ def sd_of(calibration: Calibration) -> float:
     )
     assert np.corrcoef(large, small)[0, 1] > 0.9
     return float(large.std())
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_nothing_is_sent_faster_than_ports_send(kind: str, tmp_path: Path) -> None:
+    """However little is known of a network, and however far beyond its nodes; slower it may be."""
+    split = {"pp": 64} if kind == "send_recv" else {"dp": 64}
+    p = Parallelism(**split, global_batch=64)
+    known = {"efficiency": 0.7, "all_to_all_efficiency": 0.6, "efficiency_sd": 1.0, "scale_sd": 0.2}
+    made_up = write_calibration(tmp_path / "calibration.json")
+    network = made_up.networks[0].model_copy(update=known | {"max_nodes": 2, "latency_sd": 0.0})
+    used = made_up.model_copy(update={"networks": (network,)})
+    axis, nbytes = ("pp" if p.pp > 1 else "dp"), 2.0**33
+    costs = Costs(used, load_node("hgx-h200"), load_fabric("ndr400-rail"), p, Draws(500))
+    path = costs.layout.paths[axis]
+    times = costs.collective_us(Collective(kind, axis, nbytes))
+    least_us = bytes_out(kind, path, nbytes) / (path.gbytes_per_s * 1e3)
+    assert 0 < least_us <= times.min() < times[0] < times.max() / 2
+    measured = network.model_copy(update={"node_gbytes_per_s": 50.0})
+    used = made_up.model_copy(update={"networks": (measured,)})
+    costs = Costs(used, load_node("hgx-h200"), load_fabric("ndr400-rail"), p, Draws(500))
+    times = costs.collective_us(Collective(kind, axis, nbytes))
+    assert times.min() < times[0] / 2

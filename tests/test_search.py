@@ -256,6 +256,7 @@ def test_a_dask_cluster_streams_resumes_and_gives_the_same_points(
     [
         (("--against", "abacus"), "--against is 'abacus'; name a node"),
         (("--against", "hgx-h100:0"), "--against is 0"),
+        (("--against", "hgx-h100:abc"), "'abc' is no GPU count: give one such as hgx-h100:64"),
         (("--workers", "many"), "--workers is 'many'"),
         (("--workers", "spark://here"), "--workers is 'spark://here'"),
         (("--keep", "0"), "--keep is 0"),

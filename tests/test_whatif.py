@@ -227,6 +227,8 @@ def test_the_command_sweeps_and_refuses(
     for text, said in (
         ("a", "give watts such as 600"),
         ("700:400:25", "LOW below HIGH"),
+        ("400:700:0", "and a STEP above 0"),
+        ("250:700:1000", "and a STEP above 0"),
         ("400:700:0.1", "more than 100 caps"),
         ("nan", "give watts such as 600"),
         ("100:300:100", "--power-cap is 100 W; on hgx-h200 it must be at least 200 W"),

@@ -325,4 +325,7 @@ def note_one(
     detail = fit.detail
     if prior and fit.source != "assumed":
         detail = f"the prior of every network, which no row tells otherwise: {fit.detail}"
-    ledger.note(name, value, unit, log_interval(value, sd), source, detail)
+    low, high = log_interval(value, sd)
+    if fit.node_gbytes_per_s is None and unit == "share" and "efficiency" in name:
+        high = max(min(high, 1.0), value)  # of the ports' rate
+    ledger.note(name, value, unit, (low, high), source, detail)

@@ -44,6 +44,8 @@ def _arguments(log: Log) -> Arguments:
 def _refuse_fp32(log: Log) -> None:
     """Raise UserError where training was in FP32, or the log does not say in what."""
     a = _arguments(log)
+    if a.flag("bf16") and a.flag("fp16"):
+        raise UserError(f"{log.path}: bf16 and fp16 are True; a run is in one of them")
     if not (a.flag("bf16") or a.flag("fp16")):
         for name in ("bf16", "fp16"):
             a.text(name)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import hypot
+from math import hypot, log
 from typing import Any
 
 import numpy as np
@@ -153,11 +153,11 @@ class Costs:
         latency_part = network.time_us(collective.kind, path, 1.0, busbw) / time
         latency_sd, efficiency_sd = network.spreads(collective.kind, path, collective.bytes)
         beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
-        spread: Array = np.exp(
-            latency_part * latency_sd * draws.normal("network latency")
-            + (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
-            + beyond * network.scale_sd * draws.normal("network scale")
-        )
+        slower = (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
+        slower = slower + beyond * network.scale_sd * draws.normal("network scale")
+        if carried := network.carried(collective.kind):  # nothing is sent faster than ports send
+            slower = draws.bounded(slower, (1 - latency_part) * min(log(carried), 0.0))
+        spread: Array = np.exp(latency_part * latency_sd * draws.normal("network latency") + slower)
         if network.visit_sd:
             spread = spread * draws.factor("network visit", network.visit_sd)
         return time * spread

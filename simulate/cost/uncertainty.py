@@ -107,6 +107,10 @@ class Draws:
             self._normals[name] = values
         return self._normals[name]
 
+    def bounded(self, value: Array, least: float) -> Array:
+        """What is drawn of something that cannot be less."""
+        return larger(value, least)
+
     def factor(self, name: str, sd: float) -> Array:
         """Lognormal factors with median 1."""
         if self.central:

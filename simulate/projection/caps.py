@@ -66,8 +66,11 @@ def read_power(arguments: argparse.Namespace) -> tuple[WhatIf, list[float]]:
 
 
 def _range(text: str, low: float, high: float, step: float) -> list[float]:
-    if not (step > 0 and low < high):
-        raise UserError(f"--power-cap is {text!r}; a range is LOW:HIGH:STEP with LOW below HIGH")
+    if not (low < high and 0 < step <= high - low):
+        raise UserError(
+            f"--power-cap is {text!r}; a range is LOW:HIGH:STEP with LOW below HIGH, and a STEP "
+            "above 0 that is at most from one to the other"
+        )
     if (high - low) / step > MOST:
         raise UserError(f"--power-cap is {text!r}; that is more than {MOST} caps, take wider steps")
     return [float(cap) for cap in np.arange(low, high + step / 1000, step)]

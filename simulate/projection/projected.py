@@ -368,7 +368,11 @@ def warnings(projection: Projection) -> list[str]:
     if network is not None and nodes > network.max_nodes:
         said.append(
             f"Groups span up to {nodes} nodes; the {network.protocol} model ({network.source}) "
-            f"was fitted on at most {network.max_nodes}."
+            + (
+                "was fitted on nothing that was measured."
+                if network.source == "assumed"
+                else f"was fitted on at most {network.max_nodes}."
+            )
         )
     if r.node.gpu not in r.calibration.device and r.calibration.device not in r.node.gpu:
         said.append(

@@ -19,6 +19,7 @@ from pathlib import Path
 from simulate.series.metric_names import metric_kind
 from spec.errors import UserError
 from spec.files import read_text
+from spec.model import MOST_LAYERS
 
 NEEDED = ("row_id", "metric", "value")
 METRICS = (("metric", "value"), ("metric2", "value2"), ("metric3", "value3"))
@@ -27,7 +28,7 @@ NOTHING = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not sta
 # Beyond these a misprint is likelier than a model or a cluster.
 LARGEST = {
     "gpus": 2**20,
-    "layers": 2000,
+    "layers": MOST_LAYERS,
     "hidden": 2**18,
     "ffn_hidden": 2**20,
     "heads": 2**12,

@@ -68,6 +68,11 @@ class Shifts(Draws):
             return shift
         return np.zeros(self.count)
 
+    def bounded(self, value: Array, least: float) -> Array:
+        """A network that is shifted has other ports than were assumed, too."""
+        del least
+        return value
+
     def factor(self, name: str, sd: float) -> Array:
         """exp of the log factor that a group of parameters belongs to."""
         del sd
