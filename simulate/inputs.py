@@ -152,7 +152,10 @@ def find_calibration(arguments: argparse.Namespace, read: Collection[str] = ()) 
     root = Path(arguments.results)
     if not root.is_dir():
         found = "is no folder" if root.exists() else "does not exist"
-        raise UserError(f"the results folder {root} {found}; name one that measure.run has written")
+        raise UserError(
+            f"the results folder {root} {found}; name one that measure.run has written with "
+            "--results, or run this from the repository"
+        )
     if arguments.system is not None:
         path = root / str(arguments.system) / "calibration.json"
         if not path.is_file():

@@ -282,7 +282,7 @@ def test_nothing_calibrated(command: Any, calibration: Path) -> None:
             2,
             "",
             "error: the results folder nowhere does not exist; name one that measure.run has "
-            "written\n",
+            "written with --results, or run this from the repository\n",
         )
 
 

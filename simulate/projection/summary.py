@@ -36,6 +36,7 @@ def summary(value: Mapping[str, Any]) -> str:
         for name, share in sorted(breakdown.items(), key=lambda item: -item[1])
         if share / step >= 0.0005
     )
+    peak = "assumed " if "peak_bf16_tflops" in inputs["node"]["assumed"] else ""
     sources: dict[str, int] = {}
     for one in value["provenance"]:
         sources[one["source"]] = sources.get(one["source"], 0) + 1
@@ -46,7 +47,8 @@ def summary(value: Mapping[str, Any]) -> str:
         f"step time         {show('step_time_s')} s",
         f"throughput        {show('tokens_per_s', 1e-6)} million tokens/s, "
         f"{show('tokens_per_s_per_gpu', 1, 4)} per GPU",
-        f"MFU               {show('mfu', 100)} % of the bf16 peak, attention's masked half counted",
+        f"MFU               {show('mfu', 100)} % of the {peak}bf16 peak, attention's masked half "
+        "counted",
         f"breakdown         {parts}",
         f"within a run      1 step in 20 is {_percent(value['step_spread'])} over the median",
         f"goodput           {_percent(value['goodput']['share'])}, one failure every "
