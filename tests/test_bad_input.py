@@ -60,22 +60,32 @@ from topologies import load_fabric, load_node
         (("--tp", "1", "--pp", "1", "--ep", "2"), "which has no experts"),
         (("--vpp", "2", "--pp", "1"), "vpp 2 has no effect with pp 1; use vpp 1"),
         (("--tp", "1", "--pp", "1"), "with global batch 2048 and the degrees given"),
-        (("--tp", "1", "--pp", "1"), "of no plan's dp * microbatch"),
-        (("--tp", "1", "--pp", "1"), "; use --global-batch 8192\n"),
+        (("--tp", "1", "--pp", "1"), "at least 8192; use --global-batch 8192\n"),
         (
             ("--gpus", "64", "--tp", "8", "--pp", "2", "--global-batch", "7"),
-            "with global batch 7 and the degrees given: it is a multiple of no plan's dp * "
-            "microbatch (times pp where stages interleave); use --global-batch 4 or 8\n",
+            "with global batch 7 and the degrees given: the batch is a multiple of no plan's dp * "
+            "microbatch (times pp where stages interleave), at least 4; use --global-batch 4 or "
+            "8\n",
         ),
         (
             ("--gpus", "32", "--tp", "2", "--pp", "4", "--vpp", "2", "--global-batch", "24"),
-            "(times pp where stages interleave); use --global-batch 16 or 32\n",
+            "(times pp where stages interleave), at least 16; use --global-batch 16 or 32\n",
+        ),
+        # over stages that are as even as can be, as the search has them
+        (("--gpus", "48", "--tp", "4", "--pp", "3", "--ep", "2"), "which has no experts"),
+        (
+            ("--gpus", "48", "--tp", "4", "--pp", "3", "--cp", "2", "--seq-len", "8191"),
+            "seq_len 8191",
+        ),
+        (
+            ("--gpus", "48", "--tp", "4", "--pp", "3", "--cuda-graphs"),
+            "cuda_graphs with stages that are not interleaved",
         ),
         (
             ("--model", "mixtral-8x7b", "--capacity-factor", "1.2"),
             "--capacity-factor 1.2 has no effect on mixtral-8x7b, whose experts get even loads",
         ),
-        (("--global-batch", "7"), "it is a multiple of no plan's dp * microbatch"),
+        (("--global-batch", "7"), "the batch is a multiple of no plan's dp * microbatch"),
         (("--gpus", "64", "--tp", "2", "--microbatch", "3"), "; use --global-batch 126 or 132\n"),
         (
             ("--gpus", "64", "--tp", "2", "--vpp", "2", "--microbatch", "3"),

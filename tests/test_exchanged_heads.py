@@ -259,6 +259,7 @@ def test_a_projection_has_it_as_an_option(
         (8, "llama3-8b", (*ENGINE, "--tp", "8"), "tp 8 leaves a GPU of llama3-8b, 1, and"),
         (64, "llama3-8b", (*ENGINE, *SPLIT, "--dp", "64"), "and the GPUs that are left, 1"),
         (64, "falcon-7b", (*ENGINE, *SPLIT, "--cp", "2"), "of falcon-7b; use p2p\n"),
+        (5, "smollm2-360m", (*ENGINE, "--ep", "2", "--seq-len", "2560"), "divide dp * cp = 5\n"),
         (64, "llama3-8b", (*ENGINE, "--tp", "8", "--cp", "8"), "use p2p or a smaller tp\n"),
         (
             64,

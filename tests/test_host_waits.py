@@ -169,6 +169,8 @@ def test_where_stages_exchange_no_pass_has_a_host_that_is_ahead(
     costs.parallelism = p
     ways = [pieces[:3], pieces[3:]]
     late, left, more = host_waits(ways, costs, before=1)
+    _, without, _ = host_waits([one[1:] for one in (ways[0], ways[1])], costs, before=0)
+    assert float(without[0]) == min(forward[1], forward[1] + forward[2] - once)
     ends = [sum(one) - once for one in (forward, backward)]
     waited_before = (max(-forward[0], 0.0), max(-backward[-1], 0.0))  # the layers
     assert [float(one) for one in late] == [

@@ -322,6 +322,12 @@ def test_a_log_of_a_captured_iteration_is_a_row_of_it(tmp_path: Path, scope: str
         ("nccl-tests", ALL_REDUCE.replace("Rank  1", "Rank  0"), [], "built without MPI"),
         (
             "nccl-tests",
+            ALL_REDUCE.replace("#  Rank  0", "#  Rnk  0"),
+            [],
+            "rank 0 of 4 is not listed",
+        ),
+        (
+            "nccl-tests",
             ALL_REDUCE.replace("#  Rank  1", "#  Rnk  1"),
             [],
             "rank 1 of 4 is not listed",
@@ -330,7 +336,7 @@ def test_a_log_of_a_captured_iteration_is_a_row_of_it(tmp_path: Path, scope: str
             "nccl-tests",
             ALL_REDUCE.replace("node-b", "node-a"),
             [],
-            "device 0 of node-a is listed twice: hosts that share a name",
+            "device 0 of node-a is listed twice: its ranks share a GPU, or hosts a name",
         ),
         ("nccl-tests", ALL_REDUCE.replace("50.00 ", "fast! "), [], "is not a line of results"),
         ("nccl-tests", ALL_REDUCE.replace("#  Rank", "#  Hank"), [], "0 ranks are listed"),

@@ -9,6 +9,7 @@ from scipy.special import stdtrit
 
 from calibrate.apart import apart, groups
 from calibrate.evidence import Ledger
+from calibrate.network.between_nodes import note_one
 from calibrate.network.visits import (
     SHAPED,
     SHAPED_CPU,
@@ -199,3 +200,18 @@ def test_nothing_is_sent_faster_than_ports_send(kind: str, tmp_path: Path) -> No
     costs = Costs(used, load_node("hgx-h200"), load_fabric("ndr400-rail"), p, Draws(500))
     times = costs.collective_us(Collective(kind, axis, nbytes))
     assert times.min() < times[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("value", "rate", "most"), [(0.7, None, 1.0), (1.2, None, 1.2), (0.7, 50.0, 0.7 * exp(Z90))]
+)
+def test_no_share_of_ports_is_more_than_all_of_them(
+    value: float, rate: float | None, most: float, tmp_path: Path
+) -> None:
+    """But of a rate that was seen instead of theirs."""
+    made_up = write_calibration(tmp_path / "calibration.json").networks[0]
+    ledger = Ledger()
+    network = made_up.model_copy(update={"node_gbytes_per_s": rate})
+    note_one(ledger, network, "efficiency", value, "share", 1.0)
+    (one,) = ledger.parameters
+    assert one.high == pytest.approx(most, rel=1e-3)

@@ -381,6 +381,9 @@ CONFIGURATION = "results/x.txt ; config /nemo/config_GB300_18x4x1xtp1pp1cp8.sh"
             {"tp": 1, "pp": 1, "cp": 8},
         ),
         ({"tp": "2"}, {}),  # what a row prints counts
+        ({"cp": "8"}, {}),
+        ({"grad_accum": "2"}, {}),  # of one sequence
+        ({"grad_accum": "1"}, {"tp": 1, "pp": 1, "cp": 8}),
         ({"gpus": "64"}, {}),  # another row's
         ({"global_batch": "18"}, {}),
         ({"source_locator": CONFIGURATION.replace("tp1", "tp5")}, {}),

@@ -67,6 +67,10 @@ def test_what_a_gpus_cell_says_beside_its_name(
         ("8x ConnectX-7 IB NDR 400Gb/s + 200Gb/s Ethernet NIC; | 18x 5th Gen NVLink", 400, None),
         ("Compute: 8x BlueField-3 200Gb/s, Management: 2x100Gb/s Ethernet NIC", 200, None),
         ("8x 200Gb/s, 2x 100Gb/s", 200, None),
+        ("4x 200Gb/s, 1x 100Gb/s", 200, None),
+        ("NVLink: 900GB/s; InfiniBand: 8x NDR400", 400, None),
+        ("Intranode: NVLink 4, internode: 8x 400Gb/s", 400, None),
+        ("8x 400Gb/s; Storage: 2x 100Gb/s", 400, None),
     ],
 )
 def test_rates_of_ports(words: str, gbits: float, ports: int | None) -> None:

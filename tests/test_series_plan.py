@@ -350,6 +350,8 @@ def test_nodes_and_fabrics_from_their_words() -> None:
     assert of("H200NVL").peak_bf16_tflops == of("H200 NVL").peak_bf16_tflops
     for words in ("RTX PRO 6000 Blackwell", "RTX A6000 (Ampere)", "A30 (Ampere)", "GB10 Blackwell"):
         assert node_of(words) is None  # other chips than their architecture's large ones
+    assert of("H10080GB") == of("H100 80GB")
+    assert of("H100 (v2024)") == of("H100")
     for words in ("NVIDIA H1000", "B2000", "GH2000", "A1000 80GB", "MI3000X"):
         assert node_of(words) is None  # misprints
     assert node_of("") is None

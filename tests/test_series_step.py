@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from simulate.series.plan import plan
-from simulate.series.step import Calibrations, simulate
+from simulate.series.step import FACTORS, Calibrations, simulate
 from spec.calibration import Calibration
 from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
@@ -53,3 +53,14 @@ def test_adapters_send_no_buckets(calibration: Calibration) -> None:
     assert taken(1e5) > taken(0.0) + 0.02
     lora = {"pair_id": "some lora"}
     assert taken(1e5, **lora) == taken(0.0, **lora)
+
+
+def test_a_network_may_be_faster_than_was_assumed(calibration: Calibration) -> None:
+    """Four and eight times as fast: what it carries at most is not known either."""
+    one = plan(row(tp="1", pp="1", gpus="64", sharding="FSDP", seq_len="512", interconnect=""))
+    points = np.zeros((3, len(FACTORS)))
+    points[:, FACTORS.index("network")] = -np.log([1.0, 4.0, 8.0])
+    times, estimate = simulate(one, Calibrations(calibration), points)
+    sent = estimate.breakdown_s["dp_exposed"]
+    assert times[0] - times[1] > 0.5 * sent
+    assert times[1] > times[2]

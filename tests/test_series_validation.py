@@ -240,3 +240,16 @@ def test_larger_rows_that_were_made_up(capsys: Any, monkeypatch: pytest.MonkeyPa
     assert abs(errors["step-256"]) < 0.1
     assert 0 < errors["chunks-4096"] < 0.6
     assert 0 < errors["shares-512"] < 1
+
+
+def test_a_split_in_a_configurations_name_is_the_rows(
+    calibration: Calibration, tmp_path: Path
+) -> None:
+    """It is said, and a column of that name in a file counts nothing."""
+    named = {"source_locator": "x/config_DGXH200_2x8x8xtp4pp1cp1.sh", "named": "of no meaning"}
+    bare = WHOLE | dict.fromkeys(("tp", "pp", "cp", "vpp", "sharding"), "") | named
+    rows = [WHOLE, bare | {"row_id": "b", "gpus": "16", "global_batch": "32"}]
+    value = series_validation(write(tmp_path / "s.csv", rows), calibration)
+    (case,) = value["cases"]
+    assert (case["parallelism"]["tp"], case["parallelism"]["dp"]) == (4, 4)
+    assert "tp 4, pp 1, cp 1 by the name of its configuration" in case["assumed"]

@@ -322,12 +322,12 @@ def layout(ranks: Sequence[Rank], where: str) -> tuple[int, int, int, int]:
         raise UserError(
             f"{where}: rank {min(lost)} of {max(numbers) + 1} is not listed; give the whole output"
         )
-    devices = [(one.host, one.device, _bus(one.bus)) for one in ranks]
+    devices = [(one.host, one.device, one.bus) for one in ranks]
     if len(set(devices)) < len(devices):
         host, device, _ = max(devices, key=devices.count)
         raise UserError(
-            f"{where}: device {device} of {host} is listed twice: hosts that share a name are "
-            "taken for one; give them names of their own"
+            f"{where}: device {device} of {host} is listed twice: its ranks share a GPU, or hosts "
+            "a name, and then all are taken for one; give them names of their own"
         )
     groups: dict[int, list[Rank]] = {}
     for one in sorted(ranks, key=lambda one: one.rank):

@@ -177,8 +177,9 @@ def _why_none(
     }
     if shares and all(global_batch % share for share in shares):
         return (
-            "it is a multiple of no plan's dp * microbatch (times pp where stages interleave); "
-            f"use --global-batch {near_multiples(global_batch, shares)}"
+            "the batch is a multiple of no plan's dp * microbatch (times pp where stages "
+            f"interleave), at least {min(shares)}; use --global-batch "
+            f"{near_multiples(global_batch, shares)}"
         )
     fields = {"tp": 1, "cp": 1, "pp": len(fixed.get("layers_per_stage", "1"))} | fixed
     rest, left = divmod(gpus, fields["tp"] * fields["cp"] * fields["pp"])
@@ -197,6 +198,8 @@ def _why_none(
         fields["cp"] = min(ranks, default=2)
         rest //= fields["cp"]
     fields = {"dp": max(rest, 1), "sequence_parallel": fields["tp"] > 1} | fields
+    if fields.get("vpp", 1) == 1 and fields["pp"] <= model.layers:  # as candidates have them
+        fields.setdefault("layers_per_stage", stages(model.layers, fields["pp"]))
     try:
         checked(model, gpus, global_batch, fields)
     except UserError as error:

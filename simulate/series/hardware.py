@@ -14,7 +14,7 @@ from topologies import load_fabric, load_node
 # `H1000` is no H100
 UNKNOWN = (
     r"rtx|geforce|quadro|\bgb10\b|\ba(10|16|30|40)\b|\bl4\b|jetson|thor\b"
-    r"|(?<![a-z\d])(g?[bh]|[av]|mi)\d{4}"
+    r"|(?<![a-z\d])(g?[bh]|a|mi)\d{4}(?!\d)"
 )
 # (pattern, node file, what differs from it): datasheets of H100 PCIe and NVL, GH200 (four of a
 # board), GB200 NVL4 (four of a board, each joined to each), H20, H200 NVL, L40S, A100 40GB and
@@ -162,6 +162,7 @@ _COUNTED = re.compile(
     rf"\b({'|'.join(_COUNTS)})(?=\s+(?:\d|[ehnx]dr|connectx|infiniband|ports?\b|nics?\b|hcas?\b))",
     re.IGNORECASE,
 )
+_OTHER_PORTS = re.compile(r"[,;]\s*(?:management|mgmt|admin|storage)[\w+&]*:", re.IGNORECASE)
 _INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
 
 
@@ -218,7 +219,7 @@ def fabric_of(interconnect: str, node: Node) -> tuple[Fabric, bool]:
     """
     usual = load_fabric(usual_fabric(node))
     compute = re.split("compute:", interconnect, flags=re.IGNORECASE)[-1]
-    compute = re.split(r"[,;]\s*[\w+&]+:", compute)[0]  # `, Management: 100Gb/s Ethernet NIC`
+    compute = _OTHER_PORTS.split(compute)[0]
     changes = _ports(compute, node)
     printed = bool(changes)
     ethernet = re.search(

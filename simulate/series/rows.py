@@ -298,7 +298,9 @@ class SeriesRow:
         replicas, left = divmod(nodes * gpus, prod(sizes))
         if left or nodes * gpus != self.whole("gpus"):
             return {}
-        if replicas * share != self.whole("global_batch"):
+        if replicas * share != self.whole("global_batch") or share % (
+            self.whole("grad_accum") or 1
+        ):
             return {}
         return dict(zip(("tp", "pp", "cp"), sizes, strict=True))
 
