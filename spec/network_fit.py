@@ -95,6 +95,9 @@ class NetworkFit(Record):
         description="measured rate of a whole node, 1e9 bytes/s; replaces the fabric's rate and "
         "hops where set",
     )
+    most_gbytes_per_s: Rate | None = Field(
+        default=None, description="of a GPU's port, 1e9 bytes/s, however fast that is"
+    )
     sharing: Exponent = Field(
         default=1.0,
         description="with node_gbytes_per_s: the rate of one of n groups on a node is that over "
@@ -207,7 +210,7 @@ class NetworkFit(Record):
 
     def port_us(self, collective: str, path: GroupPath, nbytes: float) -> float:
         """How long its bytes keep its share of the ports busy, at the most these carry."""
-        rate = self.efficiency * path.gbytes_per_s
+        rate = self.efficiency * self._ports(path)
         if self.node_gbytes_per_s is not None:
             rate = self.node_gbytes_per_s / path.concurrent**self.sharing
             rate /= 1 if collective == "send_recv" else path.local_ranks
@@ -234,11 +237,12 @@ class NetworkFit(Record):
             float(np.hypot(np.hypot(own, bent * curve.bend), beyond)),
         )
 
-    def carried(self, collective: str) -> float | None:
+    def carried(self, collective: str, path: GroupPath) -> float | None:
         """Share of the ports' rate that it gets; None where a rate was measured instead."""
         if self.node_gbytes_per_s is not None:
             return None
-        return self.all_to_all_efficiency if collective == "all_to_all" else self.efficiency
+        share = self.all_to_all_efficiency if collective == "all_to_all" else self.efficiency
+        return share * self._ports(path) / path.gbytes_per_s
 
     def sd(self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float) -> float:
         """sd of a time, both parts together."""
@@ -250,7 +254,7 @@ class NetworkFit(Record):
     def _formula_us(
         self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float
     ) -> float:
-        rate, hops_us = path.gbytes_per_s, path.latency_us
+        rate, hops_us = self._ports(path), path.latency_us
         one = rate  # of a rank that sends while the others of its group do not leave the node
         if self.node_gbytes_per_s is not None:
             one = self.node_gbytes_per_s / path.concurrent**self.sharing
@@ -273,6 +277,11 @@ class NetworkFit(Record):
         once = busbw_factor(collective, path.ranks) if path.nodes == 2 else 1.0
         b = moved / (min(ports * once, scale_up_busbw) * 1e3)
         return min(ring, self._pipelined(step * (2 * log2(path.nodes) + 1), b))
+
+    def _ports(self, path: GroupPath) -> float:
+        """Rate of a rank's ports, 1e9 bytes/s, as far as its software uses it."""
+        most = self.most_gbytes_per_s
+        return path.gbytes_per_s if most is None else min(path.gbytes_per_s, most)
 
     def _pipelined(self, a: float, b: float) -> float:
         return self.launch_us + a + b + 2 * self.pipelining * sqrt(a * b)

@@ -9,7 +9,7 @@ from scipy.special import stdtrit
 
 from calibrate.apart import apart, groups
 from calibrate.evidence import Ledger
-from calibrate.network.between_nodes import note_one
+from calibrate.network.between_nodes import note_one, path_of
 from calibrate.network.visits import (
     SHAPED,
     SHAPED_CPU,
@@ -200,6 +200,24 @@ def test_nothing_is_sent_faster_than_ports_send(kind: str, tmp_path: Path) -> No
     costs = Costs(used, load_node("hgx-h200"), load_fabric("ndr400-rail"), p, Draws(500))
     times = costs.collective_us(Collective(kind, axis, nbytes))
     assert times.min() < times[0] / 2
+
+
+def test_sockets_carry_what_a_process_copies_however_fast_ports_are(tmp_path: Path) -> None:
+    """And no more than slow ports send."""
+    made_up = write_calibration(tmp_path / "calibration.json").networks[0]
+    known = made_up.model_copy(update={"most_gbytes_per_s": 4.0, "efficiency": 0.5})
+    times = {}
+    for rate in (1.0, 4.0, 50.0):
+        path = path_of(16, 2, rate)
+        times[rate] = known.time_us("all_gather", path, 2.0**34, 400.0)
+        assert known.carried("all_gather", path) == pytest.approx(0.5 * min(4.0 / rate, 1.0))
+        assert known.port_us("all_gather", path, 1e9) == known.port_us(
+            "all_gather", path_of(16, 2, min(rate, 4.0)), 1e9
+        )
+    assert times[1.0] > 3 * times[4.0]
+    assert times[4.0] == times[50.0]
+    free = made_up.time_us("all_gather", path_of(16, 2, 50.0), 2.0**34, 400.0)
+    assert free < times[50.0] / 5
 
 
 @pytest.mark.parametrize(

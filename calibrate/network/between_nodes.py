@@ -37,6 +37,10 @@ PRIORS: dict[str, tuple[float, float]] = {
     "efficiency": (0.88, 0.08),  # of the ports' rate, after headers and imperfect routing
     "all_to_all_efficiency": (0.85, 0.15),
 }
+# Of a process over sockets, 1e9 bytes/s, whatever its port's rate: nodes of one process were seen
+# to get 3.9 to 4.3 over a loopback device, of two 9.7 (`network.tcp.node_gbytes_per_s` of
+# 2x-h100-2x1, 2x-h200-2x1, 4x-h200-4x1 and 4x-h200-2x2).
+MOST_TCP, MOST_TCP_SD = 4.3, 0.5
 # Without any sweep that leaves nodes: one TCP stream through a loopback device or plain Ethernet.
 # Wide: four H200 as two emulated nodes turned out five times faster than these values.
 ASSUMED_TCP: dict[str, tuple[float, float]] = {

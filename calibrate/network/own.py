@@ -26,6 +26,8 @@ from calibrate.network.at_once import Alone, luck_sd, through_us
 from calibrate.network.between_nodes import (
     ASSUMED_TCP,
     MEASURED,
+    MOST_TCP,
+    MOST_TCP_SD,
     Sample,
     citation,
     fit_network,
@@ -199,8 +201,9 @@ def fit_networks(
     else:
         detail = "one TCP stream; no collective of this system left its node"
         fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
-        found.append(fit)
+        found.append(fit.model_copy(update={"most_gbytes_per_s": MOST_TCP}))
         note_network(ledger, fit, sds, ASSUMED_TCP)
+        note_one(ledger, fit, "most_gbytes_per_s", MOST_TCP, "GB/s", MOST_TCP_SD, prior=True)
     return tuple(found)
 
 
