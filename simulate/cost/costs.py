@@ -155,9 +155,8 @@ class Costs:
         beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
         slower = (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
         slower = slower + beyond * network.scale_sd * draws.normal("network scale")
-        if carried := network.carried(
-            collective.kind, path
-        ):  # nothing is sent faster than ports send
+        carried = network.carried(collective.kind, path)
+        if carried is not None:  # nothing is sent faster than ports send
             slower = draws.bounded(slower, (1 - latency_part) * min(log(carried), 0.0))
         spread: Array = np.exp(latency_part * latency_sd * draws.normal("network latency") + slower)
         if network.visit_sd:

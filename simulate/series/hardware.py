@@ -262,10 +262,9 @@ def _ports(words: str, node: Node) -> dict[str, Any]:
         if (spelt or not found) and 0 < rate <= max(_RATES):
             return {"nic_gbits_per_s": rate, **ports}
     rates = {_gbits(one) for one in re.finditer(_RATE, words)} & set(_RATES)
-    if len(rates) > 1 and (
-        most := _most_ports(phrases, gpus_of_a_node(node))
-    ):  # `8x 400Gb/s + 200Gb/s Ethernet NIC`
-        return _ports(most, node)
+    if len(rates) > 1:  # `8x 400Gb/s + 200Gb/s Ethernet NIC`
+        most = _most_ports(phrases, gpus_of_a_node(node))
+        return _ports(most, node) if most else {}
     rates = rates or {float(_OF_GENERATION[one]) for one in _GENERATION.findall(words)}
     return {"nic_gbits_per_s": rates.pop(), **ports} if len(rates) == 1 else {}
 

@@ -296,11 +296,8 @@ class SeriesRow:
             return {}
         nodes, gpus, share, *sizes = map(int, found.groups())
         replicas, left = divmod(nodes * gpus, prod(sizes))
-        if left or nodes * gpus != self.whole("gpus"):
-            return {}
-        if replicas * share != self.whole("global_batch") or share % (
-            self.whole("grad_accum") or 1
-        ):
+        mine = (nodes * gpus, replicas * share) == (self.whole("gpus"), self.whole("global_batch"))
+        if left or not mine or share % (self.whole("grad_accum") or 1):
             return {}
         return dict(zip(("tp", "pp", "cp"), sizes, strict=True))
 

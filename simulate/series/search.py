@@ -112,8 +112,8 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     gpus, model, row = one.gpus, one.model, one.row
     printed = choices.get("printed")
     batch, steps = one.batch.printed, row.whole("grad_accum")
-    contexts = [size for size in (1, 2, 4, 8, 16) if size <= MOST_CONTEXT]
-    cps = contexts if row.whole("cp") is None and model.seq_len >= 8192 else [1]
+    open_cp = row.whole("cp") is None and model.seq_len >= 8192
+    cps = (1, 2, 4, 8, MOST_CONTEXT) if open_cp else (1,)
     even: list[tuple[int, int, int] | None] = []
     uneven: list[tuple[int, int, int] | None] = []
     for tp in (1, 2, 4, 8):
