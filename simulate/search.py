@@ -230,6 +230,10 @@ def other_cluster(
     if colon and count.isdecimal():
         gpus = int(count)
         check_gpus(gpus, "--against")
+    elif name in (*node_names(), *fabric_names()):
+        raise UserError(
+            f"--against is {text!r}; {count!r} is no GPU count: give one such as {name}:64"
+        )
     else:
         name = text
     if name in fabric_names():
@@ -238,12 +242,6 @@ def other_cluster(
         with suppress(UserError):
             return replace(inputs, fabric=load_fabric(name)), gpus
     elif name not in node_names():
-        before = text.partition(":")[0]
-        if before in (*node_names(), *fabric_names()):
-            raise UserError(
-                f"--against is {text!r}; {text[len(before) + 1 :]!r} is no GPU count: give one "
-                f"such as {before}:64"
-            )
         raise UserError(
             f"--against is {text!r}; name a node ({', '.join(node_names())}), a fabric "
             f"({', '.join(fabric_names())}) or a file, and perhaps :GPUS"

@@ -96,7 +96,9 @@ class NetworkFit(Record):
         "hops where set",
     )
     most_gbytes_per_s: Rate | None = Field(
-        default=None, description="of a GPU's port, 1e9 bytes/s, however fast that is"
+        default=None,
+        description="what software sends at most over a GPU's ports, 1e9 bytes/s, however fast "
+        "these are",
     )
     sharing: Exponent = Field(
         default=1.0,
@@ -210,7 +212,7 @@ class NetworkFit(Record):
 
     def port_us(self, collective: str, path: GroupPath, nbytes: float) -> float:
         """How long its bytes keep its share of the ports busy, at the most these carry."""
-        rate = self.efficiency * self._ports(path)
+        rate = self.efficiency * self._port_gbytes_per_s(path)
         if self.node_gbytes_per_s is not None:
             rate = self.node_gbytes_per_s / path.concurrent**self.sharing
             rate /= 1 if collective == "send_recv" else path.local_ranks
@@ -237,12 +239,12 @@ class NetworkFit(Record):
             float(np.hypot(np.hypot(own, bent * curve.bend), beyond)),
         )
 
-    def carried(self, collective: str, path: GroupPath) -> float | None:
+    def port_share(self, collective: str, path: GroupPath) -> float | None:
         """Share of the ports' rate that it gets; None where a rate was measured instead."""
         if self.node_gbytes_per_s is not None:
             return None
         share = self.all_to_all_efficiency if collective == "all_to_all" else self.efficiency
-        return share * self._ports(path) / path.gbytes_per_s
+        return share * self._port_gbytes_per_s(path) / path.gbytes_per_s
 
     def sd(self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float) -> float:
         """sd of a time, both parts together."""
@@ -254,7 +256,7 @@ class NetworkFit(Record):
     def _formula_us(
         self, collective: str, path: GroupPath, nbytes: float, scale_up_busbw: float
     ) -> float:
-        rate, hops_us = self._ports(path), path.latency_us
+        rate, hops_us = self._port_gbytes_per_s(path), path.latency_us
         one = rate  # of a rank that sends while the others of its group do not leave the node
         if self.node_gbytes_per_s is not None:
             one = self.node_gbytes_per_s / path.concurrent**self.sharing
@@ -278,7 +280,7 @@ class NetworkFit(Record):
         b = moved / (min(ports * once, scale_up_busbw) * 1e3)
         return min(ring, self._pipelined(step * (2 * log2(path.nodes) + 1), b))
 
-    def _ports(self, path: GroupPath) -> float:
+    def _port_gbytes_per_s(self, path: GroupPath) -> float:
         """Rate of a rank's ports, 1e9 bytes/s, as far as its software uses it."""
         most = self.most_gbytes_per_s
         return path.gbytes_per_s if most is None else min(path.gbytes_per_s, most)

@@ -199,15 +199,14 @@ class HostRow(Repeated):
             )
         if self.overlap and self.gpus == self.tp:
             raise ValueError(f"overlap is true; with gpus and tp {self.tp} it must be false")
-        lacking = {
-            "transformer_impl local": self.transformer_impl == "local",
-            "cp 1": self.cp == 1,
-            f"tp * cp {self.tp * self.cp}, no divisor of {MOST_TP} heads,": MOST_TP
-            % (self.tp * self.cp),
-        }
-        for with_it, so in lacking.items():
+        heads_over = self.tp * self.cp
+        for ring_alone, so in (
+            ("transformer_impl local", self.transformer_impl == "local"),
+            ("cp 1", self.cp == 1),
+            (f"tp * cp {heads_over}, no divisor of {MOST_TP} heads,", MOST_TP % heads_over),
+        ):
             if self.cp_comm_type == "a2a" and so:
-                raise ValueError(f"cp_comm_type is a2a; with {with_it} it must be p2p")
+                raise ValueError(f"cp_comm_type is a2a; with {ring_alone} it must be p2p")
         if self.experts == 1:
             raise ValueError("experts is 1; it must be 0 or at least 2")
         if self.update_us is not None and self.update_us >= self.single_us:

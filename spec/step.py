@@ -20,7 +20,7 @@ from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_context import CORE, context_attention
+from spec.step_context import CORE_ATTENTION, context_attention
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
 from spec.step_experts import expert_mlp
 from spec.step_linear import adapter_parameters, column, row
@@ -143,7 +143,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
     if p.recompute != "none":
         whole = p.recompute == "full"
-        first, *more = (part for part in forward if whole or part.name in CORE)
+        first, *more = (part for part in forward if whole or part.name in CORE_ATTENTION)
         backward = (replace(first, checkpoint=True), *more, *backward)
     return of_shards(p, sum(layer_parameters(model, p)), forward, backward)
 

@@ -35,7 +35,7 @@ RING_JOINED = 1.2
 RING_BACKWARD = 1.3
 # Of a copy of as many bytes, laying out by rank: an H200's kernels, as in profiles of such steps.
 BY_RANK = 2.4
-CORE = ("attention", "exchange")  # parts that Megatron-Core's core attention is, and runs again
+CORE_ATTENTION = ("attention", "exchange")  # parts that Megatron-Core's is, and runs again
 
 
 def context_attention(

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
+from simulate.inputs import Inputs
+from spec.calibration import read_calibration
 from spec.files import write_json
+from spec.model import load_model
 from tests.commands import MODULES, called
 from tests.made_up import calibration_json
 from tests.made_up_steps import write_slower_steps
+from topologies import load_fabric, load_node
 
 
 @pytest.fixture
@@ -24,6 +28,18 @@ def calibration(tmp_path: Path) -> Path:
     path = tmp_path / "results" / "4x-h200" / "calibration.json"
     write_json(path, calibration_json())
     return path
+
+
+@pytest.fixture
+def inputs(calibration: Path) -> Inputs:
+    """What a search or a sweep is asked, of a small model."""
+    return Inputs(
+        load_model("llama3-8b").resized(layers=8, seq_len=2048),
+        load_node("hgx-h200"),
+        load_fabric("ndr400-rail"),
+        read_calibration(calibration),
+        calibration,
+    )
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_sockets_carry_what_a_process_copies_however_fast_ports_are(tmp_path: Pa
     for rate in (1.0, 4.0, 50.0):
         path = path_of(16, 2, rate)
         times[rate] = known.time_us("all_gather", path, 2.0**34, 400.0)
-        assert known.carried("all_gather", path) == pytest.approx(0.5 * min(4.0 / rate, 1.0))
+        assert known.port_share("all_gather", path) == pytest.approx(0.5 * min(4.0 / rate, 1.0))
         assert known.port_us("all_gather", path, 1e9) == known.port_us(
             "all_gather", path_of(16, 2, min(rate, 4.0)), 1e9
         )

@@ -1,4 +1,4 @@
-"""The search: nothing good is pruned, nothing finished is lost, and the reasons sum."""
+"""The search: nothing good is pruned, and the reasons sum."""
 
 import json
 import re
@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 
 from simulate import search
 from simulate.inputs import Inputs
-from simulate.plans import sweep
 from simulate.plans.find import ROUGH_ERROR, candidates, fitting, stages
 from simulate.plans.find import search as quick_search
-from simulate.plans.sweep import Point, Workers
 from simulate.plans.text import _parts
 from simulate.projection.attribution import attribution
 from simulate.projection.projected import Request, project
 from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
-from spec.errors import UserError
 from spec.files import write_json
 from spec.interval import interval_text
 from spec.model import load_model
@@ -32,14 +29,6 @@ from topologies import load_fabric, load_node
 CALIBRATION = Calibration.model_validate(calibration_json())
 NODE = load_node("hgx-h200")
 SMALL = ("--gpus=16", "--model=llama3-8b", "--seq-len=2048", "--global-batch=64")
-
-
-@pytest.fixture
-def inputs(tmp_path: Path) -> Inputs:
-    path = tmp_path / "results" / "4x-h200" / "calibration.json"
-    write_json(path, calibration_json())
-    model = load_model("llama3-8b").resized(layers=8, seq_len=2048)
-    return Inputs(model, NODE, load_fabric("ndr400-rail"), CALIBRATION, path)
 
 
 @pytest.fixture
@@ -141,114 +130,6 @@ def test_layers_that_are_divided_stay_so_unless_asked() -> None:
         uneven, after = (p for p in some if p.pp == 32)
         assert (uneven.overlap, after.overlap) == (True, False)
         assert uneven.layers_per_stage == (*[2] * 15, *[3] * 16, 2)
-
-
-def test_a_sweep_resumes_where_it_stopped(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:9]
-    out = tmp_path / "sweep.jsonl"
-    whole = {point.parallelism: point for point in sweep.sweep(inputs, plans)}
-    part = sweep.sweep(inputs, plans, out)
-    first = [next(part) for _ in range(4)]
-    part.close()  # as Ctrl-C does
-    with out.open("a") as file:
-        file.write('{"parallelism": {"tp"')  # a process killed in the middle of a line
-
-    simulated: list[Parallelism] = []
-    real = sweep.simulate
-
-    def counted(given: Inputs, some: Any) -> list[Point]:
-        simulated.extend(plan.parallelism for plan in some)
-        return real(given, some)
-
-    monkeypatch.setattr(sweep, "simulate", counted)
-    again = list(sweep.sweep(inputs, plans, out))
-    assert {point.parallelism: point for point in again} == whole
-    assert not {point.parallelism for point in first} & set(simulated)
-    assert len(simulated) == 5
-    assert len(out.read_text().splitlines()) == 1 + len(plans)
-
-
-def test_a_file_of_another_sweep_is_refused(inputs: Inputs, tmp_path: Path) -> None:
-    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:1]
-    out = tmp_path / "sweep.jsonl"
-    list(sweep.sweep(inputs, plans, out))
-    other = Inputs(
-        inputs.model, NODE, load_fabric("torus-2d"), CALIBRATION, inputs.calibration_path
-    )
-    with pytest.raises(UserError, match="another model, node, fabric or calibration"):
-        list(sweep.sweep(other, plans, out))
-    for text, sentence in (
-        ("hello\n", "line 1 is not of a sweep"),
-        ('{"precious": 1}', "holds no sweep"),
-    ):
-        out.write_text(text)
-        with pytest.raises(UserError, match=sentence):
-            list(sweep.sweep(inputs, plans, out))
-        assert out.read_text() == text
-    out.write_bytes(b"\xa3\x00")
-    with pytest.raises(UserError, match=r"sweep\.jsonl: cannot be read as a sweep"):
-        list(sweep.sweep(inputs, plans, out))
-    list(sweep.sweep(inputs, plans, tmp_path / "new.jsonl"))
-    begun = (tmp_path / "new.jsonl").read_text()[:20]  # of its header
-    out.write_text(begun)
-    assert list(sweep.sweep(inputs, plans, out))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("step_time_s", "fast", "step_time_s is 'fast'; input should be a valid number"),
-        ("step_time_s", -1, "step_time_s is -1; input should be greater than"),
-        ("power_w", None, "power_w is None; input should be a valid number"),
-        ("power_w", float("nan"), "power_w is nan; input should be"),
-        ("peak_gib", [], r"peak_gib is \[\]; input should be a valid number"),
-        ("peak_gib", True, "peak_gib is true or false; it must be a number"),
-        ("parallelism", {"tp": 0}, "parallelism.tp is 0; input should be greater than 0"),
-        ("guess", 1, "unknown key 'guess'"),
-    ],
-)
-def test_a_line_of_a_sweep_that_cannot_be(
-    inputs: Inputs, tmp_path: Path, name: str, value: Any, sentence: str
-) -> None:
-    """Nothing else reads the file, and a wrong line would be ranked with the rest."""
-    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:1]
-    out = tmp_path / "sweep.jsonl"
-    list(sweep.sweep(inputs, plans, out))
-    header, line = out.read_text().splitlines()
-    out.write_text(f"{header}\n{json.dumps(json.loads(line) | {name: value})}\n")
-    with pytest.raises(UserError, match=rf"sweep\.jsonl: line 2: {sentence}"):
-        list(sweep.sweep(inputs, plans, out))
-
-
-def test_workers_give_the_same_points(inputs: Inputs) -> None:
-    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:40]
-    here = set(sweep.sweep(inputs, plans))
-    assert set(sweep.sweep(inputs, plans, workers=Workers(count=2))) == here
-
-
-@pytest.mark.filterwarnings("ignore:.*tasks which were still being processed")
-def test_a_dask_cluster_streams_resumes_and_gives_the_same_points(
-    inputs: Inputs, tmp_path: Path
-) -> None:
-    distributed = pytest.importorskip("distributed")
-    plans = fitting(inputs.model, 8, 32, inputs.node, inputs.fabric, inputs.calibration).plans[:80]
-    here = {point.parallelism: point for point in sweep.sweep(inputs, plans)}
-    out = tmp_path / "sweep.jsonl"
-    options = {"processes": False, "protocol": "tcp://", "dashboard_address": None}
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, **options) as cluster:
-        workers = Workers(address=cluster.scheduler_address.replace("tcp", "dask"))
-        some = sweep.sweep(inputs, plans, out, workers)
-        first = [next(some) for _ in range(5)]
-        some.close()
-        assert 6 <= len(out.read_text().splitlines()) < 81  # what had finished is there
-        again = {one.parallelism: one for one in sweep.sweep(inputs, plans, out, workers)}
-    assert {point.parallelism for point in first} < set(again)
-    assert len(out.read_text().splitlines()) == 81
-    assert set(again) == set(here)
-    for p, point in again.items():
-        assert point.step_time_s == pytest.approx(here[p].step_time_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(

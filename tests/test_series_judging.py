@@ -118,7 +118,7 @@ def test_a_batch_that_nothing_prints_may_grow_with_the_gpus(calibration: Calibra
     assert of_step > of_gpu + 0.1
     value = log(entry["predicted_s"]["median"] / plans[1].unit_s)
     assert value == pytest.approx((of_step + of_gpu) / 2, abs=0.02)
-    assert "a batch that grows with the GPUs counts as much" in entry["assumed"]
+    assert "the other batch counts 50%" in entry["assumed"]
 
 
 def test_rows_of_a_model_have_one_number_of_chunks(calibration: Calibration) -> None:

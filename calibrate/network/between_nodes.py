@@ -37,10 +37,9 @@ PRIORS: dict[str, tuple[float, float]] = {
     "efficiency": (0.88, 0.08),  # of the ports' rate, after headers and imperfect routing
     "all_to_all_efficiency": (0.85, 0.15),
 }
-# Of a process over sockets, 1e9 bytes/s, whatever its port's rate: nodes of one process were seen
-# to get 3.9 to 4.3 over a loopback device, of two 9.7 (`network.tcp.node_gbytes_per_s` of
-# 2x-h100-2x1, 2x-h200-2x1, 4x-h200-4x1 and 4x-h200-2x2).
-MOST_TCP, MOST_TCP_SD = 4.3, 0.5
+# Of a process over sockets, whatever its port's rate: `network.tcp.node_gbytes_per_s` of nodes of
+# one process of 2x-h100-2x1, 2x-h200-2x1 and 4x-h200-4x1 (3.9 to 4.3), of two of 4x-h200-2x2 (9.7).
+SOCKET_GBYTES_PER_S, SOCKET_SD = 4.3, 0.5
 # Without any sweep that leaves nodes: one TCP stream through a loopback device or plain Ethernet.
 # Wide: four H200 as two emulated nodes turned out five times faster than these values.
 ASSUMED_TCP: dict[str, tuple[float, float]] = {
@@ -264,6 +263,23 @@ def judge_scaling(ledger: Ledger, protocol: str, samples: Sequence[Sample]) -> N
         )
 
 
+def assumed_tcp(ledger: Ledger) -> NetworkFit:
+    """Sockets of a system none of whose collectives left a node over them."""
+    detail = "one TCP stream; no collective of this system left its node"
+    fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
+    note_network(ledger, fit, sds, ASSUMED_TCP)
+    ledger.note(
+        "network.tcp.most_gbytes_per_s",
+        SOCKET_GBYTES_PER_S,
+        "GB/s",
+        log_interval(SOCKET_GBYTES_PER_S, SOCKET_SD),
+        "assumed",
+        "of a process, however fast its port: nodes of one got 3.9 to 4.3 over a loopback device, "
+        "of two 9.7 (H100, H200); its spread is drawn with network.tcp.efficiency's",
+    )
+    return fit.model_copy(update={"most_gbytes_per_s": SOCKET_GBYTES_PER_S})
+
+
 def note_network(
     ledger: Ledger,
     fit: NetworkFit,
@@ -330,6 +346,6 @@ def note_one(
     if prior and fit.source != "assumed":
         detail = f"the prior of every network, which no row tells otherwise: {fit.detail}"
     low, high = log_interval(value, sd)
-    if fit.node_gbytes_per_s is None and unit == "share" and "efficiency" in name:
+    if fit.node_gbytes_per_s is None and "efficiency" in name:
         high = max(min(high, 1.0), value)  # of the ports' rate
     ledger.note(name, value, unit, (low, high), source, detail)

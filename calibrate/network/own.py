@@ -24,11 +24,9 @@ from calibrate.evidence import (
 )
 from calibrate.network.at_once import Alone, luck_sd, through_us
 from calibrate.network.between_nodes import (
-    ASSUMED_TCP,
     MEASURED,
-    MOST_TCP,
-    MOST_TCP_SD,
     Sample,
+    assumed_tcp,
     citation,
     fit_network,
     judge_scaling,
@@ -199,11 +197,7 @@ def fit_networks(
         rows = measured["tcp"], judged.get("tcp", [])
         found.append(fit_measured("tcp", *rows, evidence, ledger, idle_w))
     else:
-        detail = "one TCP stream; no collective of this system left its node"
-        fit, sds = fit_network("tcp", [], "assumed", detail, ASSUMED_TCP)
-        found.append(fit.model_copy(update={"most_gbytes_per_s": MOST_TCP}))
-        note_network(ledger, fit, sds, ASSUMED_TCP)
-        note_one(ledger, fit, "most_gbytes_per_s", MOST_TCP, "GB/s", MOST_TCP_SD, prior=True)
+        found.append(assumed_tcp(ledger))
     return tuple(found)
 
 

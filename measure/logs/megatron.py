@@ -83,14 +83,13 @@ def _refuse_untold(log: Log) -> None:
     chunks = a.whole("virtual_pipeline_model_parallel_size", 1)
     if a.whole("context_parallel_size", 1) == 1:
         untold.pop("cp_comm_type")
-    else:
-        untold["cp_comm_type"] = ("p2p", "a2a") if _on_engine(a) else ("p2p",)
-        if not _on_engine(a) and _of_all_layers(a, "cp_comm_type") == "a2a":
-            raise UserError(
-                f"{log.path}: cp_comm_type is a2a; with {_apart(a) or 'transformer_impl local'} "
-                "its layers are simulated as local ones, which have a ring: give the log of a run "
-                "with p2p"
-            )
+    elif _on_engine(a):
+        untold["cp_comm_type"] += ("a2a",)
+    elif _of_all_layers(a, "cp_comm_type") == "a2a":
+        raise UserError(
+            f"{log.path}: cp_comm_type is a2a; with {_apart(a) or 'transformer_impl local'} its "
+            "layers are simulated as local ones, which have a ring: give the log of a run with p2p"
+        )
     if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}

@@ -155,9 +155,9 @@ class Costs:
         beyond = max(np.log2(path.nodes / network.max_nodes), 0.0)
         slower = (1 - latency_part) * efficiency_sd * draws.normal("network efficiency")
         slower = slower + beyond * network.scale_sd * draws.normal("network scale")
-        carried = network.carried(collective.kind, path)
-        if carried is not None:  # nothing is sent faster than ports send
-            slower = draws.bounded(slower, (1 - latency_part) * min(log(carried), 0.0))
+        port_share = network.port_share(collective.kind, path)
+        if port_share is not None:  # nothing is sent faster than ports send
+            slower = draws.bounded(slower, (1 - latency_part) * min(log(port_share), 0.0))
         spread: Array = np.exp(latency_part * latency_sd * draws.normal("network latency") + slower)
         if network.visit_sd:
             spread = spread * draws.factor("network visit", network.visit_sd)

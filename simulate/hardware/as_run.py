@@ -63,10 +63,10 @@ def as_run(
             needed.append("te_exchange_us" if p.exchanges_heads else "te_ring_us")
         lacking = [name for name in needed if not getattr(host, name)]
         if lacking:
-            noun = "transformer_impl transformer_engine"
-            noun = "cp_comm_type a2a" if lacking == ["te_exchange_us"] else noun
+            exchanged = lacking == ["te_exchange_us"]
+            asks = "cp_comm_type a2a" if exchanged else "transformer_impl transformer_engine"
             raise UserError(
-                f"{noun}: the calibration has no host.{lacking[0]}, as it is older; run "
+                f"{asks}: the calibration has no host.{lacking[0]}, as it is older; run "
                 "calibrate.fit again"
             )
         calibration = _on_engine(Same(calibration), p.fp8)

@@ -27,7 +27,7 @@ GIB = 2.0**30
 # Of a layer with biases on Transformer Engine, in its backward pass. Read off the peaks of OPT,
 # StarCoder2, T-NLG and GPT-3 that it decides: 116 to 145 MiB, whatever their size and split, of
 # 2,048 to 8,192 tokens a GPU (of 1,024 less). What it is of is not known.
-BIASED = 128 * 2.0**20
+BIASED_LAYER_BYTES = 128 * 2.0**20
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     left = _left_behind(model, p, stage, chunk, local)
     beside_layer, beside_table = scattered_bytes(model, p, stage)
     found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
-    found[0] += beside_layer + (BIASED if p.on_engine and model.linear_bias else 0.0)
+    found[0] += beside_layer + (BIASED_LAYER_BYTES if p.on_engine and model.linear_bias else 0.0)
     if stage == p.pp - 1:  # beside what the final norm takes and gives
         found.append(3 * in_bf16 + 2 * local + left.loss)
         found.append(in_bf16 + table + whole + gathered + 2 * local + left.output_layer)

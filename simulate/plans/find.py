@@ -21,7 +21,7 @@ from spec.model import ModelSpec
 from spec.parallelism import AS_RUN, Parallelism, describe, near_multiples
 
 NARROW = ["none", "full"]  # recomputation that is searched for
-MOST_CP = 16  # context-parallel ranks that are searched for
+MOST_CP = 16  # context-parallel ranks that are searched for, of published rows, too
 MOST_CHUNKS = 8  # of a pipeline stage that are searched for; four were measured
 # Of the longest uneven stage that is searched for, to an even share of the layers, with embedding
 # and loss counted as a layer each.
@@ -149,23 +149,6 @@ def exchanging(fixed: dict[str, Any]) -> bool:
     return fixed.get("cp_comm_type") == "a2a" and fixed.get("cp") is None
 
 
-def checked(model: ModelSpec, gpus: int, global_batch: int, fields: dict[str, Any]) -> Parallelism:
-    """The parallelism of these fields; raises UserError where there is none such.
-
-    The fields are checked against each other and the model first, with a batch that suits them:
-    what is wrong with them is not mended by another batch.
-    """
-    suits = fields["dp"] * fields.get("microbatch", 1) * fields["pp"]
-    try:
-        Parallelism(global_batch=suits, **fields).check(model, gpus)
-    except ValidationError as error:
-        raise UserError(first_problem(error)) from None
-    try:
-        return Parallelism(global_batch=global_batch, **fields)
-    except ValidationError as error:
-        raise UserError(f"--global-batch: {first_problem(error)}") from None
-
-
 def _why_none(
     model: ModelSpec, gpus: int, global_batch: int, node: Node, fixed: dict[str, Any]
 ) -> str:
@@ -200,8 +183,11 @@ def _why_none(
     fields = {"dp": max(rest, 1), "sequence_parallel": fields["tp"] > 1} | fields
     if fields.get("vpp", 1) == 1 and fields["pp"] <= model.layers:  # as candidates have them
         fields.setdefault("layers_per_stage", stages(model.layers, fields["pp"]))
+    suits = fields["dp"] * fields.get("microbatch", 1) * fields["pp"]
     try:
-        checked(model, gpus, global_batch, fields)
+        Parallelism(global_batch=suits, **fields).check(model, gpus)
+    except ValidationError as error:
+        return first_problem(error)
     except UserError as error:
         return str(error)
     return "leave more of them to the search or change the batch"

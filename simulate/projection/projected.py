@@ -366,13 +366,11 @@ def warnings(projection: Projection) -> list[str]:
     network = e.priced.costs.network
     nodes = max((path.nodes for path in e.priced.costs.layout.paths.values()), default=1)
     if network is not None and nodes > network.max_nodes:
+        told = network.source != "assumed"
+        fitted_on = f"at most {network.max_nodes}" if told else "nothing that was measured"
         said.append(
             f"Groups span up to {nodes} nodes; the {network.protocol} model ({network.source}) "
-            + (
-                "was fitted on nothing that was measured."
-                if network.source == "assumed"
-                else f"was fitted on at most {network.max_nodes}."
-            )
+            f"was fitted on {fitted_on}."
         )
     if r.node.gpu not in r.calibration.device and r.calibration.device not in r.node.gpu:
         said.append(

@@ -166,7 +166,9 @@ def _take_otherwise(
     moved_anchors = [_other_way(one, name, chosen, checked=True) for one in anchors]
     still = all(_same(*both) for both in zip(anchors, moved_anchors, strict=True))
     again = fitted.system if still else fit(moved_anchors, calibrations, rounds=2)
-    share = _share(again, fitted.system) if anchors and name == "precision" else None
+    share = 0.5 if name == "batch" else None  # neither is likelier
+    if anchors and name == "precision":
+        share = _share(again, fitted.system)
     for row in rows:
         other = _other_way(row.plan, name, chosen)
         if still and _same(row.plan, other):
@@ -177,10 +179,7 @@ def _take_otherwise(
         if share is not None:  # the mean of two points of these weights, and their spread
             row.shift += share * effect
             effect *= 2 * (share * (1 - share)) ** 0.5
-            row.assumed.append(f"the other precision counts {share:.0%}")
-        elif name == "batch":  # no default is likelier than the other
-            row.shift += effect / 2
-            row.assumed.append("a batch that grows with the GPUs counts as much")
+            row.assumed.append(f"the other {name} counts {share:.0%}")
         row.effects.append(bounded(effect, name, row.plan))
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from simulate.memory.peak import memory
+from simulate.plans.find import MOST_CP
 from simulate.series import choices as ways
 from simulate.series.choices import DEFAULTS, Choices, Filling
 from simulate.series.hardware import RACK, fabric_of, node_of
@@ -33,7 +34,6 @@ MOST_PASSES = 100_000  # of one microbatch through one chunk, all stages
 # Tokens of a step where no batch is printed: Llama 2 (arXiv 2307.09288); of a GPU on 256 of them.
 BATCH_TOKENS, GPU_TOKENS = 2**22, 2**14
 ROUNDED = 0.03  # of a batch, for its replicas to have equal shares
-MOST_CONTEXT = 16  # GPUs that a sequence may be spread over where no such number is printed
 LEAST_SHARE = 1e-4  # of the peak; slower is a misprint
 # Stages that gather parameters one after another take longer than overlap saves: a gather of theirs
 # and a reduction, which is a gather's time and what adding takes.
@@ -312,7 +312,7 @@ def _batch(fill: Filling, dp: int, cp: int, pp: int, seq_len: int) -> Batch:
     printed = batch
     fewer = gcd(batch, dp)
     context = cp * dp // fewer
-    none = row.early or row.whole("cp") or context > MOST_CONTEXT or seq_len % (2 * context)
+    none = row.early or row.whole("cp") or context > MOST_CP or seq_len % (2 * context)
     if fewer < dp and (none or batch > dp):
         batch = -(-batch // dp) * dp
         fill.assumed.append(f"a step lasts as long as the largest share of {printed} over dp {dp}")

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from simulate.memory.peak import memory
+from simulate.plans.find import MOST_CP
 from simulate.series.choices import MEMORY_SLACK, Choices, expert_sizes
 from simulate.series.fit import fit
-from simulate.series.plan import MOST_CONTEXT, Plan, plan
+from simulate.series.plan import Plan, plan
 from simulate.series.rows import TooLittle
 from simulate.series.shape import layer_slots
 from simulate.series.step import FACTORS, Calibrations, simulate
@@ -113,7 +114,7 @@ def _splits(one: Plan, choices: dict[str, Any]) -> list[tuple[int, int, int] | N
     printed = choices.get("printed")
     batch, steps = one.batch.printed, row.whole("grad_accum")
     open_cp = row.whole("cp") is None and model.seq_len >= 8192
-    cps = (1, 2, 4, 8, MOST_CONTEXT) if open_cp else (1,)
+    cps = (1, 2, 4, 8, MOST_CP) if open_cp else (1,)
     even: list[tuple[int, int, int] | None] = []
     uneven: list[tuple[int, int, int] | None] = []
     for tp in (1, 2, 4, 8):
