@@ -226,7 +226,7 @@ class Parallelism(BaseModel):
         if self.fp8_on_engine:
             self._refuse_odd_sizes(model)
         fused = model.gated and not model.linear_bias
-        apart = not_on_engine(self.zero, model.experts, model.lora_rank, fused=fused)
+        apart = not_on_engine(self.zero, model.experts, fused=fused)
         if self.on_engine and apart:
             raise UserError(
                 f"transformer_impl transformer_engine with {apart} is not supported: its kernels "
@@ -281,14 +281,13 @@ class Parallelism(BaseModel):
             )
 
 
-def not_on_engine(zero: int, experts: int, lora_rank: int, *, fused: bool = True) -> str | None:
+def not_on_engine(zero: int, experts: int, *, fused: bool = True) -> str | None:
     """What of a step Transformer Engine runs in kernels that are not simulated; None: nothing.
 
     fused: layers are gated, and have no biases.
     """
     found = {
         "zero 3": zero == 3,
-        "LoRA": lora_rank > 0,
         "experts that have biases, or no gates,": experts > 0 and not fused,
     }
     return next((noun for noun, has in found.items() if has), None)

@@ -185,7 +185,7 @@ class HostRow(Repeated):
             raise ValueError(f"tp is {self.tp}; it must divide gpus, {self.gpus}, and {MOST_TP}")
         if self.fp8 and self.transformer_impl == "local":
             raise ValueError("fp8 is true; with transformer_impl local it must be false")
-        apart = not_on_engine(0, self.experts, self.lora_rank)
+        apart = not_on_engine(0, self.experts)
         apart = apart or ("a CPU's kernels_us" if self.kernels_us is not None else None)
         if self.transformer_impl == "transformer_engine" and apart:
             raise ValueError(f"transformer_impl must be local with {apart}")

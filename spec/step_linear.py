@@ -5,6 +5,10 @@ where a frozen weight has no weight gradient and its backward pass waits for wha
 (`linear_with_frozen_weight`); Hu et al. 2021 (arXiv 2106.09685) for the adapter, y = W x + B (A x).
 The adapter's matrix on the split side of W is split, the other one whole, and ranks exchange what
 is between the two, `rank` wide (`measure/megatron/lora.py`).
+
+In FP8 inputs, and in the backward pass outputs' gradients, are cast and transposed: 2 B read and
+twice 1 B written. A frozen weight has no use for the transposed copy, and what is gathered for its
+product is cast before it is (Transformer Engine 2.11, `pytorch/module`).
 """
 
 from dataclasses import replace
@@ -19,19 +23,14 @@ FP8_PRODUCTS = ("gemm", "grouped_gemm", STREAMED)
 
 
 def _products(
-    m: int, n: int, k: int, frozen: bool, fp8: bool = False
+    m: int, n: int, k: int, frozen: bool, casts: tuple[int, int] | None = None
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """Forward and backward kernels of one product.
-
-    In FP8 the input, and in the backward pass the output's gradient, are cast and transposed: 2 B
-    read and twice 1 B written, the transposed copy only where there is a weight gradient.
-    """
-    dtype, cast = "fp8" if fp8 else "bf16", 3 if frozen else 4
+    """Forward and backward kernels of one product, in FP8 with the bytes that its casts move."""
+    dtype = "fp8" if casts else "bf16"
     forward: tuple[Kernel, ...] = (Kernel("gemm", "forward", (m, n, k), dtype),)
     backward: tuple[Kernel, ...] = (Kernel("gemm", "dgrad", (m, n, k), dtype),)
-    if fp8:
-        forward = (copied(cast * m * k), *forward)
-        backward = (copied(cast * m * n), *backward)
+    if casts:
+        forward, backward = (copied(casts[0]), *forward), (copied(casts[1]), *backward)
     if frozen:
         return forward, backward
     wgrad = Kernel("gemm", "wgrad", (m, n, k), dtype)
@@ -47,7 +46,10 @@ def column(
     """
     frozen = model.lora_rank > 0
     fp8 = p.fp8 and layers
-    forward, backward = _products(m, n, k, frozen, fp8)
+    rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
+    # a frozen product's gradient is transposed, too, though nothing needs that
+    cast = 3 * local * k if frozen else 4 * m * k
+    forward, backward = _products(m, n, k, frozen, (cast, 4 * m * n) if fp8 else None)
     gather = _sent("all_gather", m * k, fp8)
     scatter, reduce = _sent("reduce_scatter", m * k), _sent("all_reduce", m * k)
     if p.tp == 1:
@@ -66,7 +68,6 @@ def column(
         pair = Part(name, forward), Part(name, backward, hidden=(reduce,))
     if not frozen or not layers:
         return pair
-    rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
     into, out_of = _products(local, rank, k, False), _products(m, n, rank, False)
     narrow = _narrow(p, m * rank)
     return (
@@ -78,7 +79,9 @@ def column(
 def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> tuple[Part, Part]:
     """Forward and backward of a row-parallel layer: `m` tokens, local input width `k`."""
     frozen = model.lora_rank > 0
-    forward, backward = _products(m, n, k, frozen, p.fp8)
+    rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
+    casts = (3 * m * k, 3 * local * n) if frozen else (4 * m * k, 4 * m * n)
+    forward, backward = _products(m, n, k, frozen, casts if p.fp8 else None)
     if p.tp == 1:
         pair = Part(name, forward), Part(name, backward)
     elif p.sequence_parallel:
@@ -91,7 +94,6 @@ def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> 
         pair = Part(name, forward, exposed=(reduce,)), Part(name, backward)
     if not frozen:
         return pair
-    rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
     into, out_of = _products(m, rank, k, False), _products(local, n, rank, False)
     back, there = _narrow(p, m * rank)  # a column's the other way round
     return (

@@ -17,8 +17,9 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
   steps on an H200 the former takes 0.96 of such a copy's time at 1,980 MHz, 1.04 to 1.12 at 1,660
   to 1,770 and 1.17 to 1.30 at 1,530 to 1,620, the latter 1.03 at 1,730 and 1.15 to 1.24 at 1,570
   to 1,620.
-- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`); other casts write
-  two copies, one of them transposed.
+- In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), unless an adapter
+  has it in bf16; other casts write two copies, one of them transposed.
+- Adapters' products are torch's, their weight gradients added up by kernels that do only that.
 
 Its optimizer reads norms, clips in place and updates by kernels of its own (`spec.step.optimizer`).
 What its host takes beside the kernels has names of its own (`Part.issued`).
@@ -155,7 +156,8 @@ def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
             out = heads, *out
         laid_out = (copied(4 * batch * seq * one * dim) for one in out)
         return replace(part, kernels=(*laid_out, *part.kernels))
-    cast = part.kernels[:1] if p.fp8 and part.name in BEHIND_NORM else ()
+    # a norm that is handed to an adapter, too, is cast by itself
+    cast = part.kernels[:1] if p.fp8 and part.name in BEHIND_NORM and not part.adapter else ()
     return _fused(replace(part, kernels=part.kernels[len(cast) :]), p)
 
 
@@ -180,13 +182,18 @@ def _general(kernel: Kernel, backward: bool) -> tuple[float, int]:
     return (back, beside) if backward else (forward, 0)
 
 
+def _casts(kernel: Kernel, part: Part) -> bool:
+    """Whether a copy is what casts for a product in FP8, which it begins with."""
+    return kernel is part.kernels[0] and any(one.dtype == "fp8" for one in part.kernels)
+
+
 def _run(kernel: Kernel, part: Part, adding: float) -> Iterator[Kernel]:
     """What takes the place of a kernel; of one that adds gradients up so much of its time."""
     backward = kernel.direction == "backward"
     if kernel.op == "bias":
         if backward and part.name != "qkv":
             yield kernel
-    elif kernel.op == "grad_accumulate" and of_weights(kernel, part):
+    elif kernel.op == "grad_accumulate" and of_weights(kernel, part) and not part.adapter:
         rows = next(one.dims[0] for one in part.kernels if one.direction == "wgrad")
         share = adding * accumulated(rows)
         yield replace(kernel, dims=(max(int(share * kernel.dims[0]), 1),))
@@ -196,7 +203,7 @@ def _run(kernel: Kernel, part: Part, adding: float) -> Iterator[Kernel]:
             copies, beside = _general(kernel, backward)
         told = paced if (kernel.op, kernel.direction) in PACED_WAYS else copied
         yield told(int(kernel.bytes * copies) + beside)
-    elif kernel.op == "copy" and any(one.dtype == "fp8" for one in part.kernels):
+    elif kernel.op == "copy" and _casts(kernel, part):
         yield copied(int(kernel.bytes * CAST))
     else:
         yield kernel

@@ -45,13 +45,13 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     on = [case for case in host_time.cases("nvidia", 4, engine=True) if case not in found]
     assert [(c.tp, c.layers, c.recompute, c.fp8, c.experts) for c in on] == [
         *((1, 3, "none", False, 0), (1, 3, "none", True, 0), (1, 3, "full", False, 0)),
-        *((1, 3, "full", True, 0), (4, 3, "none", False, 0)),
+        *((1, 3, "full", True, 0), (1, 3, "none", False, 0), (4, 3, "none", False, 0)),
         *((1, 3, "none", False, 0), (1, 3, "none", False, 0), (1, 12, "none", True, 0)),
         *((1, 3, "none", fp8, experts) for experts in (8, 32) for fp8 in (False, True)),
     ]
     assert all(case.case_id.endswith("-TE") for case in on)
     assert [case.cp_comm_type for case in on if case.cp == 4] == ["p2p", "a2a"]
-    assert len(host_time.cases("nvidia", 1, engine=True)) == 9 + len(host_time.cases("nvidia", 1))
+    assert len(host_time.cases("nvidia", 1, engine=True)) == 10 + len(host_time.cases("nvidia", 1))
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}
     assert not any(case.overlap for case in host_time.cases("nvidia", 1))
     assert len({case.case_id for case in found}) == len(found)

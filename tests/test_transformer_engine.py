@@ -237,7 +237,6 @@ def test_a_machine_without_transformer_engine_says_so_before_a_case_starts() -> 
             "experts that have biases, or no gates,",
         ),
         (MODEL, {"zero": 3, "overlap": True}, "zero 3"),
-        (MODEL.model_copy(update={"lora_rank": 8}), {}, "LoRA"),
     ],
 )
 def test_what_is_not_simulated_there_is_refused(

@@ -163,7 +163,7 @@ def _apart(a: Arguments) -> str | None:
     if experts and a.flag("moe_use_legacy_grouped_gemm"):
         return "experts in the legacy grouped product"
     fused = a.flag("swiglu") and not a.flag("add_bias_linear", True)
-    return not_on_engine(_zero(a), experts, lora_rank=0, fused=fused)
+    return not_on_engine(_zero(a), experts, fused=fused)
 
 
 def _on_engine(a: Arguments) -> bool:

@@ -105,6 +105,8 @@ def engine_modules(model: ModelSpec, device: torch.device) -> Modules:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=model.experts or None, moe_grouped_gemm=model.experts > 0
     )
+    if model.lora_rank:
+        adapt(layer, model.lora_rank)
     version = transformer_engine.get_te_version()
     name = f"Transformer Engine {version} layers"
     return Modules(layer, transformer_engine.TENorm, name)

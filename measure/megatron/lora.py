@@ -10,6 +10,10 @@ activations between the two, `rank` wide, are what ranks exchange:
   scattered); else the gradient of `A x` is all-reduced.
 - row-parallel W: A split, B whole. Under sequence parallelism `A x` is reduce-scattered (its
   gradient gathered); else `A x` is all-reduced.
+
+On Transformer Engine the first product of each block has the norm in it, and hands what it
+normalised to its adapter (`return_layernorm_output`). Adapters stay in bf16 there, in FP8 steps
+too, as those of NeMo and Megatron Bridge do.
 """
 
 from typing import Any
@@ -18,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 Tensor = torch.Tensor
 STD = 0.02  # of A's initial values; B begins at zero
@@ -42,18 +45,31 @@ def _adapter(layer: Any, rank: int, split: str) -> None:
         layer.register_parameter(name, parameter)
 
 
-class _Column(ColumnParallelLinear):  # type: ignore[misc]
-    """A frozen column-parallel layer with an adapter."""
+class _Adapted(torch.nn.Module):
+    """What a frozen layer has beside its adapter; the class behind it is the layer's own."""
 
     lora_rank = 0
+    lora_a: Tensor
+    lora_b: Tensor
+    sequence_parallel: bool
+    tp_group: Any
+
+
+class _Column(_Adapted):
+    """A frozen column-parallel layer with an adapter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _adapter(self, self.lora_rank, "lora_b")
+        self.normalises = hasattr(self, "return_layernorm_output")
+        if self.normalises:
+            self.return_layernorm_output = True
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input_: Tensor) -> Any:
         """As the layer itself, its low-rank update added."""
-        output, bias = super().forward(input_, *args, **kwargs)
+        output, bias = self._frozen(input_)
+        if self.normalises:
+            output, input_ = output
         narrow = F.linear(input_, self.lora_a)
         if self.sequence_parallel:
             narrow = mappings.gather_from_sequence_parallel_region(
@@ -63,11 +79,17 @@ class _Column(ColumnParallelLinear):  # type: ignore[misc]
             narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=self.tp_group)
         return output + F.linear(narrow, self.lora_b), bias
 
+    def _frozen(self, input_: Tensor) -> Any:
+        """The layer's output, beside what it normalised if it does, and its bias."""
+        found = super().forward(input_)
+        if len(found) == 2:
+            return found
+        output, bias, normalised = found  # Transformer Engine's, whose bias is added later
+        return (output, normalised), bias
 
-class _Row(RowParallelLinear):  # type: ignore[misc]
+
+class _Row(_Adapted):
     """A frozen row-parallel layer with an adapter."""
-
-    lora_rank = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,13 +109,17 @@ class _Row(RowParallelLinear):  # type: ignore[misc]
 
 
 def adapt(layer: Any, rank: int) -> None:
-    """Put layers with adapters of `rank` into a layer spec of Megatron-Core."""
-    column = type("LoraColumnParallelLinear", (_Column,), {"lora_rank": rank})
-    row = type("LoraRowParallelLinear", (_Row,), {"lora_rank": rank})
+    """Give the linear layers of a layer spec of Megatron-Core adapters of `rank`."""
     attention = layer.submodules.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = column, row
     mlp = layer.submodules.mlp.submodules
-    mlp.linear_fc1, mlp.linear_fc2 = column, row
+    for block, column, row in (
+        (attention, "linear_qkv", "linear_proj"),
+        (mlp, "linear_fc1", "linear_fc2"),
+    ):
+        for name, kind in ((column, _Column), (row, _Row)):
+            own = getattr(block, name)
+            adapted = type(f"Lora{own.__name__}", (kind, own), {"lora_rank": rank})
+            setattr(block, name, adapted)
 
 
 def freeze(chunk: Any) -> None:

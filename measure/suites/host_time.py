@@ -118,6 +118,7 @@ def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     told |= {"transformer_engine": p.on_engine, "fp8": p.fp8}
     # on Transformer Engine their host takes other times for these
     told |= {"te_experts": p.on_engine and experts, "fp8_experts": p.fp8 and experts}
+    told |= {"te_lora": p.on_engine and lora_rank}
     if p.on_engine and p.cp > 1:
         found = found - {"cp"} | {f"te_{p.cp_comm_type}"}
     return found | {name for name, has in told.items() if has}
@@ -167,6 +168,7 @@ def cases(
     eight = on | {"fp8": True}
     if engine:
         dense += [on, eight, on | {"recompute": "full"}, eight | {"recompute": "full"}]
+        dense += [on | adapted]
         deep += [eight]
     mixed: list[dict[str, Any]] = [{}, on, eight] if engine else [{}]
     many = list(mixed)

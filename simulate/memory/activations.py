@@ -18,8 +18,10 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.recompute == "full":
         return outside
     # both norms' inputs and outputs, a router's as it is; a gathered input is gathered again
-    routed = 1.0 if model.experts else kept_of_input(p)
-    kept = (2 + kept_of_input(p) + routed) * outside
+    normalised = kept_of_input(model, p)
+    if p.fp8_on_engine and model.lora_rank:  # as cast, though nothing needs it, and as adapters do
+        normalised += 0.5
+    kept = (2 + normalised + (1.0 if model.experts else normalised)) * outside
     kept += _attention_bytes(model, p) + _mlp_bytes(model, p)
     # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
@@ -32,9 +34,10 @@ def recomputed_bytes(model: ModelSpec, p: Parallelism) -> float:
     return layer_activation_bytes(model, p.model_copy(update={"recompute": "none"}))
 
 
-def kept_of_input(p: Parallelism) -> float:
-    """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast."""
-    return 0.5 if p.fp8_on_engine else 1.0
+def kept_of_input(model: ModelSpec, p: Parallelism) -> float:
+    """What is kept of a product's input, over bf16: Transformer Engine keeps it as it is cast, but
+    of a frozen product nothing, whose adapter keeps it as it is."""
+    return 0.5 if p.fp8_on_engine and not model.lora_rank else 1.0
 
 
 def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -46,8 +49,9 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     # the product, of which values are a view: all ranks' where they gather it; and the output
     held = p.tp if model.kv_heads < p.tp else 1
     kept = (held * (model.heads + 2 * model.kv_heads) / p.tp + heads) * one_head
-    if kept_of_input(p) < 1:  # beside the output, which attention keeps unless it runs again
-        kept += (kept_of_input(p) - (p.recompute == "selective")) * heads * one_head
+    of_input = kept_of_input(model, p)
+    if of_input < 1:  # beside the output, which attention keeps unless it runs again
+        kept += (of_input - (p.recompute == "selective")) * heads * one_head
     if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
         # values are no view there, but copied beside these, unless attention runs again
         if not p.on_engine or p.recompute == "selective":
@@ -59,7 +63,7 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.recompute == "none":
         # a local ring's output lies by heads, an exchange's has only some: another is projected,
         # which in FP8 is counted above
-        if p.cp > 1 and (not p.on_engine or (p.exchanges_heads and not p.fp8)):
+        if p.cp > 1 and (not p.on_engine or (p.exchanges_heads and of_input == 1)):
             kept += heads * one_head
         kept += 4.0 * tokens * heads  # softmax statistics, fp32
     return kept
@@ -73,9 +77,9 @@ def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
     # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
     # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
     gated = 3 if p.on_engine else 5
-    kept = ((gated if model.gated else 2) - 1 + kept_of_input(p)) * wide
+    kept = ((gated if model.gated else 2) - 1 + kept_of_input(model, p)) * wide
     wide *= largest_share(model, p)
     kept *= largest_share(model, p)
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
-        kept += 2.0 * kept_of_input(p) * rows * model.hidden + (0.0 if p.on_engine else wide)
+        kept += 2.0 * kept_of_input(model, p) * rows * model.hidden + (0.0 if p.on_engine else wide)
     return kept

@@ -61,10 +61,10 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
         return local + _experts_bytes(model, p)
     wide = 2.0 * s.tokens * model.ffn_hidden / p.tp
     weight = wide if model.lora_rank else 2.0 * model.ffn_hidden / p.tp * model.hidden
-    if p.on_engine:  # added to the fp32 one by the product
+    if p.on_engine and not model.lora_rank:  # added to the fp32 one by the product
         weight = 0.0
     gathered = 2.0 * s.tokens * model.hidden if p.sequence_parallel else 0.0  # the gradient
-    of_activation = (3.0 if model.gated else 2.0) - kept_of_input(p)
+    of_activation = (3.0 if model.gated else 2.0) - kept_of_input(model, p)
     return local + max(gathered + wide + weight, of_activation * wide)
 
 
@@ -236,7 +236,7 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
         weights = 2.0 * (held + dense)
     if p.fp8:  # a copy of the layers' weights, and its transpose, as Transformer Engine keeps
         weights += 2.0 * product_weights(model, p, stage)
-    if p.on_engine:
+    if p.on_engine and not model.lora_rank:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
         weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp
