@@ -15,7 +15,7 @@ from simulate.memory.between_stages import tensors_held
 from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes
 from simulate.memory.overhead import Reserved
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
-from simulate.memory.workspaces import workspace_bytes
+from simulate.memory.workspaces import sum_bytes, workspace_bytes
 from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
@@ -24,10 +24,6 @@ from spec.step import product_weights, stage_parameters, trained_parameters
 from spec.step_parts import shapes
 
 GIB = 2.0**30
-# Of a layer with biases on Transformer Engine, in its backward pass. Read off the peaks of OPT,
-# StarCoder2, T-NLG and GPT-3 that it decides: 116 to 145 MiB, whatever their size and split, of
-# 2,048 to 8,192 tokens a GPU (of 1,024 less). What it is of is not known.
-BIASED_LAYER_BYTES = 128 * 2.0**20
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,9 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     left = _left_behind(model, p, stage, chunk, local)
     beside_layer, beside_table = scattered_bytes(model, p, stage)
     found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
-    found[0] += beside_layer + (BIASED_LAYER_BYTES if p.on_engine and model.linear_bias else 0.0)
+    found[0] += beside_layer
+    if p.on_engine and model.linear_bias:  # autograd sums the first product's bias's gradient
+        found[0] += sum_bytes(s.tokens, model.ffn_hidden // p.tp * (2 if model.gated else 1))
     if stage == p.pp - 1:  # beside what the final norm takes and gives
         found.append(3 * in_bf16 + 2 * local + left.loss)
         found.append(in_bf16 + table + whole + gathered + 2 * local + left.output_layer)

@@ -1,4 +1,6 @@
-"""What cuBLAS works in: bytes that stay allocated from the first product on."""
+"""What kernels work in: cuBLAS's stays allocated from the first product on, a sum's does not."""
+
+from math import ceil
 
 from spec.kernel import STREAMS
 from spec.model import ModelSpec
@@ -8,6 +10,12 @@ from spec.parallelism import Parallelism
 # (aten/src/ATen/cuda/CublasHandlePool.cpp, and Transformer Engine's pytorch/module/base.py).
 WORKSPACE = 32 * 2.0**20
 THREADS = 2  # that run a step's passes, forward and backward
+# Of a sum over rows of bf16 (aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`): columns and
+# rows that a block has at once, rows that a thread sums where blocks share a column, and how many
+# blocks Hopper's 132 processors run. The room for their parts is counted as if each thread of a
+# block's 32 by 4 had all of the block's columns (`global_memory_size`).
+BLOCK_COLUMNS, BLOCK_ROWS, LEAST_ROWS, MOST_ROWS = 128, 4, 16, 256
+BLOCKS = 132 * 16
 
 
 def workspace_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
@@ -24,3 +32,12 @@ def workspace_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     if p.on_engine:
         count += 1 + (STREAMS if model.experts else 0)
     return count * WORKSPACE
+
+
+def sum_bytes(rows: int, columns: int) -> float:
+    """What torch's sum over `rows` of as many `columns` in bf16 works in, while it does."""
+    each, blocks = ceil(rows / BLOCK_ROWS), ceil(columns / BLOCK_COLUMNS)
+    if each < MOST_ROWS or blocks > BLOCKS:
+        return 0.0
+    shared = min(ceil(BLOCKS / blocks), ceil(each / LEAST_ROWS))
+    return 4.0 * columns * max(shared, ceil(each / MOST_ROWS)) * BLOCK_COLUMNS
