@@ -37,12 +37,12 @@ OF_SMALL = (0.93, 1.22)
 def handed_over_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     """Bytes of bf16 gradients of all micro-batches on a GPU of `stage`; 0 without a graph.
 
-    On Transformer Engine those of layers' weights are added up within products.
+    On Transformer Engine those of layers' weights are added up within products, adapters' are not.
     """
     if not p.cuda_graphs:
         return 0.0
     trained = sum(trained_parameters(model, p, stage))
-    if p.on_engine:
+    if p.on_engine and not model.lora_rank:
         trained -= product_weights(model, p, stage)
     if model.tied_embeddings and p.pp == 1 and not model.lora_rank:  # one from each of its ends
         trained += model.vocab * model.hidden // p.tp
