@@ -118,7 +118,8 @@ def _has(p: Parallelism, experts: int, lora_rank: int) -> set[str]:
     told |= {"transformer_engine": p.on_engine, "fp8": p.fp8}
     # on Transformer Engine their host takes other times for these
     told |= {"te_experts": p.on_engine and experts, "fp8_experts": p.fp8 and experts}
-    told |= {"te_lora": p.on_engine and lora_rank}
+    told |= {"te_lora": p.on_engine and lora_rank, "fp8_lora": p.fp8 and lora_rank}
+    told |= {"fp8_tp": p.fp8 and p.tp > 1}
     if p.on_engine and p.cp > 1:
         found = found - {"cp"} | {f"te_{p.cp_comm_type}"}
     return found | {name for name, has in told.items() if has}
@@ -177,6 +178,7 @@ def cases(
             dense += [{split: several}, {split: several, "recompute": "selective"}]
         dense += [{"tp": several} | adapted]
         dense += [{"tp": several} | on, {"cp": several} | on] if engine else []
+        dense += [{"tp": several} | eight, {"tp": several} | eight | adapted] if engine else []
         dense += [{"cp": several, "cp_comm_type": "a2a"} | on] if engine else []
         deep += [{"overlap": True}]
         mixed += [{"tp": several}, {"ep": several}]
