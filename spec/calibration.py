@@ -107,6 +107,7 @@ HostTime = Literal[
     "te_checkpoint_us",
     "te_ring_us",
     "te_exchange_us",
+    "te_adapter_us",
     "te_expert_us",
     "te_backward_expert_us",
     "te_tensor_us",
@@ -183,6 +184,9 @@ class HostFit(Record):
     te_exchange_us: Micros = Field(
         default=0.0, description="around one tensor that exchanges tokens for heads, either way"
     )
+    te_adapter_us: Micros = Field(
+        default=0.0, description="around an adapter of a frozen layer there, either way"
+    )
     te_expert_us: Micros = Field(default=0.0, description="around one of a GPU's experts there")
     te_backward_expert_us: Micros = Field(default=0.0, description="in the backward pass, likewise")
     te_tensor_us: Micros = Field(default=0.0, description="tensor_us there, in bf16 and in FP8")
@@ -212,6 +216,7 @@ class HostFit(Record):
     )
     te_ring_sd: Spread = Field(default=0.0, description="of te_ring_us likewise")
     te_exchange_sd: Spread = Field(default=0.0, description="of te_exchange_us likewise")
+    te_adapter_sd: Spread = Field(default=0.0, description="of te_adapter_us likewise")
     checkpoint_sd: Spread = Field(
         default=0.0,
         description="of checkpoint_us beside that, on any host: nil steps hardly tell it",
@@ -256,7 +261,7 @@ class HostFit(Record):
                 spreads = ["python", "visit"]
                 shown = {"ring": "ring_us", "adapter": "adapter_us", "bucket": "bucket_us"}
                 shown |= {"te": "te_part_us", "fp8": "fp8_part_us", "te_ring": "te_ring_us"}
-                shown |= {"te_exchange": "te_exchange_us"}
+                shown |= {one: f"{one}_us" for one in ("te_exchange", "te_adapter")}
                 spreads += [one for one, by in shown.items() if by in visit.times_us]
                 return self.model_copy(update=known | {f"{one}_sd": 0.0 for one in spreads})
         return self

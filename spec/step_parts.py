@@ -46,7 +46,8 @@ class Part:
         """How often it has what takes its host time beside its kernels, as `HostFit` names it.
 
         Experts count where they run one after another; a ring's messages count with its pieces. An
-        adapter counts where autograd has its gradients: forward it is little (docs/calibration.md).
+        adapter of local layers counts where autograd has its gradients: forward it is little
+        (docs/calibration.md).
         An exchange of tensors is part of attention's part.
         """
         if self.later:
@@ -65,7 +66,8 @@ class Part:
             "te_ring" if self.on else "ring": self.ring,
             "te_exchange": self.exchanges,
             f"{self.on}checkpoint": int(self.checkpoint),
-            "adapter": int(self.adapter and self.backward),
+            "adapter": int(self.adapter and self.backward and not self.on),
+            "te_adapter": int(self.adapter and bool(self.on)),
         }
 
 

@@ -18,6 +18,7 @@ ON_ENGINE = {
     "te_checkpoint_us": 30.0,
     "te_ring_us": 40.0,
     "te_exchange_us": 30.0,
+    "te_adapter_us": 20.0,
     "te_expert_us": 90.0,
     "te_backward_expert_us": 150.0,
     "te_tensor_us": 3.0,

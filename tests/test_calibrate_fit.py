@@ -163,7 +163,10 @@ def test_every_parameter_names_its_source(calibration: Calibration) -> None:
     assert {name: by_name(calibration)[name].value for name in chosen} == chosen
     assert {name: getattr(calibration, name) for name in chosen} == chosen
     # what no nil step of a host shows
-    unseen = {f"{name}_sd" for name in ("ring", "te_ring", "te_exchange", "adapter", "bucket")}
+    unseen = {
+        f"{name}_sd"
+        for name in ("ring", "te_ring", "te_exchange", "adapter", "te_adapter", "bucket")
+    }
     assert {getattr(calibration.host, name) for name in unseen} == {UNSEEN_SD}
     assert {by_name(calibration)[f"host.{name}"].value for name in unseen} == {UNSEEN_SD}
 

@@ -182,13 +182,13 @@ def test_a_product_in_fp8_that_was_not_timed_takes_its_host_what_one_in_bf16_doe
     case = host_time.HostCase(1.0, 1, experts=8, transformer_impl="transformer_engine", fp8=True)
     row = nil_row(case, slower=1.0)
     counted = [one.kernels_us for one in equations(row, kept, 1.0)][:2]
-    priced = as_run(changed(CALIBRATION, kernels=tuple(kept)), FP8, NODE, experts=8)
+    priced = as_run(changed(CALIBRATION, kernels=tuple(kept)), FP8, NODE, MOE)
     assert [one.kernels_us for one in equations(row, priced.kernels, 1.0)][:2] == counted
 
 
 def test_products_in_fp8_streams_are_told_by_bf16_where_none_were_timed() -> None:
     kept = tuple(one for one in CALIBRATION.kernels if one.op != STREAMED)
-    priced = as_run(changed(CALIBRATION, kernels=kept), FP8, NODE, experts=8)
+    priced = as_run(changed(CALIBRATION, kernels=kept), FP8, NODE, MOE)
     for way in GEMM_DIRECTIONS:
         wide, narrow = (priced.kernel_fits[STREAMED, way, dtype] for dtype in ("bf16", "fp8"))
         assert narrow.tflops is not None
@@ -202,8 +202,8 @@ def test_a_calibration_without_experts_in_fp8_is_fitted_again() -> None:
         host=changed(CALIBRATION.host, fp8_expert_us=0.0, fp8_backward_expert_us=0.0),
     )
     with pytest.raises(UserError, match=r"no host\.fp8_expert_us, as it is older; run calibrate"):
-        as_run(older, FP8, NODE, experts=8)
-    as_run(older, TE, NODE, experts=8)
+        as_run(older, FP8, NODE, MOE)
+    as_run(older, TE, NODE, MOE)
 
 
 def test_peaks_of_plan_76_are_what_was_counted_before_they_ran() -> None:

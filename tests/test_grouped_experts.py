@@ -108,7 +108,7 @@ def test_a_calibration_of_before_is_fitted_again() -> None:
     unknown = dict.fromkeys(("te_expert_us", "te_backward_expert_us"), 0.0)
     older = changed(CALIBRATION, host=changed(CALIBRATION.host, **unknown))
     with pytest.raises(UserError, match=r"no host\.te_expert_us, as it is older; run calibrate"):
-        as_run(older, TE, NODE, experts=8)
+        as_run(older, TE, NODE, MOE)
     assert as_run(older, TE, NODE).host.te_expert_us == 0.0  # a dense model has none
 
 
@@ -181,7 +181,7 @@ def test_products_in_streams_that_no_gpu_was_timed_on_are_less_sure_and_issued_a
 ):
     kept = tuple(one for one in CALIBRATION.kernels if one.op != STREAMED)
     without = changed(CALIBRATION, kernels=kept)
-    priced = as_run(without, TE, NODE, experts=8)
+    priced = as_run(without, TE, NODE, MOE)
     for way in GEMM_DIRECTIONS:
         own, streamed = (priced.kernel_fits[op, way, "bf16"] for op in ("grouped_gemm", STREAMED))
         assert streamed.host_us == pytest.approx(STREAMED_ISSUE * own.host_us)
@@ -194,7 +194,7 @@ def test_products_in_streams_that_no_gpu_was_timed_on_are_less_sure_and_issued_a
         )
     (assumed,) = (one for one in priced.parameters if one.name == "kernel.streamed_grouped_gemm")
     assert assumed.source == "assumed"
-    assert as_run(without, LOCAL, NODE, experts=8) is without
+    assert as_run(without, LOCAL, NODE, MOE) is without
 
 
 def test_measured_peaks_are_counted_from_the_sources() -> None:

@@ -53,6 +53,7 @@ TAKES = {
     "te_checkpoint": 800.0,
     "te_ring": 420.0,
     "te_exchange": 380.0,
+    "te_adapter": 160.0,
     "te_expert": 70.0,
     "te_backward_expert": 95.0,
     "te_tensor": 30.0,

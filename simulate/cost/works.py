@@ -24,7 +24,7 @@ from spec.step_parts import Part, Segment
 
 Array = NDArray[np.float64]
 # of what `Part.issued` counts, that whose time has a spread of its own, and whose that is
-APART = {one: one for one in ("ring", "te_ring", "te_exchange", "adapter")} | {
+APART = {one: one for one in ("ring", "te_ring", "te_exchange", "adapter", "te_adapter")} | {
     f"{on}checkpoint": "checkpoint" for on in ("", "te_", "fp8_")
 }
 

@@ -12,6 +12,7 @@ from spec.errors import UserError
 from spec.fitted import changed
 from spec.hardware import Node
 from spec.kernel import GEMM_DIRECTIONS, PACED, STREAMED, STREAMED_ISSUE, STREAMS
+from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_transformer_engine import engine_times
 
@@ -34,15 +35,16 @@ def has(calibration: Calibration, name: str) -> bool:
 
 
 def as_run(
-    calibration: Calibration, p: Parallelism, node: Node, *, experts: int = 0
+    calibration: Calibration, p: Parallelism, node: Node, model: ModelSpec | None = None
 ) -> Calibration:
     """The calibration with what the split asks for; itself where that is nothing, or there.
 
-    experts: of a layer, 0 of a dense model's.
+    model: None is a dense one without adapters.
 
     Raises UserError where it asks for products in FP8, for Transformer Engine or for CUDA graphs,
     and the calibration's devices have none.
     """
+    experts, adapters = (model.experts, model.lora_rank) if model else (0, 0)
     if p.on_engine and experts and (STREAMED, "forward", "bf16") not in calibration.kernel_fits:
         calibration = _in_streams(Same(calibration))
     if p.fp8:
@@ -59,6 +61,7 @@ def as_run(
         on = engine_times(p)
         needed = [f"{on}part_us", *(["fp8_weight_us"] if p.fp8 else [])]
         needed += [f"{on}expert_us", f"{on}backward_expert_us"] if experts else []
+        needed += ["te_adapter_us"] if adapters else []
         if p.cp > 1:
             needed.append("te_exchange_us" if p.exchanges_heads else "te_ring_us")
         lacking = [name for name in needed if not getattr(host, name)]

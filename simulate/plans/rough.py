@@ -84,8 +84,7 @@ class Rough:
         key = (p.tp, p.pp, p.cp, p.dp, p.ep, as_asked(p), caught_up(p))
         if key not in self._layouts:
             fullest = share_of_fullest(self.model, p, Draws(0))
-            experts = self.model.experts
-            calibration = as_run(self.calibration, p, self.node, experts=experts)
+            calibration = as_run(self.calibration, p, self.node, self.model)
             self._layouts[key] = Costs(calibration, self.node, self.fabric, p, Draws(0), fullest)
         return self._layouts[key]
 

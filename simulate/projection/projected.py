@@ -230,8 +230,7 @@ def sensitivity(request: Request, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def project(request: Request) -> Projection:
     """Simulate a request; raises UserError where it cannot run or does not make sense."""
-    asked = request.parallelism, request.node
-    priced = as_run(request.calibration, *asked, experts=request.model.experts)
+    priced = as_run(request.calibration, request.parallelism, request.node, request.model)
     r = replace(request, calibration=priced)
     estimate = r.simulator().run()
     if r.changed is not None and r.changed.what.asked:

@@ -121,7 +121,7 @@ class StepSimulator:
         parallelism.check(model)
         every = {name: copies * getattr(parallelism, name) for name in ("dp", "global_batch")}
         self._job = parallelism.model_copy(update=every)
-        calibration = as_run(calibration, parallelism, node, experts=model.experts)
+        calibration = as_run(calibration, parallelism, node, model)
         self.model, self.p, self.calibration = model, parallelism, calibration
         self.measured_gpus = measured_gpus or calibration.gpus
         self._fixed_clock_mhz, self._slow_gpus = clock_mhz, slow_gpus
