@@ -22,7 +22,7 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     if p.fp8_on_engine and model.lora_rank:  # as cast, though nothing needs it, and as adapters do
         normalised += 0.5
     kept = (2 + normalised + (1.0 if model.experts else normalised)) * outside
-    kept += _attention_bytes(model, p) + _mlp_bytes(model, p)
+    kept += _attention_bytes(model, p) + mlp_activation_bytes(model, p)
     # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
 
@@ -56,7 +56,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
         # values are no view there, but copied beside these, unless attention runs again
         if not p.on_engine or p.recompute == "selective":
             kept += (heads + kv_heads) * one_head
-        kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
+        if not p.on_engine:  # whose kernel takes the angles, which layers share
+            kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
     # grouped queries are reshaped, which copies them; in Transformer Engine's ring all are copies
     elif heads != kv_heads and not (p.cp > 1 and p.on_engine):
         kept += heads * one_head
@@ -69,7 +70,7 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     return kept
 
 
-def _mlp_bytes(model: ModelSpec, p: Parallelism) -> float:
+def mlp_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     """Between the second norm and the sum with the residual (transformer/mlp.py, moe/)."""
     s = shapes(model, p)
     rows = s.tokens * max(model.top_k, 1)

@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from simulate.cost.imbalance import largest_share
 from simulate.memory import logits, overhead
-from simulate.memory.activations import kept_of_input, layer_activation_bytes, recomputed_bytes
+from simulate.memory.activations import (
+    kept_of_input,
+    layer_activation_bytes,
+    mlp_activation_bytes,
+    recomputed_bytes,
+)
 from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
 from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes
@@ -49,19 +54,20 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
     The gradient of its output, also the residual's. Beside it, in a dense layer, the gradients of
     the second product's input and weight, or, when that input is gone, beside its gradient those of
     what the activation took. Frozen weights have none (LinearWithFrozenWeight in
-    tensor_parallel/layers.py), but their input's gradient comes in two parts.
+    tensor_parallel/layers.py), but their input's gradient comes in two parts, the adapter's first,
+    behind which the input is gone.
     """
     s = shapes(model, p)
     local = 2.0 * s.local_tokens * model.hidden
     if model.experts:
         return local + _experts_bytes(model, p)
     wide = 2.0 * s.tokens * model.ffn_hidden / p.tp
-    weight = wide if model.lora_rank else 2.0 * model.ffn_hidden / p.tp * model.hidden
-    if p.on_engine and not model.lora_rank:  # added to the fp32 one by the product
-        weight = 0.0
+    # added to the fp32 one by a product on Transformer Engine
+    weight = 0.0 if p.on_engine else 2.0 * model.ffn_hidden / p.tp * model.hidden
     gathered = 2.0 * s.tokens * model.hidden if p.sequence_parallel else 0.0  # the gradient
     of_activation = (3.0 if model.gated else 2.0) - kept_of_input(model, p)
-    return local + max(gathered + wide + weight, of_activation * wide)
+    of_product = max(gathered + wide, 2 * wide) if model.lora_rank else gathered + wide + weight
+    return local + max(of_product, of_activation * wide)
 
 
 def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -72,6 +78,18 @@ def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
     s = shapes(model, p)
     widths = 2.0 * model.ffn_hidden / p.tp * (2 * model.hidden + (2 - 5) * s.tokens)
     return widths + 2.0 * (s.local_tokens + s.tokens) * model.hidden
+
+
+def _first_width(model: ModelSpec, p: Parallelism) -> int:
+    """Columns of a dense layer's first product, gate and linear, on a GPU."""
+    return model.ffn_hidden // p.tp * (2 if model.gated else 1)
+
+
+def _adapted_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """As `_passing_bytes`, in the forward pass: a first product, its adapter's and their sum, while
+    nothing is there of what is kept from the activation on."""
+    made = 2.0 * shapes(model, p).tokens * _first_width(model, p)
+    return 3 * made - mlp_activation_bytes(model, p)
 
 
 def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
@@ -130,8 +148,16 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     beside_layer, beside_table = scattered_bytes(model, p, stage)
     found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
     found[0] += beside_layer
-    if p.on_engine and model.linear_bias:  # autograd sums the first product's bias's gradient
-        found[0] += sum_bytes(s.tokens, model.ffn_hidden // p.tp * (2 if model.gated else 1))
+    if p.on_engine and model.linear_bias and not model.lora_rank:
+        # autograd sums the gradient of the first product's bias
+        found[0] += sum_bytes(s.tokens, _first_width(model, p))
+    if model.lora_rank:
+        found.append(_adapted_bytes(model, p) + recomputed)
+        if recomputed:
+            found[-1] += local + left.layer  # the gradient of its output
+        else:  # and what the next stage sent of the microbatch before
+            sent = local if left.loss and p.vpp == 1 and stage < p.pp - 1 else 0.0
+            found[-1] += left.loss + sent
     if stage == p.pp - 1:  # beside what the final norm takes and gives
         found.append(3 * in_bf16 + 2 * local + left.loss)
         found.append(in_bf16 + table + whole + gathered + 2 * local + left.output_layer)

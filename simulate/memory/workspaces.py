@@ -24,10 +24,11 @@ def workspace_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     PyTorch's has one for each thread, and as many again where a CUDA graph is captured, which is on
     a stream of its own. Transformer Engine's layers have one, whichever thread runs them
     (`get_workspace`), and experts there one for each of four streams
-    (`get_multi_stream_cublas_workspace`), so that PyTorch's are left to the output layer and a
-    mixture's router.
+    (`get_multi_stream_cublas_workspace`), so that PyTorch's are left to the output layer, a
+    mixture's router and adapters.
     """
-    by_torch = not p.on_engine or model.experts > 0 or stage == p.pp - 1
+    beside = model.experts > 0 or model.lora_rank > 0
+    by_torch = not p.on_engine or beside or stage == p.pp - 1
     count = THREADS * (1 + p.cuda_graphs) if by_torch else 0
     if p.on_engine:
         count += 1 + (STREAMS if model.experts else 0)
