@@ -46,10 +46,12 @@ def test_cases_take_all_gpus_of_a_host() -> None:
     assert [(c.tp, c.layers, c.recompute, c.fp8, c.experts) for c in on] == [
         *((1, 3, "none", False, 0), (1, 3, "none", True, 0), (1, 3, "full", False, 0)),
         *((1, 3, "full", True, 0), (1, 3, "none", False, 0), (4, 3, "none", False, 0)),
-        *((1, 3, "none", False, 0), (1, 3, "none", False, 0), (1, 12, "none", True, 0)),
+        *((1, 3, "none", False, 0), (4, 3, "none", True, 0), (4, 3, "none", True, 0)),
+        *((1, 3, "none", False, 0), (1, 12, "none", True, 0)),
         *((1, 3, "none", fp8, experts) for experts in (8, 32) for fp8 in (False, True)),
     ]
     assert all(case.case_id.endswith("-TE") for case in on)
+    assert [(case.tp, case.fp8) for case in on if case.lora_rank] == [(1, False), (4, True)]
     assert [case.cp_comm_type for case in on if case.cp == 4] == ["p2p", "a2a"]
     assert len(host_time.cases("nvidia", 1, engine=True)) == 10 + len(host_time.cases("nvidia", 1))
     assert {case.tp for case in host_time.cases("nvidia", 3)} == {1}

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 from math import hypot
-from statistics import median
+from statistics import mean, median
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +39,7 @@ from spec.step_transformer_engine import (
 from spec.training_records import TrainingConfig
 from tests.commands import RESULTS
 from tests.simulated_steps import CALIBRATION, FABRIC, MODEL, MOE, NODE, simulate
-from tests.test_memory import measured
+from tests.test_memory import errors, measured
 from topologies import load_node
 
 LLAMA, GPT = load_model("llama3-8b"), load_model("gpt3-30b")
@@ -320,16 +320,19 @@ def test_megatron_core_gets_megatron_lms_fusions_there_alone() -> None:
 def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later: int) -> None:
     """Allocated, and what lies beside the reserved: 0.13 GiB less than is counted in pipelines.
 
-    A mixture of 128 experts in FP8 over interleaved stages has 1.1 GiB of 58.9 more.
+    A mixture of 128 experts in FP8 over interleaved stages has 1.1 GiB of 58.9 more, and a model of
+    960 wide 52 MiB of 4.7 GiB: rests of blocks beside its small tensors.
     """
     cases = [one for one in measured(system, engine=True) if not one[0].cuda_graphs]
     new = [run > FORTY_FIFTH for *_, run in cases]
     assert new.count(False) >= least
     assert new.count(True) >= later
+    assert mean(errors(cases, "allocated")) < 0.0015
     for (row, stage, peaks, _), of_new in zip(cases, new, strict=True):
         real, told = peaks["allocated"]
         many = row.fp8 and row.experts == 128 and row.vpp > 1
         most = (0.02 if many else 0.008 if of_new else 0.006) * real
+        most += 0.02 if row.hidden < 1024 else 0.0
         assert told["median"] == pytest.approx(real, abs=most), f"{row.case_id} stage {stage}"
         beside = peaks["device"][0] - peaks["reserved"][0]
         node = load_node("hgx-h200").model_copy(update={"gpus": row.parallelism().gpus})
