@@ -105,7 +105,7 @@ def test_an_older_calibration_says_what_it_lacks() -> None:
 
 
 def test_what_frozen_layers_keep_there() -> None:
-    """Inputs as adapters have them; in FP8 a norm's output as it is cast, too (`LayerNormLinear`)."""
+    """Inputs as adapters have them; in FP8 a norm's output as cast, too (`LayerNormLinear`)."""
     bf16, eight = (layer_activation_bytes(LORA, p) for p in (TE, FP8))
     assert eight - bf16 == pytest.approx(2 * 1.0 * LORA.seq_len * LORA.hidden)
     held, trained = stage_memory(LORA, TE, 0), trained_parameters(LORA, TE, 0)[0]
