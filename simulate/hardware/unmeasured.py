@@ -30,9 +30,9 @@ def unmeasured(
     if on_engine:
         said.append(
             "Layers on Transformer Engine were measured on up to two H200 and one H100 alone, "
-            "mixtures of experts and context parallelism on H200. Steps there that wait for their "
-            "host were predicted up to 25% too fast and 24% too slow on a host not met before "
-            "(docs/training-steps.md)."
+            "mixtures of experts, context parallelism and adapters on H200. Steps there that wait "
+            "for their host were predicted up to 33% too fast and 29% too slow on a host not met "
+            "before (docs/training-steps.md)."
         )
     if cuda_graphs:
         said.append(
