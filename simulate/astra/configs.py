@@ -1,4 +1,4 @@
-"""Astra-Sim's network, system, memory and group files.
+"""Astra-Sim's network, system and memory files.
 
 Units are Astra-Sim's: GiB/s and ns in the network file, GB/s and TFLOP/s in the system file.
 """
@@ -111,7 +111,6 @@ class Files:
     """Where the parts of one emitted workload lie."""
 
     directory: Path
-    groups: Path | None = None
     prefix: Path = field(init=False)
     network: Path = field(init=False)
     system: Path = field(init=False)
@@ -127,9 +126,6 @@ class Files:
             ("manifest", "manifest.json"),
         ):
             object.__setattr__(self, name, self.directory / path)
-        groups = self.directory / "groups.json"
-        if self.groups is None and groups.exists():
-            object.__setattr__(self, "groups", groups)
 
     def trace(self, rank: int) -> Path:
         """The Chakra trace of one rank."""
@@ -143,27 +139,17 @@ class Files:
             "network": self.network,
             "remote-memory": self.memory,
         }
-        if self.groups is not None:
-            parts["comm-group"] = self.groups
         return [
             f"--{name}-configuration={path.relative_to(self.directory).as_posix()}"
             for name, path in parts.items()
         ]
 
 
-def write_configs(
-    files: Files,
-    network: Network,
-    system: System,
-    groups: Mapping[int, tuple[int, ...]] | None = None,
-) -> None:
-    """Write network, system and memory files, and the group file where there are groups."""
+def write_configs(files: Files, network: Network, system: System) -> None:
+    """Write network, system and memory files."""
     files.network.write_text(network.to_yaml(), encoding="utf-8")
     files.system.write_text(system.to_json(), encoding="utf-8")
     files.memory.write_text('{"memory-type": "NO_MEMORY_EXPANSION"}\n', encoding="utf-8")
-    if groups:
-        text = json.dumps({str(key): list(ranks) for key, ranks in groups.items()})
-        (files.directory / "groups.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _text(path: Path) -> str:
@@ -256,20 +242,3 @@ def read_system(path: Path, dims: int) -> System:
         bool(content.get("roofline-enabled", 0)),
         perf,
     )
-
-
-def read_groups(path: Path | None, npus: int) -> dict[int, tuple[int, ...]]:
-    """Read a group file (none: no groups); the order of ranks is that of the group's ring."""
-    if path is None:
-        return {}
-    try:
-        content = json.loads(_text(path))
-        groups = {int(key): tuple(map(int, ranks)) for key, ranks in content.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
-        raise UserError(f"{path}: must be a JSON object of group ids to lists of ranks.") from None
-    for key, ranks in groups.items():
-        if key < 1 or len(set(ranks)) != len(ranks) or len(ranks) < 2:
-            raise UserError(f"{path}: group {key} needs an id from 1 and two or more ranks, once.")
-        if min(ranks) < 0 or max(ranks) >= npus:
-            raise UserError(f"{path}: group {key} names a rank outside 0 to {npus - 1}.")
-    return groups

@@ -4,22 +4,15 @@ Ranks of one pipeline stage run the same nodes with other peers. Reading finds t
 bytes: a file that equals an earlier one but for its peers is not decoded again.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.astra.chakra import COMP, RECV, SEND, Node, decode_named
-from simulate.astra.configs import (
-    Files,
-    Network,
-    System,
-    read_groups,
-    read_network,
-    read_system,
-)
+from simulate.astra.configs import Files, Network, System, read_network, read_system
 from spec.errors import UserError
 
 Peers = NDArray[np.int64]
@@ -50,7 +43,6 @@ class Trace:
     bodies: tuple[Body, ...]
     body_of: NDArray[np.int64]
     peers: Sequence[Peers]
-    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:
@@ -167,7 +159,6 @@ def read_trace(directory: Path) -> Trace:
         tuple(reader.bodies),
         np.array([body for body, _ in pairs], dtype=np.int64),
         [peers for _, peers in pairs],
-        read_groups(files.groups, network.npus),
     )
 
 
