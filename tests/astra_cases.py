@@ -120,12 +120,7 @@ def some_dimensions(directory: Path, *, optimization: str) -> None:
 
 def step(directory: Path, axes: Mapping[str, int], *, whole: bool = True, **options: Any) -> None:
     """A pipeline step through `emit`."""
-    emitted = {
-        key: options.pop(key)
-        for key in ("collectives", "optimization", "helpers")
-        if key in options
-    }
-    emit(pipeline(axes, **options), directory, whole=whole, **emitted)
+    emit(pipeline(axes, **options), directory, whole=whole)
 
 
 def _switch(npus: int) -> list[Dimension]:
@@ -189,24 +184,14 @@ CASES: dict[str, Case] = {
     "step-64-layer": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, norm_ns=60e3, layers=4
     ),
-    "step-64-layer-no-helpers": partial(
-        step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, layers=3, helpers=False
-    ),
     "step-512-layer": partial(
         step, axes={"tp": 8, "dp": 8, "pp": 8}, tp=_TP, dp=_DP, norm_ns=60e3, layers=2
     ),
     "step-64-layer-symmetric": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 2}, whole=False, tp=_TP, dp=_DP, norm_ns=60e3, layers=4
     ),
-    "step-64-layer-direct": partial(
-        step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, layers=2, collectives="direct"
-    ),
     "step-64-moe": partial(
         step, axes={"tp": 2, "ep": 4, "dp": 4, "pp": 2}, tp=_TP, ep=_EP, dp=_DP, layers=2
-    ),
-    "step-64-moe-localBWAware-ring": partial(
-        step, axes={"tp": 2, "ep": 4, "dp": 4, "pp": 2}, tp=_TP, ep=_EP, dp=_DP, layers=2,
-        collectives="ring", optimization="localBWAware",
     ),
     "step-256-stage": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 8}, microbatches=16, dp=_DP, norm_ns=60e3

@@ -101,7 +101,7 @@ def test_units() -> None:
         "some-dimensions-baseline",
         "step-16-uneven",
         "step-32-overlap-layer",
-        "step-64-moe-localBWAware-ring",
+        "step-64-moe",
     ],
 )
 def test_classes_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
