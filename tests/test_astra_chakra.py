@@ -33,7 +33,6 @@ NODES = [
     Node(300, "send", SEND, data_deps=(1, 2), comm_size=5, tag=129, peer=8191),
     Node(301, "recv", RECV, comm_size=5, tag=0, peer=0),
     Node(302, "scatter", COLL, comm_type=7, comm_size=4096),
-    Node(303, "replayed", COMP, duration_us=77),
 ]  # fmt: skip
 
 
@@ -159,7 +158,6 @@ def _schema() -> Any:
             ("type", 3, "int32", False, ""),
             ("ctrl_deps", 4, "uint64", True, ""),
             ("data_deps", 5, "uint64", True, ""),
-            ("duration_micros", 7, "uint64", False, ""),
             ("attr", 10, "message", True, ".p.Attribute"),
         ],
     )
@@ -191,7 +189,6 @@ def _compare(data: bytes, metadata: Any, node: Any) -> None:
         assert (theirs.id, theirs.name, theirs.type) == (one.id, one.name, one.type)
         assert tuple(theirs.ctrl_deps) == one.ctrl_deps
         assert tuple(theirs.data_deps) == one.data_deps
-        assert theirs.duration_micros == one.duration_us
         values = {attribute.name: attribute for attribute in theirs.attr}
         if one.type in (SEND, RECV):
             peer = values["comm_dst" if one.type == SEND else "comm_src"]

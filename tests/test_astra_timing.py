@@ -211,6 +211,7 @@ def test_network_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> 
         ('{"all-reduce-implementation": ["oneRing"]}', "timing rules cover"),
         ('{"endpoint-delay": 0, "local-mem-bw": 1}', "endpoint-delay"),
         ('{"collective-optimization": "best", "local-mem-bw": 1}', "best"),
+        ('{"local-mem-bw": 1}', "roofline-enabled must be 1"),
     ],
 )
 def test_system_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> None:

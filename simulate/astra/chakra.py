@@ -19,13 +19,13 @@ COMP, SEND, RECV, COLL = 4, 5, 6, 7
 TYPE_NAMES = {COMP: "compute", SEND: "send", RECV: "recv", COLL: "collective"}
 # CollectiveCommType
 COMM_TYPES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "reduce_scatter": 7}
-COMM_NAMES = {number: name for name, number in COMM_TYPES.items()} | {5: "broadcast"}
+COMM_NAMES = {number: name for name, number in COMM_TYPES.items()}
 
 # the version that Chakra's own converters write; Astra-Sim ignores it
 _METADATA = b"\x0a\x050.0.4"
 
 # Node fields
-_ID, _NAME, _TYPE, _CTRL_DEPS, _DATA_DEPS, _DURATION, _ATTR = 1, 2, 3, 4, 5, 7, 10
+_ID, _NAME, _TYPE, _CTRL_DEPS, _DATA_DEPS, _ATTR = 1, 2, 3, 4, 5, 10
 # AttributeProto fields that hold one integer: int32, int64, uint32, uint64, bool
 _VARINT_VALUES = {7, 9, 11, 13, 27}
 _ZIGZAG_VALUES = {15, 17}  # sint32, sint64
@@ -34,14 +34,13 @@ _UINT64_VALUE, _FIXED32_VALUE, _BOOL_LIST = 13, 19, 28
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as far as Astra-Sim reads it. Times in ns or us as named, sizes in bytes."""
+    """One node, as far as Astra-Sim reads it. Sizes in bytes."""
 
     id: int
     name: str
     type: int  # COMP, SEND, RECV or COLL
     ctrl_deps: tuple[int, ...] = ()
     data_deps: tuple[int, ...] = ()
-    duration_us: int = 0
     num_ops: int | None = None
     tensor_size: int | None = None
     comm_type: int | None = None
@@ -95,8 +94,6 @@ def encode_node(node: Node) -> bytes:
         _ids(_CTRL_DEPS, node.ctrl_deps),
         _ids(_DATA_DEPS, node.data_deps),
     ]
-    if node.duration_us:
-        parts.append(_varint_field(_DURATION, node.duration_us))
     if node.num_ops is not None:
         parts.append(_integer("num_ops", node.num_ops))
     if node.tensor_size is not None:
@@ -213,7 +210,7 @@ def _integer_of(name: str, value: int | tuple[bool, ...]) -> int:
 
 def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
     """The node in data[at:end] and the offset of its peer (-1: not a fixed32)."""
-    numbers = {_ID: 0, _TYPE: 0, _DURATION: 0}
+    numbers = {_ID: 0, _TYPE: 0}
     name, peer_name = "", ""
     ctrl: tuple[int, ...] = ()
     deps: tuple[int, ...] = ()
@@ -256,7 +253,6 @@ def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
         type=kind,
         ctrl_deps=ctrl,
         data_deps=deps,
-        duration_us=numbers[_DURATION],
         num_ops=attributes.get("num_ops"),
         tensor_size=attributes.get("tensor_size"),
         comm_type=attributes.get("comm_type"),

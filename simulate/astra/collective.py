@@ -26,7 +26,6 @@ class Line:
 class Engine(Protocol):
     """What a phase needs of the simulation; `rank` is opaque to it."""
 
-    network: Any
     system: Any
 
     def register(self, rank: Any, delay: int, action: Callable[[], None]) -> None:

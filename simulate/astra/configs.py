@@ -85,8 +85,7 @@ class System:
     optimization: str = "baseline"
     endpoint_delay_ns: int = 10
     local_mem_bw_gbps: float = 1e9  # so fast that reductions cost nothing: measured times hold them
-    roofline: bool = True
-    peak_perf_tflops: float = 1.0  # with roofline: num_ops / 1000 are nanoseconds
+    peak_perf_tflops: float = 1.0  # num_ops / 1000 are nanoseconds
 
     def to_json(self) -> str:
         """The file's text."""
@@ -98,7 +97,7 @@ class System:
             "collective-optimization": self.optimization,
             "local-mem-bw": self.local_mem_bw_gbps,
             "peak-perf": self.peak_perf_tflops,
-            "roofline-enabled": int(self.roofline),
+            "roofline-enabled": 1,
         }
         for kind, key in COLLECTIVE_KEYS.items():
             if kind in self.implementations:
@@ -234,11 +233,6 @@ def read_system(path: Path, dims: int) -> System:
             ("peak-perf", 0, 0),
         )
     )
-    return System(
-        implementations,
-        optimization,
-        int(delay),
-        bandwidth,
-        bool(content.get("roofline-enabled", 0)),
-        perf,
-    )
+    if content.get("roofline-enabled", 0) != 1:
+        raise UserError(f"{path}: roofline-enabled must be 1; our timing rules cover only that.")
+    return System(implementations, optimization, int(delay), bandwidth, perf)

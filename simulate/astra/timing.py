@@ -260,9 +260,6 @@ class _Engine:
         kind = COMM_NAMES.get(node.comm_type if node.comm_type is not None else 0)
         if kind is None:
             raise UserError(f"node {node.id} has a comm_type {node.comm_type} that is unknown.")
-        if kind == "broadcast":  # holds the slot for its duration, alone
-            self.register(rank, node.duration_us * 1000 or 1, done)
-            return
         tag = rank.begun % _TAGS
         rank.begun += 1
         key = (kind, node.comm_size, node.dims)

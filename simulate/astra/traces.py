@@ -44,12 +44,6 @@ class Trace:
     body_of: NDArray[np.int64]
     peers: Sequence[Peers]
 
-    @property
-    def nodes(self) -> int:
-        """Number of nodes of all ranks."""
-        counts = np.array([len(body.nodes) for body in self.bodies])
-        return int(counts[self.body_of].sum())
-
 
 def make_body(nodes: Sequence[Node], name: str) -> Body:
     """Index the dependencies of `nodes`. Raises UserError (naming `name`) for a broken graph."""
@@ -165,13 +159,11 @@ def read_trace(directory: Path) -> Trace:
 def duration_ns(node: Node, system: System) -> int:
     """Nanoseconds that a compute node takes, by Astra-Sim's arithmetic.
 
-    With the roofline: num_ops over the lower of peak and memory-bound performance, in double
-    precision, cut to whole nanoseconds; without: duration in microseconds, 0 counting as 1 ns.
+    num_ops over the lower of peak and memory-bound performance, in double precision, cut to whole
+    nanoseconds.
     Raises UserError for a node that Astra-Sim skips or aborts on.
     """
     assert node.type == COMP
-    if not system.roofline:
-        return node.duration_us * 1000 or 1
     if not node.num_ops or not node.tensor_size:
         raise UserError(f"compute node {node.id}: num_ops and tensor_size must be 1 or more.")
     ops = float(node.num_ops)
@@ -179,5 +171,5 @@ def duration_ns(node: Node, system: System) -> int:
     bandwidth = system.local_mem_bw_gbps * 1e9
     perf = min(bandwidth * intensity, system.peak_perf_tflops * 1e12)
     if perf <= 0:
-        raise UserError("peak-perf and local-mem-bw must be above 0 when roofline-enabled is 1.")
+        raise UserError("peak-perf and local-mem-bw must be above 0.")
     return int(ops / perf * 1e9)
