@@ -208,7 +208,7 @@ def kernel_cases(
         named, lengths = named[:1], lengths[:1]
     wanted = dict.fromkeys(model_kernels(named, degrees, lengths, sizes))
     if not plan.tp and not plan.microbatch and not (quick and gpu):
-        more = model_kernels(named, degrees, lengths, defaults.more_microbatches)
+        more = model_kernels(named, degrees, lengths, grid.MORE_MICROBATCHES)
         wanted.update(dict.fromkeys(more))
     of_steps = {kernel: None for one in (() if asked else steps) for kernel in ordered(*one)}
     wanted.update(of_steps)
