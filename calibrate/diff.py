@@ -20,7 +20,7 @@ from spec.interval import percent
 
 def compare(a: Calibration, b: Calibration) -> dict[str, Any]:
     """What differs from `a` to `b`: parameters, held-out errors, input files."""
-    mine, other = _by_name(a), _by_name(b)
+    mine, other = by_name(a), by_name(b)
     parameters = [
         entry
         for name in [*mine, *(name for name in other if name not in mine)]
@@ -46,7 +46,8 @@ def compare(a: Calibration, b: Calibration) -> dict[str, Any]:
     }
 
 
-def _by_name(calibration: Calibration) -> dict[str, Parameter]:
+def by_name(calibration: Calibration) -> dict[str, Parameter]:
+    """A calibration's parameters, each by its name."""
     return {one.name: one for one in calibration.parameters}
 
 

@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from measure.budget import OWN_PROCESSES, START_S, order, share_s
+from measure.budget import OWN_PROCESSES, SHARED, START_S, order, share_s
 from measure.checks import suite as checks
 from measure.devices import Device
 from measure.hosts.others import OtherHost, Samplers
 from measure.hosts.window import Window
 from measure.hosts.workers import Pool
-from measure.plans.cases import BehindCase, CollectiveCase, InterferenceCase, KernelCase
+from measure.plans.cases import BehindCase, CollectiveCase, InterferenceCase
 from measure.plans.late import LateCase
 from measure.store.write import Store, seconds_since, write_links
 from measure.suites import heat, host_time, nccl_choice, placement
 from measure.suites.awake import AwakeCase
-from measure.suites.one_device import OneDevice
-from measure.suites.one_kernel import OneKernel
 from spec.errors import UserError, WorkError
 from spec.records import TABLES
 from spec.row import Row
@@ -84,28 +82,8 @@ class Campaign:
         self.store.skip(case_id, f"failed: {reason}")
         self.store.save()
 
-    def kernels(self, pool: Pool, cases: Sequence[KernelCase], until: float | None) -> None:
-        """Share the cases among the devices."""
-        self._each("kernels", pool, cases, until)
-
-    def turns(self, pool: Pool, cases: Sequence[OneDevice], until: float | None) -> None:
-        """All devices at once, each by itself."""
-        self._each("turns", pool, cases, until)
-
-    def pulses(self, pool: Pool, cases: Sequence[OneDevice], until: float | None) -> None:
-        """All devices at once, each by itself."""
-        self._each("pulses", pool, cases, until)
-
-    def clocks(self, pool: Pool, cases: Sequence[OneKernel], until: float | None) -> None:
-        """Share the cases among the devices."""
-        self._each("clocks", pool, cases, until)
-
-    def queued(self, pool: Pool, cases: Sequence[OneKernel], until: float | None) -> None:
-        """Share the cases among the devices."""
-        self._each("queued", pool, cases, until)
-
-    def _each(self, table: str, pool: Pool, cases: Sequence[Any], until: float | None) -> None:
-        """Cases that need one device, into a table of theirs."""
+    def each(self, table: str, pool: Pool, cases: Sequence[Any], until: float | None) -> None:
+        """Cases that need one device, shared among the devices, into the table of their suite."""
 
         def begin(device: int, case: Any) -> None:
             self.sampler.tag(case.case_id, device)
@@ -364,7 +342,9 @@ def measure_all(campaign: Campaign, cases: dict[str, list[Any]]) -> None:
                 continue
             if until is not None:
                 todo = order(suite, todo)
-            if suite in OWN_PROCESSES:
+            if suite in SHARED:
+                campaign.each(suite, pool, todo, until)
+            elif suite in OWN_PROCESSES:
                 pool.close()  # free the devices' memory
                 getattr(campaign, suite)(todo, until)
             else:

@@ -1,8 +1,8 @@
 """The workloads of which real Astra-Sim's answers are recorded under tests/data/astra.
 
 Each case writes its files into a directory. Two kinds: `raw`, nodes made by hand to try one rule
-each (every collective and algorithm, several dimensions, ranks that arrive at different times,
-groups), and steps that went through `emit`.
+each (every collective and algorithm, several dimensions, ranks that arrive at different times),
+and steps that went through `emit`.
 """
 
 import random
@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from simulate.astra import emit
-from simulate.astra.chakra import (
-    COLL,
-    COMM_TYPES,
-    COMP,
-    RECV,
-    SEND,
-    Node,
-    encode_header,
-    encode_node,
-)
+from simulate.astra.chakra import COLL, COMM_TYPES, COMP, Node, encode_header, encode_node
 from simulate.astra.configs import Dimension, Files, Network, System, write_configs
 from tests.programs import pipeline
 
@@ -29,16 +20,12 @@ Case = Callable[[Path], None]
 
 
 def write_raw(
-    directory: Path,
-    network: Network,
-    system: System,
-    ranks: Sequence[Sequence[Node]],
-    groups: Mapping[int, tuple[int, ...]] | None = None,
+    directory: Path, network: Network, system: System, ranks: Sequence[Sequence[Node]]
 ) -> None:
     """Write every rank's nodes and the configs."""
     files = Files(directory)
     files.prefix.parent.mkdir(parents=True)
-    write_configs(files, network, system, groups)
+    write_configs(files, network, system)
     for rank, nodes in enumerate(ranks):
         data = b"".join(map(encode_node, nodes))
         files.trace(rank).write_bytes(encode_header() + data)
@@ -131,34 +118,9 @@ def some_dimensions(directory: Path, *, optimization: str) -> None:
     write_raw(directory, network, system, ranks)
 
 
-def groups(directory: Path) -> None:
-    """Two groups that are no dimension, and messages around all ranks."""
-    network = Network((Dimension("Switch", 8, 100.0, 500.0), Dimension("Ring", 2, 25.0, 900.0)))
-    members = {1: (0, 3, 5, 6, 9, 12, 15), 2: (1, 2, 4, 7, 8, 10, 11, 13, 14)}
-    ranks = []
-    for rank in range(16):
-        group = "1" if rank in members[1] else "2"
-        ranks.append(
-            [
-                compute(1, 1000 + 70 * rank),
-                collective(2, "all_reduce", 1 << 22, [1], group=group),
-                collective(3, "all_gather", 1 << 18, [2], group=group),
-                Node(4, "to", SEND, data_deps=(1,), comm_size=4096, tag=7, peer=(rank + 1) % 16),
-                Node(5, "from", RECV, comm_size=4096, tag=7, peer=(rank - 1) % 16),
-                compute(6, 2000, [3, 5]),
-            ]
-        )
-    write_raw(directory, network, System(every("ring", 2)), ranks, members)
-
-
 def step(directory: Path, axes: Mapping[str, int], *, whole: bool = True, **options: Any) -> None:
     """A pipeline step through `emit`."""
-    emitted = {
-        key: options.pop(key)
-        for key in ("collectives", "optimization", "helpers")
-        if key in options
-    }
-    emit(pipeline(axes, **options), directory, whole=whole, **emitted)
+    emit(pipeline(axes, **options), directory, whole=whole)
 
 
 def _switch(npus: int) -> list[Dimension]:
@@ -204,7 +166,6 @@ CASES: dict[str, Case] = {
     },
     "some-dimensions-baseline": partial(some_dimensions, optimization="baseline"),
     "some-dimensions-localBWAware": partial(some_dimensions, optimization="localBWAware"),
-    "groups": groups,
     # steps
     "step-8-dp8": partial(step, axes={"dp": 8}, dp=_DP, norm_ns=60e3),
     "step-8-pp8": partial(step, axes={"pp": 8}, microbatches=16, norm_ns=60e3),
@@ -223,24 +184,14 @@ CASES: dict[str, Case] = {
     "step-64-layer": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, norm_ns=60e3, layers=4
     ),
-    "step-64-layer-no-helpers": partial(
-        step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, layers=3, helpers=False
-    ),
     "step-512-layer": partial(
         step, axes={"tp": 8, "dp": 8, "pp": 8}, tp=_TP, dp=_DP, norm_ns=60e3, layers=2
     ),
     "step-64-layer-symmetric": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 2}, whole=False, tp=_TP, dp=_DP, norm_ns=60e3, layers=4
     ),
-    "step-64-layer-direct": partial(
-        step, axes={"tp": 8, "dp": 4, "pp": 2}, tp=_TP, dp=_DP, layers=2, collectives="direct"
-    ),
     "step-64-moe": partial(
         step, axes={"tp": 2, "ep": 4, "dp": 4, "pp": 2}, tp=_TP, ep=_EP, dp=_DP, layers=2
-    ),
-    "step-64-moe-localBWAware-ring": partial(
-        step, axes={"tp": 2, "ep": 4, "dp": 4, "pp": 2}, tp=_TP, ep=_EP, dp=_DP, layers=2,
-        collectives="ring", optimization="localBWAware",
     ),
     "step-256-stage": partial(
         step, axes={"tp": 8, "dp": 4, "pp": 8}, microbatches=16, dp=_DP, norm_ns=60e3

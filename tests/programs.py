@@ -26,7 +26,7 @@ def pipeline(
     *,
     forward_ns: Sequence[float] | float = 300_000.0,
     activation: int = 1 << 22,
-    transfer_ns: float | None = 50_000.0,
+    transfer_ns: float = 50_000.0,
     rest_ns: float | None = None,  # of a transfer that takes turns, asked for after the last pass
     layers: int = 1,
     tp: tuple[int, float] | None = None,  # bytes and ns of a tensor-parallel all-reduce

@@ -30,8 +30,6 @@ def hashes(directory: Path) -> str:
     """sha256sum's lines for every file that Astra-Sim reads, in order."""
     files = Files(directory)
     paths = [files.network, files.system, files.memory]
-    if files.groups is not None:
-        paths.append(files.groups)
     paths += [files.trace(rank) for rank in range(read_network(files.network).npus)]
     return "".join(
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(directory)}\n"

@@ -32,8 +32,7 @@ NODES = [
          dims=(True, False, True)),
     Node(300, "send", SEND, data_deps=(1, 2), comm_size=5, tag=129, peer=8191),
     Node(301, "recv", RECV, comm_size=5, tag=0, peer=0),
-    Node(302, "group", COLL, comm_type=7, comm_size=4096, group="12"),
-    Node(303, "replayed", COMP, duration_us=77),
+    Node(302, "scatter", COLL, comm_type=7, comm_size=4096),
 ]  # fmt: skip
 
 
@@ -148,7 +147,6 @@ def _schema() -> Any:
             ("uint64_val", 13, "uint64", False, ""),
             ("fixed32_val", 19, "fixed32", False, ""),
             ("bool_list", 28, "message", False, ".p.BoolList"),
-            ("string_val", 29, "string", False, ""),
         ],
     )
     message("Metadata", [("version", 1, "string", False, "")])
@@ -160,7 +158,6 @@ def _schema() -> Any:
             ("type", 3, "int32", False, ""),
             ("ctrl_deps", 4, "uint64", True, ""),
             ("data_deps", 5, "uint64", True, ""),
-            ("duration_micros", 7, "uint64", False, ""),
             ("attr", 10, "message", True, ".p.Attribute"),
         ],
     )
@@ -192,7 +189,6 @@ def _compare(data: bytes, metadata: Any, node: Any) -> None:
         assert (theirs.id, theirs.name, theirs.type) == (one.id, one.name, one.type)
         assert tuple(theirs.ctrl_deps) == one.ctrl_deps
         assert tuple(theirs.data_deps) == one.data_deps
-        assert theirs.duration_micros == one.duration_us
         values = {attribute.name: attribute for attribute in theirs.attr}
         if one.type in (SEND, RECV):
             peer = values["comm_dst" if one.type == SEND else "comm_src"]
@@ -204,8 +200,6 @@ def _compare(data: bytes, metadata: Any, node: Any) -> None:
             assert values["comm_type"].uint64_val == one.comm_type
         if one.dims is not None:
             assert tuple(values["involved_dim"].bool_list.values) == one.dims
-        if one.group:
-            assert values["pg_name"].string_val == one.group
         if one.num_ops is not None:
             assert values["num_ops"].uint64_val == one.num_ops
 

@@ -13,14 +13,7 @@ from simulate.astra import read_trace, simulate
 from simulate.astra import timing as timing_module
 from simulate.astra.chakra import COMM_TYPES, RECV, SEND, Node
 from simulate.astra.classes import Classes, classify
-from simulate.astra.configs import (
-    Dimension,
-    Network,
-    System,
-    read_groups,
-    read_network,
-    read_system,
-)
+from simulate.astra.configs import Dimension, Network, System, read_network, read_system
 from simulate.astra.rules import collective_ns, message_ns, reduction_ns
 from simulate.astra.traces import Trace, make_body
 from spec.errors import UserError
@@ -108,7 +101,7 @@ def test_units() -> None:
         "some-dimensions-baseline",
         "step-16-uneven",
         "step-32-overlap-layer",
-        "step-64-moe-localBWAware-ring",
+        "step-64-moe",
     ],
 )
 def test_classes_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +164,6 @@ def test_equal_ranks_are_one_class() -> None:
     [
         ([Node(1, "r", RECV, comm_size=4, peer=1)], "never finishes: its receive 1"),
         ([collective(1, "all_reduce", 64, [], dims=(False,))], "spans no dimension"),
-        ([collective(1, "all_reduce", 64, [], group="7")], "which is absent"),
         ([Node(1, "s", SEND, comm_size=4, peer=0)], "to itself"),
         ([collective(1, "all_gather", 0, [])], "has no bytes"),
         ([Node(1, "c", 4, num_ops=0, tensor_size=1)], "must be 1 or more"),
@@ -219,6 +211,7 @@ def test_network_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> 
         ('{"all-reduce-implementation": ["oneRing"]}', "timing rules cover"),
         ('{"endpoint-delay": 0, "local-mem-bw": 1}', "endpoint-delay"),
         ('{"collective-optimization": "best", "local-mem-bw": 1}', "best"),
+        ('{"local-mem-bw": 1}', "roofline-enabled must be 1"),
     ],
 )
 def test_system_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> None:
@@ -226,11 +219,3 @@ def test_system_files_that_are_wrong(text: str, words: str, tmp_path: Path) -> N
     path.write_text(text)
     with pytest.raises(UserError, match=words):
         read_system(path, 1)
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"a": [0, 1]}', '{"1": [0, 9]}', '{"1": [0, 0]}', "{"])
-def test_group_files_that_are_wrong(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "groups.json"
-    path.write_text(text)
-    with pytest.raises(UserError):
-        read_groups(path, 4)

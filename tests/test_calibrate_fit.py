@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from calibrate.diff import by_name
 from calibrate.fit import fit, main, systems
 from calibrate.host.equations import UNSEEN_SD
 from calibrate.host.overhead import COMPOSITION_SD, TRAINING_SD
 from calibrate.network.between_nodes import path_of
-from spec.calibration import Calibration, Parameter, read_calibration
+from spec.calibration import Calibration, read_calibration
 from spec.command import run
 from spec.files import read_table, write_json, write_table
 from spec.records import CollectiveRow, InterferenceRow, KernelRow
@@ -81,10 +82,6 @@ def slower(role: str, **only: str) -> Callable[[int, Any], Any]:
         return row.model_copy(update={name: 1.3 * getattr(row, name) for name in names})
 
     return change
-
-
-def by_name(calibration: Calibration) -> dict[str, Parameter]:
-    return {one.name: one for one in calibration.parameters}
 
 
 def changed(a: Calibration, b: Calibration) -> tuple[set[str], set[str]]:

@@ -16,6 +16,7 @@ import torch
 from measure.devices.fake import FakeDevice
 from measure.run import main
 from measure.suites import queued
+from measure.suites.one_kernel import OneKernel
 from measure.timed.operations import Maker
 from measure.timed.products import Refused
 from measure.timed.timeline import Span
@@ -95,7 +96,7 @@ def test_look_ups_have_no_input_that_a_copy_could_feed() -> None:
     maker = Maker(torch.device("cpu"))
     maker.build(Kernel("embedding", "forward", SMALL["embedding"]))
     assert maker.fed is None
-    case = {"case_id": "x", "op": "embedding", "direction": "forward", "dims": [16, 8, 64]}
+    case = OneKernel("queued", Kernel("embedding", "forward", SMALL["embedding"]), 1.0).message()
     with pytest.raises(Refused, match="no operation before feeds embedding forward"):
         queued.measure(case, CpuTimer(FakeDevice(0)), 0)
 

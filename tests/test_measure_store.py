@@ -209,7 +209,6 @@ def test_a_window_reads_energy_at_both_ends() -> None:
     assert window.result is not None
     assert window.result.energy_j == pytest.approx(2 * 7.25)
     assert window.result.temperature_max_c == 51
-    assert window.result.samples >= 1
 
 
 def test_a_short_budget_begins_with_cheap_cases() -> None:

@@ -92,7 +92,6 @@ def test_sustained_load_leaves_out_the_settling(gpu: tuple[timing.GpuTimer, Fake
     # batches of 20 ms, of which those after SETTLE_S are kept
     assert 50 <= len(found.times_us) <= 62
     assert found.times_us == pytest.approx([1e3] * len(found.times_us))
-    assert found.state.samples == len(found.times_us)
     assert found.state.clock_median_mhz == pytest.approx(1500)
     assert cuda.now == pytest.approx(2.0, abs=0.1)
 

@@ -1,66 +1,52 @@
 """What published rows leave open: chosen by memory and by time, for a series as for its rows."""
 
-from pathlib import Path
-
 import pytest
 
 from simulate.series.fit import SEARCHED_SD, fit, project
 from simulate.series.plan import plan
 from simulate.series.search import fastest, fits, own_choices, replanned, shared_choices
 from simulate.series.step import Calibrations
-from spec.calibration import Calibration
-from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
+from tests.simulated_steps import CALIBRATION
 
 
-@pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    return write_calibration(tmp_path / "calibration.json")
-
-
-def test_a_series_recomputes_where_memory_asks_for_it_however_slow_its_anchor(
-    calibration: Calibration,
-) -> None:
-    by = Calibrations(calibration)
+def test_a_series_recomputes_where_memory_asks_for_it_however_slow_its_anchor() -> None:
+    by = Calibrations(CALIBRATION)
 
     def recompute(**changes: str) -> str:
         one = plan(row(recompute="", **changes))
         return str(shared_choices([one], [], by)["recompute"])
 
     large = {"gpu_type": "H100", "layers": "64", "micro_batch": "8", "value": "9"}
-    time = float(simulated(calibration, row()))
+    time = float(simulated(CALIBRATION, row()))
     assert {recompute(value=repr(time * slow)) for slow in (0.9, 1.1, 1.3, 1.5)} == {"none"}
     assert recompute(**large) == "full"
     alone = shared_choices([], [plan(row(recompute="", **large))], by)
     assert alone["recompute"] == "selective"  # no anchor takes a wrong choice's time
 
 
-def test_a_searched_split_wastes_no_replicas(calibration: Calibration) -> None:
+def test_a_searched_split_wastes_no_replicas() -> None:
     """More GPUs than sequences: one is split over some, no replica is left without."""
     free = {"tp": "", "pp": "", "cp": "", "sharding": "", "micro_batch": "", "vpp": ""}
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     fewer, more = (plan(row(**free, gpus=gpus, global_batch="8")) for gpus in ("64", "256"))
     for one in (fewer, more):
         assert replanned(one, fastest(one, {}, by)).batch.simulated == 8
 
 
-def test_a_printed_split_stays_where_replicas_have_uneven_shares(
-    calibration: Calibration,
-) -> None:
+def test_a_printed_split_stays_where_replicas_have_uneven_shares() -> None:
     """A split that other rows print is none to give up for a batch that it does not divide."""
     free = {"tp": "", "pp": "", "cp": "1", "sharding": "", "micro_batch": "", "vpp": ""}
     one = plan(row(**free, gpus="48", global_batch="100"))
-    choices = fastest(one, {"printed": frozenset({(2, 2)})}, Calibrations(calibration))
+    choices = fastest(one, {"printed": frozenset({(2, 2)})}, Calibrations(CALIBRATION))
     assert choices["split"] == (2, 2, 1)
 
 
-def test_a_split_that_no_row_prints_is_searched_where_theirs_cannot_be(
-    calibration: Calibration,
-) -> None:
+def test_a_split_that_no_row_prints_is_searched_where_theirs_cannot_be() -> None:
     """Of as many GPUs a sequence as rows may be spread over, ranked by time as all are."""
     free = {"tp": "", "pp": "1", "cp": "", "seq_len": "8192", "micro_batch": "", "vpp": ""}
     one = plan(row(**free | {"pp": "", "sharding": ""}, gpus="128", global_batch="8"))
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     beside = fastest(one, {"printed": frozenset({(1, 1)}), "recompute": "full"}, by)
     assert beside["split"] == (1, 1, 16)
     alone = fastest(one, {"recompute": "full"}, by)
@@ -68,11 +54,9 @@ def test_a_split_that_no_row_prints_is_searched_where_theirs_cannot_be(
     assert without["split"] == alone["split"]
 
 
-def test_chunks_are_those_that_are_fastest_whatever_memory_they_take(
-    calibration: Calibration,
-) -> None:
+def test_chunks_are_those_that_are_fastest_whatever_memory_they_take() -> None:
     """What frameworks free is not printed: a row that nothing fits has chunks, too."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     free = {"pp": "4", "tp": "1", "layers": "32", "vpp": "", "global_batch": "16"}
     small, huge = (plan(row(**free, seq_len=length, value="900")) for length in ("2048", "131072"))
     assert not fits(huge, 1.25)
@@ -80,10 +64,8 @@ def test_chunks_are_those_that_are_fastest_whatever_memory_they_take(
     assert fastest(huge, {}, by)["vpp"] > 1
 
 
-def test_rows_without_room_for_it_leave_the_others_their_microbatch(
-    calibration: Calibration,
-) -> None:
-    by = Calibrations(calibration)
+def test_rows_without_room_for_it_leave_the_others_their_microbatch() -> None:
+    by = Calibrations(CALIBRATION)
     free = {"micro_batch": "", "sharding": "ddp", "pp": "1", "vpp": ""}
     some = [
         plan(row(row_id=gpus, **free, gpus=gpus, global_batch="256")) for gpus in ("8", "16", "32")
@@ -102,9 +84,9 @@ MIXTURE |= {"sharding": "", "gpus": "64", "global_batch": "256", "micro_batch": 
 MIXTURE |= {"value": "90"}
 
 
-def test_experts_are_spread_where_no_row_says_over_how_many(calibration: Calibration) -> None:
+def test_experts_are_spread_where_no_row_says_over_how_many() -> None:
     """On one GPU each, eight experts of 47 billion parameters fit no memory."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     unsearched = plan(row(**MIXTURE))
     assert "ep" in unsearched.open
     assert "ep 8 assumed" in unsearched.assumed  # a node's
@@ -118,11 +100,9 @@ def test_experts_are_spread_where_no_row_says_over_how_many(calibration: Calibra
     assert printed.parallelism.ep == 4
 
 
-def test_experts_are_spread_as_in_the_row_of_the_series_that_is_nearest_in_gpus(
-    calibration: Calibration,
-) -> None:
+def test_experts_are_spread_as_in_the_row_of_the_series_that_is_nearest_in_gpus() -> None:
     """But where that had as many ranks as there are: more GPUs may have more."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
 
     def spread(sizes: dict[str, str]) -> list[int]:
         cells = MIXTURE | {"global_batch": "9216", "value": "900"}
@@ -151,8 +131,8 @@ def test_groups_that_share_a_copy_hold_whole_groups_of_experts() -> None:
     assert (one.parallelism.dp, one.copies) == (4, 16)
 
 
-def test_a_mixture_whose_experts_ranks_are_searched_is_less_sure(calibration: Calibration) -> None:
-    by = Calibrations(calibration)
+def test_a_mixture_whose_experts_ranks_are_searched_is_less_sure() -> None:
+    by = Calibrations(CALIBRATION)
     system = fit([], by)
     searched, printed = plan(row(**MIXTURE)), plan(row(**MIXTURE, ep="8"))
     assert searched.parallelism == printed.parallelism

@@ -1,7 +1,6 @@
 """A family of anchors: what it says of its software's kernels, and where it says nothing."""
 
 from math import log2
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +10,8 @@ from simulate.series.fit import fit, project
 from simulate.series.plan import Plan, plan
 from simulate.series.rows import SeriesRow
 from simulate.series.step import Calibrations, simulate
-from spec.calibration import Calibration
-from tests.made_up import write_calibration
 from tests.made_up_series import row
-
-
-@pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    return write_calibration(tmp_path / "calibration.json")
+from tests.simulated_steps import CALIBRATION
 
 
 def one(hidden: int, tp: int, microbatch: int) -> Plan:
@@ -74,12 +67,10 @@ def small(tp: int, pp: int, layers: int, microbatch: int, value: str = "9") -> S
     )
 
 
-def test_a_family_tells_how_long_its_host_takes_to_issue_a_collective(
-    calibration: Calibration,
-) -> None:
+def test_a_family_tells_how_long_its_host_takes_to_issue_a_collective() -> None:
     """With fewer anchors that goes with the host, and no interval holds it apart."""
-    host = calibration.host.model_copy(update={"collective_us": 200.0})
-    by = Calibrations(calibration.model_copy(update={"host": host}))
+    host = CALIBRATION.host.model_copy(update={"collective_us": 200.0})
+    by = Calibrations(CALIBRATION.model_copy(update={"host": host}))
     truth = np.array([0.0, 0.0, 0.0, 0.4, -0.7])
 
     def timed(tp: int, pp: int, layers: int, mb: int) -> Plan:
@@ -102,14 +93,12 @@ def test_a_family_tells_how_long_its_host_takes_to_issue_a_collective(
     assert few.covariance[4] == pytest.approx(np.zeros(5), abs=1e-9)
 
 
-def test_what_is_sent_while_devices_wait_for_their_host_takes_no_longer(
-    calibration: Calibration,
-) -> None:
+def test_what_is_sent_while_devices_wait_for_their_host_takes_no_longer() -> None:
     """All tensor-parallel communication of software that waits for it races the host alike."""
     changes = dict(small(4, 1, 8, 1).cells) | {"source": "microsoft/Megatron-DeepSpeed"}
     one = plan(SeriesRow(changes))
     host_slow = np.array([[0.0, 0.0, 0.0, 3.0, 0.0], [0.0, 0.0, 0.3, 3.0, 0.0]])
-    times, estimate = simulate(one, Calibrations(calibration), host_slow)
+    times, estimate = simulate(one, Calibrations(CALIBRATION), host_slow)
     assert times[1] == pytest.approx(times[0], rel=0.005)
     parts = estimate.breakdown_s
     assert sum(parts.values()) == pytest.approx(times[0])

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import pairwise
 from math import exp
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,26 +16,20 @@ from simulate.series.plan import plan
 from simulate.series.rows import SeriesRow
 from simulate.series.software import flash_attention
 from simulate.series.step import Calibrations, Shifts
-from spec.calibration import Calibration
 from spec.kernel import ATTENTION
-from tests.made_up import write_calibration
 from tests.made_up_series import row, simulated
+from tests.simulated_steps import CALIBRATION
 
 
-@pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    return write_calibration(tmp_path / "calibration.json")
-
-
-def test_a_precision_that_is_not_printed_turns_no_projection_over(calibration: Calibration) -> None:
+def test_a_precision_that_is_not_printed_turns_no_projection_over() -> None:
     """Both count by how far the kernels would be off: as the anchor gets slower, bf16 more."""
     slow = {"interconnect": "100Gb/s per node", "precision": ""}
     test = plan(row(row_id="b", gpus="64", global_batch="512", **slow))
 
     def ratio(times: float) -> tuple[float, str]:
-        value = repr(float(simulated(calibration, row(precision="bf16"))) * times)
+        value = repr(float(simulated(CALIBRATION, row(precision="bf16"))) * times)
         anchor = plan(row(**slow | {"value": value}))
-        by = Calibrations(calibration)
+        by = Calibrations(CALIBRATION)
         entries = judged(anchored(Series("p", [anchor], [test]), by, []), by, None)
         return entries[0]["predicted_s"]["median"] / float(value), entries[0]["assumed"][-1]
 
@@ -47,17 +40,17 @@ def test_a_precision_that_is_not_printed_turns_no_projection_over(calibration: C
     assert np.max(np.abs(np.diff(steps))) < 0.2 * np.max(np.abs(steps))  # no jump where they tie
 
 
-def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
+def test_one_anchor_fits_one_factor() -> None:
     """Rows whose kernels all take 30 % longer than calibrated are projected exactly."""
-    anchor = row(value=simulated(calibration, row(), 0.262))
-    by = Calibrations(calibration)
+    anchor = row(value=simulated(CALIBRATION, row(), 0.262))
+    by = Calibrations(CALIBRATION)
     system = fit([plan(anchor)], by)
     assert system.moved == ("compute",)
     assert system.factors[0] == pytest.approx(0.262, abs=5e-3)
     assert np.all(system.factors[1:] == 0)
     larger = row(row_id="b", gpus="64", global_batch="512")
     projected = project(plan(larger), system, by)
-    expected = float(simulated(calibration, larger, 0.262))
+    expected = float(simulated(CALIBRATION, larger, 0.262))
     assert exp(projected.value) == pytest.approx(expected, rel=0.01)
     assert projected.doublings == 3
     further = project(plan(row(gpus="4096", global_batch="32768")), system, by)
@@ -65,12 +58,10 @@ def test_one_anchor_fits_one_factor(calibration: Calibration) -> None:
 
 
 @pytest.mark.parametrize("log_time", [-1.0, 0.5, 1.0])
-def test_what_kernels_cannot_explain_of_an_anchor_goes_with_its_like(
-    calibration: Calibration, log_time: float
-) -> None:
+def test_what_kernels_cannot_explain_of_an_anchor_goes_with_its_like(log_time: float) -> None:
     """However far the fit gets: no round leaves more than the one before, and no row is lost."""
-    by = Calibrations(calibration)
-    anchor = plan(row(value=simulated(calibration, row(), log_time)))
+    by = Calibrations(CALIBRATION)
+    anchor = plan(row(value=simulated(CALIBRATION, row(), log_time)))
     left = [abs(fit([anchor], by, rounds=rounds).residuals[0]) for rounds in range(7)]
     assert all(later < before + 0.01 for before, later in pairwise(left))
     system = fit([anchor], by)
@@ -80,18 +71,18 @@ def test_what_kernels_cannot_explain_of_an_anchor_goes_with_its_like(
     assert changed.sd > abs(system.residuals[0]) * 0.7
 
 
-def test_no_anchor_asks_for_kernels_far_beyond_the_peak(calibration: Calibration) -> None:
+def test_no_anchor_asks_for_kernels_far_beyond_the_peak() -> None:
     """What its messages hide may take any time; what is left of the row is said instead."""
-    value = float(simulated(calibration, row(tp="1", pp="1", sharding="FSDP"))) / 2
+    value = float(simulated(CALIBRATION, row(tp="1", pp="1", sharding="FSDP"))) / 2
     anchor = plan(row(tp="1", pp="1", sharding="FSDP", value=repr(value)))
-    system = fit([anchor], Calibrations(calibration))
+    system = fit([anchor], Calibrations(CALIBRATION))
     assert system.factors[0] == FASTEST
     assert system.residuals[0] > 0.2
 
 
-def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:
-    by = Calibrations(calibration)
-    system = fit([plan(row(value=simulated(calibration, row(), -1.0)))], by)
+def test_no_projection_is_beyond_the_peak() -> None:
+    by = Calibrations(CALIBRATION)
+    system = fit([plan(row(value=simulated(CALIBRATION, row(), -1.0)))], by)
     one = plan(row(row_id="b", tp="1", pp="1", micro_batch="4", value="9"))
     assert one.flops / exp(project(one, system, by).value) == pytest.approx(989.4e12)
     found = anchored(Series("p", list(system.anchors), [one]), by, [])
@@ -99,10 +90,10 @@ def test_no_projection_is_beyond_the_peak(calibration: Calibration) -> None:
     assert entry["predicted_s"]["low"] == pytest.approx(one.flops / 989.4e12)
 
 
-def test_what_anchors_do_not_tell_of_a_row_widens_it(calibration: Calibration) -> None:
+def test_what_anchors_do_not_tell_of_a_row_widens_it() -> None:
     """Another share of attention, another GPU, another size: each by itself, beside a like row."""
-    by = Calibrations(calibration)
-    system = fit([plan(row(value=simulated(calibration, row())))], by)
+    by = Calibrations(CALIBRATION)
+    system = fit([plan(row(value=simulated(CALIBRATION, row())))], by)
 
     def sd(**changes: str) -> float:
         return project(plan(row(row_id="b", value="60", **changes)), system, by).sd
@@ -123,12 +114,12 @@ def test_what_anchors_do_not_tell_of_a_row_widens_it(calibration: Calibration) -
 
 @pytest.mark.parametrize(("version", "times"), [(1, (1.89, 3.31)), (2, (1.0, 1.75))])
 def test_attention_of_earlier_flash_attention_is_slower(
-    calibration: Calibration, version: int, times: tuple[float, float]
+    version: int, times: tuple[float, float]
 ) -> None:
     """By cited utilisations, on an A100 and on an H100; products stay."""
     for gpu, slower in zip(("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"), times, strict=True):
-        early = with_flash_attention(calibration, gpu, version)
-        for one, was in zip(early.kernels, calibration.kernels, strict=True):
+        early = with_flash_attention(CALIBRATION, gpu, version)
+        for one, was in zip(early.kernels, CALIBRATION.kernels, strict=True):
             if was.op == "attention":
                 dims = (1, 16384, 32, 8, 128)
                 ratio = one.time_us(dims)[0] / was.time_us(dims)[0]
@@ -136,7 +127,7 @@ def test_attention_of_earlier_flash_attention_is_slower(
             elif was.op not in ATTENTION:
                 assert one == was
     theirs, ours = (plan(row(source=name)) for name in ("mosaicml/llm-foundry", "NVIDIA"))
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     assert by.of(theirs) != by.of(ours)
     sources = ("mosaicml/llm-foundry", "pytorch/torchtitan", "NVIDIA/Megatron-LM")
     assert [flash_attention(row(source=source)) for source in sources] == [1, 2, 0]
@@ -144,14 +135,14 @@ def test_attention_of_earlier_flash_attention_is_slower(
 
 
 def test_a_second_anchor_with_more_network_fits_the_network(
-    calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow = {"network latency": 0.0, "network efficiency": 0.0}
     assert set(slow) == set(Shifts(np.zeros((1, 5)), 0.2, 0.1)._network)
     far = {"gpus": "64", "tp": "1", "pp": "1", "global_batch": "64", "sequence_parallel": ""}
     far |= {"sharding": "DDP", "interconnect": "1x 100Gb/s per node", "flags": ""}
     at = np.array([0.1, 0.3, 0.0, 0.0, 0.0])
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     rows = [row(row_id="a"), row(row_id="b", **far)]
     timed = [
         SeriesRow(dict(one.cells) | {"value": repr(exp(around(plan(one), by, at)[0]))})

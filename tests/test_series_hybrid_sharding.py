@@ -1,7 +1,6 @@
 """Hybrid sharding: a copy of its own in each group of replicas, and sums between them."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,42 +9,36 @@ from simulate.series.choices import printed_degree, shard_degree
 from simulate.series.hybrid_sharding import waited_s
 from simulate.series.plan import Plan, plan
 from simulate.series.step import Calibrations, simulate
-from spec.calibration import Calibration
-from tests.made_up import write_calibration
 from tests.made_up_series import row
+from tests.simulated_steps import CALIBRATION
 from topologies import load_node
 
 ONE = np.zeros((1, 5))
 CELLS = {"tp": "1", "pp": "1", "vpp": "", "sharding": "HSDP dp_shard=64", "gpu_type": "H100"}
 
 
-@pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    return write_calibration(tmp_path / "calibration.json")
-
-
 def of(gpus: int, **changes: str) -> Plan:
     return plan(row(**CELLS | {"gpus": str(gpus), "global_batch": str(2 * gpus)} | changes))
 
 
-def seconds(one: Plan, calibration: Calibration) -> float:
-    return float(simulate(one, Calibrations(calibration), ONE)[0][0])
+def seconds(one: Plan) -> float:
+    return float(simulate(one, Calibrations(CALIBRATION), ONE)[0][0])
 
 
-def test_a_ring_is_as_long_as_its_group(calibration: Calibration) -> None:
+def test_a_ring_is_as_long_as_its_group() -> None:
     """More copies take longer by no more than their sums, each GPU's share of two rings."""
     alone, many = of(64), of(4096)
     assert (alone.copies, many.copies, many.gpus) == (1, 64, 4096)
     assert many.parallelism.model_dump() == alone.parallelism.model_dump()
     assert many.microbatches == alone.microbatches
-    longer = seconds(many, calibration) / seconds(alone, calibration) - 1
+    longer = seconds(many) / seconds(alone) - 1
     assert 0 < longer < 0.05
     whole = of(4096, sharding="FSDP")
-    assert seconds(whole, calibration) > 1.2 * seconds(many, calibration)
+    assert seconds(whole) > 1.2 * seconds(many)
 
 
-def test_sums_between_copies_hide_beside_the_last_backward_pass(calibration: Calibration) -> None:
-    calibrations = Calibrations(calibration)
+def test_sums_between_copies_hide_beside_the_last_backward_pass() -> None:
+    calibrations = Calibrations(CALIBRATION)
     waited = []
     for flags in ("", "no overlap"):
         one = of(512, flags=flags)
@@ -105,38 +98,38 @@ def test_whether_a_degree_counts_rings(sharding: str, degree: int) -> None:
     assert one.copies == 64 // degree
 
 
-def test_experts_of_copies_are_summed_by_fewer(calibration: Calibration) -> None:
+def test_experts_of_copies_are_summed_by_fewer() -> None:
     """A GPU's experts are shared by an ep-th of its group: it sums ep times as much of them."""
     cells = {"model": "Mixtral 8x7B", "flags": "no overlap", "sharding": "HSDP dp_shard=64"}
     waited = []
     for ep in ("1", "8"):
         one = of(512, ep=ep, **cells)
-        waited.append(float(waited_s(one, simulate(one, Calibrations(calibration), ONE)[1])[0]))
+        waited.append(float(waited_s(one, simulate(one, Calibrations(CALIBRATION), ONE)[1])[0]))
     assert waited[1] == pytest.approx(waited[0], rel=0.01)  # all experts, whatever their ranks
 
 
-def test_all_copies_wait_for_the_slowest_gpu(calibration: Calibration) -> None:
+def test_all_copies_wait_for_the_slowest_gpu() -> None:
     few, many = (
-        simulate(of(gpus), Calibrations(calibration), ONE)[1].breakdown_s["straggler"]
+        simulate(of(gpus), Calibrations(CALIBRATION), ONE)[1].breakdown_s["straggler"]
         for gpus in (64, 16384)
     )
     assert many > 1.3 * few
 
 
 @pytest.mark.parametrize("tp", ["2", "4", "8"])
-def test_no_cliff_where_a_node_holds_few_replicas(calibration: Calibration, tp: str) -> None:
+def test_no_cliff_where_a_node_holds_few_replicas(tp: str) -> None:
     """Twice the GPUs at the same batch a GPU take longer by what more copies send, and no less."""
     times = [
-        seconds(of(gpus, tp=tp, sharding="HSDP", global_batch=str(gpus)), calibration)
+        seconds(of(gpus, tp=tp, sharding="HSDP", global_batch=str(gpus)))
         for gpus in (32, 64, 128, 256)
     ]
     assert all(1 < longer / before < 1.16 for before, longer in pairwise(times))
 
 
-def test_a_group_of_one_shards_nothing(calibration: Calibration) -> None:
+def test_a_group_of_one_shards_nothing() -> None:
     one = of(128, tp="8", sharding="HSDP", global_batch="128")
     assert (one.parallelism.zero, one.parallelism.dp, one.copies) == (0, 1, 16)
-    estimate = simulate(one, Calibrations(calibration), ONE)[1]
+    estimate = simulate(one, Calibrations(CALIBRATION), ONE)[1]
     assert sum(estimate.breakdown_s.values()) == pytest.approx(float(estimate.step_time_s[0]))
 
 

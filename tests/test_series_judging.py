@@ -12,23 +12,17 @@ from simulate.series.plan import plan
 from simulate.series.search import alike_chunks
 from simulate.series.step import Calibrations
 from simulate.series.validation import series_validation
-from spec.calibration import Calibration
-from tests.made_up import write_calibration
 from tests.made_up_series import WHOLE, row, simulated, write
+from tests.simulated_steps import CALIBRATION
 
 
-@pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    return write_calibration(tmp_path / "calibration.json")
-
-
-def test_what_is_left_of_the_nearest_anchor_goes_with_a_row(calibration: Calibration) -> None:
+def test_what_is_left_of_the_nearest_anchor_goes_with_a_row() -> None:
     """Replicas more of an anchor that no factor explains are as slow, not as the mean of all."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
 
     def at(name: str, gpus: int, slower: float) -> dict[str, str]:
         cells = {"row_id": name, "gpus": str(gpus), "global_batch": str(8 * gpus)}
-        return cells | {"value": simulated(calibration, row(**cells), slower)}
+        return cells | {"value": simulated(CALIBRATION, row(**cells), slower)}
 
     anchors = [plan(row(**at(*one))) for one in (("a", 8, 0.0), ("b", 16, 0.0), ("c", 32, 0.3))]
     system = fit(anchors, by)
@@ -50,13 +44,13 @@ def test_what_is_left_of_the_nearest_anchor_goes_with_a_row(calibration: Calibra
     assert project(larger, system, by).value > log(anchors[0].real_s) + 0.15
 
 
-def test_an_odd_anchor_counts_as_it_does_in_the_fit(calibration: Calibration) -> None:
+def test_an_odd_anchor_counts_as_it_does_in_the_fit() -> None:
     """Five alike and one that is slow by half: a larger row is near the five."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     anchors = []
     for name, gpus, slower in [*(("a", 8, 0.0),) * 3, *(("b", 16, 0.0),) * 2, ("c", 32, 0.5)]:
         cells = {"row_id": name, "gpus": str(gpus), "global_batch": str(8 * gpus)}
-        value = simulated(calibration, row(**cells), slower)
+        value = simulated(CALIBRATION, row(**cells), slower)
         anchors.append(plan(row(**cells, value=value)))
     system = fit(anchors, by)
     larger = plan(row(row_id="d", gpus="64", global_batch="512"))
@@ -64,9 +58,7 @@ def test_an_odd_anchor_counts_as_it_does_in_the_fit(calibration: Calibration) ->
     assert log(anchors[0].real_s) <= value < log(anchors[0].real_s) + 0.25
 
 
-def test_a_batch_that_is_not_printed_is_other_rows(
-    calibration: Calibration, tmp_path: Path
-) -> None:
+def test_a_batch_that_is_not_printed_is_other_rows(tmp_path: Path) -> None:
     """Of its series, as long; a file's own column of that name counts nothing."""
     bare = WHOLE | {"global_batch": "", "gpus": "32"}
     rows = [
@@ -88,7 +80,7 @@ def test_a_batch_that_is_not_printed_is_other_rows(
         bare | {"pair_id": "s", "row_id": "l"},
     ]
     for _ in range(2):
-        value = series_validation(write(tmp_path / "s.csv", rows), calibration)
+        value = series_validation(write(tmp_path / "s.csv", rows), CALIBRATION)
         cases = {case["id"]: case for case in value["cases"]}
         batches = {name: cases[name]["parallelism"]["global_batch"] for name in "cgl"}
         assert batches == {"c": 256, "g": 64, "l": 512}
@@ -100,9 +92,9 @@ def test_a_batch_that_is_not_printed_is_other_rows(
     assert interval["high"] / interval["low"] > 1.2  # a guess, which widens it
 
 
-def test_a_batch_that_nothing_prints_may_grow_with_the_gpus(calibration: Calibration) -> None:
+def test_a_batch_that_nothing_prints_may_grow_with_the_gpus() -> None:
     """Or not: the median is between what both mean, which differ by a lot at scale."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     blank = dict.fromkeys(("global_batch", "micro_batch", "grad_accum"), "")
     cells = blank | {"tp": "1", "pp": "1", "metric": "tokens/s/GPU", "value": "9000"}
     plans = [plan(row(**cells, row_id=gpus, gpus=gpus)) for gpus in ("8", "4096")]
@@ -121,7 +113,7 @@ def test_a_batch_that_nothing_prints_may_grow_with_the_gpus(calibration: Calibra
     assert "the other batch counts 50%" in entry["assumed"]
 
 
-def test_rows_of_a_model_have_one_number_of_chunks(calibration: Calibration) -> None:
+def test_rows_of_a_model_have_one_number_of_chunks() -> None:
     """What one prints, else most anchors' own, else most rows'; one without a choice is silent."""
     cells = {"pp": "4", "tp": "1", "layers": "16", "vpp": ""}
 
@@ -166,14 +158,14 @@ def test_heads_that_are_guessed_are_divided_by_tensor_parallelism() -> None:
         assert plan(row(**cells, tp=tp, pp="1", gpus="64")).model.heads == heads
 
 
-def test_a_slow_network_may_be_what_makes_kernels_slow(calibration: Calibration) -> None:
+def test_a_slow_network_may_be_what_makes_kernels_slow() -> None:
     """Where two other series of a source have faster kernels, the rows' intervals hold it."""
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     sharded = {"tp": "1", "pp": "1", "sharding": "FSDP", "flags": "", "micro_batch": "4"}
     sharded |= {"seq_len": "8192", "interconnect": "2x 200Gb/s per node"}
 
     def series(name: str, slower: float, **cells: str) -> Series:
-        value = simulated(calibration, row(gpus="16", global_batch="64", **cells), slower)
+        value = simulated(CALIBRATION, row(gpus="16", global_batch="64", **cells), slower)
         anchor = plan(row(row_id=name, gpus="16", global_batch="64", value=value, **cells))
         test = plan(row(row_id=f"{name}-test", gpus="32", global_batch="64", **cells))
         return Series(name, [anchor], [test])

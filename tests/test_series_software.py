@@ -1,7 +1,6 @@
 """What the software behind published rows does otherwise than Megatron-Core, as documented."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +19,10 @@ from simulate.series.software import (
 )
 from simulate.series.step import FACTORS, Calibrations, simulate
 from simulate.step.scale import sd_per_doubling
-from spec.calibration import Calibration, HostFit
+from spec.calibration import HostFit
 from spec.fitted import changed
-from tests.made_up import write_calibration
 from tests.made_up_series import row
+from tests.simulated_steps import CALIBRATION
 
 MLPERF = "mlcommons/training_results_v5.1 NVIDIA/results/x/llama31_8b/result_*.txt"
 DGXC = {"source": "NVIDIA/dgxc-benchmarking llama3.1/README.md", "pair_id": "dgxc:v25.04:llama3.1"}
@@ -31,13 +30,8 @@ HERE = np.zeros((1, len(FACTORS)))
 
 
 @pytest.fixture
-def calibration(tmp_path: Path) -> Calibration:
-    return write_calibration(tmp_path / "calibration.json")
-
-
-@pytest.fixture
-def calibrations(calibration: Calibration) -> Calibrations:
-    return Calibrations(calibration)
+def calibrations() -> Calibrations:
+    return Calibrations(CALIBRATION)
 
 
 def widths(fp8: bool = True, **changes: str) -> tuple[float, float]:
@@ -79,12 +73,9 @@ def test_narrower_gradients_leave_less_exposed(calibrations: Calibrations) -> No
         ("bigscience-workshop/bigscience", 1),
     ],
 )
-def test_grouped_experts_take_the_host_what_one_does(
-    source: str, as_one: int, tmp_path: Path
-) -> None:
-    made_up = write_calibration(tmp_path / "calibration.json")
-    host = changed(made_up.host, expert_us=300.0, routing_us=1500.0)
-    own = Calibrations(changed(made_up, host=host))
+def test_grouped_experts_take_the_host_what_one_does(source: str, as_one: int) -> None:
+    host = changed(CALIBRATION.host, expert_us=300.0, routing_us=1500.0)
+    own = Calibrations(changed(CALIBRATION, host=host))
     cells = {"model": "Mixtral 8x7B", "tp": "1", "pp": "1", "ep": "2", "gpus": "16"}
     mixture, dense = (plan(row(source=source, **more)) for more in (cells, {}))
     assert own.of(mixture).host.expert_us == 300.0 / as_one
@@ -218,8 +209,8 @@ def test_recipes_overlap_tensor_parallel_communication() -> None:
     assert tensor_exposure(adapters, p, (10.0, 5.0), 5.0) == 1.0
 
 
-def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
-    by = Calibrations(calibration)
+def test_captured_graphs_have_no_launches() -> None:
+    by = Calibrations(CALIBRATION)
     graphs = {"source": "mlcommons/training_results_v5.0", "flags": "LAYER_CUDA_GRAPH"}
     usual = by.of(plan(row())).kernel_fits["gemm", "forward", "bf16"]
     captured = by.of(plan(row(**graphs))).kernel_fits["gemm", "forward", "bf16"]
@@ -230,7 +221,7 @@ def test_captured_graphs_have_no_launches(calibration: Calibration) -> None:
     host = HostFit.model_validate(
         {f"{name}_us": 1.0 for name in CALLS} | {"sd": 0.1, "serial": False}
     )
-    issued = replayed(calibration.model_copy(update={"host": host})).host
+    issued = replayed(CALIBRATION.model_copy(update={"host": host})).host
     once = {"bucket", "tensor", "te_tensor", "step"}  # that the host does between graphs
     assert {name for name in CALLS if getattr(issued, f"{name}_us")} == once
 
@@ -279,12 +270,12 @@ def test_papers_of_may_2022_and_before_have_the_software_of_their_time(
     assert one.parallelism.recompute == ("full" if early else "none")
 
 
-def test_what_software_fuses(calibration: Calibration) -> None:
+def test_what_software_fuses() -> None:
     """Megatron-LM's products add gradients up; the rest has a kernel for it."""
     assert fused_gradients(row(source="NVIDIA/Megatron-LM README.md"))
     assert not fused_gradients(row(source="microsoft/Megatron-DeepSpeed README.md"))
     assert not fused_gradients(row())
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     times = [
         around(plan(row(source=source)), by, np.zeros(5))[0]
         for source in ("NVIDIA/Megatron-LM README.md", "some/where README.md")
@@ -292,10 +283,10 @@ def test_what_software_fuses(calibration: Calibration) -> None:
     assert times[0] < times[1]
 
 
-def test_the_fused_softmax_takes_multiples_of_four_heads(calibration: Calibration) -> None:
+def test_the_fused_softmax_takes_multiples_of_four_heads() -> None:
     early = {"notes": "measured, Megatron-DeepSpeed", "tp": "8", "pp": "1", "heads": "16"}
     early |= {"kv_heads": "16", "global_batch": "4"}
-    by = Calibrations(calibration)
+    by = Calibrations(CALIBRATION)
     attention = by.of(plan(row(**early))).kernel_fits["attention", "forward", "bf16"]
     refused, taken = (
         attention.time_us((1, 2048, 2, 2, 128)),
@@ -321,10 +312,10 @@ def test_overlap_of_tensor_parallelism_that_is_off(flags: str, inside: bool) -> 
     assert longer == (1 / one.parallelism.tp if inside else 1.0)
 
 
-def test_no_tensor_is_updated_by_itself(calibration: Calibration) -> None:
+def test_no_tensor_is_updated_by_itself() -> None:
     """Adapters' no more than others."""
-    host = calibration.host.model_copy(update={"tensor_us": 50.0})
-    calibrations = Calibrations(calibration.model_copy(update={"host": host}))
+    host = CALIBRATION.host.model_copy(update={"tensor_us": 50.0})
+    calibrations = Calibrations(CALIBRATION.model_copy(update={"host": host}))
     found = calibrations.of(plan(row(gpus="64"))).host
     assert found.tensor_us == 0.0 < found.step_us
     frozen = plan(row(gpus="64", tp="1", pp="1", global_batch="64", notes="LoRA"))

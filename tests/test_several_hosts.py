@@ -164,10 +164,10 @@ def test_what_no_longer_fits_is_skipped_with_the_reason(others: Make, tmp_path: 
     pinned = [KernelCase(gemm, device=device) for device in range(4)]
     with closing(pool_of(hosts, 2, "tests.row_worker")) as pool:
         campaign.collectives(pool, [all_of_them], None)
-        campaign.kernels(pool, pinned[:3], None)
+        campaign.each("kernels", pool, pinned[:3], None)
         lose(hosts[0])
         campaign.collectives(pool, [CollectiveCase("all_gather", 4, 64, nodes=2), two], None)
-        campaign.kernels(pool, pinned[3:], None)
+        campaign.each("kernels", pool, pinned[3:], None)
     sampler.stop()
     store.save("complete")
     result = read_result_set(store.folder)

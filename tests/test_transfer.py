@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from calibrate.diff import by_name
 from simulate import project
 from simulate.hardware.fp8 import FP8_SPEEDUP, with_fp4, with_fp8_products
 from simulate.hardware.transfer import ratios, same_gpu, transfer
 from simulate.hardware.unmeasured import unmeasured
 from simulate.inputs import calibration_for, default_node, find_calibration
-from spec.calibration import Calibration, Parameter, read_calibration
+from spec.calibration import Calibration, read_calibration
 from spec.clock_fit import DeviceFit
 from spec.collective import busbw_factor
 from spec.command import run
@@ -29,10 +30,6 @@ RESULTS = Path(__file__).parent.parent / "results"
 @pytest.fixture
 def calibration(tmp_path: Path) -> Calibration:
     return write_calibration(tmp_path / "results" / "4x-h200" / "calibration.json")
-
-
-def by_name(calibration: Calibration) -> dict[str, Parameter]:
-    return {one.name: one for one in calibration.parameters}
 
 
 def test_the_same_gpu_changes_nothing(calibration: Calibration) -> None:

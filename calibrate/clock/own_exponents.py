@@ -52,9 +52,7 @@ def fit_own_exponents(
     keys = {(row.op, row.direction) for row in rows if row.op not in TILED_PRODUCTS}
     for alike in (True, False):
         group = [key for key in keys if (key in streams) == alike and key[0] not in ATTENTION]
-        shared = _slope([one for key in group for one in pairs.get(key, [])], USUAL[alike], OWN_SD)[
-            0
-        ]
+        shared = _slope([one for key in group for one in pairs.get(key, [])], USUAL[alike])[0]
         for key in sorted(group):
             _note(evidence, state, ledger, key, pairs.get(key, []), shared, key in far)
     compute = state.exponents[True]
@@ -71,7 +69,7 @@ def _note(
     shared: float,
     far: bool,
 ) -> None:
-    value, sd = _slope(pairs, shared, OWN_SD)
+    value, sd = _slope(pairs, shared)
     value = float(np.clip(value, 0.0, 1.0))
     state.own_exponents[key] = value
     told = "no pair of its own: the mean of the operations that stream like it"
@@ -90,13 +88,11 @@ def _note(
     )
 
 
-def _slope(
-    pairs: Sequence[tuple[float, float]], prior: float, prior_sd: float
-) -> tuple[float, float]:
+def _slope(pairs: Sequence[tuple[float, float]], prior: float) -> tuple[float, float]:
     """Exponent and its sd, from (log of the clocks' ratio, log of the times' ratio), weighted."""
     steps, slower = np.array(pairs).reshape(-1, 2).T
-    weight = float(steps @ steps) / PAIR_SD**2 + 1 / prior_sd**2
-    value = (float(steps @ slower) / PAIR_SD**2 + prior / prior_sd**2) / weight
+    weight = float(steps @ steps) / PAIR_SD**2 + 1 / OWN_SD**2
+    value = (float(steps @ slower) / PAIR_SD**2 + prior / OWN_SD**2) / weight
     return value, weight**-0.5
 
 

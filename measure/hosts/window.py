@@ -23,7 +23,6 @@ class WindowResult:
     """What some devices did between two moments. None for what no device could tell."""
 
     seconds: float
-    samples: int
     energy_j: float | None = None  # hardware counters, all devices together
     energy_per_device_j: tuple[float | None, ...] = ()
     power_mean_w: float | None = None  # mean of one device
@@ -43,14 +42,12 @@ class Readings:
     clocks_mhz: list[float] = field(default_factory=list)
     temperatures_c: list[float] = field(default_factory=list)
     throttle_mask: int = 0
-    count: int = 0
 
     def __post_init__(self) -> None:
         self.power_w = [[] for _ in self.devices]
 
     def take(self) -> None:
         """Read every device once."""
-        self.count += 1
         for number, device in enumerate(self.devices):
             power, clock = device.power_w(), device.sm_clock_mhz()
             temperature = device.temperature_c()
@@ -80,7 +77,6 @@ class Readings:
         whole = [one for one in used if one is not None]
         return WindowResult(
             seconds=seconds,
-            samples=self.count,
             energy_j=sum(whole) if whole and len(whole) == len(used) else None,
             energy_per_device_j=used,
             power_mean_w=statistics.fmean(known) if known else None,

@@ -15,6 +15,7 @@ from measure.plans import cluster as cluster_plan
 from measure.plans import grid
 from measure.plans.file import PlanFile, State
 from measure.plans.shapes import model_kernels, ordered
+from measure.plans.wire import kernel_message
 from spec.collective import COLLECTIVES
 from spec.kernel import OF_TOKENS, STREAMED, Kernel, parse_kernel
 from spec.model import ModelSpec, load_model
@@ -73,15 +74,11 @@ class KernelCase:
 
     def message(self) -> dict[str, Any]:
         """The case as JSON."""
-        k = self.kernel
         return {
             "suite": "kernels",
             "case_id": self.case_id,
             "role": self.role,
-            "op": k.op,
-            "direction": k.direction,
-            "dims": list(k.dims),
-            "dtype": k.dtype,
+            **kernel_message(self.kernel),
             "state": self.state,
         }
 
@@ -157,15 +154,11 @@ class InterferenceCase:
 
     def message(self) -> dict[str, Any]:
         """The case as JSON."""
-        k = self.kernel
         return {
             "suite": self.suite,
             "case_id": self.case_id,
             "role": self.role,
-            "op": k.op,
-            "direction": k.direction,
-            "dims": list(k.dims),
-            "dtype": k.dtype,
+            **kernel_message(self.kernel),
             "collective": self.collective,
             "ranks": self.ranks,
             "bytes": self.bytes,
@@ -208,7 +201,7 @@ def kernel_cases(
         named, lengths = named[:1], lengths[:1]
     wanted = dict.fromkeys(model_kernels(named, degrees, lengths, sizes))
     if not plan.tp and not plan.microbatch and not (quick and gpu):
-        more = model_kernels(named, degrees, lengths, defaults.more_microbatches)
+        more = model_kernels(named, degrees, lengths, grid.MORE_MICROBATCHES)
         wanted.update(dict.fromkeys(more))
     of_steps = {kernel: None for one in (() if asked else steps) for kernel in ordered(*one)}
     wanted.update(of_steps)

@@ -14,11 +14,11 @@ class Defaults:
     models: tuple[str, ...]
     tp: tuple[int, ...]
     seq_len: tuple[int, ...]  # empty: each model's own
-    more_microbatches: tuple[int, ...]
 
 
-GPU = Defaults(("llama3-8b", "llama3-70b"), (1, 2, 4, 8), (4096, 8192), (2, 4))
-CPU = Defaults(("tiny",), (1, 2), (), (2, 4))
+MORE_MICROBATCHES = (2, 4)  # sequences, beside one, where no plan names a number
+GPU = Defaults(("llama3-8b", "llama3-70b"), (1, 2, 4, 8), (4096, 8192))
+CPU = Defaults(("tiny",), (1, 2), ())
 
 
 def defaults(kind: str) -> Defaults:

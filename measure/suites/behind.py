@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from measure.plans.wire import kernel_of
 from measure.suites.collectives import Ranks, prepare, time_collective
 from measure.suites.interference import REPEATS_ALONE, beside
 from measure.timed.operations import Maker
 from measure.timed.timing import Timer
-from spec.kernel import Kernel
 from spec.records import BehindRow
 
 WARM_UP, REPEATS = 2, 12  # of the product, each with the collective and without it
@@ -27,7 +27,7 @@ def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     """This rank's times: product and collective alone, the product behind it, and both, us."""
     everyone = list(range(ranks.world))
     group, _ = ranks.group([everyone])
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
+    kernel = kernel_of(case)
     compute, _ = Maker(timer.device).build(kernel)
     like = (case["collective"], case["bytes"], group, everyone, ranks.rank, timer)
     collective, exact = prepare(*like)

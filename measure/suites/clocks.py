@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from measure.devices import Device
 from measure.hosts.window import Window, WindowResult
+from measure.plans.wire import kernel_of
 from measure.suites.one_kernel import OneKernel
 from spec.kernel import PASSES, Kernel
 from spec.records import ClockRow
@@ -87,7 +88,7 @@ def measure(case: dict[str, Any], timer: "Timer", monitor: Device, device: int) 
 
     if monitor.sm_clock_mhz() is None:
         raise Refused("no clock can be read here, which is what this suite is measured for")
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]))
+    kernel = kernel_of(case)
     maker = Maker(timer.device)
     call, _ = maker.build(kernel)
     side = SIZES[timer.device.type]

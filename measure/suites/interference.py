@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from measure.plans.wire import kernel_of
 from measure.suites.collectives import Ranks, prepare, time_collective
 from measure.timed.operations import Maker
 from measure.timed.timing import CpuTimer, GpuTimer, Timer, quantiles
 from spec.errors import WorkError
-from spec.kernel import Kernel
 from spec.records import InterferenceRow
 
 TOGETHER_S = 0.08
@@ -28,7 +28,7 @@ Call = Callable[[], Any]
 
 def measure(case: dict[str, Any], timer: Timer, ranks: Ranks) -> dict[str, Any]:
     """This rank's times: kernel and collective, alone and together, us."""
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
+    kernel = kernel_of(case)
     everyone = list(range(ranks.world))
     group, _ = ranks.group([everyone])
     compute, _ = Maker(timer.device).build(kernel)
@@ -157,7 +157,7 @@ def row(case: dict[str, Any], replies: list[dict[str, Any]]) -> InterferenceRow:
 
 def beside(case: dict[str, Any], replies: list[dict[str, Any]]) -> dict[str, Any]:
     """Columns of a case's row that any kernel with a collective has; repeats of all ranks."""
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
+    kernel = kernel_of(case)
     return {
         "case_id": case["case_id"],
         "role": case["role"],

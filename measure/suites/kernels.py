@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from measure.plans.wire import kernel_of
 from measure.timed.operations import Maker, footprint
 from measure.timed.products import Call, Refused
 from measure.timed.timing import Timer, quantiles
-from spec.kernel import Kernel
 from spec.records import KernelRow
 
 SUSTAINED_S = {"cpu": 0.4, "cuda": 2.2}
@@ -35,7 +35,7 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 def measure(case: dict[str, Any], timer: Timer, device: int) -> KernelRow:
     """Time one case; raises Skip where it needs more memory than there is to spend."""
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]), case["dtype"])
+    kernel = kernel_of(case)
     need = footprint(kernel)
     if need > timer.limit_bytes:
         raise Skip(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from measure.plans.wire import kernel_message
 from spec.kernel import Kernel
 
 
@@ -25,12 +26,9 @@ class OneKernel:
 
     def message(self) -> dict[str, Any]:
         """The case as JSON."""
-        k = self.kernel
         return {
             "suite": self.suite,
             "case_id": self.case_id,
-            "op": k.op,
-            "direction": k.direction,
-            "dims": list(k.dims),
+            **kernel_message(self.kernel),
             "part": self.part,
         }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from measure.plans.wire import kernel_of
 from measure.suites.one_kernel import OneKernel
 from spec.kernel import GEMM_DIRECTIONS, OF_TOKENS, PASSES, Kernel
 from spec.records import QueuedRow
@@ -137,7 +138,7 @@ def measure(case: dict[str, Any], timer: "Timer", device: int) -> QueuedRow:
     from measure.timed.operations import Maker
     from measure.timed.products import Refused
 
-    kernel = Kernel(case["op"], case["direction"], tuple(case["dims"]))
+    kernel = kernel_of(case)
     maker = Maker(timer.device)
     calls: list[Callable[[], Any]] = []
     inputs: list[Tensor] = []

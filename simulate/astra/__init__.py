@@ -15,7 +15,7 @@ that Astra-Sim then prints, and `breakdown_s` of it. Where `helpers` is above 0,
 ranks are no GPUs (`expand.with_helpers`).
 
 What `emit` wants of a Program beyond what its docstrings say:
-- every communication has `time_ns`, or its axes have a `Link` (`links={"dp": Link(45, 3000)}`);
+- every communication has `time_ns`;
 - every send has one recv in its peer stage, with the same tag and bytes (and the reverse);
 - compute runs in id order and so do collectives (edges are added); sends only wait for `deps`;
 - a recv has no cost: give it no deps, and make what uses its data depend on it;
@@ -24,7 +24,6 @@ What `emit` wants of a Program beyond what its docstrings say:
 
 from simulate.astra.configs import Dimension, Files, Network, System
 from simulate.astra.emit import emit
-from simulate.astra.linear import Link
 from simulate.astra.log import AstraLog
 from simulate.astra.run import AstraResult, Binary, absent, find_binary, identify, run
 from simulate.astra.timing import Timing, simulate
@@ -36,7 +35,6 @@ __all__ = [
     "Binary",
     "Dimension",
     "Files",
-    "Link",
     "Network",
     "System",
     "Timing",

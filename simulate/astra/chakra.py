@@ -19,36 +19,34 @@ COMP, SEND, RECV, COLL = 4, 5, 6, 7
 TYPE_NAMES = {COMP: "compute", SEND: "send", RECV: "recv", COLL: "collective"}
 # CollectiveCommType
 COMM_TYPES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "reduce_scatter": 7}
-COMM_NAMES = {number: name for name, number in COMM_TYPES.items()} | {5: "broadcast"}
+COMM_NAMES = {number: name for name, number in COMM_TYPES.items()}
 
 # the version that Chakra's own converters write; Astra-Sim ignores it
 _METADATA = b"\x0a\x050.0.4"
 
 # Node fields
-_ID, _NAME, _TYPE, _CTRL_DEPS, _DATA_DEPS, _DURATION, _ATTR = 1, 2, 3, 4, 5, 7, 10
+_ID, _NAME, _TYPE, _CTRL_DEPS, _DATA_DEPS, _ATTR = 1, 2, 3, 4, 5, 10
 # AttributeProto fields that hold one integer: int32, int64, uint32, uint64, bool
 _VARINT_VALUES = {7, 9, 11, 13, 27}
 _ZIGZAG_VALUES = {15, 17}  # sint32, sint64
-_UINT64_VALUE, _FIXED32_VALUE, _BOOL_LIST, _STRING_VALUE = 13, 19, 28, 29
+_UINT64_VALUE, _FIXED32_VALUE, _BOOL_LIST = 13, 19, 28
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as far as Astra-Sim reads it. Times in ns or us as named, sizes in bytes."""
+    """One node, as far as Astra-Sim reads it. Sizes in bytes."""
 
     id: int
     name: str
     type: int  # COMP, SEND, RECV or COLL
     ctrl_deps: tuple[int, ...] = ()
     data_deps: tuple[int, ...] = ()
-    duration_us: int = 0
     num_ops: int | None = None
     tensor_size: int | None = None
     comm_type: int | None = None
     comm_size: int = 0
     tag: int = 0
     peer: int = -1  # rank: destination of a send, source of a recv
-    group: str = ""  # communicator group; "" and "0" are all ranks
     dims: tuple[bool, ...] | None = None  # involved dimensions; None means four times true
 
     def without_peer(self) -> "Node":
@@ -96,8 +94,6 @@ def encode_node(node: Node) -> bytes:
         _ids(_CTRL_DEPS, node.ctrl_deps),
         _ids(_DATA_DEPS, node.data_deps),
     ]
-    if node.duration_us:
-        parts.append(_varint_field(_DURATION, node.duration_us))
     if node.num_ops is not None:
         parts.append(_integer("num_ops", node.num_ops))
     if node.tensor_size is not None:
@@ -109,8 +105,6 @@ def encode_node(node: Node) -> bytes:
     if node.dims is not None:
         packed = _length_field(1, bytes(node.dims))
         parts.append(_attribute("involved_dim", _length_field(_BOOL_LIST, packed)))
-    if node.group:
-        parts.append(_attribute("pg_name", _length_field(_STRING_VALUE, node.group.encode())))
     if node.type in (SEND, RECV):
         parts.append(_integer("comm_tag", node.tag))
         # the node's own side is left out: Astra-Sim takes it to be the rank that reads the file
@@ -187,10 +181,8 @@ def _read_ids(data: bytes, wire: int, value: int, end: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_attribute(
-    data: bytes, at: int, end: int
-) -> tuple[str, int | str | tuple[bool, ...], int]:
-    """(name, value, offset of a fixed32 value or -1); lists other than of booleans read as 0."""
+def _read_attribute(data: bytes, at: int, end: int) -> tuple[str, int | tuple[bool, ...], int]:
+    """(name, value, offset of a fixed32 or -1); texts and lists but of booleans read as 0."""
     name, result, offset = "", 0, -1
     for number, wire, value, stop in _fields(data, at, end):
         if number == 1 and wire == 2:
@@ -202,8 +194,6 @@ def _read_attribute(
         elif wire in (1, 5) and number not in (3, 5):
             result = int.from_bytes(data[value:stop], "little")
             offset = value if number == _FIXED32_VALUE else -1
-        elif number == _STRING_VALUE and wire == 2:
-            return name, _text(data, value, stop), -1
         elif number == _BOOL_LIST and wire == 2:
             flags: tuple[int, ...] = ()
             for _, kind, start, last in _fields(data, value, stop):
@@ -212,7 +202,7 @@ def _read_attribute(
     return name, result, offset
 
 
-def _integer_of(name: str, value: int | str | tuple[bool, ...]) -> int:
+def _integer_of(name: str, value: int | tuple[bool, ...]) -> int:
     if isinstance(value, int) and 0 <= value < 1 << 63:
         return value
     raise Broken(f"attribute {name} is {value!r}, not a non-negative integer")
@@ -220,8 +210,8 @@ def _integer_of(name: str, value: int | str | tuple[bool, ...]) -> int:
 
 def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
     """The node in data[at:end] and the offset of its peer (-1: not a fixed32)."""
-    numbers = {_ID: 0, _TYPE: 0, _DURATION: 0}
-    name, group, peer_name = "", "", ""
+    numbers = {_ID: 0, _TYPE: 0}
+    name, peer_name = "", ""
     ctrl: tuple[int, ...] = ()
     deps: tuple[int, ...] = ()
     dims: tuple[bool, ...] | None = None
@@ -240,8 +230,6 @@ def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
             key, attribute, offset = _read_attribute(data, value, stop)
             if key == "involved_dim" and isinstance(attribute, tuple):
                 dims = attribute
-            elif key == "pg_name":
-                group = str(attribute)
             elif key in _READ:
                 attributes[key] = _integer_of(key, attribute)
                 offsets[key] = offset
@@ -265,14 +253,12 @@ def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
         type=kind,
         ctrl_deps=ctrl,
         data_deps=deps,
-        duration_us=numbers[_DURATION],
         num_ops=attributes.get("num_ops"),
         tensor_size=attributes.get("tensor_size"),
         comm_type=attributes.get("comm_type"),
         comm_size=attributes.get("comm_size", 0),
         tag=attributes.get("comm_tag", 0),
         peer=attributes.get(peer_name, -1),
-        group=group,
         dims=dims,
     )
     return node, offsets.get(peer_name, -1)

@@ -40,10 +40,8 @@ def used_dims(trace: Trace) -> list[int]:
 
 
 def classify(trace: Trace) -> Classes:
-    """The coarsest classes that refinement finds; every rank its own where groups are used."""
+    """The coarsest classes that refinement finds."""
     npus = trace.network.npus
-    if any(node.group not in ("", "0") for body in trace.bodies for node in body.nodes):
-        return _classes(np.arange(npus))
     rng = np.random.default_rng(0)
     tables = _peers(trace)
     if tables is None:

@@ -16,7 +16,7 @@ from simulate.astra import rules
 class Line:
     """The ranks of a phase as one of them sees them: itself first, then onward around the ring."""
 
-    dim: int  # below 0: minus a group's number
+    dim: int
     index: int  # of this rank in the ring
     ranks: tuple[int, ...]
     classes: list[int]
@@ -26,7 +26,6 @@ class Line:
 class Engine(Protocol):
     """What a phase needs of the simulation; `rank` is opaque to it."""
 
-    network: Any
     system: Any
 
     def register(self, rank: Any, delay: int, action: Callable[[], None]) -> None:
@@ -52,11 +51,10 @@ class Running:
         phase: rules.Phase,
         line: Line,
         tag: int,
-        delay: int,
         after: Callable[[], None],
     ) -> None:
         self.engine, self.rank, self.line = engine, rank, line
-        self.phase, self.tag, self.delay, self.after = phase, tag, delay, after
+        self.phase, self.tag, self.after = phase, tag, after
         self.npus = len(line.ranks)
         self.sent = self.received = self.free = 0
         self.packets: deque[tuple[int, int, int]] = deque()  # size, receiver, sender
@@ -83,12 +81,13 @@ class Running:
 
     def packet(self, size: int, reduce: bool, action: Callable[[], None]) -> None:
         """`PacketBundle`: the endpoint delay, then the reduction, then `action`."""
+        delay = self.engine.system.endpoint_delay_ns
         if not reduce:
-            self.engine.register(self.rank, self.delay, action)
+            self.engine.register(self.rank, delay, action)
             return
         after = rules.reduction_ns(size, self.engine.system)
         self.engine.register(
-            self.rank, self.delay, lambda: self.engine.register(self.rank, after, action)
+            self.rank, delay, lambda: self.engine.register(self.rank, after, action)
         )
 
     def exchange(self, size: int, to: int, source: int, action: Callable[[], None]) -> None:
@@ -127,12 +126,11 @@ class Running:
         offset = self.inserted % others + 1
         sign = 1 if self.phase.clockwise else -1
         self.packets.append((self.size, sign * offset, -sign * offset))
-        # the first packets carry nothing to reduce; in a group the others all do
+        # the first packets carry nothing to reduce
         number = self.inserted - others
-        rounds = others * others if self.line.dim < 0 else others
         kind = self.phase.kind
         reduce = number >= 0 and (
-            kind == "reduce_scatter" or (kind == "all_reduce" and number < rounds)
+            kind == "reduce_scatter" or (kind == "all_reduce" and number < others)
         )
         self.inserted += 1
         self.packet(self.size, reduce, self.general_direct)

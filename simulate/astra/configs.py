@@ -1,4 +1,4 @@
-"""Astra-Sim's network, system, memory and group files.
+"""Astra-Sim's network, system and memory files.
 
 Units are Astra-Sim's: GiB/s and ns in the network file, GB/s and TFLOP/s in the system file.
 """
@@ -85,8 +85,7 @@ class System:
     optimization: str = "baseline"
     endpoint_delay_ns: int = 10
     local_mem_bw_gbps: float = 1e9  # so fast that reductions cost nothing: measured times hold them
-    roofline: bool = True
-    peak_perf_tflops: float = 1.0  # with roofline: num_ops / 1000 are nanoseconds
+    peak_perf_tflops: float = 1.0  # num_ops / 1000 are nanoseconds
 
     def to_json(self) -> str:
         """The file's text."""
@@ -98,7 +97,7 @@ class System:
             "collective-optimization": self.optimization,
             "local-mem-bw": self.local_mem_bw_gbps,
             "peak-perf": self.peak_perf_tflops,
-            "roofline-enabled": int(self.roofline),
+            "roofline-enabled": 1,
         }
         for kind, key in COLLECTIVE_KEYS.items():
             if kind in self.implementations:
@@ -111,7 +110,6 @@ class Files:
     """Where the parts of one emitted workload lie."""
 
     directory: Path
-    groups: Path | None = None
     prefix: Path = field(init=False)
     network: Path = field(init=False)
     system: Path = field(init=False)
@@ -127,9 +125,6 @@ class Files:
             ("manifest", "manifest.json"),
         ):
             object.__setattr__(self, name, self.directory / path)
-        groups = self.directory / "groups.json"
-        if self.groups is None and groups.exists():
-            object.__setattr__(self, "groups", groups)
 
     def trace(self, rank: int) -> Path:
         """The Chakra trace of one rank."""
@@ -143,27 +138,17 @@ class Files:
             "network": self.network,
             "remote-memory": self.memory,
         }
-        if self.groups is not None:
-            parts["comm-group"] = self.groups
         return [
             f"--{name}-configuration={path.relative_to(self.directory).as_posix()}"
             for name, path in parts.items()
         ]
 
 
-def write_configs(
-    files: Files,
-    network: Network,
-    system: System,
-    groups: Mapping[int, tuple[int, ...]] | None = None,
-) -> None:
-    """Write network, system and memory files, and the group file where there are groups."""
+def write_configs(files: Files, network: Network, system: System) -> None:
+    """Write network, system and memory files."""
     files.network.write_text(network.to_yaml(), encoding="utf-8")
     files.system.write_text(system.to_json(), encoding="utf-8")
     files.memory.write_text('{"memory-type": "NO_MEMORY_EXPANSION"}\n', encoding="utf-8")
-    if groups:
-        text = json.dumps({str(key): list(ranks) for key, ranks in groups.items()})
-        (files.directory / "groups.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _text(path: Path) -> str:
@@ -248,28 +233,6 @@ def read_system(path: Path, dims: int) -> System:
             ("peak-perf", 0, 0),
         )
     )
-    return System(
-        implementations,
-        optimization,
-        int(delay),
-        bandwidth,
-        bool(content.get("roofline-enabled", 0)),
-        perf,
-    )
-
-
-def read_groups(path: Path | None, npus: int) -> dict[int, tuple[int, ...]]:
-    """Read a group file (none: no groups); the order of ranks is that of the group's ring."""
-    if path is None:
-        return {}
-    try:
-        content = json.loads(_text(path))
-        groups = {int(key): tuple(map(int, ranks)) for key, ranks in content.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
-        raise UserError(f"{path}: must be a JSON object of group ids to lists of ranks.") from None
-    for key, ranks in groups.items():
-        if key < 1 or len(set(ranks)) != len(ranks) or len(ranks) < 2:
-            raise UserError(f"{path}: group {key} needs an id from 1 and two or more ranks, once.")
-        if min(ranks) < 0 or max(ranks) >= npus:
-            raise UserError(f"{path}: group {key} names a rank outside 0 to {npus - 1}.")
-    return groups
+    if content.get("roofline-enabled", 0) != 1:
+        raise UserError(f"{path}: roofline-enabled must be 1; our timing rules cover only that.")
+    return System(implementations, optimization, int(delay), bandwidth, perf)

@@ -1,7 +1,6 @@
 """Writes a Program as the files that Astra-Sim runs: whole, or one replica of each kind."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +21,6 @@ from simulate.astra.chakra import (
 from simulate.astra.check import check
 from simulate.astra.configs import (
     COLLECTIVE_KEYS,
-    OPTIMIZATIONS,
     Dimension,
     Files,
     Network,
@@ -31,25 +29,13 @@ from simulate.astra.configs import (
 )
 from simulate.astra.expand import HELPER_AXIS, expand, take_turns, talks_inside, with_helpers
 from simulate.astra.folder import SCHEMA, replacing_folder
-from simulate.astra.linear import (
-    LEAST_PER_RANK,
-    Link,
-    Operation,
-    Sized,
-    Sizer,
-    algorithm,
-    count,
-    fit,
-    link_ns,
-)
+from simulate.astra.linear import LEAST_PER_RANK, Operation, Sized, Sizer, algorithm, count, fit
 from simulate.astra.linear import operation as operation_of
 from simulate.astra.program import COLLECTIVES, PIPELINE_AXIS, Program, Task
 from simulate.astra.timing import Timing
 from simulate.astra.traces import Trace, make_body
 from simulate.astra.write import write_traces
-from spec.errors import UserError
 
-ALGORITHMS = ("auto", "ring", "direct", "halvingDoubling")
 HELPER_GIBPS = 1e6  # a message to a helper takes its latency, 1 ns
 
 
@@ -66,7 +52,7 @@ class Workload:
     axes: tuple[str, ...]  # of the network's dimensions
     nodes: tuple[tuple[Node, ...], ...]
     operations: dict[Operation, tuple[int, Sized]]  # calls on one rank per stage, summed
-    helpers: bool = False
+    helpers: bool
 
     @property
     def replicas(self) -> int:
@@ -95,85 +81,37 @@ class Workload:
         )
 
 
-def build(
-    program: Program,
-    *,
-    whole: bool,
-    links: Mapping[str, Link] | None = None,
-    collectives: str = "auto",
-    optimization: str = "baseline",
-    helpers: bool = True,
-) -> Workload:
+def build(program: Program, *, whole: bool) -> Workload:
     """Everything of an emission but the writing; arguments as for `emit`."""
-    if collectives not in ALGORITHMS:
-        raise UserError(f"collectives is {collectives!r}; known are {', '.join(ALGORITHMS)}.")
-    if optimization not in OPTIMIZATIONS:
-        raise UserError(f"optimization is {optimization!r}; known are {OPTIMIZATIONS}.")
     stages = expand(program)
-    helpers = helpers and (talks_inside(stages) or take_turns(stages))
+    helpers = talks_inside(stages) or take_turns(stages)
     if helpers:
         stages = with_helpers(stages)
     order = tuple(axis for axis, size in program.axes.items() if size > 1)
     calls = count(stages, order)
-    delay = System({}).endpoint_delay_ns
-    times = _times(calls, program.axes, dict(links or {}), collectives, delay)
     sizes = {axis: program.axes[axis] for axis in order}
     if not whole:
         used = {axis for one in calls for axis in one.axes} | {PIPELINE_AXIS}
         sizes = {a: n if a == PIPELINE_AXIS else 2 for a, n in sizes.items() if a in used}
     if not sizes:
         sizes = {"dp": 2}  # Astra-Sim wants a dimension, and a dimension wants two
-    timed = {one: (calls[one], ns) for one, ns in times.items()}
+    delay = System({}).endpoint_delay_ns
     least = LEAST_PER_RANK * prod(sizes.values()) * (2 if helpers else 1)
-    dims = []
-    for axis, npus in sizes.items():
-        link = (links or {}).get(axis)
-        if whole and link and all(o.time_ns is None for o in timed if axis in o.axes):
-            gibps = link.bandwidth_gbps * 1e9 / 2**30
-            dims.append(Dimension("FullyConnected", npus, gibps, link.latency_ns))
-        else:
-            dims.append(fit(axis, npus, timed, collectives, delay, least))
+    dims = [fit(axis, npus, calls, delay, least) for axis, npus in sizes.items()]
     if helpers:
         sizes[HELPER_AXIS] = 2
         dims.append(Dimension("FullyConnected", 2, HELPER_GIBPS, 1.0))
     network = Network(tuple(dims))
     names = {
-        kind: tuple(algorithm(kind, npus, collectives) for npus in sizes.values())
-        for kind in COLLECTIVE_KEYS
+        kind: tuple(algorithm(kind, npus) for npus in sizes.values()) for kind in COLLECTIVE_KEYS
     }
-    system = System(names, optimization)
+    system = System(names)
     sizer = Sizer(network, system, tuple(sizes))
-    sized = {one: (calls[one], sizer.size(one, ns)) for one, ns in times.items()}
+    sized = {one: (often, sizer.size(one)) for one, often in calls.items()}
     nodes = tuple(
         tuple(_node(task, order, sizer, sized) for task in tasks) or (_idle(),) for tasks in stages
     )
     return Workload(network, system, tuple(sizes), nodes, sized, helpers)
-
-
-def _times(
-    calls: Counter[Operation],
-    axes: Mapping[str, int],
-    links: Mapping[str, Link],
-    collectives: str,
-    delay: int,
-) -> dict[Operation, float]:
-    """ns of every operation: its own, or that of the links at the true group size."""
-    result = {}
-    for one in calls:
-        if one.time_ns is not None:
-            result[one] = one.time_ns
-            continue
-        missing = [axis for axis in one.axes if axis not in links]
-        if missing:
-            raise UserError(
-                f"{one.kind} of {one.bytes} bytes over {'+'.join(one.axes)} has no time; give one, "
-                f"or a link for the axis {missing[0]}."
-            )
-        result[one] = sum(
-            link_ns(one, links[a], algorithm(one.kind, axes[a], collectives), axes[a], delay)
-            for a in one.axes
-        )
-    return result
 
 
 def _idle() -> Node:
@@ -221,31 +159,18 @@ def emit(
     directory: Path,
     *,
     whole: bool,
-    links: Mapping[str, Link] | None = None,
-    collectives: str = "auto",
-    optimization: str = "baseline",
-    helpers: bool = True,
     manifest_extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write `program` for Astra-Sim into `directory`, whole or not at all; returns the manifest.
 
     whole: every rank; else each axis but the pipeline's is folded to two replicas, whose
-    collectives take as long as those of the true group.
-    links: per axis, for communication without a time. collectives: Astra-Sim's algorithm, "auto"
-    for the cheapest to simulate. optimization: of all-reduces over several dimensions. helpers:
-    where passes have collectives of their own, give each rank a helper rank for its sends between
-    stages (`expand.with_helpers`); without, these wait for the collectives and the reverse.
+    collectives take as long as those of the true group. Where passes have collectives of their
+    own, or messages take turns, each rank gets a helper rank for its sends between stages
+    (`expand.with_helpers`).
     An earlier emission in `directory` is replaced; anything else there raises UserError, and so
     does a program that could not run to its end.
     """
-    work = build(
-        program,
-        whole=whole,
-        links=links,
-        collectives=collectives,
-        optimization=optimization,
-        helpers=helpers,
-    )
+    work = build(program, whole=whole)
     timing = check(work.trace())
     with replacing_folder(directory) as temporary:
         manifest = _manifest(program, work, whole, timing, manifest_extra or {})
@@ -261,7 +186,11 @@ def emit(
 def _manifest(
     program: Program, work: Workload, whole: bool, timing: Timing, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    residuals = [abs(s.astra_ns / s.time_ns - 1) for _, s in work.operations.values() if s.time_ns]
+    residuals = [
+        abs(sized.astra_ns / one.time_ns - 1)
+        for one, (_, sized) in work.operations.items()
+        if one.time_ns
+    ]
     return {
         "schema": SCHEMA,
         "whole": whole,
@@ -286,7 +215,7 @@ def _manifest(
                 "calls": calls,  # of one rank per stage, over all stages
                 "bytes": one.bytes,
                 "comm_size": sized.comm_size,
-                "time_ns": sized.time_ns,
+                "time_ns": one.time_ns,
                 "line_ns": sized.unscaled_ns,
                 "astra_ns": sized.astra_ns,
             }

@@ -96,15 +96,14 @@ class _Stage:
         inside = tuple(axis for axis in task.axes if axis != PIPELINE_AXIS)
         time = task.time_ns
         if inside:
-            time = None if time is None else time / 2
+            time /= 2
             deps = (self.add(replace(task, axes=inside, time_ns=time), deps),)
         if len(stages) == 1:
             return deps or (self.add(Task(0, task.name, "compute", 1.0), deps),)
         place = stages.index(self.index)
         hops = 1 if len(stages) == 2 else 2 * (len(stages) - 1)
-        share = None if time is None else time / hops
         # negative tags are no one else's
-        message = Task(0, task.name, "send", bytes=task.bytes, tag=-1 - number, time_ns=share)
+        message = Task(0, task.name, "send", bytes=task.bytes, tag=-1 - number, time_ns=time / hops)
 
         def send(peer: int, after: tuple[int, ...]) -> int:
             return self.add(replace(message, peer=peer), after)
@@ -273,7 +272,7 @@ class _Handed:
         (`simulate.step.messages`); where that is more than the rest, all of it waits to be asked
         for.
         """
-        whole, rest = task.time_ns or 0.0, task.rest_ns or 0.0
+        whole, rest = task.time_ns, task.rest_ns or 0.0
         last = (whole - rest) / 2
         times = whole - max(rest, last), max(rest - last, 0.0), last
         found = [

@@ -13,10 +13,7 @@ from spec.files import making
 
 SCHEMA = "astra-emission/1"
 # what a directory of ours holds; Astra-Sim writes its log beside it
-_EMITTED = {
-    *("workload", "manifest.json", "network.yml", "system.json", "memory.json", "groups.json"),
-    "log",
-}
+_EMITTED = {"workload", "manifest.json", "network.yml", "system.json", "memory.json", "log"}
 
 
 @contextmanager

@@ -29,21 +29,13 @@ _MOST_GIBPS = 1e6  # a dimension whose time is all latency
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A dimension's own line, for tasks without a time: GB/s (1e9 bytes) and ns per message."""
-
-    bandwidth_gbps: float
-    latency_ns: float
-
-
-@dataclass(frozen=True, slots=True)
 class Operation:
     """Communications of a step that Astra-Sim times alike; `bytes` as in `Task`."""
 
     kind: str  # a collective, or "send"
     axes: tuple[str, ...]
     bytes: int
-    time_ns: float | None
+    time_ns: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class Sized:
     """What an operation became."""
 
     comm_size: int
-    time_ns: float  # asked for
     astra_ns: int  # what Astra-Sim takes when all its ranks start together
     unscaled_ns: int  # what it would take with the true bytes
 
@@ -74,52 +65,33 @@ def count(stages: Iterable[Iterable[Task]], order: tuple[str, ...]) -> Counter[O
     )
 
 
-def algorithm(kind: str, npus: int, asked: str) -> str:
-    """Astra-Sim's algorithm for a collective on a dimension.
+def algorithm(kind: str, npus: int) -> str:
+    """Astra-Sim's algorithm for a collective on a dimension: the cheapest to simulate.
 
-    "auto": halvingDoubling where it exists, since it costs fewest messages, else ring; direct for
+    halvingDoubling where it exists, since it costs fewest messages, else ring; direct for
     all_to_all, whose ring takes npus / 2 times as many.
     """
-    power_of_two = npus & (npus - 1) == 0
-    if asked == "direct" or (asked in ("auto", "halvingDoubling") and kind == "all_to_all"):
+    if kind == "all_to_all":
         return "direct"
-    return "halvingDoubling" if asked != "ring" and power_of_two else "ring"
+    return "halvingDoubling" if npus & (npus - 1) == 0 else "ring"
 
 
-def _terms(kind: str, name: str, n: int, delay: int) -> tuple[float, float, float]:
+def _terms(kind: str, n: int, delay: int) -> tuple[float, float, float]:
     """(latencies, bytes / bandwidth, endpoint ns) of a collective of nccl-tests' bytes on n ranks.
 
-    The closed forms of `rules`, with the reduction left out.
+    The closed forms of `rules` for its `algorithm`, with the reduction left out.
     """
     if kind == "send":
         return 1, 1, 0
-    twice = 2 if kind == "all_reduce" else 1
     if kind == "all_to_all":
-        if name == "direct":
-            return 1, 1 / n, 2 * delay
-        rounds = n * (n - 1) / 2
-        return rounds, rounds / n, (rounds + 1) * delay
-    if name == "direct":
-        return twice, twice / n, (twice + 1) * delay
-    rounds = twice * (n - 1 if name == "ring" else log2(n))
+        return 1, 1 / n, 2 * delay
+    twice = 2 if kind == "all_reduce" else 1
+    rounds = twice * (n - 1 if algorithm(kind, n) == "ring" else log2(n))
     return rounds, twice * (n - 1) / n, (rounds + 1) * delay
 
 
-def link_ns(one: Operation, link: Link, name: str, npus: int, delay: int) -> float:
-    """Time of an operation without one of its own, on a dimension with this line."""
-    latencies, share, fixed = _terms(one.kind, name, npus, delay)
-    return latencies * link.latency_ns + share * one.bytes / link.bandwidth_gbps + fixed
-
-
-def fit(
-    axis: str,
-    npus: int,
-    timed: Mapping[Operation, tuple[int, float]],
-    asked: str,
-    delay: int,
-    least: int,
-) -> Dimension:
-    """The line of one axis from the operations that use it: operation -> (calls, ns).
+def fit(axis: str, npus: int, calls: Mapping[Operation, int], delay: int, least: int) -> Dimension:
+    """The line of one axis from the operations that use it, by how often they are called.
 
     Operations over this axis alone come first; those over several share their time evenly. No
     collective is emitted with fewer than `least` bytes (`Sizer.least`), so the line is drawn
@@ -129,23 +101,22 @@ def fit(
     def sent(one: Operation) -> int:
         return one.bytes if one.kind in ("send", "all_gather") else max(one.bytes, least)
 
-    mine = {one: pair for one, pair in timed.items() if one.axes == (axis,)} or {
-        one: (calls, ns / len(one.axes)) for one, (calls, ns) in timed.items() if axis in one.axes
-    }
+    mine = {one: one.time_ns / len(one.axes) for one in calls if axis in one.axes}
+    mine = {one: ns for one, ns in mine.items() if one.axes == (axis,)} or mine
     if not mine:
         return Dimension("FullyConnected", npus, 100.0, 0.0)
     spent: Counter[str] = Counter()
-    for one, (calls, ns) in mine.items():
-        spent[one.kind] += int(calls * ns) + 1
+    for one, ns in mine.items():
+        spent[one.kind] += int(calls[one] * ns) + 1
     kind = spent.most_common(1)[0][0]
+    latencies, share, fixed = _terms(kind, npus, delay)
     rows, weights = [], []
-    for one, (calls, ns) in mine.items():
+    for one, ns in mine.items():
         if one.kind != kind:
             continue
-        latencies, share, fixed = _terms(kind, algorithm(kind, npus, asked), npus, delay)
         left = max(ns - fixed, 1e-3 * ns, 1e-3)
         rows.append((latencies / left, share * sent(one) / left))
-        weights.append(calls * ns)
+        weights.append(calls[one] * ns)
     table = np.array(rows)
     scale = 1.0 / table.max(axis=0)  # brings the columns to one size
     root = np.sqrt(np.array(weights) / max(sum(weights), 1e-9) + 1e-6)
@@ -153,10 +124,10 @@ def fit(
         latency = float(_least_squares(table * scale * root[:, None], root)[0] * scale[0])
     else:
         latency = min(_LATENCY_SHARE / rows[0][0], _LATENCY_NS)
-    for one, (_, ns) in timed.items():
+    for one in calls:
         if axis in one.axes:
-            latencies, _, fixed = _terms(one.kind, algorithm(one.kind, npus, asked), npus, delay)
-            latency = min(latency, max(0.9 * ns / len(one.axes) - fixed, 0.0) / latencies)
+            latencies, _, fixed = _terms(one.kind, npus, delay)
+            latency = min(latency, max(0.9 * one.time_ns / len(one.axes) - fixed, 0.0) / latencies)
     rest = 1.0 - table[:, 0] * latency
     per_byte = float(np.sum(root**2 * rest * table[:, 1]) / np.sum(root**2 * table[:, 1] ** 2))
     per_byte = max(per_byte, _BYTES_PER_NS_TO_GIBPS / _MOST_GIBPS)
@@ -207,14 +178,14 @@ class Sizer:
             return 1
         return LEAST_PER_RANK * self.network.npus
 
-    def size(self, one: Operation, time_ns: float) -> Sized:
+    def size(self, one: Operation) -> Sized:
         """The true bytes if their time is right within `TOLERANCE`, else the size whose time is."""
-        least = self.least(one)
+        least, time_ns = self.least(one), one.time_ns
         true = one.bytes if one.kind == "send" else comm_size(one.kind, one.bytes, self.ranks(one))
         true = max(true, least)
         unscaled = self.ns(one, true)
         if abs(unscaled - time_ns) <= TOLERANCE * time_ns:
-            return Sized(true, time_ns, unscaled, unscaled)
+            return Sized(true, unscaled, unscaled)
         low, high = least, max(2 * least, 2)
         while self.ns(one, high) < time_ns and high < 1 << 60:
             low, high = high, high * 2
@@ -225,4 +196,4 @@ class Sizer:
             else:
                 high = middle
         best = min((low, high), key=lambda size: abs(self.ns(one, size) - time_ns))
-        return Sized(best, time_ns, self.ns(one, best), unscaled)
+        return Sized(best, self.ns(one, best), unscaled)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 _FINISHED = re.compile(
     r"sys\[(\d{1,9})\] finished, (\d{1,18}) cycles, exposed communication (-?\d{1,18}) cycles"
 )
-_FIGURE = re.compile(r"sys\[(\d{1,9})\], (Wall time|GPU time|Comm time): (\d{1,18})\s*$")
+_FIGURE = re.compile(r"sys\[(\d{1,9})\], (Wall time|GPU time): (\d{1,18})\s*$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TROUBLE = ("critical", "unreleased nodes", "error", "terminate called", "assertion", "exception")
 _KEPT_TROUBLES = 20
@@ -16,14 +16,13 @@ _KEPT_TROUBLES = 20
 class AstraLog:
     """A log as far as it has been read.
 
-    `gpu_ns` and `comm_ns` are Astra-Sim's own closing statistics; its "exposed communication" is
+    `wall_ns` and `gpu_ns` are of Astra-Sim's own closing statistics; its "exposed communication" is
     finish minus compute, bubbles included, so it is not kept.
     """
 
     cycles: dict[int, int] = field(default_factory=dict)  # rank -> ns at which it finished
     wall_ns: dict[int, int] = field(default_factory=dict)
     gpu_ns: dict[int, int] = field(default_factory=dict)
-    comm_ns: dict[int, int] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)  # lines that tell of one
     repeated: set[int] = field(default_factory=set)  # ranks that finished twice
 
@@ -35,8 +34,7 @@ class AstraLog:
                 self.repeated.add(rank)
             self.cycles[rank] = int(found[2])
         elif found := _FIGURE.search(line):
-            name = found[2]
-            into = {"Wall time": self.wall_ns, "GPU time": self.gpu_ns}.get(name, self.comm_ns)
+            into = self.wall_ns if found[2] == "Wall time" else self.gpu_ns
             into[int(found[1])] = int(found[3])
         elif len(self.troubles) < _KEPT_TROUBLES:
             low = line.lower()

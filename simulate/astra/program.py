@@ -35,14 +35,13 @@ class Task:
 
     `bytes` is nccl-tests' size: the whole buffer for all_gather and reduce_scatter, the buffer of
     one rank for all_reduce, all_to_all and send_recv, the message for send and recv. `time_ns` is
-    what the calibrated model says a communication takes once every rank of it is there; None
-    leaves it to the network's own line. A send with `rest_ns` takes turns
-    (`simulate.step.messages`): it begins when the one before it to the same peer has arrived, and
-    the last `rest_ns` of its time when its receive's `deps` are done. Half of the other
-    nanoseconds, which buffers hold, are not waited for by tasks that depend on it. `axes` are the
-    axes that a collective spans: the ranks that differ only in those. A collective over the
-    pipeline axis joins the stages that have a task of the same name (its n-th occurrence with
-    their n-th).
+    what the calibrated model says a communication takes once every rank of it is there. A send
+    with `rest_ns` takes turns (`simulate.step.messages`): it begins when the one before it to the
+    same peer has arrived, and the last `rest_ns` of its time when its receive's `deps` are done.
+    Half of the other nanoseconds, which buffers hold, are not waited for by tasks that depend on
+    it. `axes` are the axes that a collective spans: the ranks that differ only in those. A
+    collective over the pipeline axis joins the stages that have a task of the same name (its n-th
+    occurrence with their n-th).
     """
 
     id: int  # unique within the stage, ascending in issue order
@@ -54,7 +53,7 @@ class Task:
     peer: int = -1  # stage index; send and recv only
     tag: int = 0  # send and recv only; a recv takes the oldest send of its peer, tag and size
     deps: tuple[int, ...] = ()  # ids of earlier tasks of the same stage
-    time_ns: float | None = None  # communication only
+    time_ns: float = 0.0  # communication only; a recv takes its send's
     rest_ns: float | None = None  # send only: of its time, that of what no buffer holds
 
 
@@ -112,7 +111,7 @@ class Program:
             return
         if task.bytes < 1:
             raise ValueError(f"{where}: moves {task.bytes} bytes; at least 1 is needed")
-        if task.time_ns is not None and not 0 <= task.time_ns < _LONGEST_NS:
+        if not 0 <= task.time_ns < _LONGEST_NS:
             raise ValueError(f"{where}: takes {task.time_ns} ns")
         if task.rest_ns is not None and not 0 <= task.rest_ns <= (task.time_ns or -1.0):
             raise ValueError(f"{where}: buffers do not hold {task.rest_ns} of {task.time_ns} ns")

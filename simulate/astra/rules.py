@@ -14,9 +14,6 @@ from functools import lru_cache
 from simulate.astra.configs import Dimension, Network, System
 from spec.errors import UserError
 
-# Astra-Sim's fixed delay for groups given by number (`MemBus::Transmition::Fast`)
-GROUP_DELAY_NS = 10
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -70,7 +67,9 @@ def phases(
     size: Astra-Sim's comm_size: the input shard for all_gather, else the buffer of one rank; less
     than one byte per NPU of the network counts as that (`Sys::determine_chunk_size`).
     """
-    names = _names(system, kind)
+    names = system.implementations.get(kind)
+    if names is None:
+        raise UserError(f"the system file names no implementation of {kind}.")
     if kind != "all_gather":
         size = max(size, network.npus)
     flags = dims if dims is not None else (True,) * 4
@@ -90,26 +89,6 @@ def phases(
         elif name == "reduce_scatter":
             size //= network.dims[d].npus
     return tuple(result)
-
-
-def _names(system: System, kind: str) -> tuple[str, ...]:
-    names = system.implementations.get(kind)
-    if names is None:
-        raise UserError(f"the system file names no implementation of {kind}.")
-    return names
-
-
-def group_phases(
-    network: Network, system: System, kind: str, size: int, group: int
-) -> tuple[Phase, ...]:
-    """The one phase of a collective in a group by number, `dim` being minus that number.
-
-    With several dimensions it is a ring whatever the system file says
-    (`CommunicatorGroup::get_collective_plan`).
-    """
-    names = _names(system, kind)
-    size = size if kind == "all_gather" else max(size, network.npus)
-    return (Phase(-group, kind, names[0] if len(names) == 1 else "ring", size),)
 
 
 @lru_cache(maxsize=1024)

@@ -42,7 +42,7 @@ class _Rank:
     computing: bool = False
     talking: bool = False
     bundles: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
-    streams: dict[str, int] = field(default_factory=dict)  # collectives begun, by group
+    begun: int = 0  # collectives
     finished: int = -1
 
 
@@ -83,7 +83,7 @@ class _Engine:
         self.sequence = 0
         self.mail: dict[tuple[object, ...], _Mailbox] = {}
         self.lines: dict[tuple[int, int], Line] = {}
-        self.plans: dict[tuple[object, ...], tuple[rules.Phase, ...]] = {}
+        self.plans: dict[tuple[str, int, tuple[bool, ...] | None], tuple[rules.Phase, ...]] = {}
         self.computes: dict[int, list[int]] = {}  # ns by program
         self.ranks = [self._rank(i, rank) for i, rank in enumerate(self.classes.first.tolist())]
 
@@ -256,42 +256,19 @@ class _Engine:
     # collectives --------------------------------------------------------------------------------
 
     def collective(self, rank: _Rank, node: Node, done: Callable[[], None]) -> None:
-        """Begin a collective; Astra-Sim numbers them, per rank and group, as they begin."""
+        """Begin a collective; Astra-Sim numbers them, per rank, as they begin."""
         kind = COMM_NAMES.get(node.comm_type if node.comm_type is not None else 0)
         if kind is None:
             raise UserError(f"node {node.id} has a comm_type {node.comm_type} that is unknown.")
-        if kind == "broadcast":  # holds the slot for its duration, alone
-            self.register(rank, node.duration_us * 1000 or 1, done)
-            return
-        group = node.group if node.group not in ("", "0") else ""
-        number = rank.streams.get(group, 0)
-        rank.streams[group] = number + 1
-        members = self._members(rank, node) if group else None
-        if members is not None and len(members) < self.network.npus:
-            plan = rules.group_phases(self.network, self.system, kind, node.comm_size, int(group))
-        else:
-            key = (kind, node.comm_size, None if members else node.dims)
-            if key not in self.plans:
-                flags = (True,) * len(self.network.dims) if members else node.dims
-                self.plans[key] = rules.phases(
-                    self.network, self.system, kind, node.comm_size, flags
-                )
-            plan = self.plans[key]
+        tag = rank.begun % _TAGS
+        rank.begun += 1
+        key = (kind, node.comm_size, node.dims)
+        if key not in self.plans:
+            self.plans[key] = rules.phases(self.network, self.system, *key)
+        plan = self.plans[key]
         if not plan:
             raise UserError(f"node {node.id} spans no dimension; Astra-Sim hangs on that.")
-        tag = (int(group or 0) * 1_000_000 + number) % _TAGS
         self.next_phase(rank, deque(plan), tag, done)
-
-    def _members(self, rank: _Rank, node: Node) -> tuple[int, ...]:
-        try:
-            members = self.trace.groups[int(node.group)]
-        except (KeyError, ValueError):
-            raise UserError(
-                f"node {node.id} names group {node.group!r}, which is absent."
-            ) from None
-        if rank.rank not in members:
-            raise UserError(f"rank {rank.rank} is not in group {node.group} of node {node.id}.")
-        return members
 
     def next_phase(
         self, rank: _Rank, plan: deque[rules.Phase], tag: int, done: Callable[[], None]
@@ -305,14 +282,14 @@ class _Engine:
         def after() -> None:
             self.next_phase(rank, plan, tag, done)
 
-        delay = rules.GROUP_DELAY_NS if phase.dim < 0 else self.system.endpoint_delay_ns
         if line.uniform and rules.even(self.network.dims[phase.dim], phase.algorithm):
-            self.together(rank, rules.phase_ns(self.network, self.system, phase), delay, after)
+            self.together(rank, rules.phase_ns(self.network, self.system, phase), after)
         else:
-            Running(self, rank, phase, line, tag, delay, after).start()
+            Running(self, rank, phase, line, tag, after).start()
 
-    def together(self, rank: _Rank, total: int, delay: int, after: Callable[[], None]) -> None:
+    def together(self, rank: _Rank, total: int, after: Callable[[], None]) -> None:
         """A phase that the whole line starts together: only its last message is an event."""
+        delay = self.system.endpoint_delay_ns
 
         def last() -> None:
             self.register(rank, delay, after)
@@ -328,18 +305,13 @@ class _Engine:
 
     def _line(self, rank: int, dim: int) -> Line:
         of = self.classes.of
-        if dim < 0:
-            members = self.trace.groups[-dim]
-            index = members.index(rank)
-        else:
-            stride, npus = self.network.strides[dim], self.network.dims[dim].npus
-            index = rank // stride % npus
-            first = rank - index * stride
-            members = tuple(first + i * stride for i in range(npus))
+        stride, npus = self.network.strides[dim], self.network.dims[dim].npus
+        index = rank // stride % npus
+        first = rank - index * stride
+        members = tuple(first + i * stride for i in range(npus))
         rotated = members[index:] + members[:index]
         classes = [int(of[one]) for one in rotated]
-        uniform = dim >= 0 and len(set(classes)) == 1
-        return Line(dim, index, rotated, classes, uniform)
+        return Line(dim, index, rotated, classes, uniform=len(set(classes)) == 1)
 
     def _ended(self) -> None:
         """Raise UserError, naming who waits for what, unless every rank has finished."""

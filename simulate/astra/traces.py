@@ -4,22 +4,15 @@ Ranks of one pipeline stage run the same nodes with other peers. Reading finds t
 bytes: a file that equals an earlier one but for its peers is not decoded again.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulate.astra.chakra import COMP, RECV, SEND, Node, decode_named
-from simulate.astra.configs import (
-    Files,
-    Network,
-    System,
-    read_groups,
-    read_network,
-    read_system,
-)
+from simulate.astra.configs import Files, Network, System, read_network, read_system
 from spec.errors import UserError
 
 Peers = NDArray[np.int64]
@@ -50,13 +43,6 @@ class Trace:
     bodies: tuple[Body, ...]
     body_of: NDArray[np.int64]
     peers: Sequence[Peers]
-    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes of all ranks."""
-        counts = np.array([len(body.nodes) for body in self.bodies])
-        return int(counts[self.body_of].sum())
 
 
 def make_body(nodes: Sequence[Node], name: str) -> Body:
@@ -167,20 +153,17 @@ def read_trace(directory: Path) -> Trace:
         tuple(reader.bodies),
         np.array([body for body, _ in pairs], dtype=np.int64),
         [peers for _, peers in pairs],
-        read_groups(files.groups, network.npus),
     )
 
 
 def duration_ns(node: Node, system: System) -> int:
     """Nanoseconds that a compute node takes, by Astra-Sim's arithmetic.
 
-    With the roofline: num_ops over the lower of peak and memory-bound performance, in double
-    precision, cut to whole nanoseconds; without: duration in microseconds, 0 counting as 1 ns.
+    num_ops over the lower of peak and memory-bound performance, in double precision, cut to whole
+    nanoseconds.
     Raises UserError for a node that Astra-Sim skips or aborts on.
     """
     assert node.type == COMP
-    if not system.roofline:
-        return node.duration_us * 1000 or 1
     if not node.num_ops or not node.tensor_size:
         raise UserError(f"compute node {node.id}: num_ops and tensor_size must be 1 or more.")
     ops = float(node.num_ops)
@@ -188,5 +171,5 @@ def duration_ns(node: Node, system: System) -> int:
     bandwidth = system.local_mem_bw_gbps * 1e9
     perf = min(bandwidth * intensity, system.peak_perf_tflops * 1e12)
     if perf <= 0:
-        raise UserError("peak-perf and local-mem-bw must be above 0 when roofline-enabled is 1.")
+        raise UserError("peak-perf and local-mem-bw must be above 0.")
     return int(ops / perf * 1e9)
