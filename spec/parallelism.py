@@ -219,6 +219,11 @@ class Parallelism(BaseModel):
             )
         if model.lora_rank and self.zero >= 2:
             raise UserError("LoRA with zero 2 or 3 is not supported; use zero 0 or 1")
+        if model.lora_rank > model.hidden:
+            raise UserError(
+                f"lora_rank {model.lora_rank} is more than {model.name}'s hidden {model.hidden}; "
+                "use less, such as 16"
+            )
         if model.lora_rank and model.experts:
             raise UserError(
                 "LoRA of a mixture of experts is not supported; use lora_rank 0 or a dense model"

@@ -18,7 +18,8 @@ What differs, where Megatron-LM's defaults are on (`measure.megatron.build`):
   to 1,770 and 1.17 to 1.30 at 1,530 to 1,620, the latter 1.03 at 1,730 and 1.15 to 1.24 at 1,570
   to 1,620.
 - In FP8 a norm in front of a product writes its output cast (`LayerNormLinear`), unless an adapter
-  has it in bf16; other casts write two copies, one of them transposed.
+  has it in bf16; other casts write two copies, one of them transposed, but for most of a frozen
+  product, which needs one (`spec.step_linear`).
 - Adapters' products are torch's, their weight gradients added up by kernels that do only that.
 
 Its optimizer reads norms, clips in place and updates by kernels of its own (`spec.step.optimizer`).

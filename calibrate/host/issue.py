@@ -38,7 +38,8 @@ from spec.records import HostRow, KernelRow
 # 50 to 100, FP8's scales 45 to 370); an expert's there, of two hosts of H200: 0.28 and 0.29 of one
 # by itself on the same host, 0.5 and 0.51 in the backward pass; a piece of a ring there, of two of
 # H200, about 35 (by hand) and 70; a tensor's exchange, of two of H200, 21 and 26, and about 33 by
-# hand.
+# hand; an adapter's there, of two of H200, forward and backward together (11 and 13; forward 15
+# and 18, backward 18 and 26 by what single nil steps have more).
 CALLS = {
     "part": 7.0,
     "backward_part": 1.6,

@@ -94,7 +94,8 @@ class Modules:
 
 
 def engine_modules(model: ModelSpec, device: torch.device) -> Modules:
-    """Megatron-Core's layers on Transformer Engine, nothing replaced; WorkError where it isn't.
+    """Megatron-Core's layers on Transformer Engine; WorkError where it isn't. Nothing is replaced,
+    but linear layers get adapters where the model has them.
 
     A GPU's experts are one GroupedLinear each way, as `moe_grouped_gemm` has it.
     """

@@ -13,7 +13,9 @@ activations between the two, `rank` wide, are what ranks exchange:
 
 On Transformer Engine the first product of each block has the norm in it, and hands what it
 normalised to its adapter (`return_layernorm_output`). Adapters stay in bf16 there, in FP8 steps
-too, as those of NeMo and Megatron Bridge do.
+too, as those of NeMo and Megatron Bridge do. Under sequence parallelism these gather what was
+normalised in bf16, once for product and adapter (`return_layernorm_output_gathered`), and keep all
+tokens of it; ours gather `A x`.
 """
 
 from typing import Any

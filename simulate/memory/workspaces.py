@@ -10,10 +10,11 @@ from spec.parallelism import Parallelism
 # (aten/src/ATen/cuda/CublasHandlePool.cpp, and Transformer Engine's pytorch/module/base.py).
 WORKSPACE = 32 * 2.0**20
 THREADS = 2  # that run a step's passes, forward and backward
-# Of a sum over rows of bf16 (aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`): columns and
-# rows that a block has at once, rows that a thread sums where blocks share a column, and how many
-# blocks Hopper's 132 processors run. The room for their parts is counted as if each thread of a
-# block's 32 by 4 had all of the block's columns (`global_memory_size`).
+# Of a sum over rows of bf16 (aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`), of columns
+# in multiples of four: columns and rows that a block has at once, rows that a thread sums where
+# blocks share a column, and how many blocks Hopper's 132 processors run. The room for their parts
+# is counted as if each thread of a block's 32 by 4 had all of the block's columns
+# (`global_memory_size`).
 BLOCK_COLUMNS, BLOCK_ROWS, LEAST_ROWS, MOST_ROWS = 128, 4, 16, 256
 BLOCKS = 132 * 16
 
@@ -41,4 +42,5 @@ def sum_bytes(rows: int, columns: int) -> float:
     if each < MOST_ROWS or blocks > BLOCKS:
         return 0.0
     shared = min(ceil(BLOCKS / blocks), ceil(each / LEAST_ROWS))
-    return 4.0 * columns * max(shared, ceil(each / MOST_ROWS)) * BLOCK_COLUMNS
+    shared = max(shared, ceil(each / MOST_ROWS))
+    return 4.0 * columns * shared * BLOCK_COLUMNS if shared > 1 else 0.0
