@@ -2,8 +2,9 @@
 
 While a graph is captured PyTorch's allocator gives no block back that another stream has used, as
 it cannot ask whether that stream is done (`c10/cuda/CUDACachingAllocator.cpp`). Gradients that
-autograd hands over to Megatron-Core's fp32 ones are such blocks: each micro-batch has its own, in
-a pool that is the graph's alone, which holds the passes' tensors beside them. What the steps issued
+autograd hands over to Megatron-Core's fp32 ones are such blocks, and what a ring sends and
+receives: each micro-batch has its own, in a pool that is the graph's alone, which holds the passes'
+tensors beside them. What the steps issued
 before have left of their own is given back but for blocks that a state of Adam's lies in
 (`simulate.memory.logits`). Handing a gradient over is a branch of the graph, of which the driver
 keeps something, too, and so is what a layer sends.
@@ -70,6 +71,21 @@ def pool_bytes(
     if recomputed or shapes(model, p).tokens < model.hidden:
         return passes + before + LAST * gradients
     return passes + before / FILLED
+
+
+def ring_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """Bytes of the pool that a ring on Transformer Engine sent from, or received in.
+
+    NCCL's stream used them (`recordStream` in `ProcessGroupNCCL::pointToPoint`). For each layer and
+    microbatch: in a forward pass a GPU's own keys and values and those of each other, in a
+    backward pass two of both with their gradients (`AttnFuncWithCPAndKVP2P`).
+    """
+    if not p.on_engine or p.cp == 1 or p.exchanges_heads:
+        return 0.0
+    heads = max(model.kv_heads // p.tp, 1)
+    both = 2 * 2.0 * shapes(model, p).tokens * heads * model.head_dim
+    forward = p.cp * (1 if p.recompute == "none" else 2)
+    return both * (forward + 4) * p.stage_layers(model)[stage] * p.microbatches
 
 
 def kept_bytes(

@@ -17,7 +17,7 @@ from simulate.memory.activations import (
 )
 from simulate.memory.allocator import uncut_bytes
 from simulate.memory.between_stages import tensors_held
-from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes
+from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes, ring_bytes
 from simulate.memory.overhead import Reserved
 from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
 from simulate.memory.workspaces import sum_bytes, workspace_bytes
@@ -358,7 +358,8 @@ def captured(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) ->
         held.weights + held.gradients + held.optimizer,
         kept_bytes(model, p, stage, states, _clipping_bytes(model, p, stage, owned)),
         # clipping is outside the graph
-        pool_bytes(model, p, stage, held.activations + held.passes, recomputed),
+        pool_bytes(model, p, stage, held.activations + held.passes, recomputed)
+        + ring_bytes(model, p, stage),
     )
 
 
