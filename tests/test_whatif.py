@@ -1,7 +1,6 @@
 """What-ifs of power and heat: each has an effect, or is refused with the reason."""
 
 import json
-from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -9,45 +8,21 @@ import numpy as np
 import pytest
 
 from reports.projection import render
-from simulate.cost.uncertainty import Draws
 from simulate.inputs import calibration_for
-from simulate.power.energy import (
-    burst_w,
-    by_activity_w,
-    facility,
-    peaks_w,
-    refuse_without_effect,
-    spread,
-)
+from simulate.power.energy import refuse_without_effect
 from simulate.power.heat import Assumed, Environment, heat, temperatures_c
 from simulate.power.whatif import WhatIf, change
 from simulate.project import main
 from simulate.projection.caps import sweep_caps
-from simulate.projection.projected import Request, project
+from simulate.projection.projected import project
 from simulate.search import main as search
-from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json
-from spec.model import load_model
-from spec.parallelism import Parallelism
 from tests.made_up import calibration_json, write_calibration
-from topologies import load_cooling, load_fabric, load_node
-
-NODE, FABRIC = load_node("hgx-h200"), load_fabric("ndr400-rail")
-MODEL = load_model("llama3-8b").resized(layers=4)
-P = Parallelism(dp=16, overlap=True, microbatch=2, global_batch=64)
-THERMAL = {
-    "fast_s": 0.9,
-    "slow_s": 30.0,
-    "central": {"fast_c_per_w": 0.036, "slow_c_per_w": 0.006},
-    "resistance_sd": 0.1,
-    "rest_c": 27.0,
-    "rest_sd_c": 1.5,
-    "error_c": 1.5,
-    "power_w": 700.0,
-}
+from tests.steps_at_cap import NODE, THERMAL, request, value_of, write_at_cap
+from topologies import load_cooling, load_node
 
 
 @pytest.fixture
@@ -57,17 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calibration(path: Path) -> Calibration:
-    clock = calibration_json()["clock"] | {"sustained_mhz": 1600.0, "product_bend": 0.5}
-    return write_calibration(path, thermal=THERMAL, clock=clock)
-
-
-def request(calibration: Calibration, path: Path, what: WhatIf) -> Request:
-    changed = change(what, calibration, NODE)
-    return Request(MODEL, P, NODE, FABRIC, changed.calibration, path, draws=60, changed=changed)
-
-
-def value_of(calibration: Calibration, path: Path, what: WhatIf) -> dict[str, Any]:
-    return project(request(calibration, path, what)).as_json()
+    return write_at_cap(path)
 
 
 def test_a_lower_cap_takes_longer_at_less_power(calibration: Calibration, path: Path) -> None:
@@ -262,112 +227,6 @@ def test_a_search_under_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "--no-throttling has no effect on this step" in capsys.readouterr().err
 
 
-def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
-    calibration: Calibration,
-) -> None:
-    estimate = StepSimulator(MODEL, P, NODE, FABRIC, calibration, draws=0).run()
-    peaks = peaks_w(estimate, calibration)
-    assert peaks["at_once"] > peaks["over_25_ms"] > peaks["over_1_s"] > 700
-    burst = burst_w(peaks)
-    assert burst["low"] < burst["median"] < burst["high"]
-
-
-def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
-    calibration: Calibration, path: Path
-) -> None:
-    """What a product draws is not what a slower host makes of the step's mean."""
-    slow = calibration.host.model_copy(update={"part_us": 9000.0, "sd": 0.5})
-    waiting = calibration.model_copy(update={"host": slow})
-    some, more = (value_of(each, path, WhatIf()) for each in (calibration, waiting))
-    wide = [
-        each["power_w_per_gpu"]["high"] / each["power_w_per_gpu"]["low"] for each in (some, more)
-    ]
-    assert wide[1] > 1.2 * wide[0]
-    for name in some["peak_w"]:
-        one, other = (each["peak_w"][name] for each in (some, more))
-        assert other["high"] / other["low"] == pytest.approx(one["high"] / one["low"])
-
-
-@pytest.mark.parametrize(
-    "split", [{"tp": 2}, {"cp": 2}, {"dp": 2, "zero": 3}, {"dp": 2}, {"pp": 2}]
-)
-@pytest.mark.parametrize("shared_w", [None, 75.0])
-def test_gpus_that_share_layers_wait_for_hosts_in_collectives(
-    calibration: Calibration, split: dict[str, int], shared_w: float | None
-) -> None:
-    update = {"ready_w": 50.0, "ready_shared_w": shared_w}
-    clock = calibration.clock.model_copy(update=update)
-    draws_w = clock.late_w(Parallelism(**split, global_batch=4))
-    assert draws_w == (shared_w if shared_w and {"tp", "cp", "zero"} & {*split} else 50.0)
-
-
-@pytest.mark.parametrize(
-    ("update", "split"),
-    [("ready_w", Parallelism()), ("ready_shared_w", Parallelism(tp=2, sequence_parallel=True))],
-)
-def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(
-    calibration: Calibration, update: str, split: Parallelism
-) -> None:
-    """Not as an idle one."""
-    model = MODEL.resized(layers=2)
-    means = []
-    for part_us in (1e3, 1e5):
-        host = calibration.host.model_copy(update={"part_us": part_us})
-        for_peers = None
-        for ready_w in (0.0, 50.0):
-            clock = calibration.clock.model_copy(update={update: ready_w})
-            given = calibration.model_copy(update={"host": host, "clock": clock})
-            estimate = StepSimulator(model, split, NODE, FABRIC, given, draws=0).run()
-            found = by_activity_w(estimate, given)
-            assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
-            waits = float(estimate.priced.host_us(0)[0]) / float(estimate.step_time_s[0]) / 1e6
-            for_peers = found["waiting"] if for_peers is None else for_peers
-            assert found["waiting"] - for_peers == pytest.approx(ready_w * waits, rel=0.01)
-            means.append(float(estimate.power_w[0]) - clock.idle_w)
-    idle, ready = means[0::2], means[1::2]
-    assert ready[0] > idle[0]
-    assert ready[1] - idle[1] == pytest.approx(50, rel=0.05)  # next to nothing but waiting
-
-
-def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path) -> None:
-    stages = Parallelism(pp=4, dp=4, microbatch=1, global_batch=16)
-    for p in (P, stages):
-        estimate = StepSimulator(MODEL, p, NODE, FABRIC, calibration, draws=0).run()
-        found = by_activity_w(estimate, calibration)
-        assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
-        assert min(found.values()) >= 0
-        assert found["products"] == max(found.values())
-    assert found["waiting"] > 0
-    value = value_of(calibration, path, WhatIf())
-    assert all(one["low"] < one["median"] < one["high"] for one in value["peak_w"].values())
-    assert len(value["clock_by_stage_mhz"]) == 1
-    assert "kernels bound by memory" in render(value)
-
-
-def test_power_by_activity_tells_memory_bound_kernels_at_any_share(
-    calibration: Calibration,
-) -> None:
-    """At the reference clock it is the same whatever part of their power goes with the clock."""
-
-    def found(share: float, mhz: float) -> dict[str, float]:
-        clock = calibration.clock.model_copy(update={"memory_with_clock": share})
-        changed = calibration.model_copy(update={"clock": clock})
-        simulator = StepSimulator(MODEL, P, NODE, FABRIC, changed, draws=0, clock_mhz=mhz)
-        return by_activity_w(simulator.run(), changed)
-
-    reference = calibration.clock.reference_mhz
-    still, half, whole = (found(share, reference) for share in (0.0, 0.5, 1.0))
-    assert still["memory"] > 0
-    assert half == pytest.approx(still)
-    assert whole == pytest.approx(still)
-    slow = [found(share, 0.9 * reference)["memory"] for share in (0.0, 1.0)]
-    fit = calibration.clock
-    assert fit.sustained_mhz is not None
-    slower, whole_way = log(1 / 0.9), log(reference / fit.sustained_mhz)
-    bent = exp(fit.product_bend * slower * (whole_way - slower))
-    assert slow[1] == pytest.approx(0.9**fit.power_exponent * bent * slow[0])
-
-
 def test_the_hottest_of_many_is_hotter_and_none_passes_the_limit(
     calibration: Calibration,
 ) -> None:
@@ -378,17 +237,6 @@ def test_the_hottest_of_many_is_hotter_and_none_passes_the_limit(
     assert few[0][0] < few[1][0] < many[1][0]
     warm = heat(calibration, NODE, Environment(inlet_c=60.0), Assumed())
     assert temperatures_c(warm, calibration, power, 8192)[1].max() <= 87
-
-
-def test_node_and_hall_add_to_the_gpus(calibration: Calibration) -> None:
-    estimate = StepSimulator(MODEL, P, NODE, FABRIC, calibration, draws=100).run()
-    found = facility(estimate, NODE, 16, 1e6, 0)
-    gpus = float(estimate.power_w[0])
-    assert found["node_w"]["median"] == pytest.approx(8 * gpus + 0.7 * 4600)
-    assert found["hall_mw"]["median"] == pytest.approx(1.25 * found["it_mw"]["median"])
-    drawn = spread(Draws(4000), "any", (0.7, 0.47, 1.0))
-    assert np.quantile(drawn, [0.05, 0.95]) == pytest.approx([0.47, 1.0], rel=0.03)
-    assert facility(estimate, NODE.model_copy(update={"overhead_w": 0}), 16, 1e6, 0) is None
 
 
 def test_published_cooling_is_sized_for_the_boards_power_limit(calibration: Calibration) -> None:
