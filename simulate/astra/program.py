@@ -53,7 +53,7 @@ class Task:
     peer: int = -1  # stage index; send and recv only
     tag: int = 0  # send and recv only; a recv takes the oldest send of its peer, tag and size
     deps: tuple[int, ...] = ()  # ids of earlier tasks of the same stage
-    time_ns: float = 0.0  # communication only; a recv takes its send's
+    time_ns: float = -1.0  # communication only, and of each; a recv takes its send's
     rest_ns: float | None = None  # send only: of its time, that of what no buffer holds
 
 
@@ -111,8 +111,9 @@ class Program:
             return
         if task.bytes < 1:
             raise ValueError(f"{where}: moves {task.bytes} bytes; at least 1 is needed")
-        if not 0 <= task.time_ns < _LONGEST_NS:
-            raise ValueError(f"{where}: takes {task.time_ns} ns")
+        least = -1.0 if task.kind == "recv" else 0.0
+        if not least <= task.time_ns < _LONGEST_NS:
+            raise ValueError(f"{where}: takes {task.time_ns} ns; give it a time")
         if task.rest_ns is not None and not 0 <= task.rest_ns <= (task.time_ns or -1.0):
             raise ValueError(f"{where}: buffers do not hold {task.rest_ns} of {task.time_ns} ns")
         if task.kind in COLLECTIVES:
