@@ -47,7 +47,7 @@ def column(
     frozen = model.lora_rank > 0
     fp8 = p.fp8 and layers
     rank, local = model.lora_rank, m // p.tp if p.sequence_parallel else m
-    # a frozen product's gradient is transposed, too, though nothing needs that
+    # LayerNormLinear transposes a frozen product's gradient, too, though nothing needs that
     cast = 3 * local * k if frozen else 4 * m * k
     forward, backward = _products(m, n, k, frozen, (cast, 4 * m * n) if fp8 else None)
     gather = _sent("all_gather", m * k, fp8)

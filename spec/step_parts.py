@@ -47,8 +47,7 @@ class Part:
 
         Experts count where they run one after another; a ring's messages count with its pieces. An
         adapter of local layers counts where autograd has its gradients: forward it is little
-        (docs/calibration.md).
-        An exchange of tensors is part of attention's part.
+        (docs/calibration.md). An exchange of tensors is part of attention's part.
         """
         if self.later:
             return {"collective": len(self.hidden)}

@@ -88,8 +88,8 @@ def test_the_update_is_issued_as_ever() -> None:
 
 
 def test_what_a_split_asks_for_is_there_once() -> None:
-    once = as_run(CALIBRATION, TE, NODE)
-    assert as_run(once, TE, NODE) is once
+    once = as_run(CALIBRATION, TE, NODE, MODEL)
+    assert as_run(once, TE, NODE, MODEL) is once
     assert [one.name for one in once.parameters].count("kernel.cuda_graphs") == 1
 
 
@@ -104,7 +104,7 @@ def test_spread_grows_where_nothing_was_measured() -> None:
         (GRAPHS, h100, GRAPHS_ELSEWHERE_SD),
         (GRAPHS.model_copy(update={"cp": 2}), NODE, GRAPHS_ELSEWHERE_SD),
     ):
-        found = as_run(CALIBRATION, p, node)
+        found = as_run(CALIBRATION, p, node, MODEL)
         assert found.composition_sd == pytest.approx(hypot(before, sd))
         (assumed,) = (one for one in found.parameters if one.name == ASSUMED)
         assert assumed.source == "assumed"
@@ -115,7 +115,7 @@ def test_spread_grows_where_nothing_was_measured() -> None:
 def test_neither_a_cpu_nor_amds_gpus_replay_graphs(node: Node) -> None:
     kind = "cpu" if node is NODE else "nvidia"
     with pytest.raises(UserError, match=r"cuda_graphs: its kernels .* has .*; leave it out"):
-        as_run(CALIBRATION.model_copy(update={"kind": kind}), GRAPHS, node)
+        as_run(CALIBRATION.model_copy(update={"kind": kind}), GRAPHS, node, MODEL)
 
 
 def test_what_is_saved_is_the_benchmarks() -> None:

@@ -101,8 +101,8 @@ def test_its_host_has_a_time_of_its_own_for_a_piece(fp8: bool) -> None:
 def test_a_calibration_of_before_is_fitted_again_for_a_ring() -> None:
     older = changed(CALIBRATION, host=changed(CALIBRATION.host, te_ring_us=0.0))
     with pytest.raises(UserError, match=r"no host\.te_ring_us, as it is older; run calibrate"):
-        as_run(older, TE, NODE)
-    assert as_run(older, TE.model_copy(update={"cp": 1}), NODE).host.te_ring_us == 0.0
+        as_run(older, TE, NODE, LLAMA)
+    assert as_run(older, TE.model_copy(update={"cp": 1}), NODE, LLAMA).host.te_ring_us == 0.0
 
 
 def test_mixtures_have_rings_there_alone_and_graphs_may_have_one() -> None:

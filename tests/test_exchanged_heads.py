@@ -151,8 +151,8 @@ def test_its_host_has_a_time_of_its_own_for_a_tensor(fp8: bool) -> None:
     with pytest.raises(
         UserError, match=r"cp_comm_type a2a: .* no host\.te_exchange_us, as it is older"
     ):
-        as_run(older, p, NODE)
-    assert as_run(older, RING, NODE).host.te_exchange_us == 0.0
+        as_run(older, p, NODE, LLAMA)
+    assert as_run(older, RING, NODE, LLAMA).host.te_exchange_us == 0.0
 
 
 def test_nil_steps_show_it_where_it_is_planned() -> None:
@@ -343,7 +343,7 @@ def test_exchanges_from_graphs_are_as_sure_as_steps_of_one_gpu() -> None:
     one = RING.model_copy(update={"cp": 1})
     wider = HEADS.model_copy(update={"cp": 4})
     alone, two, four, ring = (
-        as_run(CALIBRATION, p.model_copy(update={"cuda_graphs": True}), NODE).composition_sd
+        as_run(CALIBRATION, p.model_copy(update={"cuda_graphs": True}), NODE, LLAMA).composition_sd
         for p in (one, HEADS, wider, RING)
     )
     assert alone == two < four == ring

@@ -46,7 +46,7 @@ from spec.step_transformer_engine import (
 )
 from spec.training_records import ProfileRow, TrainingRow
 from tests.commands import RESULTS
-from tests.simulated_steps import CALIBRATION, MOE, NODE, simulate
+from tests.simulated_steps import CALIBRATION, MODEL, MOE, NODE, simulate
 from tests.test_training_profile import host, kernel, trace
 from topologies import load_node
 
@@ -109,7 +109,7 @@ def test_a_calibration_of_before_is_fitted_again() -> None:
     older = changed(CALIBRATION, host=changed(CALIBRATION.host, **unknown))
     with pytest.raises(UserError, match=r"no host\.te_expert_us, as it is older; run calibrate"):
         as_run(older, TE, NODE, MOE)
-    assert as_run(older, TE, NODE).host.te_expert_us == 0.0  # a dense model has none
+    assert as_run(older, TE, NODE, MODEL).host.te_expert_us == 0.0  # a dense model has none
 
 
 def test_what_was_never_timed_takes_what_one_after_another_does() -> None:
@@ -357,7 +357,7 @@ def test_experts_gradients_go_with_the_clock_as_profiles_have_it() -> None:
     folder = RESULTS / "2x-h200"
     rows = read_table(folder / "20261129-162618" / "training.csv", TrainingRow)
     steps = {one.case_id: one for one in rows}
-    priced = as_run(read_calibration(folder / "calibration.json"), TE, load_node("hgx-h200"))
+    priced = as_run(read_calibration(folder / "calibration.json"), TE, load_node("hgx-h200"), MOE)
     fit = priced.kernel_fits[PACED, "forward", "bf16"]
     off = []
     for one in read_table(folder / "20261129-163208" / "profile.csv", ProfileRow):

@@ -137,7 +137,7 @@ def test_gradients_are_clipped_in_place_by_kernels_that_take_longer() -> None:
 def test_steps_are_shorter_and_less_sure_and_say_so() -> None:
     local, engine = simulate(P), simulate(TE)
     assert engine.breakdown_s["compute"] < local.breakdown_s["compute"]
-    priced = as_run(CALIBRATION, TE, NODE)
+    priced = as_run(CALIBRATION, TE, NODE, LLAMA)
     assert priced.composition_sd > CALIBRATION.composition_sd
     assert priced.host.sd > CALIBRATION.host.sd
     names = {one.name: one.source for one in priced.parameters}
@@ -176,7 +176,7 @@ def test_a_hosts_times_there_are_its_own_and_collectives_as_anywhere() -> None:
     assert collectives[0] == collectives[1] > 0
     older = changed(CALIBRATION, host=changed(host, te_part_us=0.0))
     with pytest.raises(UserError, match=r"no host\.te_part_us, as it is older; run calibrate.fit"):
-        as_run(older, TE, NODE)
+        as_run(older, TE, NODE, LLAMA)
 
 
 def test_a_host_whose_nil_steps_ran_there_is_known_there() -> None:
@@ -187,9 +187,9 @@ def test_a_host_whose_nil_steps_ran_there_is_known_there() -> None:
     known, unknown = (changed(CALIBRATION, host=host.on_devices([one])) for one in "ab")
     assert 12.0 < known.host.te_part_us < 20.0
     assert unknown.host.te_part_us == 12.0
-    assert as_run(known, TE, NODE).host.sd == pytest.approx(host.sd)
-    assert as_run(known, TE_FP8, NODE).host.sd == pytest.approx(hypot(host.sd, 0.15))
-    assert as_run(unknown, TE, NODE).host.sd == pytest.approx(hypot(host.sd, 0.15))
+    assert as_run(known, TE, NODE, LLAMA).host.sd == pytest.approx(host.sd)
+    assert as_run(known, TE_FP8, NODE, LLAMA).host.sd == pytest.approx(hypot(host.sd, 0.15))
+    assert as_run(unknown, TE, NODE, LLAMA).host.sd == pytest.approx(hypot(host.sd, 0.15))
 
 
 @pytest.mark.parametrize("name", ["te_tensor_us", "fp8_pass_us"])
@@ -207,7 +207,7 @@ def test_neither_a_cpu_nor_amds_gpus_are_priced_there() -> None:
         with pytest.raises(
             UserError, match=r"timed on NVIDIA's GPUs, and node .* has .*; leave it"
         ):
-            as_run(calibration, TE, node)
+            as_run(calibration, TE, node, LLAMA)
 
 
 def test_sizes_that_fp8_refuses_are_said_before_a_step_runs() -> None:
@@ -332,7 +332,7 @@ def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later:
         real, told = peaks["allocated"]
         many = row.fp8 and row.experts == 128 and row.vpp > 1
         most = (0.02 if many else 0.008 if of_new else 0.006) * real
-        most += 0.02 if row.hidden < 1024 else 0.0
+        most += 0.015 if row.hidden < 1024 else 0.0
         assert told["median"] == pytest.approx(real, abs=most), f"{row.case_id} stage {stage}"
         beside = peaks["device"][0] - peaks["reserved"][0]
         node = load_node("hgx-h200").model_copy(update={"gpus": row.parallelism().gpus})

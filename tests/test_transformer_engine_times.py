@@ -14,7 +14,7 @@ from spec.step import layer, optimizer
 from spec.step_transformer_engine import GENERAL, JOINED, accumulated
 from spec.training_records import ProfileRow, TrainingRow
 from tests.commands import RESULTS
-from tests.simulated_steps import CALIBRATION
+from tests.simulated_steps import CALIBRATION, MODEL
 from tests.test_transformer_engine import TE
 from topologies import load_node
 
@@ -116,7 +116,7 @@ def test_swiglus_gradient_and_rotary_embedding_go_with_the_clock_as_profiles_hav
         if one.status == "done"
     }
     calibration = read_calibration(folder / "calibration.json")
-    priced = as_run(calibration, TE, load_node("hgx-h200"))
+    priced = as_run(calibration, TE, load_node("hgx-h200"), MODEL)
     fit, reference = priced.kernel_fits["paced_copy", "forward", "bf16"], priced.clock.reference_mhz
     off: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for path in sorted(folder.glob("*/profile.csv")):

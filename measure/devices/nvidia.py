@@ -116,19 +116,19 @@ class NvidiaDevice(Device):
         return _float(self._call("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM))
 
     def power_limit_w(self) -> float | None:
-        return _milli(self._call("nvmlDeviceGetEnforcedPowerLimit"))
+        return _from_milli(self._call("nvmlDeviceGetEnforcedPowerLimit"))
 
     def power_w(self) -> float | None:
         instant = self._field("NVML_FI_DEV_POWER_INSTANT")
         if instant is None:
             instant = self._call("nvmlDeviceGetPowerUsage")  # an average on newer GPUs
-        return _milli(instant)
+        return _from_milli(instant)
 
     def power_average_w(self) -> float | None:
-        return _milli(self._field("NVML_FI_DEV_POWER_AVERAGE"))
+        return _from_milli(self._field("NVML_FI_DEV_POWER_AVERAGE"))
 
     def energy_j(self) -> float | None:
-        return _milli(self._call("nvmlDeviceGetTotalEnergyConsumption"))
+        return _from_milli(self._call("nvmlDeviceGetTotalEnergyConsumption"))
 
     def temperature_c(self) -> float | None:
         return _float(self._call("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU))
@@ -202,7 +202,7 @@ def _float(value: Any | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _milli(value: Any | None) -> float | None:
+def _from_milli(value: Any | None) -> float | None:
     """W of mW, J of mJ."""
     return None if value is None else float(value) * 1e-3
 

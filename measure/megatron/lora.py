@@ -63,16 +63,13 @@ class _Column(_Adapted):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _adapter(self, self.lora_rank, "lora_b")
-        self.normalises = hasattr(self, "return_layernorm_output")
-        if self.normalises:
+        if hasattr(self, "return_layernorm_output"):  # a product with the norm in it
             self.return_layernorm_output = True
 
     def forward(self, input_: Tensor) -> Any:
         """As the layer itself, its low-rank update added."""
-        output, bias = self._frozen(input_)
-        if self.normalises:
-            output, input_ = output
-        narrow = F.linear(input_, self.lora_a)
+        output, bias, taken = self._frozen(input_)
+        narrow = F.linear(taken, self.lora_a)
         if self.sequence_parallel:
             narrow = mappings.gather_from_sequence_parallel_region(
                 narrow, tensor_parallel_output_grad=True, group=self.tp_group
@@ -81,13 +78,17 @@ class _Column(_Adapted):
             narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=self.tp_group)
         return output + F.linear(narrow, self.lora_b), bias
 
-    def _frozen(self, input_: Tensor) -> Any:
-        """The layer's output, beside what it normalised if it does, and its bias."""
+    def _frozen(self, input_: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """The layer's output, its bias and what its product takes, which it may normalise first."""
         found = super().forward(input_)
-        if len(found) == 2:
-            return found
-        output, bias, normalised = found  # Transformer Engine's, whose bias is added later
-        return (output, normalised), bias
+        if len(found) == 3:  # Transformer Engine's, where its bias is added later
+            output, bias, taken = found
+        else:
+            output, bias = found
+            taken = input_
+            if isinstance(output, tuple):
+                output, taken = output
+        return output, bias, taken
 
 
 class _Row(_Adapted):

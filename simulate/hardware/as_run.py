@@ -34,18 +34,17 @@ def has(calibration: Calibration, name: str) -> bool:
     return any(one.name == name for one in calibration.parameters)
 
 
-def as_run(
-    calibration: Calibration, p: Parallelism, node: Node, model: ModelSpec | None = None
-) -> Calibration:
+def as_run(calibration: Calibration, p: Parallelism, node: Node, model: ModelSpec) -> Calibration:
     """The calibration with what the split asks for; itself where that is nothing, or there.
-
-    model: None is a dense one without adapters.
 
     Raises UserError where it asks for products in FP8, for Transformer Engine or for CUDA graphs,
     and the calibration's devices have none.
     """
-    experts, adapters = (model.experts, model.lora_rank) if model else (0, 0)
-    if p.on_engine and experts and (STREAMED, "forward", "bf16") not in calibration.kernel_fits:
+    if (
+        p.on_engine
+        and model.experts
+        and (STREAMED, "forward", "bf16") not in calibration.kernel_fits
+    ):
         calibration = _in_streams(Same(calibration))
     if p.fp8:
         calibration = with_fp8_products(calibration, node)
@@ -60,8 +59,8 @@ def as_run(
         host = calibration.host
         on = engine_times(p)
         needed = [f"{on}part_us", *(["fp8_weight_us"] if p.fp8 else [])]
-        needed += [f"{on}expert_us", f"{on}backward_expert_us"] if experts else []
-        needed += ["te_adapter_us"] if adapters else []
+        needed += [f"{on}expert_us", f"{on}backward_expert_us"] if model.experts else []
+        needed += ["te_adapter_us"] if model.lora_rank else []
         if p.cp > 1:
             needed.append("te_exchange_us" if p.exchanges_heads else "te_ring_us")
         lacking = [name for name in needed if not getattr(host, name)]

@@ -4,10 +4,9 @@ While a graph is captured PyTorch's allocator gives no block back that another s
 it cannot ask whether that stream is done (`c10/cuda/CUDACachingAllocator.cpp`). Gradients that
 autograd hands over to Megatron-Core's fp32 ones are such blocks, and what a ring sends and
 receives: each micro-batch has its own, in a pool that is the graph's alone, which holds the passes'
-tensors beside them. What the steps issued
-before have left of their own is given back but for blocks that a state of Adam's lies in
-(`simulate.memory.logits`). Handing a gradient over is a branch of the graph, of which the driver
-keeps something, too, and so is what a layer sends.
+tensors beside them. What the steps issued before have left of their own is given back but for
+blocks that a state of Adam's lies in (`simulate.memory.logits`). Handing a gradient over is a
+branch of the graph, of which the driver keeps something, too, and so is what a layer sends.
 """
 
 from math import ceil

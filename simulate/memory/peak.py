@@ -146,18 +146,17 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     chunk = p.stage_layers(model)[stage] / p.vpp * kept
     left = _left_behind(model, p, stage, chunk, local)
     beside_layer, beside_table = scattered_bytes(model, p, stage)
-    found = [max(passing, _first_product_bytes(model, p)) + recomputed + tied + left.layer]
-    found[0] += beside_layer
-    if p.on_engine and model.linear_bias and not model.lora_rank:
-        # autograd sums the gradient of the first product's bias
-        found[0] += sum_bytes(s.tokens, _first_width(model, p))
+    # on Transformer Engine autograd sums the gradient of the first product's bias
+    biased = p.on_engine and model.linear_bias and not model.lora_rank
+    sums = sum_bytes(s.tokens, _first_width(model, p)) if biased else 0.0
+    passing = max(passing, _first_product_bytes(model, p)) + sums
+    found = [passing + recomputed + tied + left.layer + beside_layer]
     if model.lora_rank:
-        found.append(_adapted_bytes(model, p) + recomputed)
-        if recomputed:
-            found[-1] += local + left.layer  # the gradient of its output
-        else:  # and what the next stage sent of the microbatch before
-            sent = local if left.loss and p.vpp == 1 and stage < p.pp - 1 else 0.0
-            found[-1] += left.loss + sent
+        # what the next stage sent of the microbatch before
+        sent = local if left.loss and p.vpp == 1 and stage < p.pp - 1 else 0.0
+        # a recomputed layer's is beside the gradient of its output
+        beside = local + left.layer if recomputed else left.loss + sent
+        found.append(_adapted_bytes(model, p) + recomputed + beside)
     if stage == p.pp - 1:  # beside what the final norm takes and gives
         found.append(3 * in_bf16 + 2 * local + left.loss)
         found.append(in_bf16 + table + whole + gathered + 2 * local + left.output_layer)
