@@ -143,8 +143,8 @@ def test_every_kind_is_timed_beside_its_nil_steps(
 def test_steps_that_wait_for_their_device_are_told_at_any_length() -> None:
     """As measured on two H200: nine lengths at which it takes 1.4 times as long as the host.
 
-    Within 1 % until kernels were timed in a queue by a timeline, within 1.4 since: adapters' narrow
-    products most (docs/visits.md, the forty-first visit).
+    Within 1 % until kernels were timed in a queue by a timeline, within 1.4 since (adapters' narrow
+    products most; docs/visits.md, the forty-first visit), and 1.41 since those of the fifty-sixth.
     """
     rows = read_table(Path(waiting.__file__).with_suffix(".csv"), waiting.Timed)
     lines = list(waiting.compared(rows, RESULTS / "2x-h200" / "calibration.json"))
@@ -152,7 +152,7 @@ def test_steps_that_wait_for_their_device_are_told_at_any_length() -> None:
     bound = [line for line in lines if float(line.split(";")[1].split()[0]) > 1.4]
     off = [float(line.rsplit(" ", 2)[1].rstrip("%")) for line in bound]
     assert len(off) == 9
-    assert max(map(abs, off)) < 1.45
+    assert max(map(abs, off)) < 1.42
     assert sum(map(abs, off)) < 9 * 0.9
 
 
