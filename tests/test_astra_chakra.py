@@ -86,6 +86,10 @@ def test_noise_raises_nothing_else(data: bytes) -> None:
         (b"\x05abc", "ends inside the metadata"),
         (encode_header() + b"\x7f\x08", "ends inside the node"),
         (encode_header() + b"\x02\x18\x01", "has type 1"),
+        (
+            encode_header() + b"\x12\x08\x07\x18\x07R\x0c\n\x07pg_name\xea\x01\x00",
+            "node 7 names a group",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file(data: bytes, words: str, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
     dims: tuple[bool, ...] | None = None
     attributes: dict[str, int] = {}
     offsets: dict[str, int] = {}
+    grouped = False
     for number, wire, value, stop in _fields(data, at, end):
         if wire == 0 and number in numbers:
             numbers[number] = value
@@ -230,12 +231,16 @@ def _decode_node(data: bytes, at: int, end: int) -> tuple[Node, int]:
             key, attribute, offset = _read_attribute(data, value, stop)
             if key == "involved_dim" and isinstance(attribute, tuple):
                 dims = attribute
+            elif key == "pg_name":
+                grouped = True
             elif key in _READ:
                 attributes[key] = _integer_of(key, attribute)
                 offsets[key] = offset
     kind = numbers[_TYPE]
     if kind not in TYPE_NAMES:
         raise Broken(f"node {numbers[_ID]} has type {kind}; known are 4, 5, 6 and 7")
+    if grouped:
+        raise Broken(f"node {numbers[_ID]} names a group of ranks, which our timing rules lack")
     if attributes.get("is_cpu_op"):
         raise Broken(f"node {numbers[_ID]} runs on the CPU, which breaks Astra-Sim's statistics")
     if kind in (SEND, RECV):
