@@ -8,8 +8,9 @@ add weight gradients up, beside the same three products by torch and a copy of 6
 such product that adds to an fp32 gradient, beside one that writes it in bf16 and a copy of the 10 B
 a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
 there in FP8, by a layer's passes (medians) and a step's shortest update; a GPU's experts
-(`benchmarks.engine_experts`); and attention beside torch's (`benchmarks.engine_attention`, whose
-rows in the file are by the same calls in a script). Then, by default from
+(`benchmarks.engine_experts`); norms over each head; and attention beside torch's
+(`benchmarks.engine_attention`, whose rows in the file are by the same calls in a script). Then,
+by default from
 `transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
 what adding takes, in such copies (`ACCUMULATED` is by the kernel that only adds, which `2x-h200`'s
 calibration has). Rows of `wgrad` were timed behind a spin that holds the queue, as `--measure` does
@@ -22,7 +23,7 @@ rows at 8192 x 28672 are of kernels compiled for any width, which a step's are n
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
 from math import prod
@@ -55,6 +56,8 @@ ROWS = (
 # of widths that norms have no kernel of their own for, see `spec.step_transformer_engine.TUNED`
 GENERAL_ROWS = (2048, 4096, 8192, 16384)
 GENERAL_WIDTHS = {"layernorm": (1600, 2560, 4608, 7168), "rmsnorm": (1536, 2560, 3072, 5120)}
+# of norms over each head's queries or keys: tokens times heads, and values a head
+HEAD_ROWS, HEAD_DIMS = (8192, 32768, 131072, 524288), (64, 128, 256)
 JOINED = ((2048, 25, 64), (8192, 32, 80), (4096, 56, 128), (8192, 16, 64))
 CASTS = ((8192, 4096), (8192, 14336), (8192, 28672))
 PRODUCTS = ((4096, 6144, 4096), (4096, 28672, 4096), (8192, 28672, 4096), (8192, 8192, 28672))
@@ -63,7 +66,6 @@ SUM_WIDTHS = (  # of weights, out and in
     *((1600, 1600), (6400, 1600), (2048, 2048), (2048, 8192), (16384, 2048), (4096, 4096)),
     *((6144, 4096), (4096, 14336), (28672, 4096), (27648, 9216)),
 )
-PARTS = {"attention": of_attention, "experts": of_experts}  # by what `--only` names
 FAR = 1 << 29  # bytes of gradients that take turns: each was written over in the caches
 
 
@@ -123,13 +125,7 @@ def _time_us(cuda: Any, call: Call) -> float:
 def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     """What is timed, shape by shape, each beside a copy of the bytes that it must move."""
     makers = _kernels(torch)
-
-    def both_ways(op: str, dims: tuple[int, ...]) -> Iterator[Item]:
-        torch._dynamo.reset()  # so that what is compiled is of this shape alone, as in a step
-        for way, call in zip(("forward", "backward"), makers[op](*dims), strict=True):
-            kernel = Kernel(op, way, dims)
-            yield op, way, kernel.shape, "engine", call
-            yield op, way, kernel.shape, "copy", copy_of(torch, kernel.bytes)
+    both_ways = partial(_both_ways, torch, makers)
 
     def cast(dims: tuple[int, ...]) -> Iterator[Item]:
         shape = "x".join(map(str, dims))
@@ -162,6 +158,25 @@ def _makers(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     yield from (partial(cast, dims) for dims in CASTS)
     yield from (partial(linear, *dims) for dims in PRODUCTS)
     yield from (partial(wgrad, *dims) for dims in product(SUM_ROWS, SUM_WIDTHS))
+
+
+def _of_heads(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
+    """Norms over each head's queries or keys, see `_makers`."""
+    for op, *dims in product(GENERAL_WIDTHS, HEAD_ROWS, HEAD_DIMS):
+        yield partial(_both_ways, torch, _kernels(torch), op, tuple(dims))
+
+
+PARTS = {"attention": of_attention, "experts": of_experts, "heads": _of_heads}  # as in `--only`
+
+
+def _both_ways(
+    torch: Any, makers: Mapping[str, Callable[..., Any]], op: str, dims: tuple[int, ...]
+) -> Iterator[Item]:
+    torch._dynamo.reset()  # so that what is compiled is of this shape alone, as in a step
+    for way, call in zip(("forward", "backward"), makers[op](*dims), strict=True):
+        kernel = Kernel(op, way, dims)
+        yield op, way, kernel.shape, "engine", call
+        yield op, way, kernel.shape, "copy", copy_of(torch, kernel.bytes)
 
 
 def _kernels(torch: Any) -> dict[str, Callable[..., Any]]:

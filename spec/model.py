@@ -12,6 +12,11 @@ from spec.files import parse, read_json, read_yaml
 MODELS = Path(__file__).parent / "models"
 
 
+# of Hugging Face's configs, and where these differ from llama's
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2")
+_WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+_FFN_KEYS = {"qwen3_moe": "moe_intermediate_size"}
+_EXPERT_KEYS = {"qwen3_moe": "num_experts"}
 # beyond any model; a typing error is likelier
 MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 Size = Annotated[int, Field(ge=1, le=100_000_000)]
@@ -36,6 +41,7 @@ class ModelSpec(BaseModel):
     norm: Literal["rmsnorm", "layernorm"]
     position: Literal["rope", "learned"]
     linear_bias: bool = False
+    qk_norm: bool = Field(default=False, description="norms over each head's queries and keys")
     tied_embeddings: bool = False
     experts: int = Field(
         default=0, ge=0, le=MOST_EXPERTS, description="experts per layer; 0 for a dense model"
@@ -62,6 +68,11 @@ class ModelSpec(BaseModel):
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; "
                 "every key/value head must serve the same number of heads"
             )
+        if self.qk_norm and self.position != "rope":
+            raise ValueError(
+                f"qk_norm with position {self.position}; norms of queries and keys stand in front "
+                "of rotary positions, give position rope"
+            )
         if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
             raise ValueError(
                 f"experts {self.experts} with top_k {self.top_k}; "
@@ -84,13 +95,23 @@ class ModelSpec(BaseModel):
         return self.hidden * (width + 2 * kv_width) + width * self.hidden
 
     @property
+    def norm_vectors(self) -> int:
+        """Vectors of a norm: its scale, and its offset if it has one."""
+        return 2 if self.norm == "layernorm" else 1
+
+    @property
+    def qk_norm_parameters(self) -> int:
+        """Of one layer's norms of queries and keys, which all heads share."""
+        return 2 * self.norm_vectors * self.head_dim if self.qk_norm else 0
+
+    @property
     def mlp_parameters(self) -> int:
         """Weights of one MLP (one expert), without biases."""
         return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
 
     def layer_parameters(self) -> int:
         """All parameters of one transformer layer, biases and norms included."""
-        norm = self.hidden * (2 if self.norm == "layernorm" else 1)
+        norms = self.norm_vectors * 2 * self.hidden + self.qk_norm_parameters
         bias = 0
         if self.linear_bias:
             width = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -100,7 +121,7 @@ class ModelSpec(BaseModel):
             )
         router = self.hidden * self.experts
         mlp = self.mlp_parameters * max(self.experts, 1)
-        return self.attention_parameters + mlp + router + bias + 2 * norm
+        return self.attention_parameters + mlp + router + bias + norms
 
     def embedding_parameters(self) -> int:
         """Token embedding, and learned positions where the model has them."""
@@ -109,7 +130,7 @@ class ModelSpec(BaseModel):
 
     def head_parameters(self) -> int:
         """Final norm and output projection (none of its own when tied to the embedding)."""
-        norm = self.hidden * (2 if self.norm == "layernorm" else 1)
+        norm = self.hidden * self.norm_vectors
         return norm + (0 if self.tied_embeddings else self.vocab * self.hidden)
 
     def parameters(self) -> int:
@@ -180,13 +201,16 @@ def load_model(name_or_path: str) -> ModelSpec:
 
 
 def _from_hugging_face(config: object, path: Path) -> ModelSpec:
-    """Map the keys of a Hugging Face `config.json` (llama, mistral, mixtral, gpt2 families)."""
+    """Map the keys of a Hugging Face `config.json` of a known family."""
     if not isinstance(config, dict):
         raise UserError(f"{path}: a Hugging Face config is a JSON object, not a list or a value")
     family = config.get("model_type")
-    if family not in ("llama", "mistral", "mixtral", "qwen2", "gpt2"):
+    if family not in FAMILIES:
+        raise UserError(f"{path}: model_type is {family!r}; known are {', '.join(FAMILIES)}")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise UserError(
-            f"{path}: model_type is {family!r}; llama, mistral, mixtral, qwen2 and gpt2 are known"
+            f"{path}: some of its layers have no experts (mlp_only_layers, decoder_sparse_step); "
+            "layers of one kind are known"
         )
     try:
         if family == "gpt2":
@@ -211,7 +235,7 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
             fields = {
                 "layers": config["num_hidden_layers"],
                 "hidden": config["hidden_size"],
-                "ffn_hidden": config["intermediate_size"],
+                "ffn_hidden": config[_FFN_KEYS.get(family, "intermediate_size")],
                 "heads": heads,
                 "kv_heads": config.get("num_key_value_heads") or heads,
                 "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
@@ -220,8 +244,9 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
                 "gated": True,
                 "norm": "rmsnorm",
                 "position": "rope",
+                "qk_norm": family in _WITH_HEAD_NORMS,
                 "tied_embeddings": config.get("tie_word_embeddings", False),
-                "experts": config.get("num_local_experts", 0),
+                "experts": config.get(_EXPERT_KEYS.get(family, "num_local_experts"), 0),
                 "top_k": config.get("num_experts_per_tok", 0),
             }
     except KeyError as error:

@@ -67,6 +67,8 @@ def _attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, 
     qkv = column("qkv", s.tokens, qkv_width, model.hidden, model, p)
     parts = [_biased(qkv, model, (s.tokens, qkv_width))]
     parts.append((_gathered_split if model.kv_heads < p.tp else _split)(model, p, s))
+    if model.qk_norm:
+        parts += _head_norms(model, p, s)
     if model.position == "rope":
         parts.append(pair("rope", "rope", (s.tokens, heads + kv_heads, dim)))
     if p.cp > 1:
@@ -88,6 +90,30 @@ def _split(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Part]:
     queries = (reordered(s.tokens, heads * dim, dim),) if grouped else ()
     joined = (copied(4 * s.tokens * (heads + 2 * kv_heads) * dim),)
     return Part("split", queries), Part("split", joined)
+
+
+def _head_norms(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    """Norms over each head of queries, then of keys.
+
+    They want rows one after another: keys, which are a view of the product, are copied, and so are
+    queries where that had not to be done to reshape them. Transformer Engine's norms keep the copy,
+    torch's what they were given, which is copied again in the backward pass.
+    """
+    heads, kv_heads = model.heads // p.tp, max(model.kv_heads // p.tp, 1)
+    reshaped = 1 < kv_heads < heads and model.kv_heads >= p.tp
+    found = []
+    for count, in_order in ((heads, reshaped), (kv_heads, False)):
+        rows = s.tokens * count
+        forward, backward = norm(model, rows, model.head_dim)
+        laid_out = () if in_order else (copied(4 * rows * model.head_dim),)
+        again = () if p.on_engine else laid_out
+        found.append(
+            (
+                replace(forward, kernels=(*laid_out, *forward.kernels)),
+                replace(backward, kernels=(*again, *backward.kernels)),
+            )
+        )
+    return found
 
 
 def _gathered_split(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Part]:
@@ -133,7 +159,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     `full`, the attention core under `selective`. Under zero 3 see `spec.step_sharded`.
     """
     s = shapes(model, p)
-    before = norm(model, s.local_tokens)
+    before = norm(model, s.local_tokens, model.hidden)
     residual = _biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     attention = _attention(model, p, s)
     mlp = [] if model.experts else _dense_mlp(model, p, s)
@@ -208,15 +234,16 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
 
 def trained_tensors(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
     """Tensors with gradients among the parameters of a GPU of `stage`: (dense, expert)."""
-    layers, norms = p.stage_layers(model)[stage], 2 if model.norm == "layernorm" else 1
     if model.lora_rank:
-        return 8 * layers, 0  # two of each of four linear layers
+        return 8 * p.stage_layers(model)[stage], 0  # two of each of four linear layers
+    layers, vectors = p.stage_layers(model)[stage], model.norm_vectors
+    norms = 4 if model.qk_norm else 2
     linear = 3 if model.experts else 4  # the router's among them, its experts' not
     biases = 4 if model.linear_bias else 0
     ends = (1 if model.position == "rope" else 2) if stage == 0 else 0
     if stage == p.pp - 1:
-        ends += norms + (0 if model.tied_embeddings and p.pp == 1 else 1)
-    return layers * (linear + biases + 2 * norms) + ends, layers * (2 * model.experts // p.ep)
+        ends += vectors + (0 if model.tied_embeddings and p.pp == 1 else 1)
+    return layers * (linear + biases + norms * vectors) + ends, layers * (2 * model.experts // p.ep)
 
 
 @lru_cache(maxsize=LATEST)
@@ -291,16 +318,19 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
     """Sums of gradients of parameters that several GPUs of a replica hold, fp32, once a step.
 
     Under sequence parallelism, of what tensor parallelism does not split: each rank saw its own
-    tokens only. Of a tied table, between the first and the last stage. Source: Megatron-Core's
+    tokens only. Without it, of norms of queries and keys: each saw its own heads. Of a tied table,
+    between the first and the last stage. Source: Megatron-Core's
     `distributed/finalize_model_grads.py`, which waits for each.
     """
     found: tuple[Collective, ...] = ()
+    layers = p.stage_layers(model)[stage]
     if p.sequence_parallel:
-        layers = p.stage_layers(model)[stage]
         whole = layers * (adapter_parameters(model, p)[1] or _unsplit(model))
         if stage == p.pp - 1 and not model.lora_rank:
             whole += norm_parameters(model)
         found += (Collective("all_reduce", "tp", 4.0 * whole),)
+    elif p.tp > 1 and model.qk_norm and not model.lora_rank:
+        found += (Collective("all_reduce", "tp", 4.0 * layers * model.qk_norm_parameters),)
     if model.tied_embeddings and p.pp > 1 and stage in (0, p.pp - 1) and not model.lora_rank:
         found += (Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp),)
     return found
@@ -348,7 +378,8 @@ def _unsplit(model: ModelSpec) -> int:
     MLP's output).
     """
     biases = 2 * model.hidden if model.linear_bias else 0
-    return 2 * norm_parameters(model) + model.hidden * model.experts + biases
+    norms = 2 * norm_parameters(model) + model.qk_norm_parameters
+    return norms + model.hidden * model.experts + biases
 
 
 @lru_cache(maxsize=LATEST)

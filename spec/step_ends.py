@@ -81,7 +81,7 @@ def head(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     if p.tp > 1:  # maximum, predicted logit and denominator of each token, fp32
         sums = (Collective("all_reduce", "tp", 4.0 * s.tokens),) * 3
         loss = (Part("cross_entropy", loss[0].kernels, exposed=sums), loss[1])
-    pairs = (norm(model, s.local_tokens), logits, loss)
+    pairs = (norm(model, s.local_tokens, model.hidden), logits, loss)
     forward, backward = tuple(f for f, _ in pairs), tuple(b for _, b in reversed(pairs))
     return of_shards(p, end_parameters(model, p)[1], forward, by_autograd(backward))
 
@@ -97,5 +97,5 @@ def end_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
 
 
 def norm_parameters(model: ModelSpec) -> int:
-    """Of one norm."""
-    return model.hidden * (2 if model.norm == "layernorm" else 1)
+    """Of one norm over what is between layers."""
+    return model.hidden * model.norm_vectors

@@ -100,12 +100,12 @@ def pair(name: str, op: str, dims: tuple[int, ...]) -> tuple[Part, Part]:
     return Part(name, (forward,)), Part(name, (backward,))
 
 
-def norm(model: ModelSpec, rows: int) -> tuple[Part, Part]:
+def norm(model: ModelSpec, rows: int, width: int) -> tuple[Part, Part]:
     """Forward and backward part of a norm; what its vectors' gradients are added to is kept."""
-    forward, backward = pair("norm", model.norm, (rows, model.hidden))
+    forward, backward = pair("norm", model.norm, (rows, width))
     if model.lora_rank:  # frozen
         return forward, backward
-    vectors = (added(model.hidden),) * (2 if model.norm == "layernorm" else 1)
+    vectors = (added(width),) * model.norm_vectors
     return forward, replace(backward, kernels=(*backward.kernels, *vectors))
 
 

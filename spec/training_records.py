@@ -54,6 +54,7 @@ class TrainingConfig(Row):
     norm: Literal["rmsnorm", "layernorm"]
     position: Literal["rope", "learned"]
     linear_bias: bool
+    qk_norm: bool = False
     tied_embeddings: bool
     experts: NonNegativeInt = 0
     top_k: NonNegativeInt = 0

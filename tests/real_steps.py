@@ -16,6 +16,7 @@ GPT = LLAMA.resized(
     name="tiny-gpt", gated=False, norm="layernorm", position="learned",
     linear_bias=True, tied_embeddings=True, kv_heads=4,
 )  # fmt: skip
+NORMED = LLAMA.resized(name="tiny-qwen3", qk_norm=True)
 
 Watch = Callable[[list[Any]], AbstractContextManager[None]]
 

@@ -27,6 +27,7 @@ GPT = SMALL.resized(
     name="small-gpt", gated=False, norm="layernorm", position="learned",
     linear_bias=True, tied_embeddings=True, kv_heads=4,
 )  # fmt: skip
+NORMED = SMALL.resized(name="small-qwen3", qk_norm=True)
 EXPERTS = SMALL.resized(name="small-moe", experts=4, top_k=2)
 
 
@@ -87,13 +88,20 @@ def test_tied_embeddings_and_biases_learn_the_same_over_stages() -> None:
     assert losses(split) == pytest.approx(whole, abs=3e-3)
 
 
-@pytest.mark.parametrize("model", [SMALL, GPT], ids=lambda model: model.name)
+@pytest.mark.parametrize("split", [{}, {"sequence_parallel": True}], ids=str)
+def test_norms_of_each_head_learn_the_same_over_ranks(split: dict[str, Any]) -> None:
+    whole = losses(case(NORMED, global_batch=4))
+    assert losses(case(NORMED, tp=2, global_batch=4, **split)) == pytest.approx(whole, abs=3e-3)
+    assert whole != pytest.approx(losses(WHOLE), abs=1e-6)
+
+
+@pytest.mark.parametrize("model", [SMALL, GPT, NORMED], ids=lambda model: model.name)
 def test_the_model_built_has_the_parameters_counted(model: ModelSpec) -> None:
     one = case(model, global_batch=2 if model is GPT else 4)
     assert measured(one)[0]["parameters"] == model.parameters()
 
 
-@pytest.mark.parametrize("model", [SMALL, GPT], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [SMALL, GPT, NORMED], ids=lambda model: model.name)
 def test_ranks_hold_the_parameters_counted(model: ModelSpec) -> None:
     batch = 2 if model is GPT else 4
     for one in (

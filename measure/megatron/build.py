@@ -104,6 +104,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         activation_func=F.silu if model.gated else F.gelu,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         add_bias_linear=model.linear_bias,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=True,

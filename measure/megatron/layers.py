@@ -104,7 +104,9 @@ def engine_modules(model: ModelSpec, device: torch.device) -> Modules:
     if model.experts:
         _mend_experts()
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=model.experts or None, moe_grouped_gemm=model.experts > 0
+        num_experts=model.experts or None,
+        moe_grouped_gemm=model.experts > 0,
+        qk_layernorm=model.qk_norm,
     )
     if model.lora_rank:
         adapt(layer, model.lora_rank)
@@ -140,7 +142,10 @@ def _local_layer(model: ModelSpec, core_attention: Any) -> Any:
     )
     layer.submodules.input_layernorm = Norm
     layer.submodules.pre_mlp_layernorm = Norm
-    layer.submodules.self_attention.submodules.core_attention = core_attention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = core_attention
+    if model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     if model.lora_rank:
         adapt(layer, model.lora_rank)
     return layer

@@ -58,6 +58,8 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
             kept += (heads + kv_heads) * one_head
         if not p.on_engine:  # whose kernel takes the angles, which layers share
             kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
+        if model.qk_norm:
+            kept += _head_norm_bytes(model, p, heads, kv_heads)
     # grouped queries are reshaped, which copies them; in Transformer Engine's ring all are copies
     elif heads != kv_heads and not (p.cp > 1 and p.on_engine):
         kept += heads * one_head
@@ -68,6 +70,20 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
             kept += heads * one_head
         kept += 4.0 * tokens * heads  # softmax statistics, fp32
     return kept
+
+
+def _head_norm_bytes(model: ModelSpec, p: Parallelism, heads: int, kv_heads: int) -> float:
+    """Of norms of queries and keys: what they took, and a number for each row, fp32.
+
+    Transformer Engine's keep copies, torch's what they were given: queries that had been reshaped,
+    else views of the product, which values keep anyway.
+    """
+    tokens = shapes(model, p).tokens
+    copies = heads + kv_heads
+    if not p.on_engine:
+        copies = heads if 1 < kv_heads < heads else 0
+    numbers = 4.0 * tokens * model.norm_vectors * (heads + kv_heads)
+    return 2.0 * tokens * model.head_dim * copies + numbers
 
 
 def mlp_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
