@@ -39,6 +39,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "rmsnorm": (("rows", "width"), PASSES),
     "layernorm": (("rows", "width"), PASSES),
+    "head_rmsnorm": (("rows", "width"), PASSES),  # of no more values than a head has, likewise
+    "head_layernorm": (("rows", "width"), PASSES),
     "rope": (("rows", "heads", "head_dim"), PASSES),
     "swiglu": (("rows", "width"), PASSES),  # width of the output
     "gelu": (("rows", "width"), PASSES),
@@ -75,6 +77,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _TOUCHED = {
     "rmsnorm": (2, 4),
     "layernorm": (2, 4),
+    "head_rmsnorm": (2, 4),
+    "head_layernorm": (2, 4),
     "rope": (2, 2),
     "swiglu": (3, 5),
     "gelu": (2, 3),
@@ -89,7 +93,10 @@ _TOUCHED = {
 
 # operations that only models of kernel time know, and what they are
 RAGGED = {"ragged_gemm": "gemm", "ragged_attention": "attention"}
-PLAIN = RAGGED | {"narrow_gemm": "gemm"}
+OF_HEADS = {"head_rmsnorm": "rmsnorm", "head_layernorm": "layernorm"}
+ON_GPUS = RAGGED | OF_HEADS  # on a CPU plain ones
+PLAIN = ON_GPUS | {"narrow_gemm": "gemm"}
+MOST_OF_HEAD = 256  # values of a head
 # bound by arithmetic where they are large
 STREAMED, STREAMS = "streamed_grouped_gemm", 4  # Transformer Engine's streams
 # what they take their host beside what is counted of products one after another; H200: 3.7 to 5
@@ -150,7 +157,8 @@ class Kernel:
 
         Products with an n or k below a tile's waste most of each tile: their times lie far from
         other products' in a way of their own. Where tiles do not divide n and k, or the values of a
-        head, times scatter more from shape to shape.
+        head, times scatter more from shape to shape. Norms over heads have many rows of few values,
+        whose gradients' sums over rows take torch long.
         """
         if self.op == "gemm" and min(self.dims[1:]) < TILE:
             return "narrow_gemm"
@@ -158,6 +166,8 @@ class Kernel:
             return "ragged_gemm"
         if self.op == "attention" and self.dims[-1] % HEAD_TILE:
             return "ragged_attention"
+        if self.op in OF_HEADS.values() and self.dims[1] <= MOST_OF_HEAD:
+            return f"head_{self.op}"
         return self.op
 
     @property

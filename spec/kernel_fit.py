@@ -26,6 +26,7 @@ from spec.kernel import (
     GROUPED,
     HEAD_TILE,
     LARGE_TILE,
+    OF_HEADS,
     PRODUCTS,
     STREAMED,
     STREAMS,
@@ -49,7 +50,7 @@ UNLIKE_SD = 0.1
 WIDE_BACKWARD = {192: 1.45, 256: 1.32}
 # operations that take a row at a time, and what must divide its width, in values, for all rows to
 # begin where loads of 256 B want them to: a larger power of two changes nothing
-BY_ROW = ("layernorm", "rmsnorm", "bias")
+BY_ROW = ("layernorm", "rmsnorm", *OF_HEADS, "bias")
 ROW_ALIGNED = 128
 HEAD_ALIGNED = 16  # values of a head: what more of them a power of two divides changes nothing
 

@@ -68,15 +68,23 @@ TUNED = {
 }
 # By width: copies forward and backward, and bytes whose copy backward takes as long as the kernel
 # behind it that sums over rows in parts. Read off 2,048 to 16,384 rows on an H200; an H100's norms
-# take as long there as an H200's, its copies 1.4 times.
+# take as long there as an H200's, its copies 1.4 times. Up to `OF_HEADS` values a row are those of
+# queries and keys, by kernels of their own; read off 8,192 to 524,288 rows.
+OF_HEADS = 512
 GENERAL = {
     "layernorm": {
+        64: (3.1, 2.1, 247_000_000),
+        128: (1.65, 1.17, 245_000_000),
+        256: (1.6, 1.12, 120_000_000),
         1600: (3.3, 1.31, 157_000_000),
         2560: (3.6, 2.03, 80_000_000),
         4608: (3.3, 3.17, 25_000_000),
         7168: (3.0, 2.59, 25_000_000),
     },
     "rmsnorm": {
+        64: (2.55, 1.75, 249_000_000),
+        128: (1.33, 1.02, 245_000_000),
+        256: (1.26, 1.1, 93_000_000),
         1536: (2.2, 1.09, 164_000_000),
         2560: (3.3, 1.45, 105_000_000),
         3072: (3.0, 1.3, 103_000_000),
@@ -177,8 +185,9 @@ def _fused(part: Part, p: Parallelism) -> Part:
 
 def _general(kernel: Kernel, backward: bool) -> tuple[float, int]:
     """Copies, and bytes beside, of a norm whose width has no kernel of its own."""
-    widths = GENERAL[kernel.op]
-    nearest = min(widths, key=lambda width: abs(log(width / kernel.dims[1])))
+    widths, own = GENERAL[kernel.op], kernel.dims[1]
+    alike = [width for width in widths if (width <= OF_HEADS) == (own <= OF_HEADS)]
+    nearest = min(alike, key=lambda width: abs(log(width / own)))
     forward, back, beside = widths[nearest]
     return (back, beside) if backward else (forward, 0)
 

@@ -13,7 +13,7 @@ from calibrate.evidence import Evidence, robust_sd
 from calibrate.kernels.correction import LEARN_FROM
 from calibrate.physics import System, fit_physics, multiprocessors, system_of
 from calibrate.state import ClockState, Drawn, Key, is_compute
-from spec.kernel import PLAIN, RAGGED, Kernel
+from spec.kernel import ON_GPUS, PLAIN, Kernel
 from spec.kernel_fit import Physics, Reach, features
 from spec.records import KernelRow
 
@@ -88,8 +88,8 @@ def kernel_keys(evidence: Evidence) -> list[Key]:
 def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, KernelRow]]]]:
     """Rows with their runs, by the model that they are fitted by and by shape.
 
-    Products narrower than a tile, and shapes that tiles do not divide, have models of their own
-    where there are enough of them; the latter not on a CPU, whose tiles are others. A GPU's rows
+    Products narrower than a tile, shapes that tiles do not divide, and norms over heads have models
+    of their own where there are enough of them; on a CPU the first alone. A GPU's rows
     that waited for their host count only where an operation has no other.
     """
     gpu = not evidence.on_cpu
@@ -98,7 +98,7 @@ def by_model(evidence: Evidence) -> dict[Key, dict[Kernel, list[tuple[str, Kerne
     disturbed = []
     for run, row in evidence.rows(KernelRow):
         kernel = row.kernel
-        if gpu or kernel.modelled not in RAGGED:
+        if gpu or kernel.modelled not in ON_GPUS:
             kernel = replace(kernel, op=kernel.modelled)
         key = kernel.op, row.direction, row.dtype
         if gpu and row.disturbed:

@@ -33,6 +33,13 @@ _HIDDEN = (
     14336,
     16384,
 )
+# tokens times heads of queries or keys, and values a head; up to 65,536 rows torch's gradients of
+# so narrow a norm go another way
+_HEAD_ROWS = {
+    64: (16384, 65536, 131072, 524288),
+    128: (8192, 32768, 65536, 98304, 262144, 1048576),
+    256: (16384, 65536, 131072, 524288),
+}
 _FFN = (4096, 8192, 10240, 13824, 16384, 20480, 28672, 40960)
 _VOCAB = (32000, 50304, 128256, 256000)
 _RANKS = (4, 8, 16, 32, 64, 96)
@@ -56,6 +63,13 @@ def kernels() -> list[Kernel]:
         for op in ("rmsnorm", "layernorm")
         for width in _HIDDEN
         for rows in _ROWS
+        for way in PASSES
+    ]
+    found += [
+        Kernel(op, way, (rows, head_dim))
+        for op in ("rmsnorm", "layernorm")
+        for head_dim, many in _HEAD_ROWS.items()
+        for rows in many
         for way in PASSES
     ]
     found += [

@@ -28,6 +28,8 @@ SAVED_US = {
     ("cross_entropy", "backward"): 6.2,
     ("embedding", "backward"): 11.3,
     ("gather_copy_out", "forward"): 0.3,
+    ("head_layernorm", "backward"): 3.4,
+    ("head_rmsnorm", "backward"): 3.8,
     ("layernorm", "backward"): 3.4,
     ("permute", "backward"): 3.1,
     ("ragged_attention", "forward"): 0.0,
