@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from simulate.memory.activations import layer_activation_bytes
+from spec.calibration import read_calibration
 from spec.errors import UserError
 from spec.kernel import Kernel
+from spec.kernel_fit import SHARED_ROWS, UNSHARED_TIMES, paid_bytes
 from spec.model import ModelSpec, load_model
 from spec.parallelism import Parallelism
 from spec.step import layer, shared_gradients, stage_parameters, trained_tensors
 from spec.step_parts import Part, copied
+from tests.commands import RESULTS
 from tests.real_steps import LLAMA, NORMED, logged, noted
 
 QWEN = load_model("qwen3-8b").resized(layers=2, seq_len=4096)
@@ -152,3 +155,25 @@ def test_hugging_faces_qwen3(tmp_path: Path) -> None:
     path.write_text(json.dumps(config | {"mlp_only_layers": [0]}))
     with pytest.raises(UserError, match="some of its layers have no experts"):
         load_model(str(path))
+
+
+def test_sums_over_few_rows_take_torch_longer_than_over_many() -> None:
+    """An H200's rows, as measured: 241 us of 65,536 rows, 127 of twice as many."""
+    few, many = (
+        Kernel("head_rmsnorm", "backward", (rows, DIM)) for rows in (SHARED_ROWS - 1, SHARED_ROWS)
+    )
+    assert paid_bytes(few) / paid_bytes(many) == pytest.approx(UNSHARED_TIMES, rel=1e-3)
+    forward = [Kernel("head_rmsnorm", "forward", (TOKENS, width)) for width in (64, 128, 256)]
+    assert len({paid_bytes(one) for one in forward}) == 1  # a block a row
+    for system in ("2x-h200", "8x-h200"):  # the latter's are the former's
+        fits = read_calibration(RESULTS / system / "calibration.json").kernel_fits
+        fit = fits["head_rmsnorm", "backward", "bf16"]
+        few_us, many_us = (fit.model_us((rows, DIM))[0] for rows in (65_536, 131_072))
+        assert few_us == pytest.approx(241, rel=0.1)
+        assert many_us == pytest.approx(127, rel=0.1)
+
+
+def test_narrow_norms_are_modelled_apart() -> None:
+    assert Kernel("rmsnorm", "forward", (8192, 256)).modelled == "head_rmsnorm"
+    assert Kernel("layernorm", "backward", (8192, 64)).modelled == "head_layernorm"
+    assert Kernel("rmsnorm", "forward", (8192, 257)).modelled == "rmsnorm"

@@ -146,6 +146,8 @@ class Maker(Products):
             kernel, lambda x_, w_, b_: F.layer_norm(x_, (width,), w_, b_, 1e-5), x, w, b
         )
 
+    _head_rmsnorm, _head_layernorm = _rmsnorm, _layernorm
+
     def _rope(self, kernel: Kernel, dtype: torch.dtype) -> Call:
         """Queries and keys in one call each; a fifth of the heads stand for the keys."""
         rows, heads, dim = kernel.dims

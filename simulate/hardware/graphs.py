@@ -12,7 +12,7 @@ from simulate.cost.works import Same
 from simulate.hardware.transfer import with_points
 from spec.calibration import Calibration, HostTime
 from spec.fitted import changed
-from spec.kernel import PRODUCTS
+from spec.kernel import OF_HEADS, PRODUCTS
 from spec.kernel_fit import KernelFit
 
 # What a call saves at its operation's middle shape: medians of products and of what is one kernel,
@@ -28,8 +28,6 @@ SAVED_US = {
     ("cross_entropy", "backward"): 6.2,
     ("embedding", "backward"): 11.3,
     ("gather_copy_out", "forward"): 0.3,
-    ("head_layernorm", "backward"): 3.4,
-    ("head_rmsnorm", "backward"): 3.8,
     ("layernorm", "backward"): 3.4,
     ("permute", "backward"): 3.1,
     ("ragged_attention", "forward"): 0.0,
@@ -56,7 +54,8 @@ UPDATE_TIMES = frozenset({"tensor_us", "te_tensor_us", "step_us"})
 def replayed_launch_us(fit: KernelFit) -> float:
     """What starting a call of an operation takes in a graph."""
     one_us = PRODUCT_US if fit.op in PRODUCTS else ONE_KERNEL_US
-    saved_us = SAVED_US.get((fit.op, fit.direction), one_us)
+    plain = OF_HEADS.get(fit.op, fit.op), fit.direction
+    saved_us = SAVED_US.get(plain, one_us)
     return max(fit.launch_us - saved_us, LEAST * fit.launch_us)
 
 

@@ -73,18 +73,20 @@ def pool_bytes(
 
 
 def ring_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
-    """Bytes of the pool that a ring on Transformer Engine sent from, or received in.
+    """Bytes of the pool that a ring of attention sent from, or received in.
 
     NCCL's stream used them (`recordStream` in `ProcessGroupNCCL::pointToPoint`). For each layer and
     microbatch: in a forward pass a GPU's own keys and values and those of each other, in a
-    backward pass two of both with their gradients (`AttnFuncWithCPAndKVP2P`).
+    backward pass two of both with their gradients (`AttnFuncWithCPAndKVP2P`); by our own ring there
+    every rank's keys, and gradients of all but one, sent and received.
     """
-    if not p.on_engine or p.cp == 1 or p.exchanges_heads:
+    if p.cp == 1 or p.exchanges_heads:
         return 0.0
     heads = max(model.kv_heads // p.tp, 1)
     both = 2 * 2.0 * shapes(model, p).tokens * heads * model.head_dim
     forward = p.cp * (1 if p.recompute == "none" else 2)
-    return both * (forward + 4) * p.stage_layers(model)[stage] * p.microbatches
+    backward = 4 if p.on_engine else 3 * p.cp - 2
+    return both * (forward + backward) * p.stage_layers(model)[stage] * p.microbatches
 
 
 def kept_bytes(
