@@ -180,7 +180,12 @@ def test_a_log_of_far_too_many_layers_is_refused(
         ),
         ({"squared_relu": "True", "swiglu": "False"}, "its activation is simulated as GELU"),
         ({"add_qkv_bias": "True"}, "its queries, keys and values are simulated without a bias"),
-        ({"qk_layernorm": "True"}, "its queries and keys are simulated without norms"),
+        ({"qk_layernorm": "True"}, None),
+        ({"qk_l2_norm": "True"}, "its queries and keys are simulated without norms"),
+        (
+            {"qk_layernorm": "True", "position_embedding_type": "learned_absolute"},
+            "its queries and keys are simulated without norms",
+        ),
         ({"gradient_accumulation_fusion": "False"}, "simulated to add weights' gradients up"),
         (
             {"moe_grouped_gemm": "True", "moe_use_legacy_grouped_gemm": "True"} | OF_MIXTURE,
@@ -203,3 +208,9 @@ def test_what_is_simulated_otherwise_is_said(
     assert next(iter(changes)) in capsys.readouterr().out or said is None
     assert any((said or "warm-up") in note for note in found.manifest.notes)
     assert said or not any(next(iter(changes)) in note for note in found.manifest.notes)
+
+
+def test_norms_of_queries_and_keys_are_the_models(tmp_path: Path) -> None:
+    log = write(tmp_path, saying({"qk_layernorm": "True"}))
+    (row,) = imported(tmp_path, "megatron-log", log, "--nodes", "2").table(TrainingRow)
+    assert row.qk_norm

@@ -320,8 +320,9 @@ def test_megatron_core_gets_megatron_lms_fusions_there_alone() -> None:
 def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later: int) -> None:
     """Allocated, and what lies beside the reserved: 0.13 GiB less than is counted in pipelines.
 
-    A mixture of 128 experts in FP8 over interleaved stages has 1.1 GiB of 58.9 more, and a model of
-    960 wide 52 MiB of 4.7 GiB: rests of blocks beside its small tensors.
+    A mixture of 128 experts in FP8 over interleaved stages has 1.1 GiB of 58.9 more, one whose layers
+    run again 0.9 of 51.4, and a model of 960 wide 52 MiB of 4.7 GiB: rests of blocks beside small
+    tensors.
     """
     cases = [one for one in measured(system, engine=True) if not one[0].cuda_graphs]
     new = [run > FORTY_FIFTH for *_, run in cases]
@@ -330,7 +331,8 @@ def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later:
     assert mean(errors(cases, "allocated")) < 0.0015
     for (row, stage, peaks, _), of_new in zip(cases, new, strict=True):
         real, told = peaks["allocated"]
-        many = row.fp8 and row.experts == 128 and row.vpp > 1
+        again = row.vpp > 1 or row.recompute == "full"
+        many = row.fp8 and row.experts == 128 and again
         most = (0.02 if many else 0.008 if of_new else 0.006) * real
         most += 0.015 if row.hidden < 1024 else 0.0
         assert told["median"] == pytest.approx(real, abs=most), f"{row.case_id} stage {stage}"

@@ -144,6 +144,7 @@ def model_of(log: Log, name: str) -> ModelSpec:
         "norm": a.text("normalization", "LayerNorm").lower(),
         "position": positions[position],
         "linear_bias": a.flag("add_bias_linear", True),
+        "qk_norm": a.flag("qk_layernorm") and not a.flag("qk_l2_norm") and position == "rope",
         "tied_embeddings": not a.flag("untie_embeddings_and_output_weights"),
         "experts": experts,
         "top_k": a.whole("moe_router_topk") if experts else 0,
@@ -313,6 +314,7 @@ def rows(
         and not (p.on_engine and argument == "moe_grouped_gemm")
         and (p.fp8 or not argument.startswith("moe_router_padding"))
         and not (model.linear_bias and argument == "add_qkv_bias")
+        and not (model.qk_norm and argument == "qk_layernorm")
     ]
     left_out += [
         f"{log.path.name}: left out that {argument} is False: {simulated}"
