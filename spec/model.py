@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_yaml
+from spec.kernel import MOST_OF_HEAD
 
 MODELS = Path(__file__).parent / "models"
 
@@ -16,7 +17,7 @@ MODELS = Path(__file__).parent / "models"
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2")
 _WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 _FFN_KEYS = {"qwen3_moe": "moe_intermediate_size"}
-_EXPERT_KEYS = {"qwen3_moe": "num_experts"}
+_EXPERT_KEYS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 # beyond any model; a typing error is likelier
 MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 Size = Annotated[int, Field(ge=1, le=100_000_000)]
@@ -72,6 +73,11 @@ class ModelSpec(BaseModel):
             raise ValueError(
                 f"qk_norm with position {self.position}; norms of queries and keys stand in front "
                 "of rotary positions, give position rope"
+            )
+        if self.qk_norm and self.head_dim > MOST_OF_HEAD:
+            raise ValueError(
+                f"qk_norm with head_dim {self.head_dim}; norms over heads were timed up to "
+                f"{MOST_OF_HEAD} values, give as many at most"
             )
         if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
             raise ValueError(
@@ -207,11 +213,18 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"{path}: model_type is {family!r}; known are {', '.join(FAMILIES)}")
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise UserError(
-            f"{path}: some of its layers have no experts (mlp_only_layers, decoder_sparse_step); "
-            "layers of one kind are known"
-        )
+    for key, usual in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+        if family in _EXPERT_KEYS and config.get(key, usual) != usual:
+            raise UserError(
+                f"{path}: {key} is {config[key]!r}; of a mixture all layers must have experts, "
+                f"{key} {usual}"
+            )
+
+    def size(key: str) -> int:
+        if not isinstance(config[key], int):
+            raise UserError(f"{path}: {key} is {config[key]!r}; it must be a whole number")
+        return int(config[key])
+
     try:
         if family == "gpt2":
             hidden, heads = config["n_embd"], config["n_head"]
@@ -231,23 +244,27 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
                 "tied_embeddings": True,
             }
         else:
-            heads = config["num_attention_heads"]
+            heads = size("num_attention_heads")
+            normed, experts = family in _WITH_HEAD_NORMS, _EXPERT_KEYS.get(family)
             fields = {
-                "layers": config["num_hidden_layers"],
-                "hidden": config["hidden_size"],
-                "ffn_hidden": config[_FFN_KEYS.get(family, "intermediate_size")],
+                "layers": size("num_hidden_layers"),
+                "hidden": size("hidden_size"),
+                "ffn_hidden": size(_FFN_KEYS.get(family, "intermediate_size")),
                 "heads": heads,
                 "kv_heads": config.get("num_key_value_heads") or heads,
-                "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-                "vocab": config["vocab_size"],
-                "seq_len": min(config["max_position_embeddings"], 8192),
+                # Qwen3's is not its width over its heads
+                "head_dim": size("head_dim")
+                if normed
+                else config.get("head_dim") or size("hidden_size") // heads,
+                "vocab": size("vocab_size"),
+                "seq_len": min(size("max_position_embeddings"), 8192),
                 "gated": True,
                 "norm": "rmsnorm",
                 "position": "rope",
-                "qk_norm": family in _WITH_HEAD_NORMS,
+                "qk_norm": normed,
                 "tied_embeddings": config.get("tie_word_embeddings", False),
-                "experts": config.get(_EXPERT_KEYS.get(family, "num_local_experts"), 0),
-                "top_k": config.get("num_experts_per_tok", 0),
+                "experts": size(experts) if experts else 0,
+                "top_k": size("num_experts_per_tok") if experts else 0,
             }
     except KeyError as error:
         raise UserError(f"{path}: a {family} config lacks {error}") from None

@@ -68,9 +68,9 @@ TUNED = {
 }
 # By width: copies forward and backward, and bytes whose copy backward takes as long as the kernel
 # behind it that sums over rows in parts. Read off 2,048 to 16,384 rows on an H200; an H100's norms
-# take as long there as an H200's, its copies 1.4 times. Up to `OF_HEADS` values a row are those of
+# take as long there as an H200's, its copies 1.4 times. Up to `NARROW` values a row are those of
 # queries and keys, by kernels of their own; read off 8,192 to 524,288 rows.
-OF_HEADS = 512
+NARROW = 512
 GENERAL = {
     "layernorm": {
         64: (3.1, 2.1, 310_000_000),
@@ -186,7 +186,7 @@ def _fused(part: Part, p: Parallelism) -> Part:
 def _general(kernel: Kernel, backward: bool) -> tuple[float, int]:
     """Copies, and bytes beside, of a norm whose width has no kernel of its own."""
     widths, own = GENERAL[kernel.op], kernel.dims[1]
-    alike = [width for width in widths if (width <= OF_HEADS) == (own <= OF_HEADS)]
+    alike = [width for width in widths if (width <= NARROW) == (own <= NARROW)]
     nearest = min(alike, key=lambda width: abs(log(width / own)))
     forward, back, beside = widths[nearest]
     return (back, beside) if backward else (forward, 0)

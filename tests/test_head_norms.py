@@ -69,12 +69,28 @@ def test_transformer_engines_norms_keep_the_copy() -> None:
     assert all(kernel.op != "rmsnorm" for part in (*forward, *backward) for kernel in part.kernels)
 
 
-def test_adapters_leave_norms_as_they_are() -> None:
-    assert all(
-        kernel.op != "grad_accumulate"
-        for part in beyond(PLAIN.resized(lora_rank=16))[1]
-        for kernel in part.kernels
-    )
+@pytest.mark.parametrize(("kv_heads", "tp"), [(1, 1), (8, 8), (8, 16)])
+def test_one_groups_queries_are_a_view_and_are_copied(kv_heads: int, tp: int) -> None:
+    """Of one group a rank, and where ranks are more than groups."""
+    plain = PLAIN.resized(kv_heads=kv_heads)
+    forward, backward = beyond(plain, tp=tp)
+    assert [part.kernels[0].op for part in (*forward, *backward)] == ["copy"] * 4
+    copies = layer_activation_bytes(plain.resized(qk_norm=True), Parallelism(tp=tp))
+    copies -= layer_activation_bytes(plain, Parallelism(tp=tp))
+    assert copies == 4 * TOKENS * (HEADS // tp + 1)  # a number for each row
+
+
+def test_frozen_norms_have_no_gradients_and_sum_nothing_over_rows() -> None:
+    adapted = PLAIN.resized(lora_rank=16)
+    _, backward = beyond(adapted)
+    assert [kernel.op for part in backward for kernel in part.kernels] == ["copy"] + ["rmsnorm"] * 2
+    assert all(kernel.direction == "forward" for part in backward for kernel in part.kernels)
+    rows = [part.kernels[-1].dims[0] for part in backward]
+    assert rows == [3 * TOKENS * KV // 2, 3 * TOKENS * HEADS // 2]
+    _, there = beyond(adapted, **TE)  # which sums, whatever is asked for
+    assert [kernel.dims for part in there for kernel in part.kernels] == [
+        part.kernels[0].dims for part in beyond(PLAIN, **TE)[1]
+    ]
 
 
 def test_tensor_parallel_ranks_share_them() -> None:
@@ -84,6 +100,10 @@ def test_tensor_parallel_ranks_share_them() -> None:
     (summed,) = shared_gradients(QWEN, p, 0)
     assert (summed.axis, summed.bytes) == ("tp", 4.0 * more)
     assert not shared_gradients(PLAIN, p, 0)
+    assert not shared_gradients(QWEN, Parallelism(), 0)
+    assert not shared_gradients(QWEN.resized(lora_rank=16), p, 0)
+    both = [one.resized(norm="layernorm").layer_parameters() for one in (QWEN, PLAIN)]
+    assert both[0] - both[1] == 4 * DIM  # an offset, too
     tensors = [trained_tensors(one, p, 0)[0] for one in (QWEN, PLAIN)]
     assert tensors[0] - tensors[1] == 2 * QWEN.layers
 
@@ -100,6 +120,7 @@ def test_what_they_keep_for_the_backward_pass() -> None:
     assert more(PLAIN) == HEADS * one_head + numbers  # keys are a view of what values keep
     assert more(PLAIN, **TE) == (HEADS + KV) * one_head + numbers
     assert more(PLAIN.resized(kv_heads=HEADS)) == 4 * TOKENS * 2 * HEADS
+    assert more(PLAIN, recompute="selective") == more(PLAIN)
     assert more(PLAIN, recompute="full") == 0
     both = PLAIN.resized(norm="layernorm")  # a mean beside each
     assert more(both) == HEADS * one_head + 2 * numbers
@@ -125,35 +146,76 @@ def test_a_real_step_has_norms_of_as_many_rows() -> None:
     assert rows[1] == sorted(rows[0] + per_layer * NORMED.layers)
 
 
-def test_norms_without_rotary_positions_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position": "learned"}, "qk_norm with position learned.*give position rope"),
+        ({"head_dim": 257}, "qk_norm with head_dim 257.*256 values"),
+        ({"qk_norm": "perhaps"}, "qk_norm is 'perhaps'"),
+    ],
+)
+def test_norms_that_cannot_be_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     path = tmp_path / "model.yaml"
-    path.write_text(json.dumps(QWEN.model_dump() | {"position": "learned"}))
-    with pytest.raises(UserError, match=r"qk_norm with position learned.*give position rope"):
+    path.write_text(json.dumps(QWEN.model_dump() | changes))
+    with pytest.raises(UserError, match=words):
         load_model(str(path))
 
 
-def test_hugging_faces_qwen3(tmp_path: Path) -> None:
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DENSE = MOE | {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "decoder_sparse_step": 2,  # says nothing of a dense model
+}
+
+
+@pytest.mark.parametrize(("config", "name"), [(MOE, "qwen3-30b-a3b"), (DENSE, "qwen3-0.6b")])
+def test_hugging_faces_qwen3(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     path = tmp_path / "config.json"
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
     path.write_text(json.dumps(config))
-    assert load_model(str(path)).parameters() == load_model("qwen3-30b-a3b").parameters()
-    path.write_text(json.dumps(config | {"mlp_only_layers": [0]}))
-    with pytest.raises(UserError, match="some of its layers have no experts"):
+    assert load_model(str(path)).parameters() == load_model(name).parameters()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\].*all layers must have experts"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2.*decoder_sparse_step 1"),
+        ({"num_experts": None}, "num_experts is None; it must be a whole number"),
+        ({"moe_intermediate_size": "wide"}, "moe_intermediate_size is 'wide'"),
+        ({"num_experts_per_tok": ...}, "a qwen3_moe config lacks 'num_experts_per_tok'"),
+        ({"head_dim": ...}, "a qwen3_moe config lacks 'head_dim'"),
+    ],
+)
+def test_hugging_face_configs_that_cannot_be(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "config.json"
+    config = {key: value for key, value in (MOE | changes).items() if value is not ...}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words):
         load_model(str(path))
 
 
@@ -163,8 +225,12 @@ def test_sums_over_few_rows_take_torch_longer_than_over_many() -> None:
         Kernel("head_rmsnorm", "backward", (rows, DIM)) for rows in (SHARED_ROWS - 1, SHARED_ROWS)
     )
     assert paid_bytes(few) / paid_bytes(many) == pytest.approx(UNSHARED_TIMES, rel=1e-3)
-    forward = [Kernel("head_rmsnorm", "forward", (TOKENS, width)) for width in (64, 128, 256)]
-    assert len({paid_bytes(one) for one in forward}) == 1  # a block a row
+    forward = [
+        paid_bytes(Kernel("head_rmsnorm", "forward", (rows, width))) / rows
+        for rows in (SHARED_ROWS - 1, SHARED_ROWS)
+        for width in (64, 128, 256)
+    ]
+    assert len(set(forward)) == 1  # a block a row, however few values and rows
     for system in ("2x-h200", "8x-h200"):  # the latter's are the former's
         fits = read_calibration(RESULTS / system / "calibration.json").kernel_fits
         fit = fits["head_rmsnorm", "backward", "bf16"]

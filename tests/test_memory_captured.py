@@ -62,7 +62,7 @@ def test_what_a_ring_sends_and_receives_stays_in_a_graphs_pool() -> None:
     assert ring_bytes(MODEL, wider, 0) == 8 * keys / 2 * passes
     own, wide_own = (one.model_copy(update={"transformer_impl": "local"}) for one in (ring, wider))
     assert ring_bytes(MODEL, own, 0) == 6 * keys * passes
-    assert ring_bytes(MODEL, wide_own, 0) == (4 + 4 + 6) * keys / 2 * passes
+    assert ring_bytes(MODEL, wide_own, 0) == (4 + 4 + 4) * keys / 2 * passes
     for other in ({"cp": 1}, {"cp_comm_type": "a2a"}):
         assert ring_bytes(MODEL, ring.model_copy(update=other), 0) == 0.0
     held = stage_memory(MODEL, ring, 0)
@@ -74,9 +74,14 @@ def test_what_a_ring_sends_and_receives_stays_in_a_graphs_pool() -> None:
         for one in measured("2x-h200", engine=True)
         if one[0].cuda_graphs and one[0].cp > 1 and one[0].cp_comm_type == "p2p"
     ]
-    assert len(rings) >= 5
-    assert fmean(errors(rings, "reserved")) < 0.021
-    assert max(errors(rings, "reserved")) < 0.037
+    assert len(rings) >= 6
+    assert fmean(errors(rings, "reserved")) < 0.026
+    assert max(errors(rings, "reserved")) < 0.053
+    own_rings = [
+        one for one in measured("2x-h200", engine=False) if one[0].cuda_graphs and one[0].cp > 1
+    ]
+    assert len(own_rings) >= 3
+    assert max(errors(own_rings, "reserved")) < 0.038
 
 
 @pytest.mark.parametrize("batch", [4, 8, 16])

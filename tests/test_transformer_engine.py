@@ -320,9 +320,9 @@ def test_megatron_core_gets_megatron_lms_fusions_there_alone() -> None:
 def test_measured_peaks_are_what_the_sources_say(system: str, least: int, later: int) -> None:
     """Allocated, and what lies beside the reserved: 0.13 GiB less than is counted in pipelines.
 
-    A mixture of 128 experts in FP8 over interleaved stages has 1.1 GiB of 58.9 more, one whose layers
-    run again 0.9 of 51.4, and a model of 960 wide 52 MiB of 4.7 GiB: rests of blocks beside small
-    tensors.
+    A mixture of 128 experts in FP8 over interleaved stages has 1.1 GiB of 58.9 more, one whose
+    layers run again 0.9 of 51.4, and a model of 960 wide 52 MiB of 4.7 GiB: rests of blocks beside
+    small tensors.
     """
     cases = [one for one in measured(system, engine=True) if not one[0].cuda_graphs]
     new = [run > FORTY_FIFTH for *_, run in cases]

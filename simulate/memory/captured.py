@@ -78,14 +78,14 @@ def ring_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     NCCL's stream used them (`recordStream` in `ProcessGroupNCCL::pointToPoint`). For each layer and
     microbatch: in a forward pass a GPU's own keys and values and those of each other, in a
     backward pass two of both with their gradients (`AttnFuncWithCPAndKVP2P`); by our own ring there
-    every rank's keys, and gradients of all but one, sent and received.
+    every rank's keys, and as many gradients: those that came are added to, and sent on.
     """
     if p.cp == 1 or p.exchanges_heads:
         return 0.0
     heads = max(model.kv_heads // p.tp, 1)
     both = 2 * 2.0 * shapes(model, p).tokens * heads * model.head_dim
     forward = p.cp * (1 if p.recompute == "none" else 2)
-    backward = 4 if p.on_engine else 3 * p.cp - 2
+    backward = 4 if p.on_engine else 2 * p.cp
     return both * (forward + backward) * p.stage_layers(model)[stage] * p.microbatches
 
 

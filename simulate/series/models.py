@@ -24,6 +24,7 @@ class Shape:
     experts: int = 0
     top_k: int = 0
     head_dim: int | None = None
+    qk_norm: bool = False
 
 
 _LLAMA2, _LLAMA3 = "arXiv 2307.09288", "arXiv 2407.21783, table 3"
@@ -68,14 +69,20 @@ SHAPES: tuple[tuple[str, Shape], ...] = (
     (r"qwen-?2\.5-14b", Shape(48, 5120, 13824, 40, 8, 152064, True, _QWEN)),
     (r"qwen-?2\.5-32b", Shape(64, 5120, 27648, 40, 8, 152064, True, _QWEN)),
     (r"qwen-?2(\.5)?-72b", Shape(80, 8192, 29568, 64, 8, 152064, True, _QWEN)),
-    (r"qwen-?3-8b", Shape(36, 4096, 12288, 32, 8, 151936, True, _QWEN)),
-    (r"qwen-?3-14b", Shape(40, 5120, 17408, 40, 8, 151936, True, _QWEN)),
-    (r"qwen-?3-32b", Shape(64, 5120, 25600, 64, 8, 151936, True, _QWEN, head_dim=128)),
-    (r"qwen-?3-235b-a22b", Shape(94, 4096, 1536, 64, 4, 151936, True, _QWEN, 128, 8, 128)),
+    (r"qwen-?3-8b", Shape(36, 4096, 12288, 32, 8, 151936, True, _QWEN, qk_norm=True)),
+    (r"qwen-?3-14b", Shape(40, 5120, 17408, 40, 8, 151936, True, _QWEN, qk_norm=True)),
+    (
+        r"qwen-?3-32b",
+        Shape(64, 5120, 25600, 64, 8, 151936, True, _QWEN, head_dim=128, qk_norm=True),
+    ),
+    (
+        r"qwen-?3-235b-a22b",
+        Shape(94, 4096, 1536, 64, 4, 151936, True, _QWEN, 128, 8, 128, qk_norm=True),
+    ),
     (r"mixtral-8x7b", Shape(32, 4096, 14336, 32, 8, 32000, True, "arXiv 2401.04088", 8, 2)),
     (
         r"qwen3-30b-a3b",
-        Shape(48, 2048, 768, 32, 4, 151936, True, _QWEN, 128, 8, 128),
+        Shape(48, 2048, 768, 32, 4, 151936, True, _QWEN, 128, 8, 128, qk_norm=True),
     ),
     (
         r"gpt-oss-120b",
@@ -145,6 +152,7 @@ def _own(plain: str) -> Shape | None:
         m.experts,
         m.top_k,
         m.head_dim,
+        m.qk_norm,
     )
 
 

@@ -53,6 +53,7 @@ def model_of(fill: Filling) -> ModelSpec:
         "gated": gated,
         "norm": "rmsnorm" if gated else "layernorm",
         "position": "rope" if gated else "learned",
+        "qk_norm": bool(shape and shape.qk_norm),
         "linear_bias": not gated and "mpt" not in row.words,
         "tied_embeddings": not gated and "nemotron" not in row.words,
         "experts": shape.experts if shape else 0,
