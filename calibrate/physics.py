@@ -10,7 +10,7 @@ from scipy.optimize import least_squares
 
 from calibrate.alone import NEAR, highest, lowest
 from spec.kernel import Kernel
-from spec.kernel_fit import Physics, launches, paid_bytes, quantisation
+from spec.kernel_fit import Physics, launches, quantisation
 
 Array = NDArray[np.float64]
 Timings = Sequence[tuple[Kernel, float]]
@@ -59,7 +59,7 @@ def fit_physics(timings: Timings, system: System) -> tuple[Physics, dict[str, fl
     of memory: there the system's values are the prior.
     """
     times = np.array([time for _, time in timings])
-    moved = np.array([paid_bytes(kernel) for kernel, _ in timings])
+    moved = np.array([kernel.paid_bytes for kernel, _ in timings])
     serial = np.array([launches(kernel) for kernel, _ in timings])
     quantised = np.array(
         [kernel.flops * quantisation(kernel, system.multiprocessors) for kernel, _ in timings]

@@ -31,7 +31,7 @@ from spec.fitted import (
     Source,
     Spread,
 )
-from spec.kernel import OPS, PLAIN, Kernel
+from spec.kernel import OF_HEADS, OPS, PLAIN, Kernel
 from spec.kernel_fit import KernelFit, features
 from spec.network_fit import NetworkFit
 from spec.thermal import ThermalFit
@@ -331,12 +331,17 @@ class Calibration(BaseModel):
         return kernel if self._fit(kernel) else kernel.stand_in or kernel
 
     def _fit(self, kernel: Kernel) -> KernelFit | None:
-        """As it is modelled or else plain, whichever measured the shape; or any of its kind."""
+        """As it is modelled or else plain, whichever measured the shape; or any of its kind.
+
+        Of a GPU's norms over heads only those: wide ones tell nothing of them.
+        """
         rest = kernel.direction, kernel.dtype
         alike = (name for name, plain in PLAIN.items() if plain == kernel.op)
         names = dict.fromkeys((kernel.modelled, kernel.op, *alike))
         found = [fit for name in names if (fit := self.kernel_fits.get((name, *rest)))]
         measured = (fit for fit in found if kernel.dims in fit.measured)
+        if self.kind != "cpu" and kernel.modelled in OF_HEADS:
+            found = [fit for fit in found if fit.op == kernel.modelled]
         return next(measured, found[0] if found else None)
 
     def kernel(self, kernel: Kernel) -> KernelFit:

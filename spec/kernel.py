@@ -5,7 +5,7 @@ their time. An elementwise "kernel" here is one operation of the training step; 
 may run as several device kernels, and it is timed as the whole.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import expm1, isqrt, prod
 
@@ -97,6 +97,11 @@ OF_HEADS = {"head_rmsnorm": "rmsnorm", "head_layernorm": "layernorm"}
 ON_GPUS = RAGGED | OF_HEADS  # on a CPU plain ones
 PLAIN = ON_GPUS | {"narrow_gemm": "gemm"}
 MOST_OF_HEAD = 256  # values of a head
+# A norm's vectors' gradients are sums over its rows, which torch shares out among many blocks from
+# so many rows on (ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel). Of
+# norms over heads each of fewer rows takes an H200 so many times as long, 3.4 to 4.
+SHARED_ROWS, UNSHARED_TIMES = 65_537, 3.7
+WIDE = 4096  # values of a row of a norm that stands for one over heads
 # bound by arithmetic where they are large
 STREAMED, STREAMS = "streamed_grouped_gemm", 4  # Transformer Engine's streams
 # what they take their host beside what is counted of products one after another; H200: 3.7 to 5
@@ -180,9 +185,15 @@ class Kernel:
         vectorise either, of as many bytes. A rank's part of a table: a table without masks. A sum
         in place: one out of place, as visits until the 41st timed. Rows added to their tokens: a
         permutation's gradient. Experts' products in streams: one after another. What the clock
-        paces: a copy, which it does not (`simulate.hardware.as_run` has a model of it).
+        paces: a copy, which it does not (`simulate.hardware.as_run` has a model of it). A norm over
+        heads: one of wide rows that moves as much as it takes as long as.
         """
         d = self.named
+        if self.modelled in OF_HEADS:
+            of_rows = Kernel(self.op, self.direction, (d["rows"], WIDE), self.dtype)
+            paid = replace(self, op=self.modelled).paid_bytes
+            rows = int(d["rows"] * paid / of_rows.bytes)
+            return replace(of_rows, dims=(max(rows, 1), WIDE))
         if self.op == PACED:
             return Kernel("copy", "forward", self.dims, self.dtype)
         if self.op == STREAMED:
@@ -263,6 +274,19 @@ class Kernel:
                 return float(2 * prod(self.dims) * size)
         touched = _TOUCHED[self.op][self.direction == "backward"]
         return float(prod(self.dims) * size * touched)
+
+    @cached_property
+    def paid_bytes(self) -> float:
+        """Bytes that it takes as long as, were it bound by memory.
+
+        Of a norm over heads more than its own: torch has a block for each row, whose few values
+        hardly matter, and sums over fewer rows than `SHARED_ROWS` by too few blocks.
+        """
+        if self.op not in OF_HEADS:
+            return self.bytes
+        rows, width = self.dims
+        unshared = self.direction == "backward" and rows < SHARED_ROWS
+        return self.bytes * MOST_OF_HEAD / width * (UNSHARED_TIMES if unshared else 1.0)
 
     @cached_property
     def _looked_up_bytes(self) -> float:

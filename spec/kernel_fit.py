@@ -26,7 +26,6 @@ from spec.kernel import (
     GROUPED,
     HEAD_TILE,
     LARGE_TILE,
-    MOST_OF_HEAD,
     OF_HEADS,
     PRODUCTS,
     STREAMED,
@@ -49,10 +48,6 @@ UNLIKE_SD = 0.1
 # how much longer attention's backward pass is for heads of more values, beside what it computes: it
 # keeps more of a head on the chip than the forward one. By H100's kernels (docs/calibration.md)
 WIDE_BACKWARD = {192: 1.45, 256: 1.32}
-# A norm's vectors' gradients are sums over its rows, which torch shares out among many blocks from
-# so many rows on (ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel). Of
-# norms over heads each of fewer rows takes an H200 so many times as long, 3.4 to 4.
-SHARED_ROWS, UNSHARED_TIMES = 65_537, 3.7
 # operations that take a row at a time, and what must divide its width, in values, for all rows to
 # begin where loads of 256 B want them to: a larger power of two changes nothing
 BY_ROW = ("layernorm", "rmsnorm", *OF_HEADS, "bias")
@@ -75,7 +70,7 @@ class Physics:
         if self.tflops:
             compute = kernel.flops * quantisation(kernel, self.multiprocessors)
             compute /= self.tflops * 1e6
-        memory = paid_bytes(kernel) / (self.gbytes_per_s * 1e3)
+        memory = kernel.paid_bytes / (self.gbytes_per_s * 1e3)
         return self.launch_us * launches(kernel) + max(compute, memory)
 
 
@@ -313,19 +308,6 @@ class Reach:
             other = ~np.isin(padded(heads), self._tiles) & (self._direction == "backward")
             found += UNLIKE_SD**2 * (other | (self._fills & (heads % HEAD_TILE > 0)))
         return found
-
-
-def paid_bytes(kernel: Kernel) -> float:
-    """Bytes that it takes as long as, were it bound by memory.
-
-    Of a norm over heads more than its own: torch has a block for each row, whose few values hardly
-    matter, and sums over fewer rows than `SHARED_ROWS` by too few blocks.
-    """
-    if kernel.op not in OF_HEADS:
-        return kernel.bytes
-    rows, width = kernel.dims
-    unshared = kernel.direction == "backward" and rows < SHARED_ROWS
-    return kernel.bytes * MOST_OF_HEAD / width * (UNSHARED_TIMES if unshared else 1.0)
 
 
 def quantisation(kernel: Kernel, multiprocessors: int) -> float:
