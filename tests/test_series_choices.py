@@ -54,6 +54,21 @@ def test_a_split_that_no_row_prints_is_searched_where_theirs_cannot_be() -> None
     assert without["split"] == alone["split"]
 
 
+def test_a_split_that_a_rows_gpus_are_no_multiple_of_is_searched_anew() -> None:
+    """A series over 48 GPUs a sequence has another split at a power of two, not the least one."""
+    by = Calibrations(CALIBRATION)
+    free = {"tp": "", "pp": "", "cp": "1", "micro_batch": "", "vpp": "", "layers": "96"}
+    free |= {"sharding": "", "global_batch": "1536", "value": "60"}
+    alike, other = (plan(row(**free, row_id=gpus, gpus=gpus)) for gpus in ("96", "128"))
+    shared = {"split": (4, 12, 1), "recompute": "none"}
+    chosen = own_choices([alike], [other], shared, by)
+    assert chosen["96"]["split"] == (4, 12, 1)
+    searched = fastest(other, {"recompute": "none"}, by)
+    assert chosen["128"]["split"] == searched["split"]
+    taken = replanned(other, chosen["128"]).parallelism
+    assert (taken.tp, taken.pp, taken.cp) == searched["split"]
+
+
 def test_chunks_are_those_that_are_fastest_whatever_memory_they_take() -> None:
     """What frameworks free is not printed: a row that nothing fits has chunks, too."""
     by = Calibrations(CALIBRATION)

@@ -1,8 +1,11 @@
-"""Words of recomputation, sharding and precision: understood, or said not to be."""
+"""Words of recomputation, sharding, precision and encoders: understood, or said not to be."""
+
+from dataclasses import replace
 
 import pytest
 
 from simulate.series.choices import shard_degree
+from simulate.series.models import named_shape
 from simulate.series.plan import plan
 from tests.made_up_series import row
 
@@ -141,3 +144,19 @@ def test_other_words_of_sharding(cell: str, stage: int, degree: int | None) -> N
     assert one.parallelism.zero == stage
     assert shard_degree(one.row, one.node) == degree
     assert not any("sharding" in said and "not understood" in said for said in one.assumed)
+
+
+def test_an_encoder_in_front_of_a_model_is_more_of_its_layers() -> None:
+    """GPT-3's layer has 12 * 12288**2 weights: 22 billion are 12 of them."""
+    alone, both = (named_shape(name) for name in ("GPT-175B", "ViT-22B+GPT-175B MLLM (Optimus)"))
+    assert alone is not None
+    assert both == replace(alone, layers=96 + 12, source=both.source if both else "")
+    assert both.source.endswith("and 12 layers for its encoder of 22 billion parameters")
+    for name in (
+        "GPT-175B+GPT-175B",
+        "ViT-22B+MyLM",
+        "ViT-22B+Mixtral-8x7B",
+        "ViT-22B+",
+        "+GPT-175B",
+    ):
+        assert named_shape(name) is None

@@ -4,7 +4,7 @@ Each with where its shape is published. A row's own cells always win over these.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spec.model import ModelSpec, load_model, model_names
 
@@ -122,13 +122,35 @@ _MIXTURES = re.compile(
 PLAIN_WORDS = {"small", "tiny"}  # models of this project whose names stand in others' names, too
 
 
+# vision encoders in front of a language model, by their billions of parameters
+_ENCODER = re.compile(r"(?:vit|intern-?vit|eva|siglip|clip)-?(\d+(?:\.\d+)?)b")
+
+
 def named_shape(name: str) -> Shape | None:
-    """The shape of a model by its printed name; None where it is not known, or names two."""
-    if "+" in name:
-        return None
+    """The shape of a model by its printed name; None where it is not known, or names two.
+
+    A vision encoder in front of a language model counts as more of that one's layers, by its
+    parameters: as many FLOPs, and about as many messages.
+    """
     plain = _plain(name)
+    first, plus, rest = plain.partition("+")
+    if plus:
+        encoder = _ENCODER.fullmatch(first)
+        return _behind(float(encoder[1]), named_shape(rest)) if encoder else None
     known = next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
     return known or _own(plain)
+
+
+def _behind(billions: float, shape: Shape | None) -> Shape | None:
+    """A language model's shape with layers for an encoder of so many parameters in front of it."""
+    if shape is None or shape.experts:
+        return None
+    kv_width = shape.hidden * shape.kv_heads // shape.heads
+    attention = 2 * shape.hidden * (shape.hidden + kv_width)
+    layer = attention + (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
+    more = max(round(billions * 1e9 / layer), 1)
+    source = f"{shape.source}, and {more} layers for its encoder of {billions:g} billion parameters"
+    return replace(shape, layers=shape.layers + more, source=source)
 
 
 def _own(plain: str) -> Shape | None:

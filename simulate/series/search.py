@@ -8,7 +8,7 @@ surprising efficiency.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -208,9 +208,10 @@ def own_choices(
     chosen: dict[str, Choices] = {}
     sizes: dict[tuple[int, int], dict[bool, list[int]]] = defaultdict(lambda: defaultdict(list))
     for one in members:
-        own = replanned(one, shared)
+        series = _possible(one, shared)
+        own = replanned(one, series)
         searched = own.open & {"microbatch", "vpp", "split", "ep"}
-        found = fastest(own, shared, by) if searched else shared
+        found = fastest(own, series, by) if searched else series
         chosen[one.row.row_id] = found
         if "microbatch" in own.open:
             best = replanned(one, found)
@@ -220,9 +221,15 @@ def own_choices(
         free, full = (sizes[_model(one)][filled] for filled in (False, True))
         size = min(free, default=max(full, default=0))
         if chosen[one.row.row_id].get("microbatch", size) != size:
-            same = dict(shared) | {"microbatch": size}
+            same = _possible(one, shared) | {"microbatch": size}
             chosen[one.row.row_id] = fastest(replanned(one, same), same, by)
     return alike_chunks(anchors, tests, chosen)
+
+
+def _possible(one: Plan, shared: Choices) -> dict[str, Any]:
+    """The series' choices without a split that does not divide the row's GPUs."""
+    split = shared.get("split", (1,))
+    return {name: v for name, v in shared.items() if name != "split" or one.gpus % prod(split) == 0}
 
 
 def alike_chunks(
