@@ -214,16 +214,17 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
     if family not in FAMILIES:
         raise UserError(f"{path}: model_type is {family!r}; known are {', '.join(FAMILIES)}")
     for key, usual in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
-        if family in _EXPERT_KEYS and config.get(key, usual) != usual:
+        if family in _EXPERT_KEYS and config.get(key) not in (None, usual):
             raise UserError(
                 f"{path}: {key} is {config[key]!r}; of a mixture all layers must have experts, "
                 f"{key} {usual}"
             )
 
     def size(key: str) -> int:
-        if not isinstance(config[key], int):
-            raise UserError(f"{path}: {key} is {config[key]!r}; it must be a whole number")
-        return int(config[key])
+        value = config[key]
+        if type(value) not in (int, float) or value % 1:
+            raise UserError(f"{path}: {key} is {value!r}; it must be a whole number")
+        return int(value)
 
     try:
         if family == "gpt2":
@@ -245,7 +246,10 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
             }
         else:
             heads = size("num_attention_heads")
-            normed, experts = family in _WITH_HEAD_NORMS, _EXPERT_KEYS.get(family)
+            normed = family in _WITH_HEAD_NORMS
+            experts = _EXPERT_KEYS.get(family)
+            if experts is None and config.get("num_local_experts"):
+                experts = "num_local_experts"
             fields = {
                 "layers": size("num_hidden_layers"),
                 "hidden": size("hidden_size"),

@@ -98,8 +98,8 @@ def _head_norms(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part,
     They want rows one after another: keys, which are a view of the product, are copied, and so are
     queries where that had not to be done to reshape them. Transformer Engine's norms keep the copy,
     torch's what they were given, which is copied again in the backward pass. Frozen ones of torch
-    sum no gradients over rows: what is left moves three tensors where the forward pass moves two,
-    and is taken to last so much longer (no such kernel was timed).
+    sum no gradients over rows: what is left moves a tensor more than the forward pass, and is taken
+    to last as long as that and a copy of half a tensor (no such kernel was timed).
     """
     heads, kv_heads = model.heads // p.tp, max(model.kv_heads // p.tp, 1)
     reshaped = 1 < kv_heads < heads
@@ -110,8 +110,8 @@ def _head_norms(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part,
         laid_out = () if in_order else (copied(4 * rows * model.head_dim),)
         again = () if p.on_engine else laid_out
         if model.lora_rank and not p.on_engine:
-            longer = Kernel(model.norm, "forward", (3 * rows // 2, model.head_dim))
-            backward = replace(backward, kernels=(longer,))
+            once = forward.kernels[-1], copied(2 * rows * model.head_dim)
+            backward = replace(backward, kernels=once)
         found.append(
             (
                 replace(forward, kernels=(*laid_out, *forward.kernels)),

@@ -5,8 +5,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from simulate.cost.uncertainty import Draws
+from simulate.cost.works import Works
 from simulate.memory.activations import layer_activation_bytes
 from spec.calibration import read_calibration
 from spec.errors import UserError
@@ -81,11 +84,11 @@ def test_one_groups_queries_are_a_view_and_are_copied(kv_heads: int, tp: int) ->
 
 def test_frozen_norms_have_no_gradients_and_sum_nothing_over_rows() -> None:
     adapted = PLAIN.resized(lora_rank=16)
-    _, backward = beyond(adapted)
-    assert [kernel.op for part in backward for kernel in part.kernels] == ["copy"] + ["rmsnorm"] * 2
-    assert all(kernel.direction == "forward" for part in backward for kernel in part.kernels)
-    rows = [part.kernels[-1].dims[0] for part in backward]
-    assert rows == [3 * TOKENS * KV // 2, 3 * TOKENS * HEADS // 2]
+    _, (keys, queries) = beyond(adapted)
+    forward = [Kernel("rmsnorm", "forward", (TOKENS * n, DIM)) for n in (HEADS, KV)]
+    assert queries.kernels == (forward[0], copied(2 * TOKENS * HEADS * DIM))
+    assert keys.kernels[0].op == "copy"
+    assert keys.kernels[1:] == (forward[1], copied(2 * TOKENS * KV * DIM))
     _, there = beyond(adapted, **TE)  # which sums, whatever is asked for
     assert [kernel.dims for part in there for kernel in part.kernels] == [
         part.kernels[0].dims for part in beyond(PLAIN, **TE)[1]
@@ -190,7 +193,13 @@ DENSE = MOE | {
 }
 
 
-@pytest.mark.parametrize(("config", "name"), [(MOE, "qwen3-30b-a3b"), (DENSE, "qwen3-0.6b")])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (MOE | {"mlp_only_layers": None, "hidden_size": 2048.0}, "qwen3-30b-a3b"),
+        (DENSE, "qwen3-0.6b"),
+    ],
+)
 def test_hugging_faces_qwen3(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
@@ -203,6 +212,8 @@ def test_hugging_faces_qwen3(tmp_path: Path, config: dict[str, Any], name: str) 
         ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\].*all layers must have experts"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2.*decoder_sparse_step 1"),
         ({"num_experts": None}, "num_experts is None; it must be a whole number"),
+        ({"num_experts": True}, "num_experts is True; it must be a whole number"),
+        ({"hidden_size": 2048.5}, "hidden_size is 2048.5; it must be a whole number"),
         ({"moe_intermediate_size": "wide"}, "moe_intermediate_size is 'wide'"),
         ({"num_experts_per_tok": ...}, "a qwen3_moe config lacks 'num_experts_per_tok'"),
         ({"head_dim": ...}, "a qwen3_moe config lacks 'head_dim'"),
@@ -256,3 +267,37 @@ def test_where_none_was_timed_wide_norms_stand_for_them() -> None:
             assert ours.known(kernel) == kernel
             told_us = theirs.kernel(kernel).time_us(theirs.known(kernel).dims)[0]
             assert 0.5 < told_us / ours.kernel(kernel).time_us(kernel.dims)[0] < 2
+
+
+def test_a_cpus_narrow_norms_are_its_own_and_so_are_shapes_that_were_timed() -> None:
+    cpu, gpu = (
+        read_calibration(RESULTS / system / "calibration.json")
+        for system in ("netns-200mbit-zen5", "2x-h100")
+    )
+    narrow = Kernel("rmsnorm", "backward", (96, 64))
+    assert cpu.known(narrow) == narrow
+    assert cpu.kernel(narrow).op == "rmsnorm"
+    timed = Kernel("rmsnorm", "backward", (16, 256))
+    assert gpu.known(timed) == timed
+    assert gpu.known(Kernel("rmsnorm", "backward", (17, 256))).dims == (3, 4096)
+    assert gpu.known(Kernel("rmsnorm", "forward", (1, 64))).dims == (1, 4096)
+
+
+def test_where_wide_norms_stand_for_them_they_are_less_sure_and_not_measured() -> None:
+    kernel = Kernel("rmsnorm", "backward", (65_536, DIM))
+    for system, sd, measured in (("2x-h100", 0.3, False), ("2x-h200", 0.02, True)):
+        calibration = read_calibration(RESULTS / system / "calibration.json")
+        work = Works(calibration, Draws(400, 0)).of(kernel)[1]
+        assert np.std(np.log(work.time)) == pytest.approx(sd, rel=0.15, abs=0.015), system
+        assert (work.modelled_us == 0) == measured
+
+
+def test_a_gathered_product_is_gone_where_values_are_copied_out_of_it() -> None:
+    """On Transformer Engine over more ranks than groups: queries, keys and values of a rank."""
+    p = Parallelism(tp=16, **TE)
+    plain = layer_activation_bytes(PLAIN, p)
+    again = layer_activation_bytes(PLAIN, p.model_copy(update={"recompute": "selective"}))
+    one_head, heads = 2 * TOKENS * DIM, HEADS // 16
+    whole = HEADS + 2 * KV  # kept where attention runs again, as values are a view of it
+    beside = 4 * TOKENS * heads  # attention's numbers, which running again does not keep
+    assert again - plain == (whole + heads + 1) * one_head - (heads + 2) * one_head - beside

@@ -182,9 +182,13 @@ def test_a_log_of_far_too_many_layers_is_refused(
         ({"add_qkv_bias": "True"}, "its queries, keys and values are simulated without a bias"),
         ({"qk_layernorm": "True"}, None),
         ({"qk_l2_norm": "True"}, "its queries and keys are simulated without norms"),
-        (
-            {"qk_layernorm": "True", "position_embedding_type": "learned_absolute"},
-            "its queries and keys are simulated without norms",
+        *(
+            ({"qk_layernorm": "True"} | more, "its queries and keys are simulated without norms")
+            for more in (
+                {"position_embedding_type": "learned_absolute"},
+                {"qk_l2_norm": "True"},
+                {"kv_channels": "512"},
+            )
         ),
         ({"gradient_accumulation_fusion": "False"}, "simulated to add weights' gradients up"),
         (

@@ -152,11 +152,23 @@ def test_an_encoder_in_front_of_a_model_is_more_of_its_layers() -> None:
     assert alone is not None
     assert both == replace(alone, layers=96 + 12, source=both.source if both else "")
     assert both.source.endswith("and 12 layers for its encoder of 22 billion parameters")
-    for name in (
-        "GPT-175B+GPT-175B",
-        "ViT-22B+MyLM",
-        "ViT-22B+Mixtral-8x7B",
-        "ViT-22B+",
-        "+GPT-175B",
-    ):
-        assert named_shape(name) is None
+    assert named_shape("ViT-22B + GPT-175B") == both
+    # two groups of eight heads share keys, three matrices an MLP: 856 million weights a layer
+    gated = named_shape("InternViT-6B+Llama-3-70B")
+    assert gated is not None
+    assert gated.layers == 80 + 7
+    wide = named_shape("ViT-22B+qwen3-32b")  # heads of 128 values, 8192 of a width of 5120
+    assert wide is not None
+    assert (wide.layers, wide.qk_norm) == (64 + 45, True)
+    unknown = ("GPT-175B+GPT-175B", "ViT-22B+MyLM", "ViT-22B+Mixtral-8x7B", "ViT-22B+", "+GPT-175B")
+    hostile = ("ViT-0B+GPT-175B", f"ViT-{'9' * 320}b+GPT-175B", "ViT-22b+" * 1500 + "GPT-175B")
+    assert not any(named_shape(name) for name in (*unknown, *hostile))
+
+
+@pytest.mark.parametrize(("name", "normed"), [("Qwen3 8B", True), ("Qwen2.5-7B", False)])
+def test_published_models_have_their_norms_of_queries_and_keys(name: str, normed: bool) -> None:
+    shape = named_shape(name)
+    assert shape is not None
+    assert shape.qk_norm == normed
+    cells = {"layers": "4", "hidden": "", "heads": "", "kv_heads": "", "ffn_hidden": ""}
+    assert plan(row(model=name, vocab="", **cells, value="9")).model.qk_norm == normed

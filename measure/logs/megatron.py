@@ -27,6 +27,7 @@ from measure.logs.megatron_untold import (
 )
 from spec.errors import UserError
 from spec.files import parse
+from spec.kernel import MOST_OF_HEAD
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, not_on_engine
 from spec.training_records import LOG_FRAMEWORK, StepRow, TrainingConfig, TrainingRow
@@ -121,6 +122,7 @@ def model_of(log: Log, name: str) -> ModelSpec:
     a = _arguments(log)
     _refuse_untold(log)
     heads, hidden = a.whole("num_attention_heads"), a.whole("hidden_size")
+    head_dim = a.whole("kv_channels", hidden // heads)
     experts = a.whole("num_experts", 0, least=0)
     ffn = a.whole("ffn_hidden_size", 4 * hidden)
     positions = {"rope": "rope", "learned_absolute": "learned"}
@@ -137,14 +139,17 @@ def model_of(log: Log, name: str) -> ModelSpec:
         "ffn_hidden": a.whole("moe_ffn_hidden_size", ffn) if experts else ffn,
         "heads": heads,
         "kv_heads": a.whole("num_query_groups") if a.flag("group_query_attention") else heads,
-        "head_dim": a.whole("kv_channels", hidden // heads),
+        "head_dim": head_dim,
         "vocab": a.whole("padded_vocab_size"),
         "seq_len": a.whole("seq_length"),
         "gated": a.flag("swiglu"),
         "norm": a.text("normalization", "LayerNorm").lower(),
         "position": positions[position],
         "linear_bias": a.flag("add_bias_linear", True),
-        "qk_norm": a.flag("qk_layernorm") and not a.flag("qk_l2_norm") and position == "rope",
+        "qk_norm": a.flag("qk_layernorm")
+        and not a.flag("qk_l2_norm")
+        and position == "rope"
+        and head_dim <= MOST_OF_HEAD,
         "tied_embeddings": not a.flag("untie_embeddings_and_output_weights"),
         "experts": experts,
         "top_k": a.whole("moe_router_topk") if experts else 0,

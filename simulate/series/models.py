@@ -123,7 +123,9 @@ PLAIN_WORDS = {"small", "tiny"}  # models of this project whose names stand in o
 
 
 # vision encoders in front of a language model, by their billions of parameters
-_ENCODER = re.compile(r"(?:vit|intern-?vit|eva|siglip|clip)-?(\d+(?:\.\d+)?)b")
+_ENCODER = re.compile(
+    r"(?:vit|intern-?vit|eva|siglip|clip)-?(\d{1,3}(?:\.\d{1,3})?)b-?\+-?(?!.*\+)"
+)
 
 
 def named_shape(name: str) -> Shape | None:
@@ -133,22 +135,22 @@ def named_shape(name: str) -> Shape | None:
     parameters: as many FLOPs, and about as many messages.
     """
     plain = _plain(name)
-    first, plus, rest = plain.partition("+")
-    if plus:
-        encoder = _ENCODER.fullmatch(first)
-        return _behind(float(encoder[1]), named_shape(rest)) if encoder else None
+    if "+" in plain:
+        encoder = _ENCODER.match(plain)
+        rest = named_shape(plain[encoder.end() :]) if encoder else None
+        return _behind(float(encoder[1]), rest) if encoder and rest else None
     known = next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
     return known or _own(plain)
 
 
-def _behind(billions: float, shape: Shape | None) -> Shape | None:
+def _behind(billions: float, shape: Shape) -> Shape | None:
     """A language model's shape with layers for an encoder of so many parameters in front of it."""
-    if shape is None or shape.experts:
-        return None
-    kv_width = shape.hidden * shape.kv_heads // shape.heads
-    attention = 2 * shape.hidden * (shape.hidden + kv_width)
+    head_dim = shape.head_dim or shape.hidden // shape.heads
+    attention = 2 * shape.hidden * head_dim * (shape.heads + shape.kv_heads)
     layer = attention + (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
-    more = max(round(billions * 1e9 / layer), 1)
+    more = round(billions * 1e9 / layer)
+    if shape.experts or not more:
+        return None
     source = f"{shape.source}, and {more} layers for its encoder of {billions:g} billion parameters"
     return replace(shape, layers=shape.layers + more, source=source)
 
