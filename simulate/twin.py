@@ -81,7 +81,11 @@ def compared(
         "twin": shrunk,
         "unlike": unlike(full, shrunk),
         "warnings": unmeasured(
-            inputs.calibration, inputs.node, on_engine=p.on_engine, cuda_graphs=p.cuda_graphs
+            inputs.calibration,
+            inputs.node,
+            on_engine=p.on_engine,
+            cuda_graphs=p.cuda_graphs,
+            qk_norm=inputs.model.qk_norm,
         ),
     }
 

@@ -10,6 +10,7 @@ import pytest
 
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Works
+from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.activations import layer_activation_bytes
 from spec.calibration import read_calibration
 from spec.errors import UserError
@@ -20,6 +21,7 @@ from spec.step import layer, shared_gradients, stage_parameters, trained_tensors
 from spec.step_parts import Part, copied
 from tests.commands import RESULTS
 from tests.real_steps import LLAMA, NORMED, logged, noted
+from topologies import load_node
 
 QWEN = load_model("qwen3-8b").resized(layers=2, seq_len=4096)
 PLAIN = QWEN.resized(qk_norm=False)
@@ -301,3 +303,12 @@ def test_a_gathered_product_is_gone_where_values_are_copied_out_of_it() -> None:
     whole = HEADS + 2 * KV  # kept where attention runs again, as values are a view of it
     beside = 4 * TOKENS * heads  # attention's numbers, which running again does not keep
     assert again - plain == (whole + heads + 1) * one_head - (heads + 2) * one_head - beside
+
+
+def test_a_report_says_where_they_ran() -> None:
+    calibration, node = read_calibration(RESULTS / "2x-h200" / "calibration.json"), "hgx-h200"
+    said = [unmeasured(calibration, load_node(node), qk_norm=one) for one in (False, True)]
+    assert [one for one in said[1] if one not in said[0]] == [
+        "Norms of queries and keys ran on one and two H200 alone: none was measured over more "
+        "GPUs, between nodes or on another GPU."
+    ]

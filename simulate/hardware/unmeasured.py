@@ -13,12 +13,13 @@ def unmeasured(
     *,
     on_engine: bool = False,
     cuda_graphs: bool = False,
+    qk_norm: bool = False,
     idle: Sequence[str] = (),
 ) -> list[str]:
     """What nobody measured of a node's GPU, one sentence each.
 
-    on_engine, cuda_graphs: whether steps ask for these, as in `Parallelism`; idle: what was said of
-    options that change nothing, whose meaning is left out.
+    on_engine, cuda_graphs, qk_norm: whether steps ask for these, as in `Parallelism` and
+    `ModelSpec`; idle: what was said of options that change nothing, whose meaning is left out.
     """
     said = []
     if has_nvls(calibration) and not any(one.startswith("--nvls") for one in idle):
@@ -38,6 +39,11 @@ def unmeasured(
         said.append(
             "Passes replayed from a CUDA graph ran on one and two H200 alone: none was measured "
             "over more GPUs, between nodes or on another GPU."
+        )
+    if qk_norm:
+        said.append(
+            "Norms of queries and keys ran on one and two H200 alone: none was measured over more "
+            "GPUs, between nodes or on another GPU."
         )
     if any(one.name.startswith("transfer.") for one in calibration.parameters):
         said.append(
