@@ -46,18 +46,18 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     heads = model.heads // p.tp
     kv_heads = max(model.kv_heads // p.tp, 1)
     one_head = 2.0 * tokens * model.head_dim
-    # the product, of which values are a view: all ranks' where they gather it; and the output
+    # the product, of which values are a view: all ranks' where they gather it; queries and keys
+    # that were rotated; and the output
     held = p.tp if model.kv_heads < p.tp else 1
     product = held * (model.heads + 2 * model.kv_heads) / p.tp
-    if p.on_engine and model.position == "rope" and p.recompute != "selective":
-        product = heads + 2 * kv_heads  # values are copied out beside what is rotated, and it goes
-    kept = (product + heads) * one_head
+    rotated = heads + kv_heads if model.position == "rope" else 0
+    if p.on_engine and rotated and p.recompute != "selective":
+        product = kv_heads  # values are copied out of it, and it goes
+    kept = (product + rotated + heads) * one_head
     of_input = kept_of_input(model, p)
     if of_input < 1:  # beside the output, which attention keeps unless it runs again
         kept += (of_input - (p.recompute == "selective")) * heads * one_head
-    if model.position == "rope":  # rotated queries and keys are new; cosine and sine of each
-        if not p.on_engine or p.recompute == "selective":
-            kept += (heads + kv_heads) * one_head
+    if rotated:  # cosine and sine of each
         if not p.on_engine:  # whose kernel takes the angles, which layers share
             kept += 4 * 2.0 * model.seq_len // p.cp * model.head_dim
         if model.qk_norm:
