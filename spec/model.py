@@ -247,6 +247,8 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
         else:
             heads = size("num_attention_heads")
             normed = family in _WITH_HEAD_NORMS
+            if normed:
+                size("head_dim")  # is there: it is not its width over its heads
             experts = _EXPERT_KEYS.get(family)
             if experts is None and config.get("num_local_experts"):
                 experts = "num_local_experts"
@@ -256,10 +258,7 @@ def _from_hugging_face(config: object, path: Path) -> ModelSpec:
                 "ffn_hidden": size(_FFN_KEYS.get(family, "intermediate_size")),
                 "heads": heads,
                 "kv_heads": config.get("num_key_value_heads") or heads,
-                # Qwen3's is not its width over its heads
-                "head_dim": size("head_dim")
-                if normed
-                else config.get("head_dim") or size("hidden_size") // heads,
+                "head_dim": config.get("head_dim") or size("hidden_size") // heads,
                 "vocab": size("vocab_size"),
                 "seq_len": min(size("max_position_embeddings"), 8192),
                 "gated": True,

@@ -17,7 +17,7 @@ from spec.collective import Collective
 from spec.kernel import STREAMED, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, added, copied
+from spec.step_parts import Part, added, copied, pair
 
 FP8_PRODUCTS = ("gemm", "grouped_gemm", STREAMED)
 
@@ -53,26 +53,26 @@ def column(
     gather = _sent("all_gather", m * k, fp8)
     scatter, reduce = _sent("reduce_scatter", m * k), _sent("all_reduce", m * k)
     if p.tp == 1:
-        pair = Part(name, forward), Part(name, backward)
+        both = Part(name, forward), Part(name, backward)
     elif frozen:
         exposed = (scatter,) if p.sequence_parallel else (reduce,)
         there = (gather,) if p.sequence_parallel else ()
-        pair = Part(name, forward, exposed=there), Part(name, backward, exposed=exposed)
+        both = Part(name, forward, exposed=there), Part(name, backward, exposed=exposed)
     elif p.sequence_parallel:
         # the input is gathered again beside dgrad; its gradient is scattered beside wgrad
-        pair = (
+        both = (
             Part(name, forward, exposed=(gather,)),
             Part(name, backward, hidden=(gather, scatter)),
         )
     else:
-        pair = Part(name, forward), Part(name, backward, hidden=(reduce,))
+        both = Part(name, forward), Part(name, backward, hidden=(reduce,))
     if not frozen or not layers:
-        return pair
+        return both
     into, out_of = _products(local, rank, k, False), _products(m, n, rank, False)
     narrow = _narrow(p, m * rank)
     return (
-        _joined(pair[0], (*into[0], *out_of[0], copied(6 * m * n)), narrow[0]),
-        _joined(pair[1], (*out_of[1], *into[1], copied(6 * local * k)), narrow[1]),
+        _joined(both[0], (*into[0], *out_of[0], copied(6 * m * n)), narrow[0]),
+        _joined(both[1], (*out_of[1], *into[1], copied(6 * local * k)), narrow[1]),
     )
 
 
@@ -83,23 +83,35 @@ def row(name: str, m: int, n: int, k: int, model: ModelSpec, p: Parallelism) -> 
     casts = (3 * m * k, 3 * local * n) if frozen else (4 * m * k, 4 * m * n)
     forward, backward = _products(m, n, k, frozen, casts if p.fp8 else None)
     if p.tp == 1:
-        pair = Part(name, forward), Part(name, backward)
+        both = Part(name, forward), Part(name, backward)
     elif p.sequence_parallel:
-        pair = (
+        both = (
             Part(name, forward, exposed=(_sent("reduce_scatter", m * n),)),
             Part(name, backward, exposed=(_sent("all_gather", m * n, p.fp8),)),
         )
     else:
         reduce = _sent("all_reduce", m * n)
-        pair = Part(name, forward, exposed=(reduce,)), Part(name, backward)
+        both = Part(name, forward, exposed=(reduce,)), Part(name, backward)
     if not frozen:
-        return pair
+        return both
     into, out_of = _products(m, rank, k, False), _products(local, n, rank, False)
     back, there = _narrow(p, m * rank)  # a column's the other way round
     return (
-        _joined(pair[0], (*into[0], *out_of[0], copied(6 * local * n)), there),
-        _joined(pair[1], (*out_of[1], *into[1], copied(6 * m * k)), back),
+        _joined(both[0], (*into[0], *out_of[0], copied(6 * local * n)), there),
+        _joined(both[1], (*out_of[1], *into[1], copied(6 * m * k)), back),
     )
+
+
+def biased(both: tuple[Part, Part], model: ModelSpec, dims: tuple[int, int]) -> tuple[Part, Part]:
+    """The same with a bias added to outputs (rows, width), its gradient summed, if there is one."""
+    if not model.linear_bias:
+        return both
+    forward, backward = both
+    bias, summed = pair("bias", "bias", dims)
+    if not model.lora_rank:
+        kernels = (*backward.kernels, *summed.kernels, added(dims[1]))
+        backward = replace(backward, kernels=kernels)
+    return replace(forward, kernels=(*forward.kernels, *bias.kernels)), backward
 
 
 def _sent(kind: str, elements: int, fp8: bool = False) -> Collective:

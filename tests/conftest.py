@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from simulate.inputs import Inputs
-from spec.calibration import read_calibration
+from spec.calibration import Calibration, read_calibration
 from spec.files import write_json
 from spec.model import load_model
 from tests.commands import MODULES, called
 from tests.made_up import calibration_json
 from tests.made_up_steps import write_slower_steps
+from tests.steps_at_cap import write_at_cap
 from topologies import load_fabric, load_node
 
 
@@ -28,6 +29,18 @@ def calibration(tmp_path: Path) -> Path:
     path = tmp_path / "results" / "4x-h200" / "calibration.json"
     write_json(path, calibration_json())
     return path
+
+
+@pytest.fixture
+def cap_path(tmp_path: Path) -> Path:
+    """Where `at_cap` is."""
+    return tmp_path / "calibration.json"
+
+
+@pytest.fixture
+def at_cap(cap_path: Path) -> Calibration:
+    """A calibration by which steps are at their power cap, see `tests.steps_at_cap`."""
+    return write_at_cap(cap_path)
 
 
 @pytest.fixture

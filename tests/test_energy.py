@@ -13,36 +13,26 @@ from simulate.power.whatif import WhatIf
 from simulate.step.estimate import StepSimulator
 from spec.calibration import Calibration
 from spec.parallelism import Parallelism
-from tests.steps_at_cap import FABRIC, MODEL, NODE, P, value_of, write_at_cap
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "calibration.json"
-
-
-@pytest.fixture
-def calibration(path: Path) -> Calibration:
-    return write_at_cap(path)
+from tests.steps_at_cap import FABRIC, MODEL, NODE, P, value_of
 
 
 def test_bursts_lie_between_the_peak_and_what_a_sensor_leaves_of_it(
-    calibration: Calibration,
+    at_cap: Calibration,
 ) -> None:
-    estimate = StepSimulator(MODEL, P, NODE, FABRIC, calibration, draws=0).run()
-    peaks = peaks_w(estimate, calibration)
+    estimate = StepSimulator(MODEL, P, NODE, FABRIC, at_cap, draws=0).run()
+    peaks = peaks_w(estimate, at_cap)
     assert peaks["at_once"] > peaks["over_25_ms"] > peaks["over_1_s"] > 700
     burst = burst_w(peaks)
     assert burst["low"] < burst["median"] < burst["high"]
 
 
 def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
-    calibration: Calibration, path: Path
+    at_cap: Calibration, cap_path: Path
 ) -> None:
     """What a product draws is not what a slower host makes of the step's mean."""
-    slow = calibration.host.model_copy(update={"part_us": 9000.0, "sd": 0.5})
-    waiting = calibration.model_copy(update={"host": slow})
-    some, more = (value_of(each, path, WhatIf()) for each in (calibration, waiting))
+    slow = at_cap.host.model_copy(update={"part_us": 9000.0, "sd": 0.5})
+    waiting = at_cap.model_copy(update={"host": slow})
+    some, more = (value_of(each, cap_path, WhatIf()) for each in (at_cap, waiting))
     wide = [
         each["power_w_per_gpu"]["high"] / each["power_w_per_gpu"]["low"] for each in (some, more)
     ]
@@ -57,10 +47,10 @@ def test_peaks_are_no_wider_for_a_step_that_waits_for_its_host(
 )
 @pytest.mark.parametrize("shared_w", [None, 75.0])
 def test_gpus_that_share_layers_wait_for_hosts_in_collectives(
-    calibration: Calibration, split: dict[str, int], shared_w: float | None
+    at_cap: Calibration, split: dict[str, int], shared_w: float | None
 ) -> None:
     update = {"ready_w": 50.0, "ready_shared_w": shared_w}
-    clock = calibration.clock.model_copy(update=update)
+    clock = at_cap.clock.model_copy(update=update)
     draws_w = clock.late_w(Parallelism(**split, global_batch=4))
     assert draws_w == (shared_w if shared_w and {"tp", "cp", "zero"} & {*split} else 50.0)
 
@@ -70,17 +60,17 @@ def test_gpus_that_share_layers_wait_for_hosts_in_collectives(
     [("ready_w", Parallelism()), ("ready_shared_w", Parallelism(tp=2, sequence_parallel=True))],
 )
 def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(
-    calibration: Calibration, update: str, split: Parallelism
+    at_cap: Calibration, update: str, split: Parallelism
 ) -> None:
     """Not as an idle one."""
     model = MODEL.resized(layers=2)
     means = []
     for part_us in (1e3, 1e5):
-        host = calibration.host.model_copy(update={"part_us": part_us})
+        host = at_cap.host.model_copy(update={"part_us": part_us})
         for_peers = None
         for ready_w in (0.0, 50.0):
-            clock = calibration.clock.model_copy(update={update: ready_w})
-            given = calibration.model_copy(update={"host": host, "clock": clock})
+            clock = at_cap.clock.model_copy(update={update: ready_w})
+            given = at_cap.model_copy(update={"host": host, "clock": clock})
             estimate = StepSimulator(model, split, NODE, FABRIC, given, draws=0).run()
             found = by_activity_w(estimate, given)
             assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
@@ -93,47 +83,47 @@ def test_a_gpu_that_waits_for_its_host_draws_as_a_ready_one(
     assert ready[1] - idle[1] == pytest.approx(50, rel=0.05)  # next to nothing but waiting
 
 
-def test_power_by_activity_sums_to_the_mean(calibration: Calibration, path: Path) -> None:
+def test_power_by_activity_sums_to_the_mean(at_cap: Calibration, cap_path: Path) -> None:
     stages = Parallelism(pp=4, dp=4, microbatch=1, global_batch=16)
     for p in (P, stages):
-        estimate = StepSimulator(MODEL, p, NODE, FABRIC, calibration, draws=0).run()
-        found = by_activity_w(estimate, calibration)
+        estimate = StepSimulator(MODEL, p, NODE, FABRIC, at_cap, draws=0).run()
+        found = by_activity_w(estimate, at_cap)
         assert sum(found.values()) == pytest.approx(float(estimate.power_w[0]))
         assert min(found.values()) >= 0
         assert found["products"] == max(found.values())
     assert found["waiting"] > 0
-    value = value_of(calibration, path, WhatIf())
+    value = value_of(at_cap, cap_path, WhatIf())
     assert all(one["low"] < one["median"] < one["high"] for one in value["peak_w"].values())
     assert len(value["clock_by_stage_mhz"]) == 1
     assert "kernels bound by memory" in render(value)
 
 
 def test_power_by_activity_tells_memory_bound_kernels_at_any_share(
-    calibration: Calibration,
+    at_cap: Calibration,
 ) -> None:
     """At the reference clock it is the same whatever part of their power goes with the clock."""
 
     def found(share: float, mhz: float) -> dict[str, float]:
-        clock = calibration.clock.model_copy(update={"memory_with_clock": share})
-        changed = calibration.model_copy(update={"clock": clock})
+        clock = at_cap.clock.model_copy(update={"memory_with_clock": share})
+        changed = at_cap.model_copy(update={"clock": clock})
         simulator = StepSimulator(MODEL, P, NODE, FABRIC, changed, draws=0, clock_mhz=mhz)
         return by_activity_w(simulator.run(), changed)
 
-    reference = calibration.clock.reference_mhz
+    reference = at_cap.clock.reference_mhz
     still, half, whole = (found(share, reference) for share in (0.0, 0.5, 1.0))
     assert still["memory"] > 0
     assert half == pytest.approx(still)
     assert whole == pytest.approx(still)
     slow = [found(share, 0.9 * reference)["memory"] for share in (0.0, 1.0)]
-    fit = calibration.clock
+    fit = at_cap.clock
     assert fit.sustained_mhz is not None
     slower, whole_way = log(1 / 0.9), log(reference / fit.sustained_mhz)
     bent = exp(fit.product_bend * slower * (whole_way - slower))
     assert slow[1] == pytest.approx(0.9**fit.power_exponent * bent * slow[0])
 
 
-def test_node_and_hall_add_to_the_gpus(calibration: Calibration) -> None:
-    estimate = StepSimulator(MODEL, P, NODE, FABRIC, calibration, draws=100).run()
+def test_node_and_hall_add_to_the_gpus(at_cap: Calibration) -> None:
+    estimate = StepSimulator(MODEL, P, NODE, FABRIC, at_cap, draws=100).run()
     found = facility(estimate, NODE, 16, 1e6, 0)
     gpus = float(estimate.power_w[0])
     assert found["node_w"]["median"] == pytest.approx(8 * gpus + 0.7 * 4600)

@@ -1,6 +1,7 @@
 """Norms over each head's queries and keys (`qk_norm`): parameters, kernels, messages, memory."""
 
 import json
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,9 @@ HEADS, KV, DIM, TOKENS = QWEN.heads, QWEN.kv_heads, QWEN.head_dim, QWEN.seq_len
 def beyond(plain: ModelSpec, **split: Any) -> tuple[list[Part], list[Part]]:
     """The parts, forward and backward, that a layer has and that of `plain` has not."""
     p = Parallelism(**split)
-    found = []
-    for parts, others in zip(layer(plain.resized(qk_norm=True), p), layer(plain, p), strict=True):
-        left = list(others)
-        found.append([one for one in parts if one not in left or left.remove(one)])  # type: ignore[func-returns-value]
-    return found[0], found[1]
+    both = zip(layer(plain.resized(qk_norm=True), p), layer(plain, p), strict=True)
+    forward, backward = (Counter(parts) - Counter(others) for parts, others in both)
+    return [*forward.elements()], [*backward.elements()]
 
 
 @pytest.mark.parametrize(

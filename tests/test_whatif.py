@@ -21,28 +21,18 @@ from spec.command import run
 from spec.errors import UserError
 from spec.files import write_json
 from tests.made_up import calibration_json, write_calibration
-from tests.steps_at_cap import NODE, THERMAL, request, value_of, write_at_cap
+from tests.steps_at_cap import NODE, THERMAL, request, value_of
 from topologies import load_cooling, load_node
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "calibration.json"
-
-
-@pytest.fixture
-def calibration(path: Path) -> Calibration:
-    return write_at_cap(path)
-
-
-def test_a_lower_cap_takes_longer_at_less_power(calibration: Calibration, path: Path) -> None:
-    usual = value_of(calibration, path, WhatIf())
+def test_a_lower_cap_takes_longer_at_less_power(at_cap: Calibration, cap_path: Path) -> None:
+    usual = value_of(at_cap, cap_path, WhatIf())
     assert usual["what_if"] is None
     assert usual["limited_by"] == "power cap"
     assert any("random tokens" in sentence for sentence in usual["warnings"])
     before = usual
     for cap in (650.0, 500.0, 350.0):
-        value = value_of(calibration, path, WhatIf(power_cap_w=cap))
+        value = value_of(at_cap, cap_path, WhatIf(power_cap_w=cap))
         for name in ("power_w_per_gpu", "clock_mhz"):
             assert value[name]["median"] < before[name]["median"]
         assert value["step_time_s"]["median"] > before["step_time_s"]["median"]
@@ -61,9 +51,9 @@ def test_a_lower_cap_takes_longer_at_less_power(calibration: Calibration, path: 
 
 
 def test_without_throttling_products_run_at_the_largest_clock(
-    calibration: Calibration, path: Path
+    at_cap: Calibration, cap_path: Path
 ) -> None:
-    value = value_of(calibration, path, WhatIf(no_throttling=True))
+    value = value_of(at_cap, cap_path, WhatIf(no_throttling=True))
     assert value["clock_mhz"]["median"] == pytest.approx(1980)
     assert value["limited_by"] == "nothing"
     assert value["what_if"]["times_step_time"]["median"] < 1
@@ -73,9 +63,9 @@ def test_without_throttling_products_run_at_the_largest_clock(
 
 
 def test_a_warmer_inlet_warms_the_cores_and_costs_clock(
-    calibration: Calibration, path: Path
+    at_cap: Calibration, cap_path: Path
 ) -> None:
-    cool, warm = (value_of(calibration, path, WhatIf(inlet_c=c)) for c in (15.0, 40.0))
+    cool, warm = (value_of(at_cap, cap_path, WhatIf(inlet_c=c)) for c in (15.0, 40.0))
     hotter = warm["heat"]["mean_c"]["median"] - cool["heat"]["mean_c"]["median"]
     assert hotter == pytest.approx(25, abs=3)
     assert warm["clock_mhz"]["median"] < cool["clock_mhz"]["median"]
@@ -83,9 +73,9 @@ def test_a_warmer_inlet_warms_the_cores_and_costs_clock(
     assert any("was not read" in sentence for sentence in warm["warnings"])
 
 
-def test_a_hottest_gpu_beyond_its_limit_is_said(calibration: Calibration, path: Path) -> None:
+def test_a_hottest_gpu_beyond_its_limit_is_said(at_cap: Calibration, cap_path: Path) -> None:
     """It is shown at its limit, and does not get there without slowing down."""
-    cool, warm = (value_of(calibration, path, WhatIf(inlet_c=c)) for c in (20.0, 52.0))
+    cool, warm = (value_of(at_cap, cap_path, WhatIf(inlet_c=c)) for c in (20.0, 52.0))
     assert warm["heat"]["hottest_c"]["median"] == 87
     assert warm["limited_by"] != "temperature"
     said = [
@@ -95,15 +85,15 @@ def test_a_hottest_gpu_beyond_its_limit_is_said(calibration: Calibration, path: 
 
 
 def test_heat_throttles_where_the_cores_reach_their_limit(
-    calibration: Calibration, path: Path
+    at_cap: Calibration, cap_path: Path
 ) -> None:
     air = load_cooling("air")
-    value = value_of(calibration, path, WhatIf(inlet_c=45.0, cooling=air))
+    value = value_of(at_cap, cap_path, WhatIf(inlet_c=45.0, cooling=air))
     assert value["limited_by"] == "temperature"
     assert value["heat"]["hottest_c"]["median"] <= 87
     allowed = (87 - 45) / ((air.hottest_c - air.inlet_c) / air.power_w)
     assert value["power_w_per_gpu"]["median"] <= allowed + 1
-    liquid = value_of(calibration, path, WhatIf(inlet_c=45.0, cooling=load_cooling("liquid")))
+    liquid = value_of(at_cap, cap_path, WhatIf(inlet_c=45.0, cooling=load_cooling("liquid")))
     assert liquid["step_time_s"]["median"] < value["step_time_s"]["median"]
 
 
@@ -118,42 +108,42 @@ def test_heat_throttles_where_the_cores_reach_their_limit(
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    calibration: Calibration, what: WhatIf, words: str | None
+    at_cap: Calibration, what: WhatIf, words: str | None
 ) -> None:
     if words is None:
-        change(what, calibration, NODE)
+        change(what, at_cap, NODE)
         hot = NODE.model_copy(update={"temperature_limit_c": 65.0})
         with pytest.raises(UserError, match="the inlet must be cooler"):
-            change(what, calibration, hot)
+            change(what, at_cap, hot)
         return
     with pytest.raises(UserError, match=words):
-        change(what, calibration, NODE)
+        change(what, at_cap, NODE)
 
 
-def test_no_model_no_answer(path: Path) -> None:
-    without = write_calibration(path)
+def test_no_model_no_answer(cap_path: Path) -> None:
+    without = write_calibration(cap_path)
     with pytest.raises(UserError, match="name a published cooling"):
         change(WhatIf(inlet_c=30.0), without, NODE)
     assert change(WhatIf(cooling=load_cooling("air")), without, NODE).heat is not None
     clock = calibration_json()["clock"] | {"power_limit_w": None}
-    uncapped = write_calibration(path, clock=clock)
+    uncapped = write_calibration(cap_path, clock=clock)
     with pytest.raises(UserError, match="have no effect"):
         change(WhatIf(no_throttling=True), uncapped, NODE)
 
 
-def test_what_changes_nothing_is_refused(path: Path) -> None:
+def test_what_changes_nothing_is_refused(cap_path: Path) -> None:
     value = calibration_json()
     for kernel in value["kernels"]:
         kernel["active_power_w"] = 100.0  # no cap is ever reached
-    cool = write_calibration(path, kernels=value["kernels"])
+    cool = write_calibration(cap_path, kernels=value["kernels"])
     for what in (WhatIf(no_throttling=True), WhatIf(power_cap_w=600.0)):
         with pytest.raises(UserError, match="has no effect on this step"):
-            refuse_without_effect(what, value_of(cool, path, what))
+            refuse_without_effect(what, value_of(cool, cap_path, what))
 
 
-def test_a_sweep_of_caps_marks_its_front(calibration: Calibration, path: Path) -> None:
-    usual = project(request(calibration, path, WhatIf()))
-    points = sweep_caps(usual, calibration, [300.0, 400.0, 500.0, 600.0, 700.0])
+def test_a_sweep_of_caps_marks_its_front(at_cap: Calibration, cap_path: Path) -> None:
+    usual = project(request(at_cap, cap_path, WhatIf()))
+    points = sweep_caps(usual, at_cap, [300.0, 400.0, 500.0, 600.0, 700.0])
     times = [one["step_time_s"]["median"] for one in points]
     assert times == sorted(times)
     assert points[0]["power_cap_w"] == 700
@@ -228,23 +218,23 @@ def test_a_search_under_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_the_hottest_of_many_is_hotter_and_none_passes_the_limit(
-    calibration: Calibration,
+    at_cap: Calibration,
 ) -> None:
-    found = heat(calibration, NODE, Environment(), Assumed())
+    found = heat(at_cap, NODE, Environment(), Assumed())
     power = np.full(50, 600.0)
-    few, many = (temperatures_c(found, calibration, power, gpus) for gpus in (8, 8192))
+    few, many = (temperatures_c(found, at_cap, power, gpus) for gpus in (8, 8192))
     assert few[0][0] == many[0][0] == pytest.approx(27 + 0.042 * 600)
     assert few[0][0] < few[1][0] < many[1][0]
-    warm = heat(calibration, NODE, Environment(inlet_c=60.0), Assumed())
-    assert temperatures_c(warm, calibration, power, 8192)[1].max() <= 87
+    warm = heat(at_cap, NODE, Environment(inlet_c=60.0), Assumed())
+    assert temperatures_c(warm, at_cap, power, 8192)[1].max() <= 87
 
 
-def test_published_cooling_is_sized_for_the_boards_power_limit(calibration: Calibration) -> None:
+def test_published_cooling_is_sized_for_the_boards_power_limit(at_cap: Calibration) -> None:
     """A DGX B200's GPUs are cooled by air, at 1000 W and not at what an H100's heatsink leaves."""
     air = load_cooling("air")
     for name in ("hgx-b200", "hgx-b300", "dgx-a100"):
         node = load_node(name)
-        moved = calibration_for(calibration, node)
+        moved = calibration_for(at_cap, node)
         found = heat(moved, node, Environment(cooling=air), Assumed())
         assert found.base_c + found.worst_c_per_w * node.power_limit_w == pytest.approx(72)
         assert change(WhatIf(cooling=air), moved, node).limited_by == "power cap"
@@ -252,8 +242,8 @@ def test_published_cooling_is_sized_for_the_boards_power_limit(calibration: Cali
         again = heat(moved, node, Environment(cooling=mine), Assumed())
         assert again.best_c_per_w == pytest.approx(found.best_c_per_w)
     limited = NODE.model_copy(update={"power_limit_w": 500.0, "calibration": None})
-    same_chip = calibration_for(calibration, limited)
-    usual = heat(calibration, NODE, Environment(cooling=air), Assumed())
+    same_chip = calibration_for(at_cap, limited)
+    usual = heat(at_cap, NODE, Environment(cooling=air), Assumed())
     found = heat(same_chip, limited, Environment(cooling=air), Assumed())
     assert found.worst_c_per_w == usual.worst_c_per_w
 

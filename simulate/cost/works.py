@@ -126,9 +126,7 @@ class Works:
         for kernel in kernels:
             if kernel not in self._kernels:
                 fit, known = self._calibration.kernel(kernel), self._calibration.known(kernel)
-                op = fit.op if known is kernel else kernel.op
-                if kernel.modelled in OF_HEADS:
-                    op = kernel.modelled  # wide norms are others
+                op = fit.op if known is kernel else kernel.modelled
                 op = "copy" if op == PACED else op  # one model, so one error
                 way = fit.direction if known is kernel else kernel.direction
                 new.setdefault((id(fit), op, way), (fit, []))[1].append((kernel, known))

@@ -41,8 +41,8 @@ EXAMPLES = """examples:
 # what the rule keeps: every kernel and every message of a layer
 KEPT = (
     *("model", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "gated"),
-    *("norm", "position", "linear_bias", "qk_norm", "tied_embeddings", "experts", "top_k"),
-    "lora_rank",
+    *("norm", "position", "linear_bias", "qk_norm", "tied_embeddings"),
+    *("experts", "top_k", "lora_rank"),
     *("tp", "cp", "microbatch", "recompute", "sequence_parallel", "one_queue"),
     *AS_RUN,
 )
