@@ -1,6 +1,7 @@
 """A transformer model: its shape, parameters and FLOPs. Named models are YAML files of it."""
 
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -21,6 +22,7 @@ _EXPERT_KEYS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 # beyond any model; a typing error is likelier
 MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 Size = Annotated[int, Field(ge=1, le=100_000_000)]
+Width = Annotated[int, Field(ge=0, le=100_000_000)]  # 0: there is none
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", max_length=80)]
 
 
@@ -43,11 +45,26 @@ class ModelSpec(BaseModel):
     position: Literal["rope", "learned"]
     linear_bias: bool = False
     qk_norm: bool = Field(default=False, description="norms over each head's queries and keys")
+    kv_lora_rank: Width = Field(
+        default=0, description="of the latent that keys and values are made of; 0: of none"
+    )
+    q_lora_rank: Width = Field(default=0, description="of that of queries; 0: of none")
+    rope_head_dim: Width = Field(
+        default=0, description="values of a head that are rotated, beside head_dim, with latents"
+    )
+    v_head_dim: Width = Field(default=0, description="values of a head's values, with latents")
     tied_embeddings: bool = False
     experts: int = Field(
         default=0, ge=0, le=MOST_EXPERTS, description="experts per layer; 0 for a dense model"
     )
     top_k: int = Field(default=0, ge=0, description="experts each token is sent to")
+    shared_ffn_hidden: Width = Field(
+        default=0, description="width of the expert that all tokens go through, too"
+    )
+    dense_layers: int = Field(
+        default=0, ge=0, le=MOST_LAYERS, description="first layers of a mixture without experts"
+    )
+    dense_ffn_hidden: Width = Field(default=0, description="width of their MLP")
     expert_imbalance: float = Field(
         default=0, ge=0, le=10, description="coefficient of variation of experts' loads in a layer"
     )
@@ -79,6 +96,7 @@ class ModelSpec(BaseModel):
                 f"qk_norm with head_dim {self.head_dim}; norms over heads were timed up to "
                 f"{MOST_OF_HEAD} values, give as many at most"
             )
+        self._check_latents()
         if bool(self.experts) != bool(self.top_k) or self.top_k > self.experts:
             raise ValueError(
                 f"experts {self.experts} with top_k {self.top_k}; "
@@ -86,6 +104,18 @@ class ModelSpec(BaseModel):
             )
         if not self.experts and (self.expert_imbalance or self.capacity_factor):
             raise ValueError("expert_imbalance and capacity_factor need experts; leave them out")
+        if self.shared_ffn_hidden and not self.experts:
+            raise ValueError("shared_ffn_hidden needs experts; a dense model's MLP is ffn_hidden")
+        if bool(self.dense_layers) != bool(self.dense_ffn_hidden):
+            raise ValueError(
+                f"dense_layers {self.dense_layers} with dense_ffn_hidden {self.dense_ffn_hidden}; "
+                "give both or neither"
+            )
+        if self.dense_layers and not self.dense_layers < self.layers * bool(self.experts):
+            raise ValueError(
+                f"dense_layers {self.dense_layers} of {self.layers} layers with {self.experts} "
+                "experts; they are a mixture's first layers, and others follow"
+            )
         if self.experts and self.expert_imbalance > (self.experts - 1) ** 0.5:
             raise ValueError(
                 f"expert_imbalance is {self.expert_imbalance:g}; loads of {self.experts} experts "
@@ -93,9 +123,58 @@ class ModelSpec(BaseModel):
             )
         return self
 
+    def _check_latents(self) -> None:
+        """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+        sizes = (self.kv_lora_rank, self.rope_head_dim, self.v_head_dim)
+        if not all(sizes) and any((*sizes, self.q_lora_rank)):
+            raise ValueError(
+                f"kv_lora_rank {sizes[0]} with rope_head_dim {sizes[1]} and v_head_dim {sizes[2]}; "
+                "latent attention needs all three, other attention none, nor q_lora_rank"
+            )
+        if not self.latent:
+            return
+        if self.kv_heads != self.heads:
+            raise ValueError(
+                f"kv_heads {self.kv_heads} with kv_lora_rank; latents are made into keys and "
+                f"values of each head, give {self.heads}"
+            )
+        for name, usual in (
+            *(("position", "rope"), ("qk_norm", False), ("linear_bias", False), ("lora_rank", 0)),
+        ):
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} with kv_lora_rank is not simulated; "
+                    f"latent attention is with {name} {usual}"
+                )
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values are made of a latent (multi-head latent attention)."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def query_dim(self) -> int:
+        """Values of a head's queries and keys."""
+        return self.head_dim + self.rope_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Values of a head's values."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def latent_parameters(self) -> int:
+        """Weights of one layer that make latents, and the keys that all heads share."""
+        return self.hidden * (self.q_lora_rank + self.kv_lora_rank + self.rope_head_dim)
+
     @property
     def attention_parameters(self) -> int:
-        """Weights of the four attention projections of one layer, without biases."""
+        """Weights of the attention projections of one layer, without biases."""
+        if self.latent:
+            queries = (self.q_lora_rank or self.hidden) * self.query_dim
+            others = self.kv_lora_rank * (self.head_dim + self.value_dim)
+            output = self.value_dim * self.hidden
+            return self.latent_parameters + self.heads * (queries + others + output)
         width = self.heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
         return self.hidden * (width + 2 * kv_width) + width * self.hidden
@@ -111,13 +190,32 @@ class ModelSpec(BaseModel):
         return 2 * self.norm_vectors * self.head_dim if self.qk_norm else 0
 
     @property
+    def latent_norm_parameters(self) -> int:
+        """Of one layer's norms of latents."""
+        return self.norm_vectors * (self.q_lora_rank + self.kv_lora_rank)
+
+    @property
     def mlp_parameters(self) -> int:
         """Weights of one MLP (one expert), without biases."""
         return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
 
+    @property
+    def shared_parameters(self) -> int:
+        """Weights of a layer's shared expert."""
+        return (3 if self.gated else 2) * self.hidden * self.shared_ffn_hidden
+
+    @cached_property
+    def dense(self) -> "ModelSpec":
+        """The model that `dense_layers` are layers of: the same without experts."""
+        none = dict.fromkeys(("experts", "top_k", "shared_ffn_hidden"), 0)
+        none |= dict.fromkeys(("dense_layers", "dense_ffn_hidden"), 0)
+        alone = {"expert_imbalance": 0, "capacity_factor": None}
+        return self.resized(**none, **alone, ffn_hidden=self.dense_ffn_hidden)
+
     def layer_parameters(self) -> int:
-        """All parameters of one transformer layer, biases and norms included."""
-        norms = self.norm_vectors * 2 * self.hidden + self.qk_norm_parameters
+        """All parameters of one layer, biases and norms included; of a mixture's, with experts."""
+        norms = self.norm_vectors * 2 * self.hidden
+        norms += self.qk_norm_parameters + self.latent_norm_parameters
         bias = 0
         if self.linear_bias:
             width = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -126,7 +224,7 @@ class ModelSpec(BaseModel):
                 self.experts, 1
             )
         router = self.hidden * self.experts
-        mlp = self.mlp_parameters * max(self.experts, 1)
+        mlp = self.mlp_parameters * max(self.experts, 1) + self.shared_parameters
         return self.attention_parameters + mlp + router + bias + norms
 
     def embedding_parameters(self) -> int:
@@ -141,8 +239,10 @@ class ModelSpec(BaseModel):
 
     def parameters(self) -> int:
         """All parameters of the model."""
+        dense = self.dense_layers * self.dense.layer_parameters() if self.dense_layers else 0
         return (
-            self.layers * self.layer_parameters()
+            dense
+            + (self.layers - self.dense_layers) * self.layer_parameters()
             + self.embedding_parameters()
             + self.head_parameters()
         )
@@ -150,18 +250,21 @@ class ModelSpec(BaseModel):
     @property
     def core_flops_per_token(self) -> int:
         """Forward FLOPs of one layer's attention scores and their application to the values."""
-        return 4 * self.seq_len * self.heads * self.head_dim
+        return 2 * self.seq_len * self.heads * (self.query_dim + self.value_dim)
 
     def forward_flops_per_token(self) -> float:
         """Matrix FLOPs of one token's forward pass.
 
-        Two per weight that the token meets, plus 4 * seq * heads * head_dim for attention scores
-        and their application, not halved for the causal mask: the convention of PaLM's MFU
+        Two per weight that the token meets, plus 2 * seq * heads * head_dim each for attention
+        scores and their application, not halved for the causal mask: the convention of PaLM's MFU
         (arXiv 2204.02311, appendix B) and of Megatron-LM (arXiv 2104.04473, eq. 3).
         """
         attention = 2 * self.attention_parameters + self.core_flops_per_token
         mlp = 2 * self.mlp_parameters * max(self.top_k, 1) + 2 * self.hidden * self.experts
-        return self.layers * (attention + mlp) + 2 * self.vocab * self.hidden
+        mlp += 2 * self.shared_parameters
+        dense = 2 * self.dense.mlp_parameters if self.dense_layers else 0
+        mlps = self.dense_layers * dense + (self.layers - self.dense_layers) * mlp
+        return self.layers * attention + mlps + 2 * self.vocab * self.hidden
 
     def step_flops(self, sequences: int) -> float:
         """Model FLOPs (forward and backward, no recomputation) of a step over `sequences`.
@@ -173,7 +276,7 @@ class ModelSpec(BaseModel):
         saved = forward - self.layers * self.core_flops_per_token if self.lora_rank else 0.0
         return (3 * forward - saved) * self.seq_len * sequences
 
-    def resized(self, **changes: int | float | str) -> "ModelSpec":
+    def resized(self, **changes: int | float | str | None) -> "ModelSpec":
         """The same model with some fields changed, checked again."""
         return ModelSpec.model_validate(self.model_dump() | changes)
 
