@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import LATEST, layer_parameters, replicated, trained_tensors
+from spec.step import LATEST, layer_parameters, replicated, trained_tensors, whole_latents
 from spec.step_ends import end_parameters
 
 
@@ -184,11 +184,33 @@ def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[tuple[int, int]], lis
     dense, _ = layer_parameters(model, p)
     if model.lora_rank:
         return [(dense, 1)], []
-    output = model.hidden * model.heads * model.head_dim // p.tp
-    product = model.attention_parameters // p.tp - output
+    attention = _attention(model, p)
     second = model.ffn_hidden * model.hidden // p.tp
     experts, first = model.experts // p.ep or 1, model.mlp_parameters // p.tp - second
     together = p.on_engine and model.experts > 0
     mlp = [(second, experts), (first, experts)] if together else [(second, 1), (first, 1)] * experts
-    rest = dense - product - (0 if model.experts else second + first)
-    return ([] if p.ep > 1 else mlp) + [(product, 1), (rest, 1)], mlp if p.ep > 1 else []
+    shared = []
+    if model.shared_ffn_hidden:
+        its_second = model.shared_ffn_hidden * model.hidden // p.tp
+        shared = [(its_second, 1), (model.shared_parameters // p.tp - its_second, 1)]
+    beside = [*shared, *attention]
+    rest = dense - sum(size for size, _ in beside) - (0 if model.experts else second + first)
+    beside.append((rest, 1))
+    return ([] if p.ep > 1 else mlp) + beside, mlp if p.ep > 1 else []
+
+
+def _attention(model: ModelSpec, p: Parallelism) -> list[tuple[int, int]]:
+    """The matrices of a layer's attention but its output projection, likewise."""
+    heads = model.heads // p.tp
+    if not model.latent:
+        output = model.hidden * heads * model.head_dim
+        return [(model.attention_parameters // p.tp - output, 1)]
+    split = 1 if whole_latents(model, p) else p.tp
+    queries, keys = model.q_lora_rank, model.kv_lora_rank
+    found = [
+        keys * heads * (model.head_dim + model.value_dim),
+        (keys + model.rope_head_dim) * model.hidden // split,
+        (queries or model.hidden) * heads * model.query_dim,
+        queries * model.hidden // split,
+    ]
+    return [(size, 1) for size in found if size]

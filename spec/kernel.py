@@ -32,6 +32,8 @@ OPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ragged_gemm": (("m", "n", "k"), GEMM_DIRECTIONS),
     "attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),
     "ragged_attention": (("batch", "seq", "heads", "kv_heads", "head_dim"), PASSES),  # likewise
+    # of queries and keys wider than values, each head with keys of its own: `spec.step_latent`
+    "latent_attention": (("batch", "seq", "heads", "query_dim", "value_dim"), PASSES),
     # a piece of ring attention to other GPUs' keys: no mask, see `spec.step_context`
     "attention_block": (
         ("batch", "queries", "keys", "heads", "kv_heads", "head_dim"),
@@ -109,7 +111,8 @@ STREAMED_ISSUE = 4.2
 GROUPED = ("grouped_gemm", "fused_grouped_gemm", STREAMED)
 TILED_PRODUCTS = ("gemm", "ragged_gemm", *GROUPED)
 PRODUCTS = ("narrow_gemm", *TILED_PRODUCTS)
-ATTENTION = ("attention", "ragged_attention", "attention_block")
+LATENT = "latent_attention"
+ATTENTION = ("attention", "ragged_attention", "attention_block", LATENT)
 # A table's gradient, ATen/native/cuda/Embedding.cu: from so many tokens on they are sorted, and the
 # sum of each word's rows is written in fp32 and read back, so many bytes for each column. (PyTorch
 # sums ten rows at a time: a word that occurs oftener has more such sums, which are not counted.)
@@ -186,9 +189,14 @@ class Kernel:
         in place: one out of place, as visits until the 41st timed. Rows added to their tokens: a
         permutation's gradient. Experts' products in streams: one after another. What the clock
         paces: a copy, which it does not (`simulate.hardware.as_run` has a model of it). A norm over
-        heads: one of wide rows that moves as much as it takes as long as.
+        heads: one of wide rows that moves as much as it takes as long as. Attention whose keys are
+        wider than its values: with so many heads of 128 that it computes as much.
         """
         d = self.named
+        if self.op == LATENT:
+            one = Kernel("attention", self.direction, (d["batch"], d["seq"], 1, 1, 128))
+            heads = max(round(self.flops / one.flops), 1)
+            return replace(one, dims=(d["batch"], d["seq"], heads, heads, 128), dtype=self.dtype)
         if self.modelled in OF_HEADS:
             of_rows = Kernel(self.op, self.direction, (d["rows"], WIDE), self.dtype)
             paid = replace(self, op=self.modelled).paid_bytes
@@ -226,6 +234,10 @@ class Kernel:
             forward = 2.0 * d["batch"] * d["heads"] * d["seq"] ** 2 * d["head_dim"]
             # backward recomputes the scores: five matrix products where the forward has two
             return forward if self.direction == "forward" else 2.5 * forward
+        if self.op == LATENT:  # backward: three products over a key's values, two over a value's
+            forward = self.direction == "forward"
+            wide = (1 if forward else 3) * d["query_dim"] + (1 if forward else 2) * d["value_dim"]
+            return float(d["batch"] * d["heads"] * d["seq"] ** 2 * wide)
         if self.op == "attention_block":
             forward = 4.0 * d["batch"] * d["heads"] * d["queries"] * d["keys"] * d["head_dim"]
             return forward if self.direction == "forward" else 2.5 * forward
@@ -246,6 +258,10 @@ class Kernel:
             case "attention" | "ragged_attention":
                 rows = d["batch"] * d["seq"] * d["head_dim"] * size
                 forward = rows * (2 * d["heads"] + 2 * d["kv_heads"])
+                return float(forward if self.direction == "forward" else 2.5 * forward)
+            case "latent_attention":
+                rows = 2 * d["batch"] * d["seq"] * d["heads"] * size
+                forward = rows * (d["query_dim"] + d["value_dim"])
                 return float(forward if self.direction == "forward" else 2.5 * forward)
             case "attention_block":
                 rows = d["heads"] * d["queries"] + d["kv_heads"] * d["keys"]

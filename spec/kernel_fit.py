@@ -26,6 +26,7 @@ from spec.kernel import (
     GROUPED,
     HEAD_TILE,
     LARGE_TILE,
+    LATENT,
     OF_HEADS,
     PRODUCTS,
     STREAMED,
@@ -248,12 +249,16 @@ def features(op: str, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
 
     Elementwise operations: the number of elements and every dimension but the first; those that
     work row by row also the power of two that divides the width. Attention:
-    batch * heads, which it treats alike, sequence, queries per key head, head size as it is padded.
+    batch * heads, which it treats alike, sequence, queries per key head, head size as it is padded,
+    of latent attention both sizes.
     Others: their dimensions. Ragged ones: also the powers of two that divide n and k, or a head's
     values.
     """
     sizes = np.array(shapes)
     logs: NDArray[np.float64] = np.log(sizes.astype(float))
+    if op == LATENT:
+        batch, seq, heads, *wide = logs.T
+        return np.column_stack([batch + heads, seq, batch, *wide])
     if op in ATTENTION:
         logs[:, -1] = np.log(padded(sizes[:, -1]))
         batch, *lengths, heads, kv_heads, head_dim = logs.T
@@ -317,6 +322,9 @@ def quantisation(kernel: Kernel, multiprocessors: int) -> float:
     quantisation. Attention: heads padded to whole tiles; on H100 and H200 heads of 72 to 120 values
     last as long as of 128, of 144 to 176 as of 192, within 9 % (docs/calibration.md).
     """
+    if kernel.op == LATENT:
+        wide = kernel.dims[-2:]
+        return sum(padded(one) for one in wide) / sum(wide)
     if kernel.op in ATTENTION:
         whole = padded(kernel.dims[-1])
         longer = WIDE_BACKWARD.get(whole, 1.0) if kernel.direction == "backward" else 1.0

@@ -179,6 +179,8 @@ class Parallelism(BaseModel):
             ("heads", model.heads),
             ("kv_heads", model.kv_heads),
             ("ffn_hidden", model.ffn_hidden),
+            ("shared_ffn_hidden", model.shared_ffn_hidden),
+            *_split_latents(model, self.on_engine),
         ):
             if size % self.tp and not (noun == "kv_heads" and self.tp % size == 0):
                 raise UserError(
@@ -204,6 +206,11 @@ class Parallelism(BaseModel):
             raise UserError(
                 f"pp {self.pp} * vpp {self.vpp} does not divide the {model.layers} layers of "
                 f"{model.name}; use a divisor, or ask for uneven stages with --layers-per-stage"
+            )
+        if self.cp > 1 and model.latent:
+            raise UserError(
+                f"cp {self.cp} with latent attention ({model.name} has kv_lora_rank "
+                f"{model.kv_lora_rank}) is not simulated; use cp 1"
             )
         self._refuse_uneven_sequences(model)
         if self.ep > 1 and not model.experts:
@@ -265,11 +272,17 @@ class Parallelism(BaseModel):
     def _refuse_odd_sizes(self, model: ModelSpec) -> None:
         """What Transformer Engine refuses (`pytorch/utils.py`, `assert_dim_for_fp8_exec`)."""
         split = (model.heads + 2 * model.kv_heads) * model.head_dim
+        if model.latent:
+            split = model.heads * model.query_dim
         sizes = {
             "hidden": model.hidden,
             "queries, keys and values / tp": split // self.tp,
-            "heads * head_dim / tp": model.heads * model.head_dim // self.tp,
+            "heads * head_dim / tp": model.heads * model.value_dim // self.tp,
             "ffn_hidden / tp": model.ffn_hidden // self.tp,
+            "shared_ffn_hidden / tp": model.shared_ffn_hidden // self.tp,
+            "q_lora_rank": model.q_lora_rank,
+            "kv_lora_rank": model.kv_lora_rank,
+            "kv_lora_rank + rope_head_dim": model.kv_lora_rank + model.rope_head_dim,
         }
         for name, size in sizes.items():
             if size % FP8_COLUMNS:
@@ -284,6 +297,14 @@ class Parallelism(BaseModel):
                 f"fp8 steps need tokens in multiples of {FP8_ROWS}; a micro-batch leaves a GPU "
                 f"{rows}"
             )
+
+
+def _split_latents(model: ModelSpec, on_engine: bool) -> tuple[tuple[str, int], ...]:
+    """What local layers share out among tensor-parallel ranks of what makes latents."""
+    if on_engine or not model.latent:
+        return ()
+    width = model.kv_lora_rank + model.rope_head_dim
+    return ("q_lora_rank", model.q_lora_rank), ("kv_lora_rank + rope_head_dim", width)
 
 
 def not_on_engine(zero: int, experts: int, *, fused: bool = True) -> str | None:

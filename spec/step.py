@@ -46,16 +46,34 @@ from spec.step_transformer_engine import (
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 
 
-def _dense_mlp(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
-    ffn = model.ffn_hidden // p.tp
+def _mlp(
+    model: ModelSpec, p: Parallelism, s: Shapes, width: int, of: str = ""
+) -> list[tuple[Part, Part]]:
+    """The products of an MLP of so many values, and what is between them."""
+    ffn = width // p.tp
     up = ffn * (2 if model.gated else 1)
     activation = "swiglu" if model.gated else "gelu"
-    fc1 = column("fc1", s.tokens, up, model.hidden, model, p)
+    fc1 = column(f"{of}fc1", s.tokens, up, model.hidden, model, p)
     return [
         biased(fc1, model, (s.tokens, up)),
         pair(activation, activation, (s.tokens, ffn)),
-        row("fc2", s.tokens, model.hidden, ffn, model, p),
+        row(f"{of}fc2", s.tokens, model.hidden, ffn, model, p),
     ]
+
+
+def _shared_expert(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    """The expert that all tokens go through, before they are routed (moe/shared_experts.py).
+
+    Its output is added to the other experts', the gradient of its input to theirs.
+    """
+    if not model.shared_ffn_hidden:
+        return []
+    *first, (forward, backward) = _mlp(model, p, s, model.shared_ffn_hidden, "shared_")
+    summed = Kernel("residual", "forward", (s.local_tokens, model.hidden))
+    into = Kernel("gradient_sum", "forward", (s.local_tokens, model.hidden))
+    (there, back), *rest = first
+    first = [(there, replace(back, kernels=(*back.kernels, into))), *rest]
+    return [*first, (replace(forward, kernels=(*forward.kernels, summed)), backward)]
 
 
 def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
@@ -68,7 +86,7 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     before = norm(model, s.local_tokens, model.hidden)
     residual = biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     parts = attention(model, p, s)
-    mlp = [] if model.experts else _dense_mlp(model, p, s)
+    mlp = _shared_expert(model, p, s) if model.experts else _mlp(model, p, s, model.ffn_hidden)
     *pairs, last = on_transformer_engine([before, *parts, residual, before, *mlp, residual], p)
     pairs += [*(expert_mlp(model, p) if model.experts else ()), last]
     forward = tuple(first for first, _ in pairs)
@@ -104,7 +122,7 @@ def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int,
 def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
     """Parameters of a layer that one GPU holds, adapters apart: (dense, expert)."""
     experts = model.mlp_parameters * model.experts // p.ep // p.tp if model.experts else 0
-    whole = _unsplit(model)
+    whole = _unsplit(model, p)
     split = model.layer_parameters() - whole - model.mlp_parameters * model.experts
     return split // p.tp + whole, experts
 
@@ -112,7 +130,9 @@ def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
 def product_weights(model: ModelSpec, p: Parallelism, stage: int) -> int:
     """Weights of the layers' products that one GPU of `stage` holds, the router's apart."""
     mlp = model.mlp_parameters * max(model.experts, 1) // p.ep // p.tp
-    return p.stage_layers(model)[stage] * (model.attention_parameters // p.tp + mlp)
+    whole = whole_latents(model, p)
+    split = model.attention_parameters + model.shared_parameters - whole
+    return p.stage_layers(model)[stage] * (whole + split // p.tp + mlp)
 
 
 def weight_casts(model: ModelSpec, p: Parallelism, stage: int) -> Kernel:
@@ -122,7 +142,13 @@ def weight_casts(model: ModelSpec, p: Parallelism, stage: int) -> Kernel:
 
 def product_tensors(model: ModelSpec, p: Parallelism, stage: int) -> int:
     """How many tensors these weights are."""
-    return p.stage_layers(model)[stage] * (2 + 2 * (model.experts // p.ep or 1))
+    mlps = (model.experts // p.ep or 1) + bool(model.shared_ffn_hidden)
+    return p.stage_layers(model)[stage] * (attention_tensors(model) + 2 * mlps)
+
+
+def attention_tensors(model: ModelSpec) -> int:
+    """Matrices of a layer's attention."""
+    return 4 + bool(model.q_lora_rank) if model.latent else 2
 
 
 def layer_parameters(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
@@ -144,7 +170,10 @@ def trained_tensors(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, 
         return 8 * p.stage_layers(model)[stage], 0  # two of each of four linear layers
     layers, vectors = p.stage_layers(model)[stage], model.norm_vectors
     norms = 4 if model.qk_norm else 2
-    linear = 3 if model.experts else 4  # the router's among them, its experts' not
+    norms += model.latent + bool(model.q_lora_rank)
+    # the router's among them, its experts' not
+    linear = attention_tensors(model) + (1 if model.experts else 2)
+    linear += 2 if model.shared_ffn_hidden else 0
     biases = 4 if model.linear_bias else 0
     ends = (1 if model.position == "rope" else 2) if stage == 0 else 0
     if stage == p.pp - 1:
@@ -224,19 +253,21 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
     """Sums of gradients of parameters that several GPUs of a replica hold, fp32, once a step.
 
     Under sequence parallelism, of what tensor parallelism does not split: each rank saw its own
-    tokens only. Without it, of norms of queries and keys: each saw its own heads. Of a tied table,
-    between the first and the last stage. Source: Megatron-Core's
+    tokens only. Without it, of norms of queries and keys: each saw its own heads; by its name local
+    layers' norm of queries' latents, too. Of a tied table, between the first and the last stage. Source: Megatron-Core's
     `distributed/finalize_model_grads.py`, which waits for each.
     """
     found: tuple[Collective, ...] = ()
     layers = p.stage_layers(model)[stage]
     if p.sequence_parallel:
-        whole = layers * (adapter_parameters(model, p)[1] or _unsplit(model))
+        whole = layers * (adapter_parameters(model, p)[1] or _unsplit(model, p))
         if stage == p.pp - 1 and not model.lora_rank:
             whole += norm_parameters(model)
         found += (Collective("all_reduce", "tp", 4.0 * whole),)
-    elif p.tp > 1 and model.qk_norm and not model.lora_rank:
-        found += (Collective("all_reduce", "tp", 4.0 * layers * model.qk_norm_parameters),)
+    elif p.tp > 1 and not model.lora_rank:
+        named = 0 if p.on_engine else model.q_lora_rank * model.norm_vectors
+        if each := model.qk_norm_parameters + named:
+            found += (Collective("all_reduce", "tp", 4.0 * layers * each),)
     if model.tied_embeddings and p.pp > 1 and stage in (0, p.pp - 1) and not model.lora_rank:
         found += (Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp),)
     return found
@@ -277,15 +308,20 @@ def _shared_out(
     return tuple(found[chunk] for chunk in chunks)
 
 
-def _unsplit(model: ModelSpec) -> int:
+def whole_latents(model: ModelSpec, p: Parallelism) -> int:
+    """Weights of a layer that make latents and that tensor parallelism does not split."""
+    return model.latent_parameters if model.latent and p.on_engine else 0
+
+
+def _unsplit(model: ModelSpec, p: Parallelism) -> int:
     """Parameters of a layer that tensor parallelism does not split.
 
-    Norms, the router, and the biases added after a sum over ranks (of the attention's and the
-    MLP's output).
+    Norms, the router, the biases added after a sum over ranks (of the attention's and the MLP's
+    output), and on Transformer Engine what makes latents.
     """
     biases = 2 * model.hidden if model.linear_bias else 0
-    norms = 2 * norm_parameters(model) + model.qk_norm_parameters
-    return norms + model.hidden * model.experts + biases
+    norms = 2 * norm_parameters(model) + model.qk_norm_parameters + model.latent_norm_parameters
+    return norms + model.hidden * model.experts + biases + whole_latents(model, p)
 
 
 @lru_cache(maxsize=LATEST)

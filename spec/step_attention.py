@@ -9,12 +9,15 @@ from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_context import context_attention
+from spec.step_latent import latent_attention
 from spec.step_linear import biased, column, row
 from spec.step_parts import Part, Shapes, copied, norm, pair, reordered
 
 
 def attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
     """Forward and backward parts of a layer's attention, from its first product to its last."""
+    if model.latent:
+        return latent_attention(model, p, s)
     heads = model.heads // p.tp
     kv_heads = max(model.kv_heads // p.tp, 1)
     dim = model.head_dim

@@ -105,7 +105,7 @@ ACCUMULATED_MOST, ACCUMULATED_WEIGHTS = 0.5, 2**22
 # weights in bf16 to a copy behind it, with that copy: 1.02 to 1.16 times torch's by these and eight
 # others (20261129-045026 and -163208), 1.055 where parameters are many.
 NORM_TIMES, CLIP_TIMES, ADAM_TIMES = 1.1, 1.17, 1.055
-BEHIND_NORM = ("qkv", "fc1")
+BEHIND_NORM = ("qkv", "fc1", "q_up", "kv_up")
 # In FP8 a step's first microbatch writes its fp32 gradients instead of adding to them
 # (`set_is_first_microbatch`, which does nothing in bf16): of the 6 B a weight that adding moves
 # more than writing it in bf16 that is 2. Not of layers that run again: a layer is no longer at its

@@ -55,9 +55,14 @@ class TrainingConfig(Row):
     position: Literal["rope", "learned"]
     linear_bias: bool
     qk_norm: bool = False
+    kv_lora_rank: NonNegativeInt = 0
+    q_lora_rank: NonNegativeInt = 0
+    rope_head_dim: NonNegativeInt = 0
+    v_head_dim: NonNegativeInt = 0
     tied_embeddings: bool
     experts: NonNegativeInt = 0
     top_k: NonNegativeInt = 0
+    shared_ffn_hidden: NonNegativeInt = 0
     lora_rank: NonNegativeInt = 0
     tp: PositiveInt
     pp: PositiveInt

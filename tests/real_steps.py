@@ -17,6 +17,11 @@ GPT = LLAMA.resized(
     linear_bias=True, tied_embeddings=True, kv_heads=4,
 )  # fmt: skip
 NORMED = LLAMA.resized(name="tiny-qwen3", qk_norm=True)
+LATENT = LLAMA.resized(
+    name="tiny-deepseek", kv_heads=4, kv_lora_rank=48, q_lora_rank=64, rope_head_dim=16,
+    v_head_dim=24,
+)  # fmt: skip
+SHARED = LLAMA.resized(name="tiny-shared", experts=4, top_k=2, shared_ffn_hidden=96)
 
 Watch = Callable[[list[Any]], AbstractContextManager[None]]
 

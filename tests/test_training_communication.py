@@ -15,7 +15,7 @@ from spec.parallelism import Parallelism
 from spec.step import by_chunk, layer, optimizer, shared_gradients
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment
-from tests.real_steps import GPT, LLAMA, NORMED, logged
+from tests.real_steps import GPT, LATENT, LLAMA, NORMED, logged
 from tests.sharded import of_microbatch
 
 pytest.importorskip("torch")
@@ -131,7 +131,7 @@ def _tensor_parallel(model: ModelSpec, p: Parallelism) -> Sent:
     return found
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT, NORMED], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [LLAMA, GPT, NORMED, LATENT], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     "split", [{}, {"sequence_parallel": True}, {"recompute": "full", "sequence_parallel": True}]
 )

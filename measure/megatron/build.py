@@ -23,7 +23,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -81,6 +81,16 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
             "moe_router_force_load_balancing": True,
             "expert_model_parallel_size": p.ep,
             "moe_grouped_gemm": p.on_engine,
+            "moe_shared_expert_intermediate_size": model.shared_ffn_hidden or None,
+        }
+    if model.latent:
+        more |= {
+            "q_lora_rank": model.q_lora_rank or None,
+            "kv_lora_rank": model.kv_lora_rank,
+            "qk_head_dim": model.head_dim,
+            "qk_pos_emb_head_dim": model.rope_head_dim,
+            "v_head_dim": model.v_head_dim,
+            "rotary_base": ROTARY_BASE,
         }
     if p.recompute == "full":
         more |= {
@@ -93,7 +103,8 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     if p.layers_per_stage is not None:
         stages = ["t" * layers for layers in p.layers_per_stage]
         more["pipeline_model_parallel_layout"] = "E" + "|".join(stages) + "L"
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.latent else TransformerConfig
+    return kind(
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn_hidden,
@@ -104,7 +115,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         activation_func=F.silu if model.gated else F.gelu,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         add_bias_linear=model.linear_bias,
-        qk_layernorm=model.qk_norm,
+        qk_layernorm=model.qk_norm or model.latent,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=True,
@@ -340,7 +351,7 @@ def _core_attention(model: ModelSpec, p: Parallelism, device: torch.device) -> t
     """The module that computes attention in a layer, and its kernel's name."""
     if p.cp == 1:
         backend, name = attention_backend(model, p, device)
-        return partial(Attention, backend), name
+        return partial(Attention, backend=backend), name
     heads, kv_heads = model.heads // p.tp, model.kv_heads // p.tp
     length = model.seq_len // p.cp
     kernels = choose(heads, kv_heads, model.head_dim, length, p.microbatch, device)

@@ -14,7 +14,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn.attention import sdpa_kernel
 
 from measure.megatron.lora import adapt
@@ -31,19 +33,23 @@ def attention_backend(model: ModelSpec, p: Parallelism, device: torch.device) ->
     """The fastest backend of torch's attention that runs this shape both ways, and its name."""
     heads, kv = model.heads // p.tp, model.kv_heads // p.tp
     shape = (model.seq_len, p.microbatch)
-    sizes = ((*shape, n, model.head_dim) for n in (heads, kv, kv))
+    each = ((heads, model.query_dim), (kv, model.query_dim), (kv, model.value_dim))
+    sizes = ((*shape, *one) for one in each)
     inputs = [torch.randn(s, dtype=torch.bfloat16, device=device).requires_grad_() for s in sizes]
 
     def forward(backend: Any) -> Tensor:
         with sdpa_kernel(backend):
             return _attend(*inputs)
 
-    backend, name, _ = first_backend(device, f"heads of {model.head_dim}", forward)
+    backend, name, _ = first_backend(device, f"heads of {model.query_dim}", forward)
     return backend, name
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention over [seq, batch, heads, head_dim]; output [seq, batch, heads * dim]."""
+    """Causal attention over [seq, batch, heads, head_dim]; output [seq, batch, heads * dim].
+
+    Values of latent attention have fewer numbers than keys.
+    """
     q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=query.shape[2] != key.shape[2]
@@ -106,7 +112,8 @@ def engine_modules(model: ModelSpec, device: torch.device) -> Modules:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=model.experts or None,
         moe_grouped_gemm=model.experts > 0,
-        qk_layernorm=model.qk_norm,
+        qk_layernorm=model.qk_norm or model.latent,
+        multi_latent_attention=model.latent,
     )
     if model.lora_rank:
         adapt(layer, model.lora_rank)
@@ -139,6 +146,7 @@ def _local_layer(model: ModelSpec, core_attention: Any) -> Any:
         num_experts=model.experts or None,
         moe_grouped_gemm=False,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        multi_latent_attention=model.latent,
     )
     layer.submodules.input_layernorm = Norm
     layer.submodules.pre_mlp_layernorm = Norm
@@ -146,6 +154,11 @@ def _local_layer(model: ModelSpec, core_attention: Any) -> Any:
     attention.core_attention = core_attention
     if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if model.latent:
+        # which takes Transformer Engine to be there, and core attention to be a class
+        multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+        attention.core_attention = ModuleSpec(core_attention.func, core_attention.keywords)
+        attention.q_layernorm = attention.kv_layernorm = Norm
     if model.lora_rank:
         adapt(layer, model.lora_rank)
     return layer

@@ -87,12 +87,14 @@ class Maker(Products):
         from torch.nn.attention import sdpa_kernel
 
         d = kernel.named
-        shape = (d["seq"], d["batch"], d["heads"], d["head_dim"])
-        kv_shape = (d["seq"], d["batch"], d["kv_heads"], d["head_dim"])
-        q = self._normal(*shape, dtype=dtype).requires_grad_()
-        k = self._normal(*kv_shape, dtype=dtype).requires_grad_()
-        v = self._normal(*kv_shape, dtype=dtype).requires_grad_()
-        grouped = d["heads"] != d["kv_heads"]
+        kv_heads = d.get("kv_heads", d["heads"])
+        keys, values = (d.get(f"{of}_dim", d.get("head_dim")) for of in ("query", "value"))
+        sizes = ((d["heads"], keys), (kv_heads, keys), (kv_heads, values))
+        q, k, v = (
+            self._normal(d["seq"], d["batch"], *size, dtype=dtype).requires_grad_()
+            for size in sizes
+        )
+        grouped = d["heads"] != kv_heads
 
         def forward(backend: Any) -> Tensor:
             with sdpa_kernel(backend):
@@ -115,7 +117,7 @@ class Maker(Products):
         self.fed = gradient = torch.randn_like(out)
         return (lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)), name
 
-    _ragged_attention = _attention
+    _ragged_attention = _latent_attention = _attention
 
     def _attention_block(self, kernel: Kernel, dtype: torch.dtype) -> tuple[Call, str]:
         """All queries to all keys, laid out [batch, heads, seq, head_dim] as the ring has them."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from simulate.cost.imbalance import unequal_rows
 from simulate.cost.uncertainty import Draws
 from spec.calibration import Calibration
-from spec.kernel import OF_HEADS, PACED, STREAMED, TILED_PRODUCTS, Kernel
+from spec.kernel import LATENT, OF_HEADS, PACED, STREAMED, TILED_PRODUCTS, Kernel
 from spec.kernel_fit import KernelFit
 from spec.step_experts import EXPERTS
 from spec.step_parts import Part, Segment
@@ -69,9 +69,9 @@ class Work(NamedTuple):
 Slowed = tuple[bool, float]
 ByClock = dict[Slowed, Work]
 Held = TypeVar("Held")
-# log; how far norms over heads are off where wide ones stand for them: an H100's by an H200's rows
-# 0.6 to 1.1 times forward and 1.1 to 1.6 backward
-HEADS_SD = 0.3
+# log; how far they are off where others stand for them: an H100's norms over heads by an H200's
+# rows 0.6 to 1.1 times forward and 1.1 to 1.6 backward; latent attention is taken to be as far
+STAND_IN_SD = dict.fromkeys((*OF_HEADS, LATENT), 0.3)
 LIMIT = 50_000  # parts and segments kept; plans that have gone leave theirs behind
 
 
@@ -131,13 +131,13 @@ class Works:
                 way = fit.direction if known is kernel else kernel.direction
                 new.setdefault((id(fit), op, way), (fit, []))[1].append((kernel, known))
         for (_, op, way), (fit, alike) in new.items():
-            by_wide = op in OF_HEADS and alike[0][0] is not alike[0][1]
+            more_sd = STAND_IN_SD.get(op, 0.0) if alike[0][0] is not alike[0][1] else 0.0
             shapes = [known.dims for _, known in alike]
-            times = self._times(fit, f"kernel {op} {way}", shapes, HEADS_SD if by_wide else 0.0)
+            times = self._times(fit, f"kernel {op} {way}", shapes, more_sd)
             for (kernel, known), (central_us, time) in zip(alike, times, strict=True):
                 longer = self._longer(kernel)
                 slowed, work = self._work(fit, known, central_us * longer, time * longer)
-                work = work._replace(modelled_us=central_us) if by_wide else work
+                work = work._replace(modelled_us=central_us) if more_sd else work
                 self._kernels[kernel] = slowed, work
 
     def _longer(self, kernel: Kernel) -> float:

@@ -1,0 +1,133 @@
+"""Multi-head latent attention: queries, keys and values made of narrow latents.
+
+DeepSeek-V2 (arXiv 2405.04434, section 2.1). Source: Megatron-Core 0.16's
+`transformer/multi_latent_attention.py`, by whose default (YaRN) some values of a head are rotated,
+the keys' ones alike in all heads. What makes latents is whole on every tensor-parallel rank on
+Transformer Engine (`parallel_mode="duplicated"`), and works on the tokens that the rank has; by
+local layers it is split, and ranks put latents together. Norms lie between the two products.
+"""
+
+from dataclasses import replace
+
+from spec.collective import Collective
+from spec.kernel import LATENT, Kernel
+from spec.model import ModelSpec
+from spec.parallelism import Parallelism
+from spec.step_linear import column, row
+from spec.step_parts import Part, Shapes, copied, norm, pair, reordered
+
+
+def latent_attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    """Forward and backward parts of a layer's attention, from its first product to its last."""
+    heads = model.heads // p.tp
+    queries, others = heads * model.query_dim, heads * (model.head_dim + model.value_dim)
+    core = (p.microbatch, model.seq_len, heads, model.query_dim, model.value_dim)
+    parts = _key_latents(model, p, s)
+    if model.q_lora_rank:
+        forward, backward = parts[-1]
+        both = Kernel("gradient_sum", "forward", (s.local_tokens, model.hidden))
+        made = _latents("q_down", model.q_lora_rank, model, p, s)
+        parts[-1] = forward, replace(backward, kernels=(*backward.kernels, both))
+        parts = [*made, *parts, norm(model, s.local_tokens, model.q_lora_rank)]
+    parts.append(_norm_of_keys(model, p, s))
+    name, width = ("q_up", model.q_lora_rank) if model.q_lora_rank else ("q_proj", model.hidden)
+    return [
+        *parts,
+        column(name, s.tokens, queries, width, model, p),
+        column("kv_up", s.tokens, others, model.kv_lora_rank, model, p),
+        (_rotated_there if p.on_engine else _rotated)(model, s, heads),
+        pair("attention", LATENT, core),
+        row("proj", s.tokens, model.hidden, heads * model.value_dim, model, p),
+    ]
+
+
+def _latents(
+    name: str, width: int, model: ModelSpec, p: Parallelism, s: Shapes, kept: int = 0
+) -> list[tuple[Part, Part]]:
+    """The product that makes latents; where ranks share it out, they gather what all made.
+
+    Under sequence parallelism each keeps its tokens of the first `kept` values, or of all.
+    """
+    if p.on_engine or p.tp == 1:
+        alone = p.model_copy(update={"tp": 1, "sequence_parallel": False})
+        return [column(name, s.local_tokens, width, model.hidden, model, alone)]
+    gathered = Collective("all_gather", "tp", 2.0 * s.tokens * width)
+    back: tuple[Collective, ...] = ()
+    if p.sequence_parallel:
+        back = (Collective("all_gather", "tp", 2.0 * s.tokens * (kept or width)),)
+    return [
+        column(name, s.tokens, width // p.tp, model.hidden, model, p),
+        (
+            Part("latents", (copied(4 * s.tokens * width),), exposed=(gathered,)),
+            Part("latents", (copied(4 * s.tokens * width // p.tp),), exposed=back),
+        ),
+    ]
+
+
+def _key_latents(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
+    """Latents of keys and values, and the part of keys that all heads share.
+
+    The latter on Transformer Engine is of a rank's tokens, and gathered. Gradients of the two are
+    put beside one another.
+    """
+    width = model.kv_lora_rank + model.rope_head_dim
+    parts = _latents("kv_down", width, model, p, s, model.kv_lora_rank)
+    forward, backward = parts[-1]
+    rows = s.local_tokens if p.on_engine else s.tokens
+    backward = replace(backward, kernels=(copied(4 * rows * width), *backward.kernels))
+    if p.on_engine and p.sequence_parallel:
+        size = 2.0 * s.tokens * model.rope_head_dim
+        there, back = (Collective(k, "tp", size) for k in ("all_gather", "reduce_scatter"))
+        forward, backward = replace(forward, exposed=(there,)), replace(backward, exposed=(back,))
+    return [*parts[:-1], (forward, backward)]
+
+
+def _norm_of_keys(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Part]:
+    """Their norm, which wants rows one after another: latents are a view, and are copied."""
+    forward, backward = norm(model, s.local_tokens, model.kv_lora_rank)
+    laid_out = copied(4 * s.local_tokens * model.kv_lora_rank)
+    again = () if p.on_engine else (laid_out,)
+    return (
+        replace(forward, kernels=(laid_out, *forward.kernels)),
+        replace(backward, kernels=(*again, *backward.kernels)),
+    )
+
+
+def _rotated(model: ModelSpec, s: Shapes, heads: int) -> tuple[Part, Part]:
+    """Queries and keys put together of what is rotated and what is not, values copied out.
+
+    Each way of the rotated part is told by a copy: forward its pairs of values are put in order,
+    backward each half's gradient is laid into zeros, and both are added. The gradients of queries,
+    and those of keys and values, are joined by a copy each, and those of the keys' rotated part
+    summed over heads.
+    """
+    turned = s.tokens * (heads + 1) * model.rope_head_dim
+    whole = 4 * s.tokens * heads * model.query_dim
+    both = 4 * s.tokens * heads * (model.head_dim + model.value_dim)
+    rope = (s.tokens, heads + 1, model.rope_head_dim)
+    forward = (
+        reordered(s.tokens, (heads + 1) * model.rope_head_dim, model.rope_head_dim),
+        Kernel("rope", "forward", rope),
+        copied(whole),
+        copied(whole),
+        reordered(s.tokens, heads * model.value_dim, model.value_dim),
+    )
+    backward = (
+        copied(2 * s.tokens * heads * model.rope_head_dim),
+        Kernel("rope", "backward", rope),
+        copied(14 * turned),
+        copied(whole),
+        copied(both),
+    )
+    return Part("rotary", forward), Part("rotary", backward)
+
+
+def _rotated_there(model: ModelSpec, s: Shapes, heads: int) -> tuple[Part, Part]:
+    """The same by Megatron-Core's two kernels (`fusions/fused_mla_yarn_rope_apply.py`).
+
+    One rotates queries in place, the other writes keys and values, or backward their gradients.
+    """
+    in_place = copied(4 * s.tokens * heads * model.rope_head_dim)
+    moved = model.head_dim + model.query_dim + 2 * model.value_dim
+    written = copied(2 * s.tokens * heads * moved)
+    return Part("rotary", (in_place, written)), Part("rotary", (in_place, written))
