@@ -20,31 +20,37 @@ SHAPES = (  # batch, tokens, heads, kv_heads, head_dim
 def of_attention(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     """What is timed, shape by shape: a GPU's own keys under the mask, and half as many without."""
     for batch, tokens, *heads in SHAPES:
-        yield partial(_attention, torch, "attention", (batch, tokens, *heads))
+        yield partial(both_ways, torch, "attention", (batch, tokens, *heads))
         block = batch, tokens, tokens // 2, *heads
-        yield partial(_attention, torch, "attention_block", block)
+        yield partial(both_ways, torch, "attention_block", block)
 
 
-def _attention(torch: Any, op: str, dims: tuple[int, ...]) -> Iterator[Item]:
+def both_ways(torch: Any, op: str, dims: tuple[int, ...]) -> Iterator[Item]:
+    """Forward and backward at one shape, by Transformer Engine and by torch."""
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.cpp_extensions import fused_attn
 
     from measure.timed.operations import Maker
 
-    whole = dims if op == "attention_block" else (*dims[:2], *dims[1:])  # as many keys as queries
-    batch, queries, keys, heads, kv_heads, dim = whole
+    named = Kernel(op, "forward", dims).named
+    batch, heads = named["batch"], named["heads"]
+    queries = named.get("queries") or named["seq"]
+    keys, kv_heads = named.get("keys", queries), named.get("kv_heads", heads)
+    dim, value_dim = (named.get(f"{of}_dim") or named["head_dim"] for of in ("query", "value"))
     half = {"dtype": torch.bfloat16, "device": "cuda"}
     q, k, v = (
-        torch.randn(length, batch, count, dim, **half)
-        for length, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-    )
+        torch.randn(length, batch, *size, **half)
+        for length, *size in (
+            (queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, value_dim),
+        )
+    )  # fmt: skip
     ends = [
         torch.arange(batch + 1, dtype=torch.int32, device="cuda") * each for each in (queries, keys)
     ]
     backend = fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     same = {
         "qkv_layout": "sbhd_sbhd_sbhd",
-        "attn_mask_type": "causal" if op == "attention" else "no_mask",
+        "attn_mask_type": "no_mask" if op == "attention_block" else "causal",
         "attn_bias_type": "no_bias",
         "attn_scale": dim**-0.5,
         "dropout": 0.0,

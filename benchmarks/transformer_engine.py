@@ -8,9 +8,9 @@ add weight gradients up, beside the same three products by torch and a copy of 6
 such product that adds to an fp32 gradient, beside one that writes it in bf16 and a copy of the 10 B
 a weight that adding moves; and nil steps (`spec.nil`) by local layers, on Transformer Engine and
 there in FP8, by a layer's passes (medians) and a step's shortest update; a GPU's experts
-(`benchmarks.engine_experts`); norms over each head; and attention beside torch's
-(`benchmarks.engine_attention`, whose rows in the file are by the same calls in a script). Then,
-by default from
+(`benchmarks.engine_experts`); norms over each head; attention beside torch's
+(`benchmarks.engine_attention`, whose rows in the file are by the same calls in a script); and
+latent attention (`benchmarks.engine_latents`). Then, by default from
 `transformer_engine.csv` beside this file, each time's ratio to the copy's or to local layers', and
 what adding takes, in such copies (`ACCUMULATED` is by the kernel that only adds, which `2x-h200`'s
 calibration has). Rows of `wgrad` were timed behind a spin that holds the queue, as `--measure` does
@@ -35,6 +35,7 @@ from pydantic import BaseModel
 
 from benchmarks.engine_attention import of_attention
 from benchmarks.engine_experts import Call, Item, copy_of, of_experts
+from benchmarks.engine_latents import of_latents
 from benchmarks.engine_nil import nil_steps
 from benchmarks.graphs import HOLD_CYCLES
 from spec import command
@@ -166,7 +167,12 @@ def _of_heads(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
         yield partial(_both_ways, torch, _kernels(torch), op, tuple(dims))
 
 
-PARTS = {"attention": of_attention, "experts": of_experts, "heads": _of_heads}  # as in `--only`
+PARTS = {  # as in `--only`
+    "attention": of_attention,
+    "experts": of_experts,
+    "heads": _of_heads,
+    "latents": of_latents,
+}
 
 
 def _both_ways(

@@ -254,8 +254,8 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
 
     Under sequence parallelism, of what tensor parallelism does not split: each rank saw its own
     tokens only. Without it, of norms of queries and keys: each saw its own heads; by its name local
-    layers' norm of queries' latents, too. Of a tied table, between the first and the last stage. Source: Megatron-Core's
-    `distributed/finalize_model_grads.py`, which waits for each.
+    layers' norm of queries' latents, too. Of a tied table, between the first and the last stage.
+    Source: Megatron-Core's `distributed/finalize_model_grads.py`, which waits for each.
     """
     found: tuple[Collective, ...] = ()
     layers = p.stage_layers(model)[stage]

@@ -29,6 +29,13 @@ GPT = SMALL.resized(
 )  # fmt: skip
 NORMED = SMALL.resized(name="small-qwen3", qk_norm=True)
 EXPERTS = SMALL.resized(name="small-moe", experts=4, top_k=2)
+LATENT = SMALL.resized(
+    name="small-deepseek", kv_heads=4, kv_lora_rank=24, q_lora_rank=32, rope_head_dim=8,
+    v_head_dim=12,
+)  # fmt: skip
+SHARED = LATENT.resized(
+    name="small-shared", q_lora_rank=0, experts=4, top_k=2, shared_ffn_hidden=48
+)
 
 
 def case(model: ModelSpec = SMALL, **split: Any) -> TrainingCase:
@@ -88,20 +95,23 @@ def test_tied_embeddings_and_biases_learn_the_same_over_stages() -> None:
     assert losses(split) == pytest.approx(whole, abs=3e-3)
 
 
+@pytest.mark.parametrize("model", [NORMED, LATENT], ids=lambda model: model.name)
 @pytest.mark.parametrize("split", [{}, {"sequence_parallel": True}], ids=str)
-def test_norms_of_each_head_learn_the_same_over_ranks(split: dict[str, Any]) -> None:
-    whole = losses(case(NORMED, global_batch=4))
-    assert losses(case(NORMED, tp=2, global_batch=4, **split)) == pytest.approx(whole, abs=3e-3)
+def test_attention_with_norms_learns_the_same_over_ranks(
+    model: ModelSpec, split: dict[str, Any]
+) -> None:
+    whole = losses(case(model, global_batch=4))
+    assert losses(case(model, tp=2, global_batch=4, **split)) == pytest.approx(whole, abs=3e-3)
     assert whole != pytest.approx(losses(WHOLE), abs=1e-6)
 
 
-@pytest.mark.parametrize("model", [SMALL, GPT, NORMED], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [SMALL, GPT, NORMED, LATENT, SHARED], ids=lambda m: m.name)
 def test_the_model_built_has_the_parameters_counted(model: ModelSpec) -> None:
     one = case(model, global_batch=2 if model is GPT else 4)
     assert measured(one)[0]["parameters"] == model.parameters()
 
 
-@pytest.mark.parametrize("model", [SMALL, GPT, NORMED], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [SMALL, GPT, NORMED, LATENT, SHARED], ids=lambda m: m.name)
 def test_ranks_hold_the_parameters_counted(model: ModelSpec) -> None:
     batch = 2 if model is GPT else 4
     for one in (
@@ -113,10 +123,11 @@ def test_ranks_hold_the_parameters_counted(model: ModelSpec) -> None:
             assert report["parameters"] == sum(stage_parameters(model, one.parallelism, stage))
 
 
-def test_experts_are_shared_out() -> None:
-    one = case(EXPERTS, dp=2, ep=2, global_batch=2)
+@pytest.mark.parametrize("model", [EXPERTS, SHARED], ids=lambda model: model.name)
+def test_experts_are_shared_out(model: ModelSpec) -> None:
+    one = case(model, dp=2, ep=2, global_batch=2)
     for report in measured(one):
-        assert report["parameters"] == sum(stage_parameters(EXPERTS, one.parallelism, 0))
+        assert report["parameters"] == sum(stage_parameters(model, one.parallelism, 0))
     assert all(value == pytest.approx(6.24, abs=0.2) for value in losses(one))
 
 

@@ -5,7 +5,7 @@ widths that no model of the default plan has, gradients of tables, pieces of rin
 grouped products, and sizes of copies between others. GPUs only.
 """
 
-from spec.kernel import GEMM_DIRECTIONS, OF_TOKENS, PASSES, Kernel
+from spec.kernel import GEMM_DIRECTIONS, LATENT, OF_TOKENS, PASSES, Kernel
 
 _ROWS = (2048, 8192)
 # hidden sizes of published models, from 0.1B to 500B, and a few that none has
@@ -53,6 +53,21 @@ _BLOCKS = (
     (1, 8192, 4096, 64, 8, 128),
     (4, 1024, 2048, 16, 4, 128),
 )
+# batch, tokens, heads, values of a query and of a value: DeepSeek's, and MiniCPM3's of 96 and 64
+_LATENT = (
+    (1, 1024, 16, 192, 128),
+    (1, 2048, 16, 192, 128),
+    (1, 4096, 16, 192, 128),
+    (4, 2048, 16, 192, 128),
+    (1, 8192, 16, 192, 128),
+    (1, 16384, 8, 192, 128),
+    (1, 2048, 128, 192, 128),
+    (1, 4096, 64, 192, 128),
+    (1, 4096, 128, 192, 128),
+    (2, 4096, 32, 192, 128),
+    (1, 4096, 40, 96, 64),
+    (2, 2048, 20, 96, 64),
+)
 _GROUPED = ((1024, 2048), (4096, 4096), (7168, 2048), (14336, 4096), (16384, 6144))
 
 
@@ -72,6 +87,7 @@ def kernels() -> list[Kernel]:
         for rows in many
         for way in PASSES
     ]
+    found += [Kernel(LATENT, way, dims) for dims in _LATENT for way in PASSES]
     found += [
         Kernel(op, way, (rows, width))
         for op in ("gelu", "bias")

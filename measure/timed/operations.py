@@ -88,7 +88,7 @@ class Maker(Products):
 
         d = kernel.named
         kv_heads = d.get("kv_heads", d["heads"])
-        keys, values = (d.get(f"{of}_dim", d.get("head_dim")) for of in ("query", "value"))
+        keys, values = (d.get(f"{of}_dim") or d["head_dim"] for of in ("query", "value"))
         sizes = ((d["heads"], keys), (kv_heads, keys), (kv_heads, values))
         q, k, v = (
             self._normal(d["seq"], d["batch"], *size, dtype=dtype).requires_grad_()

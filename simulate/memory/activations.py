@@ -21,8 +21,14 @@ def layer_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     normalised = kept_of_input(model, p)
     if p.fp8_on_engine and model.lora_rank:  # as cast, though nothing needs it, and as adapters do
         normalised += 0.5
-    kept = (2 + normalised + (1.0 if model.experts else normalised)) * outside
-    kept += _attention_bytes(model, p) + mlp_activation_bytes(model, p)
+    # of a mixture's input routers keep all, and a shared expert what it casts, too
+    shared = normalised if model.shared_ffn_hidden and normalised < 1 else 0.0
+    into_mlp = 1.0 + shared if model.experts else normalised
+    # two products make latents, and cast what they take each by itself
+    into_attention = 1.0 if model.latent else normalised
+    kept = (2 + into_attention + into_mlp) * outside
+    kept += _latent_bytes(model, p) if model.latent else _attention_bytes(model, p)
+    kept += mlp_activation_bytes(model, p)
     # what is between the two matrices of each adapter: gathered or scattered, see spec.step_linear
     return kept + 2 * 2.0 * model.lora_rank * (s.tokens + s.local_tokens)
 
@@ -74,6 +80,27 @@ def _attention_bytes(model: ModelSpec, p: Parallelism) -> float:
     return kept
 
 
+def _latent_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """The same of latent attention (transformer/multi_latent_attention.py).
+
+    Latents before and behind their norms, with that of keys what all heads share, which is a view
+    of the same product; a number for each row of a norm, fp32; queries, keys, values and output.
+    """
+    s = shapes(model, p)
+    heads, of_input = model.heads // p.tp, kept_of_input(model, p)
+    queries, keys = model.q_lora_rank, model.kv_lora_rank
+    latents = (1 + of_input) * (queries + keys) + model.rope_head_dim
+    numbers = model.norm_vectors * (1 + bool(queries))
+    kept = s.local_tokens * (2.0 * latents + 4.0 * numbers)
+    output = 2.0 * s.tokens * heads * model.value_dim
+    kept += 2.0 * s.tokens * heads * (2 * model.query_dim + model.value_dim) + output
+    if of_input < 1:  # as of other attention
+        kept += (of_input - (p.recompute == "selective")) * output
+    if not p.on_engine:  # cosine and sine of each
+        kept += 4 * 2.0 * model.seq_len * model.rope_head_dim
+    return kept + (4.0 * s.tokens * heads if p.recompute == "none" else 0.0)
+
+
 def _head_norm_bytes(model: ModelSpec, p: Parallelism, heads: int, kv_heads: int) -> float:
     """Of norms of queries and keys: what they took, and a number for each row, fp32.
 
@@ -96,9 +123,9 @@ def mlp_activation_bytes(model: ModelSpec, p: Parallelism) -> float:
     # gated: the product (gate and linear), silu of the gate, linear plus its offset, their product;
     # else the product with its bias and its activation. One kernel keeps neither silu nor the sum
     gated = 3 if p.on_engine else 5
-    kept = ((gated if model.gated else 2) - 1 + kept_of_input(model, p)) * wide
+    widths = (gated if model.gated else 2) - 1 + kept_of_input(model, p)
     wide *= largest_share(model, p)
-    kept *= largest_share(model, p)
+    kept = widths * (wide + 2.0 * s.tokens * (model.shared_ffn_hidden // p.tp))
     if model.experts:  # sorted tokens; what a token's weight multiplies, before and after in bf16
         kept += 2.0 * kept_of_input(model, p) * rows * model.hidden + (0.0 if p.on_engine else wide)
     return kept

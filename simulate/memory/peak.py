@@ -25,7 +25,7 @@ from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import product_weights, stage_parameters, trained_parameters
+from spec.step import product_weights, stage_parameters, trained_parameters, whole_latents
 from spec.step_parts import shapes
 
 GIB = 2.0**30
@@ -70,6 +70,17 @@ def _passing_bytes(model: ModelSpec, p: Parallelism) -> float:
     return local + max(of_product, of_activation * wide)
 
 
+def _latent_passing_bytes(model: ModelSpec, p: Parallelism) -> float:
+    """As `_passing_bytes`, in latent attention's backward pass: gradients of its output, queries,
+    keys and values, when what the MLP kept, and the input of its norm, are gone."""
+    if not model.latent:
+        return 0.0
+    s = shapes(model, p)
+    local = 2.0 * s.local_tokens * model.hidden
+    gradients = 4.0 * s.tokens * model.heads / p.tp * (model.query_dim + model.value_dim)
+    return gradients - mlp_activation_bytes(model, p) - local
+
+
 def _first_product_bytes(model: ModelSpec, p: Parallelism) -> float:
     """As `_passing_bytes`, at a dense gated layer's first product's weight gradient: activations
     between the products, of which five widths were kept, are gone."""
@@ -108,7 +119,8 @@ def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
     ffn = model.ffn_hidden // p.tp
     wide = 2.0 * s.tokens * model.top_k * largest_share(model, p) / local_experts * ffn
     outputs = 2 * rows if local_experts > 1 else rows
-    forward = own + outputs
+    shared = 2.0 * s.local_tokens * model.hidden if model.shared_ffn_hidden else 0.0
+    forward = own + outputs + shared
     if p.ep > 1:
         forward += rows / p.tp
     if p.tp > 1:
@@ -149,7 +161,8 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
     # on Transformer Engine autograd sums the gradient of the first product's bias
     biased = p.on_engine and model.linear_bias and not model.lora_rank
     sums = sum_bytes(s.tokens, _first_width(model, p)) if biased else 0.0
-    passing = max(passing, _first_product_bytes(model, p)) + sums
+    others = _first_product_bytes(model, p), _latent_passing_bytes(model, p)
+    passing = max(passing, *others) + sums
     found = [passing + recomputed + tied + left.layer + beside_layer]
     if model.lora_rank:
         # what the next stage sent of the microbatch before
@@ -243,7 +256,8 @@ def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) 
         return 4.0 * min(model.lora_rank * wide, owned)
     if p.zero in (1, 2):
         return 4.0 * largest_piece(model, p, stage)
-    matrix = float(model.hidden * model.ffn_hidden * (2 if model.gated else 1) / p.tp)
+    wide = max(model.ffn_hidden, model.shared_ffn_hidden)
+    matrix = float(model.hidden * wide * (2 if model.gated else 1) / p.tp)
     table = model.vocab / p.tp * model.hidden if stage in (0, p.pp - 1) else 0.0
     return 4.0 * min(max(matrix, table), owned)
 
@@ -262,7 +276,9 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     if p.on_engine and not model.lora_rank:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
-        weights += 2.0 * (model.attention_parameters + model.mlp_parameters) / p.tp
+        matrices = model.attention_parameters + model.mlp_parameters + model.shared_parameters
+        whole = whole_latents(model, p)
+        weights += 2.0 * (whole + (matrices - whole) / p.tp)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
