@@ -1,0 +1,240 @@
+"""Latent attention and shared experts: parameters, kernels, messages, memory."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from simulate.cost.uncertainty import Draws
+from simulate.cost.works import Works
+from simulate.memory.activations import layer_activation_bytes
+from spec.buckets import owned_pieces
+from spec.calibration import read_calibration
+from spec.collective import Collective
+from spec.errors import UserError
+from spec.kernel import LATENT, PASSES, Kernel
+from spec.kernel_fit import quantisation
+from spec.model import load_model
+from spec.parallelism import Parallelism
+from spec.step import (
+    layer,
+    product_tensors,
+    product_weights,
+    shared_gradients,
+    stage_parameters,
+    trained_tensors,
+)
+from spec.step_parts import Part, copied
+from tests.commands import RESULTS
+
+NO_DENSE = {"dense_layers": 0, "dense_ffn_hidden": 0}
+DEEPSEEK = load_model("deepseek-v3").resized(layers=4, **NO_DENSE)
+ALONE = {"experts": 0, "top_k": 0, "shared_ffn_hidden": 0}
+DENSE = DEEPSEEK.resized(**ALONE, ffn_hidden=18432)
+UNSHARED = DEEPSEEK.resized(shared_ffn_hidden=0)
+TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+TOKENS, HIDDEN, HEADS = DEEPSEEK.seq_len, DEEPSEEK.hidden, DEEPSEEK.heads
+QUERIES, KEYS, TURNED = DEEPSEEK.q_lora_rank, DEEPSEEK.kv_lora_rank, DEEPSEEK.rope_head_dim
+
+
+def products(parts: tuple[Part, ...]) -> dict[str, tuple[int, ...]]:
+    """(m, n, k) of each part's product."""
+    return {
+        part.name: kernel.dims
+        for part in parts
+        for kernel in part.kernels
+        if kernel.op == "gemm" and kernel.direction in ("forward", "dgrad")
+    }
+
+
+def named(parts: tuple[Part, ...], name: str) -> Part:
+    return next(part for part in parts if part.name == name)
+
+
+def test_deepseek_v3_has_its_checkpoints_parameters() -> None:
+    """671,026,419,200 are printed for it, 58 layers' 256 biases of experts among them."""
+    assert load_model("deepseek-v3").parameters() == 671_026_419_200 - 58 * 256
+
+
+def test_a_token_meets_37_billion_parameters() -> None:
+    """As the paper says (arXiv 2412.19437): of them the embedding's 0.9 multiply nothing."""
+    model = load_model("deepseek-v3")
+    scores = model.layers * model.core_flops_per_token
+    met = (model.forward_flops_per_token() - scores) / 2
+    assert met + model.embedding_parameters() == pytest.approx(37e9, rel=0.02)
+
+
+@pytest.mark.parametrize("split", [{}, TE], ids=["local", "engine"])
+def test_products_of_latents(split: dict[str, Any]) -> None:
+    forward, backward = layer(DENSE, Parallelism(**split))
+    wanted = {
+        "q_down": (TOKENS, QUERIES, HIDDEN),
+        "kv_down": (TOKENS, KEYS + TURNED, HIDDEN),
+        "q_up": (TOKENS, HEADS * 192, QUERIES),
+        "kv_up": (TOKENS, HEADS * 256, KEYS),
+        "proj": (TOKENS, HIDDEN, HEADS * 128),
+        "fc1": (TOKENS, 2 * 18432, HIDDEN),
+        "fc2": (TOKENS, HIDDEN, 18432),
+    }
+    assert products(forward) == products(backward) == wanted
+    for parts, way in ((forward, "forward"), (backward, "backward")):
+        (core,) = named(parts, "attention").kernels
+        assert core == Kernel(LATENT, way, (1, TOKENS, HEADS, 192, 128))
+    counted = sum(n * k for _, n, k in wanted.values())
+    assert counted == DENSE.attention_parameters + DENSE.mlp_parameters
+
+
+def test_without_latents_of_queries_one_product_makes_them() -> None:
+    plain = DENSE.resized(q_lora_rank=0)
+    forward, _ = layer(plain, Parallelism())
+    assert "q_down" not in products(forward)
+    assert products(forward)["q_proj"] == (TOKENS, HEADS * 192, HIDDEN)
+    norms = [len([one for one in layer(m, Parallelism())[0] if one.name == "norm"])
+             for m in (plain, DENSE)]  # fmt: skip
+    assert norms == [3, 4]
+
+
+def test_what_makes_latents_is_whole_on_transformer_engine() -> None:
+    local, engine = (
+        Parallelism(tp=4, sequence_parallel=True, global_batch=1, **more) for more in ({}, TE)
+    )
+    whole = HIDDEN * (QUERIES + KEYS + TURNED)
+    held = [sum(stage_parameters(DENSE, p, 0)) for p in (local, engine)]
+    assert held[1] - held[0] == DENSE.layers * whole * 3 // 4
+    weights = [product_weights(DENSE, p, 0) for p in (local, engine)]
+    assert weights[1] - weights[0] == held[1] - held[0]
+    forward = products(layer(DENSE, engine)[0])
+    assert forward["q_down"] == (TOKENS // 4, QUERIES, HIDDEN)
+    assert forward["kv_up"] == (TOKENS, HEADS * 256 // 4, KEYS)
+    shared = named(layer(DENSE, engine)[0], "kv_down").exposed
+    assert shared == (Collective("all_gather", "tp", 2.0 * TOKENS * TURNED),)
+    (summed,) = shared_gradients(DENSE, engine, 0)
+    (fewer,) = shared_gradients(DENSE, local, 0)
+    assert summed.bytes - fewer.bytes == 4.0 * DENSE.layers * whole
+
+
+def test_every_matrix_is_a_tensor() -> None:
+    p = Parallelism()
+    assert product_tensors(DENSE, p, 0) == DENSE.layers * 7
+    assert trained_tensors(DENSE, p, 0)[0] == DENSE.layers * (7 + 4) + 3
+    assert product_tensors(DENSE.resized(q_lora_rank=0), p, 0) == DENSE.layers * 6
+    assert product_tensors(DEEPSEEK, p, 0) == DEEPSEEK.layers * (5 + 2 + 2 * 256)
+    shared, unshared = (trained_tensors(model, p, 0)[0] for model in (DEEPSEEK, UNSHARED))
+    assert shared - unshared == 2 * DEEPSEEK.layers
+    for model in (DENSE, DEEPSEEK, DENSE.resized(q_lora_rank=0)):
+        for split in ({}, TE):
+            one = Parallelism(**split)
+            assert sum(owned_pieces(model, one, 0)) == pytest.approx(model.parameters())
+
+
+def test_a_shared_expert_is_an_mlp_of_all_tokens() -> None:
+    p = Parallelism()
+    (forward, backward), (fewer, less) = layer(DEEPSEEK, p), layer(UNSHARED, p)
+    width = DEEPSEEK.shared_ffn_hidden
+    more = [part.name for part in forward if part not in fewer]
+    assert more == ["shared_fc1", "swiglu", "shared_fc2"]
+    assert products(forward)["shared_fc1"] == (TOKENS, 2 * width, HIDDEN)
+    added = named(forward, "shared_fc2").kernels[-1]
+    assert added == Kernel("residual", "forward", (TOKENS, HIDDEN))
+    into = named(backward, "shared_fc1").kernels[-1]
+    assert into == Kernel("gradient_sum", "forward", (TOKENS, HIDDEN))
+    assert len(backward) - len(less) == 3
+    more_flops = DEEPSEEK.forward_flops_per_token() - UNSHARED.forward_flops_per_token()
+    assert more_flops == DEEPSEEK.layers * 2 * 3 * HIDDEN * width
+    kept = [layer_activation_bytes(model, p) for model in (DEEPSEEK, UNSHARED)]
+    assert kept[0] - kept[1] == 5 * 2 * TOKENS * width
+
+
+def test_attention_of_wide_keys_computes_what_it_must() -> None:
+    """With keys as wide as values it is attention as any other."""
+    for way in PASSES:
+        alike = Kernel(LATENT, way, (2, 4096, 16, 128, 128))
+        plain = Kernel("attention", way, (2, 4096, 16, 16, 128))
+        assert (alike.flops, alike.bytes) == (plain.flops, plain.bytes)
+        assert alike.stand_in == plain
+        wide = replace(alike, dims=(2, 4096, 16, 192, 128))
+        assert wide.stand_in is not None
+        assert wide.stand_in.flops == pytest.approx(wide.flops, rel=0.04)
+    forward, backward = (Kernel(LATENT, way, (1, 4096, 1, 192, 128)).flops for way in PASSES)
+    assert forward == 4096**2 * (192 + 128)
+    assert backward == 4096**2 * (3 * 192 + 2 * 128)
+    assert quantisation(Kernel(LATENT, "forward", (1, 4096, 1, 96, 64)), 1) == 192 / 160
+
+
+def test_where_none_was_timed_other_attention_stands_for_it_and_is_less_sure() -> None:
+    calibration = read_calibration(RESULTS / "2x-h100" / "calibration.json")
+    for way in PASSES:
+        kernel = Kernel(LATENT, way, (1, 4096, 128, 192, 128))
+        known = calibration.known(kernel)
+        assert known == kernel.stand_in
+        work = Works(calibration, Draws(400, 0)).of(kernel)[1]
+        assert np.std(np.log(work.time)) == pytest.approx(0.3, rel=0.15)
+        assert work.modelled_us > 0
+
+
+def test_what_latents_keep_for_the_backward_pass() -> None:
+    p = Parallelism()
+    rows = 2 * TOKENS
+    latents = rows * (2 * (QUERIES + KEYS) + TURNED) + 2 * 4 * TOKENS
+    heads = rows * HEADS * (2 * 192 + 2 * 128) + 4 * TOKENS * HEADS
+    angles = 4 * 2 * TOKENS * TURNED
+    mlp = 5 * rows * 18432
+    assert layer_activation_bytes(DENSE, p) == 4 * rows * HIDDEN + latents + heads + angles + mlp
+    there = Parallelism(**TE)
+    assert layer_activation_bytes(DENSE, there) == (
+        4 * rows * HIDDEN + latents + heads + mlp * 3 // 5
+    )
+    again = p.model_copy(update={"recompute": "selective"})
+    less = layer_activation_bytes(DENSE, p) - layer_activation_bytes(DENSE, again)
+    assert less == 4 * TOKENS * HEADS
+
+
+def test_keys_and_values_of_transformer_engine_are_one_kernel() -> None:
+    forward, backward = layer(DENSE, Parallelism(**TE))
+    in_place, written = named(forward, "rotary").kernels
+    assert in_place == copied(4 * TOKENS * HEADS * TURNED)
+    assert written == copied(2 * TOKENS * HEADS * (256 + 192 + 128))
+    assert named(backward, "rotary").kernels == (in_place, written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_head_dim": 0}, "kv_lora_rank 512 with rope_head_dim 0.*needs all three"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank 0.*other attention none, nor q_lora_rank"),
+        ({"kv_heads": 8}, "kv_heads 8 with kv_lora_rank.*give 128"),
+        ({"qk_norm": True}, "qk_norm True with kv_lora_rank is not simulated"),
+        ({"position": "learned"}, "position learned with kv_lora_rank"),
+        ({"linear_bias": True}, "linear_bias True with kv_lora_rank"),
+        ({"experts": 0, "top_k": 0} | NO_DENSE, "shared_ffn_hidden needs experts"),
+        ({"dense_layers": 61}, "dense_layers 61 of 61 layers"),
+        ({"dense_ffn_hidden": 0}, "dense_layers 3 with dense_ffn_hidden 0"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(load_model("deepseek-v3").model_dump() | changes))
+    with pytest.raises(UserError, match=words):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("split", "changes", "words"),
+    [
+        ({"cp": 2}, {}, "cp 2 with latent attention"),
+        ({"tp": 32}, {"kv_lora_rank": 500}, r"tp 32 does not divide kv_lora_rank \+ rope"),
+        ({"tp": 4}, {"shared_ffn_hidden": 2050}, "tp 4 does not divide shared_ffn_hidden 2050"),
+        ({"fp8": True} | TE, {"q_lora_rank": 1530}, "q_lora_rank of deepseek-v3 is 1530"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(
+    split: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    p = Parallelism(**split, sequence_parallel=split.get("tp", 1) > 1)
+    with pytest.raises(UserError, match=words):
+        p.check(DEEPSEEK.resized(**changes))
