@@ -8,9 +8,14 @@ import pytest
 
 from measure.logs import megatron
 from measure.logs.megatron_lines import Log, read
+from simulate.series.choices import Filling
+from simulate.series.models import named_shape
+from simulate.series.rows import TooLittle
+from simulate.series.shape import model_of
 from spec.errors import UserError
 from spec.model import load_model
 from spec.parallelism import Parallelism
+from tests.made_up_series import row
 from tests.test_measure_imports_arguments import saying
 from tests.tool_logs import write
 
@@ -316,3 +321,70 @@ def test_set_does_not_give_queries_a_latent_that_they_had_not(tmp_path: Path) ->
     path = write(tmp_path, saying(LOGGED | {"q_lora_rank": "None"}))
     with pytest.raises(UserError, match="q_lora_rank is None, and --set q_lora_rank=1536 says"):
         read(Path(path), {"q_lora_rank": "1536"})
+
+
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        *((one, "deepseek-v3") for one in ("DeepSeek V3", "DeepSeekV3 671B", "deepseek_v3-0324")),
+        *((one, "deepseek-v3") for one in ("DeepSeek-V3.1", "DeepSeek-R1", "deepseek-r1-0528")),
+        ("DeepSeek-V3 (671B, 37B active)", "deepseek-v3"),
+        *(
+            (one, "deepseek-v2")
+            for one in ("DeepSeek V2", "DeepSeek-V2.5 236B", "DeepSeek-Coder-V2")
+        ),
+        *((one, "deepseek-v2-lite") for one in ("DeepSeek-V2-Lite (16B)", "DeepSeekV2 Lite")),
+        *((one, "kimi-k2") for one in ("Kimi K2", "Kimi-K2 1T-A32B", "KimiK2-Instruct")),
+        *((one, "moonlight-16b-a3b") for one in ("Moonlight", "Moonlight 16B-A3B")),
+        # others' sizes, later generations, models derived from them
+        *((one, None) for one in ("DeepSeek-V3 16B", "DeepSeek-V3.2", "DeepSeekV4 Flash")),
+        *((one, None) for one in ("DeepSeek-V3-Lite", "DeepSeek-R1-Distill-Qwen-14B", "Kimi K2.5")),
+        *((one, None) for one in ("DeepSeek-VL2", "deepseek-v3_debugmodel", "ViT-5B+DeepSeek-V3")),
+    ],
+)
+def test_names_of_published_rows(printed: str, name: str | None) -> None:
+    shape = named_shape(printed)
+    assert (shape.source if shape else None) == (name and f"spec/models/{name}.yaml")
+
+
+OPEN = dict.fromkeys(("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "params"), "")
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {},
+        {"kv_heads": "1", "heads": "128"},  # of the latent, as some print it
+        {"ffn_hidden": "18432", "layers": "61", "hidden": "7168"},  # the dense layers'
+        {"params": "671B"},
+        {"params": "685B"},  # with multi-token prediction
+    ],
+)
+def test_a_published_row_is_of_the_named_model(cells: dict[str, str]) -> None:
+    known = load_model("deepseek-v3")
+    fill = Filling(row(**OPEN | {"model": "DeepSeek-V3", "seq_len": "4096"} | cells), {})
+    told = model_of(fill)
+    assert told.resized(name=known.name, source=known.source) == known
+    assert any("deepseek-v3.yaml" in one for one in fill.assumed) is ("hidden" not in cells)
+
+
+def test_fewer_layers_keep_those_without_experts() -> None:
+    told = model_of(Filling(row(**OPEN | {"model": "DeepSeek V3", "layers": "8"}), {}))
+    assert (told.layers, told.dense_layers, told.experts) == (8, 3, 256)
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"params": "16B"}, "params 16B is not the 671 billion"),
+        ({"layers": "3"}, "dense_layers 3 of 3 layers"),
+        ({"hidden": "2048"}, "the experts of model 'DeepSeek-V3' are not known"),
+        ({"model": "DeepSeek-V3.2"}, "the experts of model 'DeepSeek-V3.2' are not known"),
+        ({"model": "Mixtral 8x7B", "hidden": "2048", "layers": "8"}, "the experts of model 'Mixt"),
+        ({"model": "Llama 4 Maverick"}, "the experts of model"),
+        ({"model": "Qwen1.5-MoE-A2.7B"}, "the experts of model"),
+    ],
+)
+def test_published_rows_of_other_mixtures_stay_unknown(cells: dict[str, str], words: str) -> None:
+    with pytest.raises(TooLittle, match=words):
+        model_of(Filling(row(**OPEN | {"model": "DeepSeek-V3"} | cells), {}))
