@@ -9,16 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spec.errors import UserError
 from spec.files import parse, read_json, read_yaml
+from spec.hugging_face import hugging_face_fields
 from spec.kernel import MOST_OF_HEAD
 
 MODELS = Path(__file__).parent / "models"
-
-
-# of Hugging Face's configs, and where these differ from llama's
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2")
-_WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
-_FFN_KEYS = {"qwen3_moe": "moe_intermediate_size"}
-_EXPERT_KEYS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 # beyond any model; a typing error is likelier
 MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 Size = Annotated[int, Field(ge=1, le=100_000_000)]
@@ -305,79 +299,6 @@ def load_model(name_or_path: str) -> ModelSpec:
             f"the named ones are {', '.join(model_names())}"
         )
     if path.suffix == ".json":
-        return _from_hugging_face(read_json(path, "a Hugging Face config.json"), path)
+        fields = hugging_face_fields(read_json(path, "a Hugging Face config.json"), path)
+        return parse(ModelSpec, fields, str(path))
     return parse(ModelSpec, read_yaml(path, "a model"), str(path))
-
-
-def _from_hugging_face(config: object, path: Path) -> ModelSpec:
-    """Map the keys of a Hugging Face `config.json` of a known family."""
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: a Hugging Face config is a JSON object, not a list or a value")
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(f"{path}: model_type is {family!r}; known are {', '.join(FAMILIES)}")
-    for key, usual in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
-        if family in _EXPERT_KEYS and config.get(key) not in (None, usual):
-            raise UserError(
-                f"{path}: {key} is {config[key]!r}; of a mixture all layers must have experts, "
-                f"{key} {usual}"
-            )
-
-    def size(key: str) -> int:
-        value = config[key]
-        if type(value) not in (int, float) or value % 1:
-            raise UserError(f"{path}: {key} is {value!r}; it must be a whole number")
-        return int(value)
-
-    try:
-        if family == "gpt2":
-            hidden, heads = config["n_embd"], config["n_head"]
-            fields = {
-                "layers": config["n_layer"],
-                "hidden": hidden,
-                "ffn_hidden": config.get("n_inner") or 4 * hidden,
-                "heads": heads,
-                "kv_heads": heads,
-                "head_dim": hidden // heads,
-                "vocab": config["vocab_size"],
-                "seq_len": config["n_positions"],
-                "gated": False,
-                "norm": "layernorm",
-                "position": "learned",
-                "linear_bias": True,
-                "tied_embeddings": True,
-            }
-        else:
-            heads = size("num_attention_heads")
-            normed = family in _WITH_HEAD_NORMS
-            if normed:
-                size("head_dim")  # is there: it is not its width over its heads
-            experts = _EXPERT_KEYS.get(family)
-            if experts is None and config.get("num_local_experts"):
-                experts = "num_local_experts"
-            fields = {
-                "layers": size("num_hidden_layers"),
-                "hidden": size("hidden_size"),
-                "ffn_hidden": size(_FFN_KEYS.get(family, "intermediate_size")),
-                "heads": heads,
-                "kv_heads": config.get("num_key_value_heads") or heads,
-                "head_dim": config.get("head_dim") or size("hidden_size") // heads,
-                "vocab": size("vocab_size"),
-                "seq_len": min(size("max_position_embeddings"), 8192),
-                "gated": True,
-                "norm": "rmsnorm",
-                "position": "rope",
-                "qk_norm": normed,
-                "tied_embeddings": config.get("tie_word_embeddings", False),
-                "experts": size(experts) if experts else 0,
-                "top_k": size("num_experts_per_tok") if experts else 0,
-            }
-    except KeyError as error:
-        raise UserError(f"{path}: a {family} config lacks {error}") from None
-    except (TypeError, ZeroDivisionError):
-        raise UserError(
-            f"{path}: a size of the {family} config is no whole number above zero; look for null, "
-            "text or 0 among its layers, widths and heads"
-        ) from None
-    fields |= {"name": path.parent.name or path.stem, "source": f"Hugging Face config ({family})"}
-    return parse(ModelSpec, fields, str(path))

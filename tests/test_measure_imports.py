@@ -207,7 +207,7 @@ SAYS_MORE = {
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"multi_latent_attention": "True"}, "multi_latent_attention is True"),
+        ({"multi_latent_attention": "True"}, "the log does not say qk_head_dim; add it with --set"),
         ({"fp8": "hybrid", "transformer_impl": "local"}, "fp8 is hybrid"),
         ({"fp8": "hybrid", "num_experts": "8"}, "fp8 is hybrid"),
         ({"fp8": "hybrid"}, None),

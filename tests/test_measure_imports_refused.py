@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from measure.imports import main
-from measure.logs import megatron
+from measure.logs import megatron, megatron_model
 from measure.logs.megatron_arguments import READ
 from measure.logs.megatron_times import peak_tflops
 from measure.logs.megatron_untold import OF_EXPERTS, OF_FP8, SIMULATED_AS, UNTOLD
@@ -206,7 +206,7 @@ def test_set_contradicts_no_run_of_a_restarted_job(
 
 
 def test_the_list_of_what_is_read_is_that_of_what_is_read() -> None:
-    text = Path(megatron.__file__).read_text()
+    text = "".join(Path(one.__file__).read_text() for one in (megatron, megatron_model))
     asked = set(re.findall(r"\ba\.(?:text|whole|flag)\(\s*\"(\w+)\"", text))
     asked |= set(re.findall(r"\buntold\[\"(\w+)\"\]", text))
     asked |= set(re.findall(r"\b_refuse_other\(\s*log, \"(\w+)\"", text))

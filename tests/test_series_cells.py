@@ -238,8 +238,9 @@ def test_products_in_32_bits_are_refused(precision: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "DeepSeek V3",
-        "DeepSeek_V3 671B",
+        "DeepSeekV4 Flash",
+        "DeepSeek_V3.2 671B",
+        "DeepSeek V3 16B",
         "Qwen3 235B",
         "Llama 4 Maverick (400B, 128 experts)",
     ],

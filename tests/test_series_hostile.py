@@ -35,7 +35,7 @@ BASE = {
     "value": "9000",
 }
 LARGER = {"row_id": "b", "gpus": "64", "global_batch": "1024"}
-DEEPSEEK = {"model": "DeepSeek-V3 671B", "layers": "61", "hidden": "7168", "ep": "8", "pp": "1"}
+DEEPSEEK = {"model": "DeepSeek-V3.2 671B", "layers": "61", "hidden": "7168", "ep": "8", "pp": "1"}
 LONG = {"seq_len": "131072", "cp": "8", "tp": "4", "gpus": "32", "global_batch": "4"}
 LONG |= {"value": "2000", "recompute": "full"}
 ODD = ("", "0", "-1", "3", "7", "64", "1,024", "3.2k", "1e9", "nan", "inf", "1/2", "\uff18", "many")
@@ -112,7 +112,7 @@ def test_projected_with_what_was_assumed(
         ({"metric": "MFU"}, {}, "of the GPU's bf16 peak"),
         ({"value": "1e12"}, {}, "of the GPU's bf16 peak"),
         ({"value": "1e-9"}, {}, "of the GPU's bf16 peak"),
-        (DEEPSEEK, {}, "the experts of model 'DeepSeek-V3 671B' are not known"),
+        (DEEPSEEK, {}, "the experts of model 'DeepSeek-V3.2 671B' are not known"),
         ({"model": "bigscience/bloom-7b1"}, {}, "shape of model"),
         ({"tp": "64", "gpus": "64"}, {"gpus": "128"}, "tp 64 does not divide heads 32"),
         ({}, {"gpus": "8"}, "an anchor whose series has no row to project; add one on more"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from measure.logs.megatron_arguments import Arguments
 from measure.logs.megatron_lines import Log
+from measure.logs.megatron_model import dense_layers, experts_of, latent_of
 from measure.logs.megatron_times import refuse_impossible_times
 from measure.logs.megatron_untold import (
     FUSED_THERE,
@@ -94,6 +95,8 @@ def _refuse_untold(log: Log) -> None:
     if a.whole("num_experts", 0, least=0):
         tp = a.text("tensor_model_parallel_size", "1")
         untold |= OF_EXPERTS | {"expert_tensor_parallel_size": (tp,)}
+        if dense_layers(a):
+            untold.pop("moe_layer_freq")
         if a.whole("expert_model_parallel_size", 1) > 1:
             untold["moe_token_dispatcher_type"] = ("alltoall",)
     if chunks > 1:
@@ -123,8 +126,8 @@ def model_of(log: Log, name: str) -> ModelSpec:
     _refuse_untold(log)
     heads, hidden = a.whole("num_attention_heads"), a.whole("hidden_size")
     head_dim = a.whole("kv_channels", hidden // heads)
-    experts = a.whole("num_experts", 0, least=0)
     ffn = a.whole("ffn_hidden_size", 4 * hidden)
+    latent = latent_of(a)
     positions = {"rope": "rope", "learned_absolute": "learned"}
     position = a.text("position_embedding_type", "learned_absolute")
     if position not in positions:
@@ -136,7 +139,7 @@ def model_of(log: Log, name: str) -> ModelSpec:
         "name": name,
         "layers": a.whole("num_layers"),
         "hidden": hidden,
-        "ffn_hidden": a.whole("moe_ffn_hidden_size", ffn) if experts else ffn,
+        "ffn_hidden": ffn,
         "heads": heads,
         "kv_heads": a.whole("num_query_groups") if a.flag("group_query_attention") else heads,
         "head_dim": head_dim,
@@ -148,13 +151,12 @@ def model_of(log: Log, name: str) -> ModelSpec:
         "linear_bias": a.flag("add_bias_linear", True),
         "qk_norm": a.flag("qk_layernorm")
         and not a.flag("qk_l2_norm")
+        and not latent
         and position == "rope"
         and head_dim <= MOST_OF_HEAD,
         "tied_embeddings": not a.flag("untie_embeddings_and_output_weights"),
-        "experts": experts,
-        "top_k": a.whole("moe_router_topk") if experts else 0,
     }
-    return parse(ModelSpec, value, str(log.path))
+    return parse(ModelSpec, value | latent | experts_of(a, ffn), str(log.path))
 
 
 def _ran_on_engine(a: Arguments) -> bool:
@@ -310,31 +312,41 @@ def rows(
         for n, one in enumerate(kept)
     ]
     left_out = _left_out(log, len(full) - len(kept), len(log.iterations) - len(full))
+    left_out += simulated_otherwise(log, model, p)
+    return parse(TrainingRow, value, str(log.path)), steps, left_out
+
+
+def simulated_otherwise(log: Log, model: ModelSpec, p: Parallelism) -> list[str]:
+    """What ran, as no column tells, and as what it is simulated."""
     a = _arguments(log)
-    left_out += [
-        f"{log.path.name}: left out that {argument} is True: {simulated}"
+    here = f"{log.path.name}: left out that"
+    left_out = [
+        f"{here} {argument} is True: {simulated}"
         for argument, simulated in SIMULATED_AS.items()
         if a.flag(argument)
         and (model.experts or not argument.startswith("moe_"))
+        and (model.shared_ffn_hidden or argument != "moe_shared_expert_overlap")
         and not (p.on_engine and argument == "moe_grouped_gemm")
         and (p.fp8 or not argument.startswith("moe_router_padding"))
         and not (model.linear_bias and argument == "add_qkv_bias")
-        and not (model.qk_norm and argument == "qk_layernorm")
+        and not ((model.qk_norm or model.latent) and argument == "qk_layernorm")
     ]
     left_out += [
-        f"{log.path.name}: left out that {argument} is False: {simulated}"
+        f"{here} {argument} is False: {simulated}"
         for argument, simulated in FUSED_THERE.items()
         if p.on_engine
         and not a.flag(argument, True)
         and (model.gated or argument != "bias_swiglu_fusion")
     ]
+    if model.latent and not a.flag("qk_layernorm"):
+        left_out.append(f"{here} qk_layernorm is False: its latents are simulated with norms")
     apart = _apart(a)
     if _ran_on_engine(a) and apart:
         left_out.append(
-            f"{log.path.name}: left out that its layers are Transformer Engine's: with {apart} "
+            f"{here} its layers are Transformer Engine's: with {apart} "
             "they are simulated as local ones"
         )
-    return parse(TrainingRow, value, str(log.path)), steps, left_out
+    return left_out
 
 
 def _left_out(log: Log, warm_up: int, of_other_batch: int) -> list[str]:

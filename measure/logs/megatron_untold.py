@@ -9,8 +9,8 @@ OF_ONE_GRAPH = ("cuda_graph_impl", "enable_cuda_graph")  # or of graphs of layer
 
 _OFF = (
     # layers of another kind
-    *("multi_latent_attention", "is_hybrid_model", "enable_mhc_connections"),
-    *("qk_clip", "attention_output_gate", "quick_geglu"),
+    *("is_hybrid_model", "enable_mhc_connections", "qk_clip"),
+    *("attention_output_gate", "quick_geglu"),
     *("fp32_residual_connection", "apply_residual_connection_post_layernorm"),
     # another step than one of pretraining all weights
     *("freeze_all_layers", "perform_rl_step", "sft"),
@@ -76,7 +76,7 @@ OF_EXPERTS: dict[str, tuple[str, ...]] = {
     "moe_latent_size": (),
     "moe_layer_freq": ("1",),
     "moe_layer_recompute": ("False",),
-    "moe_shared_expert_intermediate_size": (),
+    "moe_shared_expert_gate": ("False",),
     "overlap_moe_expert_parallel_comm": ("False",),
 }
 # what is not Transformer Engine's delayed scaling of all layers' products, which is simulated
@@ -99,6 +99,7 @@ SIMULATED_AS = {
     "moe_grouped_gemm": "its experts are simulated as one product after another",
     "moe_permute_fusion": "its tokens are simulated as moved by kernels of their own",
     "moe_router_fusion": "its routing is simulated as kernels of their own",
+    "moe_shared_expert_overlap": "its shared expert is simulated without overlap with messages",
     **dict.fromkeys(
         ("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
         "experts' rows in FP8 are simulated as padded by copies",

@@ -4,7 +4,8 @@ Each with where its shape is published. A row's own cells always win over these.
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from spec.model import ModelSpec, load_model, model_names
 
@@ -25,8 +26,10 @@ class Shape:
     top_k: int = 0
     head_dim: int | None = None
     qk_norm: bool = False
+    more: Mapping[str, int] = field(default_factory=dict)  # fields of a model that these lack
 
 
+TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
 _LLAMA2, _LLAMA3 = "arXiv 2307.09288", "arXiv 2407.21783, table 3"
 _GPT3 = "arXiv 2005.14165, table 2.1"
 _NARAYANAN = "arXiv 2104.04473, table 1"
@@ -119,6 +122,20 @@ _MIXTURES = re.compile(
 )
 
 
+# Models that come with the project, by names that others give them, most particular first.
+NAMED: tuple[tuple[str, str], ...] = (
+    (r"deepseek-?(coder-?)?v2-?lite", "deepseek-v2-lite"),
+    (r"deepseek-?(coder-?)?v2(\.5)?", "deepseek-v2"),
+    (r"deepseek-?(v3(\.1)?|r1)", "deepseek-v3"),
+    (r"kimi-?k2", "kimi-k2"),
+    (r"moonlight", "moonlight-16b-a3b"),
+)
+_DERIVED = re.compile(r"distill|\b(lite|mini|tiny|small|debug\w*)\b")  # behind a name: other shapes
+_SIZE = re.compile(r"(?<![\w.])(\d{1,6}(?:\.\d{1,6})?)([bt])\b")
+_MORE = {"kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"}
+_MORE |= {"shared_ffn_hidden", "dense_layers", "dense_ffn_hidden"}
+
+
 PLAIN_WORDS = {"small", "tiny"}  # models of this project whose names stand in others' names, too
 
 
@@ -140,7 +157,7 @@ def named_shape(name: str) -> Shape | None:
         rest = named_shape(plain[encoder.end() :]) if encoder else None
         return _behind(float(encoder[1]), rest) if encoder and rest else None
     known = next((shape for pattern, shape in SHAPES if re.search(pattern, plain)), None)
-    return known or _own(plain)
+    return known or _called(plain) or _own(plain)
 
 
 def _behind(billions: float, shape: Shape) -> Shape | None:
@@ -155,14 +172,31 @@ def _behind(billions: float, shape: Shape) -> Shape | None:
     return replace(shape, layers=shape.layers + more, source=source)
 
 
+def _called(plain: str) -> Shape | None:
+    """The shape of a model of `NAMED`, unless the name has another size, or is of a derived one."""
+    for pattern, name in NAMED:
+        if found := re.search(rf"{pattern}(?![\w.])", plain):
+            total = load_model(name).parameters()
+            sizes = [float(one) * {"b": 1e9, "t": 1e12}[unit] for one, unit in _SIZE.findall(plain)]
+            other = sizes and abs(max(sizes) / total - 1) > TOO_FAR
+            derived = _DERIVED.search(plain, found.end())
+            return None if other or derived else _shape_of(name)
+    return None
+
+
 def _own(plain: str) -> Shape | None:
     """The shape of a model that comes with the project, where its whole name stands in this one."""
-    names = sorted(set(model_names()) - PLAIN_WORDS, key=len, reverse=True)
+    called = {name for _, name in NAMED}
+    names = sorted(set(model_names()) - PLAIN_WORDS - called, key=len, reverse=True)
     plain = _undashed(plain)
     whole = r"(?<![\w.]){}(?![\w.])"
     found = (one for one in names if re.search(whole.format(re.escape(_undashed(one))), plain))
-    if (name := next(found, None)) is None:
-        return None
+    name = next(found, None)
+    return _shape_of(name) if name else None
+
+
+def _shape_of(name: str) -> Shape:
+    """The shape of a model that comes with the project."""
     m = load_model(name)
     return Shape(
         m.layers,
@@ -177,6 +211,7 @@ def _own(plain: str) -> Shape | None:
         m.top_k,
         m.head_dim,
         m.qk_norm,
+        m.model_dump(include=_MORE),
     )
 
 

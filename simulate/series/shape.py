@@ -6,13 +6,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from simulate.series.choices import Filling
-from simulate.series.models import Shape, is_mixture, named_shape, usual_ffn
+from simulate.series.models import TOO_FAR, Shape, is_mixture, named_shape, usual_ffn
 from simulate.series.rows import SeriesRow, TooLittle
 from spec.files import first_problem
 from spec.model import ModelSpec
 
 SLOTS = 1.15  # of a model's layers, for the stages of a pipeline to have as many each
-TOO_FAR = 0.2  # of a printed number of parameters: the named shape is another model's
 MANY_WORDS = 262_144  # of a vocabulary that is not printed
 WIDEST = 16  # MLP over the hidden size, without gates: Gemma's and LaMDA's have 12 and 14
 HEADS = (128, 96, 64)  # values of a head, where none are known
@@ -22,6 +21,8 @@ EXPERTS = ("ep", "experts", "num_experts", "n_experts", "moe_experts")  # column
 def model_of(fill: Filling) -> ModelSpec:
     """The model of a row; raises TooLittle where its shape is not known."""
     row, shape = fill.row, named_shape(fill.row.text("model"))
+    if shape and row.whole("hidden") not in (None, shape.hidden):
+        shape = None  # the name's shape is another model's
     mixture = is_mixture(row.text("model")) or any((row.whole(one) or 1) > 1 for one in EXPERTS)
     distilled = "distill" in row.text("model").lower()  # DeepSeek-R1's are other models' shapes
     if mixture and not distilled and (shape is None or not shape.experts):
@@ -30,8 +31,6 @@ def model_of(fill: Filling) -> ModelSpec:
     if hidden is None:
         raise TooLittle(f"the shape of model {row.text('model')!r} is neither printed nor known")
     seq_len = row.whole("seq_len") or int(fill.choose("seq_len"))
-    if shape and row.whole("hidden") not in (None, shape.hidden):
-        shape = None  # the name's shape is another model's
     if shape and not row.whole("hidden"):
         fill.assumed.append(f"shape of {row.text('model')} from {shape.source}")
     gated = shape.gated if shape else _gated(row, hidden)
@@ -58,7 +57,10 @@ def model_of(fill: Filling) -> ModelSpec:
         "tied_embeddings": not gated and "nemotron" not in row.words,
         "experts": shape.experts if shape else 0,
         "top_k": shape.top_k if shape else 0,
+        **(shape.more if shape else {}),
     }
+    if fields.get("kv_lora_rank"):
+        fields["kv_heads"] = heads  # whatever is printed of what they share
     try:
         _own_width(fill, fields, shape)
         model = _solved(fill, ModelSpec.model_validate(fields), shape)
