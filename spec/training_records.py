@@ -58,6 +58,8 @@ class TrainingConfig(Row):
     tied_embeddings: bool
     experts: NonNegativeInt = 0
     top_k: NonNegativeInt = 0
+    dense_layers: NonNegativeInt = 0
+    dense_ffn_hidden: NonNegativeInt = 0
     lora_rank: NonNegativeInt = 0
     tp: PositiveInt
     pp: PositiveInt

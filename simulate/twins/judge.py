@@ -42,7 +42,7 @@ EXAMPLES = """examples:
 KEPT = (
     *("model", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "gated"),
     *("norm", "position", "linear_bias", "qk_norm", "tied_embeddings"),
-    *("experts", "top_k", "lora_rank"),
+    *("experts", "top_k", "dense_layers", "dense_ffn_hidden", "lora_rank"),
     *("tp", "cp", "microbatch", "recompute", "sequence_parallel", "one_queue"),
     *AS_RUN,
 )
