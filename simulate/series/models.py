@@ -164,6 +164,8 @@ def _own(plain: str) -> Shape | None:
     if (name := next(found, None)) is None:
         return None
     m = load_model(name)
+    if m.dense_layers or m.latent or m.shared_ffn_hidden:  # which no shape here tells
+        return None
     return Shape(
         m.layers,
         m.hidden,
