@@ -29,6 +29,7 @@ GPT = SMALL.resized(
 )  # fmt: skip
 NORMED = SMALL.resized(name="small-qwen3", qk_norm=True)
 EXPERTS = SMALL.resized(name="small-moe", experts=4, top_k=2)
+FIRST = EXPERTS.resized(name="small-first", layers=4, dense_layers=1, dense_ffn_hidden=160)
 
 
 def case(model: ModelSpec = SMALL, **split: Any) -> TrainingCase:
@@ -117,6 +118,28 @@ def test_experts_are_shared_out() -> None:
     one = case(EXPERTS, dp=2, ep=2, global_batch=2)
     for report in measured(one):
         assert report["parameters"] == sum(stage_parameters(EXPERTS, one.parallelism, 0))
+    assert all(value == pytest.approx(6.24, abs=0.2) for value in losses(one))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"dp": 2, "ep": 2},
+        {"pp": 2},
+        {"pp": 2, "layers_per_stage": (3, 1)},
+        {"pp": 2, "vpp": 2},
+        {"tp": 2, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_first_layers_without_experts_are_where_they_are_counted(split: dict[str, Any]) -> None:
+    one = case(FIRST, global_batch=2, **split)
+    reports = measured(one)
+    for rank, report in enumerate(reports):
+        stage = rank if one.parallelism.pp > 1 else 0
+        assert report["parameters"] == sum(stage_parameters(FIRST, one.parallelism, stage))
+    if one.parallelism.pp > 1:
+        assert sum(report["parameters"] for report in reports) == FIRST.parameters()
     assert all(value == pytest.approx(6.24, abs=0.2) for value in losses(one))
 
 
