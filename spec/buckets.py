@@ -43,7 +43,7 @@ def gradient_buckets(
     stage, a table that two stages share. Source: 0.16's `distributed/param_and_grad_buffer.py`.
     """
     full = (full or bucket_parameters(p)) if stage == 0 else None
-    dense, experts = _tensors(model, p, stage, stage == 0, stage == p.pp - 1 and p.vpp == 1)
+    dense, experts = _tensors(model, p, stage, 0)
     found = [*_buckets(dense, full), *_buckets(experts, full, "edp")]
     return tuple(sorted(found, key=lambda one: one.ready))
 
@@ -110,9 +110,8 @@ def _every_bucket(
     A chunk is one bucket of either axis unless the reduction is overlapped, but for a table alone.
     """
     for chunk in range(p.vpp):
-        first, last = stage == 0 and chunk == 0, stage == p.pp - 1 and chunk == p.vpp - 1
-        full = bucket_parameters(p) if p.overlap and first else None
-        for axis, tensors in zip(_replicas(p), _tensors(model, p, stage, first, last), strict=True):
+        full = bucket_parameters(p) if p.overlap and stage == chunk == 0 else None
+        for axis, tensors in zip(_replicas(p), _tensors(model, p, stage, chunk), strict=True):
             for bucket in _filled(tensors, full):
                 yield axis, bucket
 
@@ -127,32 +126,39 @@ def _piece(begin: float, end: float, part: float) -> float:
 
 
 def _tensors(
-    model: ModelSpec, p: Parallelism, stage: int, first: bool, last: bool
+    model: ModelSpec, p: Parallelism, stage: int, chunk: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of a model chunk, from the model's end on: (dense, experts over GPUs).
-
-    first, last: whether it holds that end of the model.
-    """
-    layers = p.stage_layers(model)[stage] // p.vpp
-    dense, experts = ([*_of_layers(sizes, layers)] for sizes in _layer(model, p))
+    """Of a model chunk, from the model's end on: (dense, experts over GPUs)."""
+    layers = p.chunk_layers(model, stage)[chunk]
+    done, whole = 0, sum(count for _, count in layers)
+    dense, experts = list[Tensor](), list[Tensor]()
+    for kind, count in reversed(layers):
+        for found, sizes in zip((dense, experts), _layer(kind, p), strict=True):
+            found += _of_layers(sizes, count, done / whole, count / whole)
+        done += count
     if not model.lora_rank:
         begin, end = end_parameters(model, p)
         table = model.vocab * model.hidden // p.tp
         alone = model.tied_embeddings and p.pp > 1 and p.zero == 1
-        if first:
+        if stage == chunk == 0:
             dense = [*dense, (begin - table, 1.0, False), (table, 1.0, alone)]
-        if last:
+        if stage == p.pp - 1 and chunk == p.vpp - 1:
             own = table if end >= table else 0  # tied on one stage: the embedding's
             dense = [(own, 0.0, alone), (end - own, 0.0, False), *dense]
     return dense, experts
 
 
-def _of_layers(tensors: Sequence[tuple[int, int]], layers: int) -> Iterator[Tensor]:
-    """Tensors of all layers, the last layer's first; of each, so many alike are there at once."""
+def _of_layers(
+    tensors: Sequence[tuple[int, int]], layers: int, before: float, share: float
+) -> Iterator[Tensor]:
+    """Tensors of layers alike, the last layer's first; of each, so many alike are there at once.
+
+    They are a `share` of their chunk's layers, and a backward pass meets others `before` them.
+    """
     done, whole = 0, sum(size * alike for size, alike in tensors) * layers
     for size, alike in (*tensors,) * layers:
         done += size * alike
-        yield from [(size, done / whole, False)] * alike
+        yield from [(size, before + share * (done / whole), False)] * alike
 
 
 def _buckets(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> Iterator[Bucket]:
@@ -187,7 +193,7 @@ def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[tuple[int, int]], lis
     attention = _attention(model, p)
     second = model.ffn_hidden * model.hidden // p.tp
     experts, first = model.experts // p.ep or 1, model.mlp_parameters // p.tp - second
-    together = p.on_engine and model.experts > 0
+    together, apart = p.on_engine and model.experts > 0, p.ep > 1 and model.experts > 0
     mlp = [(second, experts), (first, experts)] if together else [(second, 1), (first, 1)] * experts
     shared = []
     if model.shared_ffn_hidden:
@@ -196,7 +202,7 @@ def _layer(model: ModelSpec, p: Parallelism) -> tuple[list[tuple[int, int]], lis
     beside = [*shared, *attention]
     rest = dense - sum(size for size, _ in beside) - (0 if model.experts else second + first)
     beside.append((rest, 1))
-    return ([] if p.ep > 1 else mlp) + beside, mlp if p.ep > 1 else []
+    return ([] if apart else mlp) + beside, mlp if apart else []
 
 
 def _attention(model: ModelSpec, p: Parallelism) -> list[tuple[int, int]]:

@@ -206,6 +206,11 @@ class ModelSpec(BaseModel):
         alone = {"expert_imbalance": 0, "capacity_factor": None}
         return self.resized(**none, **alone, ffn_hidden=self.dense_ffn_hidden)
 
+    @property
+    def kinds(self) -> dict[str, "ModelSpec"]:
+        """What its layers are layers of, the first ones' first, by their unit's name in a step."""
+        return {"dense": self.dense, "layer": self} if self.dense_layers else {"layer": self}
+
     def layer_parameters(self) -> int:
         """All parameters of one layer, biases and norms included; of a mixture's, with experts."""
         norms = self.norm_vectors * 2 * self.hidden

@@ -15,6 +15,7 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "zb-h1"]
 TransformerImpl = Literal["local", "transformer_engine"]
 CpCommType = Literal["p2p", "a2a"]
+Layers = tuple[tuple[ModelSpec, int], ...]  # what they are layers of (`ModelSpec.kinds`), how many
 
 
 # fields of `Parallelism` that say what runs a step's kernels, however it is split
@@ -168,6 +169,35 @@ class Parallelism(BaseModel):
         """Transformer layers of each pipeline stage, first to last."""
         return self.layers_per_stage or (model.layers // self.pp,) * self.pp
 
+    def layers_of(self, model: ModelSpec, stage: int) -> Layers:
+        """Those of a pipeline stage by kind, the model's first ones first."""
+        if not model.dense_layers:
+            return ((model, self.stage_layers(model)[stage]),)
+        every = [one for chunk in self.chunk_layers(model, stage) for one in chunk]
+        counts = [
+            (kind, sum(count for one, count in every if one is kind))
+            for kind in model.kinds.values()
+        ]
+        return tuple(one for one in counts if one[1])
+
+    def has_experts(self, model: ModelSpec, stage: int) -> bool:
+        """Whether layers of a pipeline stage have."""
+        return any(kind.experts for kind, _ in self.layers_of(model, stage))
+
+    def chunk_layers(self, model: ModelSpec, stage: int) -> tuple[Layers, ...]:
+        """`layers_of` each of its model chunks; consecutive ones are on consecutive stages."""
+        stages = self.stage_layers(model)
+        each = stages[stage] // self.vpp
+        if not model.dense_layers:
+            return (((model, each),),) * self.vpp
+        found = []
+        for chunk in range(self.vpp):
+            before = (sum(stages[:stage]) + chunk * model.layers) // self.vpp
+            dense = min(max(model.dense_layers - before, 0), each)
+            both = (model.dense, dense), (model, each - dense)
+            found.append(tuple(one for one in both if one[1]))
+        return tuple(found)
+
     def check(self, model: ModelSpec, gpus: int | None = None) -> None:
         """Raise UserError unless `model` can be split this way (over exactly `gpus`, if given)."""
         if gpus is not None and self.gpus != gpus:
@@ -179,6 +209,7 @@ class Parallelism(BaseModel):
             ("heads", model.heads),
             ("kv_heads", model.kv_heads),
             ("ffn_hidden", model.ffn_hidden),
+            ("dense_ffn_hidden", model.dense_ffn_hidden),
             ("shared_ffn_hidden", model.shared_ffn_hidden),
             *_split_latents(model, self.on_engine),
         ):
@@ -279,6 +310,7 @@ class Parallelism(BaseModel):
             "queries, keys and values / tp": split // self.tp,
             "heads * head_dim / tp": model.heads * model.value_dim // self.tp,
             "ffn_hidden / tp": model.ffn_hidden // self.tp,
+            "dense_ffn_hidden / tp": model.dense_ffn_hidden // self.tp,
             "shared_ffn_hidden / tp": model.shared_ffn_hidden // self.tp,
             "q_lora_rank": model.q_lora_rank,
             "kv_lora_rank": model.kv_lora_rank,

@@ -13,13 +13,14 @@ parallelism; Korthikanti et al. 2022 (arXiv 2205.05198) for sequence parallelism
 recomputation.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 from spec.collective import Collective
 from spec.kernel import Kernel
 from spec.model import ModelSpec
-from spec.parallelism import Parallelism
+from spec.parallelism import Layers, Parallelism
 from spec.step_attention import attention
 from spec.step_context import CORE_ATTENTION
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
@@ -113,10 +114,18 @@ def stage_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int,
 
     Learned positions are whole on every rank, see also `_unsplit`.
     """
-    layers = p.stage_layers(model)[stage]
-    dense, experts = (layers * one for one in _whole_layer(model, p))
+    dense, experts = _summed(p.layers_of(model, stage), p, _whole_layer)
     first, last = end_parameters(model, p)
     return dense + (first if stage == 0 else 0) + (last if stage == p.pp - 1 else 0), experts
+
+
+def _summed(
+    layers: Layers, p: Parallelism, each: Callable[[ModelSpec, Parallelism], tuple[int, int]]
+) -> tuple[int, int]:
+    """What each layer has, of all of them: (dense, expert)."""
+    found = [(count, each(kind, p)) for kind, count in layers]
+    dense, experts = (sum(count * one[place] for count, one in found) for place in (0, 1))
+    return dense, experts
 
 
 def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
@@ -129,10 +138,19 @@ def _whole_layer(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
 
 def product_weights(model: ModelSpec, p: Parallelism, stage: int) -> int:
     """Weights of the layers' products that one GPU of `stage` holds, the router's apart."""
-    mlp = model.mlp_parameters * max(model.experts, 1) // p.ep // p.tp
+    return sum(n * _product_weights(kind, p) for kind, n in p.layers_of(model, stage))
+
+
+def _product_weights(model: ModelSpec, p: Parallelism) -> int:
+    """The same of a layer."""
     whole = whole_latents(model, p)
     split = model.attention_parameters + model.shared_parameters - whole
-    return p.stage_layers(model)[stage] * (whole + split // p.tp + mlp)
+    return whole + split // p.tp + model.mlp_parameters * _mlps(model, p) // p.tp
+
+
+def _mlps(model: ModelSpec, p: Parallelism) -> int:
+    """MLPs of a layer that one GPU has: its experts, the shared one apart, if there are."""
+    return model.experts // p.ep or 1
 
 
 def weight_casts(model: ModelSpec, p: Parallelism, stage: int) -> Kernel:
@@ -142,8 +160,9 @@ def weight_casts(model: ModelSpec, p: Parallelism, stage: int) -> Kernel:
 
 def product_tensors(model: ModelSpec, p: Parallelism, stage: int) -> int:
     """How many tensors these weights are."""
-    mlps = (model.experts // p.ep or 1) + bool(model.shared_ffn_hidden)
-    return p.stage_layers(model)[stage] * (attention_tensors(model) + 2 * mlps)
+    every = p.layers_of(model, stage)
+    mlps = sum(n * (_mlps(kind, p) + bool(kind.shared_ffn_hidden)) for kind, n in every)
+    return sum(n for _, n in every) * attention_tensors(model) + 2 * mlps
 
 
 def attention_tensors(model: ModelSpec) -> int:
@@ -161,24 +180,31 @@ def trained_parameters(model: ModelSpec, p: Parallelism, stage: int) -> tuple[in
     """Of `stage_parameters`, or with LoRA of the adapters, what has gradients: (dense, expert)."""
     if not model.lora_rank:
         return stage_parameters(model, p, stage)
-    return p.stage_layers(model)[stage] * layer_parameters(model, p)[0], 0
+    return _summed(p.layers_of(model, stage), p, layer_parameters)
 
 
 def trained_tensors(model: ModelSpec, p: Parallelism, stage: int) -> tuple[int, int]:
     """Tensors with gradients among the parameters of a GPU of `stage`: (dense, expert)."""
+    dense, experts = _summed(p.layers_of(model, stage), p, _layer_tensors)
     if model.lora_rank:
-        return 8 * p.stage_layers(model)[stage], 0  # two of each of four linear layers
-    layers, vectors = p.stage_layers(model)[stage], model.norm_vectors
+        return dense, experts
+    ends = (1 if model.position == "rope" else 2) if stage == 0 else 0
+    if stage == p.pp - 1:
+        ends += model.norm_vectors + (0 if model.tied_embeddings and p.pp == 1 else 1)
+    return dense + ends, experts
+
+
+def _layer_tensors(model: ModelSpec, p: Parallelism) -> tuple[int, int]:
+    """The same of a layer."""
+    if model.lora_rank:
+        return 8, 0  # two of each of four linear layers
     norms = 4 if model.qk_norm else 2
     norms += model.latent + bool(model.q_lora_rank)
     # the router's among them, its experts' not
     linear = attention_tensors(model) + (1 if model.experts else 2)
     linear += 2 if model.shared_ffn_hidden else 0
     biases = 4 if model.linear_bias else 0
-    ends = (1 if model.position == "rope" else 2) if stage == 0 else 0
-    if stage == p.pp - 1:
-        ends += vectors + (0 if model.tied_embeddings and p.pp == 1 else 1)
-    return layers * (linear + biases + norms * vectors) + ends, layers * (2 * model.experts // p.ep)
+    return linear + biases + norms * model.norm_vectors, 2 * model.experts // p.ep
 
 
 @lru_cache(maxsize=LATEST)
@@ -258,16 +284,17 @@ def shared_gradients(model: ModelSpec, p: Parallelism, stage: int) -> tuple[Coll
     Source: Megatron-Core's `distributed/finalize_model_grads.py`, which waits for each.
     """
     found: tuple[Collective, ...] = ()
-    layers = p.stage_layers(model)[stage]
+    layers = p.layers_of(model, stage)
     if p.sequence_parallel:
-        whole = layers * (adapter_parameters(model, p)[1] or _unsplit(model, p))
+        whole = sum(n * (adapter_parameters(kind, p)[1] or _unsplit(kind, p)) for kind, n in layers)
         if stage == p.pp - 1 and not model.lora_rank:
             whole += norm_parameters(model)
         found += (Collective("all_reduce", "tp", 4.0 * whole),)
     elif p.tp > 1 and not model.lora_rank:
         named = 0 if p.on_engine else model.q_lora_rank * model.norm_vectors
         if each := model.qk_norm_parameters + named:
-            found += (Collective("all_reduce", "tp", 4.0 * layers * each),)
+            whole = each * sum(n for _, n in layers)
+            found += (Collective("all_reduce", "tp", 4.0 * whole),)
     if model.tied_embeddings and p.pp > 1 and stage in (0, p.pp - 1) and not model.lora_rank:
         found += (Collective("all_reduce", "embd", 4.0 * model.vocab * model.hidden / p.tp),)
     return found
@@ -278,14 +305,12 @@ def chunk_parameters(
     model: ModelSpec, p: Parallelism, stage: int
 ) -> tuple[tuple[float, float], ...]:
     """`trained_parameters` of each model chunk of `stage`: (dense, expert)."""
-    dense, experts = trained_parameters(model, p, stage)
     first, last = (0, 0) if model.lora_rank else end_parameters(model, p)
-    first, last = (first if stage == 0 else 0), (last if stage == p.pp - 1 else 0)
-    layers = (dense - first - last) / p.vpp
-    held = [layers] * p.vpp
-    held[0] += first
-    held[-1] += last
-    return tuple((one, experts / p.vpp) for one in held)
+    both = [_summed(layers, p, layer_parameters) for layers in p.chunk_layers(model, stage)]
+    held = [float(dense) for dense, _ in both]
+    held[0] += first if stage == 0 else 0
+    held[-1] += last if stage == p.pp - 1 else 0
+    return tuple((one, float(experts)) for one, (_, experts) in zip(held, both, strict=True))
 
 
 def by_chunk(
@@ -304,7 +329,9 @@ def _shared_out(
     found = {}
     for chunk in dict.fromkeys(chunks):  # most are alike
         share = {"dp": chunk[0] / dense, "edp": chunk[1] / experts if experts else 0.0}
-        found[chunk] = tuple(one._replace(bytes=one.bytes * share[one.axis]) for one in sent)
+        found[chunk] = tuple(
+            one._replace(bytes=one.bytes * share[one.axis]) for one in sent if share[one.axis]
+        )
     return tuple(found[chunk] for chunk in chunks)
 
 
@@ -330,12 +357,14 @@ def sharded(
 ) -> dict[str, tuple[tuple[Collective, ...], tuple[Collective, ...]]]:
     """What zero 2 and 3 send in every microbatch: (forward, backward) of each unit.
 
-    Units are the embedding, each layer, and the rest ("head"), whether they overlap or not. Zero 3
+    Units are the embedding, each layer (of a mixture's first ones, "dense"), and the rest ("head"),
+    whether they overlap or not. Zero 3
     gathers bf16 weights in both passes; both scatter fp32 gradients in the backward pass.
     Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
     """
     first, last = end_parameters(model, p)
-    held = {"embedding": (first, 0), "layer": layer_parameters(model, p), "head": (last, 0)}
+    layers = {name: layer_parameters(kind, p) for name, kind in model.kinds.items()}
+    held = {"embedding": (first, 0), **layers, "head": (last, 0)}
     found = {}
     for name, (dense, expert) in held.items():
         alike = replicated(p, dense, expert) if p.zero > 1 else ()
@@ -366,7 +395,8 @@ def replicated(p: Parallelism, dense: int, expert: int) -> tuple[tuple[str, int,
 
 def kernels_of(model: ModelSpec, p: Parallelism) -> set[Kernel]:
     """Every distinct kernel that some stage of the step runs: what a measurement must cover."""
-    segments = [*layer(model, p), *embedding(model, p), *head(model, p)]
+    layers = (one for kind in model.kinds.values() for one in layer(kind, p))
+    segments = [*layers, *embedding(model, p), *head(model, p)]
     found = {kernel for segment in segments for part in segment for kernel in part.kernels}
     for stage in {0, p.pp - 1}:
         found.update(optimizer(model, p, stage)[0])

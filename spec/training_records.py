@@ -63,6 +63,8 @@ class TrainingConfig(Row):
     experts: NonNegativeInt = 0
     top_k: NonNegativeInt = 0
     shared_ffn_hidden: NonNegativeInt = 0
+    dense_layers: NonNegativeInt = 0
+    dense_ffn_hidden: NonNegativeInt = 0
     lora_rank: NonNegativeInt = 0
     tp: PositiveInt
     pp: PositiveInt

@@ -8,7 +8,8 @@ from spec.step import sharded
 
 def of_microbatch(model: ModelSpec, p: Parallelism) -> list[Collective]:
     """Every collective of both passes, where one stage has the whole model."""
-    often = {"embedding": 1, "layer": model.layers, "head": 1}
+    often = {"dense": model.dense_layers, "layer": model.layers - model.dense_layers}
+    often |= {"embedding": 1, "head": 1}
     return [
         one
         for name, both in sharded(model, p).items()

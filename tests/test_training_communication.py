@@ -24,6 +24,7 @@ pytest.importorskip("megatron.core")
 ADAPTED = LLAMA.resized(lora_rank=4)
 FOUR = LLAMA.resized(layers=4)
 EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
+FIRST = EXPERTS.resized(name="tiny-first-dense", dense_layers=1, dense_ffn_hidden=192)
 
 Sent = Counter[tuple[str, int]]  # (collective, nccl-tests' bytes), by ranks that take part
 Call = tuple[str, int, tuple[int, ...], str]  # collective, bytes, ranks and name of the group
@@ -120,7 +121,7 @@ def _tensor_parallel(model: ModelSpec, p: Parallelism) -> Sent:
     """What `spec.step` says that tensor parallelism sends in a step without pipeline."""
     found: Sent = Counter()
     for segments, times in (
-        (layer(model, p), model.layers),
+        *((layer(kind, p), count) for kind, count in p.layers_of(model, 0)),
         (embedding(model, p), 1),
         (head(model, p), 1),
     ):
@@ -219,21 +220,55 @@ def test_parameters_beside_split_experts_are_gathered_twice(overlap: bool) -> No
     assert total == pytest.approx(sum(one.bytes for one in gather), rel=0.02)
 
 
-def test_experts_exchange_traffic() -> None:
+@pytest.mark.parametrize("model", [EXPERTS, FIRST], ids=lambda model: model.name)
+def test_experts_exchange_traffic(model: ModelSpec) -> None:
     """Tokens and their probabilities; what one rank gets more the other gets less."""
     p = Parallelism(dp=2, ep=2, global_batch=4)
     calls: Counter[str] = Counter()
     expected: Counter[str] = Counter()
-    for one in _collectives(layer(EXPERTS, p)):
-        calls[one.kind] += EXPERTS.layers * p.microbatches
-        expected[one.kind] += 2 * int(one.bytes) * EXPERTS.layers * p.microbatches
+    layers = model.layers - model.dense_layers
+    for one in _collectives(layer(model, p)):
+        calls[one.kind] += layers * p.microbatches
+        expected[one.kind] += 2 * int(one.bytes) * layers * p.microbatches
     observed: Counter[str] = Counter()
-    for rank in sent(EXPERTS, p):
+    for rank in sent(model, p):
         exchanged = {key: n for key, n in rank[0, 1].items() if key[0] == "all_to_all"}
         assert sum(exchanged.values()) == calls["all_to_all"]
         for (kind, nbytes), times in exchanged.items():
             observed[kind] += nbytes * times
     assert observed["all_to_all"] == expected["all_to_all"]
+
+
+def test_first_layers_without_experts_send_as_a_dense_models() -> None:
+    p = Parallelism(tp=2, sequence_parallel=True, global_batch=2)
+    for model in (EXPERTS, FIRST):
+        (observed,) = sent(model, p)[0].values()
+        expected = _tensor_parallel(model, p)
+        for kind in ("all_gather", "reduce_scatter"):  # experts' go as lists, which are not noted
+            activations = kind, 2 * model.seq_len * model.hidden
+            assert 0 < observed[activations] == expected[activations], (model.name, kind)
+        (summed,) = shared_gradients(model, p, 0)
+        assert observed["all_reduce", int(summed.bytes)] == 1
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_stage_without_experts_sends_gradients_of_its_own_layers(zero: int) -> None:
+    """Stages of two replicas; where it gathers parameters it does so twice, as all stages do."""
+    p = Parallelism(pp=2, dp=2, ep=2, zero=zero, global_batch=4)
+    ranks = sent(FIRST, p)
+    for stage, group in enumerate(((0, 1), (2, 3))):
+        _, reduction, gather = optimizer(FIRST, p, stage)
+        expected = Counter[tuple[str, int]](
+            (one.kind, int(one.bytes)) for one in reduction + gather
+        )
+        observed = {
+            call: n
+            for call, n in ranks[group[0]][group].items()
+            if call[0] in ("all_reduce", "all_gather", "reduce_scatter") and call[1] > 1000
+        }
+        assert observed == expected
+        exchanges = sum(n for (kind, _), n in ranks[group[0]][group].items() if "to_all" in kind)
+        assert (exchanges > 0) == (stage == 1)
 
 
 def test_interleaved_pipeline_traffic() -> None:
@@ -246,13 +281,18 @@ def test_interleaved_pipeline_traffic() -> None:
         assert observed["isend", message] == observed["irecv", message] == passed
 
 
-def test_each_chunk_reduces_and_gathers_by_itself() -> None:
-    p = Parallelism(dp=2, pp=2, vpp=2, global_batch=4, overlap=True)
-    ranks = sent(FOUR, p)
+@pytest.mark.parametrize(
+    ("model", "ep"),
+    [(FOUR, 1), (FIRST.resized(layers=4), 2)],
+    ids=lambda value: value.name if isinstance(value, ModelSpec) else str(value),
+)
+def test_each_chunk_reduces_and_gathers_by_itself(model: ModelSpec, ep: int) -> None:
+    p = Parallelism(dp=2, pp=2, vpp=2, ep=ep, global_batch=4, overlap=True)
+    ranks = sent(model, p)
     for stage, group in enumerate(((0, 1), (2, 3))):
         observed = ranks[group[0]][group]
-        _, *both = optimizer(FOUR, p, stage)
-        for chunks in (by_chunk(one, FOUR, p, stage) for one in both):
+        _, *both = optimizer(model, p, stage)
+        for chunks in (by_chunk(one, model, p, stage) for one in both):
             kind = chunks[0][0].kind
             sizes = sorted(n for (own, n), count in observed.items() if own == kind and count == 1)
             expected = sorted(one.bytes for (one,) in chunks)
@@ -276,6 +316,8 @@ def test_shared_embeddings_are_reduced_between_first_and_last_stage() -> None:
         (EXPERTS, {"dp": 2}),
         (EXPERTS, {"dp": 2, "ep": 2}),
         (EXPERTS, {"zero": 0, "dp": 2, "ep": 2}),
+        (FIRST, {"dp": 2, "ep": 2, "pp": 2}),
+        (FIRST, {"zero": 0, "dp": 2, "ep": 2, "pp": 2}),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else value.name,
 )

@@ -36,6 +36,7 @@ LATENT = SMALL.resized(
 SHARED = LATENT.resized(
     name="small-shared", q_lora_rank=0, experts=4, top_k=2, shared_ffn_hidden=48
 )
+FIRST = EXPERTS.resized(name="small-first", layers=4, dense_layers=1, dense_ffn_hidden=160)
 
 
 def case(model: ModelSpec = SMALL, **split: Any) -> TrainingCase:
@@ -128,6 +129,28 @@ def test_experts_are_shared_out(model: ModelSpec) -> None:
     one = case(model, dp=2, ep=2, global_batch=2)
     for report in measured(one):
         assert report["parameters"] == sum(stage_parameters(model, one.parallelism, 0))
+    assert all(value == pytest.approx(6.24, abs=0.2) for value in losses(one))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"dp": 2, "ep": 2},
+        {"pp": 2},
+        {"pp": 2, "layers_per_stage": (3, 1)},
+        {"pp": 2, "vpp": 2},
+        {"tp": 2, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_first_layers_without_experts_are_where_they_are_counted(split: dict[str, Any]) -> None:
+    one = case(FIRST, global_batch=2, **split)
+    reports = measured(one)
+    for rank, report in enumerate(reports):
+        stage = rank if one.parallelism.pp > 1 else 0
+        assert report["parameters"] == sum(stage_parameters(FIRST, one.parallelism, stage))
+    if one.parallelism.pp > 1:
+        assert sum(report["parameters"] for report in reports) == FIRST.parameters()
     assert all(value == pytest.approx(6.24, abs=0.2) for value in losses(one))
 
 

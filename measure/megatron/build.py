@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.profiler import record_function
 
 from measure.megatron import graphs
@@ -92,6 +93,9 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
             "v_head_dim": model.v_head_dim,
             "rotary_base": ROTARY_BASE,
         }
+    if model.dense_layers:
+        sparse = model.layers - model.dense_layers
+        more["moe_layer_freq"] = [0] * model.dense_layers + [1] * sparse
     if p.recompute == "full":
         more |= {
             "recompute_granularity": "full",
@@ -107,7 +111,7 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
     return kind(
         num_layers=model.layers,
         hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn_hidden,
+        ffn_hidden_size=model.dense_ffn_hidden or model.ffn_hidden,
         num_attention_heads=model.heads,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_dim,
@@ -141,11 +145,14 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
 def _chunk(model: ModelSpec, config: Any, modules: Modules, number: int | None) -> Any:
     """One GPTModel: all of this rank's layers, or those of its virtual stage `number`."""
     count = get_num_layers_to_build(config, vp_stage=number)
+    before = get_transformer_layer_offset(config, vp_stage=number)
+    dense = min(max(model.dense_layers - before, 0), count)
     where = {"ignore_virtual": False, "vp_stage": number}
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[modules.layer] * count, layer_norm=modules.final_norm
+            layer_specs=[modules.dense] * dense + [modules.layer] * (count - dense),
+            layer_norm=modules.final_norm,
         ),
         vocab_size=model.vocab,
         max_sequence_length=model.seq_len,

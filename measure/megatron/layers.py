@@ -95,6 +95,7 @@ class Modules:
     """What the layers of a model are built from."""
 
     layer: Any
+    dense: Any  # its first layers, of a mixture that has some without experts
     final_norm: Any
     name: str  # as `framework` says it
 
@@ -109,17 +110,20 @@ def engine_modules(model: ModelSpec, device: torch.device) -> Modules:
         raise WorkError("transformer_impl transformer_engine needs Transformer Engine, and a GPU")
     if model.experts:
         _mend_experts()
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=model.experts or None,
-        moe_grouped_gemm=model.experts > 0,
-        qk_layernorm=model.qk_norm or model.latent,
-        multi_latent_attention=model.latent,
-    )
+    layers = {
+        name: get_gpt_layer_with_transformer_engine_spec(
+            num_experts=kind.experts or None,
+            moe_grouped_gemm=kind.experts > 0,
+            qk_layernorm=model.qk_norm or model.latent,
+            multi_latent_attention=model.latent,
+        )
+        for name, kind in model.kinds.items()
+    }
     if model.lora_rank:
-        adapt(layer, model.lora_rank)
+        adapt(layers["layer"], model.lora_rank)
     version = transformer_engine.get_te_version()
     name = f"Transformer Engine {version} layers"
-    return Modules(layer, transformer_engine.TENorm, name)
+    return Modules(layers["layer"], layers.get("dense"), transformer_engine.TENorm, name)
 
 
 def accumulate_in_products(chunk: Any) -> None:
@@ -136,7 +140,8 @@ def accumulate_in_products(chunk: Any) -> None:
 def local_modules(model: ModelSpec, core_attention: Any, attention: str) -> Modules:
     """Megatron-Core's local layers with our norm and attention (whose kernel is `attention`)."""
     name = f"local spec with torch norms, torch attention ({attention})"
-    return Modules(_local_layer(model, core_attention), Norm, name)
+    layers = {key: _local_layer(kind, core_attention) for key, kind in model.kinds.items()}
+    return Modules(layers["layer"], layers.get("dense"), Norm, name)
 
 
 def _local_layer(model: ModelSpec, core_attention: Any) -> Any:

@@ -121,7 +121,8 @@ def communication_s(model: ModelSpec, p: Parallelism, nodes: int, gbytes_per_s: 
         reduced = dense * (1 - 1 / p.dp) + experts * (1 - p.ep / p.dp)
         sent += bytes_each * reduced * min(p.tp, per_node)  # so many groups leave a node
         if p.ep > 1:
-            sent += 4 * model.top_k * activations * p.microbatches * model.layers * per_node
+            sparse = model.layers - model.dense_layers
+            sent += 4 * model.top_k * activations * p.microbatches * sparse * per_node
     if p.pp > 1:
         sent += 2 * activations * p.microbatches * p.dp
     return sent / (gbytes_per_s * 1e9)

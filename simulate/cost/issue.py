@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 
 
 def host_waits(
-    ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs, before: int = 0
+    ways: Sequence[Sequence[tuple[float, Cost]]], costs: Costs, before: int = 0, layers: int = 1
 ) -> tuple[list[Array], list[Array], Array]:
     """What each way's pass of a model chunk waits for its host, us, (draws,), a microbatch.
 
@@ -37,7 +37,7 @@ def host_waits(
     stages exchange, every pass begins like that, and what counts is how far its host is ahead at
     worst once its layers have run.
     ways: how often each segment is in the forward pass, in its order, and its cost in that way.
-    before: of these segments, those before the layers.
+    before: of these segments, those before the layers, which so many others are.
     """
     fit, zero = costs.calibration.host, costs.draws.zero
     inside = [sum((count * one.host for count, one in pieces), zero) for pieces in ways]
@@ -57,7 +57,7 @@ def host_waits(
     late = late_us(ahead, p)
     if caught_up(p):
         late = behind
-        since = (before, *(len(pieces) - 1 - before for pieces in ways[1:]))
+        since = (before, *(len(pieces) - layers - before for pieces in ways[1:]))
         # what comes before the layers has been waited for by then: the host gains it
         ahead = [
             reduce(smaller, one[place:]) + larger(-reduce(smaller, one[:place], zero), 0.0)

@@ -112,8 +112,8 @@ def communicators(
         yield group(2, each, collectives=False, sends=int(both), receives=1)
     if p.pp > 1 and model.tied_embeddings and (first or last):
         yield Communicator(2, 2 if gpus >= whole else 1)
-    if model.experts and (p.tp > 1 or p.ep > 1):
-        split = p.tp * p.ep
+    split = p.tp * p.ep
+    if p.has_experts(model, stage) and split > 1:
         yield group(split, 1)  # counts of tokens
         if p.tp > 1:
             yield group(p.tp, 1)
@@ -121,8 +121,8 @@ def communicators(
             peers = p.ep - 1
             yield group(p.ep, p.tp, collectives=False, sends=peers, receives=peers)
             yield group(replicas // p.ep, split)
-            if p.zero != 1:
-                yield Communicator(split * p.pp, min(split, gpus))
+    if p.ep > 1 and p.zero != 1:  # the norm of experts' gradients, also of a stage without
+        yield Communicator(split * p.pp, min(split, gpus))
 
 
 def communicator_mib(one: Communicator, network: Network) -> float:

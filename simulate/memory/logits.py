@@ -46,11 +46,18 @@ def states(
         table = STATE_BYTES * model.vocab / p.tp * model.hidden / shards(p)
         tables = 2 * _tables(model, p, stage)
     layers = 2 * STATE_BYTES * owned - table * tables
-    widest = 2.0 * shapes(model, p).tokens * model.ffn_hidden / p.tp * (2 if model.gated else 1)
+    ffn = widest_mlp(model, p, stage)
+    widest = 2.0 * shapes(model, p).tokens * ffn / p.tp * (2 if model.gated else 1)
     if table <= widest:
         layers, table, tables = layers + table * tables, 0.0, 0
     within = min(layers, WITHIN_ACTIVATIONS * activations)
     return States(table, tables, within, layers - within)
+
+
+def widest_mlp(model: ModelSpec, p: Parallelism, stage: int) -> int:
+    """Width of the widest MLP, or expert, of a GPU of `stage`."""
+    every = (kind for kind, _ in p.layers_of(model, stage))
+    return max(max(kind.ffn_hidden, kind.shared_ffn_hidden) for kind in every)
 
 
 def fp32_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:

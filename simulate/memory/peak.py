@@ -16,10 +16,10 @@ from simulate.memory.activations import (
     recomputed_bytes,
 )
 from simulate.memory.allocator import uncut_bytes
-from simulate.memory.between_stages import tensors_held
 from simulate.memory.captured import OF_SMALL, kept_bytes, pool_bytes, ring_bytes
+from simulate.memory.in_flight import activation_bytes, freed_chunks, left_behind
 from simulate.memory.overhead import Reserved
-from simulate.memory.sharded import Passes, blocks_apart_bytes, scattered_bytes
+from simulate.memory.sharded import Layer, Passes, blocks_apart_bytes, scattered_bytes
 from simulate.memory.workspaces import sum_bytes, workspace_bytes
 from spec.buckets import largest_piece, owned_pieces
 from spec.hardware import Fabric, Node
@@ -133,38 +133,51 @@ def _experts_bytes(model: ModelSpec, p: Parallelism) -> float:
     return max(forward, rows + wide + max(2.0 * ffn * model.hidden, wide))
 
 
-def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) -> float:
-    """What the peak of the passes holds beyond what each layer keeps, `kept`, of a microbatch.
+def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
+    """What the peak of the passes holds beyond what each layer keeps of a microbatch.
 
     The largest of these moments: the loss, whose logits are in bf16 and, beside that, in fp32,
     where softmax and gradient replace each other in place (tensor_parallel/cross_entropy.py); the
     output layer's backward pass, with its weight's gradient in bf16 beside that of the logits; a
     layer's; and, when the layers have been freed, the table's dense gradient.
     """
-    recomputed = recomputed_bytes(model, p)
-    passing = _passing_bytes(model, p)
     s = shapes(model, p)
     local, whole = (2.0 * n * model.hidden for n in (s.local_tokens, s.tokens))
     # what gathered inputs share (tensor_parallel/layers.py); those of frozen weights do not
     shared = whole if p.sequence_parallel and not model.lora_rank else 0.0
     if p.zero >= 3:  # with two gradients between layers
-        passes = Passes(model, p, stage, kept, recomputed, passing + local)
-        return passes.temporary_bytes() + shared
+        layers = tuple(
+            (
+                Layer(
+                    kind,
+                    layer_activation_bytes(kind, p),
+                    recomputed_bytes(kind, p),
+                    _passing_bytes(kind, p) + local,
+                ),
+                count,
+            )
+            for kind, count in p.layers_of(model, stage)
+        )
+        return Passes(model, p, stage, layers).temporary_bytes() + shared
     in_bf16 = logits.fp32_bytes(model, p, stage) / 2
     table = 0.0 if model.lora_rank else 2.0 * model.vocab / p.tp * model.hidden
     # the output layer's gradient of a table that is the embedding's too waits for that one's
     tied = table if model.tied_embeddings and p.pp == 1 else 0.0
     gathered = whole + local if p.sequence_parallel else 0.0  # a gradient, or what is scattered
-    chunk = p.stage_layers(model)[stage] / p.vpp * kept
-    left = _left_behind(model, p, stage, chunk, local)
-    beside_layer, beside_table = scattered_bytes(model, p, stage)
     # on Transformer Engine autograd sums the gradient of the first product's bias
     biased = p.on_engine and model.linear_bias and not model.lora_rank
-    sums = sum_bytes(s.tokens, _first_width(model, p)) if biased else 0.0
-    others = _first_product_bytes(model, p), _latent_passing_bytes(model, p)
-    passing = max(passing, *others) + sums
-    found = [passing + recomputed + tied + left.layer + beside_layer]
+    chunk, of_layers = 0.0, []  # what it keeps; what comes and goes in one, less what has gone
+    for kind, count in reversed(p.layers_of(model, stage)):
+        sums = sum_bytes(s.tokens, _first_width(kind, p)) if biased else 0.0
+        moments = _passing_bytes, _first_product_bytes, _latent_passing_bytes
+        passing = max(one(kind, p) for one in moments) + sums
+        of_layers.append(passing + recomputed_bytes(kind, p) - chunk)
+        chunk += count / p.vpp * layer_activation_bytes(kind, p)
+    left = left_behind(model, p, stage, chunk, local)
+    beside_layer, beside_table = scattered_bytes(model, p, stage)
+    found = [max(of_layers) + tied + left.layer + beside_layer]
     if model.lora_rank:
+        recomputed = recomputed_bytes(model, p)
         # what the next stage sent of the microbatch before
         sent = local if left.loss and p.vpp == 1 and stage < p.pp - 1 else 0.0
         # a recomputed layer's is beside the gradient of its output
@@ -174,63 +187,9 @@ def _temporary_bytes(model: ModelSpec, p: Parallelism, stage: int, kept: float) 
         found.append(3 * in_bf16 + 2 * local + left.loss)
         found.append(in_bf16 + table + whole + gathered + 2 * local + left.output_layer)
     if stage == 0:
-        freed = _freed_chunks(p) * chunk
+        freed = freed_chunks(p) * chunk
         found.append(table + tied + gathered + local + left.table - freed + beside_table)
     return max(found) + shared
-
-
-class _Left(NamedTuple):
-    """Bytes between stages, beside a microbatch's own, at the moments that can be the peak."""
-
-    loss: float
-    output_layer: float  # its backward pass, as the next two
-    layer: float
-    table: float
-
-
-def _left_behind(model: ModelSpec, p: Parallelism, stage: int, chunk: float, local: float) -> _Left:
-    """What variables refer to of passes before (pipeline_parallel/schedules.py).
-
-    To the microbatch before: to its loss, thereby to the stage's input and its
-    gradient, until the next loss is there; to that gradient until there is another. Interleaved see
-    `simulate.memory.between_stages`: where fewer passes are in flight than at most, what a `chunk`
-    of the stage's layers keeps for each is taken off.
-    """
-    if p.vpp > 1:
-        most = _chunks_in_flight(p, stage)
-        both = (
-            tensors_held(stage, p.pp, p.microbatches, p.vpp, last_chunk=last_chunk)
-            for last_chunk in (True, False)
-        )
-        loss, layer = (
-            max((passes - most) * chunk + tensors * local for passes, tensors in one)
-            for one in both
-        )
-        return _Left(loss, loss - local, layer, 3 * local)
-    if p.microbatches <= p.pp - stage:
-        return _Left(0.0, 0.0, 0.0, 0.0)
-    # a first stage's input, the embedding's output, is a leaf only where the table is frozen
-    loss, gradient = 2 * (stage > 0 or model.lora_rank > 0) * local, (stage > 0) * local
-    return _Left(loss, gradient, gradient, gradient)
-
-
-def _chunks_in_flight(p: Parallelism, stage: int) -> int:
-    """Passes through a chunk of a stage's layers whose activations are there at the peak."""
-    passes = p.microbatches * p.vpp
-    if p.schedule == "gpipe":
-        return passes
-    if p.schedule == "zb-h1":  # `stage` microbatches wait for their weights' gradients
-        return min(p.pp, passes)
-    if p.vpp > 1:
-        return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, passes)
-    return min(p.pp - stage, passes)
-
-
-def _freed_chunks(p: Parallelism) -> int:
-    """Of those on a first stage, how many are gone when its first chunk's first backward pass ends:
-    that one, and those that ran before and for which no forward pass was left."""
-    before = (p.vpp - 1) * p.pp
-    return 1 + before - min(before, p.microbatches * p.vpp - _chunks_in_flight(p, 0))
 
 
 def _owned(model: ModelSpec, p: Parallelism, stage: int) -> float:
@@ -256,8 +215,8 @@ def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) 
         return 4.0 * min(model.lora_rank * wide, owned)
     if p.zero in (1, 2):
         return 4.0 * largest_piece(model, p, stage)
-    wide = max(model.ffn_hidden, model.shared_ffn_hidden)
-    matrix = float(model.hidden * wide * (2 if model.gated else 1) / p.tp)
+    ffn = logits.widest_mlp(model, p, stage)
+    matrix = float(model.hidden * ffn * (2 if model.gated else 1) / p.tp)
     table = model.vocab / p.tp * model.hidden if stage in (0, p.pp - 1) else 0.0
     return 4.0 * min(max(matrix, table), owned)
 
@@ -276,19 +235,19 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     if p.on_engine and not model.lora_rank:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
-        matrices = model.attention_parameters + model.mlp_parameters + model.shared_parameters
+        layers = [kind for kind, _ in p.layers_of(model, stage)]
+        split = sum(kind.mlp_parameters + kind.shared_parameters for kind in layers)
         whole = whole_latents(model, p)
-        weights += 2.0 * (whole + (matrices - whole) / p.tp)
+        split += model.attention_parameters - whole
+        weights += 2.0 * (whole + split / p.tp)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type
         gradients /= 2
     # master weights and both moments, each a tensor of its own
     optimizer = 12.0 * owned
     optimizer += 3 * sum(uncut_bytes(4.0 * one) for one in owned_pieces(model, p, stage))
-    layers = p.stage_layers(model)[stage]
-    kept = layer_activation_bytes(model, p)
-    activations = _chunks_in_flight(p, stage) / p.vpp * layers * kept
-    temporary = _temporary_bytes(model, p, stage, kept)
+    activations = activation_bytes(model, p, stage)
+    temporary = _temporary_bytes(model, p, stage)
     update = _clipping_bytes(model, p, stage, owned)
     if p.zero >= 3:  # of a shard, beside gradients in fp32 (Float16OptimizerWithFloat16Params)
         update = _clipping_bytes(model, p, stage, dense + expert) / replicas + gradients
@@ -393,10 +352,10 @@ def _issued(model: ModelSpec, p: Parallelism, stage: int, held: StageMemory) -> 
 def memory(model: ModelSpec, p: Parallelism, node: Node, fabric: Fabric) -> Memory:
     """Memory of every stage."""
     allocated, reserved, needed, beside = [], [], [], []
-    contexts: dict[tuple[bool, bool], float] = {}  # stages between the first and the last are alike
+    contexts: dict[tuple[bool, ...], float] = {}  # of stages alike
     for stage in range(p.pp):
         held = stage_memory(model, p, stage)
-        ends = (stage == 0, stage == p.pp - 1)
+        ends = (stage == 0, stage == p.pp - 1, p.has_experts(model, stage))
         if ends not in contexts:
             contexts[ends] = overhead.context_gib(model, p, stage, node, fabric)
         beside.append(contexts[ends])

@@ -21,6 +21,8 @@ Sources: torch's `distributed/fsdp/_fully_shard` (`FSDPParamGroup.wait_for_unsha
 """
 
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
@@ -30,10 +32,16 @@ from spec.step_parts import shapes
 
 
 def units(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float, float, float]:
-    """Parameters of the embedding, a layer and the rest on a GPU; 0 of what `stage` lacks."""
+    """Parameters of the embedding, the largest layer and the rest on a GPU; 0 of what `stage`
+    lacks."""
     first, last = end_parameters(model, p)
-    layer = float(sum(layer_parameters(model, p)))
+    layer = max(_parameters(kind, p) for kind, _ in p.layers_of(model, stage))
     return float(first * (stage == 0)), layer, float(last * (stage == p.pp - 1))
+
+
+def _parameters(model: ModelSpec, p: Parallelism) -> float:
+    """The same of a layer."""
+    return float(sum(layer_parameters(model, p)))
 
 
 def blocks_apart_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
@@ -62,34 +70,60 @@ def scattered_bytes(model: ModelSpec, p: Parallelism, stage: int) -> tuple[float
         return 0.0, 0.0
     _, layer, rest = units(model, p, stage)
     messages = min(2, p.stage_layers(model)[stage])
-    return 2 * rest + 2 * layer + 4 * layer * messages, 2 * rest + 4 * layer
+    first = _parameters(p.layers_of(model, stage)[0][0], p)
+    return 2 * rest + 2 * layer + 4 * layer * messages, 2 * rest + 4 * first
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The passes of a GPU of `stage`, each number bytes, for one microbatch.
+class Layer(NamedTuple):
+    """A layer's passes, each number bytes, for one microbatch.
 
-    `kept`: activations that a layer keeps; `recomputed`: those that it makes again; `passing`: what
+    `kept`: activations that it keeps; `recomputed`: those that it makes again; `passing`: what
     comes and goes beside them at the MLP's second product's weight gradient.
     """
 
     model: ModelSpec
-    p: Parallelism
-    stage: int
     kept: float
     recomputed: float
     passing: float
 
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a GPU of `stage`; of its layers those alike, and how many, first ones first."""
+
+    model: ModelSpec
+    p: Parallelism
+    stage: int
+    layers: tuple[tuple[Layer, int], ...]
+
     def temporary_bytes(self) -> float:
         """What their peak holds beside all shards and a microbatch's activations."""
-        layers = self.p.stage_layers(self.model)[self.stage]
-        # linear in `done` from the second layer that comes to the last but one
-        places = {0, min(1, layers - 1), max(layers - 2, 0), layers - 1}
+        places, layers = set[int](), 0
+        for _, count in reversed(self.layers):
+            # linear in `done` from the second layer that comes to the last but one, of those alike
+            inner = {0, min(1, count - 1), max(count - 2, 0), count - 1}
+            places |= {layers + one for one in inner}
+            layers += count
         found = [self._layer_bytes(layers, done) for done in places]
-        found.append(self._end_bytes() - layers * self.kept)
+        found.append(self._end_bytes() - self._kept_bytes(layers))
         if self.stage == self.p.pp - 1:
             found.append(self._loss_bytes() - self._missing_bytes(layers))
         return max(found)
+
+    def _at(self, done: int) -> Layer:
+        """The layer whose backward pass comes after those of as many others."""
+        every = (one for one, count in reversed(self.layers) for _ in range(count))
+        return next(islice(every, done, None))
+
+    def _parameters(self, done: int) -> float:
+        return _parameters(self._at(done).model, self.p)
+
+    def _kept_bytes(self, done: int) -> float:
+        """What the last layers keep."""
+        found = 0.0
+        for one, count in reversed(self.layers):
+            found, done = found + min(done, count) * one.kept, max(done - count, 0)
+        return found
 
     @property
     def _outside(self) -> float:
@@ -100,60 +134,65 @@ class Passes:
         """Shards of gradients that an only microbatch lacks while `layers` have none yet."""
         if self.p.microbatches > 1:
             return 0.0
-        embedding, layer, rest = units(self.model, self.p, self.stage)
-        return 2.0 * (embedding + rest + layers * layer) / (self.p.dp * self.p.cp)
+        embedding, _, rest = units(self.model, self.p, self.stage)
+        found = embedding + rest
+        for one, count in self.layers:
+            found += min(layers, count) * _parameters(one.model, self.p)
+            layers = max(layers - count, 0)
+        return 2.0 * found / (self.p.dp * self.p.cp)
 
     def _loss_bytes(self) -> float:
         """Logits in bf16 and fp32 beside the last layer's message; those in fp32 beside the rest's;
         those in bf16 beside the rest's gradient and the last layer's next message."""
-        _, layer, rest = units(self.model, self.p, self.stage)
+        _, _, rest = units(self.model, self.p, self.stage)
         logits = 2.0 * shapes(self.model, self.p).tokens * self.model.vocab / self.p.tp
-        message, gathered = 2 * layer, 2 * rest
+        message, gathered = 2 * self._parameters(0), 2 * rest
         most = max(3 * logits + message, 2 * logits + gathered, logits + gathered + message)
         return gathered + most + 4 * self._outside
 
     def _layer_bytes(self, layers: int, done: int) -> float:
         """In a layer's backward pass, after `done` of `layers`, beside all shards and what all
         layers keep."""
-        embedding, layer, rest = units(self.model, self.p, self.stage)
-        own, sent = 2 * layer, 4 * layer  # bf16 weights or gradients; gradients in fp32
-        message = own  # of the unit before
-        if done == layers - 1:
+        embedding, _, rest = units(self.model, self.p, self.stage)
+        one, parameters = self._at(done), self._parameters(done)
+        own, sent = 2 * parameters, 4 * parameters  # bf16 weights or gradients; gradients in fp32
+        if done < layers - 1:
+            message = 2 * self._parameters(done + 1)  # of the unit before
+        else:
             named = self.p.recompute != "none" and self.model.position == "rope"
             message = 0.0 if named else 2 * embedding
-        held = 4 * rest + message - done * self.kept + self.recomputed
+        held = 4 * rest + message - self._kept_bytes(done) + one.recomputed
         held -= self._missing_bytes(layers - done)
         # when all gradients are there, no activations are; then weights go and are they sent
-        gone = self.recomputed or self.kept
+        gone = one.recomputed or one.kept
         complete = own - gone + 2 * self._outside
         # of a layer's gradients the loop's variable refers to the last, which may be a bias's
-        last = 0.0 if self.model.linear_bias else self._second_bytes
-        reduced = 6 * layer / (self.p.dp * self.p.cp) + last - own
-        older = sent if done else 0.0
-        during = own + older + max(self._passing_bytes, complete)
+        last = 0.0 if self.model.linear_bias else self._second_bytes(one)
+        reduced = 6 * parameters / (self.p.dp * self.p.cp) + last - own
+        older = 4 * self._parameters(done - 1) if done else 0.0
+        during = own + older + max(self._passing_bytes(one), complete)
         return held + max(during, sent + complete + max(reduced, 0.0))
 
-    @property
-    def _second_bytes(self) -> float:
+    def _second_bytes(self, one: Layer) -> float:
         """A weight gradient of the MLP's second product, a layer's last matrix."""
-        return 2.0 * self.model.hidden * self.model.ffn_hidden / self.p.tp
+        return 2.0 * one.model.hidden * one.model.ffn_hidden / self.p.tp
 
-    @property
-    def _passing_bytes(self) -> float:
+    def _passing_bytes(self, one: Layer) -> float:
         """`passing`, or what there is at the first product's weight gradient: the second's too, but
         none of the activations between the products."""
-        model, p = self.model, self.p
+        model, p = one.model, self.p
         share = max(model.top_k, 1) / max(model.experts // p.ep, 1)  # experts run in turn
         wide = 2.0 * shapes(model, p).tokens * model.ffn_hidden / p.tp * share
-        first = (2 if model.gated else 1) * (self._second_bytes - 2 * wide)
-        return self.passing + max(first, 0.0)
+        first = (2 if model.gated else 1) * (self._second_bytes(one) - 2 * wide)
+        return one.passing + max(first, 0.0)
 
     def _end_bytes(self) -> float:
         """Without activations: the embedding's gradient; the rest's scattered; then its own."""
-        embedding, layer, rest = units(self.model, self.p, self.stage)
+        embedding, _, rest = units(self.model, self.p, self.stage)
+        first = _parameters(self.layers[0][0].model, self.p)
         scattered = 2 + 4 + (4 + 2) / (self.p.dp * self.p.cp)  # bf16, fp32; reduced fp32, bf16
         held = max(
-            4 * embedding + 4 * rest + 4 * layer,
+            4 * embedding + 4 * rest + 4 * first,
             4 * embedding + scattered * rest,
             scattered * embedding,
         )

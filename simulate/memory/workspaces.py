@@ -28,11 +28,12 @@ def workspace_bytes(model: ModelSpec, p: Parallelism, stage: int) -> float:
     (`get_multi_stream_cublas_workspace`), so that PyTorch's are left to the output layer, a
     mixture's router and adapters.
     """
-    beside = model.experts > 0 or model.lora_rank > 0
+    experts = p.has_experts(model, stage)
+    beside = experts or model.lora_rank > 0
     by_torch = not p.on_engine or beside or stage == p.pp - 1
     count = THREADS * (1 + p.cuda_graphs) if by_torch else 0
     if p.on_engine:
-        count += 1 + (STREAMS if model.experts else 0)
+        count += 1 + (STREAMS if experts else 0)
     return count * WORKSPACE
 
 

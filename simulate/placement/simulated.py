@@ -66,6 +66,11 @@ def modelled(
     `slowness` is of each stage's GPUs, or of every GPU in the order of ranks (a stage holds
     consecutive ones); then they may be grouped anew, tensor-parallel groups inside nodes.
     """
+    if inputs.model.dense_layers:
+        raise UserError(
+            f"{inputs.model.name} has dense_layers {inputs.model.dense_layers}; layers are placed "
+            "as if all took as long, give a model whose layers are alike"
+        )
     if sd is not None and not 0 <= sd <= 0.5:
         raise UserError(f"--slowness-sd is {sd:g}; give a share between 0 and 0.5")
     if max(slowness) > SLOWEST * min(slowness):

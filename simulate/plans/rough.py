@@ -18,7 +18,7 @@ from simulate.cost.uncertainty import Array, Draws, central
 from simulate.hardware.as_run import as_run
 from simulate.step.clocks import layer_us
 from simulate.step.overlap import Chunk, by_axis, gather_in_turn, waited_us
-from simulate.step.passes import Pieces, chunks
+from simulate.step.passes import Pieces, chunks, unit_of
 from simulate.step.pipeline_order import BACKWARD, FORWARD
 from simulate.step.sharding import waits
 from simulate.step.updates import waits_us
@@ -37,11 +37,9 @@ Times = tuple[float, ...]  # by boundary of stages, or one for all
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward and backward of a microbatch through one layer and through the model's ends, us."""
+    """Forward and backward of a microbatch through a layer and through the model's ends, us."""
 
-    layer: float
-    embedding: float
-    head: float
+    whole: dict[str, float]  # by unit
     free: dict[str, list[float]]  # forward, backward of each, while it leaves the ports to replicas
 
 
@@ -70,10 +68,13 @@ class Rough:
 
     def step_us(self, p: Parallelism) -> float:
         """Step time."""
-        one, m = self._pass(p), p.microbatches
-        stages = [layers * one.layer for layers in p.stage_layers(self.model)]
-        stages[0] += one.embedding
-        stages[-1] += one.head
+        one, m, model = self._pass(p), p.microbatches, self.model
+        stages = [layers * one.whole["layer"] for layers in p.stage_layers(model)]
+        for stage in range(p.pp if model.dense_layers else 0):
+            units = [(unit_of(kind, model), count) for kind, count in p.layers_of(model, stage)]
+            stages[stage] = sum(count * one.whole[name] for name, count in units)
+        stages[0] += one.whole["embedding"]
+        stages[-1] += one.whole["head"]
         if p.zero > 1:
             stages = list(map(add, stages, self._sharded_us(p, one)))
         transfers, lates = self._transfers_us(p) if p.pp > 1 else ((0.0,), (0.0,))
@@ -96,17 +97,18 @@ class Rough:
         )
         if key not in self._passes:
             costs = self._costs(p)
+            layers = {name: layer(kind, p) for name, kind in self.model.kinds.items()}
             units = {
-                "layer": layer(self.model, p),
+                **layers,
                 "embedding": embedding(self.model, p),
                 "head": head(self.model, p),
             }
             times = {name: repeated_us(both, costs) for name, both in units.items()}
             slower = self._slower(p, costs, sum(times["layer"]))
-            for name in ("layer", "head"):
+            for name in (*layers, "head"):
                 times[name] = [time * slower for time in times[name]]
             self._passes[key] = Pass(
-                **{name: sum(both) for name, both in times.items()},
+                whole={name: sum(both) for name, both in times.items()},
                 free={
                     name: [
                         time - central(costs.ports_us(segment)) * slower
@@ -134,8 +136,7 @@ class Rough:
 
     def _sharded_us(self, p: Parallelism, one: Pass) -> list[float]:
         """What each stage's passes last longer with zero 2 and 3, for every microbatch."""
-        layers, last = p.stage_layers(self.model), p.pp - 1
-        every = [chunks(p, layers[stage], stage == 0, stage == last) for stage in range(p.pp)]
+        every = [chunks(self.model, p, stage) for stage in range(p.pp)]
         costs, found = self._costs(p), {}
         for each in set(every):
             copies = shard_kernels(self.model, p, every.index(each))
@@ -190,8 +191,11 @@ class Rough:
         return central(waited_us(chunks, p, buckets, self._costs(p), way))
 
     def _chunk_us(self, p: Parallelism, one: Pass, way: int) -> float:
-        """The pass of a model chunk's layers."""
-        return one.free["layer"][way] * self.model.layers / (p.pp * p.vpp)
+        """The pass of a model chunk's layers, on the mean."""
+        model, free_us = self.model, one.free["layer"][way] * self.model.layers
+        if model.dense_layers:
+            free_us += model.dense_layers * (one.free["dense"][way] - one.free["layer"][way])
+        return free_us / (p.pp * p.vpp)
 
     def _of_ends(self, p: Parallelism) -> list[Update]:
         """Of the first and the last stage."""

@@ -112,7 +112,8 @@ def peaks_w(estimate: StepEstimate, calibration: Calibration) -> dict[str, float
     fit, prices = calibration.clock, estimate.priced.stages[0]
     products = {
         kernel
-        for segment in prices.segments["layer"]
+        for name in estimate.priced.model.kinds
+        for segment in prices.segments[name]
         for part in segment.parts
         for kernel in part.kernels
         if calibration.kernel(kernel).tflops

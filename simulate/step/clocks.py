@@ -165,7 +165,8 @@ def load(priced: PricedStep, stage: int) -> Load:
     of_layers = 1.0
     if mine.sharded_us:
         p, model = priced.parallelism, priced.model
-        layers = p.stage_layers(model)[stage] * sum(layer_parameters(model, p))
+        every = p.layers_of(model, stage)
+        layers = sum(count * sum(layer_parameters(kind, p)) for kind, count in every)
         of_layers = layers / sum(trained_parameters(model, p, stage))
     return Load(
         busy_us=times * mine.total_us,

@@ -7,6 +7,7 @@ split and placed alike (`Shared`): only what replicas send in a pass depends on 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -165,7 +166,7 @@ def work(
     model: ModelSpec, p: Parallelism, prices: StagePrices, stage: int, shared: Shared
 ) -> StageWork:
     """What `stage` runs for each microbatch; what is missing in `shared` is added."""
-    units = chunks(p, p.stage_layers(model)[stage], stage == 0, stage == p.pp - 1)
+    units = chunks(model, p, stage)
     if p.zero > 1:
         return _priced(model, p, prices, units, stage)
     which = prices.clock_mhz, units
@@ -174,16 +175,27 @@ def work(
     return shared.work[which]
 
 
-def chunks(p: Parallelism, layers: int, first: bool, last: bool) -> Chunks:
-    """Those of a stage of so many layers: the embedding in its first one, the head in its last."""
-    mine: Pieces = ((layers / p.vpp, "layer"),)
-    before: Pieces = ((1, "embedding"),) if first else ()
-    after: Pieces = ((1, "head"),) if last else ()
-    if p.vpp == 1:
-        return (((*before, *mine, *after), 1),)
-    begin: Chunks = (((*before, *mine), 1),) if first else ()
-    end: Chunks = (((*mine, *after), 1),) if last else ()
-    return (*begin, (mine, p.vpp - first - last), *end)
+def chunks(model: ModelSpec, p: Parallelism, stage: int) -> Chunks:
+    """Those of a stage: the embedding in the model's first one, the head in its last."""
+    found = [
+        tuple((count, unit_of(kind, model)) for kind, count in layers)
+        for layers in p.chunk_layers(model, stage)
+    ]
+    if stage == 0:
+        found[0] = ((1, "embedding"), *found[0])
+    if stage == p.pp - 1:
+        found[-1] = (*found[-1], (1, "head"))
+    return tuple((pieces, len([*alike])) for pieces, alike in groupby(found))
+
+
+def unit_of(kind: ModelSpec, model: ModelSpec) -> str:
+    """The unit that layers of a kind are, see `ModelSpec.kinds`."""
+    return "layer" if kind is model else "dense"
+
+
+def of_layers(pieces: Pieces) -> list[str]:
+    """The units among them that are layers."""
+    return [name for _, name in pieces if name in ("dense", "layer")]
 
 
 def _priced(
@@ -208,10 +220,12 @@ def _passes(
         [(count, prices.segments[name][way]) for count, name in pieces]
         for way in range(ways(p.schedule))
     ]
+    layers = of_layers(pieces)
     waiting, ahead, first = host_waits(
         [[(count, one.cost) for count, one in mine] for mine in every],
         costs,
-        before=[name for _, name in pieces].index("layer"),
+        before=[name for _, name in pieces].index(layers[0]),
+        layers=len(layers),
     )
     lasting = [
         _lasting(pieces, mine, host, zero) for mine, host in zip(every, waiting, strict=True)
@@ -239,7 +253,8 @@ def _passes(
             exposed["dp"] = exposed.get("dp", zero) + each.exposed
         whole = compute + host + sum(exposed.values(), zero)
         busy = {name: count * lasting[way][name] for count, name in pieces}
-        of_layers = busy["layer"] / larger(sum(busy.values(), zero), 1e-9)
+        in_layers = sum((busy[name] for name in layers), zero)
+        in_layers = in_layers / larger(sum(busy.values(), zero), 1e-9)
         yield PassCost(
             total=whole,
             compute=compute,
@@ -249,7 +264,7 @@ def _passes(
             spare=sum((zero + count * one.spare for count, (_, one, _) in mine), zero),
             first=first,
             free=whole - taken,
-            layers=(whole - taken) * of_layers,
+            layers=(whole - taken) * in_layers,
             energy=energy,
             segments=tuple(reversed(pieces)) if way else pieces,
             sharded=tuple(waited),

@@ -16,7 +16,16 @@ from simulate.cost.costs import Costs, Ring
 from simulate.cost.issue import once_waits
 from simulate.cost.uncertainty import larger
 from simulate.cost.works import Same
-from simulate.step.passes import PassCost, PricedSegment, Shared, StagePrices, StageWork, work
+from simulate.step.passes import (
+    PassCost,
+    PricedSegment,
+    Shared,
+    StagePrices,
+    StageWork,
+    chunks,
+    unit_of,
+    work,
+)
 from simulate.step.pipeline_order import ways
 from simulate.step.shared_ports import beside_messages, share_beside
 from simulate.step.updates import Alone, UpdateCost, alone, update
@@ -122,14 +131,15 @@ def _shared_parts(
     same: Same[ModelSpec], split: _Split, ring: Ring | None
 ) -> dict[str, tuple[Segment, ...]]:
     model, p = same.held, split.p
-    ways_of = layer(model, p)
+    layers = {name: layer(kind, p) for name, kind in model.kinds.items()}
     if ring is not None:
-        forward, backward = (
-            tuple(one for part in way for one in (ring(part, p) if part.ring else (part,)))
-            for way in ways_of
-        )
-        ways_of = forward, backward
-    both = {"layer": ways_of, "embedding": embedding(model, p), "head": head(model, p)}
+        for name, ways_of in layers.items():
+            forward, backward = (
+                tuple(one for part in way for one in (ring(part, p) if part.ring else (part,)))
+                for way in ways_of
+            )
+            layers[name] = forward, backward
+    both = {**layers, "embedding": embedding(model, p), "head": head(model, p)}
     if ways(p.schedule) == 2:
         return dict(both)
     return {name: (first, *without_weights(second)) for name, (first, second) in both.items()}
@@ -160,12 +170,8 @@ def price(
                     PricedSegment(one, at.segment(one), at.ports_us(one)) for one in parts
                 )
     stages = tuple(priced[clock] for clock in of_stage)
-    layers = p.stage_layers(model)
     beside = [share_beside(stage, p, costs) for stage in range(p.pp)]
-    kinds = [
-        (stage == 0, stage == p.pp - 1, layers[stage], of_stage[stage], beside[stage])
-        for stage in range(p.pp)
-    ]
+    kinds = [(chunks(model, p, stage), of_stage[stage], beside[stage]) for stage in range(p.pp)]
     first_of: dict[tuple[object, ...], int] = {}
     alike = tuple(first_of.setdefault(kind, stage) for stage, kind in enumerate(kinds))
     works = {stage: work(model, p, stages[stage], stage, known.shared) for stage in set(alike)}
@@ -233,7 +239,10 @@ def _once_waits(
 
 def products_us(priced: PricedStep, stage: int) -> float:
     """How long a GPU of `stage` runs layers' products in a step, which the cap slows."""
-    prices = priced.stages[stage]
-    products = sum(prices.costs.products_us(one.parts) for one in prices.segments["layer"])
-    p = priced.parallelism
-    return p.stage_layers(priced.model)[stage] * p.microbatches * products
+    prices, p, model = priced.stages[stage], priced.parallelism, priced.model
+    whole_us = 0.0
+    for kind, count in p.layers_of(model, stage):
+        both = prices.segments[unit_of(kind, model)]
+        products = sum(prices.costs.products_us(one.parts) for one in both)
+        whole_us += count * p.microbatches * products
+    return whole_us

@@ -31,7 +31,8 @@ OF_ACTIVATIONS = ("tp", "cp", "ep", "pp")
 def collectives(model: ModelSpec, p: Parallelism) -> list[Collective]:
     """Every distinct message of a step, the largest of each axis and kind."""
     found: list[Collective] = []
-    for segments in (layer(model, p), embedding(model, p), head(model, p)):
+    layers = (layer(kind, p) for kind in model.kinds.values())
+    for segments in (*layers, embedding(model, p), head(model, p)):
         for part in (part for segment in segments for part in segment):
             found += (*part.exposed, *part.hidden)
     for stage in {0, p.pp - 1}:

@@ -43,7 +43,7 @@ KEPT = (
     *("model", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "gated"),
     *("norm", "position", "linear_bias", "qk_norm", "tied_embeddings"),
     *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim", "shared_ffn_hidden"),
-    *("experts", "top_k", "lora_rank"),
+    *("experts", "top_k", "dense_layers", "dense_ffn_hidden", "lora_rank"),
     *("tp", "cp", "microbatch", "recompute", "sequence_parallel", "one_queue"),
     *AS_RUN,
 )

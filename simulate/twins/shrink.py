@@ -34,7 +34,8 @@ ALIKE = 0.1  # part of a step on something else, up to which a twin is nearly wh
 def twin(
     model: ModelSpec, p: Parallelism, gpus: int, layers: int | None = None
 ) -> tuple[ModelSpec, Parallelism]:
-    """The twin of a step on `gpus` GPUs; UserError where a layer alone needs more.
+    """The twin of a step on `gpus` GPUs; UserError where a layer alone needs more, or a mixture's
+    first layers would have another share.
 
     `layers` fewer than its stages have keeps all shares too: what a layer repeats is cut.
     """
@@ -58,6 +59,12 @@ def twin(
             )
         stages = (layers // pp,) * pp
     layers = sum(stages)
+    if model.dense_layers and layers != model.layers:
+        raise UserError(
+            f"{model.name} has dense_layers {model.dense_layers} of {model.layers}; a twin of "
+            f"{layers} layers cannot keep their share, use more GPUs or a model whose layers are "
+            "alike"
+        )
     unit = PADDING * p.tp
     vocab = max(-(-model.vocab * layers // (model.layers * unit)) * unit, unit)
     microbatches = p.microbatches

@@ -7,13 +7,14 @@ is the optimizer's. A profiler slows the host and no kernel: what the profiled s
 than the timed one is taken off the waiting.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from simulate.cost.uncertainty import central
 from simulate.step.estimate import StepEstimate
+from simulate.step.passes import chunks
 from simulate.step.pricing import PricedStep
 from simulate.step.traffic import KINDS
 from simulate.step.updates import UpdateCost
@@ -31,15 +32,13 @@ def simulated(estimate: StepEstimate) -> Parts:
     """Seconds of the central estimate by component; they sum to the step."""
     parts, priced = estimate.breakdown_s, estimate.priced
     stage = int(estimate.stage_busy_s.argmax())
-    prices, layers = priced.stages[stage], priced.parallelism.stage_layers(priced.model)[stage]
+    prices, often = priced.stages[stage], Counter[str]()
+    for pieces, times in chunks(priced.model, priced.parallelism, stage):
+        often.update({name: times * int(count) for count, name in pieces})
     kernels_us: dict[str, float] = defaultdict(float)
     for name, both in prices.segments.items():
-        last = name == "head" and stage < priced.parallelism.pp - 1
-        if last or (name == "embedding" and stage > 0):
-            continue
         for kernel, kind in (found for one in both for found in classes(one.parts)):
-            often = layers if name == "layer" else 1
-            kernels_us[kind] += often * central(prices.costs.kernel_us(kernel))
+            kernels_us[kind] += often[name] * central(prices.costs.kernel_us(kernel))
     whole_us = sum(kernels_us.values()) or 1.0
     # slower beside communication, all alike
     found = {name: parts["compute"] * kernels_us[name] / whole_us for name in COMPUTE}
