@@ -39,7 +39,7 @@ def draw(
         raise UserError(f"--draw is {count}; it must be at least 1")
     rng = random.Random(seed)
     known = {
-        _kind(row.hidden, row)
+        _kind(row.model_spec(), row)
         for found in measured
         for row in found.table(TrainingRow)
         if row.status == "done"
@@ -55,7 +55,7 @@ def draw(
         if one is None:
             continue
         model, p = one
-        is_new = _kind(model.hidden, p) not in known
+        is_new = _kind(model, p) not in known
         if not is_new and len(picked) - new >= count - wanted_new:
             continue
         if families.get(model.name, 0) >= -(-2 * count // len(grid.families)):
@@ -77,8 +77,8 @@ def draw(
     return list(picked.values())
 
 
-def _kind(hidden: int, step: TrainingConfig | Parallelism) -> tuple[object, ...]:
-    return hidden, step.tp, step.pp, *as_asked(step)
+def _kind(model: ModelSpec, step: TrainingConfig | Parallelism) -> tuple[object, ...]:
+    return model.hidden, model.latent, step.tp, step.pp, *as_asked(step)
 
 
 def _random(grid: Grid, rng: random.Random) -> tuple[ModelSpec, Parallelism] | None:
