@@ -1,6 +1,7 @@
 """A mixture's first layers without experts (`dense_layers`), as DeepSeek-V3 has three."""
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
 
@@ -40,6 +41,7 @@ from spec.step import (
     trained_tensors,
 )
 from spec.training_records import TrainingConfig
+from tests.real_steps import LLAMA, logged, noted
 from tests.simulated_steps import CALIBRATION, FABRIC, MOE, NODE, capped, simulate
 
 # as DeepSeek-V3's: a dense layer is as wide as the experts that a token goes through
@@ -135,6 +137,35 @@ def test_a_measurement_covers_kernels_of_both() -> None:
     for model in (FIRST, FIRST.dense):
         mine = {one for way in layer(model, P) for part in way for one in part.kernels}
         assert mine <= kernels_of(FIRST, P)
+
+
+def _activated(name: str, args: Any, out: Any) -> list[tuple[int, int]]:
+    """(width, rows) of what torch activates."""
+    return [(out.shape[-1], out.numel() // out.shape[-1])] if name == "silu" else []
+
+
+def activated(log: list[Any]) -> AbstractContextManager[None]:
+    return noted(log, _activated)
+
+
+def test_a_real_step_activates_as_many_rows_of_either_width() -> None:
+    pytest.importorskip("megatron.core")
+    model = LLAMA.resized(
+        name="tiny-first-dense",
+        **{"layers": 4, "experts": 4, "top_k": 2, "dense_layers": 1, "dense_ffn_hidden": 192},
+    )
+    p = Parallelism(pp=2, global_batch=2)
+    for stage, log in enumerate(logged(model, p, activated)):
+        found, told = Counter[int](), Counter[int]()
+        for width, rows in log:
+            found[width] += rows
+        for kind, count in p.layers_of(model, stage):
+            for part in layer(kind, p)[0]:
+                for kernel in (one for one in part.kernels if one.op == "swiglu"):
+                    rows, width = kernel.dims
+                    told[width] += count * p.microbatches * rows
+        assert found == told
+        assert set(told) == {model.ffn_hidden, *([192] if stage == 0 else [])}
 
 
 def passes_us(step: StepEstimate, stage: int) -> float:
