@@ -12,7 +12,7 @@ from simulate.cost.works import Same
 from simulate.hardware.transfer import with_points
 from spec.calibration import Calibration, HostTime
 from spec.fitted import changed
-from spec.kernel import OF_HEADS, PRODUCTS
+from spec.kernel import LATENT, OF_HEADS, PRODUCTS
 from spec.kernel_fit import KernelFit
 
 # What a call saves at its operation's middle shape: medians of products and of what is one kernel,
@@ -54,7 +54,8 @@ UPDATE_TIMES = frozenset({"tensor_us", "te_tensor_us", "step_us"})
 def replayed_launch_us(fit: KernelFit) -> float:
     """What starting a call of an operation takes in a graph."""
     one_us = PRODUCT_US if fit.op in PRODUCTS else ONE_KERNEL_US
-    plain = OF_HEADS.get(fit.op, fit.op), fit.direction
+    alike = OF_HEADS | {LATENT: "attention"}
+    plain = alike.get(fit.op, fit.op), fit.direction
     saved_us = SAVED_US.get(plain, one_us)
     return max(fit.launch_us - saved_us, LEAST * fit.launch_us)
 

@@ -84,12 +84,15 @@ def _latent_bytes(model: ModelSpec, p: Parallelism) -> float:
     """The same of latent attention (transformer/multi_latent_attention.py).
 
     Latents before and behind their norms, with that of keys what all heads share, which is a view
-    of the same product; a number for each row of a norm, fp32; queries, keys, values and output.
+    of the same product, by local layers; a number for each row of a norm, fp32; queries, keys,
+    values and output.
     """
     s = shapes(model, p)
     heads, of_input = model.heads // p.tp, kept_of_input(model, p)
     queries, keys = model.q_lora_rank, model.kv_lora_rank
-    latents = (1 + of_input) * (queries + keys) + model.rope_head_dim
+    latents = (1 + of_input) * (queries + keys)
+    if not p.on_engine:  # whose norm takes a copy of what it is given a view of
+        latents += model.rope_head_dim
     numbers = model.norm_vectors * (1 + bool(queries))
     kept = s.local_tokens * (2.0 * latents + 4.0 * numbers)
     output = 2.0 * s.tokens * heads * model.value_dim
