@@ -14,11 +14,15 @@ from spec.kernel import LATENT, Kernel
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step_linear import column, row
-from spec.step_parts import Part, Shapes, copied, norm, pair, reordered
+from spec.step_parts import Part, Shapes, copied, norm, paced, pair, reordered
+from spec.step_transformer_engine import ROTARY
 
 # Times of a copy of as many bytes that Megatron-Core's two kernels take, forward and backward: on
 # an H200 of 4,096 and 8,192 tokens and 16 to 128 heads 1.8 to 2.6 and 2.3 to 3.3 of what rotates
 # queries, 1.06 to 1.10 and 1.07 to 1.14 of what makes keys (`benchmarks.engine_latents`).
+# Of a copy of as many bytes, what torch's `cat` takes of views: 3.8 to 4.2 by profiles of steps of
+# MiniCPM3 4B and DeepSeek-V2-Lite on an H200 (results/2x-h200, the fifty-eighth visit).
+PUT_TOGETHER = 4.1
 ROTATED, KEYS_MADE = (2.08, 2.45), (1.07, 1.08)
 
 
@@ -40,10 +44,20 @@ def latent_attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[
         *parts,
         column(name, s.tokens, queries, width, model, p),
         column("kv_up", s.tokens, others, model.kv_lora_rank, model, p),
-        (_rotated_there if p.on_engine else _rotated)(model, s, heads),
+        (_rotated_there if rotates_fused(model, p) else _rotated)(model, s, heads),
         pair("attention", LATENT, core),
         row("proj", s.tokens, model.hidden, heads * model.value_dim, model, p),
     ]
+
+
+def rotates_fused(model: ModelSpec, p: Parallelism) -> bool:
+    """Whether two kernels of Megatron-Core's do all of it between the products and attention.
+
+    They go by blocks of heads and of values that are powers of two, and where these do not divide
+    a GPU's heads they read and write beyond them (0.16.1: 40 heads end in an illegal access).
+    """
+    sizes = model.heads // p.tp, model.head_dim, model.v_head_dim, model.rope_head_dim
+    return p.on_engine and all(size & (size - 1) == 0 for size in sizes)
 
 
 def _latents(
@@ -101,30 +115,31 @@ def _norm_of_keys(model: ModelSpec, p: Parallelism, s: Shapes) -> tuple[Part, Pa
 def _rotated(model: ModelSpec, s: Shapes, heads: int) -> tuple[Part, Part]:
     """Queries and keys put together of what is rotated and what is not, values copied out.
 
-    Each way of the rotated part is told by a copy: forward its pairs of values are put in order,
-    backward each half's gradient is laid into zeros, and both are added. The gradients of queries,
-    and those of keys and values, are joined by a copy each, and those of the keys' rotated part
-    summed over heads.
+    Whatever is put together takes `PUT_TOGETHER` copies: pairs of the rotated values in another
+    order, queries, keys, and backward the gradients of queries, and of keys and values. Each half
+    of the rotated values has its gradient laid into zeros, and so have both; that is told by the
+    bytes of a copy. The gradients of what heads share are summed over these.
     """
-    turned = s.tokens * (heads + 1) * model.rope_head_dim
+    turned = 4 * s.tokens * (heads + 1) * model.rope_head_dim
     whole = 4 * s.tokens * heads * model.query_dim
     both = 4 * s.tokens * heads * (model.head_dim + model.value_dim)
     rope = (s.tokens, heads + 1, model.rope_head_dim)
+    ordered, together, split = (paced(int(PUT_TOGETHER * n)) for n in (turned, whole, both))
     forward = (
-        reordered(s.tokens, (heads + 1) * model.rope_head_dim, model.rope_head_dim),
+        ordered,
         Kernel("rope", "forward", rope),
-        copied(whole),
-        copied(whole),
+        together,
+        together,
         reordered(s.tokens, heads * model.value_dim, model.value_dim),
     )
     backward = (
         copied(2 * s.tokens * heads * model.rope_head_dim),
         Kernel("rope", "backward", rope),
-        copied(14 * turned),
-        copied(whole),
-        copied(both),
+        copied(22 * turned // 4),
+        together,
+        split,
     )
-    return Part("rotary", forward), Part("rotary", backward)
+    return Part(ROTARY, forward), Part(ROTARY, backward)
 
 
 def _rotated_there(model: ModelSpec, s: Shapes, heads: int) -> tuple[Part, Part]:
@@ -135,7 +150,7 @@ def _rotated_there(model: ModelSpec, s: Shapes, heads: int) -> tuple[Part, Part]
     in_place = 4 * s.tokens * heads * model.rope_head_dim
     moved = 2 * s.tokens * heads * (model.head_dim + model.query_dim + 2 * model.value_dim)
     forward, backward = (
-        Part("rotary", (copied(int(one * in_place)), copied(int(other * moved))))
+        Part(ROTARY, (copied(int(one * in_place)), copied(int(other * moved))))
         for one, other in zip(ROTATED, KEYS_MADE, strict=True)
     )
     return forward, backward

@@ -33,9 +33,9 @@ from dataclasses import replace
 from math import log
 from typing import Literal
 
-from spec.kernel import Kernel
+from spec.kernel import PACED, Kernel
 from spec.parallelism import Parallelism
-from spec.step_parts import Part, copied, of_weights, paced
+from spec.step_parts import Part, Segment, copied, of_weights, paced
 
 # Times of a copy of as many bytes, forward and backward; on an H200, medians of two or three shapes
 # (`benchmarks/transformer_engine.csv`; of SwiGLU and GELU two, as the third was compiled for any
@@ -52,6 +52,9 @@ PACED_WAYS = {("rope", "forward"), ("rope", "backward"), ("swiglu", "backward")}
 # shapes, 0.97 to 0.99 and 2.4 to 2.6 copies of the bytes of one that does not. Of the gradient a
 # kernel of 1.85 goes with the clock, by three profiled steps; the other sums over a row.
 WEIGHTED_FORWARD, WEIGHTED_PACED, WEIGHTED_SUM = 0.98, 1.85, 0.65
+# Of SwiGLU compiled for any width, which the second width of a step is (torch.compile keeps the
+# first's by itself): 2.2 to 2.35 and 7.3 to 7.4 by profiles of three mixtures on an H200.
+OF_ANY_WIDTH = (2.25, 7.35)
 CAST = 1.18
 # Of all experts' rows in one kernel: 2.13 to 2.19 copies of 8 and 16 experts' by the benchmark (3.4
 # of 32 experts' of 1,024 rows), 2.3 to 2.7 by eight profiled steps of 8, 16 and 32. Rows padded for
@@ -105,6 +108,7 @@ ACCUMULATED_MOST, ACCUMULATED_WEIGHTS = 0.5, 2**22
 # weights in bf16 to a copy behind it, with that copy: 1.02 to 1.16 times torch's by these and eight
 # others (20261129-045026 and -163208), 1.055 where parameters are many.
 NORM_TIMES, CLIP_TIMES, ADAM_TIMES = 1.1, 1.17, 1.055
+ROTARY = "rotary"  # what is between latent attention's products and itself, told as it runs there
 BEHIND_NORM = ("qkv", "fc1", "q_up", "kv_up")
 # In FP8 a step's first microbatch writes its fp32 gradients instead of adding to them
 # (`set_is_first_microbatch`, which does nothing in bf16): of the 6 B a weight that adding moves
@@ -152,6 +156,26 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
         else (replace(_forward(first, p, rotated), on=on), replace(_fused(second, p), on=on))
         for first, second in pairs
     ]
+
+
+def second_width(segment: Segment, backward: bool) -> Segment:
+    """A layer there whose SwiGLU, forward or backward, has another width than one before it."""
+    times, op = (
+        OF_ANY_WIDTH[backward] / OF_A_COPY["swiglu"][backward],
+        PACED if backward else "copy",
+    )
+    return tuple(
+        replace(
+            part,
+            kernels=tuple(
+                replace(one, dims=(int(times * one.dims[0]),)) if one.op == op else one
+                for one in part.kernels
+            ),
+        )
+        if part.name == "swiglu"
+        else part
+        for part in segment
+    )
 
 
 def _forward(part: Part, p: Parallelism, rotated: bool) -> Part:
@@ -207,7 +231,7 @@ def _run(kernel: Kernel, part: Part, adding: float) -> Iterator[Kernel]:
         rows = next(one.dims[0] for one in part.kernels if one.direction == "wgrad")
         share = adding * accumulated(rows)
         yield replace(kernel, dims=(max(int(share * kernel.dims[0]), 1),))
-    elif kernel.op in OF_A_COPY:
+    elif kernel.op in OF_A_COPY and part.name != ROTARY:
         copies, beside = OF_A_COPY[kernel.op][backward], 0
         if kernel.op in TUNED and kernel.dims[1] not in TUNED[kernel.op]:
             copies, beside = _general(kernel, backward)

@@ -51,6 +51,7 @@ from spec.errors import WorkError
 from spec.measurable import refuse
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.step_latent import rotates_fused
 
 # Weights and activations of every device kind; gradients are accumulated and reduced in fp32.
 # The kernels of `spec.step` are bf16 on all devices, so that a CPU's steps are made of them too.
@@ -67,7 +68,8 @@ def transformer_config(model: ModelSpec, p: Parallelism, gpu: bool) -> Any:
         more |= {
             "bias_activation_fusion": model.gated or model.linear_bias,
             "bias_dropout_fusion": True,
-            "apply_rope_fusion": model.position == "rope",
+            "apply_rope_fusion": model.position == "rope"
+            and (not model.latent or rotates_fused(model, p)),
         }
     if p.fp8:  # Megatron-LM's defaults with --fp8-format hybrid
         more |= {"fp8": "hybrid", "fp8_recipe": "delayed"}

@@ -8,6 +8,7 @@ all of what it looks into, so values that are a view of the QKV product keep all
 from simulate.cost.imbalance import largest_share
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
+from spec.step_latent import rotates_fused
 from spec.step_parts import shapes
 
 
@@ -99,7 +100,7 @@ def _latent_bytes(model: ModelSpec, p: Parallelism) -> float:
     kept += 2.0 * s.tokens * heads * (2 * model.query_dim + model.value_dim) + output
     if of_input < 1:  # as of other attention
         kept += (of_input - (p.recompute == "selective")) * output
-    if not p.on_engine:  # cosine and sine of each
+    if not rotates_fused(model, p):  # cosine and sine of each
         kept += 4 * 2.0 * model.seq_len * model.rope_head_dim
     return kept + (4.0 * s.tokens * heads if p.recompute == "none" else 0.0)
 

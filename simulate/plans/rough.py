@@ -28,8 +28,9 @@ from spec.collective import Collective
 from spec.hardware import Fabric, Node
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, as_asked
-from spec.step import by_chunk, copied_alone, layer, optimizer, shard_kernels
+from spec.step import by_chunk, copied_alone, optimizer, shard_kernels
 from spec.step_ends import embedding, head
+from spec.step_kinds import layers_by_kind
 from spec.step_parts import shapes
 
 Times = tuple[float, ...]  # by boundary of stages, or one for all
@@ -97,7 +98,7 @@ class Rough:
         )
         if key not in self._passes:
             costs = self._costs(p)
-            layers = {name: layer(kind, p) for name, kind in self.model.kinds.items()}
+            layers = layers_by_kind(self.model, p)
             units = {
                 **layers,
                 "embedding": embedding(self.model, p),

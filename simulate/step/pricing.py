@@ -32,8 +32,9 @@ from simulate.step.updates import Alone, UpdateCost, alone, update
 from spec.collective import Collective
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism
-from spec.step import layer, product_tensors, weight_casts
+from spec.step import product_tensors, weight_casts
 from spec.step_ends import embedding, head
+from spec.step_kinds import layers_by_kind
 from spec.step_parts import Segment, shapes, without_weights
 
 Array = NDArray[np.float64]
@@ -131,7 +132,7 @@ def _shared_parts(
     same: Same[ModelSpec], split: _Split, ring: Ring | None
 ) -> dict[str, tuple[Segment, ...]]:
     model, p = same.held, split.p
-    layers = {name: layer(kind, p) for name, kind in model.kinds.items()}
+    layers = layers_by_kind(model, p)
     if ring is not None:
         for name, ways_of in layers.items():
             forward, backward = (
