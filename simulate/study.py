@@ -349,6 +349,7 @@ def main(words: Sequence[str]) -> int:
         on_engine=arguments.transformer_impl == "transformer_engine",
         cuda_graphs=bool(arguments.cuda_graphs),
         qk_norm=inputs.model.qk_norm,
+        latent=inputs.model.latent,
         idle=idle,
     )
     notes = "".join(f"\nnote: {one}" for one in value["warnings"])

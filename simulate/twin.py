@@ -86,6 +86,7 @@ def compared(
             on_engine=p.on_engine,
             cuda_graphs=p.cuda_graphs,
             qk_norm=inputs.model.qk_norm,
+            latent=inputs.model.latent,
         ),
     }
 

@@ -190,12 +190,13 @@ class Kernel:
         permutation's gradient. Experts' products in streams: one after another. What the clock
         paces: a copy, which it does not (`simulate.hardware.as_run` has a model of it). A norm over
         heads: one of wide rows that moves as much as it takes as long as. Attention whose keys are
-        wider than its values: with so many heads of 128 that it computes as much.
+        wider than its values: with so many heads of 128 that it computes as much, in whole tiles.
         """
         d = self.named
         if self.op == LATENT:
             one = Kernel("attention", self.direction, (d["batch"], d["seq"], 1, 1, 128))
-            heads = max(round(self.flops / one.flops), 1)
+            wide = (-(-n // HEAD_TILE) * HEAD_TILE if n > HEAD_TILE else n for n in self.dims[-2:])
+            heads = max(round(replace(self, dims=(*self.dims[:-2], *wide)).flops / one.flops), 1)
             return replace(one, dims=(d["batch"], d["seq"], heads, heads, 128), dtype=self.dtype)
         if self.modelled in OF_HEADS:
             of_rows = Kernel(self.op, self.direction, (d["rows"], WIDE), self.dtype)

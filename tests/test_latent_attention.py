@@ -10,12 +10,13 @@ import yaml
 
 from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Works
+from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.activations import layer_activation_bytes
 from spec.buckets import owned_pieces
 from spec.calibration import read_calibration
 from spec.collective import Collective
 from spec.errors import UserError
-from spec.kernel import LATENT, PASSES, Kernel
+from spec.kernel import LATENT, PACED, PASSES, Kernel
 from spec.kernel_fit import quantisation
 from spec.model import load_model
 from spec.parallelism import Parallelism
@@ -27,8 +28,11 @@ from spec.step import (
     stage_parameters,
     trained_tensors,
 )
+from spec.step_kinds import layers_by_kind
+from spec.step_latent import rotates_fused
 from spec.step_parts import Part, copied
 from tests.commands import RESULTS
+from topologies import load_node
 
 NO_DENSE = {"dense_layers": 0, "dense_ffn_hidden": 0}
 DEEPSEEK = load_model("deepseek-v3").resized(layers=4, **NO_DENSE)
@@ -158,6 +162,8 @@ def test_attention_of_wide_keys_computes_what_it_must() -> None:
         wide = replace(alike, dims=(2, 4096, 16, 192, 128))
         assert wide.stand_in is not None
         assert wide.stand_in.flops == pytest.approx(wide.flops, rel=0.04)
+    narrow = Kernel(LATENT, "forward", (2, 4096, 40, 96, 64)).stand_in
+    assert narrow == Kernel("attention", "forward", (2, 4096, 30, 30, 128))  # 96 as of two tiles
     forward, backward = (Kernel(LATENT, way, (1, 4096, 1, 192, 128)).flops for way in PASSES)
     assert forward == 4096**2 * (192 + 128)
     assert backward == 4096**2 * (3 * 192 + 2 * 128)
@@ -200,6 +206,78 @@ def test_keys_and_values_of_transformer_engine_are_one_kernel() -> None:
     assert written == copied(int(1.07 * moved))
     both = copied(int(2.45 * turned)), copied(int(1.08 * moved))
     assert named(backward, "rotary").kernels == both
+
+
+@pytest.mark.parametrize("changes", [{"heads": 40, "kv_heads": 40}, {"v_head_dim": 96}])
+def test_what_no_power_of_two_divides_is_rotated_unfused(changes: dict[str, int]) -> None:
+    """Megatron-Core's kernels write beyond tensors of 40 heads."""
+    p = Parallelism(**TE)
+    model = DENSE.resized(**changes)
+    assert rotates_fused(DENSE, p)
+    assert not rotates_fused(model, p)
+    assert not rotates_fused(DENSE, Parallelism())
+    assert not rotates_fused(DENSE.resized(heads=96, kv_heads=96), Parallelism(tp=2, **TE))
+    for way in (0, 1):
+        here, there = (named(layer(model, one)[way], "rotary") for one in (Parallelism(), p))
+        assert here.kernels == there.kernels  # as by local layers, and none of them fused
+
+
+def test_an_unfused_rotation_keeps_its_angles() -> None:
+    p = Parallelism(**TE)
+    few, more, most = (
+        layer_activation_bytes(DENSE.resized(heads=count, kv_heads=count), p)
+        for count in (32, 40, 48)
+    )
+    assert (more - few) - (most - more) == 4 * 2 * TOKENS * TURNED
+
+
+def test_views_put_together_take_torch_four_copies() -> None:
+    """MiniCPM3's on an H200: 140 us for queries, 47 for what is rotated of them, 171 back."""
+    model = load_model("minicpm3-4b")
+    p = Parallelism(microbatch=2, global_batch=2)
+    copy = read_calibration(RESULTS / "2x-h200" / "calibration.json").kernel_fits[
+        "copy", "forward", "bf16"
+    ]
+    (forward, backward) = (named(segment, "rotary") for segment in layer(model, p))
+    ordered, _, queries, keys, _ = forward.kernels
+    assert queries == keys
+    for kernel, measured_us in ((ordered, 50), (queries, 140), (backward.kernels[-1], 171)):
+        assert kernel.op == PACED
+        assert copy.model_us(kernel.dims)[0] == pytest.approx(measured_us, rel=0.1)
+
+
+def swiglu_us(segments: tuple[Any, Any], way: int) -> float:
+    copy = read_calibration(RESULTS / "2x-h200" / "calibration.json").kernel_fits[
+        "copy", "forward", "bf16"
+    ]
+    (kernel,) = named(segments[way], "swiglu").kernels
+    return copy.model_us(kernel.dims)[0]
+
+
+def test_a_second_width_has_a_swiglu_compiled_for_any() -> None:
+    """As profiled of DeepSeek-V2-Lite: 242 and 154 us forward, 3.1 ms and 171 us back."""
+    model = load_model("deepseek-v2-lite").resized(layers=3, seq_len=8192)
+    p = Parallelism(microbatch=2, global_batch=2, **TE)
+    first, others = (layers_by_kind(model, p)[name] for name in ("dense", "layer"))
+    assert swiglu_us(first, 0) == pytest.approx(242, rel=0.1)
+    assert swiglu_us(others, 0) == pytest.approx(154, rel=0.1)
+    assert swiglu_us(first, 1) == pytest.approx(3101, rel=0.1)
+    assert swiglu_us(others, 1) == pytest.approx(171, rel=0.1)
+    local = Parallelism(microbatch=2, global_batch=2)
+    assert layers_by_kind(model, local)["dense"] == layer(model.dense, local)
+    stages = Parallelism(pp=3, microbatch=2, global_batch=2, **TE)
+    assert layers_by_kind(model, stages)["layer"] == layer(model, stages)
+    assert layers_by_kind(model, stages)["dense"] == first
+    alike = model.resized(dense_ffn_hidden=model.shared_ffn_hidden)
+    assert layers_by_kind(alike, p)["layer"] == layer(alike, p)
+
+
+def test_a_report_says_where_it_ran() -> None:
+    calibration = read_calibration(RESULTS / "2x-h200" / "calibration.json")
+    said = [unmeasured(calibration, load_node("hgx-h200"), latent=one) for one in (False, True)]
+    (more,) = (one for one in said[1] if one not in said[0])
+    assert more.startswith("Latent attention")
+    assert "one H200 alone" in more
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ def unmeasured(
     on_engine: bool = False,
     cuda_graphs: bool = False,
     qk_norm: bool = False,
+    latent: bool = False,
     idle: Sequence[str] = (),
 ) -> list[str]:
     """What nobody measured of a node's GPU, one sentence each.
 
-    on_engine, cuda_graphs, qk_norm: whether steps ask for these, as in `Parallelism` and
+    on_engine, cuda_graphs, qk_norm, latent: whether steps ask for these, as in `Parallelism` and
     `ModelSpec`; idle: what was said of options that change nothing, whose meaning is left out.
     """
     said = []
@@ -44,6 +45,12 @@ def unmeasured(
         said.append(
             "Norms of queries and keys ran on one and two H200 alone: none was measured over more "
             "GPUs, between nodes or on another GPU."
+        )
+    if latent:
+        said.append(
+            "Latent attention, shared experts beside it and first layers without experts ran on "
+            "one H200 alone, at up to 128 heads: none was measured over several GPUs, between "
+            "nodes or on another GPU. What they send was compared with real steps over gloo."
         )
     if any(one.name.startswith("transfer.") for one in calibration.parameters):
         said.append(

@@ -379,7 +379,8 @@ def warnings(projection: Projection) -> list[str]:
     idle = without_effect(r.model, p, r.calibration, r.step_s)
     said += idle
     said += _gathered_in_turn(r)
-    asked = {"on_engine": p.on_engine, "cuda_graphs": p.cuda_graphs, "qk_norm": r.model.qk_norm}
+    asked = {"on_engine": p.on_engine, "cuda_graphs": p.cuda_graphs}
+    asked |= {"qk_norm": r.model.qk_norm, "latent": r.model.latent}
     said += unmeasured(r.calibration, r.node, **asked, idle=idle)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
