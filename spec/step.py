@@ -5,8 +5,9 @@ they cannot disagree about a shape. One `Segment` is the work between two points
 stage can wait for another: the forward or backward pass of some layers for one microbatch.
 
 Here are layers and what follows the passes; what they are made of is in `spec.step_parts`
-(operations), `spec.step_attention`, `spec.step_linear`, `spec.step_context` and
-`spec.step_experts`, embedding and loss in `spec.step_ends`, sharded weights in `spec.step_sharded`.
+(operations), `spec.step_attention`, `spec.step_latent`, `spec.step_linear`, `spec.step_mlp`,
+`spec.step_context` and `spec.step_experts`, embedding and loss in `spec.step_ends`, sharded weights
+in `spec.step_sharded`.
 
 Sources: Megatron-Core 0.16's local layer spec; Shoeybi et al. 2019 (arXiv 1909.08053) for tensor
 parallelism; Korthikanti et al. 2022 (arXiv 2205.05198) for sequence parallelism and selective
@@ -25,15 +26,14 @@ from spec.step_attention import attention
 from spec.step_context import CORE_ATTENTION
 from spec.step_ends import embedding, end_parameters, head, norm_parameters
 from spec.step_experts import expert_mlp
-from spec.step_linear import adapter_parameters, biased, column, row
+from spec.step_linear import adapter_parameters, biased
+from spec.step_mlp import mlp, shared_expert
 from spec.step_parts import (
     Part,
     Segment,
-    Shapes,
     by_autograd,
     copied,
     norm,
-    pair,
     shapes,
 )
 from spec.step_sharded import of_shards, shard_copies
@@ -47,36 +47,6 @@ from spec.step_transformer_engine import (
 LATEST = 256  # stages whose sizes are kept: callers ask for one plan after another
 
 
-def _mlp(
-    model: ModelSpec, p: Parallelism, s: Shapes, width: int, of: str = ""
-) -> list[tuple[Part, Part]]:
-    """The products of an MLP of so many values, and what is between them."""
-    ffn = width // p.tp
-    up = ffn * (2 if model.gated else 1)
-    activation = "swiglu" if model.gated else "gelu"
-    fc1 = column(f"{of}fc1", s.tokens, up, model.hidden, model, p)
-    return [
-        biased(fc1, model, (s.tokens, up)),
-        pair(activation, activation, (s.tokens, ffn)),
-        row(f"{of}fc2", s.tokens, model.hidden, ffn, model, p),
-    ]
-
-
-def _shared_expert(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[Part, Part]]:
-    """The expert that all tokens go through, before they are routed (moe/shared_experts.py).
-
-    Its output is added to the other experts', the gradient of its input to theirs.
-    """
-    if not model.shared_ffn_hidden:
-        return []
-    *first, (forward, backward) = _mlp(model, p, s, model.shared_ffn_hidden, "shared_")
-    summed = Kernel("residual", "forward", (s.local_tokens, model.hidden))
-    into = Kernel("gradient_sum", "forward", (s.local_tokens, model.hidden))
-    (there, back), *rest = first
-    first = [(there, replace(back, kernels=(*back.kernels, into))), *rest]
-    return [*first, (replace(forward, kernels=(*forward.kernels, summed)), backward)]
-
-
 def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     """Forward and backward segment of one transformer layer for one microbatch.
 
@@ -87,8 +57,8 @@ def layer(model: ModelSpec, p: Parallelism) -> tuple[Segment, Segment]:
     before = norm(model, s.local_tokens, model.hidden)
     residual = biased(_residual(s.local_tokens, model), model, (s.local_tokens, model.hidden))
     parts = attention(model, p, s)
-    mlp = _shared_expert(model, p, s) if model.experts else _mlp(model, p, s, model.ffn_hidden)
-    *pairs, last = on_transformer_engine([before, *parts, residual, before, *mlp, residual], p)
+    products = shared_expert(model, p, s) if model.experts else mlp(model, p, s, model.ffn_hidden)
+    *pairs, last = on_transformer_engine([before, *parts, residual, before, *products, residual], p)
     pairs += [*(expert_mlp(model, p) if model.experts else ()), last]
     forward = tuple(first for first, _ in pairs)
     backward = by_autograd(tuple(second for _, second in reversed(pairs)))
