@@ -348,8 +348,7 @@ def main(words: Sequence[str]) -> int:
         inputs.node,
         on_engine=arguments.transformer_impl == "transformer_engine",
         cuda_graphs=bool(arguments.cuda_graphs),
-        qk_norm=inputs.model.qk_norm,
-        latent=inputs.model.latent,
+        model=inputs.model,
         idle=idle,
     )
     notes = "".join(f"\nnote: {one}" for one in value["warnings"])

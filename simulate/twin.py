@@ -85,8 +85,7 @@ def compared(
             inputs.node,
             on_engine=p.on_engine,
             cuda_graphs=p.cuda_graphs,
-            qk_norm=inputs.model.qk_norm,
-            latent=inputs.model.latent,
+            model=inputs.model,
         ),
     }
 

@@ -295,8 +295,8 @@ class Reach:
         self._op, self._direction = op, direction
         known = features(op, shapes)
         self._low, self._high = known.min(axis=0), known.max(axis=0)
-        heads = np.array(shapes)[:, -1]
-        self._tiles = np.unique(padded(heads))
+        heads = self._heads(shapes)
+        self._tiles = [np.unique(one) for one in padded(heads).T]
         self._fills = op == "attention" and not (heads % HEAD_TILE).any()
 
     def variance(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
@@ -309,10 +309,16 @@ class Reach:
         outside = np.maximum(at - self._high, 0) + np.maximum(self._low - at, 0)
         found: NDArray[np.float64] = BEYOND_SD**2 * (outside**2).sum(axis=1)
         if self._op in ATTENTION:
-            heads = np.array(shapes)[:, -1]
-            other = ~np.isin(padded(heads), self._tiles) & (self._direction == "backward")
-            found += UNLIKE_SD**2 * (other | (self._fills & (heads % HEAD_TILE > 0)))
+            heads = self._heads(shapes)
+            every = zip(padded(heads).T, self._tiles, strict=True)
+            other = np.any([~np.isin(one, tiles) for one, tiles in every], axis=0)
+            unfilled = self._fills & (heads % HEAD_TILE > 0).any(axis=1)
+            found += UNLIKE_SD**2 * (other & (self._direction == "backward") | unfilled)
         return found
+
+    def _heads(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+        """(shapes, 1): values of a head; of latent attention (shapes, 2), of its keys first."""
+        return np.array(shapes)[:, -2 if self._op == LATENT else -1 :]
 
 
 def quantisation(kernel: Kernel, multiprocessors: int) -> float:

@@ -100,6 +100,11 @@ class ModelSpec(BaseModel):
             raise ValueError("expert_imbalance and capacity_factor need experts; leave them out")
         if self.shared_ffn_hidden and not self.experts:
             raise ValueError("shared_ffn_hidden needs experts; a dense model's MLP is ffn_hidden")
+        if self.shared_ffn_hidden and self.linear_bias:
+            raise ValueError(
+                "linear_bias with shared_ffn_hidden is not simulated, nor has Megatron-Core shared "
+                "experts with biases; give linear_bias false"
+            )
         if bool(self.dense_layers) != bool(self.dense_ffn_hidden):
             raise ValueError(
                 f"dense_layers {self.dense_layers} with dense_ffn_hidden {self.dense_ffn_hidden}; "
@@ -132,9 +137,8 @@ class ModelSpec(BaseModel):
                 f"kv_heads {self.kv_heads} with kv_lora_rank; latents are made into keys and "
                 f"values of each head, give {self.heads}"
             )
-        for name, usual in (
-            *(("position", "rope"), ("qk_norm", False), ("linear_bias", False), ("lora_rank", 0)),
-        ):
+        only = {"position": "rope", "qk_norm": False, "linear_bias": False, "lora_rank": 0}
+        for name, usual in only.items():
             if getattr(self, name) != usual:
                 raise ValueError(
                     f"{name} {getattr(self, name)} with kv_lora_rank is not simulated; "

@@ -303,8 +303,10 @@ class Parallelism(BaseModel):
     def _refuse_odd_sizes(self, model: ModelSpec) -> None:
         """What Transformer Engine refuses (`pytorch/utils.py`, `assert_dim_for_fp8_exec`)."""
         split = (model.heads + 2 * model.kv_heads) * model.head_dim
+        latent = 0
         if model.latent:
             split = model.heads * model.query_dim
+            latent = model.heads * (model.head_dim + model.value_dim)
         sizes = {
             "hidden": model.hidden,
             "queries, keys and values / tp": split // self.tp,
@@ -312,6 +314,7 @@ class Parallelism(BaseModel):
             "ffn_hidden / tp": model.ffn_hidden // self.tp,
             "dense_ffn_hidden / tp": model.dense_ffn_hidden // self.tp,
             "shared_ffn_hidden / tp": model.shared_ffn_hidden // self.tp,
+            "keys and values of latents / tp": latent // self.tp,
             "q_lora_rank": model.q_lora_rank,
             "kv_lora_rank": model.kv_lora_rank,
             "kv_lora_rank + rope_head_dim": model.kv_lora_rank + model.rope_head_dim,

@@ -7,17 +7,26 @@ from spec.step_parts import Segment
 from spec.step_transformer_engine import second_width
 
 
-def layers_by_kind(model: ModelSpec, p: Parallelism) -> dict[str, tuple[Segment, Segment]]:
+def two_widths(model: ModelSpec, p: Parallelism) -> bool:
+    """Whether a GPU of the first stage has MLPs of two widths with one compiled SwiGLU.
+
+    On Transformer Engine first layers' and shared experts' have; other experts' is another.
+    """
+    widths = {model.shared_ffn_hidden, model.dense_ffn_hidden} - {0}
+    return p.on_engine and model.gated and len(widths) == 2 and p.has_experts(model, 0)
+
+
+def layers_by_kind(
+    model: ModelSpec, p: Parallelism, two: bool
+) -> dict[str, tuple[Segment, Segment]]:
     """Forward and backward segment of one layer of each kind for one microbatch.
 
-    On Transformer Engine first layers' MLPs and shared experts have one compiled SwiGLU, of two
-    widths: what comes first is compiled for its own, forward the first layers' and backward, where
-    the last layers come first, shared experts'. Over stages the first alone has both; there shared
-    experts' forward passes are told as everywhere.
+    With `two_widths` what comes first is compiled for its own: forward the first layers', and
+    backward, where the last layers come first, shared experts'. Over stages the first alone has
+    both; shared experts' forward passes are told as on the others.
     """
     found = {name: layer(kind, p) for name, kind in model.kinds.items()}
-    widths = {model.shared_ffn_hidden, model.dense_ffn_hidden} - {0}
-    if p.on_engine and model.gated and len(widths) == 2:
+    if two:
         forward, backward = found["dense"]
         found["dense"] = forward, second_width(backward, True)
         if p.pp == 1:

@@ -17,12 +17,13 @@ from spec.step_linear import column, row
 from spec.step_parts import Part, Shapes, copied, norm, paced, pair, reordered
 from spec.step_transformer_engine import ROTARY
 
+# Of a copy of as many bytes, what torch's `cat` takes of views: 3.8 to 4.2 by profiles of steps of
+# MiniCPM3 4B and DeepSeek-V2-Lite on an H200 (docs/visits.md, the fifty-eighth
+# visit; no profile is kept).
+PUT_TOGETHER = 4.1
 # Times of a copy of as many bytes that Megatron-Core's two kernels take, forward and backward: on
 # an H200 of 4,096 and 8,192 tokens and 16 to 128 heads 1.8 to 2.6 and 2.3 to 3.3 of what rotates
 # queries, 1.06 to 1.10 and 1.07 to 1.14 of what makes keys (`benchmarks.engine_latents`).
-# Of a copy of as many bytes, what torch's `cat` takes of views: 3.8 to 4.2 by profiles of steps of
-# MiniCPM3 4B and DeepSeek-V2-Lite on an H200 (results/2x-h200, the fifty-eighth visit).
-PUT_TOGETHER = 4.1
 ROTATED, KEYS_MADE = (2.08, 2.45), (1.07, 1.08)
 
 
@@ -32,11 +33,12 @@ def latent_attention(model: ModelSpec, p: Parallelism, s: Shapes) -> list[tuple[
     queries, others = heads * model.query_dim, heads * (model.head_dim + model.value_dim)
     core = (p.microbatch, model.seq_len, heads, model.query_dim, model.value_dim)
     parts = _key_latents(model, p, s)
+    # what queries are made of is what keys are: the gradients of both are summed
+    both = Kernel("gradient_sum", "forward", (s.local_tokens, model.hidden))
+    forward, backward = parts[-1]
+    parts[-1] = forward, replace(backward, kernels=(*backward.kernels, both))
     if model.q_lora_rank:
-        forward, backward = parts[-1]
-        both = Kernel("gradient_sum", "forward", (s.local_tokens, model.hidden))
         made = _latents("q_down", model.q_lora_rank, model, p, s)
-        parts[-1] = forward, replace(backward, kernels=(*backward.kernels, both))
         parts = [*made, *parts, norm(model, s.local_tokens, model.q_lora_rank)]
     parts.append(_norm_of_keys(model, p, s))
     name, width = ("q_up", model.q_lora_rank) if model.q_lora_rank else ("q_proj", model.hidden)

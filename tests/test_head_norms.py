@@ -306,7 +306,7 @@ def test_a_gathered_product_is_gone_where_values_are_copied_out_of_it() -> None:
 
 def test_a_report_says_where_they_ran() -> None:
     calibration, node = read_calibration(RESULTS / "2x-h200" / "calibration.json"), "hgx-h200"
-    said = [unmeasured(calibration, load_node(node), qk_norm=one) for one in (False, True)]
+    said = [unmeasured(calibration, load_node(node), model=one) for one in (PLAIN, QWEN)]
     assert [one for one in said[1] if one not in said[0]] == [
         "Norms of queries and keys ran on one and two H200 alone: none was measured over more "
         "GPUs, between nodes or on another GPU."

@@ -12,12 +12,13 @@ from simulate.cost.uncertainty import Draws
 from simulate.cost.works import Works
 from simulate.hardware.unmeasured import unmeasured
 from simulate.memory.activations import layer_activation_bytes
+from simulate.memory.peak import stage_memory
 from spec.buckets import owned_pieces
 from spec.calibration import read_calibration
 from spec.collective import Collective
 from spec.errors import UserError
 from spec.kernel import LATENT, PACED, PASSES, Kernel
-from spec.kernel_fit import quantisation
+from spec.kernel_fit import UNLIKE_SD, Reach, quantisation
 from spec.model import load_model
 from spec.parallelism import Parallelism
 from spec.step import (
@@ -28,7 +29,7 @@ from spec.step import (
     stage_parameters,
     trained_tensors,
 )
-from spec.step_kinds import layers_by_kind
+from spec.step_kinds import layers_by_kind, two_widths
 from spec.step_latent import rotates_fused
 from spec.step_parts import Part, copied
 from tests.commands import RESULTS
@@ -39,6 +40,7 @@ DEEPSEEK = load_model("deepseek-v3").resized(layers=4, **NO_DENSE)
 ALONE = {"experts": 0, "top_k": 0, "shared_ffn_hidden": 0}
 DENSE = DEEPSEEK.resized(**ALONE, ffn_hidden=18432)
 UNSHARED = DEEPSEEK.resized(shared_ffn_hidden=0)
+LATENTS = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"), 0)
 TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
 TOKENS, HIDDEN, HEADS = DEEPSEEK.seq_len, DEEPSEEK.hidden, DEEPSEEK.heads
 QUERIES, KEYS, TURNED = DEEPSEEK.q_lora_rank, DEEPSEEK.kv_lora_rank, DEEPSEEK.rope_head_dim
@@ -96,6 +98,11 @@ def test_without_latents_of_queries_one_product_makes_them() -> None:
     forward, _ = layer(plain, Parallelism())
     assert "q_down" not in products(forward)
     assert products(forward)["q_proj"] == (TOKENS, HEADS * 192, HIDDEN)
+    sums = [
+        sum(one.op == "gradient_sum" for part in layer(m, Parallelism())[1] for one in part.kernels)
+        for m in (plain, DENSE)
+    ]
+    assert sums == [3, 3]  # both residuals', and of what the norm in front of attention gives
     norms = [len([one for one in layer(m, Parallelism())[0] if one.name == "norm"])
              for m in (plain, DENSE)]  # fmt: skip
     assert norms == [3, 4]
@@ -258,26 +265,39 @@ def test_a_second_width_has_a_swiglu_compiled_for_any() -> None:
     """As profiled of DeepSeek-V2-Lite: 242 and 154 us forward, 3.1 ms and 171 us back."""
     model = load_model("deepseek-v2-lite").resized(layers=3, seq_len=8192)
     p = Parallelism(microbatch=2, global_batch=2, **TE)
-    first, others = (layers_by_kind(model, p)[name] for name in ("dense", "layer"))
+    first, others = (
+        layers_by_kind(model, p, two_widths(model, p))[name] for name in ("dense", "layer")
+    )
     assert swiglu_us(first, 0) == pytest.approx(242, rel=0.1)
     assert swiglu_us(others, 0) == pytest.approx(154, rel=0.1)
     assert swiglu_us(first, 1) == pytest.approx(3101, rel=0.1)
     assert swiglu_us(others, 1) == pytest.approx(171, rel=0.1)
-    local = Parallelism(microbatch=2, global_batch=2)
-    assert layers_by_kind(model, local)["dense"] == layer(model.dense, local)
-    stages = Parallelism(pp=3, microbatch=2, global_batch=2, **TE)
-    assert layers_by_kind(model, stages)["layer"] == layer(model, stages)
-    assert layers_by_kind(model, stages)["dense"] == first
-    alike = model.resized(dense_ffn_hidden=model.shared_ffn_hidden)
-    assert layers_by_kind(alike, p)["layer"] == layer(alike, p)
+    assert not two_widths(model, Parallelism(microbatch=2, global_batch=2))
+    assert not two_widths(model.resized(dense_ffn_hidden=model.shared_ffn_hidden), p)
+    assert not two_widths(model.resized(shared_ffn_hidden=0), p)
+    deep = model.resized(layers=4)
+    two, alone = (
+        Parallelism(pp=2, layers_per_stage=each, microbatch=2, global_batch=2, **TE)
+        for each in ((2, 2), (1, 3))
+    )
+    assert two_widths(deep, two)
+    assert not two_widths(deep, alone)  # its first stage has a first layer alone
+    assert layers_by_kind(deep, alone, False)["dense"] == layer(deep.dense, alone)
+    assert layers_by_kind(deep, two, True)["layer"] == layer(deep, two)
+    assert layers_by_kind(deep, two, True)["dense"] == first
 
 
 def test_a_report_says_where_it_ran() -> None:
     calibration = read_calibration(RESULTS / "2x-h200" / "calibration.json")
-    said = [unmeasured(calibration, load_node("hgx-h200"), latent=one) for one in (False, True)]
-    (more,) = (one for one in said[1] if one not in said[0])
-    assert more.startswith("Latent attention")
-    assert "one H200 alone" in more
+    node = load_node("hgx-h200")
+    plain = UNSHARED.resized(**LATENTS)
+    said = [
+        [one for one in unmeasured(calibration, node, model=model) if "Latent attention" in one]
+        for model in (plain, plain.resized(shared_ffn_hidden=64), UNSHARED)
+    ]
+    assert said[0] == []
+    assert said[1] == said[2] != []
+    assert "one H200 alone" in said[2][0]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +309,7 @@ def test_a_report_says_where_it_ran() -> None:
         ({"qk_norm": True}, "qk_norm True with kv_lora_rank is not simulated"),
         ({"position": "learned"}, "position learned with kv_lora_rank"),
         ({"linear_bias": True}, "linear_bias True with kv_lora_rank"),
+        (LATENTS | {"linear_bias": True}, "linear_bias with shared_ffn_hidden"),
         ({"experts": 0, "top_k": 0} | NO_DENSE, "shared_ffn_hidden needs experts"),
         ({"dense_layers": 61}, "dense_layers 61 of 61 layers"),
         ({"dense_ffn_hidden": 0}, "dense_layers 3 with dense_ffn_hidden 0"),
@@ -310,6 +331,11 @@ def test_models_that_cannot_be_are_refused(
         ({"tp": 32}, {"kv_lora_rank": 500}, r"tp 32 does not divide kv_lora_rank \+ rope"),
         ({"tp": 4}, {"shared_ffn_hidden": 2050}, "tp 4 does not divide shared_ffn_hidden 2050"),
         ({"fp8": True} | TE, {"q_lora_rank": 1530}, "q_lora_rank of deepseek-v3 is 1530"),
+        (
+            {"fp8": True} | TE,
+            {"heads": 4, "kv_heads": 4, "head_dim": 126, "rope_head_dim": 66},
+            "keys and values of latents / tp of deepseek-v3 is 1016",
+        ),
     ],
 )
 def test_splits_that_cannot_be_are_refused(
@@ -318,3 +344,25 @@ def test_splits_that_cannot_be_are_refused(
     p = Parallelism(**split, sequence_parallel=split.get("tp", 1) > 1)
     with pytest.raises(UserError, match=words):
         p.check(DEEPSEEK.resized(**changes))
+
+
+def test_where_keys_or_values_fill_other_tiles_it_is_less_sure() -> None:
+    shapes = [(1, 4096, 16, 192, 128), (1, 8192, 16, 192, 128), (2, 4096, 16, 192, 128)]
+    reach = Reach(LATENT, "backward", shapes)
+    known, *others = ((1, 4096, 16, *wide) for wide in ((192, 128), (256, 128), (192, 64)))
+    beyond = reach.variance([known, *others])
+    forward = Reach(LATENT, "forward", shapes).variance([known, *others])
+    assert beyond[0] == 0
+    assert beyond - forward == pytest.approx([0, UNLIKE_SD**2, UNLIKE_SD**2])
+
+
+def test_gradients_of_one_shape_have_one_dummy() -> None:
+    """DeepSeek-V3's shared expert is as wide as its others."""
+    p = Parallelism(**TE)
+    one = 3 * 2.0 * HIDDEN * 2048
+    weights = [
+        stage_memory(DEEPSEEK.resized(shared_ffn_hidden=width), p, 0).weights
+        - 2.0 * DEEPSEEK.layers * 3 * HIDDEN * width
+        for width in (2048, 4096)
+    ]
+    assert weights[1] - weights[0] == 2 * one

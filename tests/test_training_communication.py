@@ -15,12 +15,13 @@ from spec.parallelism import Parallelism
 from spec.step import by_chunk, layer, optimizer, shared_gradients
 from spec.step_ends import embedding, head
 from spec.step_parts import Segment
-from tests.real_steps import GPT, LATENT, LLAMA, NORMED, logged
+from tests.real_steps import GPT, LATENT, LLAMA, NORMED, SHARED, logged
 from tests.sharded import of_microbatch
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+LITE = LATENT.resized(name="tiny-deepseek-lite", q_lora_rank=0)
 ADAPTED = LLAMA.resized(lora_rank=4)
 FOUR = LLAMA.resized(layers=4)
 EXPERTS = LLAMA.resized(name="tiny-moe", experts=4, top_k=2)
@@ -132,7 +133,7 @@ def _tensor_parallel(model: ModelSpec, p: Parallelism) -> Sent:
     return found
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT, NORMED, LATENT], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [LLAMA, GPT, NORMED, LATENT, LITE], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     "split", [{}, {"sequence_parallel": True}, {"recompute": "full", "sequence_parallel": True}]
 )
@@ -209,11 +210,14 @@ def test_sharded_weights_traffic() -> None:
     assert observed == Counter((one.kind, int(one.bytes)) for one in each)
 
 
+@pytest.mark.parametrize("model", [EXPERTS, SHARED], ids=lambda model: model.name)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_parameters_beside_split_experts_are_gathered_twice(overlap: bool) -> None:
+def test_parameters_beside_split_experts_are_gathered_twice(
+    overlap: bool, model: ModelSpec
+) -> None:
     p = Parallelism(dp=2, ep=2, global_batch=2, overlap=overlap)
-    observed = sent(EXPERTS, p)[0][0, 1]
-    _, _, gather = optimizer(EXPERTS, p, 0)
+    observed = sent(model, p)[0][0, 1]
+    _, _, gather = optimizer(model, p, 0)
     assert len(gather) == (1 if overlap else 2)
     times = {n: times for (kind, n), times in observed.items() if kind == "all_gather" and n > 1e4}
     total = sum(nbytes * count for nbytes, count in times.items())
@@ -269,6 +273,17 @@ def test_a_stage_without_experts_sends_gradients_of_its_own_layers(zero: int) ->
         assert observed == expected
         exchanges = sum(n for (kind, _), n in ranks[group[0]][group].items() if "to_all" in kind)
         assert (exchanges > 0) == (stage == 1)
+
+
+def test_what_a_shared_expert_sends_beside_others() -> None:
+    p = Parallelism(tp=2, sequence_parallel=True, global_batch=2)
+    told, seen = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for model, sign in ((SHARED, 1), (EXPERTS, -1)):
+        for found, counts in ((told, _tensor_parallel(model, p)), (seen, sent(model, p)[0][0, 1])):
+            found.update({key: sign * count for key, count in counts.items()})
+    told, seen = (Counter({k: n for k, n in one.items() if n}) for one in (told, seen))
+    assert seen == told
+    assert sum(told.values()) > 0
 
 
 def test_interleaved_pipeline_traffic() -> None:

@@ -95,7 +95,7 @@ class Modules:
     """What the layers of a model are built from."""
 
     layer: Any
-    dense: Any  # its first layers, of a mixture that has some without experts
+    dense: Any | None  # its first layers, of a mixture that has some without experts
     final_norm: Any
     name: str  # as `framework` says it
 

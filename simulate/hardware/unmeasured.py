@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from simulate.hardware.nvls import has_nvls
 from spec.calibration import Calibration
 from spec.hardware import Node
+from spec.model import ModelSpec
 
 
 def unmeasured(
@@ -13,14 +14,13 @@ def unmeasured(
     *,
     on_engine: bool = False,
     cuda_graphs: bool = False,
-    qk_norm: bool = False,
-    latent: bool = False,
+    model: ModelSpec | None = None,
     idle: Sequence[str] = (),
 ) -> list[str]:
     """What nobody measured of a node's GPU, one sentence each.
 
-    on_engine, cuda_graphs, qk_norm, latent: whether steps ask for these, as in `Parallelism` and
-    `ModelSpec`; idle: what was said of options that change nothing, whose meaning is left out.
+    on_engine, cuda_graphs: whether steps ask for these, as in `Parallelism`; model: theirs; idle:
+    what was said of options that change nothing, whose meaning is left out.
     """
     said = []
     if has_nvls(calibration) and not any(one.startswith("--nvls") for one in idle):
@@ -41,15 +41,15 @@ def unmeasured(
             "Passes replayed from a CUDA graph ran on one and two H200 alone: none was measured "
             "over more GPUs, between nodes or on another GPU."
         )
-    if qk_norm:
+    if model and model.qk_norm:
         said.append(
             "Norms of queries and keys ran on one and two H200 alone: none was measured over more "
             "GPUs, between nodes or on another GPU."
         )
-    if latent:
+    if model and (model.latent or model.shared_ffn_hidden or model.dense_layers):
         said.append(
-            "Latent attention, shared experts beside it and first layers without experts ran on "
-            "one H200 alone, at up to 128 heads: none was measured over several GPUs, between "
+            "Latent attention, shared experts and first layers without experts ran on one H200 "
+            "alone, in models that have the first: none was measured over several GPUs, between "
             "nodes or on another GPU. What they send was compared with real steps over gloo."
         )
     if any(one.name.startswith("transfer.") for one in calibration.parameters):

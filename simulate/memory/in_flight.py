@@ -22,10 +22,10 @@ class Left(NamedTuple):
 def left_behind(model: ModelSpec, p: Parallelism, stage: int, chunk: float, local: float) -> Left:
     """What variables refer to of passes before (pipeline_parallel/schedules.py).
 
-    To the microbatch before: to its loss, thereby to the stage's input and its
-    gradient, until the next loss is there; to that gradient until there is another. Interleaved see
+    To the microbatch before: to its loss, thereby to the stage's input and its gradient, until the
+    next loss is there; to that gradient until there is another. Interleaved see
     `simulate.memory.between_stages`: where fewer passes are in flight than at most, what a `chunk`
-    of the stage's layers keeps for each is taken off.
+    of the stage's layers keeps for each, on the mean of unlike ones, is taken off.
     """
     if p.vpp > 1:
         most = chunks_in_flight(p, stage)

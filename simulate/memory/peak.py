@@ -215,8 +215,8 @@ def _clipping_bytes(model: ModelSpec, p: Parallelism, stage: int, owned: float) 
         return 4.0 * min(model.lora_rank * wide, owned)
     if p.zero in (1, 2):
         return 4.0 * largest_piece(model, p, stage)
-    ffn = logits.widest_mlp(model, p, stage)
-    matrix = float(model.hidden * ffn * (2 if model.gated else 1) / p.tp)
+    wide = logits.widest_mlp(model, p, stage) * (2 if model.gated else 1)
+    matrix = float(model.hidden * max(wide, model.heads * model.value_dim) / p.tp)
     table = model.vocab / p.tp * model.hidden if stage in (0, p.pp - 1) else 0.0
     return 4.0 * min(max(matrix, table), owned)
 
@@ -235,10 +235,11 @@ def stage_memory(model: ModelSpec, p: Parallelism, stage: int) -> StageMemory:
     if p.on_engine and not model.lora_rank:
         # what autograd gets for a gradient that a product has added up: one for every shape, kept
         # (pytorch/module/base.py, get_dummy_wgrad)
-        layers = [kind for kind, _ in p.layers_of(model, stage)]
-        split = sum(kind.mlp_parameters + kind.shared_parameters for kind in layers)
+        kinds = [kind for kind, _ in p.layers_of(model, stage)]
+        widths = {one for kind in kinds for one in (kind.ffn_hidden, kind.shared_ffn_hidden)}
         whole = whole_latents(model, p)
-        split += model.attention_parameters - whole
+        split = model.attention_parameters - whole
+        split += (3 if model.gated else 2) * model.hidden * sum(widths)
         weights += 2.0 * (whole + split / p.tp)
     gradients = 4.0 * (owned if p.zero >= 2 else dense + expert)
     if p.zero >= 3:  # PyTorch's FSDP keeps what it reduced in the weights' own type

@@ -30,7 +30,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism, as_asked
 from spec.step import by_chunk, copied_alone, optimizer, shard_kernels
 from spec.step_ends import embedding, head
-from spec.step_kinds import layers_by_kind
+from spec.step_kinds import layers_by_kind, two_widths
 from spec.step_parts import shapes
 
 Times = tuple[float, ...]  # by boundary of stages, or one for all
@@ -95,10 +95,11 @@ class Rough:
         key = (
             *(p.tp, p.cp, p.ep, p.microbatch, p.recompute, p.sequence_parallel),
             *(as_asked(p), p.pp == 1, caught_up(p), p.zero == 3 and p.dp * p.cp),
+            two_widths(self.model, p),
         )
         if key not in self._passes:
             costs = self._costs(p)
-            layers = layers_by_kind(self.model, p)
+            layers = layers_by_kind(self.model, p, two_widths(self.model, p))
             units = {
                 **layers,
                 "embedding": embedding(self.model, p),

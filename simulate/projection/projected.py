@@ -380,8 +380,7 @@ def warnings(projection: Projection) -> list[str]:
     said += idle
     said += _gathered_in_turn(r)
     asked = {"on_engine": p.on_engine, "cuda_graphs": p.cuda_graphs}
-    asked |= {"qk_norm": r.model.qk_norm, "latent": r.model.latent}
-    said += unmeasured(r.calibration, r.node, **asked, idle=idle)
+    said += unmeasured(r.calibration, r.node, **asked, model=r.model, idle=idle)
     said += notes(r.node, r.fabric, node_count(r.node, p.gpus))
     said += energy.warnings(e, r)
     said.append(

@@ -34,7 +34,7 @@ from spec.model import ModelSpec
 from spec.parallelism import Parallelism
 from spec.step import product_tensors, weight_casts
 from spec.step_ends import embedding, head
-from spec.step_kinds import layers_by_kind
+from spec.step_kinds import layers_by_kind, two_widths
 from spec.step_parts import Segment, shapes, without_weights
 
 Array = NDArray[np.float64]
@@ -124,15 +124,15 @@ def parts_of(
 
     `ring` gives what stands for a part of attention over a ring of GPUs.
     """
-    return _shared_parts(Same(model), _Split(p), ring)
+    return _shared_parts(Same(model), _Split(p), ring, two_widths(model, p))
 
 
 @lru_cache(maxsize=1024)
 def _shared_parts(
-    same: Same[ModelSpec], split: _Split, ring: Ring | None
+    same: Same[ModelSpec], split: _Split, ring: Ring | None, two: bool
 ) -> dict[str, tuple[Segment, ...]]:
     model, p = same.held, split.p
-    layers = layers_by_kind(model, p)
+    layers = layers_by_kind(model, p, two)
     if ring is not None:
         for name, ways_of in layers.items():
             forward, backward = (
