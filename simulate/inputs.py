@@ -122,7 +122,12 @@ def _read_model(arguments: argparse.Namespace, default: str) -> ModelSpec:
                 f"--lora-rank is {arguments.lora_rank}; it must be between 1 and the model's "
                 f"width, {model.hidden}"
             )
-        model = model.resized(lora_rank=arguments.lora_rank)
+        try:
+            model = model.resized(lora_rank=arguments.lora_rank)
+        except ValidationError as error:
+            raise UserError(
+                f"--lora-rank {arguments.lora_rank} on {model.name}: {first_problem(error)}"
+            ) from None
     return model
 
 

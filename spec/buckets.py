@@ -168,14 +168,15 @@ def _buckets(tensors: Sequence[Tensor], full: int | None, axis: str = "dp") -> I
 
 def _filled(tensors: Sequence[Tensor], full: int | None) -> Iterator[list[Tensor]]:
     """Tensors, some of no size, by buckets of at least `full`, or in one."""
-    held, closed = list[Tensor](), False
+    held, size, closed = list[Tensor](), 0, False
     for one in (one for one in tensors if one[0]):
         alone = one[2]
         if held and (closed or alone):
             yield held
-            held = []
-        held = [*held, one]
-        closed = alone or bool(full and sum(size for size, _, _ in held) >= full)
+            held, size = [], 0
+        held.append(one)
+        size += one[0]
+        closed = alone or bool(full and size >= full)
     if held:
         yield held
 

@@ -132,6 +132,11 @@ class ModelSpec(BaseModel):
             )
         if not self.latent:
             return
+        if self.rope_head_dim % 2:
+            raise ValueError(
+                f"rope_head_dim {self.rope_head_dim}; positions rotate pairs of values, "
+                "give an even number"
+            )
         if self.kv_heads != self.heads:
             raise ValueError(
                 f"kv_heads {self.kv_heads} with kv_lora_rank; latents are made into keys and "

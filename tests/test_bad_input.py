@@ -82,6 +82,10 @@ from topologies import load_fabric, load_node
             "cuda_graphs with stages that are not interleaved",
         ),
         (
+            ("--model", "deepseek-v3", "--lora-rank", "8"),
+            "--lora-rank 8 on deepseek-v3: lora_rank 8 with kv_lora_rank is not simulated",
+        ),
+        (
             ("--model", "mixtral-8x7b", "--capacity-factor", "1.2"),
             "--capacity-factor 1.2 has no effect on mixtral-8x7b, whose experts get even loads",
         ),

@@ -16,7 +16,7 @@ from spec.calibration import Calibration, read_calibration
 from spec.clock_fit import DeviceFit
 from spec.command import run
 from spec.files import read_table, write_json, write_table
-from spec.kernel import OF_HEADS
+from spec.kernel import LATENT, OF_HEADS
 from spec.kernel_fit import KernelPoint
 from spec.records import KernelRow
 from spec.results import find_result_sets
@@ -130,7 +130,7 @@ def test_another_gpu_lends_nothing(results: Path) -> None:
 
 def test_what_eight_h200_lack_is_what_two_have() -> None:
     """Pulses ran on four, with whose runs eight are pooled; turns, and kernels of a ring, of
-    mixtures, of norms over heads and of Transformer Engine, on two."""
+    mixtures, of norms over heads, of latent attention and of Transformer Engine, on two."""
     (found,) = fittable(systems(RESULTS, "8x-h200"), RESULTS, None)
     assert {one.manifest.system for one in found.same_gpu} == {"2x-h200"}
     ((other, lacking),) = found.lent
@@ -139,7 +139,8 @@ def test_what_eight_h200_lack_is_what_two_have() -> None:
     assert {"router", "attention_block"} <= {op for op, *_ in lacking}  # few shapes
     assert "gemm" not in {op for op, _, dtype in lacking if dtype == "bf16"}  # hundreds
     alone = {key[0] for key in lacking if key not in own}
-    assert alone <= {"reorder", "rescale", "unpermute", "weigh", "streamed_grouped_gemm", *OF_HEADS}
+    others = {"reorder", "rescale", "unpermute", "weigh", "streamed_grouped_gemm", LATENT}
+    assert alone <= {*others, *OF_HEADS}
     assert alone >= set(OF_HEADS)
 
 

@@ -285,6 +285,7 @@ def test_a_log_of_other_attention_has_heads_of_its_own(tmp_path: Path) -> None:
         ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant is dsa"),
         ({"add_bias_linear": "True"}, "linear_bias True with kv_lora_rank is not simulated"),
         ({"position_embedding_type": "learned_absolute"}, "position learned with kv_lora_rank"),
+        ({"num_layers": "9" * 5000}, "num_layers is '9+'; it must be a whole number"),
     ],
 )
 def test_logs_of_other_models_are_refused(
@@ -315,6 +316,17 @@ def test_what_of_a_log_is_simulated_otherwise(
     told = megatron.simulated_otherwise(log, megatron.model_of(log, "x"), Parallelism())
     assert (said in told[0]) if said else not told
     assert len(told) == bool(said)
+
+
+@pytest.mark.parametrize(("fused", "heads"), [("True", 128), ("False", 128), ("False", 40)])
+def test_a_log_without_the_fused_rotation_is_said_where_it_is_simulated(
+    tmp_path: Path, fused: str, heads: int
+) -> None:
+    log = logged(tmp_path, apply_rope_fusion=fused, num_attention_heads=str(heads))
+    p = Parallelism(transformer_impl="transformer_engine")
+    told = megatron.simulated_otherwise(log, megatron.model_of(log, "x"), p)
+    apart = fused == "False" and heads == 128
+    assert any("apply_rope_fusion is False" in one for one in told) == apart
 
 
 def test_set_does_not_give_queries_a_latent_that_they_had_not(tmp_path: Path) -> None:

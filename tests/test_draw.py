@@ -8,6 +8,7 @@ import pytest
 
 from simulate.validation.draw import _random
 from simulate.validation.grid import Grid, read_grid
+from spec.errors import UserError
 from spec.files import parse, read_table, read_yaml
 from spec.measurable import refuse
 from spec.parallelism import AS_RUN
@@ -50,6 +51,26 @@ def test_drawn_plan(results: Path, tmp_path: Path, capsys: Any) -> None:
         code, _, err = predict_drawn(name, "1a2b3c", sealed)
         assert (code, said in err) == (2, True)
         assert not list(tmp_path.glob("new.*"))
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (
+            "layers: [61, 3]",
+            "layers 3, seq_len 2048 and lora_rank 0 cannot be: dense_lay",
+        ),
+        (
+            "layers: [61], lora_rank: [0, 8]",
+            ".* and lora_rank 8 cannot be: lora_rank 8 with kv_lora",
+        ),
+    ],
+)
+def test_a_family_cut_to_what_cannot_be_is_named(tmp_path: Path, cut: str, words: str) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_text(f"gpus: [8]\nfamilies:\n- {{model: deepseek-v3, seq_len: [2048], {cut}}}\n")
+    with pytest.raises(UserError, match=f"families.0: deepseek-v3 with {words}"):
+        read_grid(path)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/forecasts/grid*.yaml")), ids=str)

@@ -304,6 +304,7 @@ def test_a_report_says_where_it_ran() -> None:
     ("changes", "words"),
     [
         ({"rope_head_dim": 0}, "kv_lora_rank 512 with rope_head_dim 0.*needs all three"),
+        ({"rope_head_dim": 63}, "rope_head_dim 63; .*give an even number"),
         ({"kv_lora_rank": 0}, "kv_lora_rank 0.*other attention none, nor q_lora_rank"),
         ({"kv_heads": 8}, "kv_heads 8 with kv_lora_rank.*give 128"),
         ({"qk_norm": True}, "qk_norm True with kv_lora_rank is not simulated"),

@@ -31,6 +31,7 @@ from spec.files import parse
 from spec.kernel import MOST_OF_HEAD
 from spec.model import ModelSpec
 from spec.parallelism import Parallelism, not_on_engine
+from spec.step_latent import rotates_fused
 from spec.training_records import LOG_FRAMEWORK, StepRow, TrainingConfig, TrainingRow
 
 MOST_PER_NODE = 8  # GPUs; a log does not say how many nodes it ran on
@@ -337,6 +338,7 @@ def simulated_otherwise(log: Log, model: ModelSpec, p: Parallelism) -> list[str]
         if p.on_engine
         and not a.flag(argument, True)
         and (model.gated or argument != "bias_swiglu_fusion")
+        and ((model.latent and rotates_fused(model, p)) or argument != "apply_rope_fusion")
     ]
     if model.latent and not a.flag("qk_layernorm"):
         left_out.append(f"{here} qk_layernorm is False: its latents are simulated with norms")

@@ -133,9 +133,10 @@ class Arguments:
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, at least `least`."""
         text = self.text(name, None if default is None else str(default))
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
+        digits = text.isascii() and text.isdigit() and len(text) < 20
+        if not (digits and int(text) >= least):
             raise UserError(
-                f"{self._path}: {name} is {text!r}; it must be a whole number, {least} or more"
+                f"{self._path}: {name} is {text[:80]!r}; it must be a whole number, {least} or more"
             )
         return int(text)
 

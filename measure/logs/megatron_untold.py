@@ -90,6 +90,7 @@ OF_FP8: dict[str, tuple[str, ...]] = {
 }
 # on by default there, and simulated so where Transformer Engine ran a row's layers
 FUSED_THERE = {
+    "apply_rope_fusion": "its positions are simulated as rotated by what joins queries and keys",
     "bias_swiglu_fusion": "its activations are simulated as one kernel",
     "gradient_accumulation_fusion": "its products are simulated to add weights' gradients up",
 }

@@ -33,6 +33,7 @@ _BOTH_WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("attention", (1, 8192, 16, 4, 128)),
     ("attention", (4, 2048, 16, 16, 128)),
     ("attention_block", (1, 4096, 2048, 32, 8, 128)),
+    ("latent_attention", (1, 8192, 16, 192, 128)),
     ("rmsnorm", (_ROWS, 8192)),
     ("layernorm", (_ROWS, 8192)),
     ("rope", (_ROWS, 40, 128)),

@@ -130,7 +130,8 @@ NAMED: tuple[tuple[str, str], ...] = (
     (r"kimi-?k2", "kimi-k2"),
     (r"moonlight", "moonlight-16b-a3b"),
 )
-_DERIVED = re.compile(r"distill|\b(lite|mini|tiny|small|debug\w*)\b")  # behind a name: other shapes
+# behind a name: other shapes
+_DERIVED = re.compile(r"distill|\b(lite|mini|tiny|small|proxy|reduced|debug\w*)\b")
 _SIZE = re.compile(r"(?<![\w.])(\d{1,6}(?:\.\d{1,6})?)([bt])\b")
 _MORE = {"kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"}
 _MORE |= {"shared_ffn_hidden", "dense_layers", "dense_ffn_hidden"}

@@ -12,12 +12,13 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
 from spec.errors import UserError
-from spec.files import parse, read_yaml
+from spec.files import first_problem, parse, read_yaml
 from spec.idle import Combined, listed, refuse_idle
 from spec.measurable import refuse
 from spec.model import ModelSpec, load_model
@@ -45,6 +46,19 @@ class Family(BaseModel):
         except UserError as error:
             raise ValueError(str(error)) from None
         return model
+
+    @model_validator(mode="after")
+    def _can_be_cut(self) -> Self:
+        for values in product(self.layers, self.seq_len, self.lora_rank):
+            try:
+                self.cut(*values)
+            except ValidationError as error:
+                layers, seq_len, lora_rank = values
+                raise ValueError(
+                    f"{self.model} with layers {layers}, seq_len {seq_len} and lora_rank "
+                    f"{lora_rank} cannot be: {first_problem(error)}"
+                ) from None
+        return self
 
     def cut(self, layers: int, seq_len: int, lora_rank: int) -> ModelSpec:
         """The model with these."""
