@@ -20,12 +20,12 @@ SHAPES = (  # batch, tokens, heads, kv_heads, head_dim
 def of_attention(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     """What is timed, shape by shape: a GPU's own keys under the mask, and half as many without."""
     for batch, tokens, *heads in SHAPES:
-        yield partial(both_ways, torch, "attention", (batch, tokens, *heads))
+        yield partial(beside_torchs, torch, "attention", (batch, tokens, *heads))
         block = batch, tokens, tokens // 2, *heads
-        yield partial(both_ways, torch, "attention_block", block)
+        yield partial(beside_torchs, torch, "attention_block", block)
 
 
-def both_ways(torch: Any, op: str, dims: tuple[int, ...]) -> Iterator[Item]:
+def beside_torchs(torch: Any, op: str, dims: tuple[int, ...]) -> Iterator[Item]:
     """Forward and backward at one shape, by Transformer Engine and by torch."""
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.cpp_extensions import fused_attn

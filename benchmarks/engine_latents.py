@@ -2,14 +2,15 @@
 
 See `benchmarks.transformer_engine`. Attention beside torch's, and Megatron-Core's two kernels that
 rotate queries, and make keys and values (`fusions/fused_mla_yarn_rope_apply.py`), beside a copy of
-the bytes that they must move (`spec.step_latent`).
+the bytes that they must move (`spec.step_latent`). The file has rows of these two alone: attention
+is called here as it is in `benchmarks.engine_attention`, but has not been timed by this.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.engine_attention import both_ways
+from benchmarks.engine_attention import beside_torchs
 from benchmarks.engine_experts import Item, copy_of
 from spec.kernel import LATENT
 
@@ -24,7 +25,7 @@ PLAIN, TURNED, VALUE = 128, 64, 128  # values of a head
 def of_latents(torch: Any) -> Iterator[Callable[[], Iterator[Item]]]:
     """What is timed, shape by shape."""
     for dims in SHAPES:
-        yield partial(both_ways, torch, LATENT, dims)
+        yield partial(beside_torchs, torch, LATENT, dims)
     for tokens, heads in ROTATED:
         yield partial(_rotary, torch, tokens, heads)
 
@@ -47,9 +48,7 @@ def _rotary(torch: Any, tokens: int, heads: int) -> Iterator[Item]:
         return fused_apply_mla_rope_for_q(q, *tables, PLAIN, TURNED, None, 0, 1)
 
     def of_keys() -> Any:
-        return fused_apply_mla_rope_for_kv(
-            kv, shared, *tables, TURNED, PLAIN, VALUE, None, 0, 1
-        )  # fmt: skip
+        return fused_apply_mla_rope_for_kv(kv, shared, *tables, TURNED, PLAIN, VALUE, None, 0, 1)
 
     moved = 2 * (PLAIN + VALUE) + TURNED
     for what, forward, given, nbytes in (

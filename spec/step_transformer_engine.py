@@ -160,10 +160,8 @@ def on_transformer_engine(pairs: list[Pair], p: Parallelism) -> list[Pair]:
 
 def second_width(segment: Segment, backward: bool) -> Segment:
     """A layer there whose SwiGLU, forward or backward, has another width than one before it."""
-    times, op = (
-        OF_ANY_WIDTH[backward] / OF_A_COPY["swiglu"][backward],
-        PACED if backward else "copy",
-    )
+    times = OF_ANY_WIDTH[backward] / OF_A_COPY["swiglu"][backward]
+    op = PACED if backward else "copy"
     return tuple(
         replace(
             part,
